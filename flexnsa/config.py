@@ -1,0 +1,52 @@
+"""The seven numbers that define a Native Sparse Attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NSAConfig:
+    """Sizes of the three branches, in tokens or blocks (NSA paper, section 3.3 and table 1).
+
+    Args:
+        compress_block_size: ``l``, tokens summarised by one compressed token.
+        compress_stride: ``d``, tokens between the starts of two compressed tokens; divides ``l`` and ``l'``.
+        select_block_size: ``l'``, tokens of one selection block.
+        num_selected_blocks: ``n``, blocks that each query attends to, forced ones included.
+        num_init_blocks: first blocks of the sequence, always selected.
+        num_local_blocks: last blocks up to and including the query's own, always selected.
+        window_size: ``w``, keys of the sliding window, the query itself included.
+
+    Raises:
+        TypeError: a field is not an int.
+        ValueError: a field is out of range, or the sizes do not fit each other.
+    """
+
+    compress_block_size: int = 32
+    compress_stride: int = 16
+    select_block_size: int = 64
+    num_selected_blocks: int = 16
+    num_init_blocks: int = 1
+    num_local_blocks: int = 2
+    window_size: int = 512
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("num_init_blocks", "num_local_blocks") else 1
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{field.name}: expected an int, got {value!r} ({type(value).__name__})")
+            if value < least:
+                raise ValueError(f"{field.name}: expected at least {least}, got {value}")
+        for name in ("compress_block_size", "select_block_size"):
+            if getattr(self, name) % self.compress_stride:
+                raise ValueError(
+                    f"{name}: expected a multiple of compress_stride={self.compress_stride}, got {getattr(self, name)}"
+                )
+        forced = self.num_init_blocks + self.num_local_blocks
+        if forced > self.num_selected_blocks:
+            raise ValueError(
+                "num_selected_blocks: expected at least num_init_blocks + num_local_blocks = "
+                f"{self.num_init_blocks} + {self.num_local_blocks} = {forced}, got {self.num_selected_blocks}"
+            )
