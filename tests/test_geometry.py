@@ -1,0 +1,89 @@
+"""Counts and overlaps against sets of token numbers."""
+
+from __future__ import annotations
+
+import literal
+import pytest
+import torch
+
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import BRANCHES, blocks_within, num_blocks, num_compressed, overlap_band
+from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.positions import Positions
+from flexnsa.masks.sliding_window import window_intervals
+
+# (l, d, l'): the paper's sizes, no overlap between compressed tokens, l' < l, l' == d, three strides to a token.
+GRIDS = [(32, 16, 64), (8, 4, 16), (4, 4, 8), (16, 4, 8), (16, 8, 8), (12, 4, 16), (1, 1, 1)]
+
+
+def grid(length: int, stride: int, block: int) -> NSAConfig:
+    return NSAConfig(
+        compress_block_size=length,
+        compress_stride=stride,
+        select_block_size=block,
+        num_selected_blocks=3,
+        window_size=5,
+    )
+
+
+def test_branches_come_in_the_order_of_the_gates() -> None:
+    assert BRANCHES == ("cmp", "slc", "win")
+
+
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_num_compressed_counts_the_blocks_that_are_whole(sizes: tuple[int, int, int]) -> None:
+    length, stride, _ = sizes
+    for seq_len in range(1, 100):
+        whole = [i for i in range(seq_len) if i * stride + length <= seq_len]
+        assert num_compressed(seq_len, grid(*sizes)) == len(whole), seq_len
+
+
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_num_blocks_counts_the_unfinished_block(sizes: tuple[int, int, int]) -> None:
+    for seq_len in range(1, 100):
+        assert num_blocks(seq_len, grid(*sizes)) == len({t // sizes[2] for t in range(seq_len)}), seq_len
+
+
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_blocks_within_bounds_every_sequence_of_as_many_compressed_tokens(sizes: tuple[int, int, int]) -> None:
+    config = grid(*sizes)
+    for seq_len in range(1, 100):
+        bound = blocks_within(num_compressed(seq_len, config), config)
+        assert num_blocks(seq_len, config) <= bound <= num_blocks(seq_len, config) + 1, seq_len
+
+
+def test_overlap_band_of_the_paper() -> None:
+    assert overlap_band(NSAConfig()) == (-1, (1, 2, 2, 2, 1))
+
+
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_overlap_band_is_the_shared_tokens_of_every_pair(sizes: tuple[int, int, int]) -> None:
+    config = grid(*sizes)
+    first, weights = overlap_band(config)
+    step = config.select_block_size // config.compress_stride
+    for j in range(6):
+        for i in range(80):
+            offset = i - j * step - first
+            assert (weights[offset] if 0 <= offset < len(weights) else 0) == literal.overlap(i, j, config), (i, j)
+
+
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_intervals_are_the_keys_that_each_query_sees(sizes: tuple[int, int, int]) -> None:
+    config, seq_len = grid(*sizes), 80
+    positions = Positions.of_sequence(seq_len)
+    compressed, window = compressed_intervals(positions, config), window_intervals(positions, config)
+    for t in range(seq_len):
+        keys = literal.compressed_keys(t, num_compressed(seq_len, config), config)
+        assert list(range(int(compressed.lo[0, t]), int(compressed.hi[0, t]))) == keys
+        assert list(range(int(window.lo[0, t]), int(window.hi[0, t]))) == literal.window_keys(t, config)
+
+
+def test_intervals_restart_with_the_document() -> None:
+    """A document at token 30, its first compressed token the fifth of the pack, sees what it would see alone."""
+    config, shift, cmp_shift, seq_len = grid(8, 4, 16), 30, 5, 40
+    token = torch.arange(shift, shift + seq_len, dtype=torch.int32)[None]
+    moved = Positions(token, torch.full_like(token, shift), torch.full_like(token, cmp_shift))
+    alone = Positions.of_sequence(seq_len)
+    for intervals, by in ((compressed_intervals, cmp_shift), (window_intervals, shift)):
+        torch.testing.assert_close(intervals(moved, config).lo - by, intervals(alone, config).lo)
+        torch.testing.assert_close(intervals(moved, config).hi - by, intervals(alone, config).hi)
