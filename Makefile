@@ -1,0 +1,59 @@
+# Every target below sets up .venv by itself; a fresh machine needs make and Python 3.11 or later, nothing else.
+
+PYTHON ?= python3
+BIN := .venv/bin
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+SOURCES := flexnsa tests benchmarks plots
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types bench bench-smoke plots ci clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: .venv/.installed  ## train NSA and its dense twin on real text; parity, memory and time; one picture
+	$(BIN)/python -m flexnsa demo
+
+test: .venv/.installed  ## run the tests
+	$(BIN)/python -m pytest
+
+lint: .venv/.installed  ## check style and formatting
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+format: .venv/.installed  ## apply the formatting
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+types: .venv/.installed  ## check the type hints
+	$(BIN)/pyright
+
+bench: .venv/.installed  ## measure memory and time
+	$(BIN)/python -m pytest benchmarks
+
+bench-smoke: .venv/.installed  ## run every benchmark once, smallest size, to see that it works
+	$(BIN)/python -m pytest benchmarks --smoke
+
+plots: .venv/.installed  ## draw the figures from recorded measurements
+	$(BIN)/python -m plots
+
+ci: .ci/run  ## what continuous integration runs
+	$<
+
+clean:  ## remove the environment, caches and outputs
+	rm -rf .venv .pytest_cache .ruff_cache .benchmarks runs demo dist
+
+# PyPI's torch for Linux brings gigabytes of CUDA: where there is no NVIDIA driver, the CPU build goes in first.
+.venv/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexnsa needs Python 3.11 or later, and $(PYTHON) is " + sys.version.split()[0] + "; say: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv
+	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
+		echo "$(BIN)/pip install torch, CPU build"; \
+		$(BIN)/pip install --quiet --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch \
+			|| echo "$(CPU_WHEELS) does not answer: taking torch from the default index"; \
+	fi
+	@touch $@
+
+.venv/.installed: .venv/.torch pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
