@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexnsa.config import NSAConfig
 
-BRANCHES = ("cmp", "slc", "win")
+BRANCHES: tuple[str, ...] = ("cmp", "slc", "win")
 """Branch tags in the order of the gates: compressed, selected, sliding window."""
 
 
@@ -19,6 +19,11 @@ def num_compressed(seq_len: int, config: NSAConfig) -> int:
 def num_blocks(seq_len: int, config: NSAConfig) -> int:
     """Count the selection blocks ``M`` of a sequence, the last one possibly unfinished."""
     return -(-seq_len // config.select_block_size)
+
+
+def blocks_within(num_keys: int, config: NSAConfig) -> int:
+    """Bound the blocks of any sequence that has ``num_keys`` compressed tokens; at most one more than it has."""
+    return max(1, num_blocks(num_keys * config.compress_stride + config.compress_block_size - 1, config))
 
 
 def overlap_band(config: NSAConfig) -> tuple[int, tuple[int, ...]]:

@@ -28,3 +28,8 @@ class Positions:
         token = torch.arange(seq_len, dtype=torch.int32, device=device)[None]
         zero = torch.zeros_like(token)
         return cls(token, zero, zero)
+
+
+def positions_of(q: Tensor, positions: Positions | None) -> Positions:
+    """Take ``None`` for what it stands for: ``q (B, H, T, D)`` is one whole sequence from token 0."""
+    return Positions.of_sequence(q.shape[2], q.device) if positions is None else positions
