@@ -1,0 +1,44 @@
+"""How much each block matters to each query: softmax over compressed keys, summed by overlap (Eq. 8 to 10)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import overlap_band
+from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.positions import Positions
+
+
+def group_probabilities(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions, *, config: NSAConfig, scale: float
+) -> Tensor:
+    """Sum ``p_cmp`` over the query heads of each group, fp32 ``(B, Hkv, T, N)`` (Eq. 8 and 10).
+
+    ``lse`` of the compressed branch saves the normalisation where it is at hand.
+    """
+    visible = compressed_intervals(positions, config)
+    key = torch.arange(k_cmp.shape[2], dtype=torch.int32, device=q.device)
+    hidden = (key < visible.lo[..., None]) | (key >= visible.hi[..., None])  # (B, T, N)
+
+    q_BKGTD = q.float().unflatten(1, (k_cmp.shape[1], -1))
+    scores = (q_BKGTD * scale) @ k_cmp.float().unsqueeze(2).mT
+    scores = scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    lse = scores.logsumexp(-1) if lse is None else lse.unflatten(1, (k_cmp.shape[1], -1))
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing has probabilities 0, not NaN
+    return scores.sub_(lse[..., None]).exp_().sum(2)
+
+
+def block_scores(probs: Tensor, positions: Positions, *, num_blocks: int, config: NSAConfig) -> Tensor:
+    """Add up the compressed tokens that overlap each block of the query's document, ``(B, Hkv, T, M)`` (Eq. 9)."""
+    first, weights = overlap_band(config)
+    step = config.select_block_size // config.compress_stride
+    width = (num_blocks - 1) * step + len(weights)
+    num_keys = probs.shape[-1]
+
+    own = torch.arange(first, first + width, device=probs.device) + positions.cmp_start[..., None]
+    own = own.where((own >= positions.cmp_start[..., None]) & (own < num_keys), num_keys).to(torch.int64)[:, None]
+    banded = F.pad(probs, (0, 1)).gather(-1, own.expand(*probs.shape[:3], width))
+    return banded.unfold(-1, len(weights), step) @ probs.new_tensor(weights)
