@@ -1,0 +1,177 @@
+"""Attention to intervals of keys, a chunk of queries at a time: memory linear in the sequence, forward and backward.
+
+A chunk reads only the keys that some of its queries see, and tests only those that not all of them see. Nothing of a
+chunk is saved: backward rebuilds its probabilities from q, k and lse, as FlashAttention does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexnsa.operators import opaque_operator
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Queries ``[start, stop)``; some see keys in ``[first, last)``, all see those in ``[inner_first, inner_last)``."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    inner_first: int
+    inner_last: int
+
+    def ragged(self) -> Iterator[slice]:
+        """Slices of ``[first, last)``, counted from ``first``, that some queries see and some do not."""
+        if self.inner_first >= self.inner_last:
+            yield slice(0, self.last - self.first)
+        else:
+            yield slice(0, self.inner_first - self.first)
+            yield slice(self.inner_last - self.first, self.last - self.first)
+
+
+def _chunks(lo: Tensor, hi: Tensor, size: int) -> list[_Chunk]:
+    """Cut the queries into chunks; the bounds of the intervals never decrease, so a chunk's ends tell its range."""
+    starts = torch.arange(0, lo.shape[1], size, device=lo.device)
+    stops = (starts + size).clamp_max(lo.shape[1])
+    ends = (
+        starts,
+        stops,
+        lo[:, starts].amin(0),
+        hi[:, stops - 1].amax(0),
+        lo[:, stops - 1].amax(0),
+        hi[:, starts].amin(0),
+    )
+    return [_Chunk(*row) for row in torch.stack([x.long() for x in ends], 1).tolist()]
+
+
+def _fold(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """Lay the queries of a group below each other: ``(B, Hq, c, D)`` to ``(B * Hkv, G * c, D)``."""
+    return x.to(dtype).reshape(x.shape[0] * num_kv_heads, -1, x.shape[-1])
+
+
+def _scores(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, chunk: _Chunk, workspace: Tensor) -> Tensor:
+    """Compute the chunk's scores ``(B * Hkv, G * c, last - first)`` in the workspace, ``-inf`` where hidden."""
+    shape = (q.shape[0], q.shape[1], chunk.last - chunk.first)
+    scores = workspace[: shape[0] * shape[1] * shape[2]].view(shape)
+    torch.bmm(q, k[:, chunk.first : chunk.last].mT, out=scores)
+    lo, hi = lo[:, chunk.start : chunk.stop, None], hi[:, chunk.start : chunk.stop, None]
+    per_row = scores.view(lo.shape[0], -1, lo.shape[1], shape[2])  # (B or 1, heads, c, keys)
+    for part in chunk.ragged():
+        key = torch.arange(chunk.first + part.start, chunk.first + part.stop, dtype=lo.dtype, device=lo.device)
+        per_row[..., part].masked_fill_(((key < lo) | (key >= hi))[:, None], -torch.inf)
+    return scores
+
+
+def _workspace(q: Tensor, k: Tensor, chunks: list[_Chunk], dtype: torch.dtype) -> Tensor:
+    """Allocate the scores of the largest chunk once: allocating per chunk costs more than computing on a CPU."""
+    largest = max((c.stop - c.start) * max(0, c.last - c.first) for c in chunks)
+    return torch.empty(q.shape[0] * q.shape[1] * largest, dtype=dtype, device=k.device)
+
+
+@opaque_operator("interval_attention")
+def interval_attention(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Attend to the keys ``[lo, hi)`` of each query.
+
+    Args:
+        q: ``(B, Hq, T, Dk)``.
+        k: ``(B, Hkv, S, Dk)``.
+        v: ``(B, Hkv, S, Dv)``.
+        lo: int ``(B or 1, T)``, never decreasing.
+        hi: int ``(B or 1, T)``, never decreasing.
+        scale: factor on the scores.
+        chunk_size: queries a chunk; the workspace holds ``B * Hq * chunk_size`` rows of scores.
+
+    Returns:
+        ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    heads = k.shape[1]
+    k_acc, v_acc = _fold(k, heads, dtype), _fold(v, heads, dtype)
+    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    chunks = _chunks(lo, hi, chunk_size)
+    workspace = _workspace(q, k, chunks, dtype)
+    for chunk in chunks:
+        if chunk.first >= chunk.last:
+            continue
+        rows = slice(chunk.start, chunk.stop)
+        probs = _scores(_fold(q[:, :, rows], heads, dtype).mul(scale), k_acc, lo, hi, chunk, workspace)
+        top = probs.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+        total = probs.sub_(top).exp_().sum(-1, keepdim=True)
+        values = torch.bmm(probs, v_acc[:, chunk.first : chunk.last]).div_(total.clamp_min(torch.finfo(dtype).tiny))
+        out[:, :, rows] = values.view_as(out[:, :, rows])
+        lse[:, :, rows] = torch.where(total > 0, top + total.log(), -torch.inf).view_as(lse[:, :, rows])
+    return out, lse
+
+
+@opaque_operator("interval_attention_backward")
+def _interval_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = lse.dtype
+    heads = k.shape[1]
+    k_acc, v_acc = _fold(k, heads, dtype), _fold(v, heads, dtype)
+    grad_q, grad_k, grad_v = q.new_zeros(q.shape), torch.zeros_like(k_acc), torch.zeros_like(v_acc)
+    chunks = _chunks(lo, hi, chunk_size)
+    workspace, grad_workspace = (_workspace(q, k, chunks, dtype) for _ in range(2))
+    for chunk in chunks:
+        if chunk.first >= chunk.last:
+            continue
+        rows, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.last)
+        q_c = _fold(q[:, :, rows], heads, dtype).mul(scale)
+        out_c, grad_out_c = _fold(out[:, :, rows], heads, dtype), _fold(grad_out[:, :, rows], heads, dtype)
+        lse_c, grad_lse_c = (_fold(x[:, :, rows, None], heads, dtype) for x in (lse, grad_lse))
+        lse_c = lse_c.masked_fill(lse_c == -torch.inf, torch.inf)  # a row that sees nothing: probabilities 0, not NaN
+
+        probs = _scores(q_c, k_acc, lo, hi, chunk, workspace).sub_(lse_c).exp_()
+        grad_v[:, keys].baddbmm_(probs.mT, grad_out_c)
+        grad_scores = grad_workspace[: probs.numel()].view_as(probs)
+        torch.bmm(grad_out_c, v_acc[:, keys].mT, out=grad_scores)
+        row_term = (grad_out_c * out_c).sum(-1, keepdim=True).sub_(grad_lse_c)
+        grad_scores.sub_(row_term).mul_(probs)
+        grad_q[:, :, rows] = torch.bmm(grad_scores, k_acc[:, keys]).mul_(scale).view_as(grad_q[:, :, rows])
+        grad_k[:, keys].baddbmm_(grad_scores.mT, q_c)
+    return grad_q, grad_k.view(k.shape).to(k.dtype), grad_v.view(v.shape).to(v.dtype)
+
+
+@interval_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    return out, q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@_interval_attention_backward.register_fake
+def _(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.chunk_size = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    grads = _interval_attention_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.chunk_size)
+    return (*grads, None, None, None, None)
+
+
+interval_attention.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,60 @@
+"""Plain PyTorch, eager and differentiable, in linear memory: the implementation that trains on CPUs.
+
+Dense branches go through their intervals in chunks of queries, the selected branch block by block. On an accelerator
+each call reads a few loop bounds on the host; ``flex`` reads none.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexnsa.attention.chunked import interval_attention
+from flexnsa.attention.key_major import selected_attention as key_major_attention
+from flexnsa.config import NSAConfig
+from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.positions import Positions, positions_of
+from flexnsa.masks.sliding_window import window_intervals
+from flexnsa.selection import select_in_chunks
+
+COMPRESSED_CHUNK, WINDOW_CHUNK = 512, 256
+"""Queries a chunk: enough for the products to run at full speed, few enough for their scores to stay in cache."""
+
+
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions | None, *, config: NSAConfig, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend to the compressed tokens that lie wholly in the past (section 3.3.1)."""
+    visible = compressed_intervals(positions_of(q, positions), config)
+    return interval_attention(q, k_cmp, v_cmp, visible.lo, visible.hi, scale, COMPRESSED_CHUNK)
+
+
+def sliding_window_attention(
+    q: Tensor, k: Tensor, v: Tensor, positions: Positions | None, *, config: NSAConfig, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend to the last ``window_size`` tokens of the document (section 3.3.3)."""
+    visible = window_intervals(positions_of(q, positions), config)
+    return interval_attention(q, k, v, visible.lo, visible.hi, scale, WINDOW_CHUNK)
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    positions: Positions | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the past tokens of the selected blocks (section 3.3.2)."""
+    positions = positions_of(q, positions)
+    return key_major_attention(
+        q, k, v, block_indices, positions.token, positions.start, scale, config.select_block_size
+    )
+
+
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions | None, *, config: NSAConfig, scale: float
+) -> Tensor:
+    """Choose the ``n`` best blocks of each query, a chunk of queries at a time (Eq. 8 to 10)."""
+    return select_in_chunks(q, k_cmp, lse, positions_of(q, positions), config=config, scale=scale)
