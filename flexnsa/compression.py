@@ -1,0 +1,129 @@
+"""Compression: one key (or value) for every block of ``l`` tokens, a new block every ``d`` (section 3.3.1, Eq. 7).
+
+All compressors map ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``, heads apart but with the same weights. ``d`` divides
+``l``, so a block is ``l / d`` neighbouring segments; a linear map of overlapping blocks is then a sum of maps of
+segments, each computed once, and the blocks themselves are never laid out in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexnsa.checks import check_positive_int, check_tensor, check_type
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import num_compressed
+
+
+def _segments(x: Tensor, config: NSAConfig) -> Tensor:
+    """Cut the tokens that blocks cover into segments of ``d``, ``(B, Hkv, N + l/d - 1, d, D)``, or none at all."""
+    count = num_compressed(x.shape[2], config)
+    used = (count - 1) * config.compress_stride + config.compress_block_size if count else 0
+    return x[:, :, :used].unflatten(2, (used // config.compress_stride, config.compress_stride))
+
+
+def _add_neighbours(parts: Tensor) -> Tensor:
+    """Sum the segments of each block: ``parts[..., s, p, :]`` is segment ``s`` taken as part ``p`` of a block."""
+    segments, size = parts.shape[-3:-1]
+    count = max(0, segments - size + 1)
+    first, *others = (parts[..., p : p + count, p, :] for p in range(size))
+    return sum(others, first)
+
+
+class MeanCompressor(nn.Module):
+    """Average each block; no parameters."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig) -> None:
+        super().__init__()
+        _check_sizes(num_kv_heads, head_dim, config)
+        self.shape = (num_kv_heads, head_dim)
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``."""
+        _check_input(x, *self.shape)
+        size = self.config.compress_block_size // self.config.compress_stride
+        means = _segments(x, self.config).mean(3)
+        return _add_neighbours(means.unsqueeze(-2).expand(*means.shape[:-1], size, -1)) / size
+
+    def reset_parameters(self) -> None:
+        """Do nothing: there is nothing to draw."""
+
+
+class LinearCompressor(nn.Module):
+    """Map each block, its intra-block position encoding added, to one vector by a learned matrix."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig) -> None:
+        super().__init__()
+        _check_sizes(num_kv_heads, head_dim, config)
+        self.shape = (num_kv_heads, head_dim)
+        self.project = _BlockLinear(head_dim, head_dim, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``."""
+        _check_input(x, *self.shape)
+        return self.project(x)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        self.project.reset_parameters()
+
+
+class MLPCompressor(nn.Module):
+    """Map each block, its intra-block position encoding added, to one vector by a two-layer MLP (the paper's choice).
+
+    ``hidden_dim`` defaults to ``4 * head_dim``.
+    """
+
+    def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig, hidden_dim: int | None = None) -> None:
+        super().__init__()
+        _check_sizes(num_kv_heads, head_dim, config)
+        self.shape = (num_kv_heads, head_dim)
+        hidden_dim = 4 * head_dim if hidden_dim is None else hidden_dim
+        self.project = _BlockLinear(head_dim, hidden_dim, config)
+        self.out = nn.Linear(hidden_dim, head_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``."""
+        _check_input(x, *self.shape)
+        return self.out(F.silu(self.project(x)))
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        self.project.reset_parameters()
+        self.out.reset_parameters()
+
+
+class _BlockLinear(nn.Module):
+    """Linear map of whole blocks ``(l, D)`` plus position encoding, computed segment by segment."""
+
+    def __init__(self, head_dim: int, out_dim: int, config: NSAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.position = nn.Parameter(torch.empty(config.compress_block_size, head_dim))
+        self.weight = nn.Parameter(torch.empty(out_dim, config.compress_block_size * head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.position, std=0.02)
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.config.compress_block_size // self.config.compress_stride
+        weight = self.weight.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)  # (parts * out, d * D)
+        mapped = F.linear(_segments(x, self.config).flatten(3), weight).unflatten(-1, (parts, -1))
+        return _add_neighbours(mapped) + F.linear(self.position.flatten(), self.weight)
+
+
+COMPRESSORS = {"mean": MeanCompressor, "linear": LinearCompressor, "mlp": MLPCompressor}
+
+
+def _check_sizes(num_kv_heads: int, head_dim: int, config: NSAConfig) -> None:
+    check_positive_int("num_kv_heads", num_kv_heads)
+    check_positive_int("head_dim", head_dim)
+    check_type("config", config, NSAConfig)
+
+
+def _check_input(x: Tensor, num_kv_heads: int, head_dim: int) -> None:
+    check_tensor("x", x, ("B", num_kv_heads, "S", head_dim))

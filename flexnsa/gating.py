@@ -1,0 +1,42 @@
+"""Gates: how much of each branch a query head takes (section 3.2, Eq. 5)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from flexnsa.geometry import BRANCHES
+
+GATES = ("sigmoid", "softmax")
+
+
+class Gate(nn.Module):
+    """Gate from the layer input: a linear map per head and branch, then a sigmoid (the paper's) or a softmax.
+
+    ``(B, S, dim)`` to ``(B, num_heads, S, num_branches)``. A fresh gate is close to 1/2 (sigmoid) or to equal shares
+    (softmax) and depends on its input, so no branch starts shut and every weight has a gradient at once.
+    """
+
+    def __init__(self, dim: int, num_heads: int, num_branches: int, kind: str = "sigmoid") -> None:
+        super().__init__()
+        if kind not in GATES:
+            raise ValueError(f"gate: expected one of {', '.join(GATES)}, got {kind!r}")
+        self.num_heads = num_heads
+        self.kind = kind
+        self.linear = nn.Linear(dim, num_heads * num_branches, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, small enough to leave every gate open."""
+        nn.init.normal_(self.linear.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give the gates of each head and branch, ``(B, num_heads, S, num_branches)``."""
+        logits = self.linear(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
+
+
+def combine(gates: Tensor, outputs: dict[str, Tensor]) -> Tensor:
+    """Add up the branches, each ``(B, Hq, S, Dv)``, weighted by its column of ``gates (B, Hq, S, 3)`` (Eq. 5)."""
+    columns = dict(zip(BRANCHES, gates.unbind(-1), strict=True))
+    first, *others = (columns[tag].to(out.dtype)[..., None] * out for tag, out in outputs.items())
+    return sum(others, first)
