@@ -1,0 +1,341 @@
+"""The public functions: check the arguments, choose the implementation, combine the branches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention import reference, sdpa
+from flexnsa.checks import check_choice, check_tensor, check_type, describe
+from flexnsa.config import NSAConfig
+from flexnsa.gating import combine
+from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
+from flexnsa.masks.positions import Positions
+from flexnsa.scoring import block_scores, group_probabilities
+
+IMPLEMENTATIONS: dict[str, Any] = {"sdpa": sdpa, "reference": reference}
+
+
+class NSAAux(NamedTuple):
+    """What the branches produced on the way; ``None`` for what was not computed.
+
+    ``block_indices`` int32 ``(B, Hkv, S, n)``; ``out_*`` ``(B, Hq, S, Dv)``; ``lse_cmp`` fp32 ``(B, Hq, S)``.
+    """
+
+    block_indices: Tensor | None
+    out_cmp: Tensor | None
+    out_slc: Tensor | None
+    out_win: Tensor | None
+    lse_cmp: Tensor | None
+
+
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    gates: Tensor,
+    *,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    config: NSAConfig,
+    scale: float | None = None,
+    block_indices: Tensor | None = None,
+    branches: Sequence[str] = BRANCHES,
+    impl: str = "auto",
+    return_aux: bool = False,
+) -> Tensor | tuple[Tensor, NSAAux]:
+    """Causal Native Sparse Attention: the gated sum of three branches (NSA paper, Eq. 5).
+
+    Args:
+        q: queries ``(B, Hq, S, Dk)``.
+        k: keys of the selected branch ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``. ``None`` where no branch reads it.
+        v: values of the selected branch ``(B, Hkv, S, Dv)``, likewise.
+        gates: ``(B, Hq, S, 3)``, any floating dtype; columns are compressed, selected, window.
+        k_cmp: compressed keys ``(B, Hkv, N, Dk)``; ``None`` where neither ``cmp`` nor a selection needs them.
+        v_cmp: compressed values ``(B, Hkv, N, Dv)``; ``None`` without the ``cmp`` branch.
+        k_win: keys of the window, as k, which is the default.
+        v_win: values of the window, as v, which is the default.
+        config: sizes of the branches.
+        scale: factor on the scores, by default ``Dk ** -0.5``.
+        block_indices: int32 ``(B, Hkv, S, n)``, ascending, unique, padded with -1: use these blocks, select none.
+        branches: any of ``cmp``, ``slc``, ``win``; the others are neither computed nor added.
+        impl: ``"flex"``, ``"sdpa"`` or ``"reference"``; ``"auto"`` is flex on CUDA and sdpa elsewhere.
+        return_aux: return ``(out, NSAAux)``.
+
+    Returns:
+        ``out (B, Hq, S, Dv)`` in the dtype of q.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    check_type("config", config, NSAConfig)
+    branches = check_branches(branches)
+    _check_queries(q)
+    check_tensor("gates", gates, (*q.shape[:3], len(BRANCHES)), like=q, dtype=getattr(gates, "dtype", None))
+    k_win, v_win = k if k_win is None else k_win, v if v_win is None else v_win
+    selecting = "slc" in branches and block_indices is None
+    length, num_keys = q.shape[2], num_compressed(q.shape[2], config)
+    sizes = _Sizes()
+    if "slc" in branches:
+        sizes = _check_keys(q, k, v, ("k", "v"), length, sizes)
+    if "win" in branches:
+        sizes = _check_keys(q, k_win, v_win, ("k_win", "v_win"), length, sizes)
+    if "cmp" in branches:
+        sizes = _check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_keys, sizes)
+    elif selecting:
+        check_tensor("k_cmp", k_cmp, (q.shape[0], sizes.heads, num_keys, q.shape[3]), like=q)
+    if block_indices is not None:
+        if "slc" not in branches:
+            raise ValueError(f"block_indices: expected None without the slc branch, got {describe(block_indices)}")
+        _check_block_indices(q, block_indices, sizes.heads, config)
+    scale = _scale(q, scale)
+    attention = implementation(impl, q)
+
+    lse_cmp = None
+    outputs: dict[str, Tensor] = {}
+    if "cmp" in branches:
+        outputs["cmp"], lse_cmp = attention.compressed_attention(q, k_cmp, v_cmp, None, config=config, scale=scale)
+    if selecting:
+        block_indices = attention.select_blocks(q, k_cmp, lse_cmp, None, config=config, scale=scale)
+    if "slc" in branches:
+        outputs["slc"], _ = attention.selected_attention(q, k, v, block_indices, None, config=config, scale=scale)
+    if "win" in branches:
+        outputs["win"], _ = attention.sliding_window_attention(q, k_win, v_win, None, config=config, scale=scale)
+    out = combine(gates, outputs)
+    if not return_aux:
+        return out
+    return out, NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse_cmp)
+
+
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    *,
+    config: NSAConfig,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Attend to the compressed tokens that lie wholly in the past (NSA paper, section 3.3.1).
+
+    Args:
+        q: ``(B, Hq, S, Dk)``.
+        k_cmp: ``(B, Hkv, N, Dk)``, ``N = max(0, (S - l) // d + 1)``.
+        v_cmp: ``(B, Hkv, N, Dv)``.
+        config: gives ``l`` and ``d``.
+        scale: factor on the scores, by default ``Dk ** -0.5``.
+        impl: as in :func:`native_sparse_attention`.
+
+    Returns:
+        ``(out, lse)``: ``(B, Hq, S, Dv)`` and ``(B, Hq, S)``, natural log, fp32; 0 and ``-inf`` for the first
+        ``l - 1`` queries, which see nothing. lse is ``None`` where flex runs on a CPU, which has none.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    check_type("config", config, NSAConfig)
+    _check_queries(q)
+    _check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_compressed(q.shape[2], config))
+    return implementation(impl, q).compressed_attention(q, k_cmp, v_cmp, None, config=config, scale=_scale(q, scale))
+
+
+def block_importance(
+    q: Tensor, k_cmp: Tensor, *, config: NSAConfig, seq_len: int | None = None, scale: float | None = None
+) -> Tensor:
+    """Score every selection block for every query (NSA paper, Eq. 8 to 10): dense, for analysis and tests.
+
+    Args:
+        q: ``(B, Hq, T, Dk)``, the last ``T`` queries of the sequence.
+        k_cmp: ``(B, Hkv, N, Dk)``, ``N`` as of ``seq_len``.
+        config: gives ``l``, ``d`` and ``l'``.
+        seq_len: tokens of the sequence, by default ``T``.
+        scale: factor on the scores, by default ``Dk ** -0.5``.
+
+    Returns:
+        fp32 ``(B, Hkv, T, M)``, ``M = ceil(seq_len / l')``; blocks that a query cannot see score 0.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    check_type("config", config, NSAConfig)
+    _check_queries(q)
+    seq_len = q.shape[2] if seq_len is None else seq_len
+    if seq_len < q.shape[2]:
+        raise ValueError(f"seq_len: expected at least the {q.shape[2]} tokens of q, got {seq_len}")
+    _check_compressed_keys(q, k_cmp, seq_len, config)
+    whole = Positions.of_sequence(seq_len, q.device)
+    last = Positions(*(x[:, seq_len - q.shape[2] :] for x in (whole.token, whole.start, whole.cmp_start)))
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        probs = group_probabilities(q, k_cmp, None, last, config=config, scale=_scale(q, scale))
+        return block_scores(probs, last, num_blocks=num_blocks(seq_len, config), config=config)
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    *,
+    config: NSAConfig,
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Choose the ``n`` blocks that each query will attend to (NSA paper, Eq. 8 to 12); never differentiated.
+
+    Args:
+        q: ``(B, Hq, S, Dk)``.
+        k_cmp: ``(B, Hkv, N, Dk)``.
+        config: gives the block sizes, ``n`` and the forced blocks.
+        lse: of :func:`compressed_attention` with the same q, k_cmp and scale; saves computing it again.
+        scale: factor on the scores, by default ``Dk ** -0.5``.
+        impl: as in :func:`native_sparse_attention`.
+
+    Returns:
+        int32 ``(B, Hkv, S, n)``: block numbers ascending, padded with -1; the heads of a group share them. Forced are
+        the first ``num_init_blocks`` and the last ``num_local_blocks``; a tie goes to the lower index.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    check_type("config", config, NSAConfig)
+    _check_queries(q)
+    _check_compressed_keys(q, k_cmp, q.shape[2], config)
+    if lse is not None:
+        check_tensor("lse", lse, tuple(q.shape[:3]), like=q, dtype=torch.promote_types(q.dtype, torch.float32))
+    return implementation(impl, q).select_blocks(q, k_cmp, lse, None, config=config, scale=_scale(q, scale))
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    config: NSAConfig,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Attend to the past tokens of the selected blocks (NSA paper, section 3.3.2).
+
+    Args:
+        q: ``(B, Hq, S, Dk)``.
+        k: ``(B, Hkv, S, Dk)``.
+        v: ``(B, Hkv, S, Dv)``.
+        block_indices: int32 ``(B, Hkv, S, n)``, ascending, unique, padded with -1, as :func:`select_blocks` gives.
+        config: gives ``l'``.
+        scale: factor on the scores, by default ``Dk ** -0.5``.
+        impl: as in :func:`native_sparse_attention`.
+
+    Returns:
+        ``(out, lse)``: ``(B, Hq, S, Dv)`` and ``(B, Hq, S)``, natural log, fp32; 0 and ``-inf`` for a query without a
+        block. lse is ``None`` where flex runs on a CPU, which has none.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    check_type("config", config, NSAConfig)
+    _check_queries(q)
+    sizes = _check_keys(q, k, v, ("k", "v"), q.shape[2])
+    _check_block_indices(q, block_indices, sizes.heads, config)
+    return implementation(impl, q).selected_attention(
+        q, k, v, block_indices, None, config=config, scale=_scale(q, scale)
+    )
+
+
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    config: NSAConfig,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Attend to the last ``window_size`` tokens, the query's own included (NSA paper, section 3.3.3).
+
+    Args:
+        q: ``(B, Hq, S, Dk)``.
+        k: ``(B, Hkv, S, Dk)``.
+        v: ``(B, Hkv, S, Dv)``.
+        config: gives ``w``.
+        scale: factor on the scores, by default ``Dk ** -0.5``.
+        impl: as in :func:`native_sparse_attention`.
+
+    Returns:
+        ``(out, lse)``: ``(B, Hq, S, Dv)`` and ``(B, Hq, S)``, natural log, fp32. lse is ``None`` where flex runs on a
+        CPU, which has none.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    check_type("config", config, NSAConfig)
+    _check_queries(q)
+    _check_keys(q, k, v, ("k", "v"), q.shape[2])
+    return implementation(impl, q).sliding_window_attention(q, k, v, None, config=config, scale=_scale(q, scale))
+
+
+def implementation(impl: str, q: Tensor) -> Any:
+    """Choose the module that computes the branches, the one place where that is decided."""
+    check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
+    if impl == "auto":
+        impl = "flex" if q.device.type == "cuda" else "sdpa"
+    return IMPLEMENTATIONS[impl]
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if not isinstance(scale, int | float) or isinstance(scale, bool):
+        raise TypeError(f"scale: expected a number, got {describe(scale)}")
+    return float(scale)
+
+
+def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
+    """Demand a choice of branches and put it in order."""
+    if isinstance(branches, str) or not branches or set(branches) - set(BRANCHES) or len(set(branches)) < len(branches):
+        raise ValueError(f"branches: expected some of {BRANCHES}, each once, got {branches!r}")
+    return tuple(tag for tag in BRANCHES if tag in branches)
+
+
+class _Sizes(NamedTuple):
+    """What all branches share: a number, or a word for it while it is not known."""
+
+    heads: int | str = "Hkv"
+    v_dim: int | str = "Dv"
+
+
+def _check_queries(q: Tensor) -> None:
+    check_tensor("q", q, ("B", "Hq", "S", "Dk"))
+
+
+def _check_keys(q: Tensor, k: Any, v: Any, names: tuple[str, str], length: int, sizes: _Sizes | None = None) -> _Sizes:
+    sizes = sizes or _Sizes()
+    check_tensor(names[0], k, (q.shape[0], sizes.heads, length, q.shape[3]), like=q)
+    _check_group(names[0], q, k)
+    check_tensor(names[1], v, (*k.shape[:3], sizes.v_dim), like=q)
+    return _Sizes(k.shape[1], v.shape[3])
+
+
+def _check_compressed_keys(q: Tensor, k_cmp: Tensor, seq_len: int, config: NSAConfig) -> None:
+    check_tensor("k_cmp", k_cmp, (q.shape[0], "Hkv", num_compressed(seq_len, config), q.shape[3]), like=q)
+    _check_group("k_cmp", q, k_cmp)
+
+
+def _check_group(name: str, q: Tensor, k: Tensor) -> None:
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{name}: expected a number of heads that divides the {q.shape[1]} of q, got {k.shape[1]}")
+
+
+def _check_block_indices(q: Tensor, block_indices: Tensor, heads: int | str, config: NSAConfig) -> None:
+    shape = (q.shape[0], heads, q.shape[2], config.num_selected_blocks)
+    check_tensor("block_indices", block_indices, shape, like=q, dtype=torch.int32)

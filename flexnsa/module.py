@@ -1,0 +1,141 @@
+"""The attention layer: projections, compression, gates and rotary embedding around :mod:`flexnsa.functional`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flexnsa.checks import check_choice, check_positive_int, check_tensor, check_type
+from flexnsa.compression import COMPRESSORS, MeanCompressor
+from flexnsa.config import NSAConfig
+from flexnsa.functional import IMPLEMENTATIONS, check_branches, native_sparse_attention
+from flexnsa.gating import Gate
+from flexnsa.geometry import BRANCHES
+from flexnsa.rope import rotate
+
+
+class NativeSparseAttention(nn.Module):
+    """Causal self-attention layer (NSA paper, section 3): ``(B, S, dim)`` to ``(B, S, dim)``.
+
+    Each branch has keys and values of its own. q, k_slc and k_win are turned at their token's position; k_cmp is
+    compressed first and turned at the position of its block's first token. Only the branches asked for have
+    parameters. Without the compressed branch nothing would train its keys, so blocks are then scored by the mean of
+    the selected branch's own keys.
+
+    Args:
+        dim: width of the input.
+        num_heads: query heads ``Hq``.
+        num_kv_heads: key/value heads ``Hkv``; divides ``num_heads``.
+        head_dim: ``Dk`` of queries and keys; even, because RoPE turns pairs.
+        v_head_dim: ``Dv``, by default ``head_dim``.
+        config: sizes of the branches.
+        compression: ``"mean"``, ``"linear"`` or ``"mlp"``.
+        gate: ``"sigmoid"`` or ``"softmax"``.
+        rope_base: base of the rotary frequencies.
+        branches: any of ``cmp``, ``slc``, ``win``.
+        impl: as in :func:`flexnsa.native_sparse_attention`.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None = None,
+        config: NSAConfig = NSAConfig(),  # noqa: B008  (frozen)
+        compression: str = "mlp",
+        gate: str = "sigmoid",
+        rope_base: float = 10_000.0,
+        branches: Sequence[str] = BRANCHES,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__()
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        sizes = {"dim": dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, value in (sizes | {"head_dim": head_dim, "v_head_dim": v_head_dim}).items():
+            check_positive_int(name, value)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_heads}")
+        if head_dim % 2:
+            raise ValueError(f"head_dim: expected an even number, because RoPE turns pairs, got {head_dim}")
+        check_type("config", config, NSAConfig)
+        check_choice("compression", compression, tuple(COMPRESSORS))
+        check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
+        self.dim = dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.config = config
+        self.rope_base = rope_base
+        self.branches = check_branches(branches)
+        self.impl = impl
+
+        self.w_q = nn.Linear(dim, num_heads * head_dim, bias=False)
+        for tag in self.branches:
+            self.add_module(f"w_k_{tag}", nn.Linear(dim, num_kv_heads * head_dim, bias=False))
+            self.add_module(f"w_v_{tag}", nn.Linear(dim, num_kv_heads * v_head_dim, bias=False))
+        if "cmp" in self.branches:
+            self.phi_k = COMPRESSORS[compression](num_kv_heads, head_dim, config=config)
+            self.phi_v = COMPRESSORS[compression](num_kv_heads, v_head_dim, config=config)
+        elif "slc" in self.branches:
+            self.phi_k = MeanCompressor(num_kv_heads, head_dim, config=config)
+        self.gate = Gate(dim, num_heads, len(self.branches), kind=gate)
+        self.w_o = nn.Linear(num_heads * v_head_dim, dim, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, as after construction; also after ``to_empty`` from the meta device."""
+        for child in self.children():
+            child.reset_parameters()  # pyright: ignore[reportCallIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend within each sequence of ``x (B, S, dim)``."""
+        check_tensor("x", x, ("B", "S", self.dim))
+        position = torch.arange(x.shape[1], device=x.device)
+        q = rotate(self._heads("w_q", x), position, self.rope_base)
+        k = {tag: self._heads(f"w_k_{tag}", x) for tag in self.branches}
+        v = {tag: self._heads(f"w_v_{tag}", x) for tag in self.branches}
+        k_cmp = self._compressed_keys(k)
+        v_cmp = self.phi_v(v["cmp"]) if "cmp" in v else None
+        k = {tag: rotate(k[tag], position, self.rope_base) for tag in k if tag != "cmp"}
+        out = native_sparse_attention(
+            q,
+            k.get("slc"),
+            v.get("slc"),
+            self._gates(x),
+            k_cmp=k_cmp,
+            v_cmp=v_cmp,
+            k_win=k.get("win"),
+            v_win=v.get("win"),
+            config=self.config,
+            branches=self.branches,
+            impl=self.impl,
+        )
+        assert isinstance(out, Tensor)
+        return self.w_o(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, projection: str, x: Tensor) -> Tensor:
+        """Project and split into heads, ``(B, H, S, D)``."""
+        heads = self.num_heads if projection == "w_q" else self.num_kv_heads
+        return self.get_submodule(projection)(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def _compressed_keys(self, k: dict[str, Tensor]) -> Tensor | None:
+        """Compress the keys that scores are made of, then turn them at their block's first token."""
+        source = k.get("cmp", k.get("slc"))
+        if source is None:
+            return None
+        k_cmp = self.phi_k(source)
+        first_token = torch.arange(k_cmp.shape[2], device=k_cmp.device) * self.config.compress_stride
+        return rotate(k_cmp, first_token, self.rope_base)
+
+    def _gates(self, x: Tensor) -> Tensor:
+        """Put the gates of the layer's branches in their columns; a branch that does not exist has 0."""
+        gates = dict(zip(self.branches, self.gate(x).unbind(-1), strict=True))
+        shut = torch.zeros_like(gates[self.branches[0]])
+        return torch.stack([gates.get(tag, shut) for tag in BRANCHES], dim=-1)
