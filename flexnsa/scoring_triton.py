@@ -1,0 +1,167 @@
+"""Block selection on CUDA: importance and top-n in Triton, chunked over queries, one operator to the compiler.
+
+Importance for all queries would be ``S x M`` numbers. Here it exists for one chunk of queries at a time, in a scratch
+buffer that all chunks share; a chunk of a causal sequence is only as wide as its last query needs, so the first chunks
+hold more queries. Scoring and selecting stay two kernels: the products want tiles of queries and blocks, the selection
+wants a query's whole row, and one trip of the row through the cache is little beside either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import num_blocks
+from flexnsa.masks.positions import Positions
+
+SCRATCH_BYTES = 64 * 2**20
+ROW_MULTIPLE = 128
+"""Chunks hold whole tiles of queries, so that no program idles at their seams."""
+
+
+def select_blocks_triton(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    positions: Positions | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+) -> Tensor:
+    """Select ``n`` blocks of every query and kv head (NSA paper, Eq. 9 to 12); not differentiable.
+
+    Args:
+        q: queries ``(B, Hq, T, D)`` on a CUDA device; float32, bfloat16 or float16, ``D >= 16``.
+        k_cmp: compressed keys ``(B, Hkv, N, D)`` of the same dtype.
+        lse: natural log-sum-exp of the compressed branch, float32 ``(B, Hq, T)``; computed here where None.
+        positions: where the queries stand; None is one whole sequence that starts at token 0.
+        config: the sizes.
+        scale: factor on the attention scores.
+
+    Returns:
+        block_indices, int32 ``(B, Hkv, T, n)``: ascending, padded with -1.
+    """
+    rows = (None, None, None) if positions is None else (positions.token, positions.start, positions.cmp_start)
+    return _select_blocks(
+        q.detach(),
+        k_cmp.detach(),
+        None if lse is None else lse.detach(),
+        *rows,
+        config.compress_block_size,
+        config.compress_stride,
+        config.select_block_size,
+        config.num_selected_blocks,
+        config.num_init_blocks,
+        config.num_local_blocks,
+        scale,
+    )
+
+
+@torch.library.custom_op("flexnsa::select_blocks_triton", mutates_args=(), device_types="cuda")
+def _select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    token: Tensor | None,
+    start: Tensor | None,
+    cmp_start: Tensor | None,
+    compress_block_size: int,
+    compress_stride: int,
+    select_block_size: int,
+    num_selected_blocks: int,
+    num_init_blocks: int,
+    num_local_blocks: int,
+    scale: float,
+) -> Tensor:
+    """Operator form of ``select_blocks_triton``: an operator takes tensors and numbers, no dataclass."""
+    config = NSAConfig(
+        compress_block_size=compress_block_size,
+        compress_stride=compress_stride,
+        select_block_size=select_block_size,
+        num_selected_blocks=num_selected_blocks,
+        num_init_blocks=num_init_blocks,
+        num_local_blocks=num_local_blocks,
+    )
+    positions = None
+    if token is not None and start is not None and cmp_start is not None:
+        positions = Positions(token, start, cmp_start)
+    return select_in_chunks(q, k_cmp, lse, positions, config=config, scale=scale)
+
+
+@_select_blocks.register_fake
+def _(q: Tensor, k_cmp: Tensor, *arguments: Any) -> Tensor:
+    num_selected_blocks = arguments[7]
+    return q.new_empty(q.shape[0], k_cmp.shape[1], q.shape[2], num_selected_blocks, dtype=torch.int32)
+
+
+def aligned(width: int) -> int:
+    """Round a number of blocks up to the alignment of the score rows."""
+    return -(-width // 16) * 16
+
+
+def chunks(num_queries: int, num_heads: int, width: int | None, config: NSAConfig) -> Iterator[tuple[int, int, int]]:
+    """Cut the queries into chunks ``(first_row, num_rows, width)`` of at most ``SCRATCH_BYTES`` of scores, if possible.
+
+    Args:
+        num_queries: ``T``.
+        num_heads: ``B * Hkv``.
+        width: blocks that every chunk holds; None for a causal sequence, whose chunk from ``first_row`` on holds
+            ``(first_row + num_rows) / l'`` blocks, so that its height follows from a quadratic equation.
+        config: the sizes.
+    """
+    cells = SCRATCH_BYTES // (8 * num_heads)
+    first = 0
+    while first < num_queries:
+        if width is None:
+            rows = (math.isqrt(first**2 + 4 * cells * config.select_block_size) - first) // 2
+        else:
+            rows = cells // width
+        rows = min(max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE, num_queries - first)
+        yield first, rows, aligned(width or num_blocks(first + rows, config))
+        first += rows
+
+
+def select_in_chunks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    positions: Positions | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+) -> Tensor:
+    """Score and select chunk by chunk, on the current stream, without synchronisation; see ``select_blocks_triton``."""
+    from flexnsa.kernels.importance import Band, Scores, importance
+    from flexnsa.kernels.log_sum_exp import log_sum_exp
+    from flexnsa.kernels.top_blocks import check_width, top_blocks
+
+    (batch, _, num_queries, _), (kv_heads, num_keys) = q.shape, k_cmp.shape[1:3]
+    width = None
+    if positions is None:
+        positions = Positions.of_sequence(num_queries, q.device)
+    else:
+        # Positions are on the device; the compressed keys bound the length of any document without asking it.
+        width = max(1, num_blocks(num_keys * config.compress_stride + config.compress_block_size - 1, config))
+        rows = torch.broadcast_tensors(positions.token, positions.start, positions.cmp_start)
+        positions = Positions(*(x.contiguous() for x in rows))
+    check_width(width or num_blocks(num_queries, config))
+    q, k_cmp = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cmp))
+    if lse is None:
+        lse = log_sum_exp(q, k_cmp, positions, config=config, scale=scale)
+
+    plan = list(chunks(num_queries, batch * kv_heads, width, config))
+    band = Band.of(config)
+    cells = max((rows * width for _, rows, width in plan), default=0) * batch * kv_heads
+    own = torch.empty(cells, dtype=torch.float32, device=q.device)
+    passed = torch.empty_like(own) if any(band.passed) else own
+    out = q.new_empty(batch, kv_heads, num_queries, config.num_selected_blocks, dtype=torch.int32)
+    for first_row, num_rows, chunk_width in plan:
+        scores = Scores(own, passed, num_rows, chunk_width, band)
+        importance(q, k_cmp, lse.contiguous(), positions, scores, first_row, config=config, scale=scale)
+        top_blocks(scores, positions, out, first_row, config=config)
+    return out

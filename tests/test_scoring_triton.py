@@ -1,0 +1,262 @@
+"""Block selection in Triton, run by Triton's interpreter, against the formula written out densely in float64.
+
+The interpreter is chosen when Triton is first imported, so the kernels run in a process of their own: this file is its
+script as well, and writes what the kernels returned for every case.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import num_blocks, num_compressed
+from flexnsa.masks.positions import Positions
+
+
+def sizes(length: int, stride: int, block: int, selected: int, init: int = 1, local: int = 1) -> NSAConfig:
+    return NSAConfig(
+        compress_block_size=length,
+        compress_stride=stride,
+        select_block_size=block,
+        num_selected_blocks=selected,
+        num_init_blocks=init,
+        num_local_blocks=local,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call: documents packed one after the other, of which the last ``num_queries`` tokens ask."""
+
+    config: NSAConfig
+    documents: tuple[int, ...]
+    group: int
+    batch: int = 1
+    kv_heads: int = 1
+    head_dim: int = 32
+    dtype: torch.dtype = torch.float32
+    num_queries: int | None = None
+    zero: bool = False
+    scratch_bytes: int = 2**20
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def is_whole_sequence(self) -> bool:
+        return len(self.documents) == 1 and self.num_queries is None
+
+    def positions(self) -> Positions:
+        """Positions of all the queries."""
+        token, start, cmp_start = [], [], []
+        first_token = first_cmp = 0
+        for length in self.documents:
+            token += range(first_token, first_token + length)
+            start += [first_token] * length
+            cmp_start += [first_cmp] * length
+            first_token += length
+            first_cmp += num_compressed(length, self.config)
+        rows = torch.tensor([token, start, cmp_start], dtype=torch.int32)[:, None, -(self.num_queries or 0) :]
+        return Positions(*rows)
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """Random queries and compressed keys; the queries lie in memory as ``(B, T, Hq, D)``."""
+        generator = torch.Generator().manual_seed(0)
+        num_queries = self.positions().token.shape[1]
+        num_keys = sum(num_compressed(length, self.config) for length in self.documents)
+        q = torch.randn(self.batch, num_queries, self.kv_heads * self.group, self.head_dim, generator=generator)
+        k = torch.randn(self.batch, self.kv_heads, num_keys, self.head_dim, generator=generator)
+        return (q * (not self.zero)).to(self.dtype).transpose(1, 2), k.to(self.dtype)
+
+
+PAPER = sizes(32, 16, 64, 4, local=2)
+CASES = {
+    "paper-g4": Case(config=sizes(32, 16, 64, 3), documents=(197,), group=4),
+    "bf16-g16": Case(config=sizes(16, 8, 16, 3), documents=(81,), group=16, dtype=torch.bfloat16, head_dim=64),
+    "paper-fp16": Case(config=sizes(32, 16, 64, 2), documents=(133,), group=1, dtype=torch.float16),
+    "half-sizes-g6-batch-heads": Case(config=sizes(16, 8, 32, 2), documents=(51,), group=6, batch=2, kv_heads=2),
+    "no-overlap-dim24": Case(config=sizes(8, 8, 8, 5, local=2), documents=(75,), group=2, head_dim=24),
+    "wide-blocks-two-block-tiles": Case(config=sizes(4, 2, 16, 3, init=0), documents=(261,), group=1, head_dim=16),
+    "key-over-three-blocks": Case(config=sizes(16, 4, 8, 5), documents=(77,), group=3),
+    "chunks": Case(config=sizes(8, 4, 8, 4), documents=(140,), group=2, scratch_bytes=1),
+    "all-blocks-fit": Case(config=sizes(8, 4, 16, 16), documents=(70,), group=2),
+    "ties": Case(config=sizes(12, 4, 16, 4, init=0, local=0), documents=(90,), group=4, zero=True),
+    "shorter-than-a-key": Case(config=sizes(32, 16, 64, 2), documents=(31,), group=4),
+    "documents": Case(config=sizes(8, 4, 16, 3), documents=(40, 3, 7, 50, 1, 20), group=2),
+    "documents-keys-over-three-blocks": Case(config=sizes(16, 4, 8, 5), documents=(30, 3, 16, 40), group=3),
+    "decoding": Case(config=sizes(8, 4, 16, 3), documents=(301,), group=4, num_queries=3, batch=2),
+}
+
+
+def dense_lse_and_importance(case: Case) -> tuple[Tensor, Tensor]:
+    """Softmax over the visible keys times their overlap with every block, for all queries at once, in float64."""
+    config, rows = case.config, case.positions()
+    q, k = (x.double() for x in case.inputs())
+    age = (rows.token - rows.start)[0]
+    index = torch.arange(k.shape[2]) - rows.cmp_start[0][:, None]
+    begin, end = index * config.compress_stride, index * config.compress_stride + config.compress_block_size
+    visible = (index >= 0) & (end - 1 <= age[:, None])
+    score = q @ k.repeat_interleave(case.group, 1).transpose(-1, -2) * case.scale
+    score = score.masked_fill(~visible, float("-inf"))
+    lse = score.logsumexp(-1)
+    p = torch.where(visible, (score - lse[..., None]).exp(), 0.0)
+    block = torch.arange(num_blocks(max(case.documents), config)) * config.select_block_size
+    shared = torch.minimum(end[..., None], block + config.select_block_size) - torch.maximum(begin[..., None], block)
+    weight = shared.clamp_min(0).double() / config.compress_stride
+    importance = torch.einsum("bhti,tij->bhtj", p, weight)
+    return lse, importance.unflatten(1, (case.kv_heads, case.group)).sum(2)
+
+
+def ranks(case: Case, importance: Tensor) -> Tensor:
+    """Importance with forced blocks at ``inf`` and blocks that are no candidates at ``-inf``."""
+    rows, config = case.positions(), case.config
+    current = ((rows.token - rows.start)[0] // config.select_block_size)[:, None]
+    block = torch.arange(importance.shape[-1])
+    forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
+    return importance.masked_fill(forced, float("inf")).masked_fill(block > current, float("-inf"))
+
+
+def select(case: Case, importance: Tensor) -> Tensor:
+    """The best ``n`` by a stable sort: ascending, padded with -1."""
+    order = ranks(case, importance).sort(dim=-1, descending=True, stable=True)
+    chosen = torch.where(order.values > float("-inf"), order.indices, importance.shape[-1])
+    chosen = chosen[..., : case.config.num_selected_blocks].sort(-1).values
+    chosen = torch.nn.functional.pad(chosen, (0, case.config.num_selected_blocks), value=importance.shape[-1])
+    chosen = chosen[..., : case.config.num_selected_blocks]
+    return torch.where(chosen < importance.shape[-1], chosen, -1).int()
+
+
+def widen_bfloat16() -> None:
+    """Teach the interpreter bfloat16 products: it keeps such numbers as 16-bit integers, and multiplies those."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot = InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype("uint32") << 16).view("float32"), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
+    setattr(InterpreterBuilder, "create_dot", create_dot)  # noqa: B010
+
+
+def run_kernels(case: Case) -> dict[str, Tensor]:
+    """Run every kernel on one case; called in the process that interprets them."""
+    from flexnsa import scoring_triton
+    from flexnsa.kernels.importance import Band, Scores, importance
+    from flexnsa.kernels.log_sum_exp import log_sum_exp
+
+    q, k = case.inputs()
+    lse = dense_lse_and_importance(case)[0].float()
+    rows, num_queries = case.positions(), q.shape[2]
+    arguments: dict[str, Any] = {"config": case.config, "scale": case.scale}
+
+    width = num_blocks(max(case.documents), case.config)
+    own, passed = torch.zeros(2, case.batch * case.kv_heads, num_queries, scoring_triton.aligned(width))
+    scores = Scores(own, passed, num_queries, own.shape[-1], Band.of(case.config))
+    importance(q, k, lse, rows, scores, 0, **arguments)
+    total = (own + torch.nn.functional.pad(passed, (1, -1)))[..., :width]
+
+    positions = None if case.is_whole_sequence else rows
+    with mock.patch.object(scoring_triton, "SCRATCH_BYTES", case.scratch_bytes):
+        return {
+            "importance": total.unflatten(0, (case.batch, case.kv_heads)),
+            "lse": log_sum_exp(q, k, rows, **arguments),
+            "selected": scoring_triton.select_in_chunks(q, k, lse, positions, **arguments),
+        }
+
+
+def compile_operator() -> dict[str, Any]:
+    """Trace the operator for several lengths; its CUDA kernel, interpreted, stands in on the CPU."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from flexnsa import scoring_triton
+
+    operator: Any = scoring_triton._select_blocks
+    operator.register_kernel("cpu")(operator._init_fn)
+    counter = CompileCounterWithBackend("aot_eager")
+    config = sizes(8, 4, 8, 4)
+
+    def call(q: Tensor, k: Tensor) -> Tensor:
+        return scoring_triton.select_blocks_triton(q * 1.0, k, None, None, config=config, scale=0.5)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    same = []
+    for length in (20, 27, 36):
+        q = torch.randn(1, 2, length, 16, requires_grad=True)
+        k = torch.randn(1, 1, num_compressed(length, config), 16, requires_grad=True)
+        same.append(torch.equal(compiled(q, k), call(q, k)))
+    return {"same": all(same), "graphs": counter.frame_count}
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("triton")
+    path = tmp_path_factory.mktemp("interpreted") / "results.pt"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run([sys.executable, __file__, str(path)], env=environment, check=True)
+    return torch.load(path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_importance_and_lse_match_the_dense_formula(name: str, interpreted: dict[str, Any]) -> None:
+    lse, importance = dense_lse_and_importance(CASES[name])
+    got = interpreted[name]
+    torch.testing.assert_close(got["importance"].double(), importance, rtol=1e-6, atol=1e-7 * CASES[name].group)
+    torch.testing.assert_close(got["lse"].double(), lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_selection_is_the_stable_top_n_of_the_importance(name: str, interpreted: dict[str, Any]) -> None:
+    got = interpreted[name]
+    assert torch.equal(got["selected"], select(CASES[name], got["importance"]))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.zero])
+def test_selection_matches_the_dense_formula(name: str, interpreted: dict[str, Any]) -> None:
+    """Where no two candidates around the n-th place are closer than rounding can tell."""
+    case, got = CASES[name], interpreted[name]
+    importance = dense_lse_and_importance(case)[1]
+    ordered = ranks(case, importance).sort(-1, descending=True).values
+    ordered = torch.nn.functional.pad(ordered, (0, case.config.num_selected_blocks + 1), value=float("-inf"))
+    last_in, first_out = (
+        ordered[..., case.config.num_selected_blocks - 1],
+        ordered[..., case.config.num_selected_blocks],
+    )
+    clear = (last_in - first_out > 1e-5) | (first_out == float("-inf"))
+    assert clear.float().mean() > 0.98
+    wanted = select(case, importance)
+    assert torch.equal(got["selected"][clear], wanted[clear])
+
+
+def test_equal_scores_select_the_lowest_indices(interpreted: dict[str, Any]) -> None:
+    """All-zero queries: block 0 lacks the key that would reach into it, every later whole block ties."""
+    last = interpreted["ties"]["selected"][0, 0, -1]
+    assert last.tolist() == [1, 2, 3, 4]
+
+
+def test_operator_compiles_into_one_graph_for_all_lengths(interpreted: dict[str, Any]) -> None:
+    assert interpreted["compiled"] == {"same": True, "graphs": 1}
+
+
+if __name__ == "__main__":
+    widen_bfloat16()
+    results: dict[str, Any] = {"compiled": compile_operator()}
+    for case_name, one_case in CASES.items():
+        results[case_name] = run_kernels(one_case)
+    torch.save(results, sys.argv[1])
