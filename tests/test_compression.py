@@ -1,0 +1,105 @@
+"""Compressors against the loop that they stand for: block ``i`` is tokens ``[i*d, i*d+l)``, mapped alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import SMALL
+from torch import Tensor, nn
+
+from flexnsa import LinearCompressor, MeanCompressor, MLPCompressor, NSAConfig
+from flexnsa.geometry import num_compressed
+
+CONFIGS = [
+    SMALL,
+    NSAConfig(compress_block_size=4, compress_stride=4, select_block_size=8, window_size=3),
+    NSAConfig(compress_block_size=12, compress_stride=4, select_block_size=8, window_size=3),
+]
+COMPRESSORS = [MeanCompressor, LinearCompressor, MLPCompressor]
+
+configs = pytest.mark.parametrize("config", CONFIGS, ids=["l=2d", "l=d", "l=3d"])
+compressors = pytest.mark.parametrize("kind", COMPRESSORS)
+
+
+def blocks(x: Tensor, config: NSAConfig) -> list[Tensor]:
+    """The tokens of each compressed token, ``(B, Hkv, l, D)``."""
+    size, stride = config.compress_block_size, config.compress_stride
+    return [x[:, :, i * stride : i * stride + size] for i in range(num_compressed(x.shape[2], config))]
+
+
+@configs
+def test_mean(config: NSAConfig) -> None:
+    x = torch.randn(2, 3, 41, 6, dtype=torch.float64)
+    expected = torch.stack([block.mean(2) for block in blocks(x, config)], dim=2)
+    torch.testing.assert_close(MeanCompressor(3, 6, config=config)(x), expected)
+
+
+@configs
+def test_linear_adds_the_position_encoding_first(config: NSAConfig) -> None:
+    x = torch.randn(2, 3, 41, 6, dtype=torch.float64)
+    compressor = LinearCompressor(3, 6, config=config).double()
+    weight, position = compressor.project.weight, compressor.project.position
+    expected = torch.stack([F.linear((block + position).flatten(2), weight) for block in blocks(x, config)], dim=2)
+    torch.testing.assert_close(compressor(x), expected)
+
+
+@configs
+def test_mlp_adds_the_position_encoding_first(config: NSAConfig) -> None:
+    x = torch.randn(2, 3, 41, 6, dtype=torch.float64)
+    compressor = MLPCompressor(3, 6, config=config).double()
+    weight, position = compressor.project.weight, compressor.project.position
+    hidden = torch.stack([F.linear((block + position).flatten(2), weight) for block in blocks(x, config)], dim=2)
+    torch.testing.assert_close(compressor(x), F.linear(F.silu(hidden), compressor.out.weight))
+
+
+@configs
+@compressors
+def test_a_compressed_token_depends_on_its_own_tokens_and_no_others(
+    kind: type[MeanCompressor], config: NSAConfig
+) -> None:
+    compressor = kind(2, 6, config=config).double()
+    x = torch.randn(1, 2, 41, 6, dtype=torch.float64, requires_grad=True)
+    out = compressor(x)
+    size, stride = config.compress_block_size, config.compress_stride
+    for i in range(out.shape[2]):
+        for head in range(2):
+            touched = torch.autograd.grad(out[:, head, i].sum(), x, retain_graph=True)[0].abs().amax((0, 3)) > 0
+            expected = torch.zeros(2, 41, dtype=torch.bool)
+            expected[head, i * stride : i * stride + size] = True
+            assert torch.equal(touched, expected)
+
+
+@compressors
+@pytest.mark.parametrize("seq_len", [1, 7, 8, 11, 12, 100])
+def test_as_many_compressed_tokens_as_there_are_whole_blocks(kind: type[MeanCompressor], seq_len: int) -> None:
+    out = kind(2, 6, config=SMALL)(torch.randn(2, 2, seq_len, 6))
+    assert out.shape == (2, 2, num_compressed(seq_len, SMALL), 6)
+
+
+@compressors
+def test_too_few_tokens_give_nothing_and_no_error(kind: type[MeanCompressor]) -> None:
+    x = torch.randn(2, 2, 7, 6, requires_grad=True)
+    compressor = kind(2, 6, config=SMALL)
+    compressor(x).sum().backward()
+    tensors = [x, *compressor.parameters()]
+    assert all(tensor.grad is None or (tensor.grad == 0).all() for tensor in tensors)
+
+
+@pytest.mark.parametrize("kind", [LinearCompressor, MLPCompressor])
+def test_order_within_a_block_matters(kind: type[nn.Module]) -> None:
+    x = torch.randn(1, 2, 8, 6)
+    compressor = kind(2, 6, config=SMALL)
+    assert not torch.allclose(compressor(x), compressor(x.flip(2)))
+
+
+@compressors
+def test_reset_parameters_after_the_meta_device(kind: type[MeanCompressor]) -> None:
+    with torch.device("meta"):
+        compressor = kind(2, 16, config=SMALL)
+    compressor.to_empty(device="cpu")
+    for parameter in compressor.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    compressor.reset_parameters()
+    assert all(p.isfinite().all() and p.std() > 0 for p in compressor.parameters())
+    assert compressor(torch.randn(1, 2, 20, 16)).std() > 0.01

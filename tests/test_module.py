@@ -1,0 +1,156 @@
+"""The layer: shapes, precision, initialisation, and the parts that it is made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import SMALL
+from torch import nn
+
+from flexnsa import NativeSparseAttention
+from flexnsa.gating import Gate
+from flexnsa.rope import rotate
+
+
+def layer(**options: object) -> NativeSparseAttention:
+    return NativeSparseAttention(32, 4, 2, 8, **{"config": SMALL, "v_head_dim": 12, **options})  # pyright: ignore[reportArgumentType]
+
+
+class TestLayer:
+    @pytest.mark.parametrize("seq_len", [1, 7, 8, 25, 77])
+    @pytest.mark.parametrize("impl", ["reference", "sdpa"])
+    def test_shape_and_finite_gradients_at_every_length(self, impl: str, seq_len: int) -> None:
+        attention = layer(impl=impl)
+        out = attention(torch.randn(2, seq_len, 32))
+        assert out.shape == (2, seq_len, 32)
+        out.square().sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in attention.parameters())
+
+    @pytest.mark.parametrize("impl", ["reference", "sdpa"])
+    @pytest.mark.parametrize("compression", ["mean", "linear", "mlp"])
+    def test_is_causal(self, impl: str, compression: str) -> None:
+        attention = layer(impl=impl, compression=compression).double()
+        x = torch.randn(1, 77, 32, dtype=torch.float64)
+        before = attention(x)
+        for t in (0, 8, 40, 76):
+            changed = x.clone()
+            changed[:, t] += 1.0
+            difference = (attention(changed) - before).abs().amax((0, 2))
+            assert (difference[:t] < 1e-12).all()
+            assert difference[t] > 1e-6
+
+    def test_implementations_agree(self) -> None:
+        attention = layer().double()
+        x = torch.randn(2, 100, 32, dtype=torch.float64)
+        results = []
+        for attention.impl in ("reference", "sdpa"):
+            out = attention(x)
+            results.append([out, *torch.autograd.grad(out.square().sum(), list(attention.parameters()))])
+        torch.testing.assert_close(results[0], results[1])
+
+    def test_bf16(self) -> None:
+        attention = layer().double()
+        x = torch.randn(2, 77, 32).bfloat16()
+        exact = attention(x.double())
+        low = attention.bfloat16()(x)
+        assert low.dtype == torch.bfloat16
+        assert (low.double() - exact).square().mean().sqrt() < 0.02 * exact.square().mean().sqrt()
+
+    def test_autocast(self) -> None:
+        attention = layer()
+        x = torch.randn(2, 77, 32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = attention(x)
+        assert out.dtype == torch.bfloat16
+        out.float().square().sum().backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in attention.parameters())
+        exact = attention(x)
+        assert (out.float() - exact).square().mean().sqrt() < 0.02 * exact.square().mean().sqrt()
+
+    def test_state_dict_names_follow_the_paper(self) -> None:
+        names = set(layer().state_dict())
+        assert {f"w_{x}_{tag}.weight" for x in "kv" for tag in ("cmp", "slc", "win")} <= names
+        assert {"w_q.weight", "w_o.weight"} <= names
+        assert all(name.split(".")[0] in {"w_q", "w_o", "gate", "phi_k", "phi_v"} or "_" in name for name in names)
+
+    def test_state_dict_round_trip(self) -> None:
+        one, other = layer(), layer()
+        x = torch.randn(1, 40, 32)
+        assert not torch.equal(one(x), other(x))
+        other.load_state_dict(one.state_dict())
+        assert torch.equal(one(x), other(x))
+
+    def test_meta_device_then_reset_parameters(self) -> None:
+        with torch.device("meta"):
+            attention = layer()
+        attention.to_empty(device="cpu")
+        for parameter in attention.parameters():
+            nn.init.constant_(parameter, torch.nan)
+        attention.reset_parameters()
+        fresh = dict(layer().named_parameters())
+        for name, parameter in attention.named_parameters():
+            assert parameter.std().item() == pytest.approx(fresh[name].std().item(), rel=0.5), name
+        assert attention(torch.randn(1, 40, 32)).isfinite().all()
+
+    def test_seeded_initialisation_is_repeatable(self) -> None:
+        def weights() -> list[torch.Tensor]:
+            torch.manual_seed(3)
+            return list(layer().parameters())
+
+        assert all(torch.equal(a, b) for a, b in zip(weights(), weights(), strict=True))
+
+
+class TestRotate:
+    def test_position_0_turns_nothing(self) -> None:
+        x = torch.randn(1, 2, 5, 8)
+        torch.testing.assert_close(rotate(x, torch.zeros(5, dtype=torch.int64)), x)
+
+    def test_keeps_lengths_and_dtype(self) -> None:
+        x = torch.randn(1, 2, 50, 8).bfloat16()
+        turned = rotate(x, torch.arange(50))
+        assert turned.dtype == torch.bfloat16
+        torch.testing.assert_close(turned.float().norm(dim=-1), x.float().norm(dim=-1), rtol=0.02, atol=0)
+
+    def test_pairs_turn_by_their_own_frequency(self) -> None:
+        """As complex numbers: pair ``i`` times ``exp(1j * position * base ** (-2i / D))``."""
+        x = torch.randn(1, 1, 20, 6, dtype=torch.float64)
+        position = torch.arange(20) * 7
+        frequency = torch.tensor([100.0 ** (-2 * i / 6) for i in range(3)], dtype=torch.float64)
+        turned = torch.complex(x[..., :3], x[..., 3:]) * torch.exp(1j * position[:, None] * frequency)
+        expected = torch.cat([turned.real, turned.imag], dim=-1)
+        torch.testing.assert_close(rotate(x, position, base=100.0), expected)
+
+    def test_scores_depend_on_the_distance_alone_even_far_out(self) -> None:
+        q, k = torch.randn(2, 1, 1, 1, 64).unbind(0)
+
+        def score(at: int, distance: int) -> torch.Tensor:
+            return (rotate(q, torch.tensor([at + distance])) * rotate(k, torch.tensor([at]))).sum()
+
+        torch.testing.assert_close(score(1_000_000, 3), score(0, 3), rtol=0, atol=2e-5)
+        assert not torch.allclose(score(0, 3), score(0, 4), rtol=0, atol=1e-3)
+
+    def test_heads_and_batches_are_turned_alike(self) -> None:
+        x = torch.randn(1, 1, 9, 8).expand(3, 4, 9, 8)
+        turned = rotate(x, torch.arange(9))
+        assert torch.equal(turned, turned[:1, :1].expand_as(turned))
+
+    def test_positions_may_differ_in_the_batch(self) -> None:
+        x, positions = torch.randn(2, 3, 5, 8), torch.tensor([[0, 1, 2, 3, 4], [7, 8, 9, 0, 1]])
+        turned = rotate(x, positions)
+        for b in range(2):
+            torch.testing.assert_close(turned[b : b + 1], rotate(x[b : b + 1], positions[b]))
+
+
+class TestGate:
+    @pytest.mark.parametrize("kind", ["sigmoid", "softmax"])
+    def test_reads_each_token_alone(self, kind: str) -> None:
+        gate = Gate(16, 4, 3, kind=kind)
+        x = torch.randn(2, 9, 16)
+        gates = gate(x)
+        assert gates.shape == (2, 4, 9, 3)
+        torch.testing.assert_close(gate(x[:, 4:5]), gates[:, :, 4:5])
+        assert ((gates > 0) & (gates < 1)).all()
+
+    def test_softmax_shares_sum_to_one(self) -> None:
+        gates = Gate(16, 4, 3, kind="softmax")(torch.randn(2, 9, 16))
+        torch.testing.assert_close(gates.sum(-1), torch.ones(2, 4, 9))

@@ -1,0 +1,272 @@
+"""Every implementation against the fp64 oracle, forward and every gradient, with tolerances taken from the data.
+
+The oracle is ``impl="reference"`` in fp64. The same formula in the precision of the test says how much error is owed
+to the precision alone; twice that is allowed, three times for gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from cases import SMALL, Inputs, assert_as_exact_as_plain, make_inputs
+from torch import Tensor
+
+from flexnsa import (
+    NSAConfig,
+    block_importance,
+    compressed_attention,
+    native_sparse_attention,
+    select_blocks,
+    selected_attention,
+    sliding_window_attention,
+)
+
+IMPLS = ["sdpa"]
+PAPER = NSAConfig(num_selected_blocks=6, window_size=200)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+class Case(NamedTuple):
+    """One point of the grid; the lengths stand where something begins: l-1, l, l', w, w+1."""
+
+    seq_len: int
+    group: int
+    key_dim: int
+    value_dim: int
+    batch: int = 1
+    dtype: torch.dtype = FP32
+    kv_heads: int = 2
+    config: NSAConfig = SMALL
+
+    def inputs(self) -> Inputs:
+        return make_inputs(
+            self.seq_len,
+            self.config,
+            batch=self.batch,
+            kv_heads=self.kv_heads,
+            group=self.group,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            dtype=self.dtype,
+        )
+
+
+ALL_BLOCKS = replace(SMALL, num_selected_blocks=64)
+GRID = [
+    Case(1, 1, 16, 16, batch=2),
+    Case(1, 6, 16, 24, dtype=BF16),
+    Case(7, 4, 24, 16, batch=3),
+    Case(7, 32, 16, 16, dtype=BF16, kv_heads=1),
+    Case(8, 2, 32, 16, dtype=BF16),
+    Case(8, 6, 16, 32, batch=2),
+    Case(16, 1, 16, 16, dtype=BF16, batch=2),
+    Case(16, 8, 16, 40),
+    Case(24, 6, 16, 16, dtype=BF16),
+    Case(24, 16, 24, 24, kv_heads=1),
+    Case(25, 32, 16, 8, kv_heads=1),
+    Case(25, 2, 8, 16, batch=2, dtype=BF16, config=ALL_BLOCKS),
+    Case(77, 4, 16, 24, batch=2),
+    Case(77, 1, 32, 16, dtype=BF16),
+    Case(77, 16, 16, 16, batch=2, kv_heads=1, dtype=BF16),
+    Case(77, 8, 24, 16, config=ALL_BLOCKS),
+    Case(77, 6, 16, 16, config=replace(SMALL, compress_block_size=16, select_block_size=8)),
+    Case(77, 2, 16, 16, config=replace(SMALL, num_init_blocks=0, num_local_blocks=0, num_selected_blocks=1)),
+    Case(77, 4, 16, 16, dtype=FP16),
+    Case(603, 4, 64, 32, config=PAPER),
+    Case(603, 6, 64, 64, dtype=BF16, config=PAPER),
+    Case(1000, 6, 16, 24, batch=2, dtype=BF16, kv_heads=1),
+    Case(1000, 2, 64, 64, kv_heads=1),
+    Case(1000, 1, 16, 16, config=ALL_BLOCKS),
+    Case(1000, 8, 16, 16, kv_heads=1),
+    Case(300, 32, 32, 32, kv_heads=1),
+]
+
+
+def describe(case: Case) -> str:
+    config = {SMALL: "small", ALL_BLOCKS: "all-blocks", PAPER: "paper"}.get(case.config, "odd")
+    dtype = str(case.dtype).removeprefix("torch.")
+    return f"S{case.seq_len}-G{case.group}-D{case.key_dim}x{case.value_dim}-B{case.batch}-{dtype}-{config}"
+
+
+grid = pytest.mark.parametrize("case", GRID, ids=describe)
+impls = pytest.mark.parametrize("impl", IMPLS)
+
+
+def direction(like: Tensor) -> Tensor:
+    """A fixed cotangent, the same in every precision."""
+    generator = torch.Generator().manual_seed(like.numel())
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64).bfloat16().to(like.dtype)
+
+
+def gradients(outputs: list[Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of the finite part of the outputs; rows without a key have lse ``-inf`` and no say."""
+    loss = torch.stack([(x.where(x.isfinite(), 0.0) * direction(x)).double().sum() for x in outputs]).sum()
+    return dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True))
+
+
+def exact_blocks(inputs: Inputs, config: NSAConfig) -> Tensor:
+    """Blocks selected in fp64, for all precisions: near ties would otherwise compare different attentions."""
+    exact = inputs.to(torch.float64)
+    return select_blocks(exact.q, exact.k_cmp, config=config, impl="reference")
+
+
+@impls
+@grid
+def test_whole_attention(impl: str, case: Case) -> None:
+    blocks = exact_blocks(case.inputs(), case.config)
+
+    def run(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        x = case.inputs().to(dtype)
+        out = native_sparse_attention(
+            x.q, x.k, x.v, x.gates, k_cmp=x.k_cmp, v_cmp=x.v_cmp, k_win=x.k_win, v_win=x.v_win,
+            config=case.config, block_indices=blocks, impl=name,
+        )  # fmt: skip
+        assert out.dtype == dtype
+        return {"out": out.detach()}, gradients([out], x.named())
+
+    (out, grads), (plain, plain_grads) = run(impl, case.dtype), run("reference", case.dtype)
+    exact, exact_grads = run("reference", torch.float64)
+    assert_as_exact_as_plain(out, plain, exact, factor=2)
+    assert_as_exact_as_plain(grads, plain_grads, exact_grads, factor=3)
+
+
+@impls
+@grid
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_branch_with_lse(impl: str, case: Case, branch: str) -> None:
+    """Each branch alone, its lse and the gradients that flow through it."""
+    blocks = exact_blocks(case.inputs(), case.config)
+
+    def run(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        x = case.inputs().to(dtype)
+        if branch == "cmp":
+            used = {"q": x.q, "k_cmp": x.k_cmp, "v_cmp": x.v_cmp}
+            out, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, config=case.config, impl=name)
+        elif branch == "slc":
+            used = {"q": x.q, "k": x.k, "v": x.v}
+            out, lse = selected_attention(x.q, x.k, x.v, blocks, config=case.config, impl=name)
+        else:
+            used = {"q": x.q, "k_win": x.k_win, "v_win": x.v_win}
+            out, lse = sliding_window_attention(x.q, x.k_win, x.v_win, config=case.config, impl=name)
+        assert lse.dtype == torch.promote_types(dtype, FP32)
+        return {"out": out.detach(), "lse": lse.detach()}, gradients([out, lse], used)
+
+    (out, grads), (plain, plain_grads) = run(impl, case.dtype), run("reference", case.dtype)
+    exact, exact_grads = run("reference", torch.float64)
+    for name in ("out", "lse"):
+        assert_as_exact_as_plain(*({name: x[name]} for x in (out, plain, exact)), factor=2)
+    assert_as_exact_as_plain(grads, plain_grads, exact_grads, factor=3)
+
+
+@impls
+@grid
+def test_selection_is_a_best_one(impl: str, case: Case) -> None:
+    """What is selected scores as high as the best of the oracle, but for the rounding of fp32 scores.
+
+    Every row is forced and padded like the oracle's; only blocks whose exact scores agree to 1e-5 may be exchanged.
+    """
+    x = case.inputs().to(torch.float64)
+    scores = block_importance(x.q, x.k_cmp, config=case.config).double()
+    expected = select_blocks(x.q, x.k_cmp, config=case.config, impl="reference")
+    low = case.inputs().to(case.dtype)
+    got = select_blocks(low.q, low.k_cmp, config=case.config, impl=impl)
+
+    assert got.dtype == torch.int32
+    assert got.shape == expected.shape
+    assert torch.equal(got < 0, expected < 0)
+    real = got[..., 1:] >= 0
+    assert (got[..., 1:] > got[..., :-1])[real].all()
+    current = torch.arange(case.seq_len)[:, None] // case.config.select_block_size
+    assert (got <= current).all()
+
+    def sorted_scores(blocks: Tensor) -> Tensor:
+        return scores.gather(-1, blocks.long().clamp_min(0)).masked_fill(blocks < 0, 0.0).sort(-1).values
+
+    torch.testing.assert_close(sorted_scores(got), sorted_scores(expected), rtol=0, atol=1e-5)
+    assert (got == expected).all(-1).float().mean() > 0.99
+
+
+@impls
+def test_gradcheck(impl: str) -> None:
+    config = NSAConfig(
+        compress_block_size=4, compress_stride=2, select_block_size=4, num_selected_blocks=2,
+        num_init_blocks=1, num_local_blocks=1, window_size=5,
+    )  # fmt: skip
+    x = make_inputs(13, config, kv_heads=1, key_dim=3, value_dim=2).to(torch.float64)
+    blocks = exact_blocks(x, config)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        q, k, v, k_cmp, v_cmp, k_win, v_win, gates = tensors
+        return native_sparse_attention(
+            q, k, v, gates, k_cmp=k_cmp, v_cmp=v_cmp, k_win=k_win, v_win=v_win, config=config, block_indices=blocks,
+            impl=impl,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(attend, tuple(x.named().values()))
+
+
+@impls
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "strided"])
+def test_memory_layout_does_not_matter(impl: str, layout: str) -> None:
+    """Modules hand over views: heads split from the last dimension, a key shared by the batch, every other token."""
+    x = make_inputs(50, batch=2).to(torch.float64)
+
+    def view(tensor: Tensor) -> Tensor:
+        if layout == "transposed":
+            return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "expanded":
+            return tensor[:1].expand_as(tensor)
+        return torch.stack([tensor, torch.full_like(tensor, torch.nan)], -1).flatten(-2)[..., ::2]
+
+    viewed = {name: view(tensor) for name, tensor in x.named().items()}
+    dense = {name: tensor.contiguous() for name, tensor in viewed.items()}
+
+    def run(t: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in t.items()}
+        out = native_sparse_attention(**leaves, config=SMALL, impl=impl)
+        return out, gradients([out], leaves)
+
+    (out, grads), (expected, expected_grads) = run(viewed), run(dense)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+class TestTheComparisonItself:
+    """The comparison is worth nothing if it passes what is wrong."""
+
+    def run(self, config: NSAConfig) -> dict[str, Tensor]:
+        x = make_inputs(77, dtype=FP32)
+        return {"out": sliding_window_attention(x.q, x.k_win, x.v_win, config=config, impl="reference")[0]}
+
+    def exact(self) -> dict[str, Tensor]:
+        x = make_inputs(77, dtype=FP32).to(torch.float64)
+        return {"out": sliding_window_attention(x.q, x.k_win, x.v_win, config=SMALL, impl="reference")[0]}
+
+    def test_passes_the_plain_formula(self) -> None:
+        assert_as_exact_as_plain(self.run(SMALL), self.run(SMALL), self.exact(), factor=1)
+
+    @pytest.mark.parametrize("wrong", [23, 25])
+    def test_rejects_a_window_off_by_one(self, wrong: int) -> None:
+        got = self.run(replace(SMALL, window_size=wrong))
+        with pytest.raises(AssertionError, match="out: rms error"):
+            assert_as_exact_as_plain(got, self.run(SMALL), self.exact(), factor=2)
+
+    def test_rejects_half_the_precision(self) -> None:
+        got = {"out": self.run(SMALL)["out"].bfloat16().float()}
+        with pytest.raises(AssertionError, match="out: rms error"):
+            assert_as_exact_as_plain(got, self.run(SMALL), self.exact(), factor=3)
+
+    def test_rejects_one_wrong_element(self) -> None:
+        got = self.run(SMALL)
+        got["out"].view(-1)[100] += 1e-5
+        with pytest.raises(AssertionError, match="out: max error"):
+            assert_as_exact_as_plain(got, self.run(SMALL), self.exact(), factor=3)
+
+    def test_rejects_nan(self) -> None:
+        got = self.run(SMALL)
+        got["out"].view(-1)[100] = torch.nan
+        with pytest.raises(AssertionError, match="finite"):
+            assert_as_exact_as_plain(got, self.run(SMALL), self.exact(), factor=3)

@@ -1,0 +1,137 @@
+"""The oracle against Python loops: whatever else is compared with ``reference`` stands on this page."""
+
+from __future__ import annotations
+
+import literal
+import pytest
+import torch
+from cases import Inputs, make_inputs
+
+from flexnsa import (
+    NSAConfig,
+    block_importance,
+    compressed_attention,
+    native_sparse_attention,
+    select_blocks,
+    selected_attention,
+    sliding_window_attention,
+)
+
+CONFIGS = {
+    "paper's proportions": NSAConfig(
+        compress_block_size=4, compress_stride=2, select_block_size=8, num_selected_blocks=4, window_size=7
+    ),
+    "nothing overlaps, nothing forced": NSAConfig(
+        compress_block_size=4, compress_stride=4, select_block_size=4, num_selected_blocks=2,
+        num_init_blocks=0, num_local_blocks=0, window_size=1,
+    ),
+    "compressed tokens longer than blocks": NSAConfig(
+        compress_block_size=12, compress_stride=2, select_block_size=4, num_selected_blocks=5,
+        num_init_blocks=2, num_local_blocks=1, window_size=40,
+    ),
+}  # fmt: skip
+SCALE = 0.3
+
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def inputs(config: NSAConfig, seq_len: int = 37) -> Inputs:
+    return make_inputs(seq_len, config, batch=2, kv_heads=2, group=2, key_dim=3, value_dim=2).to(torch.float64)
+
+
+@configs
+def test_compressed_attention(config: NSAConfig) -> None:
+    x = inputs(config)
+    out, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, config=config, scale=SCALE, impl="reference")
+    expected, expected_lse = literal.compressed_attention(x.q, x.k_cmp, x.v_cmp, config, SCALE)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse.double(), expected_lse)
+    assert (lse[:, :, : config.compress_block_size - 1] == -torch.inf).all()
+
+
+@configs
+def test_sliding_window_attention(config: NSAConfig) -> None:
+    x = inputs(config)
+    out, lse = sliding_window_attention(x.q, x.k_win, x.v_win, config=config, scale=SCALE, impl="reference")
+    expected, expected_lse = literal.window_attention(x.q, x.k_win, x.v_win, config, SCALE)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse.double(), expected_lse)
+
+
+@configs
+def test_block_importance(config: NSAConfig) -> None:
+    x = inputs(config)
+    scores = block_importance(x.q, x.k_cmp, config=config, scale=SCALE)
+    assert scores.dtype == torch.float32
+    assert not scores.requires_grad
+    torch.testing.assert_close(
+        scores.double(), literal.block_importance(x.q, x.k_cmp, config, SCALE), rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@configs
+def test_select_blocks(config: NSAConfig, impl: str) -> None:
+    x = inputs(config)
+    blocks = select_blocks(x.q, x.k_cmp, config=config, scale=SCALE, impl=impl)
+    importance = literal.block_importance(x.q, x.k_cmp, config, SCALE)
+    assert blocks.dtype == torch.int32
+    assert torch.equal(blocks, literal.select_blocks(importance, config))
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@configs
+def test_select_blocks_with_the_lse_of_the_compressed_branch(config: NSAConfig, impl: str) -> None:
+    x = inputs(config)
+    _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, config=config, scale=SCALE, impl=impl)
+    alone = select_blocks(x.q, x.k_cmp, config=config, scale=SCALE, impl=impl)
+    assert torch.equal(select_blocks(x.q, x.k_cmp, config=config, lse=lse, scale=SCALE, impl=impl), alone)
+
+
+@configs
+def test_selected_attention(config: NSAConfig) -> None:
+    x = inputs(config)
+    blocks = literal.select_blocks(literal.block_importance(x.q, x.k_cmp, config, SCALE), config)
+    blocks[:, 1, 20] = -1  # a row that selected nothing
+    out, lse = selected_attention(x.q, x.k, x.v, blocks, config=config, scale=SCALE, impl="reference")
+    expected, expected_lse = literal.selected_attention(x.q, x.k, x.v, blocks, config, SCALE)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse.double(), expected_lse)
+    assert (lse[:, 2:, 20] == -torch.inf).all()
+    assert (out[:, 2:, 20] == 0).all()
+
+
+@configs
+def test_whole_attention_and_its_gradients(config: NSAConfig) -> None:
+    x = inputs(config, seq_len=29)
+    names, leaves = list(x.named()), list(x.named().values())
+    direction = torch.randn(*x.q.shape[:3], x.v.shape[-1], dtype=torch.float64)
+
+    out, aux = native_sparse_attention(**x.named(), config=config, scale=SCALE, impl="reference", return_aux=True)
+
+    blocks = literal.select_blocks(literal.block_importance(x.q, x.k_cmp, config, SCALE), config)
+    compressed, lse = literal.compressed_attention(x.q, x.k_cmp, x.v_cmp, config, SCALE)
+    selected, _ = literal.selected_attention(x.q, x.k, x.v, blocks, config, SCALE)
+    window, _ = literal.window_attention(x.q, x.k_win, x.v_win, config, SCALE)
+    expected = torch.zeros_like(out)
+    for branch, values in enumerate((compressed, selected, window)):
+        expected = expected + x.gates[..., branch, None] * values
+
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(aux.block_indices, blocks)
+    for got, value in ((aux.out_cmp, compressed), (aux.out_slc, selected), (aux.out_win, window)):
+        torch.testing.assert_close(got, value)
+    torch.testing.assert_close(aux.lse_cmp.double(), lse)
+    grads = torch.autograd.grad(out, leaves, direction)
+    for name, got, value in zip(names, grads, torch.autograd.grad(expected, leaves, direction), strict=True):
+        torch.testing.assert_close(got, value, msg=lambda text, name=name: f"gradient of {name}: {text}")
+
+
+def test_default_scale_is_that_of_the_key_dim() -> None:
+    x = make_inputs(20, key_dim=16, value_dim=8)
+    config = CONFIGS["paper's proportions"]
+    x = make_inputs(20, config, key_dim=16, value_dim=8)
+    by_default = native_sparse_attention(**x.named(), config=config, impl="reference")
+    torch.testing.assert_close(
+        by_default, native_sparse_attention(**x.named(), config=config, scale=16**-0.5, impl="reference")
+    )

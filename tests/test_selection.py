@@ -1,0 +1,103 @@
+"""Which blocks are selected: ties, forced blocks, groups, and what a query is looking for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import SMALL, make_inputs
+
+from flexnsa import native_sparse_attention, select_blocks, selected_attention
+from flexnsa.geometry import num_compressed
+
+impls = pytest.mark.parametrize("impl", ["reference", "sdpa"])
+
+
+@impls
+def test_equal_inputs_tie_to_the_lower_index(impl: str) -> None:
+    """All keys alike: inner blocks score the same, block 0 less (its overlap starts inside the sequence)."""
+    config = replace(SMALL, num_init_blocks=0, num_local_blocks=1, num_selected_blocks=4)
+    q, k_cmp = torch.zeros(1, 4, 160, 16), torch.zeros(1, 2, num_compressed(160, config), 16)
+    blocks = select_blocks(q, k_cmp, config=config, impl=impl)
+    last = blocks[0, :, 159]  # ten blocks; the last is forced, and 1, 2, 3 are the first of the equals 1..8
+    assert last.tolist() == [[1, 2, 3, 9]] * 2
+
+
+@impls
+def test_repeated_keys_tie_to_the_lower_index_in_every_row(impl: str) -> None:
+    """Keys that repeat with the blocks: all inner blocks that lie wholly in the past score exactly the same."""
+    config = replace(SMALL, compress_block_size=4, num_init_blocks=1, num_local_blocks=1, num_selected_blocks=4)
+    q = torch.randn(1, 1, 1, 16).expand(1, 4, 160, 16)
+    k_cmp = torch.randn(1, 2, 4, 16).repeat(1, 1, 10, 1)
+    blocks = select_blocks(q, k_cmp, config=config, impl=impl)
+    for t in range(64, 160):
+        assert blocks[0, :, t].tolist() == [[0, 1, 2, t // 16]] * 2, t
+
+
+@impls
+def test_forced_blocks_are_there_and_count(impl: str) -> None:
+    config = replace(SMALL, num_init_blocks=2, num_local_blocks=3, num_selected_blocks=6)
+    x = make_inputs(200, config)
+    blocks = select_blocks(x.q, x.k_cmp, config=config, impl=impl)
+    for t in range(200):
+        current, row = t // 16, blocks[0, 0, t].tolist()
+        assert {0, 1} & set(range(current + 1)) <= set(row)
+        assert set(range(max(0, current - 2), current + 1)) <= set(row)
+        assert sum(j >= 0 for j in row) == min(6, current + 1)
+
+
+@impls
+def test_only_forced_blocks(impl: str) -> None:
+    config = replace(SMALL, num_selected_blocks=3)
+    x = make_inputs(100, config)
+    blocks = select_blocks(x.q, x.k_cmp, config=config, impl=impl)
+    assert (blocks[:, :, 99] == torch.tensor([0, 5, 6])).all()
+    assert (blocks[:, :, 40] == torch.tensor([0, 1, 2])).all()
+    assert (blocks[:, :, 3] == torch.tensor([0, -1, -1])).all()
+
+
+@impls
+def test_a_planted_key_is_found(impl: str) -> None:
+    """The block that contains the one key that the query looks for is selected, wherever it lies."""
+    config = replace(SMALL, num_selected_blocks=4)
+    for needle in range(16, 128, 8):
+        q = torch.zeros(1, 2, 160, 16)
+        q[..., 0] = 10.0
+        k_cmp = torch.randn(1, 1, num_compressed(160, config), 16) * 0.1
+        k_cmp[:, :, needle // 4, 0] = 10.0  # covers tokens needle .. needle + 7, one block
+        blocks = select_blocks(q, k_cmp, config=config, impl=impl)
+        assert needle // 16 in blocks[0, 0, 159].tolist()
+
+
+@impls
+def test_heads_of_a_group_vote_together(impl: str) -> None:
+    """A block that two heads like a little beats one that one head likes and the other does not."""
+    config = replace(SMALL, compress_block_size=4, num_init_blocks=0, num_local_blocks=1, num_selected_blocks=2)
+    k_cmp = torch.zeros(1, 1, num_compressed(96, config), 4)
+    k_cmp[0, 0, 4 * 1, 0] = 6.0  # block 1: what head 0 likes best
+    k_cmp[0, 0, 4 * 2, 1] = 6.0  # block 2: what head 1 likes best
+    k_cmp[0, 0, 4 * 3, :2] = 5.9  # block 3: what both like nearly as much
+    q = torch.zeros(1, 2, 96, 4)
+    q[0, 0, :, 0] = q[0, 1, :, 1] = 2.0
+    assert select_blocks(q, k_cmp, config=config, scale=1.0, impl=impl)[0, 0, 95].tolist() == [3, 5]
+
+
+@impls
+def test_selection_is_not_differentiated(impl: str) -> None:
+    x = make_inputs(40).to(torch.float64)
+    assert not select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl).requires_grad
+    shut = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64).expand_as(x.gates)
+    out = native_sparse_attention(**x.replace(gates=shut).named(), config=SMALL, impl=impl)
+    assert (torch.autograd.grad(out.sum(), x.k_cmp, allow_unused=True, materialize_grads=True)[0] == 0).all()
+
+
+@impls
+def test_given_blocks_are_used(impl: str) -> None:
+    x = make_inputs(77)
+    blocks = torch.full((1, 2, 77, 4), -1, dtype=torch.int32)
+    blocks[..., 0] = 0
+    _, aux = native_sparse_attention(**x.named(), config=SMALL, block_indices=blocks, impl=impl, return_aux=True)
+    expected, _ = selected_attention(x.q, x.k, x.v, blocks, config=SMALL, impl="reference")
+    assert torch.equal(aux.block_indices, blocks)
+    torch.testing.assert_close(aux.out_slc, expected)
