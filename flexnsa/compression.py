@@ -31,6 +31,13 @@ def _add_neighbours(parts: Tensor) -> Tensor:
     return sum(others, first)
 
 
+def _blocks(x: Tensor, first_tokens: Tensor, config: NSAConfig) -> Tensor:
+    """Lay out the blocks of packed documents, which may begin anywhere, ``(B, Hkv, N, l, D)``."""
+    token = first_tokens[..., None] + torch.arange(config.compress_block_size, device=x.device)
+    index = token.flatten(1)[:, None, :, None].to(torch.int64).expand(-1, x.shape[1], -1, x.shape[3])
+    return x.gather(2, index).unflatten(2, token.shape[1:])
+
+
 class MeanCompressor(nn.Module):
     """Average each block; no parameters."""
 
@@ -40,9 +47,11 @@ class MeanCompressor(nn.Module):
         self.shape = (num_kv_heads, head_dim)
         self.config = config
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``."""
+    def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
+        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks begin every ``d`` or at ``first_tokens (B, N)``."""
         _check_input(x, *self.shape)
+        if first_tokens is not None:
+            return _blocks(x, first_tokens, self.config).mean(3)
         size = self.config.compress_block_size // self.config.compress_stride
         means = _segments(x, self.config).mean(3)
         return _add_neighbours(means.unsqueeze(-2).expand(*means.shape[:-1], size, -1)) / size
@@ -60,10 +69,10 @@ class LinearCompressor(nn.Module):
         self.shape = (num_kv_heads, head_dim)
         self.project = _BlockLinear(head_dim, head_dim, config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``."""
+    def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
+        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks begin every ``d`` or at ``first_tokens (B, N)``."""
         _check_input(x, *self.shape)
-        return self.project(x)
+        return self.project(x, first_tokens)
 
     def reset_parameters(self) -> None:
         """Draw the weights anew."""
@@ -84,10 +93,10 @@ class MLPCompressor(nn.Module):
         self.project = _BlockLinear(head_dim, hidden_dim, config)
         self.out = nn.Linear(hidden_dim, head_dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``."""
+    def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
+        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks begin every ``d`` or at ``first_tokens (B, N)``."""
         _check_input(x, *self.shape)
-        return self.out(F.silu(self.project(x)))
+        return self.out(F.silu(self.project(x, first_tokens)))
 
     def reset_parameters(self) -> None:
         """Draw the weights anew."""
@@ -109,11 +118,14 @@ class _BlockLinear(nn.Module):
         nn.init.normal_(self.position, std=0.02)
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, first_tokens: Tensor | None) -> Tensor:
+        position = F.linear(self.position.flatten(), self.weight)
+        if first_tokens is not None:
+            return F.linear(_blocks(x, first_tokens, self.config).flatten(3), self.weight) + position
         parts = self.config.compress_block_size // self.config.compress_stride
         weight = self.weight.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)  # (parts * out, d * D)
         mapped = F.linear(_segments(x, self.config).flatten(3), weight).unflatten(-1, (parts, -1))
-        return _add_neighbours(mapped) + F.linear(self.position.flatten(), self.weight)
+        return _add_neighbours(mapped) + position
 
 
 COMPRESSORS = {"mean": MeanCompressor, "linear": LinearCompressor, "mlp": MLPCompressor}

@@ -13,6 +13,7 @@ from flexnsa.checks import check_choice, check_tensor, check_type, describe
 from flexnsa.config import NSAConfig
 from flexnsa.gating import combine
 from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
+from flexnsa.masks.document import check_document_ids, document_positions
 from flexnsa.masks.positions import Positions
 from flexnsa.scoring import block_scores, group_probabilities
 
@@ -45,6 +46,7 @@ def native_sparse_attention(
     config: NSAConfig,
     scale: float | None = None,
     block_indices: Tensor | None = None,
+    document_ids: Tensor | None = None,
     branches: Sequence[str] = BRANCHES,
     impl: str = "auto",
     return_aux: bool = False,
@@ -63,6 +65,10 @@ def native_sparse_attention(
         config: sizes of the branches.
         scale: factor on the scores, by default ``Dk ** -0.5``.
         block_indices: int32 ``(B, Hkv, S, n)``, ascending, unique, padded with -1: use these blocks, select none.
+        document_ids: int ``(B, S)``, non-decreasing: the document of each token of a packed row. Each document is
+            then attended to as if it stood alone; k_cmp and v_cmp list the documents' compressed tokens one after
+            the other (:func:`flexnsa.masks.document.first_tokens` says where each begins), and block numbers count
+            from the document's start.
         branches: any of ``cmp``, ``slc``, ``win``; the others are neither computed nor added.
         impl: ``"flex"``, ``"sdpa"`` or ``"reference"``; ``"auto"`` is flex on CUDA and sdpa elsewhere.
         return_aux: return ``(out, NSAAux)``.
@@ -95,18 +101,19 @@ def native_sparse_attention(
             raise ValueError(f"block_indices: expected None without the slc branch, got {describe(block_indices)}")
         _check_block_indices(q, block_indices, sizes.heads, config)
     scale = _scale(q, scale)
+    positions = _positions(q, document_ids, config)
     attention = implementation(impl, q)
 
     lse_cmp = None
     outputs: dict[str, Tensor] = {}
     if "cmp" in branches:
-        outputs["cmp"], lse_cmp = attention.compressed_attention(q, k_cmp, v_cmp, None, config=config, scale=scale)
+        outputs["cmp"], lse_cmp = attention.compressed_attention(q, k_cmp, v_cmp, positions, config=config, scale=scale)
     if selecting:
-        block_indices = attention.select_blocks(q, k_cmp, lse_cmp, None, config=config, scale=scale)
+        block_indices = attention.select_blocks(q, k_cmp, lse_cmp, positions, config=config, scale=scale)
     if "slc" in branches:
-        outputs["slc"], _ = attention.selected_attention(q, k, v, block_indices, None, config=config, scale=scale)
+        outputs["slc"], _ = attention.selected_attention(q, k, v, block_indices, positions, config=config, scale=scale)
     if "win" in branches:
-        outputs["win"], _ = attention.sliding_window_attention(q, k_win, v_win, None, config=config, scale=scale)
+        outputs["win"], _ = attention.sliding_window_attention(q, k_win, v_win, positions, config=config, scale=scale)
     out = combine(gates, outputs)
     if not return_aux:
         return out
@@ -120,6 +127,7 @@ def compressed_attention(
     *,
     config: NSAConfig,
     scale: float | None = None,
+    document_ids: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to the compressed tokens that lie wholly in the past (NSA paper, section 3.3.1).
@@ -130,6 +138,7 @@ def compressed_attention(
         v_cmp: ``(B, Hkv, N, Dv)``.
         config: gives ``l`` and ``d``.
         scale: factor on the scores, by default ``Dk ** -0.5``.
+        document_ids: as in :func:`native_sparse_attention`.
         impl: as in :func:`native_sparse_attention`.
 
     Returns:
@@ -143,7 +152,10 @@ def compressed_attention(
     check_type("config", config, NSAConfig)
     _check_queries(q)
     _check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_compressed(q.shape[2], config))
-    return implementation(impl, q).compressed_attention(q, k_cmp, v_cmp, None, config=config, scale=_scale(q, scale))
+    positions = _positions(q, document_ids, config)
+    return implementation(impl, q).compressed_attention(
+        q, k_cmp, v_cmp, positions, config=config, scale=_scale(q, scale)
+    )
 
 
 def block_importance(
@@ -185,6 +197,7 @@ def select_blocks(
     config: NSAConfig,
     lse: Tensor | None = None,
     scale: float | None = None,
+    document_ids: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Choose the ``n`` blocks that each query will attend to (NSA paper, Eq. 8 to 12); never differentiated.
@@ -195,6 +208,7 @@ def select_blocks(
         config: gives the block sizes, ``n`` and the forced blocks.
         lse: of :func:`compressed_attention` with the same q, k_cmp and scale; saves computing it again.
         scale: factor on the scores, by default ``Dk ** -0.5``.
+        document_ids: as in :func:`native_sparse_attention`.
         impl: as in :func:`native_sparse_attention`.
 
     Returns:
@@ -210,7 +224,8 @@ def select_blocks(
     _check_compressed_keys(q, k_cmp, q.shape[2], config)
     if lse is not None:
         check_tensor("lse", lse, tuple(q.shape[:3]), like=q, dtype=torch.promote_types(q.dtype, torch.float32))
-    return implementation(impl, q).select_blocks(q, k_cmp, lse, None, config=config, scale=_scale(q, scale))
+    positions = _positions(q, document_ids, config)
+    return implementation(impl, q).select_blocks(q, k_cmp, lse, positions, config=config, scale=_scale(q, scale))
 
 
 def selected_attention(
@@ -221,6 +236,7 @@ def selected_attention(
     *,
     config: NSAConfig,
     scale: float | None = None,
+    document_ids: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to the past tokens of the selected blocks (NSA paper, section 3.3.2).
@@ -232,6 +248,7 @@ def selected_attention(
         block_indices: int32 ``(B, Hkv, S, n)``, ascending, unique, padded with -1, as :func:`select_blocks` gives.
         config: gives ``l'``.
         scale: factor on the scores, by default ``Dk ** -0.5``.
+        document_ids: as in :func:`native_sparse_attention`.
         impl: as in :func:`native_sparse_attention`.
 
     Returns:
@@ -246,8 +263,9 @@ def selected_attention(
     _check_queries(q)
     sizes = _check_keys(q, k, v, ("k", "v"), q.shape[2])
     _check_block_indices(q, block_indices, sizes.heads, config)
+    positions = _positions(q, document_ids, config)
     return implementation(impl, q).selected_attention(
-        q, k, v, block_indices, None, config=config, scale=_scale(q, scale)
+        q, k, v, block_indices, positions, config=config, scale=_scale(q, scale)
     )
 
 
@@ -258,6 +276,7 @@ def sliding_window_attention(
     *,
     config: NSAConfig,
     scale: float | None = None,
+    document_ids: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to the last ``window_size`` tokens, the query's own included (NSA paper, section 3.3.3).
@@ -268,6 +287,7 @@ def sliding_window_attention(
         v: ``(B, Hkv, S, Dv)``.
         config: gives ``w``.
         scale: factor on the scores, by default ``Dk ** -0.5``.
+        document_ids: as in :func:`native_sparse_attention`.
         impl: as in :func:`native_sparse_attention`.
 
     Returns:
@@ -281,7 +301,8 @@ def sliding_window_attention(
     check_type("config", config, NSAConfig)
     _check_queries(q)
     _check_keys(q, k, v, ("k", "v"), q.shape[2])
-    return implementation(impl, q).sliding_window_attention(q, k, v, None, config=config, scale=_scale(q, scale))
+    positions = _positions(q, document_ids, config)
+    return implementation(impl, q).sliding_window_attention(q, k, v, positions, config=config, scale=_scale(q, scale))
 
 
 def implementation(impl: str, q: Tensor) -> Any:
@@ -290,6 +311,14 @@ def implementation(impl: str, q: Tensor) -> Any:
     if impl == "auto":
         impl = "flex" if q.device.type == "cuda" else "sdpa"
     return IMPLEMENTATIONS[impl]
+
+
+def _positions(q: Tensor, document_ids: Tensor | None, config: NSAConfig) -> Positions | None:
+    """Locate the queries in their documents; ``None`` stands for one whole sequence."""
+    if document_ids is None:
+        return None
+    check_document_ids(document_ids, q.shape[0], q.shape[2])
+    return document_positions(document_ids, config)
 
 
 def _scale(q: Tensor, scale: float | None) -> float:

@@ -12,7 +12,8 @@ from flexnsa.compression import COMPRESSORS, MeanCompressor
 from flexnsa.config import NSAConfig
 from flexnsa.functional import IMPLEMENTATIONS, check_branches, native_sparse_attention
 from flexnsa.gating import Gate
-from flexnsa.geometry import BRANCHES
+from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.masks.document import check_document_ids, document_positions, first_tokens
 from flexnsa.rope import rotate
 
 
@@ -94,16 +95,20 @@ class NativeSparseAttention(nn.Module):
         for child in self.children():
             child.reset_parameters()  # pyright: ignore[reportCallIssue]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend within each sequence of ``x (B, S, dim)``."""
+    def forward(self, x: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
+        """Attend within each sequence of ``x (B, S, dim)``, or within each document of packed sequences.
+
+        ``document_ids`` as in :func:`flexnsa.native_sparse_attention`; rotary positions restart with each document.
+        """
         check_tensor("x", x, ("B", "S", self.dim))
-        position = torch.arange(x.shape[1], device=x.device)
-        q = rotate(self._heads("w_q", x), position, self.rope_base)
+        token, block, blocks = self._places(x, document_ids)
+        q = rotate(self._heads("w_q", x), token, self.rope_base)
         k = {tag: self._heads(f"w_k_{tag}", x) for tag in self.branches}
         v = {tag: self._heads(f"w_v_{tag}", x) for tag in self.branches}
-        k_cmp = self._compressed_keys(k)
-        v_cmp = self.phi_v(v["cmp"]) if "cmp" in v else None
-        k = {tag: rotate(k[tag], position, self.rope_base) for tag in k if tag != "cmp"}
+        scored = k.get("cmp", k.get("slc"))
+        k_cmp = None if scored is None else rotate(self.phi_k(scored, blocks), block, self.rope_base)
+        v_cmp = self.phi_v(v["cmp"], blocks) if "cmp" in v else None
+        k = {tag: rotate(k[tag], token, self.rope_base) for tag in k if tag != "cmp"}
         out = native_sparse_attention(
             q,
             k.get("slc"),
@@ -114,6 +119,7 @@ class NativeSparseAttention(nn.Module):
             k_win=k.get("win"),
             v_win=v.get("win"),
             config=self.config,
+            document_ids=document_ids,
             branches=self.branches,
             impl=self.impl,
         )
@@ -125,14 +131,17 @@ class NativeSparseAttention(nn.Module):
         heads = self.num_heads if projection == "w_q" else self.num_kv_heads
         return self.get_submodule(projection)(x).unflatten(-1, (heads, -1)).transpose(1, 2)
 
-    def _compressed_keys(self, k: dict[str, Tensor]) -> Tensor | None:
-        """Compress the keys that scores are made of, then turn them at their block's first token."""
-        source = k.get("cmp", k.get("slc"))
-        if source is None:
-            return None
-        k_cmp = self.phi_k(source)
-        first_token = torch.arange(k_cmp.shape[2], device=k_cmp.device) * self.config.compress_stride
-        return rotate(k_cmp, first_token, self.rope_base)
+    def _places(self, x: Tensor, document_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Locate tokens and compressed tokens in their documents, for RoPE; and, in packed rows, among all tokens."""
+        length = num_compressed(x.shape[1], self.config)
+        if document_ids is None:
+            token = torch.arange(x.shape[1], device=x.device)
+            return token, torch.arange(length, device=x.device) * self.config.compress_stride, None
+        check_document_ids(document_ids, *x.shape[:2])
+        positions = document_positions(document_ids, self.config)
+        blocks = first_tokens(positions, length, self.config)
+        token = positions.token - positions.start
+        return token, token.gather(1, blocks.to(torch.int64)), blocks
 
     def _gates(self, x: Tensor) -> Tensor:
         """Put the gates of the layer's branches in their columns; a branch that does not exist has 0."""

@@ -1,0 +1,67 @@
+"""Packed documents: everything restarts at each document's first token, block grids included."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexnsa.checks import check_tensor
+from flexnsa.config import NSAConfig
+from flexnsa.masks.positions import Positions
+
+
+def document_positions(document_ids: Tensor, config: NSAConfig) -> Positions:
+    """Find where each token's document begins, among the tokens and among the compressed tokens.
+
+    Args:
+        document_ids: int ``(B, S)``, non-decreasing along a row.
+        config: gives ``l`` and ``d``.
+    """
+    token = torch.arange(document_ids.shape[1], dtype=torch.int32, device=document_ids.device).expand_as(document_ids)
+    start = _document_start(document_ids, token)
+    completed = _completes_block(token - start, config).cumsum(1, dtype=torch.int32)
+    before_document = torch.nn.functional.pad(completed, (1, 0)).gather(1, start.to(torch.int64))
+    return Positions(token.contiguous(), start, before_document)
+
+
+def check_document_ids(document_ids: Tensor, batch: int, seq_len: int) -> None:
+    """Demand int ids ``(B, S)``; that they never decrease is checked where it costs no synchronisation.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: of another shape or dtype, or decreasing.
+    """
+    check_tensor("document_ids", document_ids, (batch, seq_len), dtype=getattr(document_ids, "dtype", None))
+    if document_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"document_ids: expected dtype torch.int32 or torch.int64, got {document_ids.dtype}")
+    if document_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        falls = (document_ids.diff(dim=1) < 0).nonzero()
+        if len(falls):
+            row, at = falls[0].tolist()
+            before, after = document_ids[row, at : at + 2].tolist()
+            raise ValueError(
+                f"document_ids: expected ids that never decrease, got {before} before {after} at [{row}, {at}]"
+            )
+
+
+def first_tokens(positions: Positions, num_compressed: int, config: NSAConfig) -> Tensor:
+    """List the first token of every compressed token of packed documents, int32 ``(B, N)``.
+
+    Documents never have more compressed tokens than the undivided sequence; the list ends in zeros, seen by no query.
+    """
+    completes = _completes_block(positions.token - positions.start, config)
+    place = torch.where(completes, completes.cumsum(1) - 1, num_compressed)
+    first = positions.token - (config.compress_block_size - 1)
+    listed = torch.zeros_like(first[:, :1]).repeat(1, num_compressed + 1).scatter(1, place, first)
+    return listed[:, :num_compressed]
+
+
+def _document_start(document_ids: Tensor, token: Tensor) -> Tensor:
+    changes = torch.nn.functional.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0))
+    return torch.where(changes, token, 0).cummax(1).values
+
+
+def _completes_block(own_position: Tensor, config: NSAConfig) -> Tensor:
+    """Tell whether a token, at its place in its document, is the last of a compressed token."""
+    beyond = own_position - (config.compress_block_size - 1)
+    return (beyond >= 0) & (beyond % config.compress_stride == 0)
