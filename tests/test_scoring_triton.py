@@ -155,30 +155,33 @@ def widen_bfloat16() -> None:
     setattr(InterpreterBuilder, "create_dot", create_dot)  # noqa: B010
 
 
-def run_kernels(case: Case) -> dict[str, Tensor]:
-    """Run every kernel on one case; called in the process that interprets them."""
+def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
+    """Run every kernel on one case; on the CPU only in the process that interprets them."""
     from flexnsa import scoring_triton
     from flexnsa.kernels.importance import Band, Scores, importance
     from flexnsa.kernels.log_sum_exp import log_sum_exp
 
-    q, k = case.inputs()
-    lse = dense_lse_and_importance(case)[0].float()
+    q, k = (x.to(device) for x in case.inputs())
+    lse = dense_lse_and_importance(case)[0].float().to(device)
     rows, num_queries = case.positions(), q.shape[2]
+    rows = Positions(rows.token.to(device), rows.start.to(device), rows.cmp_start.to(device))
     arguments: dict[str, Any] = {"config": case.config, "scale": case.scale}
 
     width = num_blocks(max(case.documents), case.config)
-    own, passed = torch.zeros(2, case.batch * case.kv_heads, num_queries, scoring_triton.aligned(width))
+    own, passed = torch.zeros(2, case.batch * case.kv_heads, num_queries, scoring_triton.aligned(width), device=device)
     scores = Scores(own, passed, num_queries, own.shape[-1], Band.of(case.config))
     importance(q, k, lse, rows, scores, 0, **arguments)
     total = (own + torch.nn.functional.pad(passed, (1, -1)))[..., :width]
 
     positions = None if case.is_whole_sequence else rows
     with mock.patch.object(scoring_triton, "SCRATCH_BYTES", case.scratch_bytes):
-        return {
-            "importance": total.unflatten(0, (case.batch, case.kv_heads)),
-            "lse": log_sum_exp(q, k, rows, **arguments),
-            "selected": scoring_triton.select_in_chunks(q, k, lse, positions, **arguments),
-        }
+        selected = scoring_triton.select_in_chunks(q, k, lse, positions, **arguments)
+    results = {
+        "importance": total.unflatten(0, (case.batch, case.kv_heads)),
+        "lse": log_sum_exp(q, k, rows, **arguments),
+        "selected": selected,
+    }
+    return {key: value.cpu() for key, value in results.items()}
 
 
 def compile_operator() -> dict[str, Any]:
@@ -252,6 +255,14 @@ def test_equal_scores_select_the_lowest_indices(interpreted: dict[str, Any]) -> 
 
 def test_operator_compiles_into_one_graph_for_all_lengths(interpreted: dict[str, Any]) -> None:
     assert interpreted["compiled"] == {"same": True, "graphs": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_kernels_match_the_dense_formula(name: str) -> None:
+    got = {name: run_kernels(CASES[name], "cuda")}
+    test_importance_and_lse_match_the_dense_formula(name, got)
+    test_selection_is_the_stable_top_n_of_the_importance(name, got)
 
 
 if __name__ == "__main__":
