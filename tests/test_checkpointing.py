@@ -1,0 +1,56 @@
+"""Checkpointing changes memory, not results, and never selects twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from flexnsa import NativeSparseAttention, NSAConfig
+from flexnsa.checkpointing import SELECTION_OPERATORS, keep_selection
+
+CONFIG = NSAConfig(
+    compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24
+)
+
+
+class CountOperators(TorchDispatchMode):
+    """Count the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(layer: torch.nn.Module, x: torch.Tensor, compiled: bool = False, **options) -> list[torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=False, **options) if options else layer(x)  # pyright: ignore
+
+    out = torch.compile(run, fullgraph=True)(x) if compiled else run(x)
+    return list(torch.autograd.grad(out.square().sum(), list(layer.parameters())))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointed_gradients_are_those_of_the_plain_layer(compiled: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = NativeSparseAttention(32, 6, 2, 8, config=CONFIG), torch.randn(2, 70, 32)
+    for plain, kept in zip(gradients(layer, x), gradients(layer, x, compiled, context_fn=keep_selection), strict=True):
+        torch.testing.assert_close(kept, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_selection_runs_once_where_plain_checkpointing_runs_it_twice() -> None:
+    torch.manual_seed(0)
+    layer, x = NativeSparseAttention(32, 6, 2, 8, config=CONFIG), torch.randn(2, 70, 32)
+    calls = []
+    for options in ({"context_fn": keep_selection}, {"determinism_check": "default"}):
+        with CountOperators() as counted:
+            gradients(layer, x, **options)
+        calls.append(sum(counted.calls[name] for name in SELECTION_OPERATORS))
+    assert calls == [1, 2]
