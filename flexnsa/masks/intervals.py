@@ -1,10 +1,20 @@
-"""Dense branches are intervals: the keys that a query sees are ``[lo, hi)``, and both bounds never decrease."""
+"""Dense branches are intervals: the keys that a query sees are ``[lo, hi)``, and both bounds never decrease.
+
+So the key tiles that a tile of queries touches are a range, and those it sees in full are a range inside it; likewise
+the query tiles of a tile of keys. The BlockMask follows in closed form from the bounds at the edges of the tiles,
+without looking at any (query, key) pair.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,3 +23,152 @@ class Intervals:
 
     lo: Tensor
     hi: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TileRanges:
+    """Of each row of tiles: ``[first, end)`` is touched, ``[first_full, end_full)`` in full; all int32 ``(B, R)``."""
+
+    first: Tensor
+    end: Tensor
+    first_full: Tensor
+    end_full: Tensor
+
+
+def interval_block_mask(
+    intervals: Intervals, num_keys: int, *, widths: tuple[int, int] | None, block_size: tuple[int, int] = (128, 128)
+) -> BlockMask:
+    """Build the BlockMask of ``intervals`` with memory linear in queries and keys.
+
+    Args:
+        intervals: of ``T`` queries.
+        num_keys: length of the key sequence.
+        widths: most key tiles that a tile of queries touches, and most query tiles that a tile of keys touches
+            (see :func:`tiles_touched`). With None, each list holds its first tile only: the tiles of a list are then
+            consecutive, and a kernel told ``BLOCKS_ARE_CONTIGUOUS`` needs no more.
+        block_size: queries and keys of a tile.
+    """
+    num_queries = intervals.hi.shape[-1]
+    intervals = Intervals(_stored(intervals.lo), _stored(intervals.hi))
+    rows = _tiles_of_queries(intervals, num_keys, block_size)
+    columns = _tiles_of_keys(intervals, num_keys, block_size)
+    if widths is None:
+        kv_lists, q_lists = _consecutive_lists(rows), _consecutive_lists(columns)
+    else:
+        kv_lists, q_lists = _compact_lists(rows, widths[0]), _compact_lists(columns, widths[1])
+    return BlockMask((num_queries, num_keys), *kv_lists, *q_lists, block_size, interval_mask_mod(intervals))
+
+
+def interval_mask_mod(intervals: Intervals) -> MaskMod:
+    """Say of each (query, key) pair whether the key lies in the query's interval."""
+    lo, hi = by_query(intervals.lo), by_query(intervals.hi)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+        return (lo(b, q_idx) <= kv_idx) & (kv_idx < hi(b, q_idx))
+
+    return mask_mod
+
+
+def by_query(table: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Look up ``(B or 1, T)`` by batch and query inside a mask_mod; one row serves every batch."""
+    if table.shape[0] > 1:
+        return lambda b, query: table[b, query]
+    row = table[0]
+    return lambda b, query: row[query]  # noqa: ARG005
+
+
+def tiles_touched(length: int, tile: int) -> int:
+    """Count the tiles that ``length`` consecutive positions touch at most, wherever they begin."""
+    return (length + tile - 2) // tile + 1
+
+
+def _stored(table: Tensor) -> Tensor:
+    """Have a compiler compute ``table`` once, in memory.
+
+    Inductor would evaluate its formula anew wherever it is read, mask_mod included, and fails to simplify quotients of
+    maxima of an arange. What is viewed by strides it always stores.
+    """
+    return table.as_strided(table.shape, table.stride())
+
+
+def _tiles_of_queries(intervals: Intervals, num_keys: int, block_size: tuple[int, int]) -> TileRanges:
+    q_tile, kv_tile = block_size
+    num_queries = intervals.hi.shape[-1]
+    top = torch.arange(0, num_queries, q_tile, device=intervals.hi.device)
+    bottom = (top + q_tile - 1).clamp_max(num_queries - 1)
+    # The bounds never decrease, so the first and last query of a tile have its smallest and largest.
+    return _ranges(
+        first=intervals.lo[:, top],
+        end=intervals.hi[:, bottom].clamp_max(num_keys),
+        first_full=intervals.lo[:, bottom],
+        end_full=intervals.hi[:, top],
+        tile=kv_tile,
+    )
+
+
+def _tiles_of_keys(intervals: Intervals, num_keys: int, block_size: tuple[int, int]) -> TileRanges:
+    q_tile, kv_tile = block_size
+    batch, num_queries = intervals.hi.shape
+    left = torch.arange(0, num_keys, kv_tile, dtype=torch.int32, device=intervals.hi.device)
+    left = left.expand(batch, -1).contiguous()
+    right = left + kv_tile - 1
+    lo, hi = intervals.lo.expand_as(intervals.hi).contiguous(), intervals.hi.contiguous()
+    end_full = torch.searchsorted(lo, left, right=True, out_int32=True)  # queries before it have lo <= left
+    return _ranges(
+        first=torch.searchsorted(hi, left, right=True, out_int32=True),  # from here on hi > left
+        end=torch.searchsorted(lo, right, right=True, out_int32=True),
+        first_full=torch.searchsorted(hi, right, right=True, out_int32=True),
+        # Past the last query there is nothing to mask: its tile is as good as complete.
+        end_full=torch.where(end_full == num_queries, end_full + q_tile - 1, end_full),
+        tile=q_tile,
+    )
+
+
+def _ranges(first: Tensor, end: Tensor, first_full: Tensor, end_full: Tensor, tile: int) -> TileRanges:
+    """Round bounds to tiles: outwards where a tile is touched, inwards where it is full."""
+    first = first // tile
+    end = torch.maximum((end + tile - 1) // tile, first)
+    first_full = torch.minimum((first_full + tile - 1) // tile, end)
+    end_full = torch.minimum(torch.maximum(end_full // tile, first_full), end)
+    empty = first_full >= end_full
+    return TileRanges(first, end, torch.where(empty, first, first_full), torch.where(empty, first, end_full))
+
+
+def _compact_lists(ranges: TileRanges, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """List partial and full tiles, each ``(B, 1, R, width)``: the full ones are the middle of a range."""
+    first, end, first_full, end_full = (
+        x[:, None, :, None] for x in (ranges.first, ranges.end, ranges.first_full, ranges.end_full)
+    )
+    step = torch.arange(width, dtype=torch.int32, device=first.device)
+    before, last = first_full - first, (end - 1).clamp_min(0)
+    partial = first + step + torch.where(step < before, 0, end_full - first_full)
+    num_full = end_full - first_full
+    return (
+        (end - first - num_full)[..., 0],
+        torch.minimum(partial, last),
+        num_full[..., 0],
+        torch.minimum(first_full + step, last),
+    )
+
+
+def _consecutive_lists(ranges: TileRanges) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Give the first partial and the first full tile, each ``(B, 1, R, 1)``.
+
+    Partial tiles on both sides of full ones are not consecutive; all of the range counts as partial then.
+    """
+    first, end = ranges.first, ranges.end
+    both_sides = (ranges.first_full > first) & (ranges.end_full < end)
+    first_full = torch.where(both_sides, first, ranges.first_full)
+    end_full = torch.where(both_sides, first, ranges.end_full)
+    num_full = end_full - first_full
+    first_partial = torch.where(first_full > first, first, end_full)
+    # An empty list still names a tile, which the kernel may read before it looks at the count.
+    last = (end - 1).clamp_min(0)
+    lists = (
+        end - first - num_full,
+        torch.minimum(first_partial, last),
+        num_full,
+        torch.minimum(first_full, last),
+    )
+    counts_or_tiles = [x[:, None, :] for x in lists]
+    return counts_or_tiles[0], counts_or_tiles[1][..., None], counts_or_tiles[2], counts_or_tiles[3][..., None]
