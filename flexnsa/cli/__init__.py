@@ -1,0 +1,28 @@
+"""The command line: ``python -m flexnsa COMMAND``; each command lives in a module of its own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": "train a byte-level language model on text",
+    "demo": "train NSA beside its dense twin, check exactness, measure memory and time",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command that ``argv`` names; bad arguments end with status 2 and a line that names them."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="flexnsa", description="Native Sparse Attention.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        if name in argv[:1]:  # only the command that runs is imported
+            module = importlib.import_module(f"flexnsa.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(execute=module.execute, command_parser=command)
+    arguments = parser.parse_args(argv)
+    arguments.execute(arguments, arguments.command_parser)

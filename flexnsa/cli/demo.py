@@ -1,0 +1,149 @@
+"""``python -m flexnsa demo``: NSA learns real text beside its dense twin, exact and linear in memory."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flexnsa import NSAConfig
+from flexnsa.cli.options import require
+from flexnsa.cli.parity import measure_parity, parity_table
+from flexnsa.cli.picture import draw
+from flexnsa.cli.scaling import ATTENTIONS, Point, measure, slope
+from flexnsa.cli.table import format_table
+from flexnsa.cli.twins import TwinResult, train_twins
+from flexnsa.models import DecoderConfig
+from flexnsa.training import TrainConfig
+
+# A query of the last token sees 4 * 32 + 64 tokens and 63 compressed ones of 512, so the sparsity is real.
+MODEL = DecoderConfig(
+    dim=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=32,
+    nsa=NSAConfig(
+        compress_block_size=16, compress_stride=8, select_block_size=32, num_selected_blocks=4, window_size=64
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much of everything."""
+
+    training: TrainConfig
+    sample_bytes: int
+    seq_lens: dict[str, tuple[int, ...]]
+
+
+FULL = Size(
+    training=TrainConfig(
+        steps=1600, batch_size=1, seq_len=512, lr=3e-3, warmup_steps=50, eval_every=200, eval_sequences=64
+    ),
+    sample_bytes=240,
+    seq_lens={
+        "math SDPA": (1024, 2048, 4096),
+        "flash SDPA": (1024, 2048, 4096, 8192),
+        "NSA": (1024, 2048, 4096, 8192),
+    },
+)
+QUICK = Size(
+    training=TrainConfig(
+        steps=150, batch_size=1, seq_len=512, lr=3e-3, warmup_steps=20, eval_every=50, eval_sequences=16
+    ),
+    sample_bytes=60,
+    seq_lens={"math SDPA": (512, 1024, 2048), "flash SDPA": (1024, 2048, 4096), "NSA": (1024, 2048, 4096)},
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--quick", action="store_true", help="less of everything, for a first look and for CI")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the picture; default: %(default)s")
+
+
+def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
+    """Run the three parts and draw them."""
+    require("numpy", "tqdm", extra="train")
+    require("matplotlib", extra="plot")
+    size = QUICK if arguments.quick else FULL
+    start = time.perf_counter()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+    _headline("Exactness: largest relative error against the fp64 oracle, beside plain PyTorch's at the same precision")
+    parity = measure_parity(("sdpa",), (torch.float32, torch.bfloat16))
+    print(parity_table(parity))
+
+    _headline("Memory and time of one forward and backward pass, fp32, 12 query and 2 key heads of 64, on one core")
+    points = _measure_all(size.seq_lens)
+    print(scaling_table(points))
+
+    _headline("Learning: the same bytes of Python's standard library, the same seed")
+    twins = train_twins(MODEL, size.training, size.sample_bytes)
+    print(learning_table(twins))
+    for twin in twins:
+        print(f"\n{twin.name} writes:\n" + textwrap.indent(twin.sample, "  | ", lambda _line: True))
+
+    picture = arguments.out / "demo.png"
+    draw(picture, twins, parity, points)
+    print(f"\nPicture: {picture}. The demo took {time.perf_counter() - start:.0f} s.")
+
+
+def learning_table(twins: list[TwinResult]) -> str:
+    """One line a model, and how far NSA is from the dense twin."""
+    by_name = {twin.name: twin for twin in twins}
+    rows = [
+        [
+            twin.name,
+            f"{twin.parameters:,}",
+            f"{twin.bits_per_byte:.3f}",
+            f"{twin.training_curve[-1][0] / twin.seconds:,.0f}",
+        ]
+        for twin in twins
+    ]
+    ratio = by_name["NSA"].bits_per_byte / by_name["dense"].bits_per_byte - 1
+    header = ["attention", "parameters", "validation bits per byte", "bytes per second"]
+    return format_table(header, rows) + f"\nNSA is {abs(ratio):.1%} {'above' if ratio > 0 else 'below'} its dense twin."
+
+
+def scaling_table(points: list[Point]) -> str:
+    """One line a length, and the fitted exponents below."""
+    header = ["tokens", *(f"{name} {unit}" for unit in ("peak MiB", "saved MiB", "s") for name in ATTENTIONS)]
+    quantities = ("peak_mib", "saved_mib", "seconds")
+    formats = {"peak_mib": ",.0f", "saved_mib": ",.0f", "seconds": ",.2f"}
+    found = {(point.attention, point.seq_len): point for point in points}
+    columns = [(quantity, name) for quantity in quantities for name in ATTENTIONS]
+    rows = []
+    for length in sorted({point.seq_len for point in points}):
+        cells = [
+            format(getattr(found[name, length], quantity), formats[quantity]) if (name, length) in found else "-"
+            for quantity, name in columns
+        ]
+        rows.append([f"{length:,}", *cells])
+    slopes = [
+        slope((point.seq_len, getattr(point, quantity)) for point in points if point.attention == name)
+        for quantity, name in columns
+    ]
+    return format_table(header, [*rows, ["slope", *(f"{value:.2f}" for value in slopes)]])
+
+
+def _measure_all(seq_lens: dict[str, tuple[int, ...]]) -> list[Point]:
+    from tqdm import tqdm
+
+    wanted = [(attention, length) for attention, lengths in seq_lens.items() for length in lengths]
+    with tqdm(wanted, unit="point", leave=False) as bar:
+        points = []
+        for attention, length in bar:
+            bar.set_description(f"{attention}, S={length:,}")
+            points.append(measure(attention, length))
+        return points
+
+
+def _headline(text: str) -> None:
+    print(f"\n{text}\n", flush=True)

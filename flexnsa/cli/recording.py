@@ -1,0 +1,103 @@
+"""Measurements on disk: where they were made, and every point kept as soon as it exists."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Recording:
+    """A JSON file of an environment and a list of points, replaced in one move whenever a point is added.
+
+    Args:
+        path: the file; its folder is made.
+        about: what was measured, and how, in words.
+        keep: go on from the points that the file holds already, such as those of an earlier, stopped run.
+        commit: state of the code; by default that of the git checkout that holds this file.
+    """
+
+    def __init__(self, path: Path, about: str, *, keep: bool = False, commit: str | None = None) -> None:
+        self.path = path
+        self.content: dict[str, Any] = {"about": about, "environment": environment(commit), "points": []}
+        if keep and path.exists():
+            self.content["points"] = json.loads(path.read_text())["points"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def points(self) -> list[dict[str, Any]]:
+        """What was recorded so far."""
+        return self.content["points"]
+
+    def add(self, point: dict[str, Any], key: Iterable[str] = ()) -> None:
+        """Record a point; an earlier one with the same values of ``key`` is replaced."""
+        key = tuple(key)
+        if key:
+            same = [old for old in self.points if all(old.get(name) == point.get(name) for name in key)]
+            for old in same:
+                self.points.remove(old)
+        self.points.append(point)
+        self.save()
+
+    def note(self, **values: Any) -> None:
+        """Record something beside the points."""
+        self.content.update(values)
+        self.save()
+
+    def save(self) -> None:
+        """Write the file; whoever is killed half-way leaves the previous one whole."""
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        temporary.write_text(json.dumps(self.content, indent=1) + "\n")
+        temporary.replace(self.path)
+
+
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """Describe the machine and the software that a measurement depends on."""
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "load_average": os.getloadavg()[0],
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _installed("triton"),
+        "commit": commit or git_commit(),
+    }
+
+
+def cpu_name() -> str:
+    """Name the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def git_commit() -> str | None:
+    """Give the commit that this file is at, marked ``+`` if the package or the benchmarks were changed since."""
+    here = Path(__file__).resolve().parents[2]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "flexnsa") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,126 @@
+"""A decoder language model around either attention: small enough to read, large enough to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from flexnsa.models.config import DecoderConfig
+from flexnsa.models.dense import DenseAttention
+from flexnsa.module import NativeSparseAttention
+
+
+class DecoderLM(nn.Module):
+    """``Embedding -> L x {RMSNorm, attention, RMSNorm, MLP} -> RMSNorm -> head``, no biases, head untied.
+
+    Built on the meta device it takes no memory; ``to_empty`` followed by :meth:`reset_parameters` brings it to life.
+
+    Example:
+        >>> model = DecoderLM(preset("small"))
+        >>> logits = model(torch.randint(256, (2, 128)))  # (2, 128, 256)
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, so that the first loss is about ``ln(vocab_size)`` at any depth.
+
+        Every layer adds to the residual stream with variance ``1 / 2L`` per branch, and the logits start small.
+        """
+        nn.init.normal_(self.embedding.weight)
+        for layer in cast("Iterable[DecoderLayer]", self.layers):
+            layer.reset_parameters()
+        self.norm.reset_parameters()
+        nn.init.normal_(self.head.weight, std=1 / self.config.dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: int64 or int32 ``(B, S)``.
+
+        Returns:
+            logits ``(B, S, vocab_size)``.
+
+        Raises:
+            ValueError: ``tokens`` is not a batch of sequences.
+        """
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens: expected shape (B, S), got {tuple(tokens.shape)}")
+        x = self.embedding(tokens)
+        for index, layer in enumerate(self.layers):
+            if self.training and self.config.is_checkpointed(index):
+                x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x)
+        return self.head(self.norm(x))
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm layer: attention, then a SiLU MLP four times as wide."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.residual_scale = (2 * config.num_layers) ** -0.5
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.attention = build_attention(config)
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.mlp = MLP(config.dim)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters; what writes to the residual stream starts smaller, the deeper the model."""
+        for module in (self.attention_norm, self.attention, self.mlp_norm, self.mlp):
+            module.reset_parameters()
+        for linear in (self.attention.w_o, self.mlp.down):
+            nn.init.normal_(linear.weight, std=self.residual_scale * linear.in_features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map the residual stream ``(B, S, dim)`` to the next."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class MLP(nn.Module):
+    """``down(silu(up(x)))``."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 4 * dim, bias=False)
+        self.down = nn.Linear(4 * dim, dim, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draw both projections from a normal of variance 1 / fan-in."""
+        for linear in (self.up, self.down):
+            nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(B, S, dim)`` to ``(B, S, dim)``, each token alone."""
+        return self.down(F.silu(self.up(x)))
+
+
+def build_attention(config: DecoderConfig) -> NativeSparseAttention | DenseAttention:
+    """Give the attention that the config names."""
+    heads = (config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
+    if config.attention == "dense":
+        return DenseAttention(*heads, v_head_dim=config.v_head_dim, rope_base=config.rope_base)
+    return NativeSparseAttention(
+        *heads,
+        v_head_dim=config.v_head_dim,
+        config=config.nsa,
+        compression=config.compression,
+        gate=config.gate,
+        rope_base=config.rope_base,
+        branches=config.branches,
+        impl=config.impl,
+    )

@@ -1,0 +1,8 @@
+"""Training on bytes of text: data, schedule, steps, exact resumption."""
+
+from flexnsa.training.config import TRAIN_PRESETS, TrainConfig
+from flexnsa.training.data import Corpus, read_corpus
+from flexnsa.training.run import run
+from flexnsa.training.trainer import StepResult, Trainer
+
+__all__ = ["TRAIN_PRESETS", "Corpus", "StepResult", "TrainConfig", "Trainer", "read_corpus", "run"]

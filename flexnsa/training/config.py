@@ -1,0 +1,92 @@
+"""How a model is trained: one record that, with the data and the model's config, decides every number of a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Hyper-parameters of one run.
+
+    Args:
+        steps: optimizer steps.
+        batch_size: sequences of one forward pass.
+        seq_len: tokens of one sequence.
+        grad_accumulation: forward passes of one step; a step learns from their product with ``batch_size`` sequences.
+        lr: peak learning rate.
+        min_lr: where the cosine ends, as a fraction of ``lr``.
+        warmup_steps: steps of linear warm-up.
+        weight_decay: of matrices; vectors and embeddings are not decayed.
+        beta1: decay of AdamW's first moment.
+        beta2: decay of AdamW's second moment.
+        clip: largest norm of the whole gradient.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast.
+        seed: of the initial weights and of the order of the data.
+        eval_every: steps between two evaluations; one more follows the last step.
+        eval_sequences: validation sequences of one evaluation.
+        checkpoint_every: steps between two checkpoints; one more follows the last step.
+
+    Raises:
+        TypeError: a field is not a number.
+        ValueError: a field is out of range.
+    """
+
+    steps: int = 1000
+    batch_size: int = 8
+    seq_len: int = 512
+    grad_accumulation: int = 1
+    lr: float = 1e-3
+    min_lr: float = 0.1
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: int = 0
+    eval_every: int = 100
+    eval_sequences: int = 64
+    checkpoint_every: int = 100
+
+    def __post_init__(self) -> None:
+        may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "seed")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "precision":
+                if value not in ("fp32", "bf16"):
+                    raise ValueError(f"precision: expected 'fp32' or 'bf16', got {value!r}")
+                continue
+            kind = int if isinstance(field.default, int) else (int, float)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                name = "an int" if kind is int else "a number"
+                raise TypeError(f"{field.name}: expected {name}, got {value!r} ({type(value).__name__})")
+            if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in may_be_zero):
+                least = "at least 0" if field.name in may_be_zero else "more than 0"
+                raise ValueError(f"{field.name}: expected {least}, got {value}")
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name}: expected less than 1, got {getattr(self, name)}")
+        if self.min_lr > 1:
+            raise ValueError(f"min_lr: expected a fraction of lr, at most 1, got {self.min_lr}")
+
+    def learning_rate(self, step: int) -> float:
+        """Give the rate of a step counted from 0: linear warm-up, then a cosine down to ``min_lr * lr``."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+        return self.lr * (self.min_lr + (1 - self.min_lr) * cosine)
+
+
+_M7C = TrainConfig(steps=50_000, batch_size=8, seq_len=2048, lr=2e-4, weight_decay=0.01, warmup_steps=2000)
+
+TRAIN_PRESETS: dict[str, TrainConfig] = {
+    "small": TrainConfig(),
+    "large": replace(_M7C, batch_size=1),
+    "m7c-125m": replace(_M7C, precision="bf16"),
+    "m7c-cpu": replace(_M7C, batch_size=2, seq_len=512),
+}
+"""Defaults that go with the models of the same names in :data:`flexnsa.models.PRESETS`."""

@@ -1,0 +1,124 @@
+"""Text as bytes: which files train, which validate, and which windows of them a step sees."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VALIDATION_FRACTION = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Bytes to train on and bytes to validate on, each uint8 ``(bytes,)``; a zero byte ends every file."""
+
+    train: Tensor
+    validation: Tensor
+
+    def sha256(self) -> str:
+        """Give a fingerprint of the text, so that a run goes on with the text that it began with."""
+        return hashlib.sha256(self.train.numpy().tobytes() + self.validation.numpy().tobytes()).hexdigest()
+
+    def require_windows(self, seq_len: int) -> None:
+        """Demand that both parts hold a window and the byte after it.
+
+        Raises:
+            ValueError: one does not.
+        """
+        for part, data in (("training", self.train), ("validation", self.validation)):
+            if len(data) <= seq_len:
+                raise ValueError(f"seq_len: expected less than the {len(data)} bytes of {part} text, got {seq_len}")
+
+    def batch(self, *, seed: int, step: int, num_sequences: int, seq_len: int) -> Tensor:
+        """Give the training windows of a step, int64 ``(num_sequences, seq_len + 1)``.
+
+        A function of ``(seed, step)`` and nothing else, so that resuming needs no state of the data.
+        """
+        draws = random.Random(f"{seed}/{step}")
+        self.require_windows(seq_len)
+        last = len(self.train) - seq_len - 1
+        starts = [draws.randint(0, last) for _ in range(num_sequences)]
+        return torch.stack([self.train[start : start + seq_len + 1] for start in starts]).long()
+
+    def validation_batches(self, *, num_sequences: int, seq_len: int, batch_size: int) -> Iterator[Tensor]:
+        """Give evenly spaced validation windows, int64 ``(up to batch_size, seq_len + 1)``, always the same ones."""
+        self.require_windows(seq_len)
+        last = len(self.validation) - seq_len - 1
+        starts = [round(index * last / max(1, num_sequences - 1)) for index in range(num_sequences)]
+        for first in range(0, num_sequences, batch_size):
+            windows = [self.validation[start : start + seq_len + 1] for start in starts[first : first + batch_size]]
+            yield torch.stack(windows).long()
+
+
+def read_corpus(path: Path | None = None) -> Corpus:
+    """Read a text file or a folder of them; by default the source of the running Python's standard library.
+
+    Of a folder, whole files validate, chosen by :func:`split_files`; of a single file, its last tenth does.
+
+    Raises:
+        FileNotFoundError: there is no such path.
+        ValueError: the folder holds fewer than two text files.
+    """
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = standard_library_files(root)
+    elif path.is_file():
+        data = path.read_bytes()
+        cut = len(data) - math.ceil(len(data) * VALIDATION_FRACTION)
+        return Corpus(_as_tensor([data[:cut]]), _as_tensor([data[cut:]]))
+    elif path.is_dir():
+        root = path
+        files = text_files(root)
+    else:
+        raise FileNotFoundError(f"text: expected a file or a folder, got {str(path)!r}, which does not exist")
+    if len(files) < 2:
+        raise ValueError(f"text: expected at least two text files below {str(root)!r}, got {len(files)}")
+    train, validation = split_files(files, root)
+    return Corpus(*(_as_tensor([file.read_bytes() for file in part]) for part in (train, validation)))
+
+
+def split_files(files: list[Path], root: Path) -> tuple[list[Path], list[Path]]:
+    """Set aside a tenth of the files, at least one, by the hash of their path below the root.
+
+    Returns:
+        ``(train, validation)``, each in the order of the hashes: the same for everyone who holds the same files.
+    """
+    ordered = sorted(files, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
+    count = math.ceil(len(ordered) * VALIDATION_FRACTION)
+    return ordered[count:], ordered[:count]
+
+
+def standard_library_files(root: Path) -> list[Path]:
+    """List the library's own modules: no tests, no installed packages, no tables of characters."""
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings"}
+    return [file for file in sorted(root.rglob("*.py")) if skipped.isdisjoint(file.relative_to(root).parts)]
+
+
+def text_files(root: Path) -> list[Path]:
+    """List the files below a folder that are UTF-8 without a zero byte, hidden ones left out."""
+    files = (file for file in sorted(root.rglob("*")) if file.is_file())
+    return [file for file in files if not _is_hidden(file.relative_to(root)) and _is_text(file.read_bytes())]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        return "\0" not in data.decode()
+    except UnicodeDecodeError:
+        return False
+
+
+def _as_tensor(parts: list[bytes]) -> Tensor:
+    joined = bytearray().join(part + b"\0" for part in parts)
+    return torch.frombuffer(joined, dtype=torch.uint8)

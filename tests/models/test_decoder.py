@@ -1,0 +1,205 @@
+"""The decoder LM: sizes, first loss, gradients, causality, and both attentions behind one interface."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flexnsa import NSAConfig
+from flexnsa.models import PRESETS, DecoderConfig, DecoderLM, DenseAttention, generate, preset
+
+NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
+CONFIG = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=6, nsa=NSA)
+KINDS = {
+    "dense": {"attention": "dense"},
+    "nsa": {},
+    "cmp alone": {"branches": ("cmp",)},
+    "slc alone": {"branches": ("slc",)},
+    "win alone": {"branches": ("win",)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_gets_a_finite_gradient_in_the_first_step(kind: str):
+    model = DecoderLM(replace(CONFIG, **KINDS[kind]))
+    _loss(model, _tokens(2, 49)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize(("num_layers", "dim"), [(1, 32), (12, 32), (2, 256)])
+def test_first_loss_is_that_of_a_uniform_guess_at_any_size(attention: str, num_layers: int, dim: int):
+    model = DecoderLM(replace(CONFIG, attention=attention, num_layers=num_layers, dim=dim))
+    assert _loss(model, _tokens(2, 33)).item() == pytest.approx(math.log(256), abs=0.2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_changes_its_own_prediction_and_none_before(kind: str):
+    model = DecoderLM(replace(CONFIG, **KINDS[kind])).double()
+    tokens = _tokens(1, 48)
+    changed = tokens.clone()
+    changed[0, 30] = (tokens[0, 30] + 1) % 256
+    with torch.no_grad():
+        moved = (model(tokens) - model(changed)).abs().amax(-1)[0]
+    assert moved[:30].max() == 0
+    assert moved[30] > 0
+    if kind != "win alone":
+        assert moved[40:].max() > 0
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("checkpointing", [True, (1, 2)])
+def test_checkpointing_changes_no_bit_and_runs_the_named_layers_again(
+    attention: str, checkpointing: bool | tuple[int, int]
+):
+    config = replace(CONFIG, attention=attention)
+    plain, checkpointed = DecoderLM(config), DecoderLM(replace(config, checkpointing=checkpointing))
+    checkpointed.load_state_dict(plain.state_dict())
+    runs: list[nn.Module] = []
+    for layer in checkpointed.layers:
+        layer.register_forward_pre_hook(lambda module, _input: runs.append(module))
+    tokens = _tokens(2, 33)
+    for model in (plain, checkpointed):
+        _loss(model, tokens).backward()
+    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    assert [runs.count(layer) for layer in checkpointed.layers] == ([2, 2] if checkpointing is True else [1, 2])
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_model_built_on_the_meta_device_is_the_model_built_at_once(attention: str):
+    config = replace(CONFIG, attention=attention)
+    with torch.device("meta"):
+        model = DecoderLM(config)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    torch.manual_seed(7)
+    model.reset_parameters()
+    at_once = DecoderLM(config)
+    torch.manual_seed(7)
+    at_once.reset_parameters()
+    tokens = _tokens(1, 20)
+    assert torch.equal(model(tokens), at_once(tokens))
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("small", 5), ("large", 4), ("m7c-125m", 12)])
+def test_dense_presets_have_the_parameters_that_the_architecture_says(name: str, num_layers: int):
+    config = preset(name, attention="dense", num_layers=num_layers)
+    with torch.device("meta"):
+        model = DecoderLM(config)
+    dim, heads, kv_heads, head_dim = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
+    attention = dim * head_dim * (2 * heads + 2 * kv_heads)
+    assert _size(model) == num_layers * (attention + 8 * dim * dim + 2 * dim) + 2 * 256 * dim + dim
+
+
+def test_nsa_preset_adds_keys_values_gates_and_compression_to_its_twin():
+    with torch.device("meta"):
+        nsa, dense = (DecoderLM(preset("large", attention=attention)) for attention in ("nsa", "dense"))
+    attention = nsa.layers[0].get_submodule("attention")
+    assert isinstance(attention, nn.Module)
+    compression = sum(_size(attention.get_submodule(name)) for name in ("phi_k", "phi_v"))
+    keys_and_values, gates = 2 * 2 * 768 * 2 * 64, 768 * 12 * 3
+    assert _size(nsa) - _size(dense) == 5 * (keys_and_values + gates + compression)
+
+
+def test_presets_are_the_published_sizes():
+    assert set(PRESETS) == {"small", "large", "m7c-125m", "m7c-cpu"}
+    for name in ("large", "m7c-125m", "m7c-cpu"):
+        config = PRESETS[name]
+        assert (config.dim, config.num_heads, config.num_kv_heads, config.head_dim) == (768, 12, 2, 64)
+        assert config.nsa == NSAConfig()
+        assert config.is_checkpointed(0) == (name != "large")
+    assert preset("large", num_layers=10).num_layers == 10
+
+
+def test_dense_attention_is_the_explicit_softmax():
+    attention = DenseAttention(16, 4, 2, 6, v_head_dim=4).double()
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    q, k = (_turned(linear(x).unflatten(-1, (-1, 6))) for linear in (attention.w_q, attention.w_k))
+    v = attention.w_v(x).unflatten(-1, (-1, 4))
+    k, v = k.repeat_interleave(2, dim=2), v.repeat_interleave(2, dim=2)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / 6**0.5
+    visible = torch.arange(9)[:, None] >= torch.arange(9)
+    out = torch.einsum("bhts,bshd->bthd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+    torch.testing.assert_close(attention(x), attention.w_o(out.flatten(2)))
+
+
+def test_round_trip_through_plain_values():
+    config = replace(CONFIG, checkpointing=(0, 1), branches=("cmp", "win"))
+    assert DecoderConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": 0}, r"^dim: expected at least 1, got 0"),
+        ({"num_layers": 2.0}, r"^num_layers: expected an int, got 2.0"),
+        ({"num_kv_heads": 3}, r"^num_kv_heads: expected a divisor of num_heads=4, got 3"),
+        ({"head_dim": 7}, r"^head_dim: expected an even number, .* got 7"),
+        ({"attention": "linear"}, r"^attention: expected one of 'nsa', 'dense', got 'linear'"),
+        ({"checkpointing": (1, 5)}, r"^checkpointing: expected .* 0\.\.2, got \(1, 5\)"),
+    ],
+)
+def test_errors_name_the_field(change: dict[str, object], message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        replace(CONFIG, **change)
+
+
+def test_unknown_preset_and_flat_tokens_are_named():
+    with pytest.raises(ValueError, match=r"^preset: expected one of 'small', .* got 'huge'"):
+        preset("huge")
+    with pytest.raises(ValueError, match=r"^tokens: expected shape \(B, S\), got \(5,\)"):
+        DecoderLM(CONFIG)(torch.zeros(5, dtype=torch.int64))
+
+
+def test_generation_follows_the_model_and_the_seed():
+    model = DecoderLM(CONFIG).eval()
+    greedy = generate(model, b"ab", 3, temperature=0)
+    tokens = list(b"ab")
+    for byte in greedy:
+        assert model(torch.tensor([tokens]))[0, -1].argmax() == byte
+        tokens.append(byte)
+    assert len(greedy) == 3
+    assert generate(model, b"ab", 8, seed=1) == generate(model, b"ab", 8, seed=1)
+    assert generate(model, b"ab", 8, seed=1) != generate(model, b"ab", 8, seed=2)
+    with pytest.raises(ValueError, match="prompt: expected at least one byte"):
+        generate(model, b"", 1)
+
+
+def _tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def _loss(model: DecoderLM, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _turned(x_BSHD: Tensor) -> Tensor:
+    """RoPE as complex numbers."""
+    half = x_BSHD.shape[-1] // 2
+    angle = torch.arange(x_BSHD.shape[1])[:, None] * 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    pairs = torch.complex(x_BSHD[..., :half], x_BSHD[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat([pairs.real, pairs.imag], dim=-1)

@@ -1,0 +1,157 @@
+"""Runs that are stopped, killed and started again give the same numbers, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexnsa import NSAConfig
+from flexnsa.models import DecoderConfig, DecoderLM
+from flexnsa.training import TrainConfig, Trainer, read_corpus, run
+from flexnsa.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from flexnsa.training.log import JSONLog, read_log
+
+NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
+MODEL = DecoderConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, nsa=NSA)
+TRAINING = TrainConfig(
+    steps=12, batch_size=2, seq_len=40, warmup_steps=2, eval_every=5, eval_sequences=4, checkpoint_every=4
+)
+
+
+def test_resumed_run_equals_uninterrupted_run(text_folder: Path, tmp_path: Path):
+    whole = _trainer(text_folder)
+    run(whole, tmp_path / "whole")
+
+    interrupted = _trainer(text_folder)
+    for step in range(7):  # dies three steps after its checkpoint
+        interrupted.train_step()
+        if step == 3:
+            (tmp_path / "resumed").mkdir()
+            save_checkpoint(tmp_path / "resumed" / "checkpoint.safetensors", interrupted)
+    lines = [json.dumps(record) + "\n" for record in read_log(tmp_path / "whole" / "log.jsonl")[:7]]
+    (tmp_path / "resumed" / "log.jsonl").write_text("".join(lines) + '{"step": 7, "lo')
+    resumed = _trainer(text_folder, seed=99)  # other weights, which the checkpoint must replace
+    run(resumed, tmp_path / "resumed")
+
+    assert _curve(tmp_path / "resumed") == _curve(tmp_path / "whole")
+    for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_killed_process_goes_on_to_the_same_curve(text_folder: Path, tmp_path: Path):
+    options = ["--steps", "200", "--checkpoint-every", "7", "--eval-every", "50"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = _start_training(text_folder, killed, options)
+    _wait_for_steps(process, killed, 10)
+    process.kill()
+    process.wait()
+    kept = _curve(killed)
+    assert 10 <= len(kept) < 200
+
+    for folder in (killed, whole):
+        assert _start_training(text_folder, folder, options).wait() == 0
+    assert len(_curve(killed)) == 200
+    assert _curve(killed) == _curve(whole)
+    assert _curve(killed)[: len(kept)] == kept
+
+
+def test_sigterm_ends_with_a_checkpoint_of_the_last_logged_step(text_folder: Path, tmp_path: Path):
+    process = _start_training(text_folder, tmp_path / "run", ["--steps", "100000", "--checkpoint-every", "50000"])
+    _wait_for_steps(process, tmp_path / "run", 3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 128 + signal.SIGTERM
+    header, _ = read_checkpoint(tmp_path / "run" / "checkpoint.safetensors")
+    assert header["step"] == len(_curve(tmp_path / "run"))
+
+
+def test_failed_write_leaves_the_previous_checkpoint(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "checkpoint.safetensors"
+    trainer = _trainer(text_folder)
+    trainer.train_step()
+    save_checkpoint(path, trainer)
+    before = path.read_bytes()
+    trainer.train_step()
+
+    def fail(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(path, trainer)
+    assert path.read_bytes() == before
+    monkeypatch.undo()
+    save_checkpoint(path, trainer)
+    assert read_checkpoint(path)[0]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "training", "message"),
+    [
+        (MODEL, replace(TRAINING, lr=0.5), r"^lr: expected 0.001, as in the checkpoint .* got 0.5"),
+        (replace(MODEL, attention="dense"), TRAINING, r"^attention: expected 'nsa', .* got 'dense'"),
+        (replace(MODEL, nsa=replace(NSA, window_size=9)), TRAINING, r"^window_size: expected 8, .* got 9"),
+    ],
+)
+def test_checkpoint_of_another_run_is_refused(
+    text_folder: Path, tmp_path: Path, model: DecoderConfig, training: TrainConfig, message: str
+):
+    path = tmp_path / "checkpoint.safetensors"
+    trainer = _trainer(text_folder)
+    trainer.train_step()
+    save_checkpoint(path, trainer)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(path, Trainer(DecoderLM(model), trainer.corpus, training))
+    (text_folder / "file_0.txt").write_text("another text")
+    with pytest.raises(ValueError, match=r"^text_sha256: expected"):
+        load_checkpoint(path, _trainer(text_folder))
+
+
+def test_log_drops_what_will_be_repeated(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    log = JSONLog(path, resume_step=0)
+    for step in range(5):
+        log.write({"step": step})
+    log.close()
+    JSONLog(path, resume_step=3).close()
+    assert read_log(path) == [{"step": 0}, {"step": 1}, {"step": 2}]
+
+
+def _trainer(text_folder: Path, seed: int = 0) -> Trainer:
+    torch.manual_seed(seed)
+    return Trainer(DecoderLM(MODEL), read_corpus(text_folder), TRAINING)
+
+
+def _curve(folder: Path) -> list[dict[str, float]]:
+    """The log without what depends on the clock."""
+    return [
+        {key: value for key, value in record.items() if key not in ("tokens_per_second", "peak_mib")}
+        for record in read_log(folder / "log.jsonl")
+    ]
+
+
+def _start_training(text_folder: Path, out: Path, options: list[str]) -> subprocess.Popen[bytes]:
+    sizes = "--dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 --batch-size 1 --seq-len 32"
+    command = f"-m flexnsa train --device cpu --attention dense --eval-sequences 2 {sizes}"
+    return subprocess.Popen(
+        [sys.executable, *command.split(), "--text", text_folder, "--out", out, *options],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def _wait_for_steps(process: subprocess.Popen[bytes], folder: Path, steps: int) -> None:
+    deadline = time.monotonic() + 60
+    while not (folder / "log.jsonl").exists() or len(read_log(folder / "log.jsonl")) < steps:
+        assert process.poll() is None, "training ended before it was stopped"
+        assert time.monotonic() < deadline, f"no {steps} steps in a minute"
+        time.sleep(0.01)
