@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexnsa import NSAConfig
+from flexnsa import NSAAux, NSAConfig, native_sparse_attention
 from flexnsa.geometry import num_compressed
 
 SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)
@@ -31,7 +32,7 @@ class Inputs:
         """Fresh leaves of another dtype that require gradients."""
         return Inputs(**{name: x.detach().to(dtype).requires_grad_() for name, x in self.named().items()})
 
-    def named(self) -> dict[str, Tensor]:
+    def named(self) -> dict[str, Any]:
         """The tensors by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
@@ -69,6 +70,20 @@ def make_inputs(
         v_win=randn(batch, kv_heads, seq_len, value_dim),
         gates=randn(batch, heads, seq_len, 3).sigmoid(),
     )
+
+
+def attend(x: Inputs, **options: Any) -> Tensor:
+    """All three branches, by default in the small configuration."""
+    out = native_sparse_attention(**x.named(), **{"config": SMALL, **options})
+    assert isinstance(out, Tensor)
+    return out
+
+
+def attend_with_aux(x: Inputs, **options: Any) -> tuple[Tensor, NSAAux]:
+    """As :func:`attend`, with what the branches gave."""
+    out = native_sparse_attention(**x.named(), **{"config": SMALL, **options}, return_aux=True)
+    assert isinstance(out, tuple)
+    return out
 
 
 def rms(x: Tensor) -> float:

@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import SMALL, Inputs, assert_as_exact_as_plain, make_inputs
+from cases import SMALL, Inputs, assert_as_exact_as_plain, attend, make_inputs
 from torch import Tensor
 
 from flexnsa import (
     NSAConfig,
     block_importance,
     compressed_attention,
-    native_sparse_attention,
     select_blocks,
     selected_attention,
     sliding_window_attention,
@@ -120,10 +119,7 @@ def test_whole_attention(impl: str, case: Case) -> None:
 
     def run(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         x = case.inputs().to(dtype)
-        out = native_sparse_attention(
-            x.q, x.k, x.v, x.gates, k_cmp=x.k_cmp, v_cmp=x.v_cmp, k_win=x.k_win, v_win=x.v_win,
-            config=case.config, block_indices=blocks, impl=name,
-        )  # fmt: skip
+        out = attend(x, config=case.config, block_indices=blocks, impl=name)
         assert out.dtype == dtype
         return {"out": out.detach()}, gradients([out], x.named())
 
@@ -151,6 +147,7 @@ def test_branch_with_lse(impl: str, case: Case, branch: str) -> None:
         else:
             used = {"q": x.q, "k_win": x.k_win, "v_win": x.v_win}
             out, lse = sliding_window_attention(x.q, x.k_win, x.v_win, config=case.config, impl=name)
+        assert lse is not None
         assert lse.dtype == torch.promote_types(dtype, FP32)
         return {"out": out.detach(), "lse": lse.detach()}, gradients([out, lse], used)
 
@@ -198,14 +195,10 @@ def test_gradcheck(impl: str) -> None:
     x = make_inputs(13, config, kv_heads=1, key_dim=3, value_dim=2).to(torch.float64)
     blocks = exact_blocks(x, config)
 
-    def attend(*tensors: Tensor) -> Tensor:
-        q, k, v, k_cmp, v_cmp, k_win, v_win, gates = tensors
-        return native_sparse_attention(
-            q, k, v, gates, k_cmp=k_cmp, v_cmp=v_cmp, k_win=k_win, v_win=v_win, config=config, block_indices=blocks,
-            impl=impl,
-        )  # fmt: skip
+    def attention(*tensors: Tensor) -> Tensor:
+        return attend(Inputs(*tensors), config=config, block_indices=blocks, impl=impl)
 
-    assert torch.autograd.gradcheck(attend, tuple(x.named().values()))
+    assert torch.autograd.gradcheck(attention, tuple(x.named().values()))
 
 
 @impls
@@ -226,7 +219,7 @@ def test_memory_layout_does_not_matter(impl: str, layout: str) -> None:
 
     def run(t: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in t.items()}
-        out = native_sparse_attention(**leaves, config=SMALL, impl=impl)
+        out = attend(Inputs(**leaves), impl=impl)
         return out, gradients([out], leaves)
 
     (out, grads), (expected, expected_grads) = run(viewed), run(dense)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import literal
 import pytest
 import torch
-from cases import Inputs, make_inputs
+from cases import Inputs, attend, attend_with_aux, make_inputs
 
 from flexnsa import (
     NSAConfig,
     block_importance,
     compressed_attention,
-    native_sparse_attention,
     select_blocks,
     selected_attention,
     sliding_window_attention,
@@ -107,7 +106,7 @@ def test_whole_attention_and_its_gradients(config: NSAConfig) -> None:
     names, leaves = list(x.named()), list(x.named().values())
     direction = torch.randn(*x.q.shape[:3], x.v.shape[-1], dtype=torch.float64)
 
-    out, aux = native_sparse_attention(**x.named(), config=config, scale=SCALE, impl="reference", return_aux=True)
+    out, aux = attend_with_aux(x, config=config, scale=SCALE, impl="reference")
 
     blocks = literal.select_blocks(literal.block_importance(x.q, x.k_cmp, config, SCALE), config)
     compressed, lse = literal.compressed_attention(x.q, x.k_cmp, x.v_cmp, config, SCALE)
@@ -118,9 +117,11 @@ def test_whole_attention_and_its_gradients(config: NSAConfig) -> None:
         expected = expected + x.gates[..., branch, None] * values
 
     torch.testing.assert_close(out, expected)
+    assert aux.block_indices is not None
     assert torch.equal(aux.block_indices, blocks)
     for got, value in ((aux.out_cmp, compressed), (aux.out_slc, selected), (aux.out_win, window)):
         torch.testing.assert_close(got, value)
+    assert aux.lse_cmp is not None
     torch.testing.assert_close(aux.lse_cmp.double(), lse)
     grads = torch.autograd.grad(out, leaves, direction)
     for name, got, value in zip(names, grads, torch.autograd.grad(expected, leaves, direction), strict=True):
@@ -128,10 +129,6 @@ def test_whole_attention_and_its_gradients(config: NSAConfig) -> None:
 
 
 def test_default_scale_is_that_of_the_key_dim() -> None:
-    x = make_inputs(20, key_dim=16, value_dim=8)
-    config = CONFIGS["paper's proportions"]
-    x = make_inputs(20, config, key_dim=16, value_dim=8)
-    by_default = native_sparse_attention(**x.named(), config=config, impl="reference")
-    torch.testing.assert_close(
-        by_default, native_sparse_attention(**x.named(), config=config, scale=16**-0.5, impl="reference")
-    )
+    x = make_inputs(40, key_dim=16, value_dim=8)
+    assert torch.equal(attend(x, impl="reference"), attend(x, impl="reference", scale=16**-0.5))
+    assert not torch.allclose(attend(x, impl="reference"), attend(x, impl="reference", scale=8**-0.5))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import SMALL, make_inputs
+from cases import SMALL, Inputs, attend, make_inputs
 from torch import Tensor
 
 from flexnsa import (
@@ -133,7 +133,8 @@ def test_compressed_keys_are_turned_at_their_first_token() -> None:
     stride = SMALL.compress_stride
     torch.testing.assert_close(scores[..., stride:, 1:], scores[..., :-stride, :-1])
     assert not torch.allclose(scores[..., 1:, 1:], scores[..., :-1, :-1])
-    unturned = layer.phi_k(layer.w_k_cmp(x).unflatten(-1, (2, 8)).transpose(1, 2))
+    project, compress = layer.get_submodule("w_k_cmp"), layer.get_submodule("phi_k")
+    unturned = compress(project(x).unflatten(-1, (2, 8)).transpose(1, 2))
     torch.testing.assert_close(captured_inputs(layer, x)["k_cmp"][:, :, 0], unturned[:, :, 0])
 
 
@@ -166,7 +167,7 @@ def captured_scores(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor
 @impls
 def test_the_choice_of_implementation_is_read(impl: str, calls: list[str]) -> None:
     """Flags that nothing read: "all backends use identical memory"."""
-    native_sparse_attention(**make_inputs(40).named(), config=SMALL, impl=impl)
+    attend(make_inputs(40), impl=impl)
     assert calls == [f"{impl}.{function}" for function in BRANCH_FUNCTIONS]
 
 
@@ -177,7 +178,7 @@ def test_the_layer_hands_its_implementation_on(impl: str, calls: list[str]) -> N
 
 
 def test_auto_is_sdpa_on_a_cpu(calls: list[str]) -> None:
-    native_sparse_attention(**make_inputs(40).named(), config=SMALL)
+    attend(make_inputs(40))
     assert {call.split(".")[0] for call in calls} == {"sdpa"}
 
 
@@ -199,9 +200,8 @@ def test_one_branch_costs_one_branch(
     needs = {"cmp": ("k_cmp", "v_cmp"), "slc": ("k", "v", "k_cmp"), "win": ("k_win", "v_win")}
     used = {"q", "gates", *(name for branch in branches for name in needs[branch])}
     poisoned = {n: t if n in used else torch.full_like(t, torch.nan) for n, t in x.named().items()}
-    out = native_sparse_attention(**poisoned, config=SMALL, branches=branches, impl=impl)
+    out = attend(Inputs(**poisoned), branches=branches, impl=impl)
     assert calls == [f"{impl}.{function}" for function in functions]
-    assert isinstance(out, Tensor)
     assert out.isfinite().all()
 
 
@@ -210,9 +210,9 @@ def test_one_branch_costs_one_branch(
 def test_branches_left_out_are_those_with_a_shut_gate(impl: str, branches: tuple[str, ...]) -> None:
     x = make_inputs(77)
     keep = torch.tensor([branch in branches for branch in ("cmp", "slc", "win")])
-    alone = native_sparse_attention(**x.named(), config=SMALL, branches=branches, impl=impl)
+    alone = attend(x, branches=branches, impl=impl)
     shut = x.replace(gates=x.gates * keep)
-    torch.testing.assert_close(alone, native_sparse_attention(**shut.named(), config=SMALL, impl=impl))
+    torch.testing.assert_close(alone, attend(shut, impl=impl))
 
 
 def test_branches_of_a_layer_have_only_their_own_parameters() -> None:

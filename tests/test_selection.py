@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import SMALL, make_inputs
+from cases import SMALL, attend, attend_with_aux, make_inputs
 
-from flexnsa import native_sparse_attention, select_blocks, selected_attention
+from flexnsa import select_blocks, selected_attention
 from flexnsa.geometry import num_compressed
 
 impls = pytest.mark.parametrize("impl", ["reference", "sdpa"])
@@ -88,7 +88,7 @@ def test_selection_is_not_differentiated(impl: str) -> None:
     x = make_inputs(40).to(torch.float64)
     assert not select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl).requires_grad
     shut = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64).expand_as(x.gates)
-    out = native_sparse_attention(**x.replace(gates=shut).named(), config=SMALL, impl=impl)
+    out = attend(x.replace(gates=shut), impl=impl)
     assert (torch.autograd.grad(out.sum(), x.k_cmp, allow_unused=True, materialize_grads=True)[0] == 0).all()
 
 
@@ -97,7 +97,8 @@ def test_given_blocks_are_used(impl: str) -> None:
     x = make_inputs(77)
     blocks = torch.full((1, 2, 77, 4), -1, dtype=torch.int32)
     blocks[..., 0] = 0
-    _, aux = native_sparse_attention(**x.named(), config=SMALL, block_indices=blocks, impl=impl, return_aux=True)
+    _, aux = attend_with_aux(x, block_indices=blocks, impl=impl)
+    assert aux.block_indices is not None
     expected, _ = selected_attention(x.q, x.k, x.v, blocks, config=SMALL, impl="reference")
     assert torch.equal(aux.block_indices, blocks)
     torch.testing.assert_close(aux.out_slc, expected)

@@ -9,11 +9,10 @@ import literal
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import SMALL, Inputs, make_inputs
+from cases import SMALL, Inputs, attend, make_inputs
 from torch import Tensor
 
 from flexnsa import (
-    NSAConfig,
     compressed_attention,
     native_sparse_attention,
     select_blocks,
@@ -26,10 +25,6 @@ IMPLS = ["reference", "sdpa"]
 SEQ_LEN = 3 * SMALL.window_size + 5
 
 impls = pytest.mark.parametrize("impl", IMPLS)
-
-
-def attend(x: Inputs, impl: str, config: NSAConfig = SMALL, **options: object) -> Tensor:
-    return native_sparse_attention(**x.named(), config=config, impl=impl, **options)  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
 def changed_rows(before: Tensor, after: Tensor) -> Tensor:
@@ -50,18 +45,18 @@ class TestCausality:
             return torch.cat([tensor[:, :, :cut], other.named()[name][:, :, cut:]], dim=2)
 
         changed = Inputs(**{name: future(name, tensor) for name, tensor in x.named().items()})
-        out, after = attend(x, impl), attend(changed, impl)
+        out, after = attend(x, impl=impl), attend(changed, impl=impl)
         torch.testing.assert_close(after[:, :, :t], out[:, :, :t])
         assert changed_rows(out, after)[:, :, t:].all()
 
     @impls
     def test_a_prefix_gives_the_prefix_of_the_output(self, impl: str) -> None:
         x = make_inputs(SEQ_LEN)
-        whole = attend(x, impl)
+        whole = attend(x, impl=impl)
         for length in (1, 8, 33, 60):
             keys = num_compressed(length, SMALL)
             prefix = {n: t[:, :, : keys if n.endswith("_cmp") else length] for n, t in x.named().items()}
-            torch.testing.assert_close(attend(Inputs(**prefix), impl), whole[:, :, :length])
+            torch.testing.assert_close(attend(Inputs(**prefix), impl=impl), whole[:, :, :length])
 
 
 class TestWhoSeesWhom:
@@ -107,13 +102,13 @@ class TestWhoSeesWhom:
     @impls
     def test_heads_of_a_group_share_their_keys_and_no_others(self, impl: str) -> None:
         x = make_inputs(SEQ_LEN, kv_heads=3, group=2)
-        before = attend(x, impl)
+        before = attend(x, impl=impl)
         for head in range(3):
             changed = {}
             for name in ("k", "v", "k_cmp", "v_cmp", "k_win", "v_win"):
                 changed[name] = x.named()[name].clone()
                 changed[name][:, head] += 1.0
-            rows = changed_rows(before, attend(x.replace(**changed), impl))[0]
+            rows = changed_rows(before, attend(x.replace(**changed), impl=impl))[0]
             assert rows[2 * head : 2 * head + 2].all()
             assert not rows[: 2 * head].any()
             assert not rows[2 * head + 2 :].any()
@@ -121,10 +116,10 @@ class TestWhoSeesWhom:
     @impls
     def test_sequences_of_a_batch_do_not_meet(self, impl: str) -> None:
         x = make_inputs(SEQ_LEN, batch=3)
-        whole = attend(x, impl)
+        whole = attend(x, impl=impl)
         for b in range(3):
             alone = Inputs(**{name: tensor[b : b + 1] for name, tensor in x.named().items()})
-            torch.testing.assert_close(attend(alone, impl), whole[b : b + 1])
+            torch.testing.assert_close(attend(alone, impl=impl), whole[b : b + 1])
 
     @impls
     def test_each_branch_reads_its_own_keys_and_its_own_gate(self, impl: str) -> None:
@@ -134,10 +129,10 @@ class TestWhoSeesWhom:
         for branch, names in enumerate((("k_cmp", "v_cmp"), ("k", "v"), ("k_win", "v_win"))):
             gates = F.one_hot(torch.tensor(branch), 3).to(x.gates).expand_as(x.gates)
             open_one = x.replace(gates=gates)
-            before = attend(open_one, impl, block_indices=blocks)
+            before = attend(open_one, impl=impl, block_indices=blocks)
             for name in ("k_cmp", "v_cmp", "k", "v", "k_win", "v_win"):
                 other = open_one.replace(**{name: torch.randn_like(x.named()[name])})
-                changed = changed_rows(before, attend(other, impl, block_indices=blocks)).any()
+                changed = changed_rows(before, attend(other, impl=impl, block_indices=blocks)).any()
                 assert changed == (name in names), (branch, name)
 
     @impls
@@ -146,7 +141,8 @@ class TestWhoSeesWhom:
         shared = x.replace(k_win=x.k, v_win=x.v)
         omitted = {name: t for name, t in x.named().items() if name not in ("k_win", "v_win")}
         out = native_sparse_attention(**omitted, config=SMALL, impl=impl)
-        assert torch.equal(out, attend(shared, impl))
+        assert isinstance(out, Tensor)
+        assert torch.equal(out, attend(shared, impl=impl))
 
 
 class TestLimits:
@@ -246,7 +242,7 @@ class TestEmptyRows:
     def test_large_scores_do_not_overflow(self, impl: str, dtype: torch.dtype) -> None:
         x = make_inputs(77, dtype=dtype)
         x = x.replace(q=x.q * 100, k=x.k * 100, k_cmp=x.k_cmp * 100, k_win=x.k_win * 100).to(dtype)
-        out = attend(x, impl)
+        out = attend(x, impl=impl)
         grads = torch.autograd.grad(out.float().square().sum(), list(x.named().values()))
         assert out.isfinite().all()
         assert all(grad.isfinite().all() for grad in grads)
@@ -258,7 +254,7 @@ class TestRepeatability:
         x = make_inputs(300, batch=2, group=4, dtype=torch.float32).to(torch.float32)
 
         def run() -> list[Tensor]:
-            out = attend(x, impl)
+            out = attend(x, impl=impl)
             return [out, *torch.autograd.grad(out.square().sum(), list(x.named().values()))]
 
         assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
@@ -268,14 +264,16 @@ class TestRepeatability:
         x = make_inputs(77, dtype=torch.float32)
         before = {name: tensor.clone() for name, tensor in x.named().items()}
         leaves = x.to(torch.float32)
-        attend(leaves, impl).sum().backward()
+        attend(leaves, impl=impl).sum().backward()
         for name, tensor in leaves.named().items():
             assert torch.equal(tensor.detach(), before[name]), name
 
     @impls
     def test_gradients_do_not_depend_on_what_else_requires_one(self, impl: str) -> None:
         x = make_inputs(50).to(torch.float64)
-        every = dict(zip(x.named(), torch.autograd.grad(attend(x, impl).sum(), list(x.named().values())), strict=True))
+        every = dict(
+            zip(x.named(), torch.autograd.grad(attend(x, impl=impl).sum(), list(x.named().values())), strict=True)
+        )
         for name, tensor in x.named().items():
             only = Inputs(**{n: t if n == name else t.detach() for n, t in x.named().items()})
-            torch.testing.assert_close(torch.autograd.grad(attend(only, impl).sum(), tensor)[0], every[name])
+            torch.testing.assert_close(torch.autograd.grad(attend(only, impl=impl).sum(), tensor)[0], every[name])

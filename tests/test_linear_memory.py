@@ -1,0 +1,61 @@
+"""What ``sdpa`` keeps and allocates grows with the sequence, not with its square."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import SMALL, attend, make_inputs
+from torch import Tensor
+
+from flexnsa import NativeSparseAttention
+
+
+def bytes_saved(run: Callable[[], Tensor]) -> int:
+    """Bytes of the distinct storages that autograd keeps for the backward pass."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(storages.values())
+
+
+def largest_allocation(run: Callable[[], Tensor]) -> int:
+    """Bytes of the largest allocation of forward and backward; the profiler sees inside operators too."""
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        run().sum().backward()
+    return max(event.self_cpu_memory_usage for event in profile.events() or [])
+
+
+def attention(seq_len: int, impl: str) -> Callable[[], Tensor]:
+    x = make_inputs(seq_len).to(torch.float32)
+    return lambda: attend(x, impl=impl)
+
+
+def layer(seq_len: int) -> Callable[[], Tensor]:
+    module = NativeSparseAttention(32, 4, 2, 8, config=SMALL, impl="sdpa")
+    return lambda: module(torch.randn(1, seq_len, 32))
+
+
+measures = pytest.mark.parametrize("measure", [bytes_saved, largest_allocation])
+
+
+@measures
+def test_sdpa_is_linear(measure: Callable[[Callable[[], Tensor]], int]) -> None:
+    assert math.log2(measure(attention(1024, "sdpa")) / measure(attention(512, "sdpa"))) <= 1.10
+
+
+@measures
+def test_a_layer_is_linear(measure: Callable[[Callable[[], Tensor]], int]) -> None:
+    assert math.log2(measure(layer(1024)) / measure(layer(512))) <= 1.10
+
+
+@measures
+def test_the_measure_knows_a_square_when_it_sees_one(measure: Callable[[Callable[[], Tensor]], int]) -> None:
+    assert math.log2(measure(attention(1024, "reference")) / measure(attention(512, "reference"))) > 1.8
