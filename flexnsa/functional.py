@@ -102,21 +102,64 @@ def native_sparse_attention(
         _check_block_indices(q, block_indices, sizes.heads, config)
     scale = _scale(q, scale)
     positions = _positions(q, document_ids, config)
-    attention = implementation(impl, q)
 
+    out, aux = attend(
+        implementation(impl, q),
+        q,
+        k,
+        v,
+        gates,
+        k_cmp=k_cmp,
+        v_cmp=v_cmp,
+        k_win=k_win,
+        v_win=v_win,
+        positions=positions,
+        window_positions=positions,
+        config=config,
+        scale=scale,
+        block_indices=block_indices,
+        branches=branches,
+    )
+    return (out, aux) if return_aux else out
+
+
+def attend(
+    attention: Any,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    gates: Tensor,
+    *,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    positions: Positions | None,
+    window_positions: Positions | None,
+    config: NSAConfig,
+    scale: float,
+    block_indices: Tensor | None = None,
+    branches: Sequence[str] = BRANCHES,
+) -> tuple[Tensor, NSAAux]:
+    """Run the branches of an implementation and add them up; the arguments are taken to be right.
+
+    Where :func:`native_sparse_attention` has one query for every key, here ``T`` queries stand anywhere among the
+    keys: ``positions`` says where among those of the selected and the compressed branch, ``window_positions`` where
+    among those of the window, which may be the last few only. Keys that no query may see may be anything finite.
+    """
     lse_cmp = None
     outputs: dict[str, Tensor] = {}
     if "cmp" in branches:
         outputs["cmp"], lse_cmp = attention.compressed_attention(q, k_cmp, v_cmp, positions, config=config, scale=scale)
-    if selecting:
-        block_indices = attention.select_blocks(q, k_cmp, lse_cmp, positions, config=config, scale=scale)
     if "slc" in branches:
+        if block_indices is None:
+            block_indices = attention.select_blocks(q, k_cmp, lse_cmp, positions, config=config, scale=scale)
         outputs["slc"], _ = attention.selected_attention(q, k, v, block_indices, positions, config=config, scale=scale)
     if "win" in branches:
-        outputs["win"], _ = attention.sliding_window_attention(q, k_win, v_win, positions, config=config, scale=scale)
+        outputs["win"], _ = attention.sliding_window_attention(
+            q, k_win, v_win, window_positions, config=config, scale=scale
+        )
     out = combine(gates, outputs)
-    if not return_aux:
-        return out
     return out, NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse_cmp)
 
 
