@@ -1,5 +1,6 @@
 """Native Sparse Attention (arXiv 2502.11089) as FlexAttention block masks: exact, linear in memory, compiled."""
 
+from flexnsa.cache import NSACache
 from flexnsa.compression import LinearCompressor, MeanCompressor, MLPCompressor
 from flexnsa.config import NSAConfig
 from flexnsa.functional import (
@@ -18,6 +19,7 @@ __all__ = [
     "MLPCompressor",
     "MeanCompressor",
     "NSAAux",
+    "NSACache",
     "NSAConfig",
     "NativeSparseAttention",
     "block_importance",

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flexnsa.checks import check_choice, check_positive_int, check_tensor, check_type
+from flexnsa.cache import NSACache
+from flexnsa.checks import check_choice, check_positive_int, check_tensor, check_type, describe
 from flexnsa.compression import COMPRESSORS, MeanCompressor
 from flexnsa.config import NSAConfig
-from flexnsa.functional import IMPLEMENTATIONS, check_branches, native_sparse_attention
+from flexnsa.functional import IMPLEMENTATIONS, attend, check_branches, implementation, native_sparse_attention
 from flexnsa.gating import Gate
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.masks.document import check_document_ids, document_positions, first_tokens
@@ -73,6 +74,8 @@ class NativeSparseAttention(nn.Module):
         self.dim = dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.v_head_dim = v_head_dim
         self.config = config
         self.rope_base = rope_base
         self.branches = check_branches(branches)
@@ -95,12 +98,57 @@ class NativeSparseAttention(nn.Module):
         for child in self.children():
             child.reset_parameters()  # pyright: ignore[reportCallIssue]
 
-    def forward(self, x: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        cache: NSACache | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         """Attend within each sequence of ``x (B, S, dim)``, or within each document of packed sequences.
 
-        ``document_ids`` as in :func:`flexnsa.native_sparse_attention`; rotary positions restart with each document.
+        Args:
+            x: whole sequences; with a cache, the tokens that follow those in the cache, any number of them.
+            document_ids: as in :func:`flexnsa.native_sparse_attention`; rotary positions restart with each document.
+            cache: of :meth:`new_cache`; it then holds x as well. Needs ``torch.no_grad()``.
+            lengths: int ``(B,)``, with a cache only: the first ``lengths[b]`` tokens of row ``b`` are real, the others
+                padding that the cache forgets and whose output means nothing.
+
+        Raises:
+            TypeError: an argument is not of its kind.
+            ValueError: an argument does not fit the others; the message names it. The cache is then as it was.
         """
         check_tensor("x", x, ("B", "S", self.dim))
+        if cache is None:
+            if lengths is not None:
+                raise ValueError(f"lengths: expected None without a cache, got {describe(lengths)}")
+            out = self._attend_whole(x, document_ids)
+        else:
+            self._check_cache(x, cache, document_ids)
+            out = self._attend_next(x, cache, lengths)
+        return self.w_o(out.transpose(1, 2).flatten(2))
+
+    def new_cache(
+        self, batch_size: int, max_seq_len: int, *, max_rewind: int = 1, dtype: torch.dtype | None = None
+    ) -> NSACache:
+        """Make an empty cache for this layer, by default in the dtype of its weights; see :class:`flexnsa.NSACache`."""
+        weight = self.w_q.weight
+        return NSACache(
+            batch_size,
+            max_seq_len,
+            self.num_kv_heads,
+            self.head_dim,
+            v_head_dim=self.v_head_dim,
+            config=self.config,
+            branches=self.branches,
+            max_rewind=max_rewind,
+            dtype=weight.dtype if dtype is None else dtype,
+            device=weight.device,
+        )
+
+    def _attend_whole(self, x: Tensor, document_ids: Tensor | None) -> Tensor:
+        """Attend within whole sequences; the heads' outputs ``(B, Hq, S, Dv)``."""
         token, block, blocks = self._places(x, document_ids)
         q = rotate(self._heads("w_q", x), token, self.rope_base)
         k = {tag: self._heads(f"w_k_{tag}", x) for tag in self.branches}
@@ -124,7 +172,66 @@ class NativeSparseAttention(nn.Module):
             impl=self.impl,
         )
         assert isinstance(out, Tensor)
-        return self.w_o(out.transpose(1, 2).flatten(2))
+        return out
+
+    def _attend_next(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
+        """Put tokens into the cache and attend from them to all of it; the heads' outputs ``(B, Hq, T, Dv)``."""
+        step = cache.begin(x.shape[1], lengths)
+        token, base = step.positions.token, self.rope_base
+        q = rotate(self._heads("w_q", x), token, base)
+        k = {tag: self._heads(f"w_k_{tag}", x) for tag in self.branches}
+        v = {tag: self._heads(f"w_v_{tag}", x) for tag in self.branches}
+        cache.require(dtype=q.dtype)
+        kept: dict[str, Tensor] = {}
+        if "cmp" in k or "slc" in k:
+            raw = cache.extend("k_tail", k["cmp" if "cmp" in k else "slc"], step)
+            k_new = rotate(self.phi_k(raw, step.first_tokens), step.block * self.config.compress_stride, base)
+            kept["k_cmp"] = cache.store("k_cmp", k_new, step)
+        if "cmp" in k:
+            v_new = self.phi_v(cache.extend("v_tail", v["cmp"], step), step.first_tokens)
+            kept["v_cmp"] = cache.store("v_cmp", v_new, step)
+        if "slc" in k:
+            kept["k_slc"] = cache.store("k_slc", rotate(k["slc"], token, base), step)
+            kept["v_slc"] = cache.store("v_slc", v["slc"], step)
+        if "win" in k:
+            kept["k_win"] = cache.extend("k_win", rotate(k["win"], token, base), step)
+            kept["v_win"] = cache.extend("v_win", v["win"], step)
+        out, aux = attend(
+            implementation(self.impl, q),
+            q,
+            kept.get("k_slc"),
+            kept.get("v_slc"),
+            self._gates(x),
+            k_cmp=kept.get("k_cmp"),
+            v_cmp=kept.get("v_cmp"),
+            k_win=kept.get("k_win"),
+            v_win=kept.get("v_win"),
+            positions=step.positions,
+            window_positions=step.window_positions,
+            config=self.config,
+            scale=self.head_dim**-0.5,
+            branches=self.branches,
+        )
+        if cache.reads is not None:
+            cache.reads.record(kept, step.positions, step.window_positions, aux.block_indices, self.config)
+        cache.end(step)
+        return out.masked_fill(step.lost[:, None, :, None], torch.nan)
+
+    def _check_cache(self, x: Tensor, cache: NSACache, document_ids: Tensor | None) -> None:
+        check_type("cache", cache, NSACache)
+        if document_ids is not None:
+            raise ValueError(f"document_ids: expected None with a cache, got {describe(document_ids)}")
+        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
+            raise ValueError("cache: expected torch.no_grad(), because what it holds has no gradient, got training")
+        cache.require(
+            config=self.config,
+            branches=self.branches,
+            batch_size=x.shape[0],
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            device=x.device,
+        )
 
     def _heads(self, projection: str, x: Tensor) -> Tensor:
         """Project and split into heads, ``(B, H, S, D)``."""

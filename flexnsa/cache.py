@@ -1,0 +1,305 @@
+"""What a layer keeps of the tokens it has seen, so that the next one reads ``S/d + n*l' + w`` keys instead of ``S``.
+
+Selected keys are kept for all tokens, compressed ones for all blocks, the window's for the last few, and so are the
+raw keys and values from which the next compressed token will be made. Nothing is ever allocated after construction.
+Each kind of row has its slot: token ``p`` is in slot ``p`` of a full buffer, in slot ``p % size`` of a ring. Rows of
+a batch may have different lengths. One slot more, at the end of each buffer, takes what must not be kept: padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexnsa.checks import check_positive_int, check_tensor, check_type
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.masks.positions import Positions
+from flexnsa.reads import ReadCounter
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Where ``T`` new tokens stand, row by row; everything that depends on the lengths and not on the tokens.
+
+    Args:
+        positions: of the queries among all tokens of their row.
+        window_positions: of the queries among the keys that :meth:`NSACache.extend` gives for the window.
+        block: int32 ``(B, E)``, the compressed tokens that ``T`` tokens can complete, ``E = ceil(T / d)``.
+        first_tokens: int32 ``(B, E)``, where their blocks begin in what :meth:`NSACache.extend` gives for the tail.
+        slots: by kind of buffer, int64 ``(B, T)`` or ``(B, E)``: where the new rows go.
+        past: by ring, int64 ``(B, reach)``: where the tokens are that come before the new ones.
+        after: int32 ``(B, 1)``, the lengths after the step.
+        lost: bool ``(B, T)``, tokens for which there was no room.
+    """
+
+    positions: Positions
+    window_positions: Positions
+    block: Tensor
+    first_tokens: Tensor
+    slots: dict[str, Tensor]
+    past: dict[str, Tensor]
+    after: Tensor
+    lost: Tensor
+
+
+class NSACache:
+    """Decoding state of one :class:`flexnsa.NativeSparseAttention`, which also makes one: ``layer.new_cache(...)``.
+
+    Args:
+        batch_size: rows ``B``.
+        max_seq_len: tokens that a row can hold.
+        num_kv_heads: ``Hkv``.
+        head_dim: ``Dk``.
+        v_head_dim: ``Dv``, by default ``head_dim``.
+        config: sizes of the branches.
+        branches: of the layer; the others take no memory.
+        max_rewind: tokens that :meth:`crop` can always take back; each costs a row of the window and of the tail.
+        dtype: of the keys and values.
+        device: of everything.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument is out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None = None,
+        config: NSAConfig,
+        branches: Sequence[str] = BRANCHES,
+        max_rewind: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_type("config", config, NSAConfig)
+        self.batch_size, self.max_seq_len, self.max_rewind = batch_size, max_seq_len, max_rewind
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        for name in ("batch_size", "max_seq_len", "num_kv_heads", "head_dim", "v_head_dim", "max_rewind"):
+            check_positive_int(name, getattr(self, name))
+        self.config = config
+        self.branches = tuple(tag for tag in BRANCHES if tag in branches)
+
+        self.reach = {"tail": config.compress_block_size - 1, "win": config.window_size - 1}
+        """Tokens before a step that it looks back at, by ring."""
+        sizes = {kind: reach + max_rewind for kind, reach in self.reach.items()}
+        sizes |= {"slc": max_seq_len, "cmp": num_compressed(max_seq_len, config)}
+        self.buffers = {
+            name: torch.zeros(
+                batch_size,
+                num_kv_heads,
+                sizes[_kind(name)] + 1,
+                self.head_dim if name[0] == "k" else self.v_head_dim,
+                dtype=dtype,
+                device=device,
+            )
+            for name in _names(self.branches)
+        }
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.reached = torch.zeros_like(self.lengths)
+        """Most tokens that a row has had: what the rings have overwritten follows from it."""
+        self.reads: ReadCounter | None = None
+        """Set it to count what the steps read."""
+        self._rows = torch.arange(batch_size, device=device)[:, None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the keys and values."""
+        return next(iter(self.buffers.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of everything."""
+        return self.lengths.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the keys and values, spare slots included."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def require(self, **expected: Any) -> None:
+        """Demand attributes of these values.
+
+        Raises:
+            ValueError: one differs; the message names it.
+        """
+        for name, value in expected.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"cache: expected {name}={value}, as the layer has it, got {getattr(self, name)}")
+
+    def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Step:
+        """Locate ``num_tokens`` new tokens a row, of which the first ``lengths (B,)`` are real and the others padding.
+
+        Changes nothing; the tokens count as seen at :meth:`end`.
+
+        Raises:
+            TypeError: ``lengths`` is no tensor.
+            ValueError: there is no room, or ``lengths`` does not fit. A compiled step cannot raise: it marks the tokens
+                for which there is no room as ``lost``, and keeps none of them.
+        """
+        if lengths is not None:
+            check_tensor("lengths", lengths, (self.batch_size,), dtype=getattr(lengths, "dtype", None))
+        before = self.lengths[:, None]
+        offset = torch.arange(num_tokens, dtype=torch.int32, device=self.device)
+        end = before + (num_tokens if lengths is None else lengths[:, None].to(torch.int32))
+        if not torch.compiler.is_compiling():
+            self._check_room(num_tokens, lengths, end)
+        after = end.clamp_max(self.max_seq_len)
+        place = before + offset
+        new = place < after
+
+        count = _count_compressed(before, self.config)
+        stride = self.config.compress_stride
+        block = count + torch.arange(-(-num_tokens // stride), dtype=torch.int32, device=self.device)
+        complete = block < _count_compressed(after, self.config)
+        first_tokens = (block * stride - before + self.reach["tail"]).clamp_max(num_tokens - 1)
+
+        # Padding stands where the last token does, so that positions never decrease nor run out of the buffers.
+        token = torch.minimum(place, after - 1)
+        zero = torch.zeros_like(token)
+        rings = {kind: (reach, reach + self.max_rewind) for kind, reach in self.reach.items()}
+        oldest = (self.reach["win"] - before).clamp_min(0).expand_as(token)
+        return Step(
+            positions=Positions(token, zero, zero),
+            window_positions=Positions(token - before + self.reach["win"], oldest, zero),
+            block=block,
+            first_tokens=first_tokens,
+            slots={
+                "slc": torch.where(new, place, self.max_seq_len).long(),
+                "cmp": torch.where(complete, block, num_compressed(self.max_seq_len, self.config)).long(),
+                **{
+                    kind: torch.where(new & (place >= after - size), place % size, size).long()
+                    for kind, (_, size) in rings.items()
+                },
+            },
+            past={
+                kind: (before + torch.arange(-reach, 0, dtype=torch.int32, device=self.device)).remainder(size).long()
+                for kind, (reach, size) in rings.items()
+            },
+            after=after,
+            lost=(place >= after) & (place < end),
+        )
+
+    def store(self, name: str, rows: Tensor, step: Step) -> Tensor:
+        """Put the step's rows ``(B, Hkv, T or E, D)`` into a full buffer; give all of it, the future included."""
+        buffer = self._write(name, rows, step)
+        return buffer[:, :, :-1]
+
+    def extend(self, name: str, rows: Tensor, step: Step) -> Tensor:
+        """Give the tokens that a step looks back at and its own behind them, in order; put its own into the ring."""
+        remembered = self.buffers[name][self._rows, :, step.past[_kind(name)]].transpose(1, 2)
+        extended = torch.cat((remembered, rows), dim=2)
+        self._write(name, rows, step)
+        return extended
+
+    def end(self, step: Step) -> None:
+        """Count the step's tokens as seen."""
+        self.lengths.copy_(step.after[:, 0])
+        self.reached.copy_(torch.maximum(self.reached, self.lengths))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.lengths.zero_()
+        self.reached.zero_()
+
+    def crop(self, lengths: int | Tensor) -> None:
+        """Go back to the first tokens of each row: ``lengths``, one for all or int ``(B,)``.
+
+        Always possible are 0, the last ``max_rewind`` tokens, and any length while no ring has overwritten a token.
+
+        Raises:
+            ValueError: a row is shorter than that, or the cache no longer holds what the next step would look back at.
+        """
+        if isinstance(lengths, Tensor):
+            check_tensor("lengths", lengths, (self.batch_size,), dtype=lengths.dtype)
+        wanted = torch.as_tensor(lengths, device=self.device).to(torch.int32).expand_as(self.lengths)
+        possible = (wanted >= 0) & (wanted <= self.lengths)
+        for kind in {_kind(name) for name in self.buffers} & self.reach.keys():
+            oldest = self.reached - (self.reach[kind] + self.max_rewind)
+            possible &= (wanted == 0) | ((wanted - self.reach[kind]).clamp_min(0) >= oldest)
+        if not possible.all():
+            row = int(possible.logical_not().nonzero()[0])
+            raise ValueError(
+                f"lengths: expected 0, or up to max_rewind={self.max_rewind} less than the {int(self.lengths[row])} "
+                f"tokens of row {row} (once {int(self.reached[row])}), got {int(wanted[row])}"
+            )
+        self.lengths.copy_(wanted)
+        self.reached.masked_fill_(wanted == 0, 0)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace row ``b`` by what row ``rows[b]`` was, as beam search does; ``rows`` int ``(B,)``."""
+        check_tensor("rows", rows, (self.batch_size,), dtype=getattr(rows, "dtype", None))
+        for tensor in (*self.buffers.values(), self.lengths, self.reached):
+            tensor.copy_(tensor.index_select(0, rows))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copy all that distinguishes this cache from a fresh one of the same sizes."""
+        return {name: tensor.clone() for name, tensor in self._state().items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Return to a state that :meth:`state_dict` gave, be it of another cache of the same sizes.
+
+        Raises:
+            TypeError: something that should be a tensor is not.
+            ValueError: the sizes differ; the cache is then as it was.
+        """
+        own = self._state()
+        if state.keys() != own.keys():
+            raise ValueError(f"state: expected {', '.join(sorted(own))}, got {', '.join(sorted(state))}")
+        for name, tensor in own.items():
+            check_tensor(f"state[{name!r}]", state[name], tuple(tensor.shape), dtype=tensor.dtype)
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+    def _state(self) -> dict[str, Tensor]:
+        return {**self.buffers, "lengths": self.lengths, "reached": self.reached}
+
+    def _write(self, name: str, rows: Tensor, step: Step) -> Tensor:
+        buffer = self.buffers[name]
+        buffer[self._rows, :, step.slots[_kind(name)]] = rows.transpose(1, 2)
+        return buffer
+
+    def _check_room(self, num_tokens: int, lengths: Tensor | None, end: Tensor) -> None:
+        if lengths is not None and not ((lengths >= 0) & (lengths <= num_tokens)).all():
+            raise ValueError(f"lengths: expected 0 .. {num_tokens}, the tokens of x, got {lengths.tolist()}")
+        longest = int(end.max())
+        if longest > self.max_seq_len:
+            row = int(end.argmax())
+            raise ValueError(
+                f"x: expected at most {self.max_seq_len - int(self.lengths[row])} tokens, for which the cache of "
+                f"{self.max_seq_len} has room in row {row}, got {longest - int(self.lengths[row])}"
+            )
+
+
+def _names(branches: tuple[str, ...]) -> list[str]:
+    """List the buffers that a layer needs; without the compressed branch, selection still wants compressed keys."""
+    names = []
+    if "cmp" in branches or "slc" in branches:
+        names += ["k_cmp", "k_tail"]
+    if "cmp" in branches:
+        names += ["v_cmp", "v_tail"]
+    for tag in ("slc", "win"):
+        if tag in branches:
+            names += [f"k_{tag}", f"v_{tag}"]
+    return names
+
+
+def _kind(name: str) -> str:
+    """Give ``slc`` for ``k_slc``."""
+    return name.partition("_")[2]
+
+
+def _count_compressed(lengths: Tensor, config: NSAConfig) -> Tensor:
+    """As :func:`flexnsa.geometry.num_compressed`, of a tensor of lengths."""
+    complete = (lengths - config.compress_block_size).div(config.compress_stride, rounding_mode="floor")
+    return (complete + 1).clamp_min(0)
