@@ -1,0 +1,1 @@
+"""Memory and time of flexnsa beside other attentions; each script runs as ``python -m benchmarks.<name>``."""
