@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexnsa.operators import opaque_operator
 
-MAX_ROWS = 1024
+MAX_ROWS = 512
 """Queries of one product: enough to fill the cores, few enough for the scores to stay in cache."""
 
 

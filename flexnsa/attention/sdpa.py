@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexnsa.attention.chunked import interval_attention
+from flexnsa.attention.gathered import gathered_attention
 from flexnsa.attention.key_major import selected_attention as key_major_attention
 from flexnsa.config import NSAConfig
 from flexnsa.masks.compressed import compressed_intervals
@@ -16,8 +17,10 @@ from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.sliding_window import window_intervals
 from flexnsa.selection import select_in_chunks
 
-COMPRESSED_CHUNK, WINDOW_CHUNK = 512, 256
+COMPRESSED_CHUNK, WINDOW_CHUNK = 256, 64
 """Queries a chunk: enough for the products to run at full speed, few enough for their scores to stay in cache."""
+GATHERED_QUERIES = 16
+"""Up to so many queries, gathering their keys is faster than going block by block."""
 
 
 def compressed_attention(
@@ -48,9 +51,8 @@ def selected_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend to the past tokens of the selected blocks (section 3.3.2)."""
     positions = positions_of(q, positions)
-    return key_major_attention(
-        q, k, v, block_indices, positions.token, positions.start, scale, config.select_block_size
-    )
+    attention = gathered_attention if q.shape[2] <= GATHERED_QUERIES else key_major_attention
+    return attention(q, k, v, block_indices, positions.token, positions.start, scale, config.select_block_size)
 
 
 def select_blocks(
