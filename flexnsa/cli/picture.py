@@ -46,7 +46,7 @@ def draw(path: Path, twins: Sequence[TwinResult], parity: Sequence[ParityRow], p
         draw_learning(axes[0, 0], twins)
         draw_parity(axes[0, 1], parity)
         draw_scaling(axes[1, 0], points, "peak_mib", "Peak memory of forward and backward", "MiB")
-        draw_scaling(axes[1, 1], points, "seconds", "Time of forward and backward", "seconds, one core")
+        draw_scaling(axes[1, 1], points, "seconds", "Time of forward and backward", "seconds of one core")
         figure.savefig(path, dpi=150)
 
 

@@ -39,7 +39,8 @@ def measure(attention: str, seq_len: int) -> Point:
     """Run forward and backward once, in a fresh process.
 
     Peak is the growth of the largest resident set since before the inputs were made, so it counts inputs, outputs and
-    gradients too. Saved is what autograd keeps between forward and backward, each storage once.
+    gradients too. Saved is what autograd keeps between forward and backward, each storage once. Seconds are of
+    processor time, on one thread, so that they mean the same on a busy machine.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch is imported once, and no thread is started before the fork
@@ -65,7 +66,7 @@ def slope(points: Iterable[tuple[int, float]]) -> float:
 
 
 def _measure_here(attention: str, seq_len: int, result: Connection) -> None:
-    torch.set_num_threads(1)  # what other processes do with the other cores then matters little
+    torch.set_num_threads(1)
     _forward_backward(attention, 128)  # code and workspaces that any length needs
     before = _peak_resident_mib()
     saved, seconds = _forward_backward(attention, seq_len)
@@ -82,12 +83,12 @@ def _forward_backward(attention: str, seq_len: int) -> tuple[float, float]:
         storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    start = time.perf_counter()
+    start = time.process_time()
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
         out = forward(*inputs)
     saved = sum(storages.values()) / 2**20
     out.backward(torch.ones_like(out))
-    return saved, time.perf_counter() - start
+    return saved, time.process_time() - start
 
 
 def _problem(attention: str, seq_len: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
