@@ -35,6 +35,7 @@ class Step:
         past: by ring, int64 ``(B, reach)``: where the tokens are that come before the new ones.
         after: int32 ``(B, 1)``, the lengths after the step.
         lost: bool ``(B, T)``, tokens for which there was no room.
+        emits: whether there may be a block to compress; False only where that can be told without waiting.
     """
 
     positions: Positions
@@ -45,6 +46,7 @@ class Step:
     past: dict[str, Tensor]
     after: Tensor
     lost: Tensor
+    emits: bool
 
 
 class NSACache:
@@ -188,18 +190,22 @@ class NSACache:
             },
             after=after,
             lost=(place >= after) & (place < end),
+            emits=torch.compiler.is_compiling() or self.device.type != "cpu" or bool(complete.any()),
         )
 
-    def store(self, name: str, rows: Tensor, step: Step) -> Tensor:
-        """Put the step's rows ``(B, Hkv, T or E, D)`` into a full buffer; give all of it, the future included."""
-        buffer = self._write(name, rows, step)
-        return buffer[:, :, :-1]
+    def store(self, name: str, rows: Tensor, step: Step) -> None:
+        """Put the step's rows ``(B, Hkv, T or E, D)`` where they belong."""
+        self.buffers[name][self._rows, :, step.slots[_kind(name)]] = rows.transpose(1, 2)
+
+    def all(self, name: str) -> Tensor:
+        """Give a full buffer, slots of the future included; those hold anything finite."""
+        return self.buffers[name][:, :, :-1]
 
     def extend(self, name: str, rows: Tensor, step: Step) -> Tensor:
         """Give the tokens that a step looks back at and its own behind them, in order; put its own into the ring."""
         remembered = self.buffers[name][self._rows, :, step.past[_kind(name)]].transpose(1, 2)
         extended = torch.cat((remembered, rows), dim=2)
-        self._write(name, rows, step)
+        self.store(name, rows, step)
         return extended
 
     def end(self, step: Step) -> None:
@@ -263,11 +269,6 @@ class NSACache:
 
     def _state(self) -> dict[str, Tensor]:
         return {**self.buffers, "lengths": self.lengths, "reached": self.reached}
-
-    def _write(self, name: str, rows: Tensor, step: Step) -> Tensor:
-        buffer = self.buffers[name]
-        buffer[self._rows, :, step.slots[_kind(name)]] = rows.transpose(1, 2)
-        return buffer
 
     def _check_room(self, num_tokens: int, lengths: Tensor | None, end: Tensor) -> None:
         if lengths is not None and not ((lengths >= 0) & (lengths <= num_tokens)).all():

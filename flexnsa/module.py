@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flexnsa.cache import NSACache
+from flexnsa.cache import NSACache, Step
 from flexnsa.checks import check_choice, check_positive_int, check_tensor, check_type, describe
 from flexnsa.compression import COMPRESSORS, MeanCompressor
 from flexnsa.config import NSAConfig
@@ -184,15 +184,13 @@ class NativeSparseAttention(nn.Module):
         cache.require(dtype=q.dtype)
         kept: dict[str, Tensor] = {}
         if "cmp" in k or "slc" in k:
-            raw = cache.extend("k_tail", k["cmp" if "cmp" in k else "slc"], step)
-            k_new = rotate(self.phi_k(raw, step.first_tokens), step.block * self.config.compress_stride, base)
-            kept["k_cmp"] = cache.store("k_cmp", k_new, step)
+            kept["k_cmp"] = self._compress_next("k", k["cmp" if "cmp" in k else "slc"], cache, step)
         if "cmp" in k:
-            v_new = self.phi_v(cache.extend("v_tail", v["cmp"], step), step.first_tokens)
-            kept["v_cmp"] = cache.store("v_cmp", v_new, step)
+            kept["v_cmp"] = self._compress_next("v", v["cmp"], cache, step)
         if "slc" in k:
-            kept["k_slc"] = cache.store("k_slc", rotate(k["slc"], token, base), step)
-            kept["v_slc"] = cache.store("v_slc", v["slc"], step)
+            cache.store("k_slc", rotate(k["slc"], token, base), step)
+            cache.store("v_slc", v["slc"], step)
+            kept |= {name: cache.all(name) for name in ("k_slc", "v_slc")}
         if "win" in k:
             kept["k_win"] = cache.extend("k_win", rotate(k["win"], token, base), step)
             kept["v_win"] = cache.extend("v_win", v["win"], step)
@@ -216,6 +214,16 @@ class NativeSparseAttention(nn.Module):
             cache.reads.record(kept, step.positions, step.window_positions, aux.block_indices, self.config)
         cache.end(step)
         return out.masked_fill(step.lost[:, None, :, None], torch.nan)
+
+    def _compress_next(self, letter: str, raw: Tensor, cache: NSACache, step: Step) -> Tensor:
+        """Add tokens to the raw tail, compress the blocks that they complete, and give all compressed ones."""
+        tail = cache.extend(f"{letter}_tail", raw, step)
+        if step.emits:
+            new = self.get_submodule(f"phi_{letter}")(tail, step.first_tokens)
+            if letter == "k":
+                new = rotate(new, step.block * self.config.compress_stride, self.rope_base)
+            cache.store(f"{letter}_cmp", new, step)
+        return cache.all(f"{letter}_cmp")
 
     def _check_cache(self, x: Tensor, cache: NSACache, document_ids: Tensor | None) -> None:
         check_type("cache", cache, NSACache)

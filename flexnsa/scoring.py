@@ -23,8 +23,9 @@ def group_probabilities(
     key = torch.arange(k_cmp.shape[2], dtype=torch.int32, device=q.device)
     hidden = (key < visible.lo[..., None]) | (key >= visible.hi[..., None])  # (B, T, N)
 
-    q_BKGTD = q.float().unflatten(1, (k_cmp.shape[1], -1))
-    scores = (q_BKGTD * scale) @ k_cmp.float().unsqueeze(2).mT
+    group = q.shape[1] // k_cmp.shape[1]
+    q_BKRD = (q.float() * scale).unflatten(1, (-1, group)).flatten(2, 3)  # the heads of a group share their keys
+    scores = (q_BKRD @ k_cmp.float().mT).unflatten(2, (group, -1))
     scores = scores.masked_fill_(hidden[:, None, None], -torch.inf)
     lse = scores.logsumexp(-1) if lse is None else lse.unflatten(1, (k_cmp.shape[1], -1))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing has probabilities 0, not NaN

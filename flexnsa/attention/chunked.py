@@ -95,10 +95,11 @@ def interval_attention(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = k.shape[1]
-    k_acc, v_acc = _fold(k, heads, dtype), _fold(v, heads, dtype)
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     chunks = _chunks(lo, hi, chunk_size)
+    past = max((chunk.last for chunk in chunks), default=0)  # of keys kept for decoding, most may be in the future
+    k_acc, v_acc = _fold(k[:, :, :past], heads, dtype), _fold(v[:, :, :past], heads, dtype)
     workspace = _workspace(q, k, chunks, dtype)
     for chunk in chunks:
         if chunk.first >= chunk.last:

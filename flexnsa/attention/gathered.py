@@ -1,0 +1,42 @@
+"""Attention to selected blocks, query by query: the keys of its blocks are gathered for each query.
+
+That moves ``n * l'`` rows a query, which is more than :mod:`flexnsa.attention.key_major` moves if there are many
+queries. For a few, as in decoding, it is less than any loop over blocks costs, and nothing else of the keys is touched.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, token: Tensor, start: Tensor, scale: float, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Attend to the past tokens of the selected blocks.
+
+    Arguments and result are those of :func:`flexnsa.attention.key_major.selected_attention`.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    key, visible = _selected_keys(block_indices, token, start, block_size)
+    row = torch.arange(k.shape[0], device=k.device)[:, None, None, None]
+    head = torch.arange(k.shape[1], device=k.device)[:, None, None]
+    key = torch.where(visible, key, 0)
+    q_BKTGD = q.unflatten(1, (k.shape[1], -1)).transpose(2, 3).to(dtype) * scale
+    scores = q_BKTGD @ k[row, head, key].to(dtype).mT
+    scores = scores.masked_fill(~visible[..., None, :], -torch.inf)
+    # A row that sees nothing: subtracting a finite maximum from -inf leaves probabilities 0, not NaN.
+    top = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+    probs = (scores - top).exp()
+    total = probs.sum(-1, keepdim=True)
+    out = (probs / total.clamp_min(torch.finfo(dtype).tiny)) @ v[row, head, key].to(dtype)
+    lse = torch.where(total > 0, top + total.clamp_min(torch.finfo(dtype).tiny).log(), -torch.inf)
+    return out.transpose(2, 3).flatten(1, 2).to(q.dtype), lse.squeeze(-1).transpose(2, 3).flatten(1, 2)
+
+
+def _selected_keys(block_indices: Tensor, token: Tensor, start: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """List the keys of the selected blocks and which of them the query sees, each ``(B, Hkv, T, n * l')``."""
+    first = block_indices * block_size + start[:, None, :, None]
+    key = first[..., None] + torch.arange(block_size, dtype=first.dtype, device=first.device)
+    visible = (block_indices >= 0)[..., None] & (key <= token[:, None, :, None, None])
+    return key.flatten(-2).long(), visible.flatten(-2)
