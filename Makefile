@@ -3,10 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
-SOURCES := flexnsa tests benchmarks plots
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types bench bench-smoke plots ci clean
+.PHONY: help demo test lint format types bench ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -18,24 +17,18 @@ test: .venv/.installed  ## run the tests
 	$(BIN)/python -m pytest
 
 lint: .venv/.installed  ## check style and formatting
-	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 format: .venv/.installed  ## apply the formatting
-	$(BIN)/ruff check --fix $(SOURCES)
-	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 types: .venv/.installed  ## check the type hints
 	$(BIN)/pyright
 
-bench: .venv/.installed  ## measure memory and time
-	$(BIN)/python -m pytest benchmarks
-
-bench-smoke: .venv/.installed  ## run every benchmark once, smallest size, to see that it works
-	$(BIN)/python -m pytest benchmarks --smoke
-
-plots: .venv/.installed  ## draw the figures from recorded measurements
-	$(BIN)/python -m plots
+bench: .venv/.installed  ## measure on a GPU: correctness, then time and memory beside dense attention
+	$(BIN)/python -m benchmarks.gpu
 
 ci: .ci/run  ## what continuous integration runs
 	$<
