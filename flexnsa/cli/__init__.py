@@ -10,6 +10,8 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a byte-level language model on text",
     "demo": "train NSA beside its dense twin, check exactness, measure memory and time",
+    "estimate": "say what a model will take in memory and in decoding, from its configuration alone",
+    "compare-seeds": "run the work that an earlier NSA system reported figures of, and print both",
 }
 
 
@@ -21,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
         if name in argv[:1]:  # only the command that runs is imported
-            module = importlib.import_module(f"flexnsa.cli.{name}")
+            module = importlib.import_module("flexnsa.cli." + name.replace("-", "_"))
             module.add_arguments(command)
             command.set_defaults(execute=module.execute, command_parser=command)
     arguments = parser.parse_args(argv)

@@ -1,0 +1,133 @@
+"""``python -m flexnsa compare-seeds``: the figures reported of an earlier NSA system, and ours for the same work."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexnsa.cli import seed_rows
+from flexnsa.cli.fresh_process import run_fresh
+from flexnsa.cli.options import require
+from flexnsa.cli.recording import Recording
+from flexnsa.cli.seed_rows import ROWS, Row
+from flexnsa.cli.table import format_table
+
+ABOUT = """\
+'After forward' is what the allocator has handed out when forward is done: parameters, tokens, and all that autograd
+keeps for backward; nothing has been freed, nothing is counted twice. 'Peak' is the most it had handed out at any moment
+of forward and backward, gradients included. Both are the allocator's own count (on a CPU: summed from the profiler's
+events), the same quantity as the figures of the earlier system. 'Resident' is what the operating system counts for a
+second process that does the same work unobserved: it adds the libraries' buffers and what the C library holds back."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    groups = list(dict.fromkeys(row.group for row in ROWS.values()))
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=(*groups, *ROWS),
+        default=["memory", "time", "train"],
+        metavar="ROW",
+        help=f"groups ({', '.join(groups)}) or rows ({', '.join(ROWS)}); default: all but long",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=600, help="limit of one point; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare-seeds.json"), help="default: %(default)s")
+
+
+def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
+    """Measure row by row, each point in its own process; the file is whole after every point."""
+    if any(ROWS[name].group == "train" for name in _chosen(arguments.rows)):
+        require("numpy", "safetensors", "tqdm", extra="train")
+    recording = Recording(arguments.out, " ".join(ABOUT.split()), keep=True)
+    for name in _chosen(arguments.rows):
+        point = seed_rows.describe(ROWS[name]) | {"device": arguments.device}
+        point |= measure(ROWS[name], arguments.device, arguments.seconds)
+        recording.add(point, key=("name", "device"))
+    chosen = [point for point in recording.points if point["device"] == arguments.device]
+    print("\n" + report(chosen) + f"\n\n{ABOUT}\n\nRecorded in {arguments.out}.")
+
+
+def measure(row: Row, device: str, seconds: float) -> dict[str, Any]:
+    """Give the figures of a row, or a label that says why there are none."""
+
+    start = time.monotonic()
+
+    def report_stage(stage: str) -> None:
+        print(f"{row.name:16} {time.monotonic() - start:5.0f} s  {stage}", file=sys.stderr, flush=True)
+
+    if row.group == "time":
+        return run_fresh(seed_rows.measure_time, row, device, seconds=seconds, report=report_stage)
+    if row.group == "train":
+        return run_fresh(seed_rows.measure_training, row, device, seconds=seconds, report=report_stage)
+    figures = run_fresh(seed_rows.measure_memory, row, device, seconds=seconds, report=report_stage)
+    if device == "cpu":
+        figures |= run_fresh(seed_rows.measure_resident, row, seconds=seconds, report=report_stage)
+    return figures | seed_rows.estimate(row, device)
+
+
+def _chosen(wanted: Sequence[str]) -> list[str]:
+    return [row.name for row in ROWS.values() if row.group in wanted or row.name in wanted]
+
+
+def report(points: Sequence[dict[str, Any]]) -> str:
+    """Two tables: memory in MiB, and time."""
+    memory = [_memory_line(point) for point in points if point["group"] in ("memory", "long")]
+    timed = [_time_line(point) for point in points if point["group"] in ("time", "train")]
+    tables = []
+    if memory:
+        header = ["MiB", "theirs, after forward", "ours", "theirs / ours", "estimate", "off by"]
+        header += ["our peak", "estimate", "off by", "resident: after forward", "peak"]
+        tables.append(format_table(header, memory))
+    if timed:
+        header = ["seconds", "theirs", "ours", "theirs / ours", "tokens/s", "first loss - ln 256", "remark"]
+        tables.append(format_table(header, timed))
+    return "\n\n".join(tables)
+
+
+def _memory_line(point: dict[str, Any]) -> list[str]:
+    theirs, ours = point.get("theirs"), point.get("after_forward")
+    line = [f"{point['preset']}, {point['layers']} layers, S={point['seq_len']}", _number(theirs)]
+    if ours is None:
+        return [*line, point.get("label", "-"), *["-"] * 2, *["-"] * 6]
+    return [
+        *line,
+        _number(ours),
+        _number(theirs and theirs / ours, ".1f"),
+        _number(point["estimated_after_forward"]),
+        _number(point["estimated_after_forward"] / ours - 1, "+.1%"),
+        _number(point["peak"]),
+        _number(point["estimated_peak"]),
+        _number(point["estimated_peak"] / point["peak"] - 1, "+.1%"),
+        _number(point.get("resident_after_forward")),
+        _number(point.get("resident_peak")),
+    ]
+
+
+def _time_line(point: dict[str, Any]) -> list[str]:
+    work = "one training step" if point["group"] == "train" else "forward and backward"
+    line = [f"{point['preset']}, {point['layers']} layers, B={point['batch']}, S={point['seq_len']}, {work}"]
+    seconds, loss = point.get("seconds"), point.get("first_loss")
+    if seconds is None:
+        return [*line, _number(point["theirs"], ",.2f"), point.get("label", "-"), *["-"] * 3, point["remark"]]
+    return [
+        *line,
+        _number(point["theirs"], ",.2f"),
+        _number(seconds, ",.2f"),
+        _number(point["theirs"] / seconds, ".1f"),
+        _number(point["batch"] * point["seq_len"] / seconds),
+        _number(loss and loss - math.log(256), "+.3f"),
+        point["remark"],
+    ]
+
+
+def _number(value: float | None, spec: str = ",.0f") -> str:
+    return "-" if value is None else format(value, spec)

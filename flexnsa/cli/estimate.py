@@ -1,0 +1,111 @@
+"""``python -m flexnsa estimate``: memory of training and cost of decoding, from the configuration alone."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import replace
+
+import torch
+
+from flexnsa.cli.options import reported_by
+from flexnsa.cli.table import format_table
+from flexnsa.memory import IMPLEMENTATIONS, DecodingEstimate, MemoryEstimate, estimate_decoding, estimate_training
+from flexnsa.models import PRESETS, DecoderConfig
+from flexnsa.training import TRAIN_PRESETS
+
+MIB = 2**20
+UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; what is not given is what the preset trains with."""
+    parser.add_argument("--preset", choices=PRESETS, default="large", help="default: %(default)s")
+    parser.add_argument("--seq", dest="seq_len", type=int, default=2048, help="tokens; default: %(default)s")
+    parser.add_argument("--batch", dest="batch_size", type=int, help="sequences; default: as the preset trains")
+    parser.add_argument("--layers", dest="num_layers", type=int, help="default: of the preset")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: as the preset trains; bf16 is autocast")
+    parser.add_argument(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        help="recompute every layer in backward; default: of the preset",
+    )
+    parser.add_argument("--attention", choices=("nsa", "dense"), default="nsa", help="default: %(default)s")
+    parser.add_argument(
+        "--impl",
+        choices=IMPLEMENTATIONS,
+        default="flex" if torch.cuda.is_available() else "sdpa",
+        help="flex trains on CUDA; default, what would run here: %(default)s",
+    )
+    parser.add_argument("--budget", type=_size, help="such as 65GiB: leave with status 1 if training takes more")
+
+
+def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Print the breakdown, and compare it with the budget."""
+    training = TRAIN_PRESETS[arguments.preset]
+    batch_size = training.batch_size if arguments.batch_size is None else arguments.batch_size
+    precision = arguments.precision or training.precision
+    with reported_by(parser):
+        config = _config(arguments)
+        step = estimate_training(
+            config,
+            seq_len=arguments.seq_len,
+            batch_size=batch_size,
+            precision=precision,
+            impl=arguments.impl,
+            fused_norm=arguments.impl == "flex",
+            optimizer=True,
+        )
+        token = estimate_decoding(config, seq_len=arguments.seq_len, batch_size=batch_size)
+    print(
+        f"{arguments.preset}: {config.num_layers} layers of width {config.dim}, {config.attention} attention, "
+        f"B={batch_size}, S={arguments.seq_len:,}, {precision}, impl={arguments.impl}, "
+        f"checkpointing {'on' if config.checkpointing else 'off'}\n"
+    )
+    print(training_table(step, config) + "\n\n" + decoding_table(token))
+    if arguments.budget is not None:
+        peak = max(step.peak_forward, step.peak_training)
+        verdict = "within" if peak <= arguments.budget else "over"
+        print(f"\n{verdict} the budget: {peak / 2**30:,.2f} GiB of {arguments.budget / 2**30:,.2f} GiB")
+        if peak > arguments.budget:
+            raise SystemExit(1)
+
+
+def training_table(step: MemoryEstimate, config: DecoderConfig) -> str:
+    """What a training step holds, and the parts of what one layer saves."""
+    rows = [
+        ["parameters, fp32", step.parameters],
+        ["gradients", step.parameters],
+        ["AdamW's moments", step.optimizer],
+        [f"saved for backward, {config.num_layers} layers and head", step.saved],
+        ["after forward: parameters and saved", step.after_forward],
+        ["peak of forward, moments included", step.peak_forward],
+        ["peak of forward and backward, moments included", step.peak_training],
+    ]
+    parts = [[f"  {name}", size] for name, size in sorted(step.saved_by.items(), key=lambda item: -item[1])]
+    when = "of a layer while it is recomputed" if config.checkpointing else "by each layer"
+    total = [[f"saved {when}", sum(step.saved_by.values())]]
+    return format_table(["training", "MiB"], [[name, f"{size / MIB:,.1f}"] for name, size in rows + total + parts])
+
+
+def decoding_table(token: DecodingEstimate) -> str:
+    """NSA and dense attention side by side, per decoded token at that length, keys and values in bf16."""
+    pairs = [
+        ("cache, MiB", token.cache_bytes / MIB, token.dense_cache_bytes / MIB),
+        ("keys and values read, MiB", token.bytes_read / MIB, token.dense_bytes_read / MIB),
+        ("GFLOP", token.flops / 1e9, token.dense_flops / 1e9),
+    ]
+    rows = [[name, f"{nsa:,.2f}", f"{dense:,.2f}", f"{dense / nsa:.2f}"] for name, nsa, dense in pairs]
+    return format_table(["decoding one token", "NSA", "dense", "dense / NSA"], rows)
+
+
+def _config(arguments: argparse.Namespace) -> DecoderConfig:
+    changes = {name: getattr(arguments, name) for name in ("num_layers", "checkpointing", "attention")}
+    return replace(PRESETS[arguments.preset], **{name: value for name, value in changes.items() if value is not None})
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]I?B)", text.strip(), re.IGNORECASE)
+    if not match:
+        raise argparse.ArgumentTypeError(f"expected a size such as 65GiB or 800MB, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2].upper()])

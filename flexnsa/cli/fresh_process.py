@@ -1,0 +1,81 @@
+"""Measure in a process of its own: one point's memory cannot hide in another's, and its death costs no other point."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+START_SECONDS = 60.0
+"""What a process may take to begin, on top of its limit."""
+
+
+def run_fresh(
+    function: Callable[..., dict[str, Any]],
+    *arguments: Any,
+    seconds: float,
+    report: Callable[[str], object] = lambda stage: None,  # noqa: ARG005
+) -> dict[str, Any]:
+    """Give the dict that ``function(progress, *arguments)`` returns, called in a new process.
+
+    Args:
+        function: importable from its module; calls ``progress(stage)`` with words for what it does next.
+        *arguments: of the function; picklable.
+        seconds: of which the function may use as many.
+        report: called here with each stage.
+
+    Returns:
+        The function's dict; if there is none, ``{"label": why}``: over time, out of memory, or the error. A point over
+        time tells the stage it was in, because slow is not stuck.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(sender, function, arguments), daemon=True)
+    process.start()
+    sender.close()
+    stage, since, end = "starting", time.monotonic(), time.monotonic() + START_SECONDS + seconds
+    try:
+        while receiver.poll(max(0.0, end - time.monotonic())):
+            kind, value = receiver.recv()
+            if kind == "result":
+                return value
+            if kind == "begun":
+                end = time.monotonic() + seconds
+            stage, since = value, time.monotonic()
+            report(stage)
+        return {"label": f"over {seconds:.0f} s, {time.monotonic() - since:.0f} s of them in: {stage}"}
+    except EOFError:
+        process.join()
+        return {"label": _death(process.exitcode, stage)}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _death(exitcode: int | None, stage: str) -> str:
+    if exitcode == -signal.SIGKILL:
+        return f"out of memory, in: {stage}"  # the system's way of saying so
+    return f"died with exit code {exitcode}, in: {stage}"
+
+
+def _call(send_to: Any, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+    def progress(stage: str) -> None:
+        send_to.send(("stage", stage))
+
+    send_to.send(("begun", "starting"))
+    try:
+        result = function(progress, *arguments)
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            result = {"label": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+        else:
+            result = {"label": "out of memory"}
+    send_to.send(("result", result))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("out of memory", "can't allocate memory", "not enough memory")
+    )
