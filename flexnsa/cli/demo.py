@@ -113,33 +113,28 @@ def learning_table(twins: list[TwinResult]) -> str:
 
 
 def scaling_table(points: list[Point]) -> str:
-    """One line a length, and the fitted exponents below."""
-    header = ["tokens", *(f"{name} {unit}" for unit in ("peak MiB", "saved MiB", "s") for name in ATTENTIONS)]
-    quantities = ("peak_mib", "saved_mib", "seconds")
-    formats = {"peak_mib": ",.0f", "saved_mib": ",.0f", "seconds": ",.2f"}
-    found = {(point.attention, point.seq_len): point for point in points}
-    columns = [(quantity, name) for quantity in quantities for name in ATTENTIONS]
-    rows = []
-    for length in sorted({point.seq_len for point in points}):
-        cells = [
-            format(getattr(found[name, length], quantity), formats[quantity]) if (name, length) in found else "-"
-            for quantity, name in columns
-        ]
-        rows.append([f"{length:,}", *cells])
-    slopes = [
-        slope((point.seq_len, getattr(point, quantity)) for point in points if point.attention == name)
-        for quantity, name in columns
-    ]
-    return format_table(header, [*rows, ["slope", *(f"{value:.2f}" for value in slopes)]])
+    """One table a quantity: a line an attention, a column a length, and the fitted exponent."""
+    lengths = sorted({point.seq_len for point in points})
+    tables = []
+    for quantity, title, digits in (
+        ("peak_mib", "peak MiB", 0),
+        ("saved_mib", "saved MiB", 0),
+        ("seconds", "seconds", 2),
+    ):
+        rows = []
+        for attention in ATTENTIONS:
+            found = {point.seq_len: getattr(point, quantity) for point in points if point.attention == attention}
+            cells = [f"{found[length]:,.{digits}f}" if length in found else "-" for length in lengths]
+            rows.append([attention, *cells, f"{slope(found.items()):.2f}"])
+        tables.append(format_table([title, *(f"S={length:,}" for length in lengths), "slope"], rows))
+    return "\n\n".join(tables)
 
 
 def _measure_all(seq_lens: dict[str, tuple[int, ...]]) -> list[Point]:
     from tqdm import tqdm
 
     wanted = [(attention, length) for attention, lengths in seq_lens.items() for length in lengths]
-    wanted.sort(
-        key=lambda point: point[1], reverse=True
-    )  # the longest first, so that no core waits for them at the end
+    wanted.sort(key=lambda point: point[1], reverse=True)  # the longest first: none is left to one core at the end
     with ThreadPoolExecutor(max_workers=min(2, torch.get_num_threads())) as pool:
         points = [pool.submit(measure, *point) for point in wanted]
         for _ in tqdm(as_completed(points), total=len(points), unit="point", leave=False):

@@ -85,24 +85,29 @@ def draw_parity(ax: Axes, rows: Sequence[ParityRow]) -> None:
 
 def draw_scaling(ax: Axes, points: Sequence[Point], quantity: str, title: str, unit: str) -> None:
     """One line an attention in log-log axes, its fitted slope at its end."""
-    for attention, marker in zip(ATTENTIONS, "^so", strict=True):
-        curve = [(point.seq_len, getattr(point, quantity)) for point in points if point.attention == attention]
+    lengths = sorted({point.seq_len for point in points})
+    curves = {
+        attention: [(point.seq_len, getattr(point, quantity)) for point in points if point.attention == attention]
+        for attention in ATTENTIONS
+    }
+    highest = max(curve[-1][1] for curve in curves.values() if curve[-1][0] == lengths[-1])
+    for (attention, curve), marker in zip(curves.items(), "^so", strict=True):
         x, y = zip(*curve, strict=True)
         ax.plot(x, y, color=COLOURS[attention], marker=marker, markersize=5, linewidth=1.8)
+        ends_early = x[-1] < lengths[-1]  # other lines go on behind its last point
         ax.annotate(
             f"{attention}\nslope {slope(curve):.2f}",
             (x[-1], y[-1]),
-            xytext=(8, 0) if attention != "math SDPA" else (-9, 8),  # other lines go on behind its last point
-            ha="left" if attention != "math SDPA" else "right",
+            xytext=(-9, 8) if ends_early else (8, 6 if y[-1] == highest else -6),
+            ha="right" if ends_early else "left",
             va="center",
             textcoords="offset points",
             color=COLOURS[attention],
         )
-    lengths = sorted({point.seq_len for point in points})
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ax.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
-    ax.set_xlim(lengths[0] * 0.85, lengths[-1] * 1.9)
+    ax.set_xticks(lengths, [f"{length / 1024:g}k" for length in lengths])
+    ax.set_xlim(lengths[0] * 0.85, lengths[-1] * 2.1)
     ax.margins(y=0.12)
     ax.set(title=title, xlabel="sequence length", ylabel=unit)
 
