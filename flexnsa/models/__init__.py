@@ -2,7 +2,18 @@
 
 from flexnsa.models.config import PRESETS, DecoderConfig, preset
 from flexnsa.models.decoder import DecoderLM
-from flexnsa.models.dense import DenseAttention
-from flexnsa.models.sampling import generate
+from flexnsa.models.dense import DenseAttention, DenseCache
+from flexnsa.models.generation import generate, generate_tokens
+from flexnsa.models.sampling import Sampling
 
-__all__ = ["PRESETS", "DecoderConfig", "DecoderLM", "DenseAttention", "generate", "preset"]
+__all__ = [
+    "PRESETS",
+    "DecoderConfig",
+    "DecoderLM",
+    "DenseAttention",
+    "DenseCache",
+    "Sampling",
+    "generate",
+    "generate_tokens",
+    "preset",
+]

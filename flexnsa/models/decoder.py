@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from flexnsa.cache import NSACache
 from flexnsa.models.config import DecoderConfig
-from flexnsa.models.dense import DenseAttention
+from flexnsa.models.dense import DenseAttention, DenseCache
+from flexnsa.models.generation import generate_tokens
 from flexnsa.module import NativeSparseAttention
 
 
@@ -44,11 +47,15 @@ class DecoderLM(nn.Module):
         self.norm.reset_parameters()
         nn.init.normal_(self.head.weight, std=1 / self.config.dim)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, *, caches: Sequence[NSACache | DenseCache] | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
         """Predict the next token at every position.
 
         Args:
-            tokens: int64 or int32 ``(B, S)``.
+            tokens: int64 or int32 ``(B, S)``; with caches, the tokens that follow those in the caches.
+            caches: of :meth:`new_caches`; needs ``torch.no_grad()``.
+            lengths: int ``(B,)``, with caches only: tokens of each row that are real, the others being padding.
 
         Returns:
             logits ``(B, S, vocab_size)``.
@@ -60,11 +67,24 @@ class DecoderLM(nn.Module):
             raise ValueError(f"tokens: expected shape (B, S), got {tuple(tokens.shape)}")
         x = self.embedding(tokens)
         for index, layer in enumerate(self.layers):
-            if self.training and self.config.is_checkpointed(index):
+            if caches is not None:
+                x = layer(x, caches[index], lengths)
+            elif self.training and self.config.is_checkpointed(index):
                 x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x)
         return self.head(self.norm(x))
+
+    def new_caches(
+        self, batch_size: int, max_seq_len: int, *, dtype: torch.dtype | None = None
+    ) -> list[NSACache | DenseCache]:
+        """Make an empty cache for every layer, to decode ``batch_size`` rows of up to ``max_seq_len`` tokens."""
+        layers = cast("Iterable[DecoderLayer]", self.layers)
+        return [layer.attention.new_cache(batch_size, max_seq_len, dtype=dtype) for layer in layers]
+
+    def generate(self, prompts: Tensor, max_new_tokens: int, **options: Any) -> list[list[int]]:
+        """Continue each of ``prompts (B, S)``; see :func:`flexnsa.models.generate_tokens` for the options."""
+        return generate_tokens(self, prompts, max_new_tokens, **options)
 
 
 class DecoderLayer(nn.Module):
@@ -85,9 +105,10 @@ class DecoderLayer(nn.Module):
         for linear in (self.attention.w_o, self.mlp.down):
             nn.init.normal_(linear.weight, std=self.residual_scale * linear.in_features**-0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map the residual stream ``(B, S, dim)`` to the next."""
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, cache: Any = None, lengths: Tensor | None = None) -> Tensor:
+        """Map the residual stream ``(B, S, dim)`` to the next; ``cache`` and ``lengths`` are for the attention."""
+        decoding = {} if cache is None else {"cache": cache, "lengths": lengths}
+        x = x + self.attention(self.attention_norm(x), **decoding)
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -1,41 +1,54 @@
-"""Text out of a byte-level model, one byte at a time."""
+"""How the next token is drawn from logits."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
-from flexnsa.models.decoder import DecoderLM
+from flexnsa.checks import check_positive_int, describe
 
 
-@torch.no_grad()
-def generate(model: DecoderLM, prompt: bytes, num_bytes: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-    """Continue a prompt, running the whole sequence again for every byte.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """What to draw from: the likeliest tokens, flattened or sharpened by a temperature.
 
     Args:
-        model: byte-level model (``vocab_size`` 256).
-        prompt: at least one byte.
-        num_bytes: bytes to add.
-        temperature: 0 takes the likeliest byte.
-        seed: of the draws.
-
-    Returns:
-        The added bytes, without the prompt.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from so many tokens only.
+        top_p: draw from the fewest likeliest tokens that together have at least this probability.
 
     Raises:
-        ValueError: the prompt is empty or the temperature negative.
+        TypeError: a field is not a number.
+        ValueError: a field is out of range.
     """
-    if not prompt:
-        raise ValueError("prompt: expected at least one byte, got none")
-    if temperature < 0:
-        raise ValueError(f"temperature: expected at least 0, got {temperature}")
-    device = model.embedding.weight.device
-    draws = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([list(prompt)], device=device)
-    for _ in range(num_bytes):
-        logits = model(tokens)[0, -1].float().cpu()
-        if temperature == 0:
-            byte = logits.argmax(keepdim=True)
-        else:
-            byte = torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws)
-        tokens = torch.cat([tokens, byte[None].to(device)], dim=1)
-    return bytes(tokens[0, len(prompt) :].tolist())
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) and not (name == "top_p" and value is None):
+                raise TypeError(f"{name}: expected a number, got {describe(value)}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
+        if self.top_k is not None:
+            check_positive_int("top_k", self.top_k)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected more than 0 and at most 1, got {self.top_p}")
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw one token for each row of ``logits (B, vocab_size)``, int64 ``(B,)``."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        probs = (logits.float() / self.temperature).softmax(-1)
+        probs, token = probs.sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            probs[:, self.top_k :] = 0
+        if self.top_p is not None:
+            before = probs.cumsum(-1) - probs
+            probs = probs.masked_fill(before >= self.top_p * probs.sum(-1, keepdim=True), 0)
+        return token.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
