@@ -44,11 +44,11 @@ class Size:
 
 
 _TRAINING = TrainConfig(
-    steps=1400, batch_size=1, seq_len=512, lr=2e-3, min_lr=0.05, warmup_steps=30, eval_every=200, eval_sequences=64
+    steps=1400, batch_size=1, seq_len=512, lr=2e-3, min_lr=0.05, warmup_steps=30, eval_every=280, eval_sequences=64
 )
 FULL = Size(
     training=_TRAINING,
-    sample_bytes=240,
+    sample_bytes=160,
     seq_lens={
         "math SDPA": (1024, 2048, 4096),
         "flash SDPA": (1024, 2048, 4096, 8192, 16384),

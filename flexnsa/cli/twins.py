@@ -102,6 +102,6 @@ def _train(
         if step % config.eval_every == 0 or step == config.steps:
             send_to.send(("validation", (seen, trainer.validation_bits_per_byte())))
     send_to.send(("seconds", seconds))
-    text = generate(model, PROMPT, sample_bytes, temperature=0.6)
-    send_to.send(("sample", (PROMPT + text).decode(errors="replace")))
+    text = generate(model, PROMPT, sample_bytes, temperature=0.8)
+    send_to.send(("sample", (PROMPT + text).decode(errors="replace").rstrip()))
     send_to.send(("end", None))
