@@ -17,21 +17,26 @@ def gathered_attention(
 
     Arguments and result are those of :func:`flexnsa.attention.key_major.selected_attention`.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
     key, visible = _selected_keys(block_indices, token, start, block_size)
+    key = torch.where(visible, key, 0)
     row = torch.arange(k.shape[0], device=k.device)[:, None, None, None]
     head = torch.arange(k.shape[1], device=k.device)[:, None, None]
-    key = torch.where(visible, key, 0)
-    q_BKTGD = q.unflatten(1, (k.shape[1], -1)).transpose(2, 3).to(dtype) * scale
-    scores = q_BKTGD @ k[row, head, key].to(dtype).mT
-    scores = scores.masked_fill(~visible[..., None, :], -torch.inf)
+    q_BKTGD = q.unflatten(1, (k.shape[1], -1)).transpose(2, 3)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = _attend(q_BKTGD, k[row, head, key], v[row, head, key], visible[..., None, :], scale)
+    return out.transpose(2, 3).flatten(1, 2), lse.transpose(2, 3).flatten(1, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend from the rows of each matrix of ``q`` to those of ``k``, as far as ``visible``."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = ((q.to(dtype) * scale) @ k.to(dtype).mT).masked_fill(~visible, -torch.inf)
     # A row that sees nothing: subtracting a finite maximum from -inf leaves probabilities 0, not NaN.
     top = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
     probs = (scores - top).exp()
-    total = probs.sum(-1, keepdim=True)
-    out = (probs / total.clamp_min(torch.finfo(dtype).tiny)) @ v[row, head, key].to(dtype)
-    lse = torch.where(total > 0, top + total.clamp_min(torch.finfo(dtype).tiny).log(), -torch.inf)
-    return out.transpose(2, 3).flatten(1, 2).to(q.dtype), lse.squeeze(-1).transpose(2, 3).flatten(1, 2)
+    total = probs.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+    lse = torch.where(visible.any(-1, keepdim=True), top + total.log(), -torch.inf)
+    return ((probs / total) @ v.to(dtype)).to(q.dtype), lse.squeeze(-1)
 
 
 def _selected_keys(block_indices: Tensor, token: Tensor, start: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
