@@ -11,6 +11,7 @@ Nothing but this package, torch and triton is needed; flash-linear-attention is 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import json
@@ -249,13 +250,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
-    impl = "flex" if options.device == "cuda" else "sdpa"
-    torch._dynamo.config.recompile_limit = 64  # one function, compiled for every length
-    setting = Setting(device=options.device, impl=impl)
+    setting = Setting(device=options.device)
+    if options.device == "cpu":  # a rehearsal: graphs are traced, and Inductor, which takes minutes there, left out
+        setting = dataclasses.replace(setting, impl="sdpa", backend="aot_eager")
     if options.tiny:
-        setting = Setting(
-            num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, device=options.device, impl=impl
-        )
+        setting = dataclasses.replace(setting, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    torch._dynamo.config.recompile_limit = 64  # one function, compiled for every length
     start = time.monotonic()
     recording = Recording(options.out, " ".join((__doc__ or "").split()), commit=options.commit)
     recording.note(setting=setting.to_dict(), argv=list(sys.argv[1:] if argv is None else argv))

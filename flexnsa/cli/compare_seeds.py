@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     """Measure row by row, each point in its own process; the file is whole after every point."""
     if any(ROWS[name].group == "train" for name in _chosen(arguments.rows)):
         require("numpy", "safetensors", "tqdm", extra="train")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or every process announces its profiler
     recording = Recording(arguments.out, " ".join(ABOUT.split()), keep=True)
     for name in _chosen(arguments.rows):
         point = seed_rows.describe(ROWS[name]) | {"device": arguments.device}
@@ -58,7 +60,6 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
 
 def measure(row: Row, device: str, seconds: float) -> dict[str, Any]:
     """Give the figures of a row, or a label that says why there are none."""
-
     start = time.monotonic()
 
     def report_stage(stage: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 START_SECONDS = 60.0
@@ -64,15 +66,29 @@ def _call(send_to: Any, function: Callable[..., dict[str, Any]], arguments: tupl
     def progress(stage: str) -> None:
         send_to.send(("stage", stage))
 
+    _limit_memory()
     send_to.send(("begun", "starting"))
     try:
         result = function(progress, *arguments)
     except Exception as error:
-        if not _is_out_of_memory(error):
-            result = {"label": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-        else:
-            result = {"label": "out of memory"}
+        reason = f"{type(error).__name__}: {str(error).strip()[:300]}"
+        result = {"label": "out of memory" if _is_out_of_memory(error) else reason}
     send_to.send(("result", result))
+
+
+def _limit_memory(share: float = 0.85) -> None:
+    """Let this process have no more than a share of the memory that is free, so that no other has to die for it."""
+    info, own = Path("/proc/meminfo"), Path("/proc/self/status")
+    if info.exists() and own.exists():
+        limit = kilobytes(own, "VmSize") + share * kilobytes(info, "MemAvailable")
+        resource.setrlimit(resource.RLIMIT_AS, (int(limit * 1024), resource.RLIM_INFINITY))
+
+
+def kilobytes(file: Path, name: str) -> int:
+    """Read a line such as ``VmRSS:  1234 kB`` of a file below /proc; 0 if there is none."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    values = [line.split()[1] for line in lines if line.startswith(name + ":")]
+    return int(values[0]) if values else 0
 
 
 def _is_out_of_memory(error: Exception) -> bool:

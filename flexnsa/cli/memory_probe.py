@@ -2,11 +2,14 @@
 
 - *Allocated*: bytes that PyTorch's allocator has handed out and not yet had back, counted alike on CPU and CUDA.
 - *Saved*: storages that autograd keeps from forward to backward, each once, parameters left out.
-- *Resident*: what the operating system counts for the process, libraries' own buffers and fragmentation included.
+- *Resident*: what the operating system counts for the process, libraries' own buffers included. The C library is told
+  to give freed blocks back at once, because what it keeps for later depends on the history of the process.
 """
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import resource
 import sys
 from collections.abc import Iterator
@@ -19,7 +22,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from flexnsa.cli.fresh_process import kilobytes
+
 MIB = 2**20
+_STATUS = Path("/proc/self/status")
 
 
 class AllocatorProbe:
@@ -103,6 +109,7 @@ class ResidentProbe:
     """The resident set above that at the start: now, and at its largest."""
 
     def __init__(self) -> None:
+        _return_freed_blocks()
         _forget_peak()
         self.start = resident_bytes()
 
@@ -117,22 +124,22 @@ class ResidentProbe:
 
 def resident_bytes() -> int:
     """Bytes resident now; where the system does not say (not Linux), the most so far."""
-    return _status("VmRSS") or peak_resident_bytes()
+    return 1024 * kilobytes(_STATUS, "VmRSS") or peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
     """The most bytes resident so far, or since :func:`_forget_peak`."""
     # Not getrusage where it can be helped: there a new process starts with the peak of the one that made it.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return _status("VmHWM") or (peak if sys.platform == "darwin" else peak * 1024)
+    return 1024 * kilobytes(_STATUS, "VmHWM") or (peak if sys.platform == "darwin" else peak * 1024)
 
 
-def _status(field_name: str) -> int:
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0
-    lines = [line for line in status.read_text().splitlines() if line.startswith(field_name + ":")]
-    return int(lines[0].split()[1]) * 1024 if lines else 0
+def _return_freed_blocks(threshold: int = 2**18) -> None:
+    """Have glibc map larger blocks one by one and unmap them when freed, whatever it learned of the process."""
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        mmap_threshold = -3
+        ctypes.CDLL(None).mallopt(mmap_threshold, threshold)
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _forget_peak() -> None:

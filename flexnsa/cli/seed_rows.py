@@ -99,7 +99,7 @@ ROWS: dict[str, Row] = {
 
 
 def measure_memory(progress: Progress, row: Row, device: str) -> dict[str, Any]:
-    """What is allocated after forward and at the peak of forward and backward, and what autograd saved of it, in MiB."""
+    """MiB allocated after forward and at the peak of forward and backward, and what autograd saved of them."""
     torch.manual_seed(0)
     if device == "cuda":
         _forward_backward(progress, replace(row, layers=1), device)  # workspaces of the libraries, kept for good
