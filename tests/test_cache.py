@@ -70,6 +70,20 @@ def _one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The blocks that each call selects from now on."""
+    recorded: list[Tensor] = []
+    select_blocks = functional.IMPLEMENTATIONS["sdpa"].select_blocks
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        recorded.append(select_blocks(*args, **kwargs))
+        return recorded[-1]
+
+    monkeypatch.setattr(functional.IMPLEMENTATIONS["sdpa"], "select_blocks", record)
+    return recorded
+
+
 class TestStepsEqualTheWholeSequence:
     @pytest.mark.parametrize("branches", BRANCH_SETS, ids="+".join)
     @pytest.mark.parametrize("size", [1, 7, 16, 64, 100])
@@ -114,17 +128,9 @@ class TestStepsEqualTheWholeSequence:
             done += torch.tensor(counts)
         assert cache.lengths.tolist() == done.tolist() == [90, 86, 85]
 
-    def test_selected_blocks_are_identical(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_selected_blocks_are_identical(self, chosen: list[Tensor]) -> None:
         layer = make_layer()
         x = tokens(2, 107)
-        chosen: list[Tensor] = []
-        select_blocks = functional.IMPLEMENTATIONS["sdpa"].select_blocks
-
-        def recorded(*args: Any, **kwargs: Any) -> Tensor:
-            chosen.append(select_blocks(*args, **kwargs))
-            return chosen[-1]
-
-        monkeypatch.setattr(functional.IMPLEMENTATIONS["sdpa"], "select_blocks", recorded)
         layer(x)
         (whole,) = chosen
         for chunks in ([1] * 107, [37, *[1] * 70], chunks_of(16, 107)):
@@ -381,3 +387,53 @@ class TestOneStepTouches:
         cache.all("v_slc")[:, :, 16:32] = torch.inf
         out = layer(x[:, 150:], cache=cache)
         assert torch.equal(out, expected)
+
+
+def test_needles_in_65536_tokens_are_selected_and_read(chosen: list[Tensor]) -> None:
+    """Sixteen tokens stand out, each in a direction of its own; at the end, sixteen ask for one direction each."""
+    dim, length, count = 32, 65_536, 16
+    layer = NativeSparseAttention(
+        dim, 1, 1, dim, branches=("slc",), compression="mean", impl="sdpa", rope_base=1e300
+    ).requires_grad_(False)
+    for name, size in (("w_q", 16.0), ("w_k_slc", 1.0), ("w_v_slc", 1.0), ("w_o", 2.0)):
+        layer.get_submodule(f"{name}").weight = torch.nn.Parameter(torch.eye(dim) * size, requires_grad=False)
+    layer.gate.linear.weight.zero_()  # sigmoid(0) = 1/2, made up for by w_o
+
+    x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0)) / dim**0.5
+    x[..., [0, dim // 2]] = 0  # the one pair that RoPE turns at this base
+    direction = torch.eye(dim)[[*range(1, dim // 2), dim // 2 + 1]]
+    depth = [(2 * i + 1) * (length - count) // (2 * count) for i in range(count)]
+    x[0, depth], x[0, -count:] = 8 * direction, direction
+
+    cache = layer.new_cache(1, length, max_rewind=count)
+    prefill = layer(x, cache=cache)[:, -count:]
+    cache.crop(length - count)
+    steps = decode(layer, x[:, -count:], [1] * count, cache)
+    for out, blocks in ((prefill, chosen[0][0, 0, -count:]), (steps, torch.cat(chosen[1:], dim=2)[0, 0])):
+        torch.testing.assert_close(out[0], x[0, depth], rtol=0, atol=1e-3)
+        assert [position // 64 in row for position, row in zip(depth, blocks.tolist(), strict=True)] == [True] * count
+
+
+class TestCompiled:
+    def test_256_steps_of_one_graph(self) -> None:
+        """``error_on_recompile`` makes any second compilation an error; ``fullgraph`` any break."""
+        layer = make_layer()
+        x = tokens(2, 276)
+        whole = layer(x)
+        cache = layer.new_cache(2, 276)
+        layer(x[:, :20], cache=cache)
+        torch.compiler.reset()
+        step = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            out = torch.cat([step(part, cache=cache) for part in x[:, 20:].split(1, dim=1)], dim=1)
+        assert_equal_to_whole(out, whole[:, 20:])
+
+    def test_a_step_beyond_the_end_cannot_raise_and_is_not_a_number(self) -> None:
+        layer = make_layer()
+        cache = layer.new_cache(2, 30)
+        layer(tokens(2, 29), cache=cache, lengths=torch.tensor([29, 12]))
+        torch.compiler.reset()
+        step = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        out = step(tokens(2, 2), cache=cache)
+        assert out.isnan().all(-1).tolist() == [[False, True], [False, False]]
+        assert cache.lengths.tolist() == [30, 14]
