@@ -7,7 +7,6 @@ of key tiles (:mod:`flexnsa.masks.selected`). Memory is linear in the sequence l
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +19,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from flexnsa.config import NSAConfig
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import interval_block_mask, tiles_touched
-from flexnsa.masks.positions import Positions
+from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.selected import selected_mask
 from flexnsa.masks.sliding_window import window_intervals
+from flexnsa.scoring_triton import select_blocks_triton
+from flexnsa.selection import select_in_chunks
 
 TILE = 128
 """Queries and keys of a tile in the dense branches: the size that FlexAttention's kernels are tuned for."""
@@ -107,12 +108,24 @@ def sliding_window_attention(
     return _compile_once(_window)(q, k, v, mask, scale)
 
 
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions | None, *, config: NSAConfig, scale: float
+) -> Tensor:
+    """Choose the ``n`` best blocks of each query (NSA paper, Eq. 8 to 12): two Triton kernels on CUDA.
+
+    Elsewhere, products of a chunk of queries: FlexAttention has no lse on a CPU, and without it cannot add up scores.
+    """
+    if q.is_cuda:
+        return select_blocks_triton(q, k_cmp, lse, positions, config=config, scale=scale)
+    return select_in_chunks(q, k_cmp, lse, positions_of(q, positions), config=config, scale=scale)
+
+
 def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, mask: BlockMask, scale: float) -> Result:
     # Compressed keys are few, so backward has few programs. Repeating the keys gives it Hq / Hkv times as many.
     groups = q.shape[1] // k_cmp.shape[1]
     padding = mask.seq_lengths[1] - k_cmp.shape[2]
     k, v = (F.pad(x, (0, 0, 0, padding)).repeat_interleave(groups, dim=1) for x in (k_cmp, v_cmp))
-    return _attend(q, k, v, mask, scale, _compressed_options(q, v))
+    return _attend(q, k, v, mask, scale, _dense_options(q, v) | {"BLOCKS_ARE_CONTIGUOUS": True})
 
 
 def _selected(
@@ -127,18 +140,19 @@ def _selected(
 ) -> Result:
     heads = k.shape[1]
     groups = q.shape[1] // heads
-    rows = -(-groups // 16) * 16 if q.is_cuda else groups  # tensor cores want 16 rows, a CPU any number
+    rows = _row_tile(groups) if q.is_cuda else groups
     positions = None if token is None or start is None else Positions(token, start, start)
     selected = selected_mask(block_indices, positions, k.shape[2], rows=rows, config=config)
     k, v = (_gather(x, selected.tokens) for x in (k, v))
     q = q.unflatten(1, (heads, groups)).transpose(2, 3)
     q = F.pad(q, (0, 0, 0, rows - groups)).flatten(2, 3)
-    out, lse = _attend(q, k, v, selected.block_mask, scale, _selected_options(rows, config.select_block_size, q.dtype))
+    options = _selected_options(rows, config.select_block_size, q.dtype) if q.is_cuda else {}
+    out, lse = _attend(q, k, v, selected.block_mask, scale, options)
     return _unfold(out, rows, groups), None if lse is None else _unfold(lse, rows, groups)
 
 
 def _window(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Result:
-    return _attend(q, k, v, mask, scale, _window_options(q, v))
+    return _attend(q, k, v, mask, scale, _dense_options(q, v))
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:
@@ -173,24 +187,32 @@ def _fit_to_kernels(mask: BlockMask, options: dict[str, Any], device: torch.devi
     - A CPU ignores kernel options and has no backward. Its lists must spell tiles out, and must look as long as there
       are key tiles.
     - CUDA must use the kernel for long queries at any length: the one for decoding reads the lists differently.
+    - CUDA's kernels find a batch's lists at multiples of the heads' stride, but Inductor may pad the stride of a batch.
+      What is viewed by strides it stores as it is.
     - Before 2.14, CUDA's backward compares BLOCK_SIZE with its own default tiles even where others are set by hand, and
       finds none that fit a tile below 128. So BLOCK_SIZE claims 128, and the kernels are told the true size.
     """
-    fit = copy.copy(mask)
+    block_size, kv_indices, full_kv_indices = mask.BLOCK_SIZE, mask.kv_indices, mask.full_kv_indices
     if device.type == "cpu":
         num_tiles = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
         if options.get("BLOCKS_ARE_CONTIGUOUS"):
             step = torch.arange(num_tiles, dtype=torch.int32)
-            fit.kv_indices = mask.kv_indices + step
-            fit.full_kv_indices = None if mask.full_kv_indices is None else mask.full_kv_indices + step
+            kv_indices = kv_indices + step
+            full_kv_indices = None if full_kv_indices is None else full_kv_indices + step
         else:
-            fit.kv_indices = _overlapping(mask.kv_indices, num_tiles)
-        return fit, {}
-    options = {"BACKEND": "TRITON", **options}
-    if TORCH < (2, 14) and mask.BLOCK_SIZE != (TILE, TILE):
-        options["SPARSE_Q_BLOCK_SIZE"], options["SPARSE_KV_BLOCK_SIZE"] = mask.BLOCK_SIZE
-        fit.BLOCK_SIZE = (TILE, TILE)
-    return fit, options
+            kv_indices = _overlapping(kv_indices, num_tiles)
+        options = {}
+    else:
+        options = {"BACKEND": "TRITON", **options}
+        if TORCH < (2, 14) and block_size != (TILE, TILE):
+            options["SPARSE_Q_BLOCK_SIZE"], options["SPARSE_KV_BLOCK_SIZE"] = block_size
+            block_size = (TILE, TILE)
+    lists: list[Any] = [mask.kv_num_blocks, kv_indices, mask.full_kv_num_blocks, full_kv_indices]
+    lists += [mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices]
+    if device.type == "cuda":
+        lists = [None if x is None else x.as_strided(x.shape, x.stride()) for x in lists]
+    arguments: list[Any] = [mask.seq_lengths, *lists, block_size, mask.mask_mod]
+    return BlockMask(*arguments), options
 
 
 def _overlapping(indices: Tensor, width: int) -> Tensor:
@@ -199,20 +221,22 @@ def _overlapping(indices: Tensor, width: int) -> Tensor:
     return flat.as_strided((*indices.shape[:3], width), indices.stride())
 
 
-def _compressed_options(q: Tensor, v: Tensor) -> dict[str, Any]:
-    return {"BLOCKS_ARE_CONTIGUOUS": True} | ({"fwd_num_warps": 8} if _is_small(q, v) else {})
-
-
-def _window_options(q: Tensor, v: Tensor) -> dict[str, Any]:
-    if not _is_small(q, v):
+def _dense_options(q: Tensor, v: Tensor) -> dict[str, Any]:
+    """Choose smaller tiles for backward, and more warps, where the default ones spill registers."""
+    if q.dtype.itemsize > 2 or max(q.shape[-1], v.shape[-1]) > 128:
         return {}
     tiles = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64}
     return tiles | {"fwd_num_warps": 8, "bwd_num_warps": 8, "bwd_num_stages": 2}
 
 
-def _is_small(q: Tensor, v: Tensor) -> bool:
-    """Say whether FlexAttention's default tiles are its largest: those spill registers."""
-    return q.dtype.itemsize == 2 and max(q.shape[-1], v.shape[-1]) <= 128
+def _row_tile(groups: int) -> int:
+    """Round up to the 16 rows of a tensor core; by comparison, so that a compiler gets a constant."""
+    return next(rows for rows in range(16, groups + 16, 16) if rows >= groups)
+
+
+def _largest_tile(size: int) -> int:
+    """Find the largest power of two that divides ``size``; by comparison, so that a compiler gets a constant."""
+    return next(tile for tile in (64, 32, 16) if size % tile == 0)
 
 
 def _selected_options(rows: int, keys: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -221,7 +245,7 @@ def _selected_options(rows: int, keys: int, dtype: torch.dtype) -> dict[str, Any
     Such tiles are small: one warp each, and many, beats fewer large programs. 4-byte numbers fill more registers.
     """
     warps = 1 if dtype.itemsize == 2 else 4
-    forward = {"fwd_BLOCK_M": rows & -rows, "fwd_BLOCK_N": min(keys & -keys, 64)}  # the powers of two in them
+    forward = {"fwd_BLOCK_M": _largest_tile(rows), "fwd_BLOCK_N": _largest_tile(keys)}
     backward = {"bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 16, "bwd_BLOCK_M2": 16, "bwd_BLOCK_N2": 16}
     launch = {"fwd_num_warps": warps, "fwd_num_stages": 2, "bwd_num_warps": warps, "bwd_num_stages": 3}
     return forward | backward | launch
@@ -231,10 +255,8 @@ def _interval_mask(
     build: Callable[..., BlockMask], q: Tensor, num_keys: int, positions: Positions | None, config: NSAConfig
 ) -> BlockMask:
     """Build the mask of a dense branch, or take it from the cache if it is that of a whole sequence."""
-    if positions is not None:
-        return build(positions, num_keys, config)
-    if torch.compiler.is_compiling():
-        return build(Positions.of_sequence(q.shape[2], q.device), num_keys, config)
+    if positions is not None or torch.compiler.is_compiling():
+        return build(positions, q.shape[2], num_keys, config, q.device)
     return _cached_mask(build, q.shape[2], num_keys, config, q.device)
 
 
@@ -243,16 +265,34 @@ def _cached_mask(
     build: Callable[..., BlockMask], seq_len: int, num_keys: int, config: NSAConfig, device: torch.device
 ) -> BlockMask:
     with torch.inference_mode(False):  # an inference tensor in the cache would break training later
-        return build(Positions.of_sequence(seq_len, device), num_keys, config)
+        return build(None, seq_len, num_keys, config, device)
 
 
-def _compressed_mask(positions: Positions, num_keys: int, config: NSAConfig) -> BlockMask:
-    return interval_block_mask(compressed_intervals(positions, config), num_keys, widths=None)
+def _compressed_mask(
+    positions: Positions | None, seq_len: int, num_keys: int, config: NSAConfig, device: torch.device
+) -> BlockMask:
+    length, stride = config.compress_block_size, config.compress_stride
+
+    def complete(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+        return kv_idx * stride + length - 1 <= q_idx
+
+    rows = positions or Positions.of_sequence(seq_len, device)
+    mask_mod = complete if positions is None else None
+    return interval_block_mask(compressed_intervals(rows, config), num_keys, widths=None, mask_mod=mask_mod)
 
 
-def _window_mask(positions: Positions, num_keys: int, config: NSAConfig) -> BlockMask:
-    widest = tiles_touched(TILE + config.window_size - 1, TILE)
-    return interval_block_mask(window_intervals(positions, config), num_keys, widths=(widest, widest))
+def _window_mask(
+    positions: Positions | None, seq_len: int, num_keys: int, config: NSAConfig, device: torch.device
+) -> BlockMask:
+    window = config.window_size
+
+    def recent(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+        return (kv_idx <= q_idx) & (q_idx < kv_idx + window)
+
+    rows = positions or Positions.of_sequence(seq_len, device)
+    mask_mod = recent if positions is None else None
+    widest = tiles_touched(TILE + window - 1, TILE)
+    return interval_block_mask(window_intervals(rows, config), num_keys, widths=(widest, widest), mask_mod=mask_mod)
 
 
 def _compile_once(branch: Callable[..., Result]) -> Callable[..., Result]:
@@ -261,7 +301,17 @@ def _compile_once(branch: Callable[..., Result]) -> Callable[..., Result]:
     FlexAttention must never run uncompiled: it then computes every score, and applies the mask function to tiles that
     were not selected. ``fullgraph`` makes that an error instead.
     """
-    return branch if torch.compiler.is_compiling() else _compiled(branch)
+    return branch if torch.compiler.is_compiling() else functools.partial(_call_compiled, branch)
+
+
+def _call_compiled(branch: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Result:
+    # Batch and lengths may vary from call to call. Heads, head dimensions and block sizes are architecture: tiles are
+    # chosen from them, so each choice is compiled anew.
+    for x in (q, k, v):
+        torch._dynamo.mark_static(x, 1)
+        torch._dynamo.mark_static(x, 3)
+    with torch._dynamo.config.patch(specialize_int=True):
+        return _compiled(branch)(q, k, v, *args)
 
 
 @functools.cache

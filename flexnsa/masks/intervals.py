@@ -36,7 +36,12 @@ class TileRanges:
 
 
 def interval_block_mask(
-    intervals: Intervals, num_keys: int, *, widths: tuple[int, int] | None, block_size: tuple[int, int] = (128, 128)
+    intervals: Intervals,
+    num_keys: int,
+    *,
+    widths: tuple[int, int] | None,
+    block_size: tuple[int, int] = (128, 128),
+    mask_mod: MaskMod | None = None,
 ) -> BlockMask:
     """Build the BlockMask of ``intervals`` with memory linear in queries and keys.
 
@@ -47,16 +52,17 @@ def interval_block_mask(
             (see :func:`tiles_touched`). With None, each list holds its first tile only: the tiles of a list are then
             consecutive, and a kernel told ``BLOCKS_ARE_CONTIGUOUS`` needs no more.
         block_size: queries and keys of a tile.
+        mask_mod: the same intervals as a formula, which costs a kernel less than to look the bounds up.
     """
     num_queries = intervals.hi.shape[-1]
-    intervals = Intervals(_stored(intervals.lo), _stored(intervals.hi))
+    intervals = Intervals(stored(intervals.lo), stored(intervals.hi))
     rows = _tiles_of_queries(intervals, num_keys, block_size)
     columns = _tiles_of_keys(intervals, num_keys, block_size)
     if widths is None:
         kv_lists, q_lists = _consecutive_lists(rows), _consecutive_lists(columns)
     else:
         kv_lists, q_lists = _compact_lists(rows, widths[0]), _compact_lists(columns, widths[1])
-    return BlockMask((num_queries, num_keys), *kv_lists, *q_lists, block_size, interval_mask_mod(intervals))
+    return BlockMask((num_queries, num_keys), *kv_lists, *q_lists, block_size, mask_mod or interval_mask_mod(intervals))
 
 
 def interval_mask_mod(intervals: Intervals) -> MaskMod:
@@ -82,7 +88,7 @@ def tiles_touched(length: int, tile: int) -> int:
     return (length + tile - 2) // tile + 1
 
 
-def _stored(table: Tensor) -> Tensor:
+def stored(table: Tensor) -> Tensor:
     """Have a compiler compute ``table`` once, in memory.
 
     Inductor would evaluate its formula anew wherever it is read, mask_mod included, and fails to simplify quotients of

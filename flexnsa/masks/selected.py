@@ -12,7 +12,6 @@ the bin of that boundary for itself. However many documents there are, two bins 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks
-from flexnsa.masks.intervals import MaskMod, by_query
+from flexnsa.masks.intervals import MaskMod, by_query, stored
 from flexnsa.masks.positions import Positions
 
 
@@ -71,13 +70,8 @@ def selected_mask(
         num_bins = 2 * blocks
         bins, first = _bins(block_indices, positions, size)
 
-    copies = _balance(
-        torch.where(valid, bins, num_bins),
-        num_bins,
-        capacity=size * num_selected,
-        multiple=128 // math.gcd(128, size),  # whole 128s of keys let the kernels skip their bounds checks
-    )
-    first = first.flatten(-2).gather(-1, copies.first_pair)
+    copies = _balance(torch.where(valid, bins, num_bins), num_bins, capacity=size * num_selected)
+    first = stored(first.flatten(-2).gather(-1, copies.first_pair))
     tokens = first[..., None] + torch.arange(size, dtype=torch.int32, device=first.device)
     block_mask = BlockMask(
         seq_lengths=(num_queries * rows, first.shape[-1] * size),
@@ -106,33 +100,30 @@ def _bins(block_indices: Tensor, positions: Positions, size: int) -> tuple[Tenso
     return 2 * run + crossing.int(), torch.where(crossing, block_start, run * size)
 
 
-def _balance(bins: Tensor, num_bins: int, capacity: int, multiple: int) -> _Copies:
+def _balance(bins: Tensor, num_bins: int, capacity: int) -> _Copies:
     """Split every bin into copies of at most ``capacity`` queries, in the order of the queries.
 
     Args:
         bins: int32 ``(B, Hkv, T, n)`` in ``[0, num_bins]``; ``num_bins`` marks a pair that selects nothing.
         num_bins: ``bins`` bins need at most ``num_bins + T * n // capacity`` copies.
         capacity: the longest list of queries that any copy gets.
-        multiple: the number of copies ``V`` is rounded up to a multiple of it.
     """
     num_selected = bins.shape[-1]
     pairs = bins.flatten(-2)
     num_pairs = pairs.shape[-1]
     num_copies = num_bins + num_pairs // capacity
-    num_copies += -num_copies % multiple
+    num_copies = -(-num_copies // 8) * 8  # makes a multiple of 128 keys, which saves the kernels their bounds checks
 
     # One stable sort puts the pairs of a bin side by side, queries ascending.
-    sorted_bins, order = pairs.sort(dim=-1, stable=True)
-    order = order.int()
-    edges = torch.arange(num_bins + 1, dtype=torch.int32, device=bins.device)
-    bin_start = torch.searchsorted(sorted_bins, edges.expand(*pairs.shape[:-1], -1).contiguous(), out_int32=True)
-    bin_count = bin_start.diff(dim=-1)
+    order = pairs.sort(dim=-1, stable=True).indices.int()
+    bin_count = _count(pairs, num_bins + 1)[..., :num_bins]
+    bin_start = bin_count.cumsum(-1, dtype=torch.int32) - bin_count
     bin_copies = (bin_count + capacity - 1) // capacity
-    copy_end = bin_copies.cumsum(-1, dtype=torch.int32)
-    copy_start = copy_end - bin_copies
+    copy_start = bin_copies.cumsum(-1, dtype=torch.int32) - bin_copies
 
-    copy = torch.arange(num_copies, dtype=torch.int32, device=bins.device).expand(*pairs.shape[:-1], -1).contiguous()
-    bin_of_copy = torch.searchsorted(copy_end, copy, right=True, out_int32=True).clamp_max(num_bins - 1).long()
+    # The bin of a copy is the last that starts at or before it.
+    copy = torch.arange(num_copies, dtype=torch.int32, device=bins.device)
+    bin_of_copy = _count(copy_start, num_copies).cumsum(-1) - 1
     used_before = (copy - copy_start.gather(-1, bin_of_copy)) * capacity
     num_queries = (bin_count.gather(-1, bin_of_copy) - used_before).clamp(0, capacity)
     offset = bin_start.gather(-1, bin_of_copy) + used_before
@@ -151,6 +142,12 @@ def _balance(bins: Tensor, num_bins: int, capacity: int, multiple: int) -> _Copi
     # Pairs that select nothing stand in the unused tail of their row; keep them in range all the same.
     of_pair = of_pair.clamp(0, num_copies - 1).unflatten(-1, bins.shape[-2:])
     return _Copies(of_pair, first_pair, num_queries, queries)
+
+
+def _count(values: Tensor, length: int) -> Tensor:
+    """Count how often each of ``0 .. length - 1`` occurs along the last dimension."""
+    zeros = torch.zeros(*values.shape[:-1], length, dtype=torch.int32, device=values.device)
+    return zeros.scatter_add(-1, values.long(), torch.ones_like(values))
 
 
 def _causal(first: Tensor, size: int, rows: int) -> MaskMod:

@@ -1,0 +1,116 @@
+"""Copies, bins and lists reach the keys that were selected, each once, and none that was not, in either direction."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from expand import mask_bytes, pairs_by_columns, pairs_by_rows
+from torch import Tensor
+
+from flexnsa.config import NSAConfig
+from flexnsa.masks.positions import Positions
+from flexnsa.masks.selected import SelectedMask, selected_mask
+
+CONFIG = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4)
+
+
+def positions_of(token: Tensor, start: Tensor) -> Positions:
+    token, start = (x.int().view(-1, x.shape[-1]) for x in (token, start))
+    return Positions(token, start, torch.zeros_like(start))
+
+
+def random_blocks(batch: int, heads: int, token: Tensor, start: Tensor, config: NSAConfig) -> Tensor:
+    """Any blocks of the query's own document up to its own, any number of them up to n."""
+    chosen = torch.full((batch, heads, len(token), config.num_selected_blocks), -1, dtype=torch.int32)
+    for row in chosen.flatten(0, 1):
+        for t in range(len(token)):
+            candidates = int(token[t] - start[t]) // config.select_block_size + 1
+            count = min(int(torch.randint(0, config.num_selected_blocks + 1, ())), candidates)
+            row[t, :count] = torch.randperm(candidates)[:count].sort().values
+    return chosen
+
+
+def definition(blocks: Tensor, token: Tensor, start: Tensor, num_keys: int, config: NSAConfig) -> Tensor:
+    """Block ``j`` of a query holds tokens ``[start + j*l', start + (j+1)*l')``, seen up to the query's own."""
+    s = torch.arange(num_keys)
+    first = (start[:, None] + blocks * config.select_block_size)[..., None]
+    inside = (first <= s) & (s < first + config.select_block_size) & (blocks >= 0)[..., None]
+    return (inside & (s <= token[:, None, None])).sum(-2).int()
+
+
+def reached(selected: SelectedMask, pairs: Tensor, rows: int, num_keys: int) -> Tensor:
+    """Count pairs per token instead of per gathered key; all rows of a query must agree."""
+    per_query = pairs.unflatten(2, (-1, rows))
+    assert (per_query == per_query[:, :, :, :1]).all()
+    tokens = selected.tokens[:, :, None].expand(-1, -1, per_query.shape[2], -1)
+    found = torch.zeros(*tokens.shape[:3], num_keys, dtype=torch.int32)
+    return found.scatter_add(-1, tokens.long(), per_query[:, :, :, 0])
+
+
+def check(blocks: Tensor, positions: Positions | None, want: Tensor, rows: int, config: NSAConfig) -> None:
+    num_keys = want.shape[-1]
+    selected = selected_mask(blocks, positions, num_keys, rows=rows, config=config)
+    for pairs in (pairs_by_rows(selected.block_mask), pairs_by_columns(selected.block_mask)):
+        assert torch.equal(reached(selected, pairs, rows, num_keys), want)
+
+
+@pytest.mark.parametrize("seq_len", [1, 15, 16, 17, 100])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_whole_sequence(seq_len: int, rows: int) -> None:
+    token, start = torch.arange(seq_len), torch.zeros(seq_len, dtype=torch.long)
+    blocks = random_blocks(2, 2, token, start, CONFIG)
+    want = definition(blocks, token, start, seq_len, CONFIG)
+    check(blocks, None, want, rows, CONFIG)
+    check(blocks, positions_of(token, start), want, rows, CONFIG)
+
+
+@pytest.mark.parametrize("lengths", [[100], [10, 3, 17, 1, 5, 16, 16, 2, 30], [1] * 40, [5, 60, 35], [33, 33, 34]])
+def test_documents_that_start_anywhere(lengths: list[int]) -> None:
+    ends = torch.tensor(lengths).cumsum(0)
+    token = torch.arange(sum(lengths))
+    start = (ends - torch.tensor(lengths)).repeat_interleave(torch.tensor(lengths))
+    blocks = random_blocks(2, 2, token, start, CONFIG)
+    check(blocks, positions_of(token, start), definition(blocks, token, start, len(token), CONFIG), 2, CONFIG)
+
+
+def test_queries_at_the_end_of_the_keys() -> None:
+    """As in decoding with a cache: few queries, many keys, of which the last are not written yet."""
+    token, start = torch.tensor([70, 71, 72]), torch.zeros(3, dtype=torch.long)
+    blocks = random_blocks(1, 2, token, start, CONFIG)
+    check(blocks, positions_of(token, start), definition(blocks, token, start, 90, CONFIG), 1, CONFIG)
+
+
+@pytest.mark.parametrize("seq_len", [64, 1000, 4096])
+def test_no_list_is_longer_than_the_capacity(seq_len: int) -> None:
+    """Worst case: every query selects block 0, which a plain transpose makes one loop over the whole sequence."""
+    blocks = torch.full((1, 1, seq_len, CONFIG.num_selected_blocks), -1, dtype=torch.int32)
+    blocks[..., 0] = 0
+    mask = selected_mask(blocks, None, seq_len, rows=16, config=CONFIG).block_mask
+    assert mask.q_num_blocks is not None
+    assert mask.q_num_blocks.sum() == seq_len
+    assert mask.q_num_blocks.max() == min(seq_len, CONFIG.select_block_size * CONFIG.num_selected_blocks)
+
+
+def test_lists_name_queries_in_order() -> None:
+    """So that sums over them round the same way in every run."""
+    token, start = torch.arange(500), torch.zeros(500, dtype=torch.long)
+    blocks = random_blocks(1, 2, token, start, CONFIG)
+    mask = selected_mask(blocks, None, 500, rows=1, config=CONFIG).block_mask
+    assert mask.q_num_blocks is not None
+    assert mask.q_indices is not None
+    used = torch.arange(1, mask.q_indices.shape[-1]) < mask.q_num_blocks[..., None]
+    assert (mask.q_indices.diff(dim=-1) > 0)[used].all()
+
+
+def test_bytes_are_linear_in_the_sequence() -> None:
+    config = NSAConfig()
+
+    def size(seq_len: int) -> int:
+        blocks = torch.arange(seq_len)[:, None] // 64 - torch.arange(16).flip(0)
+        blocks = torch.where(blocks < 0, -1, blocks).sort(-1, descending=False).values.int()
+        selected = selected_mask(blocks[None, None], None, seq_len, rows=16, config=config)
+        return mask_bytes(selected.block_mask) + selected.tokens.untyped_storage().nbytes()
+
+    assert math.log2(size(2**15) / size(2**14)) <= 1.05
