@@ -9,6 +9,8 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
+
 
 def add_config_options(
     parser: argparse.ArgumentParser, title: str, config_class: type, skip: tuple[str, ...] = ()
@@ -33,6 +35,17 @@ def config_options(arguments: argparse.Namespace, config_class: type, skip: tupl
 def option_name(field_name: str) -> str:
     """Give ``--seq-len`` for ``seq_len``."""
     return "--" + field_name.replace("_", "-")
+
+
+def device(name: str) -> torch.device:
+    """Read a ``--device``; without CUDA, no device of it."""
+    try:
+        found = torch.device(name)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"expected a device such as cpu or cuda:0, got {name!r}") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"expected a device of this machine, got {name!r}, but there is no CUDA here")
+    return found
 
 
 @contextmanager

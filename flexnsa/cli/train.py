@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from flexnsa.cli.options import add_config_options, config_options, reported_by, require
+from flexnsa.cli.options import add_config_options, config_options, device, reported_by, require
 from flexnsa.config import NSAConfig
 from flexnsa.models import PRESETS, DecoderConfig, DecoderLM
 from flexnsa.training import TRAIN_PRESETS, TrainConfig, Trainer, read_corpus, run
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder of the log and the checkpoint")
     parser.add_argument("--preset", choices=PRESETS, default="small", help="default: %(default)s")
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=_device, default=default_device, help="default: %(default)s")
+    parser.add_argument("--device", type=device, default=default_device, help="default: %(default)s")
     parser.add_argument("--compile", action="store_true", help="run the model through torch.compile")
     parser.add_argument(
         "--checkpointing",
@@ -51,16 +51,6 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> N
         stopped_by = run(trainer, arguments.out)
     if stopped_by is not None:
         raise SystemExit(128 + stopped_by)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"expected a device such as cpu or cuda:0, got {name!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError(f"expected a device of this machine, got {name!r}, but there is no CUDA here")
-    return device
 
 
 def _model_config(arguments: argparse.Namespace) -> DecoderConfig:

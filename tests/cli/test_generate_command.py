@@ -1,0 +1,84 @@
+"""``flexnsa generate``: what the model writes is what is printed, as it comes, and wrong options are named."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from flexnsa import NSAConfig
+from flexnsa.cli import main
+from flexnsa.models import DecoderConfig, DecoderLM, Sampling
+
+NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
+CONFIG = DecoderConfig(dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, nsa=NSA)
+
+
+@pytest.fixture
+def model() -> DecoderLM:
+    return DecoderLM(CONFIG).eval()
+
+
+@pytest.fixture
+def checkpoint(model: DecoderLM, tmp_path: Path) -> Path:
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    save_file(tensors, tmp_path / "checkpoint.safetensors", metadata={"model": json.dumps(CONFIG.to_dict())})
+    return tmp_path
+
+
+def generate(checkpoint: Path, options: str) -> None:
+    main(["generate", "--checkpoint", str(checkpoint), "--device", "cpu", "--prompt", "zürich", *options.split()])
+
+
+def test_it_prints_the_prompt_and_what_the_model_adds(
+    model: DecoderLM, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+):
+    prompt = "zürich".encode()
+    (added,) = model.generate(torch.tensor([list(prompt)]), 40, sampling=Sampling(top_k=90, temperature=1.5), seed=4)
+    for path in (checkpoint, checkpoint / "checkpoint.safetensors"):
+        generate(path, "--max-new-tokens 40 --top-k 90 --temperature 1.5 --seed 4")
+        printed = capsys.readouterr()
+        assert printed.out == (prompt + bytes(added)).decode(errors="replace") + "\n"
+        assert printed.err.startswith("40 bytes in ")
+
+
+def test_it_ends_at_a_stop_character(model: DecoderLM, checkpoint: Path, capsys: pytest.CaptureFixture[str]):
+    (added,) = model.generate(torch.tensor([list("zürich".encode())]), 200)
+    stop = next(byte for byte in added if 32 < byte < 127)
+    generate(checkpoint, f"--max-new-tokens 200 --stop {chr(stop)}")
+    assert capsys.readouterr().err.startswith(f"{added.index(stop)} bytes in ")
+
+
+def test_it_streams(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    class Screen(io.StringIO):
+        flushes = 0
+
+        def flush(self) -> None:
+            self.flushes += 1
+
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    generate(checkpoint, "--max-new-tokens 30")
+    assert screen.flushes >= 30
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--checkpoint /nowhere", "argument --checkpoint: expected a checkpoint of `flexnsa train`, got '/nowhere'"),
+        ("--temperature -1", "argument --temperature: expected at least 0, got -1.0"),
+        ("--top-k 0", "argument --top-k: expected at least 1, got 0"),
+        ("--top-p 2", "argument --top-p: expected more than 0 and at most 1, got 2.0"),
+        ("--max-new-tokens 0", "argument --max-new-tokens: expected at least 1, got 0"),
+        ("--prompt=", "argument --prompt: expected at least one character, got none"),
+        ("--device abacus", "argument --device: expected a device such as cpu or cuda:0, got 'abacus'"),
+    ],
+)
+def test_wrong_options_are_named(options: str, message: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as leaving:
+        generate(checkpoint, options)
+    assert leaving.value.code == 2
+    assert message in capsys.readouterr().err
