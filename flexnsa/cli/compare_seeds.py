@@ -25,7 +25,7 @@ ABOUT = """\
 keeps for backward; nothing has been freed, nothing is counted twice. 'Peak' is the most it had handed out at any moment
 of forward and backward, gradients included. Both are the allocator's own count (on a CPU: summed from the profiler's
 events), the same quantity as the figures of the earlier system. 'Resident' is what the operating system counts for a
-second process that does the same work unobserved: it adds the libraries' buffers and what the C library holds back."""
+second process that does the same work unobserved: it adds the libraries' own buffers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
