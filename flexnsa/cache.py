@@ -198,8 +198,8 @@ class NSACache:
         self.buffers[name][self._rows, :, step.slots[_kind(name)]] = rows.transpose(1, 2)
 
     def all(self, name: str) -> Tensor:
-        """Give a full buffer, slots of the future included; those hold anything finite."""
-        return self.buffers[name][:, :, :-1]
+        """Give a full buffer; the slots of the future and the spare one, seen by no query, hold anything finite."""
+        return self.buffers[name]
 
     def extend(self, name: str, rows: Tensor, step: Step) -> Tensor:
         """Give the tokens that a step looks back at and its own behind them, in order; put its own into the ring."""
@@ -217,6 +217,7 @@ class NSACache:
         """Forget everything."""
         self.lengths.zero_()
         self.reached.zero_()
+        self._clear_spare_slots()
 
     def crop(self, lengths: int | Tensor) -> None:
         """Go back to the first tokens of each row: ``lengths``, one for all or int ``(B,)``.
@@ -241,6 +242,7 @@ class NSACache:
             )
         self.lengths.copy_(wanted)
         self.reached.masked_fill_(wanted == 0, 0)
+        self._clear_spare_slots()
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row ``b`` by what row ``rows[b]`` was, as beam search does; ``rows`` int ``(B,)``."""
@@ -269,6 +271,11 @@ class NSACache:
 
     def _state(self) -> dict[str, Tensor]:
         return {**self.buffers, "lengths": self.lengths, "reached": self.reached}
+
+    def _clear_spare_slots(self) -> None:
+        """Nobody sees them, but not a number times a probability of 0 is not a number."""
+        for buffer in self.buffers.values():
+            buffer[:, :, -1] = 0
 
     def _check_room(self, num_tokens: int, lengths: Tensor | None, end: Tensor) -> None:
         if lengths is not None and not ((lengths >= 0) & (lengths <= num_tokens)).all():

@@ -7,6 +7,7 @@ queries. For a few, as in decoding, it is less than any loop over blocks costs, 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -18,13 +19,17 @@ def gathered_attention(
     Arguments and result are those of :func:`flexnsa.attention.key_major.selected_attention`.
     """
     key, visible = _selected_keys(block_indices, token, start, block_size)
-    key = torch.where(visible, key, 0)
-    row = torch.arange(k.shape[0], device=k.device)[:, None, None, None]
-    head = torch.arange(k.shape[1], device=k.device)[:, None, None]
+    head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)
+    row = torch.where(visible, key, 0) + head * k.shape[2]
     q_BKTGD = q.unflatten(1, (k.shape[1], -1)).transpose(2, 3)
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = _attend(q_BKTGD, k[row, head, key], v[row, head, key], visible[..., None, :], scale)
+        out, lse = _attend(q_BKTGD, _rows(k, row), _rows(v, row), visible[..., None, :], scale)
     return out.transpose(2, 3).flatten(1, 2), lse.transpose(2, 3).flatten(1, 2)
+
+
+def _rows(x: Tensor, row: Tensor) -> Tensor:
+    """Gather rows of ``x (B, Hkv, S, D)``, numbered through; an embedding copies them whole."""
+    return F.embedding(row, x.reshape(-1, x.shape[-1]))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
