@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexnsa.attention import reference, sdpa
+from flexnsa.attention import flex_cached, reference, sdpa
 from flexnsa.checks import check_choice, check_tensor, check_type, describe
 from flexnsa.config import NSAConfig
 from flexnsa.gating import combine
@@ -18,6 +18,8 @@ from flexnsa.masks.positions import Positions
 from flexnsa.scoring import block_scores, group_probabilities
 
 IMPLEMENTATIONS: dict[str, Any] = {"sdpa": sdpa, "reference": reference}
+CACHED_IMPLEMENTATIONS: dict[str, Any] = IMPLEMENTATIONS | {"flex": flex_cached}
+"""Where the keys are a cache."""
 
 
 class NSAAux(NamedTuple):
@@ -348,12 +350,12 @@ def sliding_window_attention(
     return implementation(impl, q).sliding_window_attention(q, k, v, positions, config=config, scale=_scale(q, scale))
 
 
-def implementation(impl: str, q: Tensor) -> Any:
+def implementation(impl: str, q: Tensor, *, cached: bool = False) -> Any:
     """Choose the module that computes the branches, the one place where that is decided."""
     check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
     if impl == "auto":
         impl = "flex" if q.device.type == "cuda" else "sdpa"
-    return IMPLEMENTATIONS[impl]
+    return (CACHED_IMPLEMENTATIONS if cached else IMPLEMENTATIONS)[impl]
 
 
 def _positions(q: Tensor, document_ids: Tensor | None, config: NSAConfig) -> Positions | None:

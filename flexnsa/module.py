@@ -195,7 +195,7 @@ class NativeSparseAttention(nn.Module):
             kept["k_win"] = cache.extend("k_win", rotate(k["win"], token, base), step)
             kept["v_win"] = cache.extend("v_win", v["win"], step)
         out, aux = attend(
-            implementation(self.impl, q),
+            implementation(self.impl, q, cached=True),
             q,
             kept.get("k_slc"),
             kept.get("v_slc"),

@@ -13,7 +13,8 @@ import torch
 from cases import SMALL
 from torch import Tensor
 
-from flexnsa import NativeSparseAttention, NSACache, NSAConfig, functional
+from flexnsa import NativeSparseAttention, NSACache, NSAConfig
+from flexnsa.attention import sdpa
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.reads import ReadCounter
 
@@ -74,13 +75,13 @@ def _one_thread() -> Any:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The blocks that each call selects from now on."""
     recorded: list[Tensor] = []
-    select_blocks = functional.IMPLEMENTATIONS["sdpa"].select_blocks
+    select_blocks = sdpa.select_blocks
 
     def record(*args: Any, **kwargs: Any) -> Tensor:
         recorded.append(select_blocks(*args, **kwargs))
         return recorded[-1]
 
-    monkeypatch.setattr(functional.IMPLEMENTATIONS["sdpa"], "select_blocks", record)
+    monkeypatch.setattr(sdpa, "select_blocks", record)
     return recorded
 
 

@@ -1,0 +1,66 @@
+"""``flex`` where the keys are a cache: few queries, each row one sequence from token 0, no backward.
+
+The heads of a group are folded into rows in all branches, because they share their keys and a tile has room. Selected
+blocks are read where they lie: nothing is gathered, and no list of the queries of a block is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexnsa.attention import flex
+from flexnsa.attention.flex import Result, select_blocks
+from flexnsa.config import NSAConfig
+from flexnsa.masks.cached import cached_selected_mask
+from flexnsa.masks.positions import Positions
+
+__all__ = ["compressed_attention", "select_blocks", "selected_attention", "sliding_window_attention"]
+
+
+def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, **sizes: Any) -> Result:
+    """As :func:`flexnsa.attention.flex.compressed_attention`."""
+    return _folded(flex.compressed_attention, q, k_cmp, v_cmp, positions, sizes)
+
+
+def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, positions: Positions, **sizes: Any) -> Result:
+    """As :func:`flexnsa.attention.flex.sliding_window_attention`."""
+    return _folded(flex.sliding_window_attention, q, k, v, positions, sizes)
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, positions: Positions, *, config: NSAConfig, scale: float
+) -> Result:
+    """As :func:`flexnsa.attention.flex.selected_attention`, for positions that all start at 0."""
+    flex._check(q, k, v)
+    return flex._compile_once(_selected)(q, k, v, block_indices, positions.token, config, scale)
+
+
+def _selected(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, token: Tensor, config: NSAConfig, scale: float
+) -> Result:
+    groups = q.shape[1] // k.shape[1]
+    rows = -(-groups // 16) * 16 if q.is_cuda else groups  # tensor cores want 16 rows, a CPU any number
+    mask = cached_selected_mask(block_indices, token, k.shape[2], rows=rows, config=config)
+    options = flex._selected_options(*mask.BLOCK_SIZE, q.dtype)
+    out, lse = flex._attend(_fold(q, rows, groups), k, v, mask, scale, options)
+    return flex._unfold(out, rows, groups), None if lse is None else flex._unfold(lse, rows, groups)
+
+
+def _folded(attention: Any, q: Tensor, k: Tensor, v: Tensor, positions: Positions, sizes: dict[str, Any]) -> Result:
+    """Attend with the heads of a group as queries at the same place, as long as they fit a tile."""
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1 or groups * q.shape[2] > flex.TILE:
+        return attention(q, k, v, positions, **sizes)
+    places = (positions.token, positions.start, positions.cmp_start)
+    positions = Positions(*(x.repeat_interleave(groups, dim=1) for x in places))
+    out, lse = attention(_fold(q, groups, groups), k, v, positions, **sizes)
+    return flex._unfold(out, groups, groups), None if lse is None else flex._unfold(lse, groups, groups)
+
+
+def _fold(q: Tensor, rows: int, groups: int) -> Tensor:
+    """Lay the heads of a group below each other: ``(B, Hq, T, D)`` to ``(B, Hkv, T * rows, D)``."""
+    grouped = q.unflatten(1, (-1, groups)).transpose(2, 3)
+    return F.pad(grouped, (0, 0, 0, rows - groups)).flatten(2, 3)
