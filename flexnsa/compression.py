@@ -17,17 +17,19 @@ from flexnsa.geometry import num_compressed
 
 
 def _segments(x: Tensor, config: NSAConfig) -> Tensor:
-    """Cut the tokens that blocks cover into segments of ``d``, ``(B, Hkv, N + l/d - 1, d, D)``, or none at all."""
-    count = num_compressed(x.shape[2], config)
-    used = (count - 1) * config.compress_stride + config.compress_block_size if count else 0
-    return x[:, :, :used].unflatten(2, (used // config.compress_stride, config.compress_stride))
+    """Cut the tokens into segments of ``d``, ``(B, Hkv, S // d + 1, d, D)``; the last is filled up with zeros.
+
+    With two segments of padding no slice ever takes a whole dimension: one that sometimes did would cost a compiler of
+    dynamic lengths a second graph.
+    """
+    stride = config.compress_stride
+    count = x.shape[2] // stride + 1
+    return F.pad(x, (0, 0, 0, 2 * stride))[:, :, : count * stride].unflatten(2, (count, stride))
 
 
-def _add_neighbours(parts: Tensor) -> Tensor:
-    """Sum the segments of each block: ``parts[..., s, p, :]`` is segment ``s`` taken as part ``p`` of a block."""
-    segments, size = parts.shape[-3:-1]
-    count = max(0, segments - size + 1)
-    first, *others = (parts[..., p : p + count, p, :] for p in range(size))
+def _add_neighbours(parts: Tensor, count: int) -> Tensor:
+    """Sum the segments of each of ``count`` blocks: ``parts[..., s, p, :]`` is segment ``s`` as part ``p`` of a block."""
+    first, *others = (parts[..., p : p + count, p, :] for p in range(parts.shape[-2]))
     return sum(others, first)
 
 
@@ -54,7 +56,8 @@ class MeanCompressor(nn.Module):
             return _blocks(x, first_tokens, self.config).mean(3)
         size = self.config.compress_block_size // self.config.compress_stride
         means = _segments(x, self.config).mean(3)
-        return _add_neighbours(means.unsqueeze(-2).expand(*means.shape[:-1], size, -1)) / size
+        parts = means.unsqueeze(-2).expand(*means.shape[:-1], size, -1)
+        return _add_neighbours(parts, num_compressed(x.shape[2], self.config)) / size
 
     def reset_parameters(self) -> None:
         """Do nothing: there is nothing to draw."""
@@ -125,7 +128,7 @@ class _BlockLinear(nn.Module):
         parts = self.config.compress_block_size // self.config.compress_stride
         weight = self.weight.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)  # (parts * out, d * D)
         mapped = F.linear(_segments(x, self.config).flatten(3), weight).unflatten(-1, (parts, -1))
-        return _add_neighbours(mapped) + position
+        return _add_neighbours(mapped, num_compressed(x.shape[2], self.config)) + position
 
 
 COMPRESSORS = {"mean": MeanCompressor, "linear": LinearCompressor, "mlp": MLPCompressor}
