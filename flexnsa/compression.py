@@ -28,7 +28,7 @@ def _segments(x: Tensor, config: NSAConfig) -> Tensor:
 
 
 def _add_neighbours(parts: Tensor, count: int) -> Tensor:
-    """Sum the segments of each of ``count`` blocks: ``parts[..., s, p, :]`` is segment ``s`` as part ``p`` of a block."""
+    """Sum the segments of ``count`` blocks: ``parts[..., s, p, :]`` is segment ``s`` as part ``p`` of a block."""
     first, *others = (parts[..., p : p + count, p, :] for p in range(parts.shape[-2]))
     return sum(others, first)
 
