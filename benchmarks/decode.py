@@ -61,6 +61,7 @@ class SparseStep:
             buffer.normal_()
         self.context = context
         self.cache.lengths.fill_(context)
+        torch.compiler.reset()
         self.step = torch.compile(self.layer, fullgraph=True) if compiled else self.layer
         self.q = torch.randn(1, MODEL.num_heads, 1, MODEL.head_dim)
         self.gates = torch.rand(1, MODEL.num_heads, 1, 3)
@@ -201,12 +202,13 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024 * 2**power for power in range(7)])
     parser.add_argument("--rounds", type=int, default=30, help="turns of each contestant; default: %(default)s")
     parser.add_argument("--impl", choices=("sdpa", "flex"), default="sdpa", help="default: %(default)s")
-    parser.add_argument("--compile", action="store_true", help="run the NSA layer through torch.compile")
+    parser.add_argument("--compile", action="store_true", help="the NSA layer as one graph, never compiled twice")
     parser.add_argument("--growth-steps", type=int, default=1000, help="steps to watch the memory of; 0: none")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
+    torch._dynamo.config.error_on_recompile = True
     torch.manual_seed(0)
     points = [measure(context, arguments) for context in arguments.contexts]
     print(table(points))

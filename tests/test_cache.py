@@ -429,6 +429,21 @@ class TestCompiled:
             out = torch.cat([step(part, cache=cache) for part in x[:, 20:].split(1, dim=1)], dim=1)
         assert_equal_to_whole(out, whole[:, 20:])
 
+    def test_flex_steps_never_recompile_even_after_a_prefill_by_another_implementation(self) -> None:
+        """Each branch compiles itself, once, for rows of any length."""
+        layer = make_layer()
+        x = tokens(2, 84)
+        whole = layer(x)
+        cache = layer.new_cache(2, 90)
+        layer(x[:, :20], cache=cache, lengths=torch.tensor([20, 7]))
+        layer.impl = "flex"
+        torch.compiler.reset()
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+            for at in range(64):
+                now = torch.stack([x[0, 20 + at], x[1, 7 + at]])[:, None]
+                out = layer(now, cache=cache)
+                assert_equal_to_whole(out[:, 0], torch.stack([whole[0, 20 + at], whole[1, 7 + at]]))
+
     def test_a_step_beyond_the_end_cannot_raise_and_is_not_a_number(self) -> None:
         layer = make_layer()
         cache = layer.new_cache(2, 30)
