@@ -5,7 +5,7 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types bench ci clean
+.PHONY: help demo test lint format types bench bench-smoke bench-gpu record plots ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -27,8 +27,23 @@ format: .venv/.installed  ## apply the formatting
 types: .venv/.installed  ## check the type hints
 	$(BIN)/pyright
 
-bench: .venv/.installed  ## measure on a GPU: correctness, then time and memory beside dense attention
+bench: .venv/.installed  ## time and memory of NSA and its phases beside dense attention, under 10 minutes on two cores
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest benchmarks --benchmark-autosave
+
+bench-smoke: .venv/.installed  ## do the benchmarks run? The smallest size, once
+	$(BIN)/python -m pytest benchmarks --smoke
+
+bench-gpu: .venv/.installed  ## measure on a GPU: correctness, then time and memory beside dense attention
 	$(BIN)/python -m benchmarks.gpu
+
+# On a quiet machine, an hour of two cores. Each command alone can be stopped and run again.
+record: .venv/.installed  ## measure what the plots show of a CPU: memory, throughput, the earlier system's work
+	OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks.cpu_throughput
+	$(BIN)/python -m benchmarks.memory_training --device cpu
+	$(BIN)/python -m flexnsa compare-seeds --device cpu --rows memory time train large-5-8192 large-5-16384 --out benchmarks/results/compare_seeds.json
+
+plots: .venv/.installed  ## draw every figure whose measurements are recorded in benchmarks/results
+	$(BIN)/python -m plots
 
 ci: .ci/run  ## what continuous integration runs
 	$<

@@ -30,18 +30,17 @@ from flexnsa.cli.table import format_table
 
 CUDA = Setting(num_heads=12, num_kv_heads=2, head_dim=64)
 NAMES = ("NSA", "flash SDPA", "math SDPA", "dense Flex")
+MAKERS = WHOLE | PHASES
 QUANTITIES = ("saved_mib", "peak_mib", "resident_mib")
 
 
-def allocated(progress: Callable[[str], object], name: str, length: int, device: str) -> dict[str, float]:
-    """One point by the allocator and by autograd, in MiB."""
-    setting = CPU if device == "cpu" else CUDA
+def allocated(progress: Callable[[str], object], name: str, length: int, setting: Setting) -> dict[str, float]:
+    """One point by the allocator and by autograd, in MiB; without a backward, forward alone."""
     torch.manual_seed(0)
-    if device == "cuda" or name == "dense Flex":
-        _run(WHOLE[name](setting, length))  # compiles, and takes what the libraries keep
-    with AllocatorProbe(device) as probe:
-        contestant = WHOLE[name](setting, length)
-        upstream = torch.ones_like(contestant.inputs[0])
+    if setting.device == "cuda" or name == "dense Flex":
+        _run(MAKERS[name](setting, length))  # compiles, and takes what the libraries keep
+    with AllocatorProbe(setting.device) as probe:
+        contestant = MAKERS[name](setting, length)
         probe.mark("inputs")
         progress("forward")
         with saved_for_backward([]) as saved:
@@ -49,7 +48,7 @@ def allocated(progress: Callable[[str], object], name: str, length: int, device:
         saved_bytes = saved.total
         probe.mark("forward")
         progress("backward")
-        gradients = torch.autograd.grad(out, contestant.differentiate, upstream)
+        gradients = _backward(contestant, out)
         probe.mark("backward")
         del gradients
         progress("summing up")
@@ -57,13 +56,13 @@ def allocated(progress: Callable[[str], object], name: str, length: int, device:
     return {"inputs_mib": probe.at["inputs"] / MIB, "saved_mib": saved_bytes / MIB, "peak_mib": most / MIB}
 
 
-def resident(progress: Callable[[str], object], name: str, length: int) -> dict[str, float]:
+def resident(progress: Callable[[str], object], name: str, length: int, setting: Setting = CPU) -> dict[str, float]:
     """The peak of the resident set above that before the inputs were made, in MiB."""
     torch.manual_seed(0)
-    _run(WHOLE[name](CPU, 128))  # code and workspaces that any length needs
+    _run(MAKERS[name](setting, 128))  # code and workspaces that any length needs
     probe = ResidentProbe()
     progress("forward and backward")
-    _run(WHOLE[name](CPU, length))
+    _run(MAKERS[name](setting, length))
     return {"resident_mib": probe.peak() / MIB}
 
 
@@ -156,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if options.device == "cpu" and name == "dense Flex":
                 point["label"] = "FlexAttention has no backward on a CPU"
             else:
-                point |= run_fresh(allocated, name, length, options.device, seconds=limit)
+                point |= run_fresh(allocated, name, length, setting, seconds=limit)
                 if options.device == "cpu" and "label" not in point:
                     point |= run_fresh(resident, name, length, seconds=limit)
             recording.add(point)
@@ -174,8 +173,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(contestant: Contestant) -> None:
-    out = contestant.function(*contestant.inputs)
-    torch.autograd.grad(out, contestant.differentiate, torch.ones_like(out))
+    _backward(contestant, contestant.function(*contestant.inputs))
+
+
+def _backward(contestant: Contestant, out: Any) -> tuple[torch.Tensor, ...]:
+    if not contestant.differentiate:
+        return ()
+    return torch.autograd.grad(out, contestant.differentiate, torch.ones_like(out))
 
 
 if __name__ == "__main__":
