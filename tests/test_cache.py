@@ -16,6 +16,8 @@ from torch import Tensor
 from flexnsa import NativeSparseAttention, NSACache, NSAConfig
 from flexnsa.attention import sdpa
 from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.memory import estimate_decoding
+from flexnsa.models import DecoderConfig, DenseAttention
 from flexnsa.reads import ReadCounter
 
 WINDOW = SMALL.window_size
@@ -372,6 +374,26 @@ class TestReads:
             counts.append(cache.reads.keys)
         assert [count["cmp"] // 2 for count in counts] == [num_compressed(n + 1, SMALL) for n in (160, 320, 640)]
         assert len({count["slc"] for count in counts}) == len({count["win"] for count in counts}) == 1
+
+
+class TestEstimator:
+    """The closed form of :mod:`flexnsa.memory` against real caches and counted reads."""
+
+    @pytest.mark.parametrize("branches", [*BRANCH_SETS, ("cmp", "win")], ids="+".join)
+    @pytest.mark.parametrize("seq_len", [3, 40, 95, 150, 201])
+    def test_bytes_of_the_cache_and_of_what_a_step_reads(self, seq_len: int, branches: tuple[str, ...]) -> None:
+        sizes = {"dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 12}
+        config = DecoderConfig(**sizes, nsa=SMALL, branches=branches)  # pyright: ignore[reportArgumentType]
+        estimate = estimate_decoding(config, seq_len=seq_len, batch_size=3, precision="fp32")
+        layer = make_layer(branches=branches)
+        cache = layer.new_cache(3, seq_len + 1)
+        decode(layer, tokens(3, seq_len), [seq_len], cache)
+        cache.reads = ReadCounter()
+        layer(tokens(3, 1), cache=cache)
+        assert estimate.cache_bytes == cache.num_bytes
+        assert estimate.bytes_read == sum(cache.reads.bytes.values())
+        dense = DenseAttention(32, 4, 2, 8, v_head_dim=12).new_cache(3, seq_len + 1)
+        assert estimate.dense_cache_bytes == dense.k.nbytes + dense.v.nbytes
 
 
 class TestOneStepTouches:
