@@ -77,7 +77,7 @@ class SparseStep:
         """The three branches and the selection alone."""
         cache, places, (k_win, v_win) = self.cache, self.places, self.window
         attend(
-            implementation(self.layer.impl, self.q),
+            implementation(self.layer.impl, self.q, cached=True),
             self.q,
             cache.all("k_slc"),
             cache.all("v_slc"),
@@ -95,7 +95,8 @@ class SparseStep:
     def reads(self, x: Tensor) -> ReadCounter:
         """Count what one step reads."""
         self.cache.reads = ReadCounter()
-        self(x)
+        self.layer(x, cache=self.cache)
+        self.cache.lengths.fill_(self.context)
         counter, self.cache.reads = self.cache.reads, None
         return counter
 
