@@ -12,6 +12,7 @@ the bin of that boundary for itself. However many documents there are, two bins 
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +60,7 @@ def selected_mask(
         rows: rows per query, at least the size of a head group.
         config: gives the block size.
     """
-    size = config.select_block_size
+    size = operator.index(config.select_block_size)  # a constant to a compiler; kernels are made for one block size
     num_queries, num_selected = block_indices.shape[-2:]
     valid = block_indices >= 0
     blocks = num_blocks(num_keys, config)
@@ -147,7 +148,9 @@ def _balance(bins: Tensor, num_bins: int, capacity: int) -> _Copies:
 def _count(values: Tensor, length: int) -> Tensor:
     """Count how often each of ``0 .. length - 1`` occurs along the last dimension."""
     zeros = torch.zeros(*values.shape[:-1], length, dtype=torch.int32, device=values.device)
-    return zeros.scatter_add(-1, values.long(), torch.ones_like(values))
+    # Ones that are computed: Triton's interpreter does not spread a constant over the addresses of an atomic addition.
+    ones = (values >= 0).int()
+    return zeros.scatter_add(-1, values.long(), ones)
 
 
 def _causal(first: Tensor, size: int, rows: int) -> MaskMod:

@@ -1,0 +1,156 @@
+"""FlexAttention on a CPU, compiled: each branch against a dense softmax in float64 with an explicit boolean mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexnsa.attention import flex
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import num_compressed
+from flexnsa.masks.positions import Positions
+
+CONFIG = NSAConfig(
+    compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24
+)
+AWKWARD = (1000, 77, 25, 24, 16, 8, 7, 1)
+"""The longest first: it is compiled for its length, the next for any, and most others need no compilation."""
+BRANCHES = ("cmp", "slc", "win")
+SCALE = 0.3
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    """Each test is a program of its own: one number of heads, one dtype, any lengths."""
+    torch._dynamo.reset()
+
+
+def inputs(branch: str, batch: int, heads: int, groups: int, seq_len: int, dims: tuple[int, int], dtype: torch.dtype):
+    num_keys = num_compressed(seq_len, CONFIG) if branch == "cmp" else seq_len
+    shapes = (
+        (batch, heads * groups, seq_len, dims[0]),
+        (batch, heads, num_keys, dims[0]),
+        (batch, heads, num_keys, dims[1]),
+    )
+    return tuple(torch.randn(shape, dtype=dtype) for shape in shapes)
+
+
+def random_blocks(batch: int, heads: int, token: Tensor, start: Tensor) -> Tensor:
+    """Up to ``n`` random blocks of each query's document, among them the query's own."""
+    size, most = CONFIG.select_block_size, CONFIG.num_selected_blocks
+    own = (token - start) // size
+    candidates = torch.arange(int(own.max()) + most)
+    rank = torch.rand(batch, heads, len(token), len(candidates)) + (candidates == own[:, None]).float()
+    rank = rank.masked_fill(candidates > own[:, None], -1.0)
+    best, blocks = rank.topk(most, -1)
+    blocks = torch.where(best < 0, len(candidates), blocks).sort(-1).values
+    return torch.where(blocks == len(candidates), -1, blocks).int()
+
+
+def visible(branch: str, token: Tensor, start: Tensor, num_keys: int, blocks: Tensor) -> Tensor:
+    """Which keys each query sees, ``(B, Hkv, T, K)``, said once more; documents only in token branches."""
+    t, first, s = token[:, None], start[:, None], torch.arange(num_keys)
+    if branch == "cmp":
+        keep = s * CONFIG.compress_stride + CONFIG.compress_block_size - 1 <= t
+    elif branch == "win":
+        keep = (first <= s) & (s <= t) & (s > t - CONFIG.window_size)
+    else:
+        block = torch.div(s - first, CONFIG.select_block_size, rounding_mode="floor")
+        return (block[..., None] == blocks[:, :, :, None]).any(-1) & (first <= s) & (s <= t)
+    return keep.expand(*blocks.shape[:2], -1, -1)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    k, v, keep = (x.repeat_interleave(groups, 1) for x in (k.double(), v.double(), keep))
+    scores = (SCALE * q.double() @ k.mT).masked_fill(~keep, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ v
+
+
+def run(branch: str, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, positions: Positions | None = None) -> Tensor:
+    if branch == "slc":
+        out, lse = flex.selected_attention(q, k, v, blocks, positions, config=CONFIG, scale=SCALE)
+    else:
+        attention = {"cmp": flex.compressed_attention, "win": flex.sliding_window_attention}[branch]
+        out, lse = attention(q, k, v, positions, config=CONFIG, scale=SCALE)
+    assert lse is None
+    assert out.dtype == q.dtype
+    return out.double()
+
+
+def check(branch: str, groups: int, seq_len: int, dtype: torch.dtype = torch.float32) -> None:
+    q, k, v = inputs(branch, 2, 2, groups, seq_len, (32, 16), dtype)
+    token, start = torch.arange(seq_len), torch.zeros(seq_len, dtype=torch.long)
+    blocks = random_blocks(2, 2, token, start)
+    want = dense(q, k, v, visible(branch, token, start, k.shape[2], blocks))
+    tolerance = 3e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(run(branch, q, k, v, blocks), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_awkward_lengths(branch: str) -> None:
+    for seq_len in AWKWARD:
+        check(branch, groups=2, seq_len=seq_len)
+
+
+@pytest.mark.parametrize("groups", [6])
+def test_group_sizes(groups: int) -> None:
+    check("slc", groups, seq_len=50)
+
+
+def test_bfloat16() -> None:
+    check("slc", groups=2, seq_len=77, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("branch", ["slc", "win"])
+def test_documents_that_start_anywhere(branch: str) -> None:
+    lengths = torch.tensor([10, 3, 57, 1, 30])
+    token = torch.arange(int(lengths.sum()))
+    start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    positions = Positions(*(x.int()[None] for x in (token, start, torch.zeros_like(token))))
+    q, k, v = inputs(branch, 2, 2, 2, len(token), (32, 16), torch.float32)
+    blocks = random_blocks(2, 2, token, start)
+    want = dense(q, k, v, visible(branch, token, start, len(token), blocks))
+    torch.testing.assert_close(run(branch, q, k, v, blocks, positions), want, atol=3e-6, rtol=3e-6)
+
+
+def test_no_selected_block_gives_zero() -> None:
+    q, k, v = inputs("slc", 2, 2, 2, 77, (32, 16), torch.float32)
+    blocks = torch.full((2, 2, 77, CONFIG.num_selected_blocks), -1, dtype=torch.int32)
+    assert (run("slc", q, k, v, blocks) == 0).all()
+
+
+def test_all_branches_in_one_graph() -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, blocks: Tensor) -> Tensor:
+        cmp, _ = flex.compressed_attention(q, k_cmp, v_cmp, None, config=CONFIG, scale=SCALE)
+        slc, _ = flex.selected_attention(q, k, v, blocks, None, config=CONFIG, scale=SCALE)
+        win, _ = flex.sliding_window_attention(q, k, v, None, config=CONFIG, scale=SCALE)
+        return cmp + slc + win
+
+    token, start = torch.arange(150), torch.zeros(150, dtype=torch.long)
+    q, k, v = inputs("slc", 1, 2, 2, 150, (32, 16), torch.float32)
+    _, k_cmp, v_cmp = inputs("cmp", 1, 2, 2, 150, (32, 16), torch.float32)
+    blocks = random_blocks(1, 2, token, start)
+    keys = {"cmp": (k_cmp, v_cmp), "slc": (k, v), "win": (k, v)}
+    want = sum(dense(q, *keys[b], visible(b, token, start, keys[b][0].shape[2], blocks)) for b in BRANCHES)
+    out = torch.compile(layer, fullgraph=True)(q, k, v, k_cmp, v_cmp, blocks)
+    torch.testing.assert_close(out.double(), want, atol=5e-6, rtol=5e-6)
+
+
+def test_cached_masks_serve_training_after_inference() -> None:
+    q, k, _ = inputs("win", 1, 1, 1, 33, (16, 16), torch.float32)
+    with torch.inference_mode():
+        mask = flex._interval_mask(flex._window_mask, q, k.shape[2], None, CONFIG)
+    assert not mask.kv_indices.is_inference()
+    assert flex._interval_mask(flex._window_mask, q, k.shape[2], None, CONFIG) is mask
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_what_a_cpu_cannot_do_is_said(branch: str) -> None:
+    q, k, v = inputs(branch, 1, 1, 1, 33, (16, 16), torch.float32)
+    blocks = torch.zeros(1, 1, 33, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"k: FlexAttention has no backward on a CPU"):
+        run(branch, q, k.requires_grad_(), v, blocks)
+    with pytest.raises(ValueError, match=r"q: impl='flex' expects float32, bfloat16 or float16, got torch.float64"):
+        run(branch, q.double(), k, v, blocks)
