@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexnsa.attention import flex_cached, reference, sdpa
+from flexnsa.attention import flex, flex_cached, reference, sdpa
 from flexnsa.checks import check_choice, check_tensor, check_type, describe
 from flexnsa.config import NSAConfig
 from flexnsa.gating import combine
@@ -17,7 +17,7 @@ from flexnsa.masks.document import check_document_ids, document_positions
 from flexnsa.masks.positions import Positions
 from flexnsa.scoring import block_scores, group_probabilities
 
-IMPLEMENTATIONS: dict[str, Any] = {"sdpa": sdpa, "reference": reference}
+IMPLEMENTATIONS: dict[str, Any] = {"flex": flex, "sdpa": sdpa, "reference": reference}
 CACHED_IMPLEMENTATIONS: dict[str, Any] = IMPLEMENTATIONS | {"flex": flex_cached}
 """Where the keys are a cache."""
 
