@@ -13,6 +13,7 @@ from flexnsa.functional import (
     sliding_window_attention,
 )
 from flexnsa.module import NativeSparseAttention
+from flexnsa.selection import check_block_indices
 
 __all__ = [
     "LinearCompressor",
@@ -23,6 +24,7 @@ __all__ = [
     "NSAConfig",
     "NativeSparseAttention",
     "block_importance",
+    "check_block_indices",
     "compressed_attention",
     "native_sparse_attention",
     "select_blocks",

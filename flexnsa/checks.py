@@ -30,6 +30,14 @@ def check_positive_int(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
+def check_positive_number(name: str, value: object) -> None:
+    """Demand a finite number above 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number, got {describe(value)}")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name}: expected a positive, finite number, got {value}")
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Demand one of a few words."""
     if value not in choices:
@@ -55,7 +63,13 @@ def check_tensor(
     wanted = dtype if dtype is not None or like is None else like.dtype
     if wanted is not None and value.dtype != wanted:
         raise ValueError(f"{name}: expected dtype {wanted}, got {value.dtype}")
-    if wanted is None and not value.dtype.is_floating_point:
+    if wanted is None:
+        check_floating(name, value)
+
+
+def check_floating(name: str, value: Tensor) -> None:
+    """Demand a floating dtype."""
+    if not value.dtype.is_floating_point:
         raise ValueError(f"{name}: expected a floating dtype, got {value.dtype}")
 
 

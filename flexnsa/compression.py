@@ -93,6 +93,7 @@ class MLPCompressor(nn.Module):
         _check_sizes(num_kv_heads, head_dim, config)
         self.shape = (num_kv_heads, head_dim)
         hidden_dim = 4 * head_dim if hidden_dim is None else hidden_dim
+        check_positive_int("hidden_dim", hidden_dim)
         self.project = _BlockLinear(head_dim, hidden_dim, config)
         self.out = nn.Linear(hidden_dim, head_dim, bias=False)
 

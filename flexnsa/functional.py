@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention import flex, flex_cached, reference, sdpa
-from flexnsa.checks import check_choice, check_tensor, check_type, describe
+from flexnsa.checks import check_choice, check_floating, check_positive_int, check_tensor, check_type, describe
 from flexnsa.config import NSAConfig
 from flexnsa.gating import combine
 from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
@@ -86,6 +86,7 @@ def native_sparse_attention(
     branches = check_branches(branches)
     _check_queries(q)
     check_tensor("gates", gates, (*q.shape[:3], len(BRANCHES)), like=q, dtype=getattr(gates, "dtype", None))
+    check_floating("gates", gates)
     k_win, v_win = k if k_win is None else k_win, v if v_win is None else v_win
     selecting = "slc" in branches and block_indices is None
     length, num_keys = q.shape[2], num_compressed(q.shape[2], config)
@@ -225,6 +226,7 @@ def block_importance(
     check_type("config", config, NSAConfig)
     _check_queries(q)
     seq_len = q.shape[2] if seq_len is None else seq_len
+    check_positive_int("seq_len", seq_len)
     if seq_len < q.shape[2]:
         raise ValueError(f"seq_len: expected at least the {q.shape[2]} tokens of q, got {seq_len}")
     _check_compressed_keys(q, k_cmp, seq_len, config)
@@ -376,7 +378,13 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
     """Demand a choice of branches and put it in order."""
-    if isinstance(branches, str) or not branches or set(branches) - set(BRANCHES) or len(set(branches)) < len(branches):
+    if not isinstance(branches, Sequence):
+        raise TypeError(f"branches: expected a sequence of {BRANCHES}, got {describe(branches)}")
+    if (
+        isinstance(branches, str)
+        or not branches
+        or any(tag not in BRANCHES or branches.count(tag) > 1 for tag in branches)
+    ):
         raise ValueError(f"branches: expected some of {BRANCHES}, each once, got {branches!r}")
     return tuple(tag for tag in BRANCHES if tag in branches)
 
@@ -390,6 +398,8 @@ class _Sizes(NamedTuple):
 
 def _check_queries(q: Tensor) -> None:
     check_tensor("q", q, ("B", "Hq", "S", "Dk"))
+    if 0 in q.shape:
+        raise ValueError(f"q: expected no empty dimension, got {tuple(q.shape)}")
 
 
 def _check_keys(q: Tensor, k: Any, v: Any, names: tuple[str, str], length: int, sizes: _Sizes | None = None) -> _Sizes:

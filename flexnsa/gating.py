@@ -20,6 +20,8 @@ class Gate(nn.Module):
         super().__init__()
         if kind not in GATES:
             raise ValueError(f"gate: expected one of {', '.join(GATES)}, got {kind!r}")
+        if kind == "softmax" and num_branches == 1:
+            raise ValueError("gate: expected 'sigmoid' for a single branch, whose share is always 1, got 'softmax'")
         self.num_heads = num_heads
         self.kind = kind
         self.linear = nn.Linear(dim, num_heads * num_branches, bias=False)

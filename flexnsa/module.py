@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.cache import NSACache, Step
-from flexnsa.checks import check_choice, check_positive_int, check_tensor, check_type, describe
+from flexnsa.checks import check_choice, check_positive_int, check_positive_number, check_tensor, check_type, describe
 from flexnsa.compression import COMPRESSORS, MeanCompressor
 from flexnsa.config import NSAConfig
 from flexnsa.functional import IMPLEMENTATIONS, attend, check_branches, implementation, native_sparse_attention
@@ -71,6 +71,7 @@ class NativeSparseAttention(nn.Module):
         check_type("config", config, NSAConfig)
         check_choice("compression", compression, tuple(COMPRESSORS))
         check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
+        check_positive_number("rope_base", rope_base)
         self.dim = dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexnsa.checks import check_tensor
 from flexnsa.config import NSAConfig
-from flexnsa.geometry import blocks_within, num_compressed
+from flexnsa.geometry import blocks_within, num_blocks, num_compressed
 from flexnsa.masks.positions import Positions
 from flexnsa.operators import opaque_operator
 from flexnsa.scoring import block_scores, group_probabilities
@@ -44,6 +45,28 @@ def top_blocks(scores: Tensor, positions: Positions, *, config: NSAConfig) -> Te
     chosen = (num_blocks - 1 - (best & 0xFFFFFFFF)).masked_fill(best < 0, num_blocks).to(torch.int32).sort(-1).values
     chosen = chosen.masked_fill(chosen == num_blocks, -1)
     return F.pad(chosen, (0, config.num_selected_blocks - chosen.shape[-1]), value=-1)
+
+
+def check_block_indices(block_indices: Tensor, *, config: NSAConfig, seq_len: int) -> None:
+    """Demand that every row is ascending, unique, within the sequence and padded with -1 on the right.
+
+    For block_indices of your own: attention itself takes them as they are, because to look costs a synchronisation.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: of another shape or dtype, or a row that is not in order; the message shows the first one.
+    """
+    check_tensor("block_indices", block_indices, ("B", "Hkv", "T", config.num_selected_blocks), dtype=torch.int32)
+    last = num_blocks(seq_len, config)
+    keys = block_indices.masked_fill(block_indices == -1, last)  # padding sorts behind every block
+    ascends = (keys.diff(dim=-1) > 0) | (keys[..., 1:] == last)
+    wrong = ((keys < 0) | (keys > last)).any(-1) | ~ascends.all(-1) | (block_indices == last).any(-1)
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise ValueError(
+            f"block_indices: expected rows of ascending blocks below {last}, each once, then -1; "
+            f"got {block_indices[at].tolist()} at {list(at)}"
+        )
 
 
 def select_in_chunks(
@@ -81,9 +104,9 @@ def _select_in_chunks(
         probs = group_probabilities(
             q[:, :, rows], k_past, None if lse is None else lse[:, :, rows], positions, config=config, scale=scale
         )
-        num_blocks = blocks_within(k_past.shape[2], config)
+        width = blocks_within(k_past.shape[2], config)
         chosen[:, :, rows] = top_blocks(
-            block_scores(probs, positions, num_blocks=num_blocks, config=config), positions, config=config
+            block_scores(probs, positions, num_blocks=width, config=config), positions, config=config
         )
     return chosen
 

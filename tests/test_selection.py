@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import SMALL, attend, attend_with_aux, make_inputs
 
-from flexnsa import select_blocks, selected_attention
+from flexnsa import NSAConfig, check_block_indices, select_blocks, selected_attention
 from flexnsa.geometry import num_compressed
 
 impls = pytest.mark.parametrize("impl", ["reference", "sdpa"])
@@ -102,3 +102,20 @@ def test_given_blocks_are_used(impl: str) -> None:
     expected, _ = selected_attention(x.q, x.k, x.v, blocks, config=SMALL, impl="reference")
     assert torch.equal(aux.block_indices, blocks)
     torch.testing.assert_close(aux.out_slc, expected)
+
+
+CHECKED = NSAConfig(compress_block_size=4, compress_stride=2, select_block_size=4, num_selected_blocks=4, window_size=4)
+
+
+@pytest.mark.parametrize("row", [[0, 1, 2, 4], [0, 2, -1, -1], [-1, -1, -1, -1], [3, -1, -1, -1]])
+def test_indices_in_order_pass_the_check(row: list[int]) -> None:
+    check_block_indices(torch.tensor([[[row]]], dtype=torch.int32), config=CHECKED, seq_len=17)
+
+
+@pytest.mark.parametrize(
+    "row", [[0, 1, 1, -1], [1, 0, -1, -1], [0, -1, 2, -1], [0, 1, 2, 5], [-2, 0, 1, 2], [0, 4, 5, -1], [-1, 0, 1, 2]]
+)
+def test_indices_out_of_order_or_range_fail_the_check(row: list[int]) -> None:
+    indices = torch.tensor([[[[0, 1, 2, 3], row]]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"block_indices: expected .* got .* at \[0, 0, 1\]"):
+        check_block_indices(indices, config=CHECKED, seq_len=17)

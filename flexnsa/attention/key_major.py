@@ -116,7 +116,7 @@ def selected_attention(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads, num_keys = k.shape[1:3]
-    queries = _Side(q * scale, heads, dtype)
+    queries = _Side(q.to(dtype) * scale, heads, dtype)
     keys, values = k.to(dtype).flatten(0, 1), v.to(dtype).flatten(0, 1)
     out = _Side(q.new_zeros(*q.shape[:3], v.shape[-1]), heads, dtype)
     top = _Side(q.new_full((*q.shape[:3], 1), -torch.inf, dtype=dtype), heads, dtype)
@@ -154,7 +154,7 @@ def _selected_attention_backward(
     dtype = lse.dtype
     heads, num_keys = k.shape[1:3]
     keys, values = k.to(dtype).flatten(0, 1), v.to(dtype).flatten(0, 1)
-    queries, grad_outs = _Side(q * scale, heads, dtype), _Side(grad_out, heads, dtype)
+    queries, grad_outs = _Side(q.to(dtype) * scale, heads, dtype), _Side(grad_out, heads, dtype)
     row_terms = _Side((grad_out.to(dtype) * out).sum(-1, keepdim=True).sub_(grad_lse[..., None]), heads, dtype)
     lses = _Side(lse[..., None], heads, dtype)
     grad_q, grad_k, grad_v = _Side(torch.zeros_like(q), heads, dtype), torch.zeros_like(keys), torch.zeros_like(values)
