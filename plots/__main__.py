@@ -1,0 +1,41 @@
+"""Draw every figure whose measurements are recorded; name those that have none, and how to record them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from plots import decoding, estimator, masks, peak_memory, phases, step_time
+from plots.records import NotRecordedError, Results
+from plots.style import save
+
+FIGURES = {
+    "peak_memory_gpu": peak_memory.on_gpu,
+    "peak_memory_cpu": peak_memory.on_cpu,
+    "step_time_gpu": step_time.on_gpu,
+    "step_time_cpu": step_time.on_cpu,
+    "phases_gpu": phases.on_gpu,
+    "estimator": estimator.draw,
+    "masks": masks.draw,
+    "decoding": decoding.draw,
+}
+
+
+def main() -> None:
+    """Write an SVG and a PNG of each figure."""
+    parser = argparse.ArgumentParser(prog="python -m plots", description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("plots/figures"), help="default: %(default)s")
+    parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), metavar="FIGURE")
+    options = parser.parse_args()
+    for name in options.only:
+        try:
+            figure = FIGURES[name](Results(options.results))
+        except NotRecordedError as missing:
+            print(f"{name}: not made. {missing}")
+            continue
+        print(f"{name}: {save(figure, options.out / name)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Recorded measurements: where they are, how to make them, and what a caption says of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COMMANDS = {
+    "h200.json": "benchmarks/gpu.sh --out benchmarks/results/h200.json",
+    "cpu_throughput.json": "make record",
+    "memory_training.json": "make record",
+    "compare_seeds.json": "make record",
+}
+
+
+class NotRecordedError(Exception):
+    """A figure's measurements are not there."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One file of measurements."""
+
+    content: dict[str, Any]
+
+    def points(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Points in the order of their lengths; of one kind, where the file has several."""
+        chosen = [point for point in self.content["points"] if kind is None or point.get("kind") == kind]
+        return sorted(chosen, key=lambda point: point["seq_len"])
+
+    def where(self) -> str:
+        """Name device, software and state of the code."""
+        environment = self.content["environment"]
+        threads = f"{environment['threads']} threads, " if "cpu" in str(self.content.get("setting", "cpu")) else ""
+        return f"{environment['device']}, {threads}torch {environment['torch']}, commit {environment['commit']}"
+
+    def shapes(self) -> str:
+        """Name the shape of all points."""
+        setting = self.content["setting"]
+        heads = f"{setting['num_heads']} query and {setting['num_kv_heads']} key heads of {setting['head_dim']}"
+        return f"{setting['dtype']}, B={setting['batch']}, {heads}"
+
+
+@dataclass(frozen=True)
+class Results:
+    """The folder of recorded measurements."""
+
+    folder: Path
+
+    def load(self, name: str) -> Record:
+        """Read a file.
+
+        Raises:
+            NotRecordedError: it is not there; the message tells the command that records it.
+        """
+        path = self.folder / name
+        if not path.exists():
+            raise NotRecordedError(f"{path} is not recorded; {COMMANDS[name]} does so.")
+        return Record(json.loads(path.read_text()))

@@ -1,0 +1,100 @@
+"""Time of forward and of forward and backward against the length, and the length from which on NSA is faster."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from benchmarks.cpu_throughput import crossover
+from plots.records import Record, Results
+from plots.style import COLOURS, GREY, Label, figure, label_curves, length_axes, plot_curve, short
+
+NAMES = ("math SDPA", "flash SDPA", "cuDNN SDPA", "dense Flex", "NSA")
+PANELS = {"Forward": ("forward_ms",), "Forward and backward": ("forward_ms", "backward_ms")}
+Curves = dict[str, dict[int, float]]
+
+
+def on_gpu(results: Results) -> Figure:
+    """Medians over CUDA events."""
+    return _draw(results.load("h200.json"))
+
+
+def on_cpu(results: Results) -> Figure:
+    """Medians by the clock, all attentions in turn."""
+    return _draw(results.load("cpu_throughput.json"))
+
+
+def _draw(record: Record) -> Figure:
+    caption = (
+        f"Medians of attention alone, all in turn in one run; NSA's compressed keys are given. {record.shapes()}. "
+        f"{record.where()}."
+    )
+    result, axes = figure(_headline(record), caption, size=(11, 5), columns=2)
+    for ax, (title, fields) in zip(axes, PANELS.items(), strict=True):
+        _panel(ax, _curves(record, fields))
+        ax.set_title(title, fontsize=10.5)
+    axes[0].set_ylabel("time")
+    return result
+
+
+def _headline(record: Record) -> str:
+    curves = _curves(record, PANELS["Forward and backward"])
+    ratio = _ratios(curves)
+    longest = max(ratio)
+    dense = min((curve[longest], name) for name, curve in curves.items() if name != "NSA" and longest in curve)[1]
+    times = f"{ratio[longest]:.1f} times as fast" if ratio[longest] >= 1 else f"{1 / ratio[longest]:.1f} times as slow"
+    return f"Forward and backward, NSA is {times} as {dense} at S = {short(longest)}"
+
+
+def _curves(record: Record, fields: tuple[str, ...]) -> Curves:
+    curves: Curves = {}
+    for point in record.points("whole"):
+        if point["name"] in NAMES and all(field in point for field in fields):
+            curves.setdefault(point["name"], {})[point["seq_len"]] = sum(point[field] for field in fields)
+    return curves
+
+
+def _ratios(curves: Curves) -> dict[int, float]:
+    """By length, how many times NSA's time the fastest dense attention takes."""
+    dense = [curve for name, curve in curves.items() if name != "NSA"]
+    return {
+        length: min(curve[length] for curve in dense if length in curve) / time
+        for length, time in curves["NSA"].items()
+        if any(length in curve for curve in dense)
+    }
+
+
+def _panel(ax: Axes, curves: Curves) -> None:
+    length_axes(ax, [length for curve in curves.values() for length in curve], room=2.8)
+    for name, curve in curves.items():
+        plot_curve(ax, name, list(curve), list(curve.values()))
+    ax.yaxis.set_major_formatter(FuncFormatter(_duration))
+    ax.margins(y=0.16)
+    _mark_crossover(ax, _ratios(curves))
+    label_curves(ax, [Label(*list(curve.items())[-1], name, COLOURS[name]) for name, curve in curves.items()])
+
+
+def _mark_crossover(ax: Axes, ratio: dict[int, float]) -> None:
+    where = crossover(ratio)
+    if where is None:
+        x, text = min(ratio), "some dense attention is faster\nat the greatest length"
+    elif where == min(ratio):
+        x, text = min(ratio), "NSA is faster than any of them\nat every length measured"
+    else:
+        x, text = where, f"NSA is faster than\nany of them from S = {where / 1024:.1f}k on"
+        ax.axvline(where, color=GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    ax.annotate(
+        text,
+        (x, 0),
+        xycoords=("data", "axes fraction"),
+        xytext=(6, 5),
+        textcoords="offset points",
+        va="bottom",
+        fontsize=8.5,
+        color=GREY,
+    )
+
+
+def _duration(milliseconds: float, _: object = None) -> str:
+    return f"{milliseconds:g} ms" if milliseconds < 1000 else f"{milliseconds / 1000:g} s"

@@ -1,0 +1,167 @@
+"""One style for all figures: colours that colour-blind eyes tell apart, labels on the curves, a caption below."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from flexnsa.cli.picture import BLUE, GREEN, GREY, ORANGE, STYLE
+
+SKY, PURPLE, AMBER = "#56B4E9", "#CC79A7", "#E69F00"  # the rest of Okabe and Ito's
+COLOURS = {
+    "NSA": BLUE,
+    "NSA with compression": SKY,
+    "flash SDPA": ORANGE,
+    "cuDNN SDPA": AMBER,
+    "math SDPA": GREEN,
+    "dense Flex": PURPLE,
+}
+MARKERS = {
+    "NSA": "o",
+    "NSA with compression": "D",
+    "flash SDPA": "s",
+    "cuDNN SDPA": "v",
+    "math SDPA": "^",
+    "dense Flex": "P",
+}
+_SETTINGS: Any = STYLE | {"svg.hashsalt": "flexnsa", "svg.fonttype": "path", "figure.dpi": 100}
+mpl.rcParams.update(_SETTINGS)
+
+
+@dataclass(frozen=True)
+class Label:
+    """A curve's name, to stand beside its last point."""
+
+    x: float
+    y: float
+    text: str
+    colour: str
+
+
+def figure(
+    title: str, caption: str, *, size: tuple[float, float] = (7.6, 4.9), columns: int = 1, left: float = 0.95
+) -> tuple[Figure, Any]:
+    """Make a figure with a headline and a caption, and axes: one, or an array of several side by side.
+
+    Args:
+        title: what is to be seen.
+        caption: device, precision, shapes, commit; wrapped.
+        size: inches.
+        columns: axes side by side.
+        left: inches for what stands left of the axes.
+    """
+    width, height = size
+    result = Figure(figsize=size)
+    FigureCanvasAgg(result)
+    lines = textwrap.wrap(caption, int(width * 17.4))
+    result.text(0.1 / width, 0.1 / height, "\n".join(lines), fontsize=7.5, color=GREY, va="bottom", linespacing=1.35)
+    result.text(0.1 / width, 1 - 0.12 / height, title, fontsize=12.5, fontweight="bold", va="top")
+    axes = result.subplots(1, columns)
+    result.subplots_adjust(
+        left=left / width,
+        right=1 - 0.2 / width,
+        top=1 - (0.5 if columns == 1 else 0.75) / height,
+        bottom=(0.155 * len(lines) + 0.7) / height,
+        wspace=0.2,
+    )
+    return result, axes
+
+
+def plot_curve(ax: Axes, name: str, x: Sequence[float], y: Sequence[float]) -> None:
+    """Draw one attention's curve in its colour; ours is the strongest line."""
+    ours = name == "NSA"
+    ax.plot(
+        x, y, color=COLOURS[name], marker=MARKERS[name], markersize=5.5, linewidth=2.6 if ours else 1.6, zorder=3 + ours
+    )
+
+
+def length_axes(ax: Axes, lengths: Iterable[int], *, room: float) -> None:
+    """Log-log axes over sequence lengths, with ``room`` for labels: the factor by which the axis goes on."""
+    lengths = sorted(set(lengths))
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(lengths, [short(length) for length in lengths])
+    ax.set_xticks([], minor=True)
+    ax.set_xlim(lengths[0] * 0.85, lengths[-1] * room)
+    ax.set_xlabel("sequence length S, tokens")
+    ax.margins(y=0.1)
+
+
+def label_curves(ax: Axes, labels: Sequence[Label]) -> None:
+    """Write every label beside its point, moved up or down as far as others need room.
+
+    Curves that end early go on to others' right: their labels stand above the last point, or beside an only one.
+    """
+    ax.figure.canvas.draw()
+    last = max(label.x for label in labels)
+    first = ax.get_xticks()[0]
+    for label in labels:
+        if label.x < last:
+            alone = label.x == first
+            ax.annotate(
+                label.text,
+                (label.x, label.y),
+                xytext=(9, 0) if alone else (-6, 6),
+                textcoords="offset points",
+                ha="left" if alone else "right",
+                va="center" if alone else "bottom",
+                color=label.colour,
+                bbox={"facecolor": "white", "linewidth": 0, "pad": 1},
+            )
+    points_per_pixel = 72 / ax.figure.dpi
+    late = sorted((label for label in labels if label.x == last), key=lambda label: label.y)
+    wanted = [ax.transData.transform((label.x, label.y))[1] * points_per_pixel for label in late]
+    heights = [11.5 * (1 + label.text.count("\n")) + 2 for label in late]
+    for label, centre, place in zip(late, wanted, _spread(wanted, heights), strict=True):
+        ax.annotate(
+            label.text,
+            (label.x, label.y),
+            xytext=(9, place - centre),
+            textcoords="offset points",
+            va="center",
+            color=label.colour,
+        )
+
+
+def _spread(centres: Sequence[float], heights: Sequence[float]) -> list[float]:
+    """Move ascending centres apart until boxes of these heights do not overlap, groups about their mean."""
+    groups: list[tuple[list[int], float]] = []
+    for index, centre in enumerate(centres):
+        members, middle = [index], centre
+        while groups:
+            below, below_middle = groups[-1]
+            gap = (sum(heights[i] for i in members) + sum(heights[i] for i in below)) / 2
+            if middle - below_middle >= gap:
+                break
+            groups.pop()
+            members = below + members
+            middle = (below_middle * len(below) + middle * (len(members) - len(below))) / len(members)
+        groups.append((members, middle))
+    placed = [0.0] * len(centres)
+    for members, middle in groups:
+        bottom = middle - sum(heights[i] for i in members) / 2
+        for i in members:
+            placed[i] = bottom + heights[i] / 2
+            bottom += heights[i]
+    return placed
+
+
+def short(length: float) -> str:
+    """Write 32768 as 32k."""
+    return f"{length / 1024:.3g}k" if length >= 1024 else f"{length:g}"
+
+
+def save(result: Figure, path: Path) -> str:
+    """Write ``path`` as SVG and PNG; say where."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    result.savefig(path.with_suffix(".png"), dpi=160)
+    return f"{path}.svg, {path.name}.png"
