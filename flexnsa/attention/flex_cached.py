@@ -10,19 +10,24 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.attention import flex
 from flexnsa.attention.flex import Result, select_blocks
 from flexnsa.config import NSAConfig
 from flexnsa.masks.cached import cached_selected_mask
+from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.intervals import interval_block_mask
 from flexnsa.masks.positions import Positions
 
 __all__ = ["compressed_attention", "select_blocks", "selected_attention", "sliding_window_attention"]
 
 
-def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, **sizes: Any) -> Result:
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, *, config: NSAConfig, scale: float
+) -> Result:
     """As :func:`flexnsa.attention.flex.compressed_attention`."""
-    return _folded(flex.compressed_attention, q, k_cmp, v_cmp, positions, sizes)
+    return _folded(_compressed, q, k_cmp, v_cmp, positions, {"config": config, "scale": scale})
 
 
 def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, positions: Positions, **sizes: Any) -> Result:
@@ -35,7 +40,24 @@ def selected_attention(
 ) -> Result:
     """As :func:`flexnsa.attention.flex.selected_attention`, for positions that all start at 0."""
     flex._check(q, k, v)
+    if q.is_cuda and config.select_block_size % 16:
+        raise ValueError(f"select_block_size: expected a multiple of 16 on CUDA, got {config.select_block_size}")
     return flex._compile_once(_selected)(q, k, v, block_indices, positions.token, config, scale)
+
+
+def _compressed(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, *, config: NSAConfig, scale: float
+) -> Result:
+    if q.shape[1] != k_cmp.shape[1]:
+        return flex.compressed_attention(q, k_cmp, v_cmp, positions, config=config, scale=scale)
+    flex._check(q, k_cmp, v_cmp)
+    mask = interval_block_mask(compressed_intervals(positions, config), k_cmp.shape[2], widths=None)
+    return flex._compile_once(_contiguous)(q, k_cmp, v_cmp, mask, scale)
+
+
+def _contiguous(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Result:
+    # As they lie: to repeat or pad the keys, which pays in training, would copy all of them for a token.
+    return flex._attend(q, k, v, mask, scale, {"BLOCKS_ARE_CONTIGUOUS": True})
 
 
 def _selected(
