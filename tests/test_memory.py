@@ -1,0 +1,103 @@
+"""The memory estimate against what a model really allocates, and the closed forms against counts by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import SMALL
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexnsa.cli.memory_probe import AllocatorProbe, saved_for_backward
+from flexnsa.memory import estimate_decoding, estimate_training, parameter_count
+from flexnsa.models import DecoderConfig, DecoderLM, preset
+
+TINY = DecoderConfig(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, nsa=SMALL)
+MODELS = {
+    "tiny": (TINY, 256),
+    "tiny, dense": (replace(TINY, attention="dense"), 256),
+    "tiny, checkpointed": (replace(TINY, checkpointing=True), 256),
+    "tiny, mean of blocks, no window": (replace(TINY, compression="mean", branches=("cmp", "slc")), 256),
+    "tiny, one key head, narrow values": (replace(TINY, num_kv_heads=1, v_head_dim=8), 256),
+    "large, one layer": (preset("large", num_layers=1), 512),
+}
+
+
+def measure(config: DecoderConfig, seq_len: int) -> dict[str, int]:
+    """Bytes of a forward and backward pass: saved, after forward, and the peaks."""
+    tokens = torch.randint(config.vocab_size, (1, seq_len))
+    with AllocatorProbe() as probe:
+        model = DecoderLM(config)
+        own = tokens.clone()
+        probe.mark("model")
+        with saved_for_backward(list(model.parameters())) as saved:
+            loss = model(own).mean()
+        saved_bytes = saved.total
+        probe.mark("forward")
+        loss.backward()
+        probe.mark("backward")
+    return {
+        "saved": saved_bytes,
+        "after_forward": probe.at["forward"],
+        "peak_forward": probe.peak["forward"],
+        "peak_training": max(probe.peak["forward"], probe.peak["backward"]),
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_estimate_is_within_a_tenth(name: str) -> None:
+    config, seq_len = MODELS[name]
+    measured = measure(config, seq_len)
+    estimated = estimate_training(config, seq_len=seq_len)
+    ratios = {quantity: getattr(estimated, quantity) / value for quantity, value in measured.items()}
+    assert ratios == {quantity: pytest.approx(1, abs=0.1) for quantity in measured}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_counted_exactly(name: str) -> None:
+    config, _ = MODELS[name]
+    assert parameter_count(config) == sum(p.numel() for p in DecoderLM(config).parameters())
+
+
+def test_estimates_make_no_tensors() -> None:
+    class NoTensors(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(f"{func} was called")
+
+    with NoTensors():
+        with pytest.raises(AssertionError, match="was called"):
+            torch.zeros(1)
+        estimate_training(preset("large"), seq_len=1 << 20, precision="bf16", impl="flex")
+        estimate_decoding(preset("large"), seq_len=1 << 20)
+
+
+def test_saved_grows_with_the_length_once_all_else_is_paid() -> None:
+    short, long = (estimate_training(TINY, seq_len=length).saved for length in (1 << 16, 1 << 17))
+    assert long / short == pytest.approx(2, abs=0.001)
+
+
+def test_one_decoded_token_reads_what_the_branches_show() -> None:
+    # The 257th token: three whole blocks of 16 and the first token of its own, a window of 24, and the compressed
+    # tokens that end by then, every 4 tokens from the 8th on.
+    read = (3 * 16 + 1) + 24 + len(range(8, 257 + 1, 4))
+    key_and_value = 2 * 16 * 2
+    token = estimate_decoding(TINY, seq_len=256)
+    assert token.bytes_read == 3 * 2 * read * key_and_value
+    assert token.dense_bytes_read == 3 * 2 * 257 * key_and_value
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"seq_len": 0}, "seq_len: expected"),
+        ({"batch_size": -1}, "batch_size: expected"),
+        ({"precision": "fp8"}, "precision: expected one of 'fp32', 'bf16', got 'fp8'"),
+        ({"impl": "reference"}, "impl: expected one of 'sdpa', 'flex', got 'reference'"),
+    ],
+)
+def test_wrong_arguments_are_named(wrong: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"seq_len": 64} | wrong
+    with pytest.raises(ValueError, match=message):
+        estimate_training(TINY, **arguments)
