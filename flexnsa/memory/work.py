@@ -1,161 +1,18 @@
-"""How much memory a decoder takes, and what one decoded token costs: closed forms of the configuration, no tensors.
-
-Every term is a line below that names what is held. The forms follow the code: what each layer saves for backward, and
-what stands at once in the moments that can be the largest. Activations count once however many operations read them.
-"""
+"""The sizes of one training step: what is saved for backward, and what stands beside it at its largest moments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from flexnsa.attention.key_major import MAX_ROWS
 from flexnsa.attention.sdpa import COMPRESSED_CHUNK, WINDOW_CHUNK
-from flexnsa.checks import check_choice, check_positive_int
 from flexnsa.geometry import num_blocks, num_compressed
+from flexnsa.memory.weights import DENSE, LINEAR, compressor_maps, layer_weights, v_dim
 from flexnsa.models.config import DecoderConfig
-
-Precision = Literal["fp32", "bf16"]
-IMPLEMENTATIONS = ("sdpa", "flex")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryEstimate:
-    """Bytes of one training step; ``saved_by`` splits what one layer saves for backward."""
-
-    parameters: int
-    optimizer: int
-    saved: int
-    saved_by: dict[str, int]
-    after_forward: int
-    peak_forward: int
-    peak_training: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodingEstimate:
-    """One decoded token after ``seq_len`` others, all layers; ``dense_*`` is the same model with dense attention."""
-
-    cache_bytes: int
-    bytes_read: int
-    flops: int
-    dense_cache_bytes: int
-    dense_bytes_read: int
-    dense_flops: int
-
-
-def parameter_count(config: DecoderConfig) -> int:
-    """Count the parameters of the model."""
-    return _embedding(config) + config.num_layers * sum(_layer_weights(config).values()) + config.dim
-
-
-def estimate_training(
-    config: DecoderConfig,
-    *,
-    seq_len: int,
-    batch_size: int = 1,
-    precision: Precision = "fp32",
-    impl: str = "sdpa",
-    fused_norm: bool = False,
-    optimizer: bool = False,
-) -> MemoryEstimate:
-    """Estimate the memory of one forward and backward pass of :class:`flexnsa.models.DecoderLM`.
-
-    Args:
-        config: of the model; its ``checkpointing`` decides what layers save.
-        seq_len: tokens of a sequence.
-        batch_size: sequences.
-        precision: ``"fp32"``, or ``"bf16"`` for autocast; parameters are fp32 either way.
-        impl: ``"sdpa"`` or ``"flex"``; dense attention ignores it.
-        fused_norm: RMSNorm is one kernel that keeps its input alone, as on CUDA; elsewhere it keeps a normed copy too.
-        optimizer: count AdamW's two moments in the peak.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
-    check_positive_int("seq_len", seq_len)
-    check_positive_int("batch_size", batch_size)
-    check_choice("precision", precision, ("fp32", "bf16"))
-    check_choice("impl", impl, IMPLEMENTATIONS)
-    work = _Work(config, batch_size, seq_len, 2 if precision == "bf16" else 4, impl, fused_norm)
-    parameters = 4 * parameter_count(config)
-    moments = 2 * parameters if optimizer else 0
-    saved_by = work.saved_by()
-    layer = sum(saved_by.values())
-    held = [work.checkpoint() if config.is_checkpointed(index) else layer for index in range(config.num_layers)]
-    saved = sum(held) + work.saved_outside()
-    return MemoryEstimate(
-        parameters=parameters,
-        optimizer=2 * parameters,
-        saved=saved,
-        saved_by=saved_by,
-        after_forward=parameters + saved,
-        peak_forward=moments + parameters + saved + work.forward_excess(held[-1] == layer),
-        peak_training=moments + parameters + _peak_backward(work, held, layer),
-    )
-
-
-def estimate_decoding(
-    config: DecoderConfig, *, seq_len: int, batch_size: int = 1, precision: Precision = "bf16"
-) -> DecodingEstimate:
-    """Estimate the cache, and what is read and computed for one more token of each sequence (NSA paper, table 4).
-
-    The cache has room for that token and no more. NSA reads every compressed token, ``n`` blocks and the window; dense
-    attention reads all tokens.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
-    check_positive_int("seq_len", seq_len)
-    check_positive_int("batch_size", batch_size)
-    check_choice("precision", precision, ("fp32", "bf16"))
-    nsa, pair, tokens = config.nsa, config.head_dim + _v_dim(config), seq_len + 1
-    own_block = (tokens - 1) % nsa.select_block_size + 1 if nsa.num_local_blocks else nsa.select_block_size
-    read = {
-        "cmp": num_compressed(tokens, nsa),
-        "slc": min(tokens, (nsa.num_selected_blocks - 1) * nsa.select_block_size + own_block),
-        "win": min(tokens, nsa.window_size),
-    }
-    # Every buffer of the cache has a spare slot; raw tokens of a compression block wait beside the compressed ones.
-    kept = {"cmp": read["cmp"] + 1 + nsa.compress_block_size + 1, "slc": tokens + 1, "win": nsa.window_size + 1}
-    numbers = dict.fromkeys(config.branches, pair)
-    if "slc" in numbers:
-        numbers.setdefault("cmp", config.head_dim)  # to be scored, keys need no values
-    per_number = batch_size * config.num_layers * config.num_kv_heads * (2 if precision == "bf16" else 4)
-    weights = {name: config.num_layers * size for name, size in _layer_weights(config).items()}
-    dense_weights = weights | {"keys and values": weights["keys and values"] // max(1, len(config.branches))}
-    linear = 2 * batch_size * (config.vocab_size * config.dim + sum(weights[name] for name in _LINEAR))
-    dense_linear = 2 * batch_size * (config.vocab_size * config.dim + sum(dense_weights[name] for name in _DENSE))
-    per_key = 2 * batch_size * config.num_layers * config.num_heads * pair
-    return DecodingEstimate(
-        cache_bytes=per_number * sum(kept[tag] * size for tag, size in numbers.items()),
-        bytes_read=per_number * sum(read[tag] * size for tag, size in numbers.items()),
-        flops=linear + per_key * sum(read[tag] for tag in config.branches),
-        dense_cache_bytes=per_number * (tokens + 1) * pair,
-        dense_bytes_read=per_number * tokens * pair,
-        dense_flops=dense_linear + per_key * tokens,
-    )
-
-
-def _peak_backward(work: _Work, held: list[int], layer: int) -> int:
-    """Go through the moments of backward that can be the largest, in the last layer and in the first.
-
-    On the way down what layers saved is freed and gradients of weights come in its place. Both are linear in the layer,
-    so the largest moment of all is in one of the two end layers.
-    """
-    layer_gradients = 4 * sum(_layer_weights(work.config).values())
-    head_gradients = 4 * work.config.dim * (work.config.vocab_size + 1)
-    moments = [sum(held) + work.saved_outside() + work.head_excess() + head_gradients]
-    for index in {0, len(held) - 1}:
-        below = sum(held[:index]) + work.embedded() + (len(held) - 1 - index) * layer_gradients + head_gradients
-        # A checkpointed layer keeps its input while it is computed anew.
-        own = layer + (held[index] if work.config.is_checkpointed(index) else 0)
-        moments += [below + own + excess for excess in work.backward_excess()]
-    return max(moments)
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class Work:
     """One step's sizes; methods give bytes. ``activation`` is the size of a number that a linear map puts out."""
 
     config: DecoderConfig
@@ -178,7 +35,7 @@ class _Work:
     @property
     def outputs(self) -> int:
         """Output of one branch."""
-        return self.per_head(self.config.num_heads, _v_dim(self.config))
+        return self.per_head(self.config.num_heads, v_dim(self.config))
 
     def per_head(self, heads: int, dim: int, length: int | None = None) -> int:
         """``(B, heads, length, dim)``."""
@@ -186,7 +43,7 @@ class _Work:
 
     def keys(self, length: int | None = None) -> int:
         """Keys and values of one branch."""
-        return self.per_head(self.config.num_kv_heads, self.config.head_dim + _v_dim(self.config), length)
+        return self.per_head(self.config.num_kv_heads, self.config.head_dim + v_dim(self.config), length)
 
     def norm(self) -> int:
         """Input of a norm, its scale, and where it is not one kernel the normed input."""
@@ -225,8 +82,8 @@ class _Work:
             "rotary tables": 4 * self.length * config.head_dim * turned,
         }
         if self.activation == 2:
-            weights = _layer_weights(config)
-            saved["weights, cast"] = 2 * sum(weights[name] for name in (_LINEAR if nsa else _DENSE) if name in weights)
+            weights = layer_weights(config)
+            saved["weights, cast"] = 2 * sum(weights[name] for name in (LINEAR if nsa else DENSE) if name in weights)
         if not nsa:
             saved["attention"] = self.queries + self.keys() + self.outputs + 4 * rows * config.num_heads
             return saved
@@ -243,7 +100,7 @@ class _Work:
             return 0
         parts = nsa.compress_block_size // nsa.compress_stride
         segments = self.keys((count + parts - 1) * nsa.compress_stride)
-        weights = (1 if self.activation == 4 else 2) * self.activation * _compressor_maps(config)
+        weights = (1 if self.activation == 4 else 2) * self.activation * compressor_maps(config)
         hidden = 2 * 4 * self.keys(count) if config.compression == "mlp" else 0
         rotary = 4 * count * config.head_dim
         return segments + hidden + weights + rotary
@@ -294,7 +151,7 @@ class _Work:
 
     def backward_excess(self) -> list[int]:
         """What the moments of a layer's backward hold above all that the layer saved."""
-        config, weights = self.config, {name: 4 * size for name, size in _layer_weights(self.config).items()}
+        config, weights = self.config, {name: 4 * size for name, size in layer_weights(self.config).items()}
         above = self.residual  # gradient of the layer's output
         wide = 4 * self.residual * self.activation // 4
         mlp = above + wide + weights["MLP"] // 2
@@ -335,48 +192,3 @@ class _Work:
         scores = 2 * acc * self.batch * config.num_heads * chunk * reach
         per_chunk = 5 * acc * self.batch * config.num_heads * chunk * config.head_dim
         return self.queries + fp32 * self.keys(length) + scores + per_chunk
-
-
-_LINEAR = ("queries", "keys and values", "gates", "output", "MLP")
-_DENSE = ("queries", "keys and values", "output", "MLP")
-
-
-def _v_dim(config: DecoderConfig) -> int:
-    return config.head_dim if config.v_head_dim is None else config.v_head_dim
-
-
-def _embedding(config: DecoderConfig) -> int:
-    return 2 * config.vocab_size * config.dim
-
-
-def _layer_weights(config: DecoderConfig) -> dict[str, int]:
-    """Parameters of one layer."""
-    nsa = config.attention == "nsa"
-    num_branches = len(config.branches) if nsa else 1
-    weights = {
-        "norms": 2 * config.dim,
-        "queries": config.dim * config.num_heads * config.head_dim,
-        "keys and values": num_branches * config.dim * config.num_kv_heads * (config.head_dim + _v_dim(config)),
-        "output": config.dim * config.num_heads * _v_dim(config),
-        "MLP": 8 * config.dim**2,
-    }
-    if nsa:
-        weights["gates"] = config.dim * config.num_heads * num_branches
-        weights["compression"] = _compressor_weights(config)
-    return weights
-
-
-def _compressor_weights(config: DecoderConfig) -> int:
-    if "cmp" not in config.branches or config.compression == "mean":
-        return 0
-    dims = (config.head_dim, _v_dim(config))
-    positions = config.nsa.compress_block_size * sum(dims)
-    second = 4 * sum(dim * dim for dim in dims) if config.compression == "mlp" else 0
-    return positions + _compressor_maps(config) + second
-
-
-def _compressor_maps(config: DecoderConfig) -> int:
-    """Weights of the first maps, from whole blocks of keys and of values."""
-    widening = 4 if config.compression == "mlp" else 1
-    dims = (config.head_dim, _v_dim(config))
-    return widening * config.nsa.compress_block_size * sum(dim * dim for dim in dims)

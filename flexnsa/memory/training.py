@@ -1,0 +1,90 @@
+"""The memory of one training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flexnsa.checks import check_choice, check_positive_int
+from flexnsa.memory.weights import layer_weights, parameter_count
+from flexnsa.memory.work import Work
+from flexnsa.models.config import DecoderConfig
+
+Precision = Literal["fp32", "bf16"]
+IMPLEMENTATIONS = ("sdpa", "flex")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """Bytes of one training step; ``saved_by`` splits what one layer saves for backward."""
+
+    parameters: int
+    optimizer: int
+    saved: int
+    saved_by: dict[str, int]
+    after_forward: int
+    peak_forward: int
+    peak_training: int
+
+
+def estimate_training(
+    config: DecoderConfig,
+    *,
+    seq_len: int,
+    batch_size: int = 1,
+    precision: Precision = "fp32",
+    impl: str = "sdpa",
+    fused_norm: bool = False,
+    optimizer: bool = False,
+) -> MemoryEstimate:
+    """Estimate the memory of one forward and backward pass of :class:`flexnsa.models.DecoderLM`.
+
+    Args:
+        config: of the model; its ``checkpointing`` decides what layers save.
+        seq_len: tokens of a sequence.
+        batch_size: sequences.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast; parameters are fp32 either way.
+        impl: ``"sdpa"`` or ``"flex"``; dense attention ignores it.
+        fused_norm: RMSNorm is one kernel that keeps its input alone, as on CUDA; elsewhere it keeps a normed copy too.
+        optimizer: count AdamW's two moments in the peak.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    check_positive_int("seq_len", seq_len)
+    check_positive_int("batch_size", batch_size)
+    check_choice("precision", precision, ("fp32", "bf16"))
+    check_choice("impl", impl, IMPLEMENTATIONS)
+    work = Work(config, batch_size, seq_len, 2 if precision == "bf16" else 4, impl, fused_norm)
+    parameters = 4 * parameter_count(config)
+    moments = 2 * parameters if optimizer else 0
+    saved_by = work.saved_by()
+    layer = sum(saved_by.values())
+    held = [work.checkpoint() if config.is_checkpointed(index) else layer for index in range(config.num_layers)]
+    saved = sum(held) + work.saved_outside()
+    return MemoryEstimate(
+        parameters=parameters,
+        optimizer=2 * parameters,
+        saved=saved,
+        saved_by=saved_by,
+        after_forward=parameters + saved,
+        peak_forward=moments + parameters + saved + work.forward_excess(held[-1] == layer),
+        peak_training=moments + parameters + _peak_backward(work, held, layer),
+    )
+
+
+def _peak_backward(work: Work, held: list[int], layer: int) -> int:
+    """Go through the moments of backward that can be the largest, in the last layer and in the first.
+
+    On the way down what layers saved is freed and gradients of weights come in its place. Both are linear in the layer,
+    so the largest moment of all is in one of the two end layers.
+    """
+    layer_gradients = 4 * sum(layer_weights(work.config).values())
+    head_gradients = 4 * work.config.dim * (work.config.vocab_size + 1)
+    moments = [sum(held) + work.saved_outside() + work.head_excess() + head_gradients]
+    for index in {0, len(held) - 1}:
+        below = sum(held[:index]) + work.embedded() + (len(held) - 1 - index) * layer_gradients + head_gradients
+        # A checkpointed layer keeps its input while it is computed anew.
+        own = layer + (held[index] if work.config.is_checkpointed(index) else 0)
+        moments += [below + own + excess for excess in work.backward_excess()]
+    return max(moments)
