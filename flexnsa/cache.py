@@ -9,7 +9,7 @@ a batch may have different lengths. One slot more, at the end of each buffer, ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Step:
         after: int32 ``(B, 1)``, the lengths after the step.
         lost: bool ``(B, T)``, tokens for which there was no room.
         emits: whether there may be a block to compress; False only where that can be told without waiting.
+        recent: by name, the tokens that go into a ring when the step ends; until then it is needed as it is.
     """
 
     positions: Positions
@@ -47,6 +48,7 @@ class Step:
     after: Tensor
     lost: Tensor
     emits: bool
+    recent: dict[str, Tensor] = field(default_factory=dict)
 
 
 class NSACache:
@@ -142,7 +144,7 @@ class NSACache:
     def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Step:
         """Locate ``num_tokens`` new tokens a row, of which the first ``lengths (B,)`` are real and the others padding.
 
-        Changes nothing; the tokens count as seen at :meth:`end`.
+        Nothing that a later step would see changes before :meth:`end`.
 
         Raises:
             TypeError: ``lengths`` is no tensor.
@@ -202,14 +204,15 @@ class NSACache:
         return self.buffers[name]
 
     def extend(self, name: str, rows: Tensor, step: Step) -> Tensor:
-        """Give the tokens that a step looks back at and its own behind them, in order; put its own into the ring."""
+        """Give the tokens that a step looks back at and its own behind them, in order; keep its own for the ring."""
+        step.recent[name] = rows
         remembered = self.buffers[name][self._rows, :, step.past[_kind(name)]].transpose(1, 2)
-        extended = torch.cat((remembered, rows), dim=2)
-        self.store(name, rows, step)
-        return extended
+        return torch.cat((remembered, rows), dim=2)
 
     def end(self, step: Step) -> None:
         """Count the step's tokens as seen."""
+        for name, rows in step.recent.items():
+            self.store(name, rows, step)
         self.lengths.copy_(step.after[:, 0])
         self.reached.copy_(torch.maximum(self.reached, self.lengths))
 

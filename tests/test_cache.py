@@ -284,6 +284,18 @@ def test_wrong_use_is_named_and_leaves_the_cache_as_it_was(call: Callable[[NSACa
     assert_same_state(cache, before)
 
 
+def test_a_step_that_fails_half_way_was_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer()
+    x = tokens(2, 90)
+    cache = layer.new_cache(2, 90)
+    layer(x[:, :50], cache=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(sdpa, "sliding_window_attention", None)
+        with pytest.raises(TypeError):
+            layer(-x[:, 50:80], cache=cache)
+    assert_equal_to_whole(decode(layer, x[:, 50:], [1] * 40, cache), layer(x)[:, 50:])
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
