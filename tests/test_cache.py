@@ -200,6 +200,8 @@ class TestCacheOperations:
                 cache.crop(wrong)
             assert_same_state(cache, before)
         cache.crop(103)
+        with pytest.raises(ValueError, match=r"the 103 tokens of row 0 \(once 107\), got 102"):
+            cache.crop(102)
         cache.crop(torch.tensor([0, 103]))
         assert cache.lengths.tolist() == [0, 103]
 
