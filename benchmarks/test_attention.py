@@ -3,7 +3,10 @@
     pytest benchmarks                                    # quick: minutes on two cores
     pytest benchmarks --smoke                            # the smallest size once: does it all run?
     pytest benchmarks --full --benchmark-autosave
-    pytest benchmarks --benchmark-compare --benchmark-compare-fail=median:25%
+    pytest benchmarks --benchmark-compare --benchmark-compare-fail=median:20%
+
+On a busy machine compare processor time of one thread: ``OMP_NUM_THREADS=1`` and
+``--benchmark-timer=time.process_time``, for both runs.
 
 *Forward* records nothing for a backward. A point that runs out of memory or time is a line with that label.
 """
@@ -21,7 +24,7 @@ from benchmarks.cases import Case
 from benchmarks.conftest import synchronised_clock
 from benchmarks.contestants import Contestant
 
-SECONDS_PER_POINT = 3.0
+SECONDS_PER_POINT = 2.0
 MOST_ROUNDS = 20
 
 
@@ -35,7 +38,6 @@ def forward_backward(contestant: Contestant) -> None:
     torch.autograd.grad(out, contestant.differentiate, torch.ones_like(out))
 
 
-@pytest.mark.benchmark(timer=synchronised_clock)
 @pytest.mark.parametrize("run", [forward, forward_backward])
 def test_attention(
     case: Case,
