@@ -238,7 +238,7 @@ def _dense_options(q: Tensor, v: Tensor) -> dict[str, Any]:
     if q.dtype.itemsize > 2 or max(q.shape[-1], v.shape[-1]) > 128:
         return {}
     tiles = {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32}
-    return tiles | {"fwd_num_warps": 8, "bwd_num_warps": 4, "bwd_num_stages": 3}
+    return tiles | {"fwd_num_warps": 8, "bwd_num_warps": 4, "bwd_num_stages": 2}
 
 
 def _selected_options(rows: int, keys: int, dtype: torch.dtype) -> dict[str, Any]:
