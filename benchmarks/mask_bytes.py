@@ -35,9 +35,7 @@ def main() -> None:
 
     print(f"{config}\n{args.kv_heads} kv heads, groups of up to {ROWS}, built on {device}\n")
     print(f"{'':72} | longest list of query tiles in backward")
-    print(
-    print("   tokens |      cmp B slope |      win B slope |        slc B slope | build s |   cmp   win   slc block 0")
-    )
+    print("   tokens |      cmp B slope |      win B slope |        slc B slope | build s |   cmp   win   slc  slc*")
     before: list[int] | None = None
     seq_len = args.shortest
     while seq_len <= args.longest:
@@ -50,6 +48,7 @@ def main() -> None:
         lists = " ".join(f"{length:5,}" for length in longest)
         print(f"{seq_len:9,} | {' | '.join(columns)} | {seconds:7.3f} | {lists}", flush=True)
         before, seq_len = sizes, 2 * seq_len
+    print("\n* if every query selects block 0 alone")
 
 
 def measure(seq_len: int, kv_heads: int, config: NSAConfig, device: torch.device) -> tuple[list[int], float, list[int]]:
