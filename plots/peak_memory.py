@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from flexnsa.cli.scaling import slope
-from plots.records import Record, Results
+from plots.records import NotRecordedError, Record, Results
 from plots.style import COLOURS, Label, figure, label_curves, length_axes, plot_curve, short
 
 NAMES = ("math SDPA", "flash SDPA", "dense Flex", "NSA")
@@ -34,6 +34,8 @@ def on_cpu(results: Results) -> Figure:
 
 def _draw(record: Record, curves: dict[str, Curve]) -> Figure:
     curves = {name: curve for name, curve in curves.items() if curve}
+    if "NSA" not in curves:
+        raise NotRecordedError("The measurements hold no memory of NSA.")
     caption = (
         f"Most bytes allocated at once in one forward and backward pass of attention, inputs and gradients included. "
         f"{record.shapes()}. Slopes: least-squares exponents of S over the points shown. {record.where()}."

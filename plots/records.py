@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 COMMANDS = {
-    "h200.json": "benchmarks/gpu.sh --out benchmarks/results/h200.json",
+    "h200.json": "benchmarks/gpu.sh --memory-at 131072 4096 2048 --out benchmarks/results/h200.json",
     "cpu_throughput.json": "make record",
     "memory_training.json": "make record",
     "compare_seeds.json": "make record",

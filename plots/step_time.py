@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from benchmarks.cpu_throughput import crossover
-from plots.records import Record, Results
+from plots.records import NotRecordedError, Record, Results
 from plots.style import COLOURS, GREY, Label, figure, label_curves, length_axes, plot_curve, short
 
 NAMES = ("math SDPA", "flash SDPA", "cuDNN SDPA", "dense Flex", "NSA")
@@ -41,6 +41,8 @@ def _draw(record: Record) -> Figure:
 def _headline(record: Record) -> str:
     curves = _curves(record, PANELS["Forward and backward"])
     ratio = _ratios(curves)
+    if not ratio:
+        raise NotRecordedError("The measurements hold no time of NSA beside a dense attention.")
     longest = max(ratio)
     dense = min((curve[longest], name) for name, curve in curves.items() if name != "NSA" and longest in curve)[1]
     times = f"{ratio[longest]:.1f} times as fast" if ratio[longest] >= 1 else f"{1 / ratio[longest]:.1f} times as slow"
@@ -60,7 +62,7 @@ def _ratios(curves: Curves) -> dict[int, float]:
     dense = [curve for name, curve in curves.items() if name != "NSA"]
     return {
         length: min(curve[length] for curve in dense if length in curve) / time
-        for length, time in curves["NSA"].items()
+        for length, time in curves.get("NSA", {}).items()
         if any(length in curve for curve in dense)
     }
 
