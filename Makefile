@@ -14,7 +14,7 @@ demo: .venv/.installed  ## train NSA and its dense twin on real text; parity, me
 	$(BIN)/python -m flexnsa demo
 
 test: .venv/.installed  ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: .venv/.installed  ## check style and formatting
 	$(BIN)/ruff check .

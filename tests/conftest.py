@@ -9,6 +9,10 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_report_header() -> str:
+    return "gpu tests: " + ("selected" if torch.cuda.is_available() else "deselected, no CUDA device here")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,8 @@ def test_selection_runs_once_where_plain_checkpointing_runs_it_twice() -> None:
     torch.manual_seed(0)
     layer, x = NativeSparseAttention(32, 6, 2, 8, config=CONFIG), torch.randn(2, 70, 32)
     calls = []
-    for options in ({"context_fn": keep_selection}, {"determinism_check": "default"}):
+    keeping: dict[str, Any] = {"context_fn": keep_selection}
+    for options in (keeping, {"determinism_check": "default"}):
         with CountOperators() as counted:
             gradients(layer, x, **options)
         calls.append(sum(counted.calls[name] for name in SELECTION_OPERATORS))
