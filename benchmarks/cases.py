@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.contestants import CPU, PHASES, Contestant, Setting
+from benchmarks.layers import LAYERS, PEER
 from benchmarks.memory_training import CUDA, MAKERS, allocated, resident
 from flexnsa.cli.fresh_process import run_fresh
 
@@ -17,8 +18,9 @@ Extent = Literal["smoke", "quick", "full"]
 BASELINES = ("flash SDPA", "math SDPA")
 ATTENTIONS = ("NSA", "NSA with compression", *BASELINES, "dense Flex")
 CPU_PHASES = ("compress", "cmp branch", "score and select", "slc branch", "win branch", "gate")
-LONGEST_MATH = {"cpu": 4096, "cuda": 8192}
-"""Beyond, the scores of math SDPA alone would take gigabytes; its curve is known by then."""
+QUADRATIC = ("math SDPA", PEER)
+LONGEST_QUADRATIC = {"cpu": 4096, "cuda": 8192}
+"""Beyond, the scores of these alone would take gigabytes; their curves are known by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class Case:
 def cases(extent: Extent, device: str) -> list[Case]:
     """List the points of a run, every one once, short ones first."""
     chosen = dict.fromkeys(_cases(extent, device))
-    kept = [case for case in chosen if case.name != "math SDPA" or case.seq_len <= LONGEST_MATH[device]]
+    kept = [case for case in chosen if case.name not in QUADRATIC or case.seq_len <= LONGEST_QUADRATIC[device]]
     return sorted(kept, key=lambda case: case.seq_len)
 
 
@@ -86,7 +88,7 @@ def _cases(extent: Extent, device: str) -> Iterator[Case]:
         ("quick", "cuda"): (8192, 32768),
         ("full", "cuda"): (8192, 16384, 32768, 65536),
     }[extent, device]
-    for name in (*ATTENTIONS, *phases):
+    for name in (*ATTENTIONS, *phases, *LAYERS):
         for length in lengths:
             yield Case(name=name, seq_len=length, dtype=dtype, device=device)
     if extent == "smoke":

@@ -4,7 +4,8 @@
 
 The attention of the ``large`` preset (12 query and 2 key heads of 64, fp32, eager). All attentions of one length take
 turns in one process, so that what slows the machine slows them alike. A ratio is one of medians; above 1, NSA is
-faster. Points have the form of those of :mod:`benchmarks.gpu`.
+faster. Points have the form of those of :mod:`benchmarks.gpu`. Where ``native-sparse-attention-pytorch`` is installed,
+its layer runs beside ours up to the length that its memory allows.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import torch
 
 from benchmarks.contestants import CPU, WHOLE
 from benchmarks.gpu import Session, slopes
+from benchmarks.layers import LAYERS, PEER
 from flexnsa.cli.recording import Recording
 from flexnsa.cli.table import format_table
 
 BASELINES = ("flash SDPA", "math SDPA")
 LONGEST_MATH = 4096
+LONGEST_LAYER = 2048
 
 
 def milliseconds(point: dict[str, Any]) -> float | None:
@@ -32,12 +35,12 @@ def milliseconds(point: dict[str, Any]) -> float | None:
     return point["forward_ms"] + point["backward_ms"] if "backward_ms" in point else None
 
 
-def ratios(points: Sequence[dict[str, Any]], baseline: str) -> dict[int, float]:
-    """By length, how many times NSA's time the baseline takes."""
+def ratios(points: Sequence[dict[str, Any]], baseline: str, ours: str = "NSA") -> dict[int, float]:
+    """By length, how many times our time the baseline takes."""
     times = {(point["name"], point["seq_len"]): milliseconds(point) for point in points}
     lengths = sorted({length for _, length in times})
-    pairs = {length: (times.get((baseline, length)), times.get(("NSA", length))) for length in lengths}
-    return {length: theirs / ours for length, (theirs, ours) in pairs.items() if theirs and ours}
+    pairs = {length: (times.get((baseline, length)), times.get((ours, length))) for length in lengths}
+    return {length: theirs / own for length, (theirs, own) in pairs.items() if theirs and own}
 
 
 def crossover(by_length: dict[int, float]) -> float | None:
@@ -85,15 +88,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         makers = {name: WHOLE[name] for name in ("NSA", *BASELINES) if name != "math SDPA" or length <= LONGEST_MATH}
         rounds = min(max(15, options.rounds), options.rounds * max(options.lengths) // length)
         session.race("whole", makers, length, rounds)
+        if PEER in LAYERS and length <= LONGEST_LAYER:
+            session.race("layer", LAYERS, length, rounds)
         flash = ratios(recording.points, "flash SDPA")
         recording.note(
             ratios={name: ratios(recording.points, name) for name in BASELINES},
+            ratios_of_layers={PEER: ratios(recording.points, PEER, "NSA layer")},
             crossover_with_flash_sdpa=crossover(flash),
             slopes=slopes(recording.points),
         )
-    print("\n" + table(recording.points))
+    print("\n" + table(recording.points) + "\n")
+    for length, ratio in recording.content["ratios_of_layers"][PEER].items():
+        print(f"layer, S = {length:,}: {PEER} takes {ratio:.2f} times as long as ours")
     where = recording.content["crossover_with_flash_sdpa"]
-    print(f"\nNSA is faster than flash SDPA from S = {where:,.0f} on" if where else "\nflash SDPA is faster throughout")
+    print(
+        f"NSA is faster than flash SDPA from S = {where:,.0f} on"
+        if where
+        else "flash SDPA is faster at the greatest length"
+    )
 
 
 if __name__ == "__main__":

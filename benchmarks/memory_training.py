@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.contestants import CPU, PHASES, WHOLE, Contestant, Setting
+from benchmarks.layers import LAYERS
 from flexnsa.cli.fresh_process import run_fresh
 from flexnsa.cli.memory_probe import MIB, AllocatorProbe, ResidentProbe, saved_for_backward
 from flexnsa.cli.recording import Recording
@@ -30,7 +31,7 @@ from flexnsa.cli.table import format_table
 
 CUDA = Setting(num_heads=12, num_kv_heads=2, head_dim=64)
 NAMES = ("NSA", "flash SDPA", "math SDPA", "dense Flex")
-MAKERS = WHOLE | PHASES
+MAKERS = WHOLE | PHASES | LAYERS
 QUANTITIES = ("saved_mib", "peak_mib", "resident_mib")
 
 

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cases import BASELINES
-from benchmarks.contestants import WHOLE
+from benchmarks.contestants import PHASES
+from benchmarks.layers import LAYERS, PEER
 from flexnsa.cli.table import format_table
 
 Point = dict[str, Any]
 Line = dict[str, Point]
 """Points of one case by the work done: ``forward``, ``forward_backward``."""
+LAYER_BASELINES = tuple(name for name in LAYERS if name == PEER)
 SHAPE = ["S", "G", "dtype"]
-AGAINST = [f"vs {name.removesuffix(' SDPA')}" for name in BASELINES]
 
 
 def summary(points: Sequence[Point], environment: dict[str, Any]) -> str:
@@ -21,12 +22,17 @@ def summary(points: Sequence[Point], environment: dict[str, Any]) -> str:
     lines: dict[tuple[Any, ...], Line] = {}
     for point in points:
         lines.setdefault(_key(point), {})[point["work"]] = point
-    whole = [line for line in lines.values() if _any(line)["name"] in WHOLE]
-    phases = [line for line in lines.values() if _any(line)["name"] not in WHOLE]
-    header = ["time", *SHAPE, "forward, ms", *AGAINST, "and backward", *AGAINST, "tokens/s", ""]
-    tables = [(header, [_time_line(line, lines) for line in whole])]
-    header = ["memory", *SHAPE, "saved, MiB", "peak", *AGAINST, "resident", *AGAINST]
-    tables.append((header, [_memory_line(line, lines) for line in whole if "peak_mib" in _any(line)]))
+    layers = [line for line in lines.values() if _any(line)["name"] in LAYERS]
+    phases = [line for line in lines.values() if _any(line)["name"] in PHASES]
+    whole = [line for line in lines.values() if line not in layers and line not in phases]
+    tables = []
+    for kind, chosen, baselines in (("attention", whole, BASELINES), ("layer", layers, LAYER_BASELINES)):
+        against = ["vs peer" if name == PEER else f"vs {name.split()[0]}" for name in baselines]
+        header = [f"time, {kind}", *SHAPE, "forward, ms", *against, "and backward", *against, "tokens/s", ""]
+        tables.append((header, [_time_line(line, lines, baselines) for line in chosen]))
+        header = [f"memory, {kind}", *SHAPE, "saved, MiB", "peak", *against, "resident", *against]
+        measured = [line for line in chosen if "peak_mib" in _any(line)]
+        tables.append((header, [_memory_line(line, lines, baselines) for line in measured]))
     header = ["phase of NSA", *SHAPE, "forward, ms", "of NSA's", "and backward", "of NSA's", "peak, MiB", ""]
     tables.append((header, [_phase_line(line, lines) for line in phases]))
     remarks = [
@@ -54,27 +60,29 @@ def _shape(line: Line) -> list[str]:
     return [point["name"], f"{point['seq_len']:,}", str(point["group"]), point["dtype"]]
 
 
-def _against(line: Line, lines: dict[tuple[Any, ...], Line], work: str, quantity: str) -> list[str]:
+def _against(
+    line: Line, lines: dict[tuple[Any, ...], Line], work: str, quantity: str, baselines: Sequence[str]
+) -> list[str]:
     """Give how many times our value each baseline's is, at the same shape."""
     own, shape = _value(line, work, quantity), _key(_any(line))[1:]
-    theirs = [_value(lines.get((name, *shape), {}), work, quantity) for name in BASELINES]
+    theirs = [_value(lines.get((name, *shape), {}), work, quantity) for name in baselines]
     return [_number(value / own if own and value else None, ".2f") for value in theirs]
 
 
-def _time_line(line: Line, lines: dict[tuple[Any, ...], Line]) -> list[str]:
+def _time_line(line: Line, lines: dict[tuple[Any, ...], Line], baselines: Sequence[str]) -> list[str]:
     cells = []
     for work in ("forward", "forward_backward"):
         seconds = _value(line, work, "seconds")
-        cells += [_number(seconds and seconds * 1e3), *_against(line, lines, work, "seconds")]
+        cells += [_number(seconds and seconds * 1e3), *_against(line, lines, work, "seconds", baselines)]
     speed = _number(_value(line, "forward_backward", "tokens_per_s"), ",.0f")
     return [*_shape(line), *cells, speed, _any(line).get("label", "")]
 
 
-def _memory_line(line: Line, lines: dict[tuple[Any, ...], Line]) -> list[str]:
+def _memory_line(line: Line, lines: dict[tuple[Any, ...], Line], baselines: Sequence[str]) -> list[str]:
     cells = [_number(_value(line, "forward_backward", "saved_mib"))]
     for quantity in ("peak_mib", "resident_mib"):
         value = _value(line, "forward_backward", quantity)
-        cells += [_number(value), *_against(line, lines, "forward_backward", quantity)]
+        cells += [_number(value), *_against(line, lines, "forward_backward", quantity, baselines)]
     return [*_shape(line), *cells]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.cpu_throughput import crossover
 from plots.records import NotRecordedError, Record, Results
@@ -71,8 +71,11 @@ def _panel(ax: Axes, curves: Curves) -> None:
     length_axes(ax, [length for curve in curves.values() for length in curve], room=2.8)
     for name, curve in curves.items():
         plot_curve(ax, name, list(curve), list(curve.values()))
-    ax.yaxis.set_major_formatter(FuncFormatter(_duration))
     ax.margins(y=0.16)
+    bottom, top = ax.get_ylim()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top / bottom < 100 else (1,)))
+    ax.yaxis.set_major_formatter(FuncFormatter(_duration))
+    ax.yaxis.set_minor_formatter(NullFormatter())
     _mark_crossover(ax, _ratios(curves))
     label_curves(ax, [Label(*list(curve.items())[-1], name, COLOURS[name]) for name, curve in curves.items()])
 
