@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.attention import flex
-from flexnsa.attention.flex import Result, select_blocks
+from flexnsa.attention.flex import select_blocks
+from flexnsa.attention.flex_kernels import (
+    TILE,
+    Result,
+    attend,
+    check_inputs,
+    compile_once,
+    selected_options,
+    unfold_heads,
+)
 from flexnsa.config import NSAConfig
 from flexnsa.masks.cached import cached_selected_mask
 from flexnsa.masks.compressed import compressed_intervals
@@ -39,10 +48,10 @@ def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, positions: Positions, *, config: NSAConfig, scale: float
 ) -> Result:
     """As :func:`flexnsa.attention.flex.selected_attention`, for positions that all start at 0."""
-    flex._check(q, k, v)
+    check_inputs(q, k, v)
     if q.is_cuda and config.select_block_size % 16:
         raise ValueError(f"select_block_size: expected a multiple of 16 on CUDA, got {config.select_block_size}")
-    return flex._compile_once(_selected)(q, k, v, block_indices, positions.token, config, scale)
+    return compile_once(_selected)(q, k, v, block_indices, positions.token, config, scale)
 
 
 def _compressed(
@@ -50,14 +59,14 @@ def _compressed(
 ) -> Result:
     if q.shape[1] != k_cmp.shape[1]:
         return flex.compressed_attention(q, k_cmp, v_cmp, positions, config=config, scale=scale)
-    flex._check(q, k_cmp, v_cmp)
+    check_inputs(q, k_cmp, v_cmp)
     mask = interval_block_mask(compressed_intervals(positions, config), k_cmp.shape[2], widths=None)
-    return flex._compile_once(_contiguous)(q, k_cmp, v_cmp, mask, scale)
+    return compile_once(_contiguous)(q, k_cmp, v_cmp, mask, scale)
 
 
 def _contiguous(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Result:
     # As they lie: to repeat or pad the keys, which pays in training, would copy all of them for a token.
-    return flex._attend(q, k, v, mask, scale, {"BLOCKS_ARE_CONTIGUOUS": True})
+    return attend(q, k, v, mask, scale, {"BLOCKS_ARE_CONTIGUOUS": True})
 
 
 def _selected(
@@ -66,20 +75,20 @@ def _selected(
     groups = q.shape[1] // k.shape[1]
     rows = -(-groups // 16) * 16 if q.is_cuda else groups  # tensor cores want 16 rows, a CPU any number
     mask = cached_selected_mask(block_indices, token, k.shape[2], rows=rows, config=config)
-    options = flex._selected_options(*mask.BLOCK_SIZE, q.dtype)
-    out, lse = flex._attend(_fold(q, rows, groups), k, v, mask, scale, options)
-    return flex._unfold(out, rows, groups), None if lse is None else flex._unfold(lse, rows, groups)
+    options = selected_options(*mask.BLOCK_SIZE, q.dtype)
+    out, lse = attend(_fold(q, rows, groups), k, v, mask, scale, options)
+    return unfold_heads(out, rows, groups), None if lse is None else unfold_heads(lse, rows, groups)
 
 
 def _folded(attention: Any, q: Tensor, k: Tensor, v: Tensor, positions: Positions, sizes: dict[str, Any]) -> Result:
     """Attend with the heads of a group as queries at the same place, as long as they fit a tile."""
     groups = q.shape[1] // k.shape[1]
-    if groups == 1 or groups * q.shape[2] > flex.TILE:
+    if groups == 1 or groups * q.shape[2] > TILE:
         return attention(q, k, v, positions, **sizes)
     places = (positions.token, positions.start, positions.cmp_start)
     positions = Positions(*(x.repeat_interleave(groups, dim=1) for x in places))
     out, lse = attention(_fold(q, groups, groups), k, v, positions, **sizes)
-    return flex._unfold(out, groups, groups), None if lse is None else flex._unfold(lse, groups, groups)
+    return unfold_heads(out, groups, groups), None if lse is None else unfold_heads(lse, groups, groups)
 
 
 def _fold(q: Tensor, rows: int, groups: int) -> Tensor:
