@@ -1,0 +1,109 @@
+"""What only a GPU can show: the compiled kernels, forward and backward, on the device that runs them."""
+
+from __future__ import annotations
+
+from math import log2
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexnsa import NativeSparseAttention, NSAConfig, native_sparse_attention
+from flexnsa.geometry import num_compressed
+
+pytestmark = pytest.mark.gpu
+
+SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)
+
+
+def inputs(
+    groups: int, seq_len: int, dims: tuple[int, int], dtype: torch.dtype, config: NSAConfig, batch: int = 2
+) -> list[Tensor]:
+    """Draw q, k, v, gates, k_cmp, v_cmp, k_win, v_win for two key heads."""
+    dk, dv = dims
+    lengths = {"q": seq_len, "k": seq_len, "c": num_compressed(seq_len, config)}
+    shapes = [(2 * groups, "q", dk), (2, "k", dk), (2, "k", dv), (2 * groups, "q", 3)]
+    shapes += [(2, "c", dk), (2, "c", dv), (2, "k", dk), (2, "k", dv)]
+    return [
+        torch.randn(batch, heads, lengths[kind], dim, device="cuda", dtype=dtype, requires_grad=True)
+        for heads, kind, dim in shapes
+    ]
+
+
+def attend(tensors: list[Tensor], config: NSAConfig, **options) -> Tensor:
+    q, k, v, gates, k_cmp, v_cmp, k_win, v_win = tensors
+    out = native_sparse_attention(
+        q, k, v, gates, k_cmp=k_cmp, v_cmp=v_cmp, k_win=k_win, v_win=v_win, config=config, **options
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def error(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize(
+    ("groups", "seq_len", "dims", "dtype", "config"),
+    [
+        (16, 700, (64, 64), torch.float32, NSAConfig()),
+        (4, 1000, (64, 32), torch.float32, NSAConfig()),
+        (1, 500, (32, 32), torch.float32, SMALL),
+        (6, 777, (64, 64), torch.bfloat16, NSAConfig()),
+        (16, 2048, (128, 128), torch.bfloat16, NSAConfig()),
+        (2, 7, (16, 16), torch.float16, SMALL),
+    ],
+)
+def test_output_and_every_gradient_match_float64(
+    groups: int, seq_len: int, dims: tuple[int, int], dtype: torch.dtype, config: NSAConfig
+) -> None:
+    tensors = inputs(groups, seq_len, dims, dtype, config)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    upstream = torch.randn(*tensors[0].shape[:3], dims[1], device="cuda", dtype=dtype)
+    results = {}
+    for name, run, options in (
+        ("exact", exact, {"impl": "reference"}),
+        ("plain", tensors, {"impl": "reference"}),
+        ("flex", tensors, {"impl": "flex"}),
+    ):
+        out = attend(run, config, **options)
+        results[name] = [out, *torch.autograd.grad(out, run, upstream.to(out.dtype))]
+    eps = torch.finfo(dtype).eps
+    for index, (flex, plain, truth) in enumerate(zip(results["flex"], results["plain"], results["exact"], strict=True)):
+        if truth.numel() == 0 or truth.norm() == 0:
+            assert flex.isfinite().all()
+            continue
+        factor = 3 if index else 2  # the plain formula in the same precision sets the scale, plus a few roundings
+        assert error(flex, truth) <= factor * error(plain, truth) + 16 * eps * (dtype == torch.float32)
+
+
+def test_one_graph_serves_every_length_and_documents_stand_alone() -> None:
+    layer = NativeSparseAttention(64, 8, 2, 16, config=SMALL).cuda()
+    oracle = NativeSparseAttention(64, 8, 2, 16, config=SMALL, impl="reference").cuda()
+    oracle.load_state_dict(layer.state_dict())
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for number, seq_len in enumerate((150, 200, 333, 512)):
+        x = torch.randn(2, seq_len, 64, device="cuda")
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            ours = torch.autograd.grad(compiled(x).square().sum(), list(layer.parameters()))
+        theirs = torch.autograd.grad(oracle(x).square().sum(), list(oracle.parameters()))
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    lengths = (5, 33, 1, 80)
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None].cuda()
+    x = torch.randn(1, sum(lengths), 64, device="cuda")
+    alone = torch.cat([oracle(part) for part in x.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(layer(x, document_ids=ids), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_of_a_training_step_is_linear() -> None:
+    peaks = []
+    for seq_len in (8192, 16384, 32768):
+        tensors = inputs(16, seq_len, (64, 64), torch.bfloat16, NSAConfig(), batch=1)
+        run = torch.compile(lambda *x: attend(list(x), NSAConfig()), fullgraph=True, dynamic=False)
+        for _ in range(2):  # the first call compiles
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            torch.autograd.grad(run(*tensors).sum(), tensors)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert all(log2(after / before) <= 1.05 for before, after in zip(peaks, peaks[1:], strict=False))
