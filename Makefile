@@ -36,7 +36,7 @@ bench-smoke: .venv/.installed  ## do the benchmarks run? The smallest size, once
 bench-gpu: .venv/.installed  ## measure on a GPU: correctness, then time and memory beside dense attention
 	$(BIN)/python -m benchmarks.gpu
 
-# On a quiet machine, an hour of two cores. Each command alone can be stopped and run again.
+# On a machine with nothing else to do. What is recorded of a point stays, whenever this is stopped.
 record: .venv/.installed  ## measure what the plots show of a CPU: memory, throughput, the earlier system's work
 	OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks.cpu_throughput
 	$(BIN)/python -m benchmarks.memory_training --device cpu

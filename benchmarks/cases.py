@@ -44,6 +44,7 @@ class Case:
 
     def contestant(self) -> Contestant:
         """Function and inputs."""
+        torch._dynamo.reset()  # few versions of one function may be compiled, and every case makes its own
         torch.manual_seed(0)
         return MAKERS[self.name](self.setting(), self.seq_len)
 
@@ -60,6 +61,7 @@ class Case:
         """
         if self.device == "cpu":
             return run_fresh(_memory_on_cpu, self, seconds=seconds)
+        torch._dynamo.reset()
         try:
             return allocated(lambda stage: None, self.name, self.seq_len, self.setting())  # noqa: ARG005
         except torch.OutOfMemoryError:

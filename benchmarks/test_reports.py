@@ -1,0 +1,56 @@
+"""What is read off the measurements: crossovers, ratios, labels, and figures that cannot be made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cpu_throughput import crossover, ratios
+from benchmarks.summary import summary
+
+ENVIRONMENT = {"device": "abacus", "threads": 1, "torch": "2", "commit": "c0ffee", "load_average": 0.0}
+
+
+def test_crossover_is_where_the_ratio_becomes_one_for_good() -> None:
+    assert crossover({1024: 0.5, 2048: 2.0}) == pytest.approx(1024 * 2**0.5)
+    assert crossover({1024: 2.0, 2048: 0.5, 4096: 2.0}) == pytest.approx(2048 * 2**0.5)
+    assert crossover({1024: 1.1, 2048: 2.0}) == 1024
+    assert crossover({1024: 2.0, 2048: 0.5}) is None
+    assert crossover({}) is None
+
+
+def test_ratios_leave_labelled_points_out() -> None:
+    points = [
+        {"name": "NSA", "seq_len": 1024, "forward_ms": 1.0, "backward_ms": 1.0},
+        {"name": "flash SDPA", "seq_len": 1024, "forward_ms": 2.0, "backward_ms": 3.0},
+        {"name": "NSA", "seq_len": 2048, "forward_ms": 1.0, "backward_ms": 1.0},
+        {"name": "flash SDPA", "seq_len": 2048, "label": "out of memory"},
+    ]
+    assert ratios(points, "flash SDPA") == {1024: 2.5}
+
+
+def test_summary_compares_like_with_like_and_keeps_labels() -> None:
+    case = {"seq_len": 1024, "group": 6, "dtype": "float32", "work": "forward_backward", "peak_mib": 10.0}
+    points = [
+        {**case, "name": "NSA", "seconds": 0.1, "tokens_per_s": 10240.0},
+        {**case, "name": "flash SDPA", "seconds": 0.3, "tokens_per_s": 3413.0, "peak_mib": 5.0},
+        {**case, "name": "flash SDPA", "group": 1, "seconds": 9.0, "tokens_per_s": 114.0},
+        {"name": "math SDPA", **{name: case[name] for name in case if name != "peak_mib"}, "label": "out of memory"},
+    ]
+    text = summary(points, ENVIRONMENT)
+    time, memory = ([row for row in text.splitlines() if row.startswith("NSA")][i].split() for i in (0, 1))
+    assert time[-4:] == ["100.0", "3.00", "-", "10,240"]
+    assert memory[5:7] == ["10.0", "0.50"]
+    assert "out of memory" in text
+
+
+def test_figures_without_measurements_are_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "plots", "--results", str(tmp_path), "--out", str(tmp_path)]
+    command += ["--only", "peak_memory_gpu", "estimator"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.count("not made") == 2
+    assert "h200.json is not recorded; benchmarks/gpu.sh" in printed
+    assert not list(tmp_path.iterdir())
