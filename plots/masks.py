@@ -73,7 +73,7 @@ def _visible(intervals: Intervals, num_keys: int) -> Tensor:
 
 def _selected(positions: Positions) -> Tensor:
     torch.manual_seed(4)
-    q, k_cmp = torch.randn(1, 1, LENGTH, 4), torch.randn(1, 1, num_compressed(LENGTH, CONFIG), 4)
+    q, k_cmp = torch.randn(1, 1, LENGTH, 16), torch.randn(1, 1, num_compressed(LENGTH, CONFIG), 16)
     q[:, :, 1:] += 2 * q[:, :, :-1].clone() + q[:, :, :1]  # neighbours ask for similar things, as in text
     blocks = select_blocks(q, k_cmp, None, positions, config=CONFIG, scale=1.0)[0, 0]
     key = torch.arange(LENGTH)
