@@ -40,7 +40,7 @@ bench-gpu: .venv/.installed  ## measure on a GPU: correctness, then time and mem
 record: .venv/.installed  ## measure what the plots show of a CPU: memory, throughput, the earlier system's work
 	OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks.cpu_throughput
 	$(BIN)/python -m benchmarks.memory_training --device cpu
-	$(BIN)/python -m flexnsa compare-seeds --device cpu --rows memory time train large-5-8192 large-5-16384 --out benchmarks/results/compare_seeds.json
+	$(BIN)/python -m flexnsa compare-seeds --device cpu --rows memory time train large-5-8192 large-5-16384 --out benchmarks/results/seeds.json
 
 plots: .venv/.installed  ## draw every figure whose measurements are recorded in benchmarks/results
 	$(BIN)/python -m plots

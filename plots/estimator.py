@@ -18,10 +18,10 @@ QUANTITIES = {
 
 def draw(results: Results) -> Figure:
     """Left: both, log-log. Right: by how much the estimate is off, row by row."""
-    record = results.load("compare_seeds.json")
+    record = results.load("seeds.json")
     points = [point for point in record.points() if "after_forward" in point]
     if not points:
-        raise NotRecordedError("compare_seeds.json has no measured memory; make record does so.")
+        raise NotRecordedError("seeds.json has no measured memory; make record does so.")
     points.sort(key=lambda point: point["peak"])
     errors = [abs(point[e] / point[m] - 1) for point in points for m, e, _, _ in QUANTITIES.values()]
     caption = (

@@ -11,7 +11,7 @@ COMMANDS = {
     "h200.json": "benchmarks/gpu.sh --memory-at 131072 4096 2048 --out benchmarks/results/h200.json",
     "cpu_throughput.json": "make record",
     "memory_training.json": "make record",
-    "compare_seeds.json": "make record",
+    "seeds.json": "make record",
 }
 
 
