@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from plots.records import NotRecordedError, Results
 from plots.style import BLUE, GREY, ORANGE, figure, short
@@ -46,6 +47,10 @@ def _diagonal(ax: Axes, points: list[dict[str, Any]]) -> None:
     ax.plot(ends, ends, color=GREY, linewidth=1)
     ax.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="#e4e4e4", linewidth=0)
     ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, MiB", ylabel="estimated, MiB")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if ends[1] / ends[0] < 100 else (1,)))
+        axis.set_major_formatter(FuncFormatter(lambda mib, _: f"{mib:,g}"))
+        axis.set_minor_formatter(NullFormatter())
     ax.legend(frameon=False, loc="upper left")
 
 
@@ -54,10 +59,10 @@ def _errors(ax: Axes, points: list[dict[str, Any]]) -> None:
     ax.axvspan(-10, 10, color="#eeeeee", linewidth=0)
     ax.axvline(0, color=GREY, linewidth=1)
     widest = 12.0
-    for measured, estimated, colour, marker in QUANTITIES.values():
+    for lower, (measured, estimated, colour, marker) in zip((-0.14, 0.14), QUANTITIES.values(), strict=True):
         off = [100 * (point[estimated] / point[measured] - 1) for point in points]
         widest = max(widest, 1.1 * max(map(abs, off)))
-        ax.scatter(off, rows, color=colour, marker=marker, s=26, zorder=3)
+        ax.scatter(off, [row - lower for row in rows], color=colour, marker=marker, s=26, zorder=3)
     ax.set_yticks(rows, [f"{p['preset']}, {p['layers']} layers, {short(p['seq_len'])}" for p in points], fontsize=8.5)
     ax.set_xlim(-widest, widest)
     ax.set_xlabel("estimate above or below measured, %")
