@@ -63,7 +63,8 @@ def test_output_and_every_gradient_match_float64(
     exact = [x.detach().double().requires_grad_() for x in tensors]
     upstream = torch.randn(*tensors[0].shape[:3], dims[1], device="cuda", dtype=dtype)
     results = {}
-    for name, run in (("exact", exact), ("plain", tensors), ("flex", tensors)):
+    runs: dict[str, list[Tensor]] = {"exact": exact, "plain": tensors, "flex": tensors}
+    for name, run in runs.items():
         out = attend(run, config, impl="flex" if name == "flex" else "reference")
         results[name] = [out, *torch.autograd.grad(out, run, upstream.to(out.dtype))]
     eps = torch.finfo(dtype).eps
