@@ -50,9 +50,9 @@ def test_selection_runs_once_where_plain_checkpointing_runs_it_twice() -> None:
     torch.manual_seed(0)
     layer, x = NativeSparseAttention(32, 6, 2, 8, config=CONFIG), torch.randn(2, 70, 32)
     calls = []
-    keeping: dict[str, Any] = {"context_fn": keep_selection}
-    for options in (keeping, {"determinism_check": "default"}):
+    options: tuple[dict[str, Any], ...] = ({"context_fn": keep_selection}, {"determinism_check": "default"})
+    for option in options:
         with CountOperators() as counted:
-            gradients(layer, x, **options)
+            gradients(layer, x, **option)
         calls.append(sum(counted.calls[name] for name in SELECTION_OPERATORS))
     assert calls == [1, 2]
