@@ -42,7 +42,7 @@ def attend(tensors: Sequence[Tensor], config: NSAConfig, impl: str = "auto") -> 
 
 
 def error(result: Tensor, exact: Tensor) -> float:
-    return float((result.double() - exact).norm() / exact.norm().clamp_min(1e-30))
+    return float((result.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp_min(1e-30))
 
 
 @pytest.mark.parametrize(
