@@ -63,8 +63,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, optio
     kwargs: dict[str, Any] = {"block_mask": mask, "scale": scale, "kernel_options": options}
     kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
     if q.device.type == "cpu":
-        # The CPU kernel's choice of tiles reads the shape beneath a view of q; a sum is not a view.
-        return _unfused(flex_attention(q + 0, k, v, **kwargs)), None
+        # The CPU kernel's choice of tiles reads the shape beneath a view of q: this copy is no view.
+        return _unfused(flex_attention(_unfused(q), k, v, **kwargs)), None
     out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **kwargs)
     return out, aux.lse
 
@@ -72,12 +72,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, optio
 @torch.library.custom_op("flexnsa::unfused", mutates_args=())
 def _unfused(x: Tensor) -> Tensor:
     """Copy ``x`` behind a compiler's back: Inductor would fuse what follows into the CPU kernel, and then fails."""
-    return x.clone()
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @_unfused.register_fake
 def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def _fit_to_kernels(mask: BlockMask, options: dict[str, Any], device: torch.device) -> tuple[BlockMask, dict[str, Any]]:
