@@ -72,8 +72,10 @@ def test_output_and_every_gradient_match_float64(
         if truth.numel() == 0 or truth.norm() == 0:
             assert flex.isfinite().all()
             continue
-        factor = 3 if index else 2  # the plain formula in the same precision sets the scale, plus a few roundings
-        assert error(flex, truth) <= factor * error(plain, truth) + 16 * eps * (dtype == torch.float32)
+        # Twice (thrice) the plain formula at the same precision. The kernels add up a key's gradient in another order:
+        # in fp32 that costs a few roundings more, about 5 on an H200.
+        factor = 3 if index else 2
+        assert error(flex, truth) <= factor * error(plain, truth) + 6 * eps * (dtype == torch.float32)
 
 
 def test_one_graph_serves_every_length_and_documents_stand_alone() -> None:
