@@ -9,11 +9,19 @@ from torch import Tensor
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import overlap_band
 from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.mods import ScoreMod, apply_score_mod, compressed_positions, query_positions
 from flexnsa.masks.positions import Positions
 
 
 def group_probabilities(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    positions: Positions,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> Tensor:
     """Sum ``p_cmp`` over the query heads of each group, fp32 ``(B, Hkv, T, N)`` (Eq. 8 and 10).
 
@@ -26,6 +34,10 @@ def group_probabilities(
     group = q.shape[1] // k_cmp.shape[1]
     q_BKRD = (q.float() * scale).unflatten(1, (-1, group)).flatten(2, 3)  # the heads of a group share their keys
     scores = (q_BKRD @ k_cmp.float().mT).unflatten(2, (group, -1))
+    if score_mod is not None:
+        key = compressed_positions(k_cmp.shape[2], positions, config)
+        modified = apply_score_mod(score_mod, scores.flatten(1, 2), query_positions(positions), key)
+        scores = modified.unflatten(1, (-1, group))
     scores = scores.masked_fill_(hidden[:, None, None], -torch.inf)
     lse = scores.logsumexp(-1) if lse is None else lse.unflatten(1, (k_cmp.shape[1], -1))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing has probabilities 0, not NaN

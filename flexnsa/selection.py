@@ -13,6 +13,7 @@ from torch import Tensor
 from flexnsa.checks import check_tensor
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within, num_blocks, num_compressed
+from flexnsa.masks.mods import ScoreMod
 from flexnsa.masks.positions import Positions
 from flexnsa.operators import opaque_operator
 from flexnsa.scoring import block_scores, group_probabilities
@@ -70,17 +71,27 @@ def check_block_indices(block_indices: Tensor, *, config: NSAConfig, seq_len: in
 
 
 def select_in_chunks(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    positions: Positions,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> Tensor:
     """Score and choose the blocks of every query, int32 ``(B, Hkv, T, n)``, without a gradient.
 
     One opaque operator to the compiler: its loop neither unrolls nor breaks the graph, and a checkpointing policy can
-    save its result instead of selecting anew.
+    save its result instead of selecting anew. An operator takes no functions, so with a score_mod the loop is in the
+    open, and a compiler unrolls it.
     """
-    rows = (positions.token, positions.start, positions.cmp_start)
-    return _select_in_chunks(
-        q.detach(), k_cmp.detach(), None if lse is None else lse.detach(), *rows, astuple(config), scale
-    )
+    q, k_cmp, lse = q.detach(), k_cmp.detach(), None if lse is None else lse.detach()
+    if score_mod is None:
+        rows = (positions.token, positions.start, positions.cmp_start)
+        return _select_in_chunks(q, k_cmp, lse, *rows, astuple(config), scale)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        return _select(q, k_cmp, lse, positions, config, scale, score_mod)
 
 
 @opaque_operator("select_in_chunks")
@@ -95,22 +106,45 @@ def _select_in_chunks(
     scale: float,
 ) -> Tensor:
     config = NSAConfig(**{field.name: size for field, size in zip(fields(NSAConfig), sizes, strict=True)})
-    chosen = token.new_empty(q.shape[0], k_cmp.shape[1], q.shape[2], config.num_selected_blocks)
-    for at in range(0, q.shape[2], CHUNK):
-        rows = slice(at, at + CHUNK)
-        last = int(token[:, rows].max()) + 1  # nothing beyond the last query of the chunk is worth a score
-        positions = Positions(token[:, rows], start[:, rows], cmp_start[:, rows])
-        k_past = k_cmp[:, :, : num_compressed(last, config)]
-        probs = group_probabilities(
-            q[:, :, rows], k_past, None if lse is None else lse[:, :, rows], positions, config=config, scale=scale
-        )
-        width = blocks_within(k_past.shape[2], config)
-        chosen[:, :, rows] = top_blocks(
-            block_scores(probs, positions, num_blocks=width, config=config), positions, config=config
-        )
-    return chosen
+    return _select(q, k_cmp, lse, Positions(token, start, cmp_start), config, scale, None)
 
 
 @_select_in_chunks.register_fake
 def _(q: Tensor, k_cmp: Tensor, lse: Tensor | None, token: Tensor, *rest: Any) -> Tensor:  # noqa: ARG001
     return token.new_empty(q.shape[0], k_cmp.shape[1], q.shape[2], rest[2][3])
+
+
+def _select(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    positions: Positions,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None,
+) -> Tensor:
+    chosen = []
+    for at in range(0, q.shape[2], CHUNK):
+        rows = slice(at, at + CHUNK)
+        here = Positions(positions.token[:, rows], positions.start[:, rows], positions.cmp_start[:, rows])
+        k_past = k_cmp[:, :, : _keys_until(here, k_cmp.shape[2], config)]
+        probs = group_probabilities(
+            q[:, :, rows],
+            k_past,
+            None if lse is None else lse[:, :, rows],
+            here,
+            config=config,
+            scale=scale,
+            score_mod=score_mod,
+        )
+        width = blocks_within(k_past.shape[2], config)
+        scores = block_scores(probs, here, num_blocks=width, config=config)
+        chosen.append(top_blocks(scores, here, config=config))
+    return torch.cat(chosen, dim=2)
+
+
+def _keys_until(positions: Positions, num_keys: int, config: NSAConfig) -> int:
+    """Bound the compressed keys that are in no query's future, by a look at the queries where one costs nothing."""
+    if torch.compiler.is_compiling() or positions.token.is_cuda:
+        return num_keys
+    return num_compressed(int(positions.token.max()) + 1, config)
