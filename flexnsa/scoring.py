@@ -35,8 +35,8 @@ def group_probabilities(
     q_BKRD = (q.float() * scale).unflatten(1, (-1, group)).flatten(2, 3)  # the heads of a group share their keys
     scores = (q_BKRD @ k_cmp.float().mT).unflatten(2, (group, -1))
     if score_mod is not None:
-        key = compressed_positions(k_cmp.shape[2], positions, config)
-        modified = apply_score_mod(score_mod, scores.flatten(1, 2), query_positions(positions), key)
+        place = compressed_positions(key.view(1, 1, 1, -1), positions, config)
+        modified = apply_score_mod(score_mod, scores.flatten(1, 2), query_positions(positions), place)
         scores = modified.unflatten(1, (-1, group))
     scores = scores.masked_fill_(hidden[:, None, None], -torch.inf)
     lse = scores.logsumexp(-1) if lse is None else lse.unflatten(1, (k_cmp.shape[1], -1))

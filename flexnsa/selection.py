@@ -126,7 +126,7 @@ def _select(
     chosen = []
     for at in range(0, q.shape[2], CHUNK):
         rows = slice(at, at + CHUNK)
-        here = Positions(positions.token[:, rows], positions.start[:, rows], positions.cmp_start[:, rows])
+        here = positions.at(rows)
         k_past = k_cmp[:, :, : _keys_until(here, k_cmp.shape[2], config)]
         probs = group_probabilities(
             q[:, :, rows],

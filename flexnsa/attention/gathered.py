@@ -18,16 +18,16 @@ def gathered_attention(
 
     Arguments and result are those of :func:`flexnsa.attention.key_major.selected_attention`.
     """
-    key, visible = _selected_keys(block_indices, token, start, block_size)
+    key, visible = selected_keys(block_indices, token, start, block_size)
     head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)
     row = torch.where(visible, key, 0) + head * k.shape[2]
     q_BKTGD = q.unflatten(1, (k.shape[1], -1)).transpose(2, 3)
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = _attend(q_BKTGD, _rows(k, row), _rows(v, row), visible[..., None, :], scale)
+        out, lse = _attend(q_BKTGD, gather_rows(k, row), gather_rows(v, row), visible[..., None, :], scale)
     return out.transpose(2, 3).flatten(1, 2), lse.transpose(2, 3).flatten(1, 2)
 
 
-def _rows(x: Tensor, row: Tensor) -> Tensor:
+def gather_rows(x: Tensor, row: Tensor) -> Tensor:
     """Gather rows of ``x (B, Hkv, S, D)``, numbered through; an embedding copies them whole."""
     return F.embedding(row, x.reshape(-1, x.shape[-1]))
 
@@ -44,7 +44,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> t
     return ((probs / total) @ v.to(dtype)).to(q.dtype), lse.squeeze(-1)
 
 
-def _selected_keys(block_indices: Tensor, token: Tensor, start: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def selected_keys(block_indices: Tensor, token: Tensor, start: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """List the keys of the selected blocks and which of them the query sees, each ``(B, Hkv, T, n * l')``."""
     first = block_indices * block_size + start[:, None, :, None]
     key = first[..., None] + torch.arange(block_size, dtype=first.dtype, device=first.device)

@@ -6,12 +6,17 @@ shares no attention, masking or scoring code with the other implementations, so 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within
 from flexnsa.masks.positions import Positions, positions_of
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""The user's ``(score, b, h, q_idx, kv_idx)``, a banned pair having the score ``-inf``; see ``masks/mods.py``."""
 
 
 def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -27,41 +32,82 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 def _softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Normalise over the visible keys; a row without any has probabilities 0 and lse ``-inf``."""
+    visible = visible & (scores > -torch.inf)
     empty = ~visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(empty, 0.0)
     probs = scores.softmax(-1).masked_fill(~visible, 0.0)
     return probs, scores.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    probs, lse = _softmax(_scores(q, k, scale), visible)
-    return probs.to(v.dtype) @ _repeat_heads(v, q.shape[1]), lse
+def _modified(score_mod: ScoreMod | None, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Call the user's function for every pair of positions ``query (B, T, 1)`` and ``key (B, T, S)``."""
+    if score_mod is None:
+        return scores
+    batch, heads = (torch.arange(size, device=scores.device) for size in scores.shape[:2])
+    key = torch.minimum(key.clamp_min(0), query)  # a key that is hidden anyway has a position that exists
+    pairs = (scores, batch[:, None, None, None], heads[:, None, None], query[:, None], key[:, None])
+    modified = torch.vmap(score_mod)(*(x.flatten() for x in torch.broadcast_tensors(*pairs)))
+    return modified.view_as(scores).to(scores.dtype)
 
 
-def _visible_compressed(num_keys: int, positions: Positions, config: NSAConfig) -> Tensor:
-    """Mark the compressed tokens of the own document whose last token is not in the future, ``(B, 1, T, N)``."""
-    own = torch.arange(num_keys, device=positions.token.device) - positions.cmp_start[..., None]
-    last_token = positions.start[..., None] + own * config.compress_stride + config.compress_block_size - 1
-    return ((own >= 0) & (last_token <= positions.token[..., None]))[:, None]
+def _attend(v: Tensor, scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    probs, lse = _softmax(scores, visible)
+    return probs.to(v.dtype) @ _repeat_heads(v, scores.shape[1]), lse
+
+
+def _score_compressed(
+    q: Tensor, k_cmp: Tensor, positions: Positions, *, config: NSAConfig, scale: float, score_mod: ScoreMod | None
+) -> tuple[Tensor, Tensor]:
+    """Give the scores of the compressed tokens ``(B, Hq, T, N)`` and which of them are visible, ``(B, 1, T, N)``.
+
+    Visible are those of the own document whose last token is not in the future.
+    """
+    own = torch.arange(k_cmp.shape[2], device=q.device) - positions.cmp_start[..., None]
+    query = (positions.token - positions.start)[..., None]
+    last_token = own * config.compress_stride + config.compress_block_size - 1
+    scores = _modified(score_mod, _scores(q, k_cmp, scale), query, last_token)
+    return scores, ((own >= 0) & (last_token <= query))[:, None]
+
+
+def _score_tokens(
+    q: Tensor, k: Tensor, positions: Positions, *, scale: float, score_mod: ScoreMod | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the scores of the tokens ``(B, Hq, T, S)`` and the positions of queries and keys, ``(B, T, 1 or S)``."""
+    query = (positions.token - positions.start)[..., None]
+    key = torch.arange(k.shape[2], device=k.device) - positions.start[..., None]
+    return _modified(score_mod, _scores(q, k, scale), query, key), query, key
 
 
 def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions | None, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    positions: Positions | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the compressed tokens that lie wholly in the past (section 3.3.1)."""
-    visible = _visible_compressed(k_cmp.shape[2], positions_of(q, positions), config)
-    return _attend(q, k_cmp, v_cmp, visible, scale)
+    positions = positions_of(q, positions)
+    scores, visible = _score_compressed(q, k_cmp, positions, config=config, scale=scale, score_mod=score_mod)
+    return _attend(v_cmp, scores, visible)
 
 
 def sliding_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, positions: Positions | None, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Positions | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the last ``window_size`` tokens of the document (section 3.3.3)."""
-    positions = positions_of(q, positions)
-    key = torch.arange(k.shape[2], device=k.device)
-    token, start = positions.token[..., None], positions.start[..., None]
-    visible = (key >= start) & (key <= token) & (key > token - config.window_size)
-    return _attend(q, k, v, visible[:, None], scale)
+    scores, query, key = _score_tokens(q, k, positions_of(q, positions), scale=scale, score_mod=score_mod)
+    visible = (key >= 0) & (key <= query) & (key > query - config.window_size)
+    return _attend(v, scores, visible[:, None])
 
 
 def selected_attention(
@@ -73,17 +119,16 @@ def selected_attention(
     *,
     config: NSAConfig,
     scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the past tokens of the selected blocks (section 3.3.2)."""
-    positions = positions_of(q, positions)
-    key = torch.arange(k.shape[2], device=k.device)
-    token, start = positions.token[..., None], positions.start[..., None]
-    block = (key - start).div(config.select_block_size, rounding_mode="floor")
+    scores, query, key = _score_tokens(q, k, positions_of(q, positions), scale=scale, score_mod=score_mod)
+    block = key.div(config.select_block_size, rounding_mode="floor")
     selected = torch.zeros(1, dtype=torch.bool, device=k.device)
     for chosen in block_indices.unbind(-1):
         selected = selected | (block[:, None] == chosen[..., None])
-    visible = selected & ((key >= start) & (key <= token))[:, None]
-    return _attend(q, k, v, _repeat_heads(visible, q.shape[1]), scale)
+    visible = selected & ((key >= 0) & (key <= query))[:, None]
+    return _attend(v, scores, _repeat_heads(visible, q.shape[1]))
 
 
 def _overlap_weights(num_keys: int, num_blocks: int, config: NSAConfig, like: Tensor) -> Tensor:
@@ -96,12 +141,20 @@ def _overlap_weights(num_keys: int, num_blocks: int, config: NSAConfig, like: Te
 
 
 def block_importance(
-    q: Tensor, k_cmp: Tensor, positions: Positions | None, *, num_blocks: int, config: NSAConfig, scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    positions: Positions,
+    *,
+    num_blocks: int,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> Tensor:
     """Score every selection block for every query, ``(B, Hkv, T, M)``, never differentiated (Eq. 8 to 10)."""
-    positions = positions_of(q, positions)
     num_keys = k_cmp.shape[2]
-    probs, _ = _softmax(_scores(q, k_cmp, scale).detach(), _visible_compressed(num_keys, positions, config))
+    with torch.no_grad():
+        scored = _score_compressed(q, k_cmp, positions, config=config, scale=scale, score_mod=score_mod)
+    probs, _ = _softmax(*scored)
     own = torch.arange(num_keys, device=q.device) + positions.cmp_start[..., None]
     probs = torch.nn.functional.pad(probs, (0, 1)).gather(
         -1, own.clamp(max=num_keys)[:, None].expand_as(probs).to(torch.int64)
@@ -118,11 +171,14 @@ def select_blocks(
     *,
     config: NSAConfig,
     scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> Tensor:
     """Choose the ``n`` best blocks of each query, forced ones first, a tie to the lower index (section 3.3.2)."""
     positions = positions_of(q, positions)
     num_blocks = blocks_within(k_cmp.shape[2], config)
-    score = block_importance(q, k_cmp, positions, num_blocks=num_blocks, config=config, scale=scale)
+    score = block_importance(
+        q, k_cmp, positions, num_blocks=num_blocks, config=config, scale=scale, score_mod=score_mod
+    )
 
     block = torch.arange(num_blocks, device=q.device)
     current = (positions.token - positions.start).div(config.select_block_size, rounding_mode="floor")[:, None, :, None]

@@ -6,13 +6,17 @@ each call reads a few loop bounds on the host; ``flex`` reads none.
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
+from flexnsa.attention import modded
 from flexnsa.attention.chunked import interval_attention
 from flexnsa.attention.gathered import gathered_attention
 from flexnsa.attention.key_major import selected_attention as key_major_attention
 from flexnsa.config import NSAConfig
 from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.mods import ScoreMod, compressed_positions, token_positions
 from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.sliding_window import window_intervals
 from flexnsa.selection import select_in_chunks
@@ -24,18 +28,39 @@ GATHERED_QUERIES = 16
 
 
 def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions | None, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    positions: Positions | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the compressed tokens that lie wholly in the past (section 3.3.1)."""
-    visible = compressed_intervals(positions_of(q, positions), config)
+    positions = positions_of(q, positions)
+    visible = compressed_intervals(positions, config)
+    if score_mod is not None:
+        places = functools.partial(compressed_positions, config=config)
+        return modded.interval_attention(q, k_cmp, v_cmp, visible, positions, places, score_mod, scale)
     return interval_attention(q, k_cmp, v_cmp, visible.lo, visible.hi, scale, COMPRESSED_CHUNK)
 
 
 def sliding_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, positions: Positions | None, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Positions | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the last ``window_size`` tokens of the document (section 3.3.3)."""
-    visible = window_intervals(positions_of(q, positions), config)
+    positions = positions_of(q, positions)
+    visible = window_intervals(positions, config)
+    if score_mod is not None:
+        return modded.interval_attention(q, k, v, visible, positions, token_positions, score_mod, scale)
     return interval_attention(q, k, v, visible.lo, visible.hi, scale, WINDOW_CHUNK)
 
 
@@ -48,15 +73,26 @@ def selected_attention(
     *,
     config: NSAConfig,
     scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the past tokens of the selected blocks (section 3.3.2)."""
     positions = positions_of(q, positions)
+    if score_mod is not None:
+        return modded.selected_attention(q, k, v, block_indices, positions, score_mod, scale, config.select_block_size)
     attention = gathered_attention if q.shape[2] <= GATHERED_QUERIES else key_major_attention
     return attention(q, k, v, block_indices, positions.token, positions.start, scale, config.select_block_size)
 
 
 def select_blocks(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions | None, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    positions: Positions | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> Tensor:
     """Choose the ``n`` best blocks of each query, a chunk of queries at a time (Eq. 8 to 10)."""
-    return select_in_chunks(q, k_cmp, lse, positions_of(q, positions), config=config, scale=scale)
+    positions = positions_of(q, positions)
+    return select_in_chunks(q, k_cmp, lse, positions, config=config, scale=scale, score_mod=score_mod)

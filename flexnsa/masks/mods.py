@@ -63,9 +63,13 @@ def query_positions(positions: Positions) -> Tensor:
     return positions.token - positions.start
 
 
-def compressed_positions(num_keys: int, positions: Positions, config: NSAConfig) -> Tensor:
-    """Locate the compressed tokens in the document of each query, ``(B or 1, 1, T, N)``."""
-    key = torch.arange(num_keys, dtype=torch.int32, device=positions.token.device)
+def token_positions(key: Tensor, positions: Positions) -> Tensor:
+    """Locate tokens ``key (B or 1, H or 1, T or 1, K)`` in the document of each query, ``(B or 1, H or 1, T, K)``."""
+    return key - positions.start[:, None, :, None]
+
+
+def compressed_positions(key: Tensor, positions: Positions, config: NSAConfig) -> Tensor:
+    """As :func:`token_positions`, for compressed tokens: each stands where its last token does."""
     return _last_token(key - positions.cmp_start[:, None, :, None], config)
 
 

@@ -14,13 +14,17 @@ class Positions:
 
     Args:
         token: index of the query's own token in the key sequence.
-        start: index of the first token of its document (0 without documents).
+        start: index of the first token of its document (0 without documents; negative if it precedes the keys).
         cmp_start: index of the first compressed token of its document in the list of compressed tokens.
     """
 
     token: Tensor
     start: Tensor
     cmp_start: Tensor
+
+    def at(self, rows: slice) -> Positions:
+        """Keep some of the queries."""
+        return Positions(self.token[:, rows], self.start[:, rows], self.cmp_start[:, rows])
 
     @classmethod
     def of_sequence(cls, seq_len: int, device: torch.device | str | None = None) -> Positions:

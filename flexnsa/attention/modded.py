@@ -1,0 +1,140 @@
+"""Attention with a user's score_mod in plain PyTorch: the scores of a chunk of queries are laid out and handed to it.
+
+A chunk is a checkpoint: its scores are computed again in backward, so that what is saved stays linear in the sequence,
+and autograd differentiates the function and whatever it captured. Loops depend on data and operators take no functions,
+so nothing here is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flexnsa.attention.gathered import gather_rows, selected_keys
+from flexnsa.masks.intervals import Intervals
+from flexnsa.masks.mods import ScoreMod, apply_score_mod, query_positions, token_positions
+from flexnsa.masks.positions import Positions
+
+INTERVAL_CHUNK = 256
+"""Queries a chunk where neighbours share their keys."""
+GATHERED_NUMBERS = 2**24
+"""Keys times dimensions that a chunk of the selected branch gathers: 64 MB in fp32."""
+
+NOT_COMPILED = "with a score_mod or mask_mod impl='sdpa' runs uncompiled; impl='flex' compiles them"
+
+
+@torch.compiler.disable(reason=NOT_COMPILED)
+def interval_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Intervals,
+    positions: Positions,
+    key_positions: Callable[[Tensor, Positions], Tensor],
+    score_mod: ScoreMod,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend to an interval of keys.
+
+    Args:
+        q: ``(B, Hq, T, Dk)``.
+        k: ``(B, Hkv, S, Dk)``.
+        v: ``(B, Hkv, S, Dv)``.
+        visible: the interval of each query.
+        positions: of the queries.
+        key_positions: locates keys by number in the document of each query.
+        score_mod: in token positions.
+        scale: factor on the scores.
+
+    Returns:
+        ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
+    """
+
+    def chunk(rows: slice) -> tuple[Tensor, Tensor]:
+        here = positions.at(rows)
+        lo, hi = visible.lo[:, None, rows, None], visible.hi[:, None, rows, None]
+        first = int(lo.min())
+        keys = slice(first, max(first, int(hi.max())))
+        key = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=k.device).view(1, 1, 1, -1)
+        seen = (lo <= key) & (key < hi)
+        arguments = (q[:, :, rows], k[:, :, keys], v[:, :, keys], seen, query_positions(here))
+        return _run(_attend, *arguments, key_positions(key, here), score_mod, scale)
+
+    return _in_chunks(chunk, q.shape[2], INTERVAL_CHUNK)
+
+
+@torch.compiler.disable(reason=NOT_COMPILED)
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    positions: Positions,
+    score_mod: ScoreMod,
+    scale: float,
+    block_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the past tokens of the selected blocks, gathered for each query; see :func:`interval_attention`."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, here: Positions) -> tuple[Tensor, Tensor]:
+        key, seen = selected_keys(chosen, here.token, here.start, block_size)
+        head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)
+        row = torch.where(seen, key, 0) + head * k.shape[2]
+        place = token_positions(key, here)
+        return _attend(
+            q, gather_rows(k, row), gather_rows(v, row), seen, query_positions(here), place, score_mod, scale
+        )
+
+    def chunk(rows: slice) -> tuple[Tensor, Tensor]:
+        return _run(attend, q[:, :, rows], k, v, block_indices[:, :, rows], positions.at(rows))
+
+    numbers = k.shape[0] * k.shape[1] * block_indices.shape[-1] * block_size * max(k.shape[-1], v.shape[-1])
+    return _in_chunks(chunk, q.shape[2], max(1, GATHERED_NUMBERS // numbers))
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    query: Tensor,
+    key: Tensor,
+    score_mod: ScoreMod,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend from ``q (B, Hq, C, D)`` to keys ``(B, Hkv, K, D)``, or to each query's own, ``(B, Hkv, C, K, D)``.
+
+    ``visible`` and the positions ``key`` are ``(B or 1, Hkv or 1, C, K)``, the positions ``query`` ``(B or 1, C)``.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    heads = k.shape[1]
+    group = q.shape[1] // heads
+    keys = "bksd" if k.dim() == 4 else "bkcsd"
+    with torch.autocast(q.device.type, enabled=False):
+        grouped = (q.to(dtype) * scale).unflatten(1, (heads, group))
+        scores = torch.einsum(f"bkgcd,{keys}->bkgcs", grouped, k.to(dtype)).flatten(1, 2)
+        visible, key = (x if x.shape[1] == 1 else x.repeat_interleave(group, dim=1) for x in (visible, key))
+        scores = apply_score_mod(score_mod, scores, query, key).masked_fill(~visible, -torch.inf)
+        # A row that sees nothing: subtracting a finite maximum from -inf leaves probabilities 0, not NaN.
+        top = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+        probs = (scores - top).exp()
+        total = probs.sum(-1, keepdim=True)
+        lse = torch.where(total > 0, top + total.clamp_min(1.0).log(), -torch.inf).squeeze(-1)
+        probs = (probs / total.clamp_min(1.0)).unflatten(1, (heads, group))  # the largest alone is 1
+        out = torch.einsum(f"bkgcs,{keys}->bkgcd", probs, v.to(dtype))
+    return out.flatten(1, 2).to(q.dtype), lse
+
+
+def _run(attend: Callable[..., tuple[Tensor, Tensor]], *arguments: object) -> tuple[Tensor, Tensor]:
+    if not torch.is_grad_enabled():
+        return attend(*arguments)
+    out, lse = checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return out, lse
+
+
+def _in_chunks(chunk: Callable[[slice], tuple[Tensor, Tensor]], length: int, size: int) -> tuple[Tensor, Tensor]:
+    outs, lses = zip(*(chunk(slice(at, at + size)) for at in range(0, length, size)), strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
