@@ -13,6 +13,16 @@ from flexnsa.functional import (
     sliding_window_attention,
 )
 from flexnsa.module import NativeSparseAttention
+from flexnsa.packing import (
+    cu_seqlens_from_document_ids,
+    document_ids_from_attention_mask,
+    document_ids_from_cu_seqlens,
+    document_ids_from_position_ids,
+    next_token_targets,
+    pack_padded,
+    position_ids_from_document_ids,
+    unpack_padded,
+)
 from flexnsa.selection import check_block_indices
 
 __all__ = [
@@ -26,9 +36,17 @@ __all__ = [
     "block_importance",
     "check_block_indices",
     "compressed_attention",
+    "cu_seqlens_from_document_ids",
+    "document_ids_from_attention_mask",
+    "document_ids_from_cu_seqlens",
+    "document_ids_from_position_ids",
     "native_sparse_attention",
+    "next_token_targets",
+    "pack_padded",
+    "position_ids_from_document_ids",
     "select_blocks",
     "selected_attention",
     "sliding_window_attention",
+    "unpack_padded",
 ]
 __version__ = "0.1.0"

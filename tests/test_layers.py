@@ -18,7 +18,7 @@ ROOT = Path(flexnsa.__file__).parent
 LAYERS = [
     ["checks", "config", "geometry", "operators"],
     ["compression", "gating", "rope"],
-    ["masks"],
+    ["masks", "packing"],
     ["kernels", "scoring_triton"],
     ["scoring", "selection", "reads"],
     ["attention"],
