@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from flexnsa.cli.options import require
 from flexnsa.cli.recording import Recording
 from flexnsa.cli.seed_rows import ROWS, Row
 from flexnsa.cli.table import format_table
+from flexnsa.memory.training import Precision
 
 ABOUT = """\
 'After forward' is what the allocator has handed out when forward is done: parameters, tokens, and all that autograd
@@ -40,39 +43,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"groups ({', '.join(groups)}) or rows ({', '.join(ROWS)}); default: all but long",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="of memory rows; bf16 is autocast"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="memory rows measured at once, each in its own process; default: %(default)s",
+    )
     parser.add_argument("--seconds", type=float, default=600, help="limit of one point; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("runs/compare-seeds.json"), help="default: %(default)s")
 
 
 def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
     """Measure row by row, each point in its own process; the file is whole after every point."""
-    if any(ROWS[name].group == "train" for name in _chosen(arguments.rows)):
+    rows = [ROWS[name] for name in _chosen(arguments.rows)]
+    if any(row.group == "train" for row in rows):
         require("numpy", "safetensors", "tqdm", extra="train")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or every process announces its profiler
-    recording = Recording(arguments.out, " ".join(ABOUT.split()), keep=True)
-    for name in _chosen(arguments.rows):
-        point = seed_rows.describe(ROWS[name]) | {"device": arguments.device}
-        point |= measure(ROWS[name], arguments.device, arguments.seconds)
-        recording.add(point, key=("name", "device"))
-    chosen = [point for point in recording.points if point["device"] == arguments.device]
+    device, precision, recording = arguments.device, arguments.precision, _recording(arguments.out)
+
+    def point(row: Row) -> dict[str, Any]:
+        where = {"device": device, "precision": precision if row.measures_memory else "fp32"}
+        return seed_rows.describe(row) | where | measure(row, device, where["precision"], arguments.seconds)
+
+    timed = [row for row in rows if not row.measures_memory]
+    with ThreadPoolExecutor(max_workers=max(1, arguments.jobs)) as pool:
+        measured = as_completed([pool.submit(point, row) for row in rows if row.measures_memory])
+        results = itertools.chain((future.result() for future in measured), map(point, timed))
+        for result in results:  # while time is measured, nothing else runs
+            recording.add(result, key=("name", "device", "precision"))
+    chosen = [point for point in recording.points if (point["device"], point["precision"]) == (device, precision)]
+    chosen.sort(key=lambda point: list(ROWS).index(point["name"]))
     print("\n" + report(chosen) + f"\n\n{ABOUT}\n\nRecorded in {arguments.out}.")
 
 
-def measure(row: Row, device: str, seconds: float) -> dict[str, Any]:
+def measure(row: Row, device: str, precision: Precision, seconds: float) -> dict[str, Any]:
     """Give the figures of a row, or a label that says why there are none."""
     start = time.monotonic()
 
     def report_stage(stage: str) -> None:
         print(f"{row.name:16} {time.monotonic() - start:5.0f} s  {stage}", file=sys.stderr, flush=True)
 
+    limits: Any = {"seconds": seconds, "limit_memory": device == "cpu", "report": report_stage}
     if row.group == "time":
-        return run_fresh(seed_rows.measure_time, row, device, seconds=seconds, report=report_stage)
+        return run_fresh(seed_rows.measure_time, row, device, **limits)
     if row.group == "train":
-        return run_fresh(seed_rows.measure_training, row, device, seconds=seconds, report=report_stage)
-    figures = run_fresh(seed_rows.measure_memory, row, device, seconds=seconds, report=report_stage)
+        return run_fresh(seed_rows.measure_training, row, device, **limits)
+    figures = run_fresh(seed_rows.measure_memory, row, device, precision, **limits)
     if device == "cpu":
-        figures |= run_fresh(seed_rows.measure_resident, row, seconds=seconds, report=report_stage)
-    return figures | seed_rows.estimate(row, device)
+        figures |= run_fresh(seed_rows.measure_resident, row, precision, **limits)
+    return figures | seed_rows.estimate(row, device, precision)
+
+
+def _recording(path: Path) -> Recording:
+    recording = Recording(path, " ".join(ABOUT.split()), keep=True)
+    for point in recording.points:
+        point.setdefault("precision", "fp32")
+    return recording
 
 
 def _chosen(wanted: Sequence[str]) -> list[str]:
@@ -81,8 +110,8 @@ def _chosen(wanted: Sequence[str]) -> list[str]:
 
 def report(points: Sequence[dict[str, Any]]) -> str:
     """Two tables: memory in MiB, and time."""
-    memory = [_memory_line(point) for point in points if point["group"] in ("memory", "long")]
-    timed = [_time_line(point) for point in points if point["group"] in ("time", "train")]
+    memory = [_memory_line(point) for point in points if ROWS[point["name"]].measures_memory]
+    timed = [_time_line(point) for point in points if not ROWS[point["name"]].measures_memory]
     tables = []
     if memory:
         header = ["MiB", "theirs, after forward", "ours", "theirs / ours", "estimate", "off by"]
@@ -96,7 +125,8 @@ def report(points: Sequence[dict[str, Any]]) -> str:
 
 def _memory_line(point: dict[str, Any]) -> list[str]:
     theirs, ours = point.get("theirs"), point.get("after_forward")
-    line = [f"{point['preset']}, {point['layers']} layers, S={point['seq_len']}", _number(theirs)]
+    precision = "" if point["precision"] == "fp32" else f", {point['precision']}"
+    line = [f"{point['preset']}, {point['layers']} layers, S={point['seq_len']}{precision}", _number(theirs)]
     if ours is None:
         return [*line, point.get("label", "-"), *["-"] * 2, *["-"] * 6]
     return [

@@ -18,6 +18,7 @@ def run_fresh(
     function: Callable[..., dict[str, Any]],
     *arguments: Any,
     seconds: float,
+    limit_memory: bool = True,
     report: Callable[[str], object] = lambda stage: None,  # noqa: ARG005
 ) -> dict[str, Any]:
     """Give the dict that ``function(progress, *arguments)`` returns, called in a new process.
@@ -26,6 +27,8 @@ def run_fresh(
         function: importable from its module; calls ``progress(stage)`` with words for what it does next.
         *arguments: of the function; picklable.
         seconds: of which the function may use as many.
+        limit_memory: let the process have no more than most of the memory that is free. Not for CUDA, which reserves
+            more addresses than there is memory.
         report: called here with each stage.
 
     Returns:
@@ -34,7 +37,7 @@ def run_fresh(
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_call, args=(sender, function, arguments), daemon=True)
+    process = context.Process(target=_call, args=(sender, limit_memory, function, arguments), daemon=True)
     process.start()
     sender.close()
     stage, since, end = "starting", time.monotonic(), time.monotonic() + START_SECONDS + seconds
@@ -62,11 +65,14 @@ def _death(exitcode: int | None, stage: str) -> str:
     return f"died with exit code {exitcode}, in: {stage}"
 
 
-def _call(send_to: Any, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+def _call(
+    send_to: Any, limit_memory: bool, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]
+) -> None:
     def progress(stage: str) -> None:
         send_to.send(("stage", stage))
 
-    _limit_memory()
+    if limit_memory:
+        _limit_memory()
     send_to.send(("begun", "starting"))
     try:
         result = function(progress, *arguments)

@@ -12,6 +12,7 @@ import torch
 
 from flexnsa.cli.memory_probe import MIB, AllocatorProbe, ResidentProbe, saved_for_backward
 from flexnsa.memory import estimate_training
+from flexnsa.memory.training import Precision
 from flexnsa.models import DecoderConfig, DecoderLM, preset
 
 Progress = Callable[[str], object]
@@ -40,6 +41,11 @@ class Row:
     batch: int = 1
     theirs: float | None = None
     remark: str = ""
+
+    @property
+    def measures_memory(self) -> bool:
+        """Whether the figure is one of memory; the others are of time."""
+        return self.group in ("memory", "long")
 
     def config(self) -> DecoderConfig:
         """Model of the row; only training steps are checkpointed."""
@@ -98,17 +104,18 @@ ROWS: dict[str, Row] = {
 }
 
 
-def measure_memory(progress: Progress, row: Row, device: str) -> dict[str, Any]:
+def measure_memory(progress: Progress, row: Row, device: str, precision: Precision) -> dict[str, Any]:
     """MiB allocated after forward and at the peak of forward and backward, and what autograd saved of them."""
     torch.manual_seed(0)
     if device == "cuda":
-        _forward_backward(progress, replace(row, layers=1), device)  # workspaces of the libraries, kept for good
+        # Kernels, cached masks and the libraries' workspaces, kept for good.
+        _forward_backward(progress, replace(row, layers=1), device, precision)
     with AllocatorProbe(device) as probe:
         model, tokens = _model(progress, row, device)
         probe.mark("model")
         progress("forward")
         with saved_for_backward(list(model.parameters())) as saved:
-            loss = model(tokens).mean()
+            loss = _loss(model, tokens, precision)
         saved_bytes = saved.total
         probe.mark("forward")
         progress("backward")
@@ -123,14 +130,14 @@ def measure_memory(progress: Progress, row: Row, device: str) -> dict[str, Any]:
     }
 
 
-def measure_resident(progress: Progress, row: Row) -> dict[str, Any]:
+def measure_resident(progress: Progress, row: Row, precision: Precision) -> dict[str, Any]:
     """The same by the operating system's count for the process, above what it was before the model, in MiB."""
     torch.manual_seed(0)
-    _forward_backward(progress, replace(row, seq_len=64, layers=1), "cpu")  # code that any length needs
+    _forward_backward(progress, replace(row, seq_len=64, layers=1), "cpu", precision)  # code that any length needs
     probe = ResidentProbe()
     model, tokens = _model(progress, row, "cpu")
     progress("forward")
-    loss = model(tokens).mean()
+    loss = _loss(model, tokens, precision)
     after_forward = probe.now()
     progress("backward")
     loss.backward()
@@ -177,12 +184,13 @@ def measure_training(progress: Progress, row: Row, device: str) -> dict[str, Any
     }
 
 
-def estimate(row: Row, device: str) -> dict[str, float]:
+def estimate(row: Row, device: str, precision: Precision) -> dict[str, float]:
     """What :mod:`flexnsa.memory` says, in MiB."""
     figures = estimate_training(
         row.config(),
         seq_len=row.seq_len,
         batch_size=row.batch,
+        precision=precision,
         impl="flex" if device == "cuda" else "sdpa",
         fused_norm=device == "cuda",
     )
@@ -203,10 +211,15 @@ def _model(progress: Progress, row: Row, device: str) -> tuple[DecoderLM, torch.
     return DecoderLM(row.config()).to(device), tokens
 
 
-def _forward_backward(progress: Progress, row: Row, device: str) -> None:
+def _loss(model: DecoderLM, tokens: torch.Tensor, precision: Precision) -> torch.Tensor:
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        return model(tokens).mean()
+
+
+def _forward_backward(progress: Progress, row: Row, device: str, precision: Precision) -> None:
     model, tokens = _model(progress, row, device)
     progress("warming up")
-    model(tokens).mean().backward()
+    _loss(model, tokens, precision).backward()
 
 
 def _wait(device: str) -> None:
