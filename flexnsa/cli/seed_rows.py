@@ -126,6 +126,7 @@ def measure_memory(progress: Progress, row: Row, device: str, precision: Precisi
         "parameters": probe.at["model"] / MIB,
         "saved": saved_bytes / MIB,
         "after_forward": probe.at["forward"] / MIB,
+        "peak_forward": probe.peak["forward"] / MIB,
         "peak": max(probe.peak["forward"], probe.peak["backward"]) / MIB,
     }
 
