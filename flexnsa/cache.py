@@ -172,10 +172,10 @@ class NSACache:
         token = torch.minimum(place, after - 1)
         zero = torch.zeros_like(token)
         rings = {kind: (reach, reach + self.max_rewind) for kind, reach in self.reach.items()}
-        oldest = (self.reach["win"] - before).clamp_min(0).expand_as(token)
+        first = (self.reach["win"] - before).expand_as(token)  # of the row's tokens, among the window's
         return Step(
             positions=Positions(token, zero, zero),
-            window_positions=Positions(token - before + self.reach["win"], oldest, zero),
+            window_positions=Positions(token - before + self.reach["win"], first, zero),
             block=block,
             first_tokens=first_tokens,
             slots={

@@ -8,12 +8,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexnsa.arguments import (
+    Sizes,
+    check_branches,
+    check_compressed_keys,
+    check_keys,
+    check_mods,
+    check_queries,
+    check_scale,
+    check_selection,
+)
 from flexnsa.attention import flex, flex_cached, reference, sdpa
 from flexnsa.checks import check_choice, check_floating, check_positive_int, check_tensor, check_type, describe
 from flexnsa.config import NSAConfig
 from flexnsa.gating import combine
 from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
 from flexnsa.masks.document import check_document_ids, document_positions
+from flexnsa.masks.intervals import MaskMod
+from flexnsa.masks.mods import ScoreMod, merge_mods
 from flexnsa.masks.positions import Positions
 from flexnsa.scoring import block_scores, group_probabilities
 
@@ -49,6 +61,8 @@ def native_sparse_attention(
     scale: float | None = None,
     block_indices: Tensor | None = None,
     document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     branches: Sequence[str] = BRANCHES,
     impl: str = "auto",
     return_aux: bool = False,
@@ -71,6 +85,13 @@ def native_sparse_attention(
             then attended to as if it stood alone; k_cmp and v_cmp list the documents' compressed tokens one after
             the other (:func:`flexnsa.masks.document.first_tokens` says where each begins), and block numbers count
             from the document's start.
+        score_mod: ``(score, b, h, q_idx, kv_idx)`` to a score, for every pair in every branch and in the scoring of
+            blocks. ``score`` has the scale in it, ``h`` is a query head, and the indices are token positions counted
+            from the document's first token; a compressed token stands at its last. ``kv_idx <= q_idx`` always. Tensors
+            that it captures get gradients, except from flex on a CPU, which has none. With flex, scoring is then plain
+            products of a chunk of queries, a loop that ``torch.compile`` unrolls; with sdpa nothing of it is compiled.
+        mask_mod: ``(b, h, q_idx, kv_idx)`` to bool, likewise: False bans a key that the branch would show. A query all
+            of whose keys are banned has output 0.
         branches: any of ``cmp``, ``slc``, ``win``; the others are neither computed nor added.
         impl: ``"flex"``, ``"sdpa"`` or ``"reference"``; ``"auto"`` is flex on CUDA and sdpa elsewhere.
         return_aux: return ``(out, NSAAux)``.
@@ -84,30 +105,30 @@ def native_sparse_attention(
     """
     check_type("config", config, NSAConfig)
     branches = check_branches(branches)
-    _check_queries(q)
+    check_queries(q)
     check_tensor("gates", gates, (*q.shape[:3], len(BRANCHES)), like=q, dtype=getattr(gates, "dtype", None))
     check_floating("gates", gates)
     k_win, v_win = k if k_win is None else k_win, v if v_win is None else v_win
     selecting = "slc" in branches and block_indices is None
     length, num_keys = q.shape[2], num_compressed(q.shape[2], config)
-    sizes = _Sizes()
+    sizes = Sizes()
     if "slc" in branches:
-        sizes = _check_keys(q, k, v, ("k", "v"), length, sizes)
+        sizes = check_keys(q, k, v, ("k", "v"), length, sizes)
     if "win" in branches:
-        sizes = _check_keys(q, k_win, v_win, ("k_win", "v_win"), length, sizes)
+        sizes = check_keys(q, k_win, v_win, ("k_win", "v_win"), length, sizes)
     if "cmp" in branches:
-        sizes = _check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_keys, sizes)
+        sizes = check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_keys, sizes)
     elif selecting:
         check_tensor("k_cmp", k_cmp, (q.shape[0], sizes.heads, num_keys, q.shape[3]), like=q)
     if block_indices is not None:
         if "slc" not in branches:
             raise ValueError(f"block_indices: expected None without the slc branch, got {describe(block_indices)}")
-        _check_block_indices(q, block_indices, sizes.heads, config)
-    scale = _scale(q, scale)
+        check_selection(q, block_indices, sizes.heads, config)
+    attention, options = _prepare(q, config, scale, score_mod, mask_mod, impl)
     positions = _positions(q, document_ids, config)
 
     out, aux = attend(
-        implementation(impl, q),
+        attention,
         q,
         k,
         v,
@@ -118,10 +139,9 @@ def native_sparse_attention(
         v_win=v_win,
         positions=positions,
         window_positions=positions,
-        config=config,
-        scale=scale,
         block_indices=block_indices,
         branches=branches,
+        **options,
     )
     return (out, aux) if return_aux else out
 
@@ -141,6 +161,7 @@ def attend(
     window_positions: Positions | None,
     config: NSAConfig,
     scale: float,
+    score_mod: ScoreMod | None = None,
     block_indices: Tensor | None = None,
     branches: Sequence[str] = BRANCHES,
 ) -> tuple[Tensor, NSAAux]:
@@ -150,18 +171,17 @@ def attend(
     keys: ``positions`` says where among those of the selected and the compressed branch, ``window_positions`` where
     among those of the window, which may be the last few only. Keys that no query may see may be anything finite.
     """
+    options: dict[str, Any] = {"config": config, "scale": scale, "score_mod": score_mod}
     lse_cmp = None
     outputs: dict[str, Tensor] = {}
     if "cmp" in branches:
-        outputs["cmp"], lse_cmp = attention.compressed_attention(q, k_cmp, v_cmp, positions, config=config, scale=scale)
+        outputs["cmp"], lse_cmp = attention.compressed_attention(q, k_cmp, v_cmp, positions, **options)
     if "slc" in branches:
         if block_indices is None:
-            block_indices = attention.select_blocks(q, k_cmp, lse_cmp, positions, config=config, scale=scale)
-        outputs["slc"], _ = attention.selected_attention(q, k, v, block_indices, positions, config=config, scale=scale)
+            block_indices = attention.select_blocks(q, k_cmp, lse_cmp, positions, **options)
+        outputs["slc"], _ = attention.selected_attention(q, k, v, block_indices, positions, **options)
     if "win" in branches:
-        outputs["win"], _ = attention.sliding_window_attention(
-            q, k_win, v_win, window_positions, config=config, scale=scale
-        )
+        outputs["win"], _ = attention.sliding_window_attention(q, k_win, v_win, window_positions, **options)
     out = combine(gates, outputs)
     return out, NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse_cmp)
 
@@ -174,6 +194,8 @@ def compressed_attention(
     config: NSAConfig,
     scale: float | None = None,
     document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to the compressed tokens that lie wholly in the past (NSA paper, section 3.3.1).
@@ -185,6 +207,8 @@ def compressed_attention(
         config: gives ``l`` and ``d``.
         scale: factor on the scores, by default ``Dk ** -0.5``.
         document_ids: as in :func:`native_sparse_attention`.
+        score_mod: as in :func:`native_sparse_attention`.
+        mask_mod: as in :func:`native_sparse_attention`.
         impl: as in :func:`native_sparse_attention`.
 
     Returns:
@@ -196,16 +220,21 @@ def compressed_attention(
         ValueError: an argument does not fit the others; the message names it.
     """
     check_type("config", config, NSAConfig)
-    _check_queries(q)
-    _check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_compressed(q.shape[2], config))
-    positions = _positions(q, document_ids, config)
-    return implementation(impl, q).compressed_attention(
-        q, k_cmp, v_cmp, positions, config=config, scale=_scale(q, scale)
-    )
+    check_queries(q)
+    check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_compressed(q.shape[2], config))
+    attention, options = _prepare(q, config, scale, score_mod, mask_mod, impl)
+    return attention.compressed_attention(q, k_cmp, v_cmp, _positions(q, document_ids, config), **options)
 
 
 def block_importance(
-    q: Tensor, k_cmp: Tensor, *, config: NSAConfig, seq_len: int | None = None, scale: float | None = None
+    q: Tensor,
+    k_cmp: Tensor,
+    *,
+    config: NSAConfig,
+    seq_len: int | None = None,
+    scale: float | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> Tensor:
     """Score every selection block for every query (NSA paper, Eq. 8 to 10): dense, for analysis and tests.
 
@@ -215,6 +244,8 @@ def block_importance(
         config: gives ``l``, ``d`` and ``l'``.
         seq_len: tokens of the sequence, by default ``T``.
         scale: factor on the scores, by default ``Dk ** -0.5``.
+        score_mod: as in :func:`native_sparse_attention`.
+        mask_mod: as in :func:`native_sparse_attention`.
 
     Returns:
         fp32 ``(B, Hkv, T, M)``, ``M = ceil(seq_len / l')``; blocks that a query cannot see score 0.
@@ -224,16 +255,17 @@ def block_importance(
         ValueError: an argument does not fit the others; the message names it.
     """
     check_type("config", config, NSAConfig)
-    _check_queries(q)
+    check_queries(q)
     seq_len = q.shape[2] if seq_len is None else seq_len
     check_positive_int("seq_len", seq_len)
     if seq_len < q.shape[2]:
         raise ValueError(f"seq_len: expected at least the {q.shape[2]} tokens of q, got {seq_len}")
-    _check_compressed_keys(q, k_cmp, seq_len, config)
+    check_compressed_keys(q, k_cmp, seq_len, config)
     whole = Positions.of_sequence(seq_len, q.device)
-    last = Positions(*(x[:, seq_len - q.shape[2] :] for x in (whole.token, whole.start, whole.cmp_start)))
+    last = whole.at(slice(seq_len - q.shape[2], None))
+    _, options = _prepare(q, config, scale, score_mod, mask_mod, "sdpa")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        probs = group_probabilities(q, k_cmp, None, last, config=config, scale=_scale(q, scale))
+        probs = group_probabilities(q, k_cmp, None, last, **options)
         return block_scores(probs, last, num_blocks=num_blocks(seq_len, config), config=config)
 
 
@@ -245,6 +277,8 @@ def select_blocks(
     lse: Tensor | None = None,
     scale: float | None = None,
     document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Choose the ``n`` blocks that each query will attend to (NSA paper, Eq. 8 to 12); never differentiated.
@@ -256,6 +290,8 @@ def select_blocks(
         lse: of :func:`compressed_attention` with the same q, k_cmp and scale; saves computing it again.
         scale: factor on the scores, by default ``Dk ** -0.5``.
         document_ids: as in :func:`native_sparse_attention`.
+        score_mod: as in :func:`native_sparse_attention`.
+        mask_mod: as in :func:`native_sparse_attention`.
         impl: as in :func:`native_sparse_attention`.
 
     Returns:
@@ -267,12 +303,12 @@ def select_blocks(
         ValueError: an argument does not fit the others; the message names it.
     """
     check_type("config", config, NSAConfig)
-    _check_queries(q)
-    _check_compressed_keys(q, k_cmp, q.shape[2], config)
+    check_queries(q)
+    check_compressed_keys(q, k_cmp, q.shape[2], config)
     if lse is not None:
         check_tensor("lse", lse, tuple(q.shape[:3]), like=q, dtype=torch.promote_types(q.dtype, torch.float32))
-    positions = _positions(q, document_ids, config)
-    return implementation(impl, q).select_blocks(q, k_cmp, lse, positions, config=config, scale=_scale(q, scale))
+    attention, options = _prepare(q, config, scale, score_mod, mask_mod, impl)
+    return attention.select_blocks(q, k_cmp, lse, _positions(q, document_ids, config), **options)
 
 
 def selected_attention(
@@ -284,6 +320,8 @@ def selected_attention(
     config: NSAConfig,
     scale: float | None = None,
     document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to the past tokens of the selected blocks (NSA paper, section 3.3.2).
@@ -296,6 +334,8 @@ def selected_attention(
         config: gives ``l'``.
         scale: factor on the scores, by default ``Dk ** -0.5``.
         document_ids: as in :func:`native_sparse_attention`.
+        score_mod: as in :func:`native_sparse_attention`.
+        mask_mod: as in :func:`native_sparse_attention`.
         impl: as in :func:`native_sparse_attention`.
 
     Returns:
@@ -307,13 +347,11 @@ def selected_attention(
         ValueError: an argument does not fit the others; the message names it.
     """
     check_type("config", config, NSAConfig)
-    _check_queries(q)
-    sizes = _check_keys(q, k, v, ("k", "v"), q.shape[2])
-    _check_block_indices(q, block_indices, sizes.heads, config)
-    positions = _positions(q, document_ids, config)
-    return implementation(impl, q).selected_attention(
-        q, k, v, block_indices, positions, config=config, scale=_scale(q, scale)
-    )
+    check_queries(q)
+    sizes = check_keys(q, k, v, ("k", "v"), q.shape[2])
+    check_selection(q, block_indices, sizes.heads, config)
+    attention, options = _prepare(q, config, scale, score_mod, mask_mod, impl)
+    return attention.selected_attention(q, k, v, block_indices, _positions(q, document_ids, config), **options)
 
 
 def sliding_window_attention(
@@ -324,6 +362,8 @@ def sliding_window_attention(
     config: NSAConfig,
     scale: float | None = None,
     document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to the last ``window_size`` tokens, the query's own included (NSA paper, section 3.3.3).
@@ -335,6 +375,8 @@ def sliding_window_attention(
         config: gives ``w``.
         scale: factor on the scores, by default ``Dk ** -0.5``.
         document_ids: as in :func:`native_sparse_attention`.
+        score_mod: as in :func:`native_sparse_attention`.
+        mask_mod: as in :func:`native_sparse_attention`.
         impl: as in :func:`native_sparse_attention`.
 
     Returns:
@@ -346,10 +388,10 @@ def sliding_window_attention(
         ValueError: an argument does not fit the others; the message names it.
     """
     check_type("config", config, NSAConfig)
-    _check_queries(q)
-    _check_keys(q, k, v, ("k", "v"), q.shape[2])
-    positions = _positions(q, document_ids, config)
-    return implementation(impl, q).sliding_window_attention(q, k, v, positions, config=config, scale=_scale(q, scale))
+    check_queries(q)
+    check_keys(q, k, v, ("k", "v"), q.shape[2])
+    attention, options = _prepare(q, config, scale, score_mod, mask_mod, impl)
+    return attention.sliding_window_attention(q, k, v, _positions(q, document_ids, config), **options)
 
 
 def implementation(impl: str, q: Tensor, *, cached: bool = False) -> Any:
@@ -360,66 +402,36 @@ def implementation(impl: str, q: Tensor, *, cached: bool = False) -> Any:
     return (CACHED_IMPLEMENTATIONS if cached else IMPLEMENTATIONS)[impl]
 
 
+def prepare_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor, attention: Any) -> ScoreMod | None:
+    """Check the user's mods by calling them once, and make one score_mod of them."""
+    if (score_mod is None and mask_mod is None) or torch.compiler.is_compiling():
+        return merge_mods(score_mod, mask_mod)
+    captures_gradient = check_mods(score_mod, mask_mod, q)
+    if captures_gradient and q.device.type == "cpu" and attention in (flex, flex_cached):
+        raise ValueError(
+            "score_mod: captures a tensor that requires a gradient, and FlexAttention has no backward on a CPU; "
+            "use impl='sdpa' or torch.no_grad()"
+        )
+    return merge_mods(score_mod, mask_mod)
+
+
+def _prepare(
+    q: Tensor,
+    config: NSAConfig,
+    scale: float | None,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    impl: str,
+) -> tuple[Any, dict[str, Any]]:
+    """Choose the implementation, and the options that it takes in every branch."""
+    attention, scale = implementation(impl, q), check_scale(q, scale)
+    mod = prepare_mods(score_mod, mask_mod, q, attention)
+    return attention, {"config": config, "scale": scale, "score_mod": mod}
+
+
 def _positions(q: Tensor, document_ids: Tensor | None, config: NSAConfig) -> Positions | None:
     """Locate the queries in their documents; ``None`` stands for one whole sequence."""
     if document_ids is None:
         return None
     check_document_ids(document_ids, q.shape[0], q.shape[2])
     return document_positions(document_ids, config)
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    if scale is None:
-        return q.shape[-1] ** -0.5
-    if not isinstance(scale, int | float) or isinstance(scale, bool):
-        raise TypeError(f"scale: expected a number, got {describe(scale)}")
-    return float(scale)
-
-
-def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
-    """Demand a choice of branches and put it in order."""
-    if not isinstance(branches, Sequence):
-        raise TypeError(f"branches: expected a sequence of {BRANCHES}, got {describe(branches)}")
-    if (
-        isinstance(branches, str)
-        or not branches
-        or any(tag not in BRANCHES or branches.count(tag) > 1 for tag in branches)
-    ):
-        raise ValueError(f"branches: expected some of {BRANCHES}, each once, got {branches!r}")
-    return tuple(tag for tag in BRANCHES if tag in branches)
-
-
-class _Sizes(NamedTuple):
-    """What all branches share: a number, or a word for it while it is not known."""
-
-    heads: int | str = "Hkv"
-    v_dim: int | str = "Dv"
-
-
-def _check_queries(q: Tensor) -> None:
-    check_tensor("q", q, ("B", "Hq", "S", "Dk"))
-    if 0 in q.shape:
-        raise ValueError(f"q: expected no empty dimension, got {tuple(q.shape)}")
-
-
-def _check_keys(q: Tensor, k: Any, v: Any, names: tuple[str, str], length: int, sizes: _Sizes | None = None) -> _Sizes:
-    sizes = sizes or _Sizes()
-    check_tensor(names[0], k, (q.shape[0], sizes.heads, length, q.shape[3]), like=q)
-    _check_group(names[0], q, k)
-    check_tensor(names[1], v, (*k.shape[:3], sizes.v_dim), like=q)
-    return _Sizes(k.shape[1], v.shape[3])
-
-
-def _check_compressed_keys(q: Tensor, k_cmp: Tensor, seq_len: int, config: NSAConfig) -> None:
-    check_tensor("k_cmp", k_cmp, (q.shape[0], "Hkv", num_compressed(seq_len, config), q.shape[3]), like=q)
-    _check_group("k_cmp", q, k_cmp)
-
-
-def _check_group(name: str, q: Tensor, k: Tensor) -> None:
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{name}: expected a number of heads that divides the {q.shape[1]} of q, got {k.shape[1]}")
-
-
-def _check_block_indices(q: Tensor, block_indices: Tensor, heads: int | str, config: NSAConfig) -> None:
-    shape = (q.shape[0], heads, q.shape[2], config.num_selected_blocks)
-    check_tensor("block_indices", block_indices, shape, like=q, dtype=torch.int32)

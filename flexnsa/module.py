@@ -7,14 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from flexnsa.arguments import check_branches
 from flexnsa.cache import NSACache, Step
 from flexnsa.checks import check_choice, check_positive_int, check_positive_number, check_tensor, check_type, describe
 from flexnsa.compression import COMPRESSORS, MeanCompressor
 from flexnsa.config import NSAConfig
-from flexnsa.functional import IMPLEMENTATIONS, attend, check_branches, implementation, native_sparse_attention
+from flexnsa.functional import IMPLEMENTATIONS, attend, implementation, native_sparse_attention, prepare_mods
 from flexnsa.gating import Gate
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.masks.document import check_document_ids, document_positions, first_tokens
+from flexnsa.masks.intervals import MaskMod
+from flexnsa.masks.mods import ScoreMod
 from flexnsa.rope import rotate
 
 
@@ -104,6 +107,8 @@ class NativeSparseAttention(nn.Module):
         x: Tensor,
         *,
         document_ids: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
         cache: NSACache | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
@@ -112,6 +117,8 @@ class NativeSparseAttention(nn.Module):
         Args:
             x: whole sequences; with a cache, the tokens that follow those in the cache, any number of them.
             document_ids: as in :func:`flexnsa.native_sparse_attention`; rotary positions restart with each document.
+            score_mod: as in :func:`flexnsa.native_sparse_attention`.
+            mask_mod: as in :func:`flexnsa.native_sparse_attention`.
             cache: of :meth:`new_cache`; it then holds x as well. Needs ``torch.no_grad()``.
             lengths: int ``(B,)``, with a cache only: the first ``lengths[b]`` tokens of row ``b`` are real, the others
                 padding that the cache forgets and whose output means nothing.
@@ -124,10 +131,10 @@ class NativeSparseAttention(nn.Module):
         if cache is None:
             if lengths is not None:
                 raise ValueError(f"lengths: expected None without a cache, got {describe(lengths)}")
-            out = self._attend_whole(x, document_ids)
+            out = self._attend_whole(x, document_ids, score_mod, mask_mod)
         else:
             self._check_cache(x, cache, document_ids)
-            out = self._attend_next(x, cache, lengths)
+            out = self._attend_next(x, cache, lengths, score_mod, mask_mod)
         return self.w_o(out.transpose(1, 2).flatten(2))
 
     def new_cache(
@@ -148,7 +155,9 @@ class NativeSparseAttention(nn.Module):
             device=weight.device,
         )
 
-    def _attend_whole(self, x: Tensor, document_ids: Tensor | None) -> Tensor:
+    def _attend_whole(
+        self, x: Tensor, document_ids: Tensor | None, score_mod: ScoreMod | None, mask_mod: MaskMod | None
+    ) -> Tensor:
         """Attend within whole sequences; the heads' outputs ``(B, Hq, S, Dv)``."""
         token, block, blocks = self._places(x, document_ids)
         q = rotate(self._heads("w_q", x), token, self.rope_base)
@@ -169,14 +178,25 @@ class NativeSparseAttention(nn.Module):
             v_win=v.get("win"),
             config=self.config,
             document_ids=document_ids,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
             branches=self.branches,
             impl=self.impl,
         )
         assert isinstance(out, Tensor)
         return out
 
-    def _attend_next(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
+    def _attend_next(
+        self,
+        x: Tensor,
+        cache: NSACache,
+        lengths: Tensor | None,
+        score_mod: ScoreMod | None,
+        mask_mod: MaskMod | None,
+    ) -> Tensor:
         """Put tokens into the cache and attend from them to all of it; the heads' outputs ``(B, Hq, T, Dv)``."""
+        attention = implementation(self.impl, x, cached=True)
+        mod = prepare_mods(score_mod, mask_mod, x, attention)
         step = cache.begin(x.shape[1], lengths)
         token, base = step.positions.token, self.rope_base
         q = rotate(self._heads("w_q", x), token, base)
@@ -196,7 +216,7 @@ class NativeSparseAttention(nn.Module):
             kept["k_win"] = cache.extend("k_win", rotate(k["win"], token, base), step)
             kept["v_win"] = cache.extend("v_win", v["win"], step)
         out, aux = attend(
-            implementation(self.impl, q, cached=True),
+            attention,
             q,
             kept.get("k_slc"),
             kept.get("v_slc"),
@@ -209,6 +229,7 @@ class NativeSparseAttention(nn.Module):
             window_positions=step.window_positions,
             config=self.config,
             scale=self.head_dim**-0.5,
+            score_mod=mod,
             branches=self.branches,
         )
         if cache.reads is not None:

@@ -22,7 +22,7 @@ LAYERS = [
     ["kernels", "scoring_triton"],
     ["scoring", "selection", "reads"],
     ["attention"],
-    ["functional"],
+    ["arguments", "functional"],
     ["module", "cache", "checkpointing"],
     ["models"],
     ["memory"],

@@ -28,7 +28,8 @@ from flexnsa.attention.flex_kernels import (
 )
 from flexnsa.config import NSAConfig
 from flexnsa.masks.compressed import compressed_intervals
-from flexnsa.masks.intervals import interval_block_mask, tiles_touched
+from flexnsa.masks.intervals import interval_block_mask, stored, tiles_touched
+from flexnsa.masks.mods import ScoreMod, mod_of_compressed, mod_of_tokens
 from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.selected import selected_mask
 from flexnsa.masks.sliding_window import window_intervals
@@ -37,7 +38,14 @@ from flexnsa.selection import select_in_chunks
 
 
 def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions | None, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    positions: Positions | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> Result:
     """Attend to the compressed tokens that are complete (NSA paper, section 3.3.1).
 
@@ -48,6 +56,7 @@ def compressed_attention(
         positions: of the queries; None for one whole sequence from token 0.
         config: block sizes.
         scale: factor of the scores.
+        score_mod: of the user, in token positions.
 
     Returns:
         The output ``(B, Hq, T, Dv)`` and the natural log-sum-exp of the scores, float32 ``(B, Hq, T)``. The latter is
@@ -59,7 +68,7 @@ def compressed_attention(
     check_inputs(q, k_cmp, v_cmp)
     num_keys = (k_cmp.shape[2] // TILE + 1) * TILE
     mask = _interval_mask(_compressed_mask, q, num_keys, positions, config)
-    return compile_once(_compressed)(q, k_cmp, v_cmp, mask, scale)
+    return compile_once(_compressed)(q, k_cmp, v_cmp, mask, positions, config, scale, score_mod)
 
 
 def selected_attention(
@@ -71,6 +80,7 @@ def selected_attention(
     *,
     config: NSAConfig,
     scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> Result:
     """Attend to the tokens of the selected blocks, up to the query's own (NSA paper, section 3.3.2).
 
@@ -79,9 +89,10 @@ def selected_attention(
         k: ``(B, Hkv, S, Dk)``.
         v: ``(B, Hkv, S, Dv)``.
         block_indices: int32 ``(B, Hkv, T, n)``, ascending, padded right with -1.
-        positions: see :func:`compressed_attention`; so are ``config``, ``scale``, what is returned and raised.
+        positions: see :func:`compressed_attention`; so are the others, what is returned and raised.
         config: gives the block size.
         scale: factor of the scores.
+        score_mod: of the user.
     """
     check_inputs(q, k, v)
     if q.is_cuda and config.select_block_size % 16:
@@ -89,12 +100,18 @@ def selected_attention(
             "select_block_size: expected a multiple of 16, the smallest tile of the tensor cores, "
             f"got {config.select_block_size}"
         )
-    token, start = (None, None) if positions is None else (positions.token, positions.start)
-    return compile_once(_selected)(q, k, v, block_indices, token, start, config, scale)
+    return compile_once(_selected)(q, k, v, block_indices, positions, config, scale, score_mod)
 
 
 def sliding_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, positions: Positions | None, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Positions | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> Result:
     """Attend to the last ``window_size`` tokens, the query's own included (NSA paper, section 3.3.3).
 
@@ -102,33 +119,53 @@ def sliding_window_attention(
         q: ``(B, Hq, T, Dk)``.
         k: ``(B, Hkv, S, Dk)``.
         v: ``(B, Hkv, S, Dv)``.
-        positions: see :func:`compressed_attention`; so are ``config``, ``scale``, what is returned and raised.
+        positions: see :func:`compressed_attention`; so are the others, what is returned and raised.
         config: gives the window.
         scale: factor of the scores.
+        score_mod: of the user.
     """
     check_inputs(q, k, v)
     mask = _interval_mask(_window_mask, q, k.shape[2], positions, config)
-    return compile_once(_window)(q, k, v, mask, scale)
+    return compile_once(_window)(q, k, v, mask, positions, scale, score_mod)
 
 
 def select_blocks(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions | None, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    positions: Positions | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> Tensor:
     """Choose the ``n`` best blocks of each query (NSA paper, Eq. 8 to 12): two Triton kernels on CUDA.
 
-    Elsewhere, products of a chunk of queries: FlexAttention has no lse on a CPU, and without it cannot add up scores.
+    Elsewhere, and with a score_mod, which those kernels cannot take, it is products of a chunk of queries.
     """
-    if q.is_cuda:
+    if q.is_cuda and score_mod is None:
         return select_blocks_triton(q, k_cmp, lse, positions, config=config, scale=scale)
-    return select_in_chunks(q, k_cmp, lse, positions_of(q, positions), config=config, scale=scale)
+    positions = positions_of(q, positions)
+    return select_in_chunks(q, k_cmp, lse, positions, config=config, scale=scale, score_mod=score_mod)
 
 
-def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, mask: BlockMask, scale: float) -> Result:
+def _compressed(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    mask: BlockMask,
+    positions: Positions | None,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None,
+) -> Result:
     # Compressed keys are few, so backward has few programs. Repeating the keys gives it Hq / Hkv times as many.
     groups = q.shape[1] // k_cmp.shape[1]
     padding = mask.seq_lengths[1] - k_cmp.shape[2]
     k, v = (F.pad(x, (0, 0, 0, padding)).repeat_interleave(groups, dim=1) for x in (k_cmp, v_cmp))
-    return attend(q, k, v, mask, scale, dense_options(q, v, stages=3) | {"BLOCKS_ARE_CONTIGUOUS": True})
+    kernel_mod = score_mod and mod_of_compressed(score_mod, positions, config=config)
+    options = dense_options(q, v, stages=3) | {"BLOCKS_ARE_CONTIGUOUS": True}
+    return attend(q, k, v, mask, scale, options, kernel_mod)
 
 
 def _selected(
@@ -136,26 +173,37 @@ def _selected(
     k: Tensor,
     v: Tensor,
     block_indices: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
+    positions: Positions | None,
     config: NSAConfig,
     scale: float,
+    score_mod: ScoreMod | None,
 ) -> Result:
     heads = k.shape[1]
     groups = operator.index(q.shape[1] // heads)  # a constant to a compiler, as tiles have to be
     rows = -(-groups // 16) * 16 if q.is_cuda else groups  # tensor cores want 16 rows, a CPU any number
-    positions = None if token is None or start is None else Positions(token, start, start)
     selected = selected_mask(block_indices, positions, k.shape[2], rows=rows, config=config)
+    kernel_mod = score_mod and mod_of_tokens(
+        score_mod, positions, tokens=stored(selected.tokens), rows=rows, groups=groups
+    )
     k, v = (_gather(x, selected.tokens) for x in (k, v))
     q = q.unflatten(1, (heads, groups)).transpose(2, 3)
     q = F.pad(q, (0, 0, 0, rows - groups)).flatten(2, 3)
     options = selected_options(*selected.block_mask.BLOCK_SIZE, q.dtype)
-    out, lse = attend(q, k, v, selected.block_mask, scale, options)
+    out, lse = attend(q, k, v, selected.block_mask, scale, options, kernel_mod)
     return unfold_heads(out, rows, groups), None if lse is None else unfold_heads(lse, rows, groups)
 
 
-def _window(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Result:
-    return attend(q, k, v, mask, scale, dense_options(q, v, stages=2))
+def _window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    positions: Positions | None,
+    scale: float,
+    score_mod: ScoreMod | None,
+) -> Result:
+    kernel_mod = score_mod and mod_of_tokens(score_mod, positions)
+    return attend(q, k, v, mask, scale, dense_options(q, v, stages=2), kernel_mod)
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:

@@ -27,38 +27,52 @@ from flexnsa.config import NSAConfig
 from flexnsa.masks.cached import cached_selected_mask
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import interval_block_mask
+from flexnsa.masks.mods import ScoreMod, mod_of_tokens
 from flexnsa.masks.positions import Positions
 
 __all__ = ["compressed_attention", "select_blocks", "selected_attention", "sliding_window_attention"]
 
 
-def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, *, config: NSAConfig, scale: float
-) -> Result:
+def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, **options: Any) -> Result:
     """As :func:`flexnsa.attention.flex.compressed_attention`."""
-    return _folded(_compressed, q, k_cmp, v_cmp, positions, {"config": config, "scale": scale})
+    return _folded(_compressed, q, k_cmp, v_cmp, positions, options)
 
 
-def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, positions: Positions, **sizes: Any) -> Result:
+def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, positions: Positions, **options: Any) -> Result:
     """As :func:`flexnsa.attention.flex.sliding_window_attention`."""
-    return _folded(flex.sliding_window_attention, q, k, v, positions, sizes)
+    return _folded(flex.sliding_window_attention, q, k, v, positions, options)
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, positions: Positions, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    positions: Positions,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> Result:
     """As :func:`flexnsa.attention.flex.selected_attention`, for positions that all start at 0."""
     check_inputs(q, k, v)
     if q.is_cuda and config.select_block_size % 16:
         raise ValueError(f"select_block_size: expected a multiple of 16 on CUDA, got {config.select_block_size}")
-    return compile_once(_selected)(q, k, v, block_indices, positions.token, config, scale)
+    return compile_once(_selected)(q, k, v, block_indices, positions, config, scale, score_mod)
 
 
 def _compressed(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    positions: Positions,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
 ) -> Result:
-    if q.shape[1] != k_cmp.shape[1]:
-        return flex.compressed_attention(q, k_cmp, v_cmp, positions, config=config, scale=scale)
+    if q.shape[1] != k_cmp.shape[1] or score_mod is not None:
+        return flex.compressed_attention(q, k_cmp, v_cmp, positions, config=config, scale=scale, score_mod=score_mod)
     check_inputs(q, k_cmp, v_cmp)
     mask = interval_block_mask(compressed_intervals(positions, config), k_cmp.shape[2], widths=None)
     return compile_once(_contiguous)(q, k_cmp, v_cmp, mask, scale)
@@ -70,24 +84,35 @@ def _contiguous(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) 
 
 
 def _selected(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, token: Tensor, config: NSAConfig, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    positions: Positions,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None,
 ) -> Result:
     groups = q.shape[1] // k.shape[1]
     rows = -(-groups // 16) * 16 if q.is_cuda else groups  # tensor cores want 16 rows, a CPU any number
-    mask = cached_selected_mask(block_indices, token, k.shape[2], rows=rows, config=config)
+    mask = cached_selected_mask(block_indices, positions.token, k.shape[2], rows=rows, config=config)
     options = selected_options(*mask.BLOCK_SIZE, q.dtype)
-    out, lse = attend(_fold(q, rows, groups), k, v, mask, scale, options)
+    kernel_mod = score_mod and mod_of_tokens(score_mod, positions, rows=rows, groups=groups)
+    out, lse = attend(_fold(q, rows, groups), k, v, mask, scale, options, kernel_mod)
     return unfold_heads(out, rows, groups), None if lse is None else unfold_heads(lse, rows, groups)
 
 
-def _folded(attention: Any, q: Tensor, k: Tensor, v: Tensor, positions: Positions, sizes: dict[str, Any]) -> Result:
-    """Attend with the heads of a group as queries at the same place, as long as they fit a tile."""
+def _folded(attention: Any, q: Tensor, k: Tensor, v: Tensor, positions: Positions, options: dict[str, Any]) -> Result:
+    """Attend with the heads of a group as queries at the same place, as long as they fit a tile.
+
+    To a score_mod such rows would all be one head; with one, heads stay apart.
+    """
     groups = q.shape[1] // k.shape[1]
-    if groups == 1 or groups * q.shape[2] > TILE:
-        return attention(q, k, v, positions, **sizes)
+    if groups == 1 or groups * q.shape[2] > TILE or options.get("score_mod") is not None:
+        return attention(q, k, v, positions, **options)
     places = (positions.token, positions.start, positions.cmp_start)
     positions = Positions(*(x.repeat_interleave(groups, dim=1) for x in places))
-    out, lse = attention(_fold(q, groups, groups), k, v, positions, **sizes)
+    out, lse = attention(_fold(q, groups, groups), k, v, positions, **options)
     return unfold_heads(out, groups, groups), None if lse is None else unfold_heads(lse, groups, groups)
 
 

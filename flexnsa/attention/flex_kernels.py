@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from flexnsa.masks.mods import ScoreMod
+
 TILE = 128
 """Queries and keys of a tile in the dense branches: the size that FlexAttention's kernels are tuned for."""
 
@@ -54,13 +56,22 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name}: impl='flex' expects a head dimension of at least 16 on CUDA, got {x.shape[-1]}")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, options: dict[str, Any]) -> Result:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    scale: float,
+    options: dict[str, Any],
+    score_mod: ScoreMod | None = None,
+) -> Result:
     """Call FlexAttention: the output, and the natural log-sum-exp where the device can give it.
 
-    ``options`` are those of :func:`dense_options` or :func:`selected_options`.
+    ``options`` are those of :func:`dense_options` or :func:`selected_options`; ``score_mod`` is in the kernel's own
+    coordinates.
     """
     mask, options = _fit_to_kernels(mask, options, q.device)
-    kwargs: dict[str, Any] = {"block_mask": mask, "scale": scale, "kernel_options": options}
+    kwargs: dict[str, Any] = {"block_mask": mask, "scale": scale, "kernel_options": options, "score_mod": score_mod}
     kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
     if q.device.type == "cpu":
         # The CPU kernel's choice of tiles reads the shape beneath a view of q: this copy is no view.

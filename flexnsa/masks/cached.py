@@ -1,4 +1,7 @@
-"""Selected blocks of a cache, whose rows are sequences from token 0: the blocks are tiles of the keys as they lie."""
+"""Masks of a few queries on a cache, whose rows are sequences from token 0. One row of tiles is one query.
+
+Without backward nobody asks for a tile's queries, so the tiles of each query are all that there is to say.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.config import NSAConfig
-from flexnsa.masks.intervals import by_query, stored
+from flexnsa.masks.intervals import Intervals, MaskMod, by_query, stored
 
 
 def cached_selected_mask(
@@ -15,7 +18,7 @@ def cached_selected_mask(
 ) -> BlockMask:
     """Turn selected blocks into the mask of queries whose heads are folded into ``rows`` rows each.
 
-    Without backward nobody asks for a block's queries, so the blocks themselves are all that there is to say.
+    The blocks are tiles of the keys as they lie.
 
     Args:
         block_indices: int32 ``(B, Hkv, T, n)``, ascending, padded right with -1.
@@ -29,16 +32,57 @@ def cached_selected_mask(
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
         return kv_idx <= own(b, q_idx // rows)
 
+    return _forward_mask(
+        (block_indices >= 0).sum(-1, dtype=torch.int32),
+        block_indices.clamp_min(0),
+        num_keys,
+        (rows, config.select_block_size),
+        mask_mod,
+    )
+
+
+def cached_interval_mask(intervals: Intervals, num_keys: int, *, rows: int, tile: int) -> BlockMask:
+    """Build the mask of queries that see an interval of keys each, heads folded as above.
+
+    Args:
+        intervals: of ``T`` queries, in any order.
+        num_keys: length of the keys.
+        rows: rows per query.
+        tile: keys of a tile. All are tested one by one: a query's tiles are few, and shared among programs.
+    """
+    lo, hi = stored(intervals.lo.expand_as(intervals.hi)), stored(intervals.hi)
+    lo_of, hi_of = by_query(lo), by_query(hi)
+    num_tiles = -(-num_keys // tile)
+    first = lo // tile
+    lists = first[..., None] + torch.arange(num_tiles, dtype=torch.int32, device=hi.device)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+        query = q_idx // rows
+        return (lo_of(b, query) <= kv_idx) & (kv_idx < hi_of(b, query))
+
+    return _forward_mask(
+        ((hi + tile - 1) // tile - first).clamp_min(0)[:, None],
+        lists.clamp_max(num_tiles - 1)[:, None],
+        num_keys,
+        (rows, tile),
+        mask_mod,
+    )
+
+
+def _forward_mask(
+    counts: Tensor, tiles: Tensor, num_keys: int, block_size: tuple[int, int], mask_mod: MaskMod
+) -> BlockMask:
+    """Make the mask whose row of tiles ``t`` is the first ``counts[..., t]`` of ``tiles[..., t, :]``."""
     return BlockMask(
-        seq_lengths=(block_indices.shape[2] * rows, num_keys),
-        kv_num_blocks=(block_indices >= 0).sum(-1, dtype=torch.int32),
-        kv_indices=block_indices.clamp_min(0),
+        seq_lengths=(tiles.shape[2] * block_size[0], num_keys),
+        kv_num_blocks=counts,
+        kv_indices=tiles,
         full_kv_num_blocks=None,
         full_kv_indices=None,
         q_num_blocks=None,
         q_indices=None,
         full_q_num_blocks=None,
         full_q_indices=None,
-        BLOCK_SIZE=(rows, config.select_block_size),
+        BLOCK_SIZE=block_size,
         mask_mod=mask_mod,
     )

@@ -10,6 +10,6 @@ from flexnsa.masks.positions import Positions
 
 
 def window_intervals(positions: Positions, config: NSAConfig) -> Intervals:
-    """Give the keys ``t - w + 1 .. t``, none before the document's first token."""
-    lo = torch.maximum(positions.start, positions.token - (config.window_size - 1))
+    """Give the keys ``t - w + 1 .. t``, none before the document's first token, nor before key 0."""
+    lo = torch.maximum(positions.start, positions.token - (config.window_size - 1)).clamp_min(0)
     return Intervals(lo, positions.token + 1)

@@ -1,0 +1,111 @@
+"""Checks of what the public functions are called with, each before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexnsa.checks import check_tensor, describe
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import BRANCHES, num_compressed
+
+
+def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
+    """Demand a choice of branches and put it in order."""
+    if not isinstance(branches, Sequence):
+        raise TypeError(f"branches: expected a sequence of {BRANCHES}, got {describe(branches)}")
+    if (
+        isinstance(branches, str)
+        or not branches
+        or any(tag not in BRANCHES or branches.count(tag) > 1 for tag in branches)
+    ):
+        raise ValueError(f"branches: expected some of {BRANCHES}, each once, got {branches!r}")
+    return tuple(tag for tag in BRANCHES if tag in branches)
+
+
+class Sizes(NamedTuple):
+    """What all branches share: a number, or a word for it while it is not known."""
+
+    heads: int | str = "Hkv"
+    v_dim: int | str = "Dv"
+
+
+def check_queries(q: Tensor) -> None:
+    """Demand ``(B, Hq, S, Dk)``, nothing empty."""
+    check_tensor("q", q, ("B", "Hq", "S", "Dk"))
+    if 0 in q.shape:
+        raise ValueError(f"q: expected no empty dimension, got {tuple(q.shape)}")
+
+
+def check_keys(q: Tensor, k: Any, v: Any, names: tuple[str, str], length: int, sizes: Sizes | None = None) -> Sizes:
+    """Demand keys and values of a branch that fit q and, by ``sizes``, the branches before."""
+    sizes = sizes or Sizes()
+    check_tensor(names[0], k, (q.shape[0], sizes.heads, length, q.shape[3]), like=q)
+    check_group(names[0], q, k)
+    check_tensor(names[1], v, (*k.shape[:3], sizes.v_dim), like=q)
+    return Sizes(k.shape[1], v.shape[3])
+
+
+def check_compressed_keys(q: Tensor, k_cmp: Tensor, seq_len: int, config: NSAConfig) -> None:
+    """Demand the compressed keys of ``seq_len`` tokens."""
+    check_tensor("k_cmp", k_cmp, (q.shape[0], "Hkv", num_compressed(seq_len, config), q.shape[3]), like=q)
+    check_group("k_cmp", q, k_cmp)
+
+
+def check_group(name: str, q: Tensor, k: Tensor) -> None:
+    """Demand that the heads of k divide those of q."""
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{name}: expected a number of heads that divides the {q.shape[1]} of q, got {k.shape[1]}")
+
+
+def check_selection(q: Tensor, block_indices: Tensor, heads: int | str, config: NSAConfig) -> None:
+    """Demand indices ``(B, Hkv, S, n)``; what is in them would cost a synchronisation."""
+    shape = (q.shape[0], heads, q.shape[2], config.num_selected_blocks)
+    check_tensor("block_indices", block_indices, shape, like=q, dtype=torch.int32)
+
+
+def check_scale(q: Tensor, scale: float | None) -> float:
+    """Demand a number, or choose the usual one."""
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if not isinstance(scale, int | float) or isinstance(scale, bool):
+        raise TypeError(f"scale: expected a number, got {describe(scale)}")
+    return float(scale)
+
+
+def check_mods(score_mod: Any, mask_mod: Any, q: Tensor) -> bool:
+    """Call each mod for one pair, as FlexAttention will for all: it must give one number or one truth value.
+
+    Returns:
+        Whether score_mod captured a tensor that requires a gradient.
+    """
+    index = torch.zeros(1, dtype=torch.int32, device=q.device)
+    score = torch.zeros(1, device=q.device)
+    if mask_mod is not None:
+        _call_once("mask_mod", mask_mod, "torch.bool", lambda dtype: dtype == torch.bool, *[index] * 4)
+    if score_mod is None:
+        return False
+    floating = "a floating dtype"
+    return _call_once(
+        "score_mod", score_mod, floating, lambda dtype: dtype.is_floating_point, score, *[index] * 4
+    ).requires_grad
+
+
+def _call_once(name: str, mod: Any, expected: str, fits: Callable[[torch.dtype], bool], *arguments: Tensor) -> Tensor:
+    if not callable(mod):
+        raise TypeError(f"{name}: expected a function, got {describe(mod)}")
+
+    def checked(*arguments: Tensor) -> Tensor:
+        result = mod(*arguments)
+        if not isinstance(result, Tensor):
+            raise TypeError(f"{name}: expected it to return a tensor, got {describe(result)}")
+        if result.shape:
+            raise ValueError(f"{name}: expected it to return one value a pair, shape (), got {tuple(result.shape)}")
+        if not fits(result.dtype):
+            raise ValueError(f"{name}: expected it to return {expected}, got {result.dtype}")
+        return result
+
+    return torch.vmap(checked)(*arguments)
