@@ -30,10 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="recompute every layer in backward instead of keeping its activations",
     )
+    parser.add_argument(
+        "--pack",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="fill rows with whole documents, kept apart: what stands between blank lines (default: cut rows anywhere)",
+    )
     parser.add_argument("--branches", nargs="+", default=argparse.SUPPRESS, metavar="TAG", help="of cmp, slc and win")
     add_config_options(parser, "model", DecoderConfig, skip=_NOT_OPTIONS)
     add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig)
-    add_config_options(parser, "training", TrainConfig)
+    add_config_options(parser, "training", TrainConfig, skip=("pack",))
 
 
 def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flexnsa.cache import NSACache
+from flexnsa.masks.intervals import MaskMod
+from flexnsa.masks.mods import ScoreMod
 from flexnsa.models.config import DecoderConfig
 from flexnsa.models.dense import DenseAttention, DenseCache
 from flexnsa.models.generation import generate_tokens
@@ -48,12 +51,23 @@ class DecoderLM(nn.Module):
         nn.init.normal_(self.head.weight, std=1 / self.config.dim)
 
     def forward(
-        self, tokens: Tensor, *, caches: Sequence[NSACache | DenseCache] | None = None, lengths: Tensor | None = None
+        self,
+        tokens: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
+        caches: Sequence[NSACache | DenseCache] | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Predict the next token at every position.
 
         Args:
             tokens: int64 or int32 ``(B, S)``; with caches, the tokens that follow those in the caches.
+            document_ids: int ``(B, S)``, never decreasing along a row: each document of a packed row then stands alone.
+                :func:`flexnsa.next_token_targets` gives what its tokens have to predict.
+            score_mod: as in :func:`flexnsa.native_sparse_attention`, the same in every layer.
+            mask_mod: as in :func:`flexnsa.native_sparse_attention`, the same in every layer.
             caches: of :meth:`new_caches`; needs ``torch.no_grad()``.
             lengths: int ``(B,)``, with caches only: tokens of each row that are real, the others being padding.
 
@@ -61,18 +75,19 @@ class DecoderLM(nn.Module):
             logits ``(B, S, vocab_size)``.
 
         Raises:
-            ValueError: ``tokens`` is not a batch of sequences.
+            ValueError: ``tokens`` is not a batch of sequences, or another argument does not fit it.
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens: expected shape (B, S), got {tuple(tokens.shape)}")
+        options = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
         x = self.embedding(tokens)
         for index, layer in enumerate(self.layers):
             if caches is not None:
-                x = layer(x, caches[index], lengths)
+                x = layer(x, cache=caches[index], lengths=lengths, **options)
             elif self.training and self.config.is_checkpointed(index):
-                x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(partial(layer, **options), x, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = layer(x)
+                x = layer(x, **options)
         return self.head(self.norm(x))
 
     def new_caches(
@@ -105,10 +120,9 @@ class DecoderLayer(nn.Module):
         for linear in (self.attention.w_o, self.mlp.down):
             nn.init.normal_(linear.weight, std=self.residual_scale * linear.in_features**-0.5)
 
-    def forward(self, x: Tensor, cache: Any = None, lengths: Tensor | None = None) -> Tensor:
-        """Map the residual stream ``(B, S, dim)`` to the next; ``cache`` and ``lengths`` are for the attention."""
-        decoding = {} if cache is None else {"cache": cache, "lengths": lengths}
-        x = x + self.attention(self.attention_norm(x), **decoding)
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """Map the residual stream ``(B, S, dim)`` to the next; the options are those of the attention."""
+        x = x + self.attention(self.attention_norm(x), **options)
         return x + self.mlp(self.mlp_norm(x))
 
 

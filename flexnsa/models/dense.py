@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flexnsa.config import NSAConfig
+from flexnsa.functional import sliding_window_attention
+from flexnsa.masks.document import check_document_ids
+from flexnsa.masks.intervals import MaskMod
+from flexnsa.masks.mods import ScoreMod
+from flexnsa.packing import position_ids_from_document_ids
 from flexnsa.rope import rotate
 
 
@@ -90,21 +98,56 @@ class DenseAttention(nn.Module):
         heads = (self.num_kv_heads, self.head_dim, self.v_head_dim)
         return DenseCache(batch_size, max_seq_len, *heads, dtype=dtype or weight.dtype, device=weight.device)
 
-    def forward(self, x: Tensor, *, cache: DenseCache | None = None, lengths: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
+        cache: DenseCache | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         """Attend from every token to itself and all before it; arguments as :class:`flexnsa.NativeSparseAttention`."""
-        positions = torch.arange(x.shape[1], device=x.device)
+        mods = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
+        mods = {name: value for name, value in mods.items() if value is not None}
         if cache is not None:
-            positions = cache.lengths[:, None] + positions
-        q_BHSD = rotate(_split_heads(self.w_q(x), self.num_heads), positions, self.rope_base)
-        k_BHSD = rotate(_split_heads(self.w_k(x), self.num_kv_heads), positions, self.rope_base)
-        v_BHSD = _split_heads(self.w_v(x), self.num_kv_heads)
-        if cache is None:
-            out_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, is_causal=True, enable_gqa=True)
+            out = self._attend_next(x, cache, lengths, mods)
+        elif mods:
+            out = self._attend_modified(x, **mods)
         else:
-            visible = cache.append(k_BHSD, v_BHSD, lengths)
-            k_BHSD, v_BHSD = cache.k[:, :, :-1], cache.v[:, :, :-1]
-            out_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=visible, enable_gqa=True)
-        return self.w_o(out_BHSD.transpose(1, 2).flatten(2))
+            q, k, v = self._project(x, torch.arange(x.shape[1], device=x.device))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.w_o(out.transpose(1, 2).flatten(2))
+
+    def _attend_modified(self, x: Tensor, document_ids: Tensor | None = None, **mods: Any) -> Tensor:
+        """Attend in packed documents or with mods, of which flash attention knows nothing: a window of all tokens does.
+
+        Memory is linear, as in :func:`flexnsa.sliding_window_attention`.
+        """
+        position = torch.arange(x.shape[1], device=x.device)
+        if document_ids is not None:
+            check_document_ids(document_ids, *x.shape[:2])
+            position = position_ids_from_document_ids(document_ids)
+        config = NSAConfig(window_size=x.shape[1])
+        return sliding_window_attention(*self._project(x, position), config=config, document_ids=document_ids, **mods)[
+            0
+        ]
+
+    def _attend_next(self, x: Tensor, cache: DenseCache, lengths: Tensor | None, mods: dict[str, Any]) -> Tensor:
+        """Attend from tokens that follow those of the cache, which then holds them too."""
+        if mods:
+            raise ValueError(f"{', '.join(mods)}: expected None with a cache of dense attention")
+        q, k, v = self._project(x, cache.lengths[:, None] + torch.arange(x.shape[1], device=x.device))
+        visible = cache.append(k, v, lengths)
+        k, v = cache.k[:, :, :-1], cache.v[:, :, :-1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+
+    def _project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Give q, k and v ``(B, H, S, D)``, the first two turned at their positions."""
+        q = _split_heads(self.w_q(x), self.num_heads)
+        k, v = (_split_heads(linear(x), self.num_kv_heads) for linear in (self.w_k, self.w_v))
+        return rotate(q, position, self.rope_base), rotate(k, position, self.rope_base), v
 
 
 def _split_heads(x: Tensor, num_heads: int) -> Tensor:

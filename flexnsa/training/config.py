@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from flexnsa.checks import check_type
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
@@ -24,13 +26,15 @@ class TrainConfig:
         beta2: decay of AdamW's second moment.
         clip: largest norm of the whole gradient.
         precision: ``"fp32"``, or ``"bf16"`` for autocast.
+        pack: fill rows with whole documents, which neither attention nor loss mixes, instead of cutting rows from the
+            text wherever they fall; see :class:`flexnsa.training.rows.PackedDocuments`.
         seed: of the initial weights and of the order of the data.
         eval_every: steps between two evaluations; one more follows the last step.
         eval_sequences: validation sequences of one evaluation.
         checkpoint_every: steps between two checkpoints; one more follows the last step.
 
     Raises:
-        TypeError: a field is not a number.
+        TypeError: a field is not of its kind.
         ValueError: a field is out of range.
     """
 
@@ -46,6 +50,7 @@ class TrainConfig:
     beta2: float = 0.95
     clip: float = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
+    pack: bool = False
     seed: int = 0
     eval_every: int = 100
     eval_sequences: int = 64
@@ -58,6 +63,9 @@ class TrainConfig:
             if field.name == "precision":
                 if value not in ("fp32", "bf16"):
                     raise ValueError(f"precision: expected 'fp32' or 'bf16', got {value!r}")
+                continue
+            if field.name == "pack":
+                check_type("pack", value, bool)
                 continue
             kind = int if isinstance(field.default, int) else (int, float)
             if not isinstance(value, kind) or isinstance(value, bool):

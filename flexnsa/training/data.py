@@ -1,12 +1,10 @@
-"""Text as bytes: which files train, which validate, and which windows of them a step sees."""
+"""Text as bytes: which files train and which validate."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import random
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +25,8 @@ class Corpus:
         """Give a fingerprint of the text, so that a run goes on with the text that it began with."""
         return hashlib.sha256(self.train.numpy().tobytes() + self.validation.numpy().tobytes()).hexdigest()
 
-    def require_windows(self, seq_len: int) -> None:
-        """Demand that both parts hold a window and the byte after it.
+    def require_rows(self, seq_len: int) -> None:
+        """Demand that both parts hold a row and the byte after it.
 
         Raises:
             ValueError: one does not.
@@ -36,26 +34,6 @@ class Corpus:
         for part, data in (("training", self.train), ("validation", self.validation)):
             if len(data) <= seq_len:
                 raise ValueError(f"seq_len: expected less than the {len(data)} bytes of {part} text, got {seq_len}")
-
-    def batch(self, *, seed: int, step: int, num_sequences: int, seq_len: int) -> Tensor:
-        """Give the training windows of a step, int64 ``(num_sequences, seq_len + 1)``.
-
-        A function of ``(seed, step)`` and nothing else, so that resuming needs no state of the data.
-        """
-        draws = random.Random(f"{seed}/{step}")
-        self.require_windows(seq_len)
-        last = len(self.train) - seq_len - 1
-        starts = [draws.randint(0, last) for _ in range(num_sequences)]
-        return torch.stack([self.train[start : start + seq_len + 1] for start in starts]).long()
-
-    def validation_batches(self, *, num_sequences: int, seq_len: int, batch_size: int) -> Iterator[Tensor]:
-        """Give evenly spaced validation windows, int64 ``(up to batch_size, seq_len + 1)``, always the same ones."""
-        self.require_windows(seq_len)
-        last = len(self.validation) - seq_len - 1
-        starts = [round(index * last / max(1, num_sequences - 1)) for index in range(num_sequences)]
-        for first in range(0, num_sequences, batch_size):
-            windows = [self.validation[start : start + seq_len + 1] for start in starts[first : first + batch_size]]
-            yield torch.stack(windows).long()
 
 
 def read_corpus(path: Path | None = None) -> Corpus:

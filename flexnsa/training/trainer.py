@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from flexnsa.models import DecoderLM
 from flexnsa.training.config import TrainConfig
 from flexnsa.training.data import Corpus
+from flexnsa.training.rows import Batch, PackedDocuments, Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +38,19 @@ class Trainer:
         compiled: run the model through ``torch.compile``.
 
     Raises:
-        ValueError: the text is shorter than a sequence.
+        ValueError: the text is shorter than a row.
     """
 
     def __init__(self, model: DecoderLM, corpus: Corpus, config: TrainConfig, *, compiled: bool = False) -> None:
-        corpus.require_windows(config.seq_len)
+        corpus.require_rows(config.seq_len)
         self.model, self.corpus, self.config = model, corpus, config
+        rows = PackedDocuments if config.pack else Windows
+        self.training_rows = rows(corpus.train, config.seq_len)
+        self.validation_rows = rows(corpus.validation, config.seq_len)
         self.device = model.embedding.weight.device
         self.optimizer = build_optimizer(model, config)
         self.step = 0
-        self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if compiled else model
+        self._forward: Callable[..., Tensor] = torch.compile(model) if compiled else model
 
     def configs(self) -> dict[str, Any]:
         """Give what decides the numbers of the run, as plain values."""
@@ -59,16 +64,13 @@ class Trainer:
             FloatingPointError: loss or gradient is not finite; the parameters have not been touched.
         """
         config = self.config
-        windows = self.corpus.batch(
-            seed=config.seed,
-            step=self.step,
-            num_sequences=config.batch_size * config.grad_accumulation,
-            seq_len=config.seq_len,
-        )
+        # A function of seed and step and nothing else, so that resuming needs no state of the data.
+        draws = random.Random(f"{config.seed}/{self.step}")
+        batch = self.training_rows.draw(draws, config.batch_size * config.grad_accumulation)
         self.model.train()
         loss = torch.zeros((), device=self.device)
-        for micro_batch in windows.to(self.device).chunk(config.grad_accumulation):
-            part = self.loss(micro_batch) / config.grad_accumulation
+        for micro_batch in batch.split(config.batch_size):
+            part = self.loss(micro_batch.to(self.device)) / batch.num_targets()
             part.backward()
             loss += part.detach()
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
@@ -83,22 +85,19 @@ class Trainer:
         self.step += 1
         return result
 
-    def loss(self, windows: Tensor) -> Tensor:
-        """Give the mean cross-entropy, in nats, of predicting each byte of ``(B, S + 1)`` windows from those before."""
+    def loss(self, batch: Batch) -> Tensor:
+        """Give the summed cross-entropy, in nats, of predicting each target from its document so far."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            logits = self._forward(windows[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+            logits = self._forward(batch.tokens, document_ids=batch.document_ids)
+        return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
     @torch.no_grad()
     def validation_bits_per_byte(self) -> float:
-        """Evaluate on the validation text, always on the same windows."""
+        """Evaluate on the validation text, always on the same rows."""
         self.model.eval()
-        config = self.config
-        batches = self.corpus.validation_batches(
-            num_sequences=config.eval_sequences, seq_len=config.seq_len, batch_size=config.batch_size
-        )
-        nats = sum(self.loss(windows.to(self.device)).item() * len(windows) for windows in batches)
-        return nats / config.eval_sequences / math.log(2)
+        batch = self.validation_rows.spread(self.config.eval_sequences)
+        nats = sum(self.loss(part.to(self.device)).item() for part in batch.split(self.config.batch_size))
+        return nats / batch.num_targets() / math.log(2)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flexnsa import NSAConfig
+from flexnsa import NSAConfig, next_token_targets
 from flexnsa.models import PRESETS, DecoderConfig, DecoderLM, DenseAttention, generate, preset
 
 NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
@@ -60,6 +60,76 @@ def test_a_token_changes_its_own_prediction_and_none_before(kind: str):
     assert moved[30] > 0
     if kind != "win alone":
         assert moved[40:].max() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_documents_are_each_alone(kind: str, checkpointing: bool):
+    model = DecoderLM(replace(CONFIG, **KINDS[kind], checkpointing=checkpointing)).double()
+    rows = [(1, 40, 3, 20), (33, 31)]
+    tokens = _tokens(2, 64)
+    ids = torch.stack([torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) for lengths in rows])
+
+    packed = model(tokens, document_ids=ids)
+    alone = torch.stack(
+        [
+            torch.cat([model(part[None])[0] for part in row.split(lengths)])
+            for row, lengths in zip(tokens, rows, strict=True)
+        ]
+    )
+    torch.testing.assert_close(packed, alone)
+
+    targets = next_token_targets(tokens, ids).flatten()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = [
+        torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), targets), parameters) for logits in (packed, alone)
+    ]
+    torch.testing.assert_close(*(dict(zip(names, each, strict=True)) for each in grads))
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_mods_reach_every_layer(attention: str):
+    """Banned keys must not be felt; a score that falls steeply with distance leaves a token to itself."""
+    model = DecoderLM(replace(CONFIG, attention=attention))
+    tokens = _tokens(2, 40)
+    changed = tokens.clone()
+    changed[:, 10] = (tokens[:, 10] + 1) % 256
+    ids = torch.arange(2).repeat_interleave(20).expand(2, -1)
+
+    def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+        return q_idx - kv_idx < 3
+
+    def steep(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+        return score - 1e4 * (q_idx - kv_idx)
+
+    def moved(**options: object) -> Tensor:
+        with torch.no_grad():
+            return (model(tokens, **options) - model(changed, **options)).abs().amax((0, 2)) > 0
+
+    assert moved()[10:].sum() > 5
+    if attention == "dense":
+        assert moved(mask_mod=near).nonzero()[:, 0].tolist() == [10, 11, 12, 13, 14]  # two tokens a layer
+        assert moved(score_mod=steep).nonzero()[:, 0].tolist() == [10]
+    for mod in ({"mask_mod": near}, {"score_mod": steep}):
+        with torch.no_grad():
+            packed = model(tokens, document_ids=ids, **mod)
+            alone = torch.cat([model(part, **mod) for part in tokens.split(20, dim=1)], dim=1)
+            assert not torch.allclose(packed, model(tokens, document_ids=ids))
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_wrong_documents_are_named(attention: str):
+    model = DecoderLM(replace(CONFIG, attention=attention)).requires_grad_(False)
+    tokens = _tokens(1, 3)
+    for ids, message in (
+        ([0, 0], r"expected shape \(1, 3\), got \(1, 2\)"),
+        ([0, 1, 0], "expected ids that never decrease"),
+    ):
+        with pytest.raises(ValueError, match=f"^document_ids: {message}"):
+            model(tokens, document_ids=torch.tensor([ids]))
+    with pytest.raises(ValueError, match=r"^document_ids: expected None with a cache"):
+        model(tokens, document_ids=torch.tensor([[0, 0, 1]]), caches=model.new_caches(1, 8))
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

@@ -1,4 +1,4 @@
-"""The text: who trains, who validates, and which windows a step sees."""
+"""The text: who trains and who validates."""
 
 import sysconfig
 from pathlib import Path
@@ -55,34 +55,13 @@ def test_standard_library_is_found_without_its_tests_and_without_installed_packa
     assert not parts & {"test", "site-packages"}
 
 
-def test_batch_is_a_function_of_seed_and_step():
-    corpus = _counting_corpus()
-    first = corpus.batch(seed=0, step=3, num_sequences=4, seq_len=16)
-    assert first.shape == (4, 17)
-    assert first.dtype == torch.int64
-    corpus.batch(seed=0, step=4, num_sequences=4, seq_len=16)
-    assert torch.equal(first, corpus.batch(seed=0, step=3, num_sequences=4, seq_len=16))
-    for seed, step in ((0, 4), (1, 3), (2**32, 3)):
-        assert not torch.equal(first, corpus.batch(seed=seed, step=step, num_sequences=4, seq_len=16))
-    assert (first.diff(dim=1) % 256 == 1).all()  # neighbours in the text stay neighbours
-
-
-def test_validation_windows_reach_from_the_first_byte_to_the_last():
-    corpus = _counting_corpus()
-    batches = list(corpus.validation_batches(num_sequences=5, seq_len=9, batch_size=2))
-    assert [len(batch) for batch in batches] == [2, 2, 1]
-    windows = torch.cat(batches)
-    assert windows[0, 0] == corpus.validation[0]
-    assert windows[-1, -1] == corpus.validation[-1]
-
-
-def test_text_shorter_than_a_window_is_named():
+def test_text_shorter_than_a_row_is_named():
     count = torch.arange(1000).to(torch.uint8)
     for train, validation, part in ((count, count[:20], "validation"), (count[:20], count, "training")):
         corpus = Corpus(train, validation)
         with pytest.raises(ValueError, match=rf"seq_len: expected less than the 20 bytes of {part} text, got 20"):
-            corpus.batch(seed=0, step=0, num_sequences=1, seq_len=20)
-        assert corpus.batch(seed=0, step=0, num_sequences=1, seq_len=19).shape == (1, 20)
+            corpus.require_rows(20)
+        corpus.require_rows(19)
 
 
 def test_missing_and_empty_folders_are_named(tmp_path: Path):
@@ -91,8 +70,3 @@ def test_missing_and_empty_folders_are_named(tmp_path: Path):
     (tmp_path / "single.txt").write_text("text")
     with pytest.raises(ValueError, match=r"text: expected at least two text files .* got 1"):
         read_corpus(tmp_path)
-
-
-def _counting_corpus() -> Corpus:
-    count = torch.arange(1000).to(torch.uint8)
-    return Corpus(count, count[:100])

@@ -25,11 +25,12 @@ TRAINING = TrainConfig(
 )
 
 
-def test_resumed_run_equals_uninterrupted_run(text_folder: Path, tmp_path: Path):
-    whole = _trainer(text_folder)
+@pytest.mark.parametrize("pack", [False, True])
+def test_resumed_run_equals_uninterrupted_run(text_folder: Path, tmp_path: Path, pack: bool):
+    whole = _trainer(text_folder, pack=pack)
     run(whole, tmp_path / "whole")
 
-    interrupted = _trainer(text_folder)
+    interrupted = _trainer(text_folder, pack=pack)
     for step in range(7):  # dies three steps after its checkpoint
         interrupted.train_step()
         if step == 3:
@@ -37,7 +38,7 @@ def test_resumed_run_equals_uninterrupted_run(text_folder: Path, tmp_path: Path)
             save_checkpoint(tmp_path / "resumed" / "checkpoint.safetensors", interrupted)
     lines = [json.dumps(record) + "\n" for record in read_log(tmp_path / "whole" / "log.jsonl")[:7]]
     (tmp_path / "resumed" / "log.jsonl").write_text("".join(lines) + '{"step": 7, "lo')
-    resumed = _trainer(text_folder, seed=99)  # other weights, which the checkpoint must replace
+    resumed = _trainer(text_folder, seed=99, pack=pack)  # other weights, which the checkpoint must replace
     run(resumed, tmp_path / "resumed")
 
     assert _curve(tmp_path / "resumed") == _curve(tmp_path / "whole")
@@ -97,6 +98,7 @@ def test_failed_write_leaves_the_previous_checkpoint(
     ("model", "training", "message"),
     [
         (MODEL, replace(TRAINING, lr=0.5), r"^lr: expected 0.001, as in the checkpoint .* got 0.5"),
+        (MODEL, replace(TRAINING, pack=True), r"^pack: expected False, as in the checkpoint .* got True"),
         (replace(MODEL, attention="dense"), TRAINING, r"^attention: expected 'nsa', .* got 'dense'"),
         (replace(MODEL, nsa=replace(NSA, window_size=9)), TRAINING, r"^window_size: expected 8, .* got 9"),
     ],
@@ -125,9 +127,9 @@ def test_log_drops_what_will_be_repeated(tmp_path: Path):
     assert read_log(path) == [{"step": 0}, {"step": 1}, {"step": 2}]
 
 
-def _trainer(text_folder: Path, seed: int = 0) -> Trainer:
+def _trainer(text_folder: Path, seed: int = 0, pack: bool = False) -> Trainer:
     torch.manual_seed(seed)
-    return Trainer(DecoderLM(MODEL), read_corpus(text_folder), TRAINING)
+    return Trainer(DecoderLM(MODEL), read_corpus(text_folder), replace(TRAINING, pack=pack))
 
 
 def _curve(folder: Path) -> list[dict[str, float]]:
@@ -140,7 +142,7 @@ def _curve(folder: Path) -> list[dict[str, float]]:
 
 def _start_training(text_folder: Path, out: Path, options: list[str]) -> subprocess.Popen[bytes]:
     sizes = "--dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 --batch-size 1 --seq-len 32"
-    command = f"-m flexnsa train --device cpu --attention dense --eval-sequences 2 {sizes}"
+    command = f"-m flexnsa train --pack --device cpu --attention dense --eval-sequences 2 {sizes}"
     return subprocess.Popen(
         [sys.executable, *command.split(), "--text", text_folder, "--out", out, *options],
         stderr=subprocess.DEVNULL,

@@ -10,6 +10,7 @@ import torch
 from flexnsa import NSAConfig
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import Corpus, TrainConfig, Trainer, read_corpus
+from flexnsa.training.rows import Batch
 
 NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
 MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=NSA)
@@ -27,14 +28,32 @@ def test_learns_a_repeating_text_by_heart(attention: str):
     assert trainer.validation_bits_per_byte() < 0.5  # of a window, only the first bytes are uncertain
 
 
-def test_accumulated_gradient_is_the_gradient_of_the_whole_batch(text_folder: Path):
+@pytest.mark.parametrize("pack", [False, True])
+def test_accumulated_gradient_is_the_gradient_of_the_whole_batch(text_folder: Path, pack: bool):
     corpus = read_corpus(text_folder)
-    config = TrainConfig(batch_size=4, seq_len=24)
+    config = TrainConfig(batch_size=4, seq_len=24, pack=pack)
     whole = _trainer(corpus, MODEL, config)
     parts = _trainer(corpus, MODEL, replace(config, batch_size=1, grad_accumulation=4))
     one, other = whole.train_step(), parts.train_step()
     assert one.loss == pytest.approx(other.loss, rel=1e-5)
     assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_packed_loss_is_the_sum_over_documents_alone(text_folder: Path, attention: str):
+    config = TrainConfig(seq_len=200, pack=True)
+    trainer = _trainer(read_corpus(text_folder), replace(MODEL, attention=attention), config)
+    trainer.model.double()
+    batch = trainer.training_rows.spread(2)
+    assert batch.document_ids is not None
+    alone, count = 0.0, 0
+    for row, ids in zip(batch.tokens, batch.document_ids, strict=True):
+        for document in row.split(torch.bincount(ids).tolist()):
+            if len(document) > 1:
+                alone += trainer.loss(Batch(document[None, :-1], document[None, 1:])).item()
+            count += 1
+    assert count > 2
+    assert trainer.loss(batch).item() == pytest.approx(alone, rel=1e-6)
 
 
 def test_gradient_is_clipped_and_its_norm_reported(text_folder: Path, monkeypatch: pytest.MonkeyPatch):
