@@ -62,13 +62,15 @@ def estimate_training(
     layer = sum(saved_by.values())
     held = [work.checkpoint() if config.is_checkpointed(index) else layer for index in range(config.num_layers)]
     saved = sum(held) + work.saved_outside()
+    # Autocast keeps what it has cast to the end of forward, also where a checkpointed layer does not.
+    cached = saved_by["weights, cast"] * sum(map(config.is_checkpointed, range(config.num_layers)))
     return MemoryEstimate(
         parameters=parameters,
         optimizer=2 * parameters,
         saved=saved,
         saved_by=saved_by,
         after_forward=parameters + saved,
-        peak_forward=moments + parameters + saved + work.forward_excess(held[-1] == layer),
+        peak_forward=moments + parameters + saved + cached + work.forward_excess(held[-1] == layer),
         peak_training=moments + parameters + _peak_backward(work, held, layer),
     )
 

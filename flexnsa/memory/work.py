@@ -81,9 +81,7 @@ class Work:
             "MLP": 8 * self.residual * self.activation // 4,
             "rotary tables": 4 * self.length * config.head_dim * turned,
         }
-        if self.activation == 2:
-            weights = layer_weights(config)
-            saved["weights, cast"] = 2 * sum(weights[name] for name in (LINEAR if nsa else DENSE) if name in weights)
+        saved["weights, cast"] = self.cast(*(LINEAR if nsa else DENSE))
         if not nsa:
             saved["attention"] = self.queries + self.keys() + self.outputs + 4 * rows * config.num_heads
             return saved
@@ -91,6 +89,11 @@ class Work:
         saved["gates"] = 6 * rows * config.num_heads * self.activation
         saved["attention"] = self.attention()
         return saved
+
+    def cast(self, *names: str) -> int:
+        """The copies that autocast makes of the named weights; it makes none in fp32."""
+        weights = layer_weights(self.config)
+        return 2 * sum(weights.get(name, 0) for name in names) if self.activation == 2 else 0
 
     def compression(self) -> int:
         """Segments, both sides of the hidden layer, and the weights of the first one rearranged (fp32: once)."""
@@ -106,30 +109,49 @@ class Work:
         return segments + hidden + weights + rotary
 
     def attention(self) -> int:
-        """q, and per branch keys, values, output, log-sum-exp and whatever says which key meets which query."""
-        config, rows = self.config, self.batch * self.length
-        total = self.queries
-        for tag in config.branches:
-            length = num_compressed(self.length, config.nsa) if tag == "cmp" else self.length
-            total += self.keys(length) + self.outputs + 4 * rows * config.num_heads + 8 * self.length
-            if self.impl == "flex":
-                total += self.flex_copies(tag, length)
-        return total + (self.indices() if "slc" in config.branches else 0)
+        """q, and what each branch saves beside it."""
+        return self.queries + sum(self.branch(tag) for tag in self.config.branches)
 
-    def flex_copies(self, tag: str, length: int) -> int:
-        """What FlexAttention's kernels want laid out otherwise."""
-        config, nsa = self.config, self.config.nsa
-        group = config.num_heads // config.num_kv_heads
+    def branch(self, tag: str) -> int:
+        """Keys, values, output, log-sum-exp and whatever says which key meets which query."""
+        config, nsa, rows = self.config, self.config.nsa, self.batch * self.length
+        length = num_compressed(self.length, nsa) if tag == "cmp" else self.length
+        lse = 4 * rows * config.num_heads
+        if self.impl == "sdpa":
+            blocks = self.indices() if tag == "slc" else 0
+            return self.keys(length) + self.outputs + lse + 8 * self.length + blocks
         if tag == "cmp":  # repeated to all query heads
-            padded = (length // 128 + 1) * 128
-            return group * self.keys(padded)
-        if tag == "slc":  # queries and outputs in rows of 16, keys gathered by copy, lists of both sides
-            rows = -(-group // 16) * 16
-            copies = num_blocks(self.length, nsa) + self.length // nsa.select_block_size
-            lists = 4 * self.batch * config.num_kv_heads * copies * nsa.select_block_size
-            folded = rows * (self.queries + self.outputs) // group
-            return folded + self.keys(copies * nsa.select_block_size) + lists * (nsa.num_selected_blocks + 1)
-        return 0
+            return self.outputs + lse + self.repeated_keys()
+        if tag == "win":
+            return self.outputs + lse + self.keys()
+        # Queries, outputs and log-sum-exp with the heads folded into rows, keys by copy, and the output unfolded.
+        lists = self.indices() + 4 * rows * config.num_kv_heads + self.transposed_lists()
+        return self.outputs + self.folded(self.queries + self.outputs + lse) + self.copied_keys() + lists
+
+    def repeated_keys(self) -> int:
+        """Compressed keys and values, a copy for each query head, whole tiles of 128."""
+        group = self.config.num_heads // self.config.num_kv_heads
+        return group * self.keys((num_compressed(self.length, self.config.nsa) // 128 + 1) * 128)
+
+    def folded(self, size: int) -> int:
+        """The same with 16 rows for every 16 or fewer heads of a group."""
+        group = self.config.num_heads // self.config.num_kv_heads
+        return size * (-(-group // 16) * 16) // group
+
+    def copies(self) -> int:
+        """Copies of key blocks that balance backward, see :mod:`flexnsa.masks.selected`."""
+        nsa = self.config.nsa
+        return -(-(num_blocks(self.length, nsa) + self.length // nsa.select_block_size) // 8) * 8
+
+    def copied_keys(self) -> int:
+        """Keys and values gathered copy by copy."""
+        return self.keys(self.copies() * self.config.nsa.select_block_size)
+
+    def transposed_lists(self) -> int:
+        """Of every copy: its queries, how many they are, and its first token."""
+        nsa = self.config.nsa
+        numbers = nsa.select_block_size * nsa.num_selected_blocks + 2
+        return 4 * self.batch * self.config.num_kv_heads * self.copies() * numbers
 
     def forward_excess(self, saves: bool) -> int:
         """What the largest moment of forward holds above what is saved at its end.
@@ -138,8 +160,8 @@ class Work:
         its largest moment is inside.
         """
         logits = self.batch * self.length * self.config.vocab_size * self.activation
-        if saves:
-            return logits
+        if saves:  # what autocast has cast is not what is saved: the normed input of the head waits for its end
+            return logits + (self.residual if self.activation == 2 else 0)
         mlp = 3 * self.residual + 8 * self.residual * self.activation // 4
         attention = 2 * self.residual + self.attention() + 3 * self.queries
         return max(logits, max(mlp, attention) - self.norm())
@@ -154,12 +176,16 @@ class Work:
         config, weights = self.config, {name: 4 * size for name, size in layer_weights(self.config).items()}
         above = self.residual  # gradient of the layer's output
         wide = 4 * self.residual * self.activation // 4
-        mlp = above + wide + weights["MLP"] // 2
-        # The MLP and its norm are behind; the gradient of their weights stays.
+        matrix = weights["MLP"] // 2
+        # The MLP and its norm are behind, so are its weights as autocast had cast them; their gradients stay.
         saved = self.saved_by()
-        done = saved["MLP"] + self.norm() + self.residual * self.activation // 4
-        outside = above - done + weights["MLP"] + weights["output"]
-        moments = [mlp]
+        done = saved["MLP"] + self.residual * self.activation // 4 + self.cast("MLP")
+        outside = above - done - self.norm() - self.cast("output") + weights["MLP"] + weights["output"]
+        if self.activation == 4:
+            moments = [above + wide + matrix]
+        else:  # the gradient of a weight is as narrow as its cast, then stands beside the one in fp32
+            moments = [above + self.residual // 2 + wide + matrix // 2, above + matrix]
+            moments.append(above + self.residual - done + weights["MLP"] + matrix // 2)
         if config.attention == "dense":
             moments.append(outside + 2 * self.queries + 3 * self.keys())
         else:
@@ -180,9 +206,10 @@ class Work:
         length = num_compressed(self.length, nsa) if tag == "cmp" else self.length
         fp32 = acc // self.activation
         if self.impl == "flex":
-            rows = -(-group // 16) * 16 if tag == "slc" else group
-            factor = group if tag == "cmp" else 2 if tag == "slc" else 1
-            return rows * (2 * self.queries + self.outputs) // group + factor * self.keys(length)
+            delta = acc * self.batch * self.length * config.num_heads
+            if tag == "slc":  # the output's folded gradient takes the place of the folded output
+                return self.folded(self.queries + delta) + self.copied_keys()
+            return self.queries + delta + (self.repeated_keys() if tag == "cmp" else self.keys())
         if tag == "slc":
             workspace = acc * MAX_ROWS * group * (2 * nsa.select_block_size + 3 * config.head_dim)
             return fp32 * (4 * self.queries + self.outputs + self.keys()) + workspace
