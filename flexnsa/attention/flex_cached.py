@@ -1,7 +1,8 @@
 """``flex`` where the keys are a cache: few queries, each row one sequence from token 0, no backward.
 
 The heads of a group are folded into rows in all branches, because they share their keys and a tile has room. Selected
-blocks are read where they lie: nothing is gathered, and no list of the queries of a block is needed.
+blocks are read where they lie: nothing is gathered, and no list of the queries of a block is needed. The fewest
+queries, on CUDA, have a kernel of their own: :mod:`flexnsa.attention.flex_decoding`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexnsa.attention import flex
+from flexnsa.attention import flex, flex_decoding
 from flexnsa.attention.flex import select_blocks
 from flexnsa.attention.flex_kernels import (
     TILE,
@@ -35,11 +36,17 @@ __all__ = ["compressed_attention", "select_blocks", "selected_attention", "slidi
 
 def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, **options: Any) -> Result:
     """As :func:`flexnsa.attention.flex.compressed_attention`."""
+    check_inputs(q, k_cmp, v_cmp)
+    if flex_decoding.is_decoding(q, k_cmp):
+        return flex_decoding.compressed_attention(q, k_cmp, v_cmp, positions, **options)
     return _folded(_compressed, q, k_cmp, v_cmp, positions, options)
 
 
 def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, positions: Positions, **options: Any) -> Result:
     """As :func:`flexnsa.attention.flex.sliding_window_attention`."""
+    check_inputs(q, k, v)
+    if flex_decoding.is_decoding(q, k):
+        return flex_decoding.sliding_window_attention(q, k, v, positions, **options)
     return _folded(flex.sliding_window_attention, q, k, v, positions, options)
 
 
@@ -58,6 +65,9 @@ def selected_attention(
     check_inputs(q, k, v)
     if q.is_cuda and config.select_block_size % 16:
         raise ValueError(f"select_block_size: expected a multiple of 16 on CUDA, got {config.select_block_size}")
+    options = {"config": config, "scale": scale, "score_mod": score_mod}
+    if flex_decoding.is_decoding(q, k):
+        return flex_decoding.selected_attention(q, k, v, block_indices, positions, **options)
     return compile_once(_selected)(q, k, v, block_indices, positions, config, scale, score_mod)
 
 
@@ -73,7 +83,6 @@ def _compressed(
 ) -> Result:
     if q.shape[1] != k_cmp.shape[1] or score_mod is not None:
         return flex.compressed_attention(q, k_cmp, v_cmp, positions, config=config, scale=scale, score_mod=score_mod)
-    check_inputs(q, k_cmp, v_cmp)
     mask = interval_block_mask(compressed_intervals(positions, config), k_cmp.shape[2], widths=None)
     return compile_once(_contiguous)(q, k_cmp, v_cmp, mask, scale)
 

@@ -1,0 +1,150 @@
+"""``flex`` for a few queries on a cache on CUDA: FlexAttention's decoding kernel, which divides the keys of a query.
+
+A kernel for long queries runs one program for each tile of queries and head, four of them for a single token with four
+key heads. The decoding kernel gives each program a part of the query's list of key tiles and merges what they found.
+The heads of a group share their keys, so they are the rows of a query's tile.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from flexnsa.attention.flex_kernels import Result, compile_once, unfold_heads
+from flexnsa.config import NSAConfig
+from flexnsa.masks.cached import cached_interval_mask, cached_selected_mask
+from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.mods import ScoreMod, mod_of_compressed, mod_of_tokens
+from flexnsa.masks.positions import Positions
+from flexnsa.masks.sliding_window import window_intervals
+
+MAX_ROWS = 127
+"""Rows of queries that the decoding kernel takes."""
+PROGRAMS = 512
+"""Programs to divide a step among: a few for each multiprocessor of the largest GPUs."""
+TILE = 64
+"""Keys of a tile in the dense branches."""
+
+
+def is_decoding(q: Tensor, k: Tensor) -> bool:
+    """Tell whether these queries ``(B, Hq, T, Dk)`` are so few that they go here."""
+    return q.is_cuda and q.shape[2] * _rows(q, k) <= MAX_ROWS
+
+
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    positions: Positions,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
+) -> Result:
+    """As :func:`flexnsa.attention.flex.compressed_attention`."""
+    return compile_once(_compressed)(q, k_cmp, v_cmp, positions, config, scale, score_mod)
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    positions: Positions,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
+) -> Result:
+    """As :func:`flexnsa.attention.flex.selected_attention`, for positions that all start at 0."""
+    return compile_once(_selected)(q, k, v, block_indices, positions, config, scale, score_mod)
+
+
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Positions,
+    *,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None = None,
+) -> Result:
+    """As :func:`flexnsa.attention.flex.sliding_window_attention`."""
+    return compile_once(_window)(q, k, v, positions, config, scale, score_mod)
+
+
+def _compressed(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    positions: Positions,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None,
+) -> Result:
+    rows = _rows(q, k_cmp)
+    mask = cached_interval_mask(compressed_intervals(positions, config), k_cmp.shape[2], rows=rows, tile=TILE)
+    layout = {"rows": rows, "groups": _groups(q, k_cmp)}
+    kernel_mod = score_mod and mod_of_compressed(score_mod, positions, config=config, **layout)
+    return _attend(q, k_cmp, v_cmp, mask, scale, kernel_mod)
+
+
+def _selected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    positions: Positions,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None,
+) -> Result:
+    rows = _rows(q, k)
+    mask = cached_selected_mask(block_indices, positions.token, k.shape[2], rows=rows, config=config)
+    kernel_mod = score_mod and mod_of_tokens(score_mod, positions, rows=rows, groups=_groups(q, k))
+    return _attend(q, k, v, mask, scale, kernel_mod)
+
+
+def _window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Positions,
+    config: NSAConfig,
+    scale: float,
+    score_mod: ScoreMod | None,
+) -> Result:
+    rows = _rows(q, k)
+    mask = cached_interval_mask(window_intervals(positions, config), k.shape[2], rows=rows, tile=TILE)
+    kernel_mod = score_mod and mod_of_tokens(score_mod, positions, rows=rows, groups=_groups(q, k))
+    return _attend(q, k, v, mask, scale, kernel_mod)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, kernel_mod: ScoreMod | None) -> Result:
+    """Call the kernel, with true tiles of one query by ``BLOCK_SIZE[1]`` keys."""
+    (rows, tile), groups = mask.BLOCK_SIZE, _groups(q, k)
+    grouped = q.unflatten(1, (-1, groups)).transpose(2, 3)
+    folded = F.pad(grouped, (0, 0, 0, rows - groups)).flatten(2, 3)
+    # The kernel wants to know at compile time how many programs there are, so also how many rows.
+    tiles_of_queries = operator.index(k.shape[0] * k.shape[1] * q.shape[2])
+    splits = max(1, min(mask.kv_indices.shape[3], PROGRAMS // tiles_of_queries))
+    options: dict[str, Any] = {"BACKEND": "TRITON_DECODE", "SPLIT_KV": splits, "BLOCK_M": rows}
+    options |= {"BLOCK_N": min(tile & -tile, TILE), "num_warps": 4, "num_stages": 2}
+    kwargs: dict[str, Any] = {"score_mod": kernel_mod, "block_mask": mask, "scale": scale, "kernel_options": options}
+    out, aux = flex_attention(folded, k, v, return_aux=AuxRequest(lse=True), **kwargs)
+    assert aux.lse is not None
+    return unfold_heads(out, rows, groups), unfold_heads(aux.lse, rows, groups)
+
+
+def _groups(q: Tensor, k: Tensor) -> int:
+    return operator.index(q.shape[1] // k.shape[1])
+
+
+def _rows(q: Tensor, k: Tensor) -> int:
+    """Give the rows of a query's tile: a power of two that tensor cores take."""
+    return max(16, 1 << (_groups(q, k) - 1).bit_length())
