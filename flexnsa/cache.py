@@ -9,7 +9,6 @@ a batch may have different lengths. One slot more, at the end of each buffer, ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,38 +16,9 @@ from torch import Tensor
 
 from flexnsa.checks import check_positive_int, check_tensor, check_type
 from flexnsa.config import NSAConfig
-from flexnsa.geometry import BRANCHES, num_compressed
-from flexnsa.masks.positions import Positions
+from flexnsa.geometry import BRANCHES
+from flexnsa.masks.steps import Slots, Step, locate, ring_slots_before
 from flexnsa.reads import ReadCounter
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Where ``T`` new tokens stand, row by row; everything that depends on the lengths and not on the tokens.
-
-    Args:
-        positions: of the queries among all tokens of their row.
-        window_positions: of the queries among the keys that :meth:`NSACache.extend` gives for the window.
-        block: int32 ``(B, E)``, the compressed tokens that ``T`` tokens can complete, ``E = ceil(T / d)``.
-        first_tokens: int32 ``(B, E)``, where their blocks begin in what :meth:`NSACache.extend` gives for the tail.
-        slots: by kind of buffer, int64 ``(B, T)`` or ``(B, E)``: where the new rows go.
-        past: by ring, int64 ``(B, reach)``: where the tokens are that come before the new ones.
-        after: int32 ``(B, 1)``, the lengths after the step.
-        lost: bool ``(B, T)``, tokens for which there was no room.
-        emits: whether there may be a block to compress; False only where that can be told without waiting.
-        recent: by name, the tokens that go into a ring when the step ends; until then it is needed as it is.
-    """
-
-    positions: Positions
-    window_positions: Positions
-    block: Tensor
-    first_tokens: Tensor
-    slots: dict[str, Tensor]
-    past: dict[str, Tensor]
-    after: Tensor
-    lost: Tensor
-    emits: bool
-    recent: dict[str, Tensor] = field(default_factory=dict)
 
 
 class NSACache:
@@ -94,15 +64,12 @@ class NSACache:
         self.config = config
         self.branches = tuple(tag for tag in BRANCHES if tag in branches)
 
-        self.reach = {"tail": config.compress_block_size - 1, "win": config.window_size - 1}
-        """Tokens before a step that it looks back at, by ring."""
-        sizes = {kind: reach + max_rewind for kind, reach in self.reach.items()}
-        sizes |= {"slc": max_seq_len, "cmp": num_compressed(max_seq_len, config)}
+        self.sizes = Slots(max_seq_len=max_seq_len, max_rewind=max_rewind, config=config)
         self.buffers = {
             name: torch.zeros(
                 batch_size,
                 num_kv_heads,
-                sizes[_kind(name)] + 1,
+                self.sizes.size(_kind(name)) + 1,
                 self.head_dim if name[0] == "k" else self.v_head_dim,
                 dtype=dtype,
                 device=device,
@@ -112,9 +79,14 @@ class NSACache:
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.reached = torch.zeros_like(self.lengths)
         """Most tokens that a row has had: what the rings have overwritten follows from it."""
+        for tensor in self._state().values():
+            # A CUDA graph may write to memory that stays where it is; to other inputs, torch.compile makes none.
+            torch._dynamo.mark_static_address(tensor)
         self.reads: ReadCounter | None = None
         """Set it to count what the steps read."""
         self._rows = torch.arange(batch_size, device=device)[:, None]
+        self._longest: int | None = 0
+        """No row is longer, as far as is known without asking the device; None: not known."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,59 +113,27 @@ class NSACache:
             if getattr(self, name) != value:
                 raise ValueError(f"cache: expected {name}={value}, as the layer has it, got {getattr(self, name)}")
 
-    def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Step:
+    def begin(self, num_tokens: int, lengths: Tensor | None = None, *, ordered: bool = False) -> Step:
         """Locate ``num_tokens`` new tokens a row, of which the first ``lengths (B,)`` are real and the others padding.
 
         Nothing that a later step would see changes before :meth:`end`.
 
+        Args:
+            num_tokens: ``T``.
+            lengths: int ``(B,)``, by default ``T``.
+            ordered: whether somebody will ask where the keys of the window stand.
+
         Raises:
             TypeError: ``lengths`` is no tensor.
-            ValueError: there is no room, or ``lengths`` does not fit. A compiled step cannot raise: it marks the tokens
-                for which there is no room as ``lost``, and keeps none of them.
+            ValueError: there is no room, or ``lengths`` does not fit. A compiled or captured step cannot raise: it
+                marks the tokens for which there is no room as ``lost``, and keeps none of them.
         """
         if lengths is not None:
             check_tensor("lengths", lengths, (self.batch_size,), dtype=getattr(lengths, "dtype", None))
         before = self.lengths[:, None]
-        offset = torch.arange(num_tokens, dtype=torch.int32, device=self.device)
         end = before + (num_tokens if lengths is None else lengths[:, None].to(torch.int32))
-        if not torch.compiler.is_compiling():
-            self._check_room(num_tokens, lengths, end)
-        after = end.clamp_max(self.max_seq_len)
-        place = before + offset
-        new = place < after
-
-        count = _count_compressed(before, self.config)
-        stride = self.config.compress_stride
-        block = count + torch.arange(-(-num_tokens // stride), dtype=torch.int32, device=self.device)
-        complete = block < _count_compressed(after, self.config)
-        first_tokens = (block * stride - before + self.reach["tail"]).clamp_max(num_tokens - 1)
-
-        # Padding stands where the last token does, so that positions never decrease nor run out of the buffers.
-        token = torch.minimum(place, after - 1)
-        zero = torch.zeros_like(token)
-        rings = {kind: (reach, reach + self.max_rewind) for kind, reach in self.reach.items()}
-        first = (self.reach["win"] - before).expand_as(token)  # of the row's tokens, among the window's
-        return Step(
-            positions=Positions(token, zero, zero),
-            window_positions=Positions(token - before + self.reach["win"], first, zero),
-            block=block,
-            first_tokens=first_tokens,
-            slots={
-                "slc": torch.where(new, place, self.max_seq_len).long(),
-                "cmp": torch.where(complete, block, num_compressed(self.max_seq_len, self.config)).long(),
-                **{
-                    kind: torch.where(new & (place >= after - size), place % size, size).long()
-                    for kind, (_, size) in rings.items()
-                },
-            },
-            past={
-                kind: (before + torch.arange(-reach, 0, dtype=torch.int32, device=self.device)).remainder(size).long()
-                for kind, (reach, size) in rings.items()
-            },
-            after=after,
-            lost=(place >= after) & (place < end),
-            emits=torch.compiler.is_compiling() or self.device.type != "cpu" or bool(complete.any()),
-        )
+        self._check_room(num_tokens, lengths, end)
+        return locate(before, end, num_tokens, self.sizes, ordered=ordered)
 
     def store(self, name: str, rows: Tensor, step: Step) -> None:
         """Put the step's rows ``(B, Hkv, T or E, D)`` where they belong."""
@@ -203,23 +143,36 @@ class NSACache:
         """Give a full buffer; the slots of the future and the spare one, seen by no query, hold anything finite."""
         return self.buffers[name]
 
-    def extend(self, name: str, rows: Tensor, step: Step) -> Tensor:
-        """Give the tokens that a step looks back at and its own behind them, in order; keep its own for the ring."""
+    def keep(self, name: str, rows: Tensor, step: Step) -> None:
+        """Put the step's rows into a ring when the step ends."""
         step.recent[name] = rows
-        remembered = self.buffers[name][self._rows, :, step.past[_kind(name)]].transpose(1, 2)
-        return torch.cat((remembered, rows), dim=2)
+
+    def extend(self, name: str, rows: Tensor, step: Step) -> Tensor:
+        """Give the tokens that a step looks back at and its own behind them, in order; keep its own for the ring.
+
+        Where the step reads the window in place, give the ring with its own tokens in it, in no order.
+        """
+        kind = _kind(name)
+        if kind == "win" and step.window_in_place:
+            self.store(name, rows, step)
+            self._reach(step)  # even if the step fails, the ring has forgotten a token
+            return self.buffers[name][:, :, :-1]
+        self.keep(name, rows, step)
+        slots = ring_slots_before(step, self.sizes.reach[kind], self.sizes.size(kind))
+        return torch.cat((self.buffers[name][self._rows, :, slots].transpose(1, 2), rows), dim=2)
 
     def end(self, step: Step) -> None:
         """Count the step's tokens as seen."""
         for name, rows in step.recent.items():
             self.store(name, rows, step)
         self.lengths.copy_(step.after[:, 0])
-        self.reached.copy_(torch.maximum(self.reached, self.lengths))
+        self._reach(step)
 
     def reset(self) -> None:
         """Forget everything."""
         self.lengths.zero_()
         self.reached.zero_()
+        self._longest = 0
         self._clear_spare_slots()
 
     def crop(self, lengths: int | Tensor) -> None:
@@ -234,9 +187,9 @@ class NSACache:
             check_tensor("lengths", lengths, (self.batch_size,), dtype=lengths.dtype)
         wanted = torch.as_tensor(lengths, device=self.device).to(torch.int32).expand_as(self.lengths)
         possible = (wanted >= 0) & (wanted <= self.lengths)
-        for kind in {_kind(name) for name in self.buffers} & self.reach.keys():
-            oldest = self.reached - (self.reach[kind] + self.max_rewind)
-            possible &= (wanted == 0) | ((wanted - self.reach[kind]).clamp_min(0) >= oldest)
+        for kind in {_kind(name) for name in self.buffers} & self.sizes.reach.keys():
+            oldest = self.reached - self.sizes.size(kind)
+            possible &= (wanted == 0) | ((wanted - self.sizes.reach[kind]).clamp_min(0) >= oldest)
         if not possible.all():
             row = int(possible.logical_not().nonzero()[0])
             raise ValueError(
@@ -245,6 +198,7 @@ class NSACache:
             )
         self.lengths.copy_(wanted)
         self.reached.masked_fill_(wanted == 0, 0)
+        self._longest = None
         self._clear_spare_slots()
 
     def reorder(self, rows: Tensor) -> None:
@@ -271,6 +225,7 @@ class NSACache:
             check_tensor(f"state[{name!r}]", state[name], tuple(tensor.shape), dtype=tensor.dtype)
         for name, tensor in own.items():
             tensor.copy_(state[name])
+        self._longest = None
 
     def _state(self) -> dict[str, Tensor]:
         return {**self.buffers, "lengths": self.lengths, "reached": self.reached}
@@ -281,8 +236,18 @@ class NSACache:
             buffer[:, :, -1] = 0
 
     def _check_room(self, num_tokens: int, lengths: Tensor | None, end: Tensor) -> None:
-        if lengths is not None and not ((lengths >= 0) & (lengths <= num_tokens)).all():
-            raise ValueError(f"lengths: expected 0 .. {num_tokens}, the tokens of x, got {lengths.tolist()}")
+        if torch.compiler.is_compiling() or (end.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._longest = None  # what is compiled or captured runs more often than this line
+            return
+        if lengths is not None:
+            fits = ((lengths >= 0) & (lengths <= num_tokens)).all()
+            if lengths.is_cuda:
+                torch.ops.aten._assert_async.msg(fits, f"lengths: expected 0 .. {num_tokens}, the tokens of x")
+            elif not fits:
+                raise ValueError(f"lengths: expected 0 .. {num_tokens}, the tokens of x, got {lengths.tolist()}")
+        if self._longest is not None and self._longest + num_tokens <= self.max_seq_len:
+            self._longest += num_tokens
+            return
         longest = int(end.max())
         if longest > self.max_seq_len:
             row = int(end.argmax())
@@ -290,6 +255,10 @@ class NSACache:
                 f"x: expected at most {self.max_seq_len - int(self.lengths[row])} tokens, for which the cache of "
                 f"{self.max_seq_len} has room in row {row}, got {longest - int(self.lengths[row])}"
             )
+        self._longest = longest
+
+    def _reach(self, step: Step) -> None:
+        self.reached.copy_(torch.maximum(self.reached, step.after[:, 0]))
 
 
 def _names(branches: tuple[str, ...]) -> list[str]:
@@ -308,9 +277,3 @@ def _names(branches: tuple[str, ...]) -> list[str]:
 def _kind(name: str) -> str:
     """Give ``slc`` for ``k_slc``."""
     return name.partition("_")[2]
-
-
-def _count_compressed(lengths: Tensor, config: NSAConfig) -> Tensor:
-    """As :func:`flexnsa.geometry.num_compressed`, of a tensor of lengths."""
-    complete = (lengths - config.compress_block_size).div(config.compress_stride, rounding_mode="floor")
-    return (complete + 1).clamp_min(0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.arguments import check_branches
-from flexnsa.cache import NSACache, Step
+from flexnsa.cache import NSACache
 from flexnsa.checks import check_choice, check_positive_int, check_positive_number, check_tensor, check_type, describe
 from flexnsa.compression import COMPRESSORS, MeanCompressor
 from flexnsa.config import NSAConfig
@@ -18,7 +18,8 @@ from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.masks.document import check_document_ids, document_positions, first_tokens
 from flexnsa.masks.intervals import MaskMod
 from flexnsa.masks.mods import ScoreMod
-from flexnsa.rope import rotate
+from flexnsa.masks.steps import Step
+from flexnsa.rope import rotate, rotation, turn
 
 
 class NativeSparseAttention(nn.Module):
@@ -197,9 +198,9 @@ class NativeSparseAttention(nn.Module):
         """Put tokens into the cache and attend from them to all of it; the heads' outputs ``(B, Hq, T, Dv)``."""
         attention = implementation(self.impl, x, cached=True)
         mod = prepare_mods(score_mod, mask_mod, x, attention)
-        step = cache.begin(x.shape[1], lengths)
-        token, base = step.positions.token, self.rope_base
-        q = rotate(self._heads("w_q", x), token, base)
+        step = cache.begin(x.shape[1], lengths, ordered=mod is not None)
+        here = rotation(step.positions.token, self.head_dim, self.rope_base)
+        q = turn(self._heads("w_q", x), *here)
         k = {tag: self._heads(f"w_k_{tag}", x) for tag in self.branches}
         v = {tag: self._heads(f"w_v_{tag}", x) for tag in self.branches}
         cache.require(dtype=q.dtype)
@@ -209,11 +210,11 @@ class NativeSparseAttention(nn.Module):
         if "cmp" in k:
             kept["v_cmp"] = self._compress_next("v", v["cmp"], cache, step)
         if "slc" in k:
-            cache.store("k_slc", rotate(k["slc"], token, base), step)
+            cache.store("k_slc", turn(k["slc"], *here), step)
             cache.store("v_slc", v["slc"], step)
             kept |= {name: cache.all(name) for name in ("k_slc", "v_slc")}
         if "win" in k:
-            kept["k_win"] = cache.extend("k_win", rotate(k["win"], token, base), step)
+            kept["k_win"] = cache.extend("k_win", turn(k["win"], *here), step)
             kept["v_win"] = cache.extend("v_win", v["win"], step)
         out, aux = attend(
             attention,
@@ -239,8 +240,10 @@ class NativeSparseAttention(nn.Module):
 
     def _compress_next(self, letter: str, raw: Tensor, cache: NSACache, step: Step) -> Tensor:
         """Add tokens to the raw tail, compress the blocks that they complete, and give all compressed ones."""
-        tail = cache.extend(f"{letter}_tail", raw, step)
-        if step.emits:
+        if not step.emits:
+            cache.keep(f"{letter}_tail", raw, step)
+        else:
+            tail = cache.extend(f"{letter}_tail", raw, step)
             new = self.get_submodule(f"phi_{letter}")(tail, step.first_tokens)
             if letter == "k":
                 new = rotate(new, step.block * self.config.compress_stride, self.rope_base)

@@ -17,13 +17,22 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
     Returns:
         The shape and dtype of x; computed in fp32.
     """
-    dim = x.shape[-1]
+    return turn(x, *rotation(positions, x.shape[-1], base))
+
+
+def rotation(positions: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Give the cosines and sines of :func:`rotate`, fp64 ``(T, dim / 2)`` or ``(B, 1, T, dim / 2)``."""
     # fp64 angles: in fp32 a position of a million would be off by 0.06 radians.
-    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=x.device) / dim)
+    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
     angle = positions[..., None].to(torch.float64) * frequency
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     if positions.dim() == 2:
-        cos, sin = cos[:, None], sin[:, None]
+        angle = angle[:, None]
+    return angle.cos(), angle.sin()
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs of each head of ``x (B, H, T, D)`` by a :func:`rotation`."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.to(dtype), sin.to(dtype)
     first, second = x.to(dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
