@@ -16,6 +16,9 @@ from flexnsa.masks.mods import ScoreMod
 TILE = 128
 """Queries and keys of a tile in the dense branches: the size that FlexAttention's kernels are tuned for."""
 
+MAX_VARIANTS = 64
+"""Of one branch in one process: architectures, devices, dtypes, mods."""
+
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 Result = tuple[Tensor, Tensor | None]
@@ -32,11 +35,11 @@ def compile_once(branch: Callable[..., Result]) -> Callable[..., Result]:
 
 def _call_compiled(branch: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Result:
     # Batch and lengths may vary from call to call. Heads, head dimensions and block sizes are architecture: tiles are
-    # chosen from them, so each choice is compiled anew.
+    # chosen from them, so each choice is compiled anew, and so is each mod: more variants than a compiler expects.
     for x in (q, k, v):
         torch._dynamo.mark_static(x, 1)
         torch._dynamo.mark_static(x, 3)
-    with torch._dynamo.config.patch(specialize_int=True):
+    with torch._dynamo.config.patch(specialize_int=True, recompile_limit=MAX_VARIANTS):
         return _compiled(branch)(q, k, v, *args)
 
 
@@ -74,8 +77,9 @@ def attend(
     kwargs: dict[str, Any] = {"block_mask": mask, "scale": scale, "kernel_options": options, "score_mod": score_mod}
     kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
     if q.device.type == "cpu":
-        # The CPU kernel's choice of tiles reads the shape beneath a view of q: this copy is no view.
-        return _unfused(flex_attention(_unfused(q), k, v, **kwargs)), None
+        # The CPU kernel's choice of tiles reads the shape beneath a view of q: this copy is no view. It also refuses
+        # tensors that require a gradient where nobody asks for one.
+        return _unfused(flex_attention(_unfused(q).detach(), k.detach(), v.detach(), **kwargs)), None
     out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **kwargs)
     return out, aux.lse
 
