@@ -1,6 +1,7 @@
 """Time one decoded token over the context, one layer of the ``large`` preset, against dense attention in the same run.
 
-    OMP_WAIT_POLICY=passive python benchmarks/decode.py --json decode.json
+    OMP_WAIT_POLICY=passive python -m benchmarks.decode --json decode.json
+    python -m benchmarks.decode --device cuda --impl flex --json decode_gpu.json      # see decode_gpu.py
 
 The caches are full of random numbers: what a step costs does not depend on them. Times are processor seconds of one
 thread, which a busy machine stretches less than those of the clock; medians of rounds in which everybody has a turn.
@@ -200,13 +201,27 @@ def table(points: list[Point]) -> str:
 def main() -> None:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024 * 2**power for power in range(7)])
+    parser.add_argument("--contexts", type=int, nargs="+", help="default: 1k to 64k, on CUDA 8k to 128k")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each contestant; default: %(default)s")
     parser.add_argument("--impl", choices=("sdpa", "flex"), default="sdpa", help="default: %(default)s")
     parser.add_argument("--compile", action="store_true", help="the NSA layer as one graph, never compiled twice")
     parser.add_argument("--growth-steps", type=int, default=1000, help="steps to watch the memory of; 0: none")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    on_cuda = parser.add_argument_group("with --device cuda")
+    on_cuda.add_argument("--batches", type=int, nargs="+", default=[32, 1], help="default: %(default)s")
+    on_cuda.add_argument("--most-tokens", type=int, default=32 * 65536, help="in all caches of a batch")
+    on_cuda.add_argument("--seconds", type=float, default=230, help="stop measuring then; default: %(default)s")
+    on_cuda.add_argument("--commit", help="state of the code, where there is no git checkout")
+    on_cuda.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
     arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        from benchmarks import decode_gpu
+
+        arguments.contexts = arguments.contexts or [8192 * 2**power for power in range(5)]
+        decode_gpu.main(arguments)
+        return
+    arguments.contexts = arguments.contexts or [1024 * 2**power for power in range(7)]
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     torch._dynamo.config.error_on_recompile = True

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import log2
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flexnsa import NativeSparseAttention, NSAConfig, native_sparse_attention
+from flexnsa import NativeSparseAttention, NSACache, NSAConfig, native_sparse_attention
+from flexnsa.attention import flex_cached, reference
 from flexnsa.geometry import num_compressed
 
 pytestmark = pytest.mark.gpu
@@ -111,3 +113,107 @@ def test_memory_of_a_training_step_is_linear() -> None:
         torch.autograd.grad(compiled(*tensors).sum(), tensors)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert all(log2(after / before) <= 1.05 for before, after in pairwise(peaks))
+
+
+LENGTHS = (150, 61, 9)
+"""Of prompts in one batch."""
+
+
+class TestDecoding:
+    """One token after the other, rows of different lengths, against whole sequences by the oracle; fp32."""
+
+    def test_steps_equal_the_whole_sequence_and_select_the_same_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        layer, x, whole, blocks = decoded_layer(monkeypatch)
+        cache = prompts_of(layer, x)
+        chosen = recorded(monkeypatch, flex_cached)
+        rows = torch.arange(3, device="cuda")
+        done = torch.tensor(LENGTHS, device="cuda")
+        for count in (1, 1, 3, 1, 7, 2):  # 7 tokens are the most that the decoding kernel takes, of 16 rows each
+            index = rows[:, None], done[:, None] + torch.arange(count, device="cuda")
+            with torch.no_grad():
+                out = layer(x[index], cache=cache)
+            torch.testing.assert_close(out, whole[index], rtol=0, atol=1e-5)
+            assert torch.equal(chosen[-1], blocks.transpose(1, 2)[index].transpose(1, 2))
+            done = done + count
+        assert cache.lengths.tolist() == done.tolist()
+
+    def test_a_captured_step_is_replayed_at_every_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        layer, x, whole, _ = decoded_layer(monkeypatch)
+        cache = prompts_of(layer, x)
+        before = cache.state_dict()
+        now = x[:, :1].clone()
+        with torch.no_grad():
+            layer(now, cache=cache)  # compiles
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = layer(now, cache=cache)
+        cache.load_state_dict(before)
+
+        def replay(x: Tensor) -> Tensor:
+            now.copy_(x)
+            graph.replay()
+            return out
+
+        assert_steps_equal(replay, x, whole, 20)
+
+    def test_256_steps_are_one_cuda_graph_of_torch_compile(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        layer, x, whole, _ = decoded_layer(monkeypatch)
+        cache = prompts_of(layer, x)
+        counters = torch._dynamo.utils.counters["inductor"]
+        skipped = counters["cudagraph_skips"]
+        compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert_steps_equal(lambda x: compiled(x, cache=cache), x, whole, 256)
+        assert counters["cudagraph_skips"] == skipped
+
+    def test_a_step_beyond_the_end_is_refused_eagerly_and_not_a_number_in_a_graph(self) -> None:
+        layer = NativeSparseAttention(64, 16, 2, 32, config=SMALL).cuda().requires_grad_(False)
+        cache = layer.new_cache(2, 10)
+        x = torch.randn(2, 10, 64, device="cuda")
+        layer(x[:, :9], cache=cache, lengths=torch.tensor([9, 4], device="cuda"))
+        step = torch.compile(layer, fullgraph=True)
+        for lost in ([False, False], [True, False]):
+            assert step(x[:, :1], cache=cache).isnan().all(-1).flatten().tolist() == lost
+        with pytest.raises(ValueError, match="x: expected at most 0 tokens, .* of 10 has room in row 0, got 1"):
+            layer(x[:, :1], cache=cache)
+
+
+def decoded_layer(monkeypatch: pytest.MonkeyPatch) -> tuple[NativeSparseAttention, Tensor, Tensor, Tensor]:
+    """A layer, tokens, and what the oracle makes of them: the output and the selected blocks."""
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(64, 16, 2, 32, config=SMALL, impl="reference").cuda().requires_grad_(False)
+    x = torch.randn(3, max(LENGTHS) + 256, 64, device="cuda")
+    with monkeypatch.context() as patch:
+        chosen = recorded(patch, reference)
+        whole = layer(x)
+    layer.impl = "flex"
+    return layer, x, whole, chosen[0]
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, attention: Any) -> list[Tensor]:
+    """The blocks that each call selects from now on."""
+    chosen: list[Tensor] = []
+    select_blocks = attention.select_blocks
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        chosen.append(select_blocks(*args, **kwargs))
+        return chosen[-1]
+
+    monkeypatch.setattr(attention, "select_blocks", record)
+    return chosen
+
+
+def prompts_of(layer: NativeSparseAttention, x: Tensor) -> NSACache:
+    """Put prompts of different lengths in a new cache."""
+    cache = layer.new_cache(*x.shape[:2])
+    layer(x[:, : max(LENGTHS)], cache=cache, lengths=torch.tensor(LENGTHS, device="cuda"))
+    return cache
+
+
+@torch.no_grad()
+def assert_steps_equal(step: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor, count: int) -> None:
+    rows, first = torch.arange(3, device="cuda"), torch.tensor(LENGTHS, device="cuda")
+    for number in range(count):
+        torch.compiler.cudagraph_mark_step_begin()
+        out = step(x[rows, first + number][:, None])
+        torch.testing.assert_close(out[:, 0], whole[rows, first + number], rtol=0, atol=1e-5)
