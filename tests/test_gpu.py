@@ -174,7 +174,7 @@ class TestDecoding:
         step = torch.compile(layer, fullgraph=True)
         for lost in ([False, False], [True, False]):
             assert step(x[:, :1], cache=cache).isnan().all(-1).flatten().tolist() == lost
-        with pytest.raises(ValueError, match="x: expected at most 0 tokens, .* of 10 has room in row 0, got 1"):
+        with pytest.raises(ValueError, match=r"x: expected at most 0 tokens, .* of 10 has room in row 0, got 1"):
             layer(x[:, :1], cache=cache)
 
 
