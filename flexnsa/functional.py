@@ -18,7 +18,7 @@ from flexnsa.arguments import (
     check_scale,
     check_selection,
 )
-from flexnsa.attention import flex, flex_cached, reference, sdpa
+from flexnsa.attention import flex, flex_cached, reference, sdpa, sdpa_cached
 from flexnsa.checks import check_choice, check_floating, check_positive_int, check_tensor, check_type, describe
 from flexnsa.config import NSAConfig
 from flexnsa.gating import combine
@@ -30,7 +30,7 @@ from flexnsa.masks.positions import Positions
 from flexnsa.scoring import block_scores, group_probabilities
 
 IMPLEMENTATIONS: dict[str, Any] = {"flex": flex, "sdpa": sdpa, "reference": reference}
-CACHED_IMPLEMENTATIONS: dict[str, Any] = IMPLEMENTATIONS | {"flex": flex_cached}
+CACHED_IMPLEMENTATIONS: dict[str, Any] = IMPLEMENTATIONS | {"flex": flex_cached, "sdpa": sdpa_cached}
 """Where the keys are a cache."""
 
 

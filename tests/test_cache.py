@@ -13,7 +13,7 @@ import torch
 from cases import SMALL
 from torch import Tensor
 
-from flexnsa import NativeSparseAttention, NSACache, NSAConfig
+from flexnsa import NativeSparseAttention, NSACache, NSAConfig, functional, module
 from flexnsa.attention import sdpa
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.memory import estimate_decoding
@@ -77,13 +77,16 @@ def _one_thread() -> Any:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The blocks that each call selects from now on."""
     recorded: list[Tensor] = []
-    select_blocks = sdpa.select_blocks
+    attend = functional.attend
 
-    def record(*args: Any, **kwargs: Any) -> Tensor:
-        recorded.append(select_blocks(*args, **kwargs))
-        return recorded[-1]
+    def record(*args: Any, **kwargs: Any) -> Any:
+        out, aux = attend(*args, **kwargs)
+        assert aux.block_indices is not None
+        recorded.append(aux.block_indices)
+        return out, aux
 
-    monkeypatch.setattr(sdpa, "select_blocks", record)
+    for user in (functional, module):
+        monkeypatch.setattr(user, "attend", record)
     return recorded
 
 
