@@ -118,12 +118,13 @@ def _attend(
         scores = torch.einsum(f"bkgcd,{keys}->bkgcs", grouped, k.to(dtype)).flatten(1, 2)
         visible, key = (x if x.shape[1] == 1 else x.repeat_interleave(group, dim=1) for x in (visible, key))
         scores = apply_score_mod(score_mod, scores, query, key).masked_fill(~visible, -torch.inf)
-        # A row that sees nothing: subtracting a finite maximum from -inf leaves probabilities 0, not NaN.
-        top = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
-        probs = (scores - top).exp()
+        # Shifted by a constant near lse, the sum of a row is 1 but for rounding; that of a row that sees nothing is 0,
+        # and a shift that is finite keeps it from being NaN.
+        shift = scores.detach().logsumexp(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+        probs = (scores - shift).exp()
         total = probs.sum(-1, keepdim=True)
-        lse = torch.where(total > 0, top + total.clamp_min(1.0).log(), -torch.inf).squeeze(-1)
-        probs = (probs / total.clamp_min(1.0)).unflatten(1, (heads, group))  # the largest alone is 1
+        lse = torch.where(total > 0, shift + total.clamp_min(0.5).log(), -torch.inf).squeeze(-1)
+        probs = (probs / total.clamp_min(0.5)).unflatten(1, (heads, group))
         out = torch.einsum(f"bkgcs,{keys}->bkgcd", probs, v.to(dtype))
     return out.flatten(1, 2).to(q.dtype), lse
 

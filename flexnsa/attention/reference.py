@@ -41,7 +41,7 @@ def _softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
 
 def _modified(score_mod: ScoreMod | None, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Call the user's function for every pair of positions ``query (B, T, 1)`` and ``key (B, T, S)``."""
-    if score_mod is None:
+    if score_mod is None or not scores.numel():
         return scores
     batch, heads = (torch.arange(size, device=scores.device) for size in scores.shape[:2])
     key = torch.minimum(key.clamp_min(0), query)  # a key that is hidden anyway has a position that exists

@@ -46,6 +46,8 @@ def apply_score_mod(score_mod: ScoreMod, scores: Tensor, query: Tensor, key: Ten
         query: int ``(B or 1, T)``, the position of each query in its document.
         key: int ``(B or 1, H or 1, T, K)``, the position of each key in the query's document.
     """
+    if not scores.numel():  # vmap takes no empty dimension
+        return scores
     batch, heads = scores.shape[:2]
     query = query.expand(batch, -1)
     key = torch.minimum(key.clamp_min(0), query[:, None, :, None])

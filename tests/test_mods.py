@@ -1,0 +1,295 @@
+"""Mods of the user's: they see token positions in every branch and in scoring, and get their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from cases import SMALL, Inputs, assert_as_exact_as_plain, attend_with_aux, make_inputs
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import and_masks, or_masks
+
+from flexnsa import NativeSparseAttention, NSAConfig, mods, native_sparse_attention, sliding_window_attention
+from flexnsa.functional import block_importance
+
+LENGTHS = (37, 1, 5, 70, 40, 7)
+DOCUMENTS = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
+SEQ_LEN = sum(LENGTHS)
+HEADS = 4
+
+Mods = dict[str, Any]
+Make = Callable[[nn.Parameter], Mods]
+
+HELPERS: dict[str, Make] = {
+    "soft_cap": lambda _: {"score_mod": mods.soft_cap(2.0)},
+    "alibi": lambda p: {"score_mod": mods.alibi(p[:, 0].exp())},
+    "distance_bias": lambda p: {"score_mod": mods.distance_bias(p)},
+    "prefix_lm": lambda _: {"mask_mod": mods.prefix_lm(5, 9)},
+    "banned_span": lambda _: {"mask_mod": mods.banned_span(0, 30)},
+    "all of them": lambda p: {
+        "score_mod": mods.chain(mods.soft_cap(2.0), mods.distance_bias(p)),
+        "mask_mod": and_masks(mods.prefix_lm(5, 30), mods.banned_span(3, 9)),
+    },
+}
+"""Each made from a parameter ``(heads, 9)``, which some use."""
+
+
+def parameter(dtype: torch.dtype) -> nn.Parameter:
+    values = torch.randn(HEADS, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return nn.Parameter(values.to(dtype))
+
+
+def run(make: Make, inputs: Inputs, dtype: torch.dtype, **options: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """Outputs and all gradients, the mod's parameter included, and the selected blocks."""
+    leaves, captured = inputs.to(dtype), parameter(dtype)
+    out, aux = attend_with_aux(leaves, **make(captured), **options)
+    out.square().sum().backward()
+    results = {name: x.grad for name, x in leaves.named().items()} | {"out": out.detach()}
+    if captured.grad is not None:
+        results["captured"] = captured.grad
+    assert aux.block_indices is not None
+    return results, aux.block_indices
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
+@pytest.mark.parametrize("name", HELPERS)
+def test_sdpa_matches_the_oracle(name: str, documents: Tensor | None) -> None:
+    inputs = make_inputs(SEQ_LEN, batch=2)
+    documents = documents if documents is None else documents.expand(2, -1)
+    exact, blocks = run(HELPERS[name], inputs, torch.float64, impl="reference", document_ids=documents)
+    again, same_blocks = run(HELPERS[name], inputs, torch.float64, impl="sdpa", document_ids=documents)
+    assert torch.equal(blocks, same_blocks)
+    assert again.keys() == exact.keys()
+    for key, value in again.items():
+        torch.testing.assert_close(value, exact[key], rtol=1e-9, atol=1e-9, msg=key)
+
+    blocks_of = {"block_indices": blocks, "document_ids": documents}  # rounding may choose others
+    got, _ = run(HELPERS[name], inputs, torch.float32, impl="sdpa", **blocks_of)
+    plain, _ = run(HELPERS[name], inputs, torch.float32, impl="reference", **blocks_of)
+    assert_as_exact_as_plain(got, plain, exact, factor=3)
+
+
+def test_flex_matches_the_oracle() -> None:
+    torch._dynamo.reset()
+    inputs = make_inputs(SEQ_LEN)
+    options = {**HELPERS["all of them"](parameter(torch.float32)), "document_ids": DOCUMENTS}
+    with torch.no_grad():
+        exact, blocks = attend_with_aux(inputs, impl="reference", **options)
+        got, same = attend_with_aux(inputs.to(torch.float32), impl="flex", **options)
+    assert blocks.block_indices is not None
+    assert same.block_indices is not None
+    assert torch.equal(blocks.block_indices, same.block_indices)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=2e-6)
+
+
+def test_the_oracle_adds_what_the_formula_says() -> None:
+    """The window branch, wide open, is dense attention: here with each helper's matrix written out."""
+    inputs, captured = make_inputs(20, group=2), parameter(torch.float64).detach()
+    wide = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, window_size=20)
+    distance = torch.arange(20)[:, None] - torch.arange(20)
+    scores = inputs.q @ inputs.k.repeat_interleave(2, 1).mT * 16**-0.5
+    hidden = torch.zeros(20, 20, dtype=torch.bool)
+    hidden[:, 5:11] = distance[:, 5:11] >= 3
+    formulas = {
+        "soft_cap": 2 * (scores / 2).tanh(),
+        "alibi": scores - captured[:, 0].exp()[:, None, None] * distance,
+        "distance_bias": scores + torch.stack([captured[h][distance.clamp(0, 8)] for h in range(HEADS)]),
+        "prefix_lm": scores.masked_fill((distance >= 9) & (torch.arange(20) >= 5), -torch.inf),
+    }
+    for name, formula in formulas.items():
+        visible = formula.masked_fill(distance < 0, -torch.inf)
+        expected = visible.softmax(-1) @ inputs.v.repeat_interleave(2, 1)
+        out, lse = sliding_window_attention(
+            inputs.q, inputs.k, inputs.v, config=wide, impl="reference", **HELPERS[name](nn.Parameter(captured))
+        )
+        torch.testing.assert_close(out, expected, msg=name)
+        torch.testing.assert_close(lse, visible.logsumexp(-1), msg=name)
+
+
+def test_alibi_slopes_are_those_of_the_paper() -> None:
+    torch.testing.assert_close(mods.alibi_slopes(8), torch.tensor([2.0**-i for i in range(1, 9)]))
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_a_mod_meets_every_visible_pair_in_token_positions(impl: str) -> None:
+    """Each branch shows one key only to the queries that may see it, whichever position is let through."""
+    inputs, group = make_inputs(60), 2
+    l, d, size, w = 8, 4, 16, 24  # noqa: E741  (the paper's name)
+    everything = torch.arange(4, dtype=torch.int32).expand(1, 2, 60, -1)
+    everything = torch.where(everything * size <= torch.arange(60)[:, None], everything, -1).contiguous()
+    for position in (0, 7, 11, 33, 59):
+        _, aux = attend_with_aux(
+            inputs,
+            impl=impl,
+            block_indices=everything,
+            mask_mod=lambda b, h, q_idx, kv_idx: kv_idx == position,  # noqa: B023, ARG005
+        )
+        t = torch.arange(60)
+        v_slc, v_win = (x.repeat_interleave(group, 1)[:, :, position] for x in (inputs.v, inputs.v_win))
+        seen = {"slc": (v_slc, t >= position), "win": (v_win, (t >= position) & (t < position + w))}
+        if position >= l - 1 and (position - l + 1) % d == 0:
+            v_cmp = inputs.v_cmp.repeat_interleave(group, 1)[:, :, (position - l + 1) // d]
+            seen["cmp"] = (v_cmp, t >= position)
+        else:
+            seen["cmp"] = (v_slc, t < 0)
+        for tag, (value, rows) in seen.items():
+            expected = value[:, :, None] * rows[:, None]
+            torch.testing.assert_close(getattr(aux, f"out_{tag}"), expected, msg=f"{tag} {position}")
+
+
+def test_scoring_sees_the_mods() -> None:
+    """Ban the compressed tokens that overlap a block, and the block scores 0; raise them, and it is chosen."""
+    inputs = make_inputs(160)
+    plain = block_importance(inputs.q, inputs.k_cmp, config=SMALL)
+    banned = block_importance(inputs.q, inputs.k_cmp, config=SMALL, mask_mod=mods.banned_span(64, 87))
+    assert (plain[:, :, 150, 4] > 0).all()
+    assert (banned[:, :, 150, 4] == 0).all()
+
+    def raised(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+        return torch.where((kv_idx >= 64) & (kv_idx < 80), score + 50, score)
+
+    _, aux = attend_with_aux(inputs, impl="sdpa", score_mod=raised)
+    assert aux.block_indices is not None
+    assert (aux.block_indices[:, :, 90:] == 4).any(-1).all()
+
+
+def test_a_score_mod_never_sees_the_future_nor_another_document() -> None:
+    """So that a table of distances needs no guard, and a logarithm of one has a gradient."""
+    rate = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def recency(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+        return score - rate * torch.log1p(q_idx - kv_idx)
+
+    for impl in ("reference", "sdpa"):
+        rate.grad = None
+        out, _ = attend_with_aux(
+            make_inputs(SEQ_LEN).to(torch.float64), impl=impl, document_ids=DOCUMENTS, score_mod=recency
+        )
+        out.sum().backward()
+        assert rate.grad is not None
+        assert rate.grad.isfinite()
+        assert rate.grad != 0
+
+
+def test_banned_rows_and_tiny_documents_give_zeros_never_nan() -> None:
+    """1,000 packs of documents mostly shorter than l, l' and d, with mods that ban whole rows of some."""
+    config = NSAConfig(
+        compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=4
+    )
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(1000):
+        lengths = torch.randint(1, 14, (4,), generator=generator)
+        ids = torch.repeat_interleave(torch.arange(4), lengths)[None]
+        position = torch.cat([torch.arange(int(length)) for length in lengths])
+        inputs = make_inputs(ids.shape[1], config, kv_heads=1, key_dim=4, value_dim=4, seed=trial).to(torch.float32)
+        stop = int(torch.randint(1, 12, (1,), generator=generator))
+        options: Mods = {"mask_mod": mods.banned_span(0, stop), "document_ids": ids, "config": config}
+        if trial % 2:
+            options["score_mod"] = mods.soft_cap(1.0)
+        out, aux = attend_with_aux(inputs, impl="reference" if trial % 10 == 0 else "sdpa", **options)
+        (out.sum() + aux.lse_cmp.exp().sum()).backward()
+        assert out.isfinite().all()
+        assert (out[:, :, position < stop] == 0).all()
+        grads = {name: x.grad for name, x in inputs.named().items() if x.numel()}
+        assert all(grad is not None and grad.isfinite().all() for grad in grads.values())
+        assert (grads["q"][:, :, position < stop] == 0).all()
+        assert (grads["v"][:, :, position < stop] == 0).all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "flex"])
+def test_decoding_with_mods_equals_the_whole_sequence(impl: str) -> None:
+    torch._dynamo.reset()
+    layer = NativeSparseAttention(32, HEADS, 2, 16, config=SMALL, impl=impl).requires_grad_(False)
+    options: Mods = {
+        "score_mod": mods.chain(mods.soft_cap(3.0), mods.alibi(mods.alibi_slopes(HEADS))),
+        "mask_mod": or_masks(mods.prefix_lm(5, 40), lambda b, h, q_idx, kv_idx: h == 1),  # noqa: ARG005
+    }
+    x = torch.randn(2, 90, 32)
+    whole = layer(x, **options)
+    cache = layer.new_cache(2, 90)
+    steps = [88, 1, 1] if impl == "flex" else [50, *[1] * 38, 2]  # each length is compiled
+    parts = [layer(part, cache=cache, **options) for part in x.split(steps, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_new_closure_or_other_documents_do_not_recompile() -> None:
+    torch._dynamo.reset()
+    inputs = make_inputs(SEQ_LEN).to(torch.float32)
+    tensors = {name: x.detach() for name, x in inputs.named().items()}
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=count, fullgraph=True)
+    def step(tensors: dict[str, Tensor], ids: Tensor, score_mod: Any, mask_mod: Any) -> Any:
+        options: Mods = {"document_ids": ids, "score_mod": score_mod, "mask_mod": mask_mod}
+        return native_sparse_attention(**tensors, config=SMALL, impl="flex", **options)
+
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(4):
+            bias = torch.randn(HEADS, 9, generator=torch.Generator().manual_seed(seed))
+            ids = torch.randint(0, 2, (1, SEQ_LEN)).cumsum(1)
+            step(tensors, ids, mods.distance_bias(bias), mods.banned_span(0, 4))
+    assert len(graphs) == 1
+
+
+def test_wrong_mods_are_named() -> None:
+    inputs = make_inputs(40).to(torch.float32)
+    captured = torch.randn(3, requires_grad=True)
+
+    def number(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+        return q_idx - kv_idx
+
+    def score_of(make: Callable[[Tensor], Any]) -> Mods:
+        return {"score_mod": lambda score, b, h, q_idx, kv_idx: make(score)}  # noqa: ARG005
+
+    wrong: list[tuple[Mods, type[Exception], str]] = [
+        ({"score_mod": 3}, TypeError, "score_mod: expected a function, got 3"),
+        ({"mask_mod": "causal"}, TypeError, "mask_mod: expected a function"),
+        ({"mask_mod": number}, ValueError, "mask_mod: expected it to return torch.bool, got torch.int32"),
+        ({"mask_mod": lambda *_: True}, TypeError, "mask_mod: expected it to return a tensor, got True"),
+        (score_of(lambda score: score > 0), ValueError, "score_mod: expected it to return a floating dtype"),
+        (score_of(lambda score: score + torch.zeros(3)), ValueError, r"score_mod: .* shape \(\), got \(3,\)"),
+        (
+            score_of(lambda score: score + captured[0]) | {"impl": "flex"},
+            ValueError,
+            "score_mod: captures a tensor that requires a gradient",
+        ),
+    ]
+    for options, error, message in wrong:
+        with pytest.raises(error, match=message):
+            attend_with_aux(inputs, **options)
+    with pytest.raises(ValueError, match="first, stop: expected 0 <= first < stop, got 4, 4"):
+        mods.banned_span(4, 4)
+    with pytest.raises(ValueError, match=r"slopes: expected shape \(Hq\)"):
+        mods.alibi(torch.zeros(2, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("name", HELPERS)
+def test_on_a_gpu_output_and_every_gradient_match_the_oracle(name: str, packed: bool) -> None:
+    torch._dynamo.reset()
+    inputs = make_inputs(SEQ_LEN, group=2)
+    inputs = Inputs(**{key: x.cuda() for key, x in inputs.named().items()})
+    documents = DOCUMENTS.cuda() if packed else None
+
+    def on_gpu(dtype: torch.dtype, **options: Any) -> tuple[dict[str, Tensor], Tensor]:
+        return run(
+            lambda p: HELPERS[name](cast(nn.Parameter, p.cuda())), inputs, dtype, document_ids=documents, **options
+        )
+
+    exact, blocks = on_gpu(torch.float64, impl="reference")
+    plain, _ = on_gpu(torch.float32, impl="reference", block_indices=blocks)
+    got, _ = on_gpu(torch.float32, impl="flex", block_indices=blocks)
+    _, chosen = on_gpu(torch.float32, impl="flex")
+    assert (chosen == blocks).all(-1).float().mean() > 0.99
+    assert got.keys() == exact.keys()
+    for key, value in got.items():
+        scale = exact[key].abs().max()
+        limit = 3 * (plain[key] - exact[key]).abs().max() + 12 * torch.finfo(torch.float32).eps * scale
+        assert (value - exact[key]).abs().max() <= limit, key
