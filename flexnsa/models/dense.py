@@ -109,35 +109,32 @@ class DenseAttention(nn.Module):
         lengths: Tensor | None = None,
     ) -> Tensor:
         """Attend from every token to itself and all before it; arguments as :class:`flexnsa.NativeSparseAttention`."""
-        mods = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
-        mods = {name: value for name, value in mods.items() if value is not None}
+        given = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
+        given = {name: value for name, value in given.items() if value is not None}
         if cache is not None:
-            out = self._attend_next(x, cache, lengths, mods)
-        elif mods:
-            out = self._attend_modified(x, **mods)
+            if given:
+                raise ValueError(f"{', '.join(given)}: expected None with a cache of dense attention")
+            out = self._attend_next(x, cache, lengths)
+        elif given:
+            out = self._attend_wide_window(x, **given)
         else:
             q, k, v = self._project(x, torch.arange(x.shape[1], device=x.device))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.w_o(out.transpose(1, 2).flatten(2))
 
-    def _attend_modified(self, x: Tensor, document_ids: Tensor | None = None, **mods: Any) -> Tensor:
-        """Attend in packed documents or with mods, of which flash attention knows nothing: a window of all tokens does.
-
-        Memory is linear, as in :func:`flexnsa.sliding_window_attention`.
-        """
+    def _attend_wide_window(self, x: Tensor, document_ids: Tensor | None = None, **mods: Any) -> Tensor:
+        """Attend by a window of all tokens: unlike flash attention, it knows documents and mods, in linear memory."""
         position = torch.arange(x.shape[1], device=x.device)
         if document_ids is not None:
             check_document_ids(document_ids, *x.shape[:2])
             position = position_ids_from_document_ids(document_ids)
+        q, k, v = self._project(x, position)
         config = NSAConfig(window_size=x.shape[1])
-        return sliding_window_attention(*self._project(x, position), config=config, document_ids=document_ids, **mods)[
-            0
-        ]
+        out, _ = sliding_window_attention(q, k, v, config=config, document_ids=document_ids, **mods)
+        return out
 
-    def _attend_next(self, x: Tensor, cache: DenseCache, lengths: Tensor | None, mods: dict[str, Any]) -> Tensor:
+    def _attend_next(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
         """Attend from tokens that follow those of the cache, which then holds them too."""
-        if mods:
-            raise ValueError(f"{', '.join(mods)}: expected None with a cache of dense attention")
         q, k, v = self._project(x, cache.lengths[:, None] + torch.arange(x.shape[1], device=x.device))
         visible = cache.append(k, v, lengths)
         k, v = cache.k[:, :, :-1], cache.v[:, :, :-1]
