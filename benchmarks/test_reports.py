@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cpu_throughput import crossover, ratios
+from benchmarks.exponents import exponents_table, fit_polynomial
 from benchmarks.summary import summary
 
 ENVIRONMENT = {"device": "abacus", "threads": 1, "torch": "2", "commit": "c0ffee", "load_average": 0.0}
@@ -30,6 +31,30 @@ def test_ratios_leave_labelled_points_out() -> None:
         {"name": "flash SDPA", "seq_len": 2048, "label": "out of memory"},
     ]
     assert ratios(points, "flash SDPA") == {1024: 2.5}
+
+
+def test_quadratic_time_is_told_from_linear() -> None:
+    lengths = (8192, 16384, 32768, 65536)
+    fit = fit_polynomial({length: 1.0 + 2e-4 * length + 5e-9 * length**2 for length in lengths})
+    assert (fit.fixed, fit.linear, fit.quadratic) == (pytest.approx(1), pytest.approx(2e-4), pytest.approx(5e-9))
+    assert fit.residual == pytest.approx(0, abs=1e-9)
+    half = fit.half_at
+    assert 5e-9 * half**2 == pytest.approx(1 + 2e-4 * half)
+    fit = fit_polynomial({length: 3e-3 * length for length in lengths})
+    assert fit.half_at > 1e6
+    # Growth that slows down wants a negative quadratic term; it gets none.
+    assert fit_polynomial({length: length**0.5 for length in lengths}).quadratic == 0
+    with pytest.raises(ValueError, match="three lengths"):
+        fit_polynomial({1024: 1.0, 2048: 2.0})
+
+
+def test_exponents_name_lengths_and_residuals() -> None:
+    points = [{"name": "NSA", "seq_len": s, "peak_mib": s / 8, "forward_ms": float(s * s)} for s in (8, 16, 32)]
+    points += [{"name": "flash SDPA", "seq_len": 8, "peak_mib": 1.0}, {"name": "NSA", "seq_len": 64, "label": "no"}]
+    table = exponents_table(points).splitlines()
+    assert table[0].split() == ["exponent", "of", "S", "peak", "forward"]
+    assert " ".join(table[2].split()) == "NSA 1.00 (3, off by 0.0%) 2.00 (3, off by 0.0%)"
+    assert table[3].split() == ["flash", "SDPA", "-", "-"]
 
 
 def test_summary_compares_like_with_like_and_keeps_labels() -> None:

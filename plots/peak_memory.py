@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from flexnsa.cli.scaling import slope
+from flexnsa.cli.power_law import fit_power_law
 from plots.records import NotRecordedError, Record, Results
-from plots.style import COLOURS, Label, figure, label_curves, length_axes, plot_curve, short
+from plots.style import COLOURS, Label, figure, label_curves, length_axes, plot_curve, residuals, short
 
 NAMES = ("math SDPA", "flash SDPA", "dense Flex", "NSA")
 Curve = list[tuple[int, float]]
@@ -38,7 +38,7 @@ def _draw(record: Record, curves: dict[str, Curve]) -> Figure:
         raise NotRecordedError("The measurements hold no memory of NSA.")
     caption = (
         f"Most bytes allocated at once in one forward and backward pass of attention, inputs and gradients included. "
-        f"{record.shapes()}. Slopes: least-squares exponents of S over the points shown. {record.where()}."
+        f"{record.shapes()}. {residuals(curves)} {record.where()}."
     )
     result, ax = figure(_headline(curves), caption)
     length_axes(ax, [length for curve in curves.values() for length, _ in curve], room=2.6)
@@ -60,7 +60,7 @@ def _headline(curves: dict[str, Curve]) -> str:
 
 
 def _text(name: str, curve: Sequence[tuple[int, float]]) -> str:
-    return f"{name}: S$^{{{slope(curve):.2f}}}$" if len(curve) > 1 else name
+    return f"{name}: S$^{{{fit_power_law(curve).exponent:.2f}}}$" if len(curve) > 1 else name
 
 
 def _size(mib: float, _: object = None) -> str:

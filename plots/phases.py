@@ -49,7 +49,7 @@ def _bars(ax: Axes, record: Record, lengths: list[int], field: str) -> None:
         for name, colour in PHASES.items():
             share = 100 * times.get(name, 0.0) / total
             ax.barh(row, share, left=left, color=colour, height=0.58, edgecolor="white", linewidth=0.8)
-            if share > 4:
+            if share > 6.5:
                 ink = "white" if colour in (BLUE, ORANGE, GREEN) else "black"
                 ax.text(left + share / 2, row, f"{share:.0f} %", ha="center", va="center", fontsize=8.5, color=ink)
             left += share

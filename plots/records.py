@@ -12,6 +12,7 @@ COMMANDS = {
     "cpu_throughput.json": "make record",
     "memory_training.json": "make record",
     "seeds.json": "make record",
+    "trained.json": "python -m benchmarks.trained",
 }
 
 
@@ -33,7 +34,9 @@ class Record:
     def where(self) -> str:
         """Name device, software and state of the code."""
         environment = self.content["environment"]
-        threads = f"{environment['threads']} threads, " if "cpu" in str(self.content.get("setting", "cpu")) else ""
+        count = environment["threads"]
+        on_cpu = "cpu" in str(self.content.get("setting", "cpu"))
+        threads = f"{count} thread{'s' * (count != 1)}, " if on_cpu else ""
         return f"{environment['device']}, {threads}torch {environment['torch']}, commit {environment['commit']}"
 
     def shapes(self) -> str:

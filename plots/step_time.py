@@ -7,11 +7,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.cpu_throughput import crossover
+from flexnsa.cli.power_law import fit_power_law
 from plots.records import NotRecordedError, Record, Results
-from plots.style import COLOURS, GREY, Label, figure, label_curves, length_axes, plot_curve, short
+from plots.style import COLOURS, GREY, Label, figure, label_curves, length_axes, plot_curve, residuals, short
 
 NAMES = ("math SDPA", "flash SDPA", "cuDNN SDPA", "dense Flex", "NSA")
-PANELS = {"Forward": ("forward_ms",), "Forward and backward": ("forward_ms", "backward_ms")}
+BOTH = ("forward_ms", "backward_ms")
+PANELS = {"Forward": ("forward_ms",), "Forward and backward": BOTH}
 Curves = dict[str, dict[int, float]]
 
 
@@ -28,7 +30,7 @@ def on_cpu(results: Results) -> Figure:
 def _draw(record: Record) -> Figure:
     caption = (
         f"Medians of attention alone, all in turn in one run; NSA's compressed keys are given. {record.shapes()}. "
-        f"{record.where()}."
+        f"{residuals({name: curve.items() for name, curve in _curves(record, BOTH).items()})} {record.where()}."
     )
     result, axes = figure(_headline(record), caption, size=(11, 5), columns=2)
     for ax, (title, fields) in zip(axes, PANELS.items(), strict=True):
@@ -39,7 +41,7 @@ def _draw(record: Record) -> Figure:
 
 
 def _headline(record: Record) -> str:
-    curves = _curves(record, PANELS["Forward and backward"])
+    curves = _curves(record, BOTH)
     ratio = _ratios(curves)
     if not ratio:
         raise NotRecordedError("The measurements hold no time of NSA beside a dense attention.")
@@ -77,7 +79,13 @@ def _panel(ax: Axes, curves: Curves) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(_duration))
     ax.yaxis.set_minor_formatter(NullFormatter())
     _mark_crossover(ax, _ratios(curves))
-    label_curves(ax, [Label(*list(curve.items())[-1], name, COLOURS[name]) for name, curve in curves.items()])
+    label_curves(
+        ax, [Label(*list(curve.items())[-1], _text(name, curve), COLOURS[name]) for name, curve in curves.items()]
+    )
+
+
+def _text(name: str, curve: dict[int, float]) -> str:
+    return f"{name}: S$^{{{fit_power_law(curve.items()).exponent:.2f}}}$" if len(curve) > 1 else name
 
 
 def _mark_crossover(ax: Axes, ratio: dict[int, float]) -> None:

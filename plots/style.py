@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from flexnsa.cli.picture import BLUE, GREEN, GREY, ORANGE, STYLE
+from flexnsa.cli.power_law import fit_power_law
 
 SKY, PURPLE, AMBER = "#56B4E9", "#CC79A7", "#E69F00"  # the rest of Okabe and Ito's
 COLOURS = {
@@ -47,7 +48,13 @@ class Label:
 
 
 def figure(
-    title: str, caption: str, *, size: tuple[float, float] = (7.6, 4.9), columns: int = 1, left: float = 0.95
+    title: str,
+    caption: str,
+    *,
+    size: tuple[float, float] = (7.6, 4.9),
+    columns: int = 1,
+    left: float = 0.95,
+    widths: Sequence[float] | None = None,
 ) -> tuple[Figure, Any]:
     """Make a figure with a headline and a caption, and axes: one, or an array of several side by side.
 
@@ -57,6 +64,7 @@ def figure(
         size: inches.
         columns: axes side by side.
         left: inches for what stands left of the axes.
+        widths: of the columns, relative to each other; default: all alike.
     """
     width, height = size
     result = Figure(figsize=size)
@@ -64,7 +72,7 @@ def figure(
     lines = textwrap.wrap(caption, int(width * 17.4))
     result.text(0.1 / width, 0.1 / height, "\n".join(lines), fontsize=7.5, color=GREY, va="bottom", linespacing=1.35)
     result.text(0.1 / width, 1 - 0.12 / height, title, fontsize=12.5, fontweight="bold", va="top")
-    axes = result.subplots(1, columns)
+    axes = result.subplots(1, columns, width_ratios=widths)
     result.subplots_adjust(
         left=left / width,
         right=1 - 0.2 / width,
@@ -152,6 +160,14 @@ def _spread(centres: Sequence[float], heights: Sequence[float]) -> list[float]:
             placed[i] = bottom + heights[i] / 2
             bottom += heights[i]
     return placed
+
+
+def residuals(curves: Mapping[str, Iterable[tuple[int, float]]]) -> str:
+    """Say how exponents were fitted, and how far the worst point of each curve is from its own fit."""
+    points = {name: list(curve) for name, curve in curves.items()}
+    fits = {name: fit_power_law(curve) for name, curve in points.items() if len(curve) > 2}
+    worst = ", ".join(f"{name} {fit.residual:.1%}" for name, fit in fits.items())
+    return f"Exponents: least squares in log-log; worst point off by: {worst}."
 
 
 def short(length: float) -> str:

@@ -15,7 +15,8 @@ from flexnsa import NSAConfig
 from flexnsa.cli.options import require
 from flexnsa.cli.parity import measure_parity, parity_table
 from flexnsa.cli.picture import draw
-from flexnsa.cli.scaling import ATTENTIONS, Point, measure, slope
+from flexnsa.cli.power_law import fit_power_law
+from flexnsa.cli.scaling import ATTENTIONS, Point, measure
 from flexnsa.cli.table import format_table
 from flexnsa.cli.twins import TwinResult, train_twins
 from flexnsa.models import DecoderConfig
@@ -125,7 +126,7 @@ def scaling_table(points: list[Point]) -> str:
         for attention in ATTENTIONS:
             found = {point.seq_len: getattr(point, quantity) for point in points if point.attention == attention}
             cells = [f"{found[length]:,.{digits}f}" if length in found else "-" for length in lengths]
-            rows.append([attention, *cells, f"{slope(found.items()):.2f}"])
+            rows.append([attention, *cells, f"{fit_power_law(found.items()).exponent:.2f}"])
         tables.append(format_table([title, *(f"S={length:,}" for length in lengths), "slope"], rows))
     return "\n\n".join(tables)
 

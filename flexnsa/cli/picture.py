@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexnsa.cli.parity import ParityRow
-from flexnsa.cli.scaling import ATTENTIONS, Point, slope
+from flexnsa.cli.power_law import fit_power_law
+from flexnsa.cli.scaling import ATTENTIONS, Point
 from flexnsa.cli.twins import TwinResult
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def draw_scaling(ax: Axes, points: Sequence[Point], quantity: str, title: str, u
         ax.plot(x, y, color=COLOURS[attention], marker=marker, markersize=5, linewidth=1.8)
         ends_early = x[-1] < lengths[-1]  # other lines go on behind its last point
         ax.annotate(
-            f"{attention}\nslope {slope(curve):.2f}",
+            f"{attention}\nslope {fit_power_law(curve).exponent:.2f}",
             (x[-1], y[-1]),
             xytext=(-9, 8) if ends_early else (8, 6 if y[-1] == highest else -6),
             ha="right" if ends_early else "left",

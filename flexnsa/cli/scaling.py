@@ -6,9 +6,8 @@ import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import log2
 from multiprocessing.connection import Connection
 
 import torch
@@ -55,14 +54,6 @@ def measure(attention: str, seq_len: int) -> Point:
         raise RuntimeError(f"{attention} at S={seq_len} died with exit code {process.exitcode}") from None
     finally:
         process.join()
-
-
-def slope(points: Iterable[tuple[int, float]]) -> float:
-    """Fit the exponent of a power law: 1 doubles with the length, 2 quadruples."""
-    x, y = zip(*((log2(length), log2(value)) for length, value in points), strict=True)
-    x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
-    covariance = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True))
-    return covariance / sum((a - x_mean) ** 2 for a in x)
 
 
 def _measure_here(attention: str, seq_len: int, result: Connection) -> None:
