@@ -1,8 +1,9 @@
 """``sdpa`` where the keys are a cache: few queries, each row one sequence from token 0, no backward.
 
 What pays for a thousand queries costs more than it saves for one: chunks, copies in float32, masks for every key. Here
-the keys that some query sees are one slice of the cache, read as they lie, and a mask is made only if the queries do
-not all see the same ones. Where that slice ends is read from the device, without which a CPU would read all slots.
+the keys that some query sees are one slice of the cache, read as they lie by PyTorch's own SDPA with the heads of a
+group as its rows, and a mask is made only if the queries do not all see the same keys. Where the slice ends is read
+from the device; without that a CPU would read all slots.
 """
 
 from __future__ import annotations
@@ -16,99 +17,158 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.attention import sdpa
-from flexnsa.attention.sdpa import GATHERED_QUERIES, selected_attention
+from flexnsa.attention.gathered import gather_rows, selected_keys
+from flexnsa.attention.sdpa import GATHERED_QUERIES
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within, overlap_band
 from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.positions import Positions
 from flexnsa.masks.sliding_window import window_intervals
 from flexnsa.operators import opaque_operator
 from flexnsa.selection import top_blocks
 
-__all__ = ["compressed_attention", "select_blocks", "selected_attention", "sliding_window_attention"]
+Result = tuple[Tensor, Tensor | None]
 
 
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, *, config: NSAConfig, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """As :func:`flexnsa.attention.sdpa.compressed_attention`."""
+) -> Result:
+    """As :func:`flexnsa.attention.sdpa.compressed_attention`.
+
+    For few queries the second result is not the lse but what :func:`select_blocks` would make of it: the importance of
+    the blocks, fp32 ``(B, Hkv, T, M)``.
+    """
     if not _are_few(q, options):
         return sdpa.compressed_attention(q, k_cmp, v_cmp, positions, config=config, **options)
-    visible = compressed_intervals(positions, config)
-    return _attend(q, k_cmp, v_cmp, visible.lo, visible.hi, options["scale"])
+    return _attend_and_score(q, k_cmp, v_cmp, positions.token, astuple(config), options["scale"])
 
 
 def sliding_window_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Positions, *, config: NSAConfig, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """As :func:`flexnsa.attention.sdpa.sliding_window_attention`."""
+) -> Result:
+    """As :func:`flexnsa.attention.sdpa.sliding_window_attention`; for few queries without lse."""
     if not _are_few(q, options):
         return sdpa.sliding_window_attention(q, k, v, positions, config=config, **options)
     visible = window_intervals(positions, config)
-    return _attend(q, k, v, visible.lo, visible.hi, options["scale"])
+    return _attend_to_interval(q, k, v, visible.lo, visible.hi, options["scale"]), None
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    positions: Positions,
+    *,
+    config: NSAConfig,
+    **options: Any,
+) -> Result:
+    """As :func:`flexnsa.attention.sdpa.selected_attention`; for few queries without lse."""
+    if not _are_few(q, options):
+        return sdpa.selected_attention(q, k, v, block_indices, positions, config=config, **options)
+    return _attend_to_blocks(q, k, v, block_indices, positions.token, config.select_block_size, options["scale"]), None
 
 
 def select_blocks(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions, *, config: NSAConfig, **options: Any
+    q: Tensor, k_cmp: Tensor, importance: Tensor | None, positions: Positions, *, config: NSAConfig, **options: Any
 ) -> Tensor:
-    """As :func:`flexnsa.attention.sdpa.select_blocks`."""
-    if lse is None or not _are_few(q, options):
-        return sdpa.select_blocks(q, k_cmp, lse, positions, config=config, **options)
-    return _select(q, k_cmp, lse, positions.token, astuple(config), options["scale"])
+    """As :func:`flexnsa.attention.sdpa.select_blocks`, with the second result of :func:`compressed_attention`."""
+    if not _are_few(q, options):
+        return sdpa.select_blocks(q, k_cmp, importance, positions, config=config, **options)
+    if importance is None:
+        _, importance = _attend_and_score(q, k_cmp, None, positions.token, astuple(config), options["scale"])
+        assert isinstance(importance, Tensor)
+    return top_blocks(importance, positions, config=config)
 
 
 def _are_few(q: Tensor, options: dict[str, Any]) -> bool:
     return q.shape[2] <= GATHERED_QUERIES and options.get("score_mod") is None
 
 
-@opaque_operator("attend_to_interval")
-def _attend(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to the keys ``[lo, hi)`` of each query; see :func:`flexnsa.attention.chunked.interval_attention`."""
-    scores, keys = _scores(q, k, lo, hi, scale)
-    top = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(scores.dtype).min)
-    probs = scores.sub_(top).exp_()
-    total = probs.sum(-1, keepdim=True)
-    out = (probs @ v[:, :, keys].to(probs.dtype)).div_(total.clamp_min(torch.finfo(probs.dtype).tiny))
-    lse = top.add_(total.log_())  # a query without a key: log(0)
-    return out.to(q.dtype).view(*q.shape[:3], -1), lse.view(q.shape[:3])
-
-
-@_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    out = q.new_empty(*q.shape[:3], v.shape[-1])
-    return out, q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-@opaque_operator("select_for_few")
-def _select(q: Tensor, k_cmp: Tensor, lse: Tensor, token: Tensor, sizes: Sequence[int], scale: float) -> Tensor:
-    """Choose the blocks of queries in sequences from token 0; see :func:`flexnsa.selection.select_in_chunks`."""
-    config = NSAConfig(**{field.name: size for field, size in zip(fields(NSAConfig), sizes, strict=True)})
-    zero = torch.zeros_like(token)
-    positions = Positions(token, zero, zero)
-    visible = compressed_intervals(positions, config)
-    scores, _ = _scores(q.float(), k_cmp, visible.lo, visible.hi, scale)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing has probabilities 0, not NaN
-    probs = scores.sub_(lse.view(*scores.shape[:3], 1)).exp_().unflatten(2, (-1, q.shape[2])).sum(2)
-    return top_blocks(_block_scores(probs, config), positions, config=config)
-
-
-@_select.register_fake
-def _(q: Tensor, k_cmp: Tensor, lse: Tensor, token: Tensor, sizes: Sequence[int], scale: float) -> Tensor:  # noqa: ARG001
-    return token.new_empty(q.shape[0], k_cmp.shape[1], q.shape[2], sizes[3])
-
-
-def _scores(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, scale: float) -> tuple[Tensor, slice]:
-    """Score the keys that some query sees, ``-inf`` where another does not: fp32 ``(B, Hkv, G * T, K)``."""
-    first = int(lo.min())
-    keys = slice(first, max(int(hi.max()), first + 1))
+@opaque_operator("attend_and_score")
+def _attend_and_score(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, token: Tensor, sizes: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend to the compressed tokens that each query sees, and add the probabilities up by blocks (Eq. 8 to 10)."""
+    config, zero = _config(sizes), torch.zeros_like(token)
+    keys, hidden = _seen(compressed_intervals(Positions(token, zero, zero), config))
     dtype = torch.promote_types(q.dtype, torch.float32)
-    rows = q.to(dtype).mul(scale).reshape(*k.shape[:2], -1, q.shape[3])
-    scores = rows @ k[:, :, keys].to(dtype).mT
-    if ((lo != first) | (hi != keys.stop)).any():
-        key = torch.arange(first, keys.stop, dtype=lo.dtype, device=lo.device)
-        hidden = (key < lo[..., None]) | (key >= hi[..., None])
-        scores.unflatten(2, (-1, q.shape[2])).masked_fill_(hidden[:, None, None], -torch.inf)
-    return scores, keys
+    rows = q.to(dtype).mul(scale).reshape(*k_cmp.shape[:2], -1, q.shape[3])
+    scores = (rows @ k_cmp[:, :, keys].to(dtype).mT).unflatten(2, (-1, q.shape[2]))
+    if hidden is not None:
+        scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    probs = scores.softmax(-1)
+    if hidden is not None:
+        probs.masked_fill_(hidden[:, None, None], 0)  # of a query that sees no key, the softmax is not a number
+    num_blocks = blocks_within(k_cmp.shape[2], config)
+    importance = scores.new_zeros(*k_cmp.shape[:2], q.shape[2], num_blocks, dtype=torch.float32)
+    scored = _block_scores(probs.sum(2), config)
+    importance[..., : scored.shape[-1]] = scored
+    if v_cmp is None:
+        return q.new_empty(0), importance
+    out = probs.flatten(2, 3).to(v_cmp.dtype) @ v_cmp[:, :, keys]
+    return out.to(q.dtype).view(*q.shape[:3], -1), importance
+
+
+@_attend_and_score.register_fake
+def _(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor | None,
+    token: Tensor,
+    sizes: Sequence[int],
+    scale: float,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
+    num_blocks = blocks_within(k_cmp.shape[2], _config(sizes))
+    importance = q.new_empty(*k_cmp.shape[:2], q.shape[2], num_blocks, dtype=torch.float32)
+    return q.new_empty(0) if v_cmp is None else q.new_empty(*q.shape[:3], v_cmp.shape[3]), importance
+
+
+@opaque_operator("attend_to_interval")
+def _attend_to_interval(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float) -> Tensor:
+    """Attend to the keys ``[lo, hi)`` of each query, int ``(B, T)``."""
+    keys, hidden = _seen(Intervals(lo, hi))
+    mask = None if hidden is None else ~hidden.repeat(1, q.shape[1] // k.shape[1], 1)[:, None]
+    rows = q.reshape(*k.shape[:2], -1, q.shape[3])
+    out = F.scaled_dot_product_attention(rows, k[:, :, keys], v[:, :, keys], attn_mask=mask, scale=scale)
+    return out.view(*q.shape[:3], -1)
+
+
+@opaque_operator("attend_to_blocks")
+def _attend_to_blocks(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, token: Tensor, block_size: int, scale: float
+) -> Tensor:
+    """Attend to the past tokens of the blocks of each query, gathered for it."""
+    key, visible = selected_keys(block_indices, token, torch.zeros_like(token), block_size)
+    head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)
+    row = torch.where(visible, key, 0).add_(head * k.shape[2]).flatten(1, 2)
+    grouped = q.unflatten(1, (k.shape[1], -1)).transpose(2, 3).flatten(1, 2)  # (B, Hkv * T, G, D)
+    out = F.scaled_dot_product_attention(
+        grouped, gather_rows(k, row), gather_rows(v, row), attn_mask=visible.flatten(1, 2)[:, :, None], scale=scale
+    )
+    return out.unflatten(1, (k.shape[1], -1)).transpose(2, 3).reshape(*q.shape[:3], -1)
+
+
+@_attend_to_interval.register_fake
+@_attend_to_blocks.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:  # noqa: ARG001
+    return q.new_empty(*q.shape[:3], v.shape[-1])
+
+
+def _config(sizes: Sequence[int]) -> NSAConfig:
+    """Undo ``astuple``: an operator takes no dataclass."""
+    return NSAConfig(**{field.name: size for field, size in zip(fields(NSAConfig), sizes, strict=True)})
+
+
+def _seen(visible: Intervals) -> tuple[slice, Tensor | None]:
+    """Give the keys that some query sees, at least one, and ``(B, T, K)`` which of them each does not; None: none."""
+    lo, hi = visible.lo.flatten().tolist(), visible.hi.flatten().tolist()
+    first, last = min(lo), max(*hi, min(lo) + 1)
+    if max(lo) == first and min(hi) == last:
+        return slice(first, last), None
+    key = torch.arange(first, last, dtype=visible.lo.dtype, device=visible.lo.device)
+    return slice(first, last), (key < visible.lo[..., None]) | (key >= visible.hi[..., None])
 
 
 def _block_scores(probs: Tensor, config: NSAConfig) -> Tensor:
