@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from benchmarks.cpu_throughput import crossover, ratios
 from benchmarks.exponents import exponents_table, fit_polynomial
 from benchmarks.summary import summary
+
+TICKS = itertools.count()
 
 ENVIRONMENT = {"device": "abacus", "threads": 1, "torch": "2", "commit": "c0ffee", "load_average": 0.0}
 
@@ -79,3 +82,30 @@ def test_figures_without_measurements_are_named(tmp_path: Path) -> None:
     assert printed.count("not made") == 2
     assert "h200.json is not recorded; benchmarks/gpu.sh" in printed
     assert not list(tmp_path.iterdir())
+
+
+def steady_clock() -> float:
+    """By this clock everything takes one second."""
+    return float(next(TICKS))
+
+
+def slower_clock() -> float:
+    """And by this one 30 % more."""
+    return 1.3 * next(TICKS)
+
+
+def test_comparing_runs_flags_a_third_more_time(tmp_path: Path) -> None:
+    def run(clock: str, *options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "benchmarks/test_attention.py", "--smoke"]
+        command += ["-k", "gate", f"--benchmark-timer=benchmarks.test_reports.{clock}", *options]
+        return subprocess.run(
+            [*command, f"--benchmark-storage={tmp_path}"], capture_output=True, text=True, check=False
+        )
+
+    compare = ("--benchmark-compare", "--benchmark-compare-fail=median:20%")
+    assert run("steady_clock", "--benchmark-autosave").returncode == 0
+    assert run("steady_clock", *compare).returncode == 0
+    slower = run("slower_clock", *compare)
+    assert slower.returncode != 0
+    assert "Performance has regressed" in slower.stdout + slower.stderr
+    assert "30.0" in slower.stdout + slower.stderr
