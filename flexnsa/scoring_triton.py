@@ -22,6 +22,8 @@ from flexnsa.masks.positions import Positions
 SCRATCH_BYTES = 64 * 2**20
 ROW_MULTIPLE = 128
 """Chunks hold whole tiles of queries, so that no program idles at their seams."""
+FEW_QUERIES = 8
+"""Up to so many queries, as in decoding, each has programs of its own."""
 
 
 def select_blocks_triton(
@@ -137,6 +139,7 @@ def select_in_chunks(
 ) -> Tensor:
     """Score and select chunk by chunk, on the current stream, without synchronisation; see ``select_blocks_triton``."""
     from flexnsa.kernels.importance import Band, Scores, importance
+    from flexnsa.kernels.importance_few import importance_few
     from flexnsa.kernels.log_sum_exp import log_sum_exp
     from flexnsa.kernels.top_blocks import check_width, top_blocks
 
@@ -162,6 +165,9 @@ def select_in_chunks(
     out = q.new_empty(batch, kv_heads, num_queries, config.num_selected_blocks, dtype=torch.int32)
     for first_row, num_rows, chunk_width in plan:
         scores = Scores(own, passed, num_rows, chunk_width, band)
-        importance(q, k_cmp, lse.contiguous(), positions, scores, first_row, config=config, scale=scale)
+        if num_queries <= FEW_QUERIES:
+            importance_few(q, k_cmp, lse.contiguous(), positions, scores, config=config, scale=scale)
+        else:
+            importance(q, k_cmp, lse.contiguous(), positions, scores, first_row, config=config, scale=scale)
         top_blocks(scores, positions, out, first_row, config=config)
     return out

@@ -96,6 +96,11 @@ CASES = {
     "documents": Case(config=sizes(8, 4, 16, 3), documents=(40, 3, 7, 50, 1, 20), group=2),
     "documents-keys-over-three-blocks": Case(config=sizes(16, 4, 8, 5), documents=(30, 3, 16, 40), group=3),
     "decoding": Case(config=sizes(8, 4, 16, 3), documents=(301,), group=4, num_queries=3, batch=2),
+    "decoding-bf16-g16": Case(
+        config=PAPER, documents=(777,), group=16, num_queries=1, batch=2, kv_heads=2, dtype=torch.bfloat16
+    ),
+    "decoding-g6-dim24": Case(config=sizes(8, 8, 8, 5), documents=(75, 20), group=6, num_queries=2, head_dim=24),
+    "decoding-key-over-three-blocks": Case(config=sizes(16, 4, 8, 5), documents=(77,), group=3, num_queries=8),
 }
 
 
@@ -159,6 +164,7 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     """Run every kernel on one case; on the CPU only in the process that interprets them."""
     from flexnsa import scoring_triton
     from flexnsa.kernels.importance import Band, Scores, importance
+    from flexnsa.kernels.importance_few import importance_few
     from flexnsa.kernels.log_sum_exp import log_sum_exp
 
     q, k = (x.to(device) for x in case.inputs())
@@ -170,7 +176,10 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     width = num_blocks(max(case.documents), case.config)
     own, passed = torch.zeros(2, case.batch * case.kv_heads, num_queries, scoring_triton.aligned(width), device=device)
     scores = Scores(own, passed, num_queries, own.shape[-1], Band.of(case.config))
-    importance(q, k, lse, rows, scores, 0, **arguments)
+    if num_queries <= scoring_triton.FEW_QUERIES:
+        importance_few(q, k, lse, rows, scores, **arguments)
+    else:
+        importance(q, k, lse, rows, scores, 0, **arguments)
     total = (own + torch.nn.functional.pad(passed, (1, -1)))[..., :width]
 
     positions = None if case.is_whole_sequence else rows

@@ -112,15 +112,8 @@ def _attend_and_score(
 
 
 @_attend_and_score.register_fake
-def _(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor | None,
-    token: Tensor,
-    sizes: Sequence[int],
-    scale: float,  # noqa: ARG001
-) -> tuple[Tensor, Tensor]:
-    num_blocks = blocks_within(k_cmp.shape[2], _config(sizes))
+def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    num_blocks = blocks_within(k_cmp.shape[2], _config(rest[1]))
     importance = q.new_empty(*k_cmp.shape[:2], q.shape[2], num_blocks, dtype=torch.float32)
     return q.new_empty(0) if v_cmp is None else q.new_empty(*q.shape[:3], v_cmp.shape[3]), importance
 
