@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -79,13 +78,13 @@ class DecoderLM(nn.Module):
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens: expected shape (B, S), got {tuple(tokens.shape)}")
-        options = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
+        options: dict[str, Any] = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
         x = self.embedding(tokens)
         for index, layer in enumerate(self.layers):
             if caches is not None:
                 x = layer(x, cache=caches[index], lengths=lengths, **options)
             elif self.training and self.config.is_checkpointed(index):
-                x = checkpoint(partial(layer, **options), x, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False, **options)
             else:
                 x = layer(x, **options)
         return self.head(self.norm(x))
