@@ -24,12 +24,22 @@ def nsa_layer(setting: Setting, length: int) -> Contestant:
 
 
 def peer_layer(setting: Setting, length: int) -> Contestant:
-    """The PyPI package's, its sizes the same; it adds a norm, and selects for all queries of a group as ours does."""
+    """The PyPI package's, with the same width, heads, block sizes, window, number of blocks and size of compressors.
+
+    What remains different is its own: one key and value for all branches where ours has three, a norm of the input, and
+    the query's own block read beside the ``n`` instead of among them.
+    """
     package = importlib.import_module(PEER.replace("-", "_"))
-    config = setting.config
+    config, dim = setting.config, setting.head_dim
+    compressor = nn.Sequential(
+        nn.Flatten(3),  # (B, Hkv, N, l, D)
+        nn.Linear(config.compress_block_size * dim, 4 * dim, bias=False),
+        nn.SiLU(),
+        nn.Linear(4 * dim, dim, bias=False),
+    )
     layer = package.SparseAttention(
-        dim=setting.num_heads * setting.head_dim,
-        dim_head=setting.head_dim,
+        dim=setting.num_heads * dim,
+        dim_head=dim,
         heads=setting.num_heads,
         kv_heads=setting.num_kv_heads,
         sliding_window_size=config.window_size,
@@ -38,6 +48,7 @@ def peer_layer(setting: Setting, length: int) -> Contestant:
         selection_block_size=config.select_block_size,
         num_selected_blocks=config.num_selected_blocks,
         causal=True,
+        compress_mlp=compressor,
     )
     return _contestant(PEER, layer, setting, length)
 
