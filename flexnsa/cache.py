@@ -24,6 +24,11 @@ from flexnsa.reads import ReadCounter
 class NSACache:
     """Decoding state of one :class:`flexnsa.NativeSparseAttention`, which also makes one: ``layer.new_cache(...)``.
 
+    On CUDA a step waits for nothing, and all that it writes to is the cache's own memory. So it can be captured, by
+    ``torch.compile(layer, fullgraph=True, mode="reduce-overhead")`` or by hand in a ``torch.cuda.CUDAGraph``, and is
+    replayed at any length. Only an eager step can say that a row is full: it counts how long rows may be, and looks at
+    the device when that reaches the end or when steps that it did not see have been taken.
+
     Args:
         batch_size: rows ``B``.
         max_seq_len: tokens that a row can hold.
@@ -79,12 +84,12 @@ class NSACache:
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.reached = torch.zeros_like(self.lengths)
         """Most tokens that a row has had: what the rings have overwritten follows from it."""
-        for tensor in self._state().values():
-            # A CUDA graph may write to memory that stays where it is; to other inputs, torch.compile makes none.
-            torch._dynamo.mark_static_address(tensor)
         self.reads: ReadCounter | None = None
         """Set it to count what the steps read."""
         self._rows = torch.arange(batch_size, device=device)[:, None]
+        for tensor in (*self._state().values(), self._rows):
+            # torch.compile makes no CUDA graph that writes to an input, unless told that its memory stays where it is.
+            torch._dynamo.mark_static_address(tensor, guard=False)
         self._longest: int | None = 0
         """No row is longer, as far as is known without asking the device; None: not known."""
 
