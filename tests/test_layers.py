@@ -16,7 +16,7 @@ import flexnsa
 
 ROOT = Path(flexnsa.__file__).parent
 LAYERS = [
-    ["checks", "config", "geometry", "operators"],
+    ["checks", "config", "geometry", "operators", "threads"],
     ["compression", "gating", "rope"],
     ["masks", "packing"],
     ["kernels", "scoring_triton"],
