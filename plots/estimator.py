@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from plots.records import NotRecordedError, Results
+from plots.records import NotRecordedError, Record, Results
 from plots.style import BLUE, GREY, ORANGE, figure, short
 
 QUANTITIES = {
@@ -17,24 +17,35 @@ QUANTITIES = {
 }
 
 
-def draw(results: Results) -> Figure:
+def on_cpu(results: Results) -> Figure:
+    """Of every allocation on a CPU."""
+    return _draw(results.load("seeds.json"))
+
+
+def on_gpu(results: Results) -> Figure:
+    """Of the caching allocator of a GPU."""
+    return _draw(results.load("estimator_h200.json"))
+
+
+def _draw(record: Record) -> Figure:
     """Left: both, log-log. Right: by how much the estimate is off, row by row."""
-    record = results.load("seeds.json")
     points = [point for point in record.points() if "after_forward" in point]
     if not points:
-        raise NotRecordedError("seeds.json has no measured memory; make record does so.")
+        raise NotRecordedError("The recording has no measured memory.")
     points.sort(key=lambda point: point["peak"])
     errors = [abs(point[e] / point[m] - 1) for point in points for m, e, _, _ in QUANTITIES.values()]
     caption = (
-        "Decoder language models (large: width 768, 12 query and 2 key heads of 64; small: width 128), fp32, B=1, "
-        f"forward and backward, parameters and gradients included. Band: within 10 %. {record.where()}."
+        "Decoder language models (large: width 768, 12 query and 2 key heads of 64; small: width 128), fp32 but where "
+        f"bf16 is named (autocast), B=1, forward and backward, parameters and gradients included. Band: within 10 %. "
+        f"{record.where()}."
     )
     off = f"{100 * max(errors):.1f} %"
     title = f"Memory is known before it is taken: {len(points)} models and lengths, off by {off} at most"
-    result, (left, right) = figure(title, caption, size=(11, 5), columns=2)
+    height = max(5.0, 1.6 + 0.32 * len(points))
+    result, (left, right) = figure(title, caption, size=(11, height), columns=2)
     _diagonal(left, points)
     _errors(right, points)
-    result.subplots_adjust(wspace=0.42, top=0.88)
+    result.subplots_adjust(wspace=0.45, top=1 - 0.6 / height)
     return result
 
 
@@ -63,6 +74,11 @@ def _errors(ax: Axes, points: list[dict[str, Any]]) -> None:
         off = [100 * (point[estimated] / point[measured] - 1) for point in points]
         widest = max(widest, 1.1 * max(map(abs, off)))
         ax.scatter(off, [row - lower for row in rows], color=colour, marker=marker, s=26, zorder=3)
-    ax.set_yticks(rows, [f"{p['preset']}, {p['layers']} layers, {short(p['seq_len'])}" for p in points], fontsize=8.5)
+    ax.set_yticks(rows, [_name(point) for point in points], fontsize=8.5)
     ax.set_xlim(-widest, widest)
     ax.set_xlabel("estimate above or below measured, %")
+
+
+def _name(point: dict[str, Any]) -> str:
+    precision = "" if point.get("precision", "fp32") == "fp32" else f", {point['precision']}"
+    return f"{point['preset']}, {point['layers']} layers, {short(point['seq_len'])}{precision}"

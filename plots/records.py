@@ -11,6 +11,7 @@ COMMANDS = {
     "h200.json": "benchmarks/gpu.sh --memory-at 131072 4096 2048 --out benchmarks/results/h200.json",
     "cpu_throughput.json": "make record",
     "memory_training.json": "make record",
+    "estimator_h200.json": "python -m flexnsa compare-seeds --device cuda --rows memory long",
     "seeds.json": "make record",
     "trained.json": "python -m benchmarks.trained",
 }

@@ -62,7 +62,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     if any(row.group == "train" for row in rows):
         require("numpy", "safetensors", "tqdm", extra="train")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or every process announces its profiler
-    device, precision, recording = arguments.device, arguments.precision, _recording(arguments.out)
+    device, precision, recording = arguments.device, arguments.precision, _recording(arguments.out, arguments.device)
 
     def point(row: Row) -> dict[str, Any]:
         where = {"device": device, "precision": precision if row.measures_memory else "fp32"}
@@ -97,10 +97,11 @@ def measure(row: Row, device: str, precision: Precision, seconds: float) -> dict
     return figures | seed_rows.estimate(row, device, precision)
 
 
-def _recording(path: Path) -> Recording:
+def _recording(path: Path, device: str) -> Recording:
     recording = Recording(path, " ".join(ABOUT.split()), keep=True)
     for point in recording.points:
         point.setdefault("precision", "fp32")
+    recording.note(setting={"device": device})
     return recording
 
 
