@@ -11,7 +11,7 @@ import torch
 from cases import SMALL, largest
 from torch import Tensor
 
-from flexnsa import NativeSparseAttention, NSAConfig, compressed_attention
+from flexnsa import NativeSparseAttention, NSAConfig, compressed_attention, sliding_window_attention
 from flexnsa.attention import flex, reference, sdpa
 
 PACKS = 200
@@ -182,3 +182,39 @@ def test_where_no_compressed_token_is_complete_output_and_gradients_are_zero(imp
     used = 1 + 4  # of the document of 8 tokens, and of that of 20
     assert all((grad[:, :, used:] == 0).all() for grad in (grad_k, grad_v))
     assert all(grad.isfinite().all() for grad in (grad_q, grad_k, grad_v))
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_no_gradient_crosses_a_boundary(impl: str) -> None:
+    lengths = (40, 1, 70, 9)
+    layer = make_layer(impl)
+    x = torch.randn(1, sum(lengths), 16, requires_grad=True)
+    for number, out in enumerate(layer(x, document_ids=ids_of(lengths)).split(lengths, dim=1)):
+        (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        felt = [bool((part != 0).any()) for part in grad.split(lengths, dim=1)]
+        assert felt == [other == number for other in range(len(lengths))]
+
+
+def test_only_changes_of_the_id_matter() -> None:
+    layer, x, ids = make_layer("sdpa"), torch.randn(2, 60, 16), ids_of((9, 31, 20)).expand(2, -1)
+    out = layer(x, document_ids=ids)
+    assert torch.equal(layer(x, document_ids=(7 * ids - 3).int()), out)
+    torch.testing.assert_close(layer(x[:1], document_ids=ids[:1]), out[:1])
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[0, 0, 1, 2]], r"expected shape \(1, 5\), got \(1, 4\)"),
+        ([0, 0, 1, 1, 2], r"expected shape \(1, 5\), got \(5,\)"),
+        ([[0.0, 0.0, 1.0, 1.0, 2.0]], r"expected dtype torch.int32 or torch.int64, got torch.float32"),
+        ([[0, 0, 2, 1, 2]], r"expected ids that never decrease, got 2 before 1 at \[0, 2\]"),
+    ],
+)
+def test_wrong_document_ids_are_named(ids: list[Any], message: str) -> None:
+    x = torch.randn(1, 5, 16)
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
+    with pytest.raises(ValueError, match="^document_ids: " + message):
+        make_layer("sdpa")(x, document_ids=torch.tensor(ids))
+    with pytest.raises(ValueError, match="^document_ids: " + message):
+        sliding_window_attention(q, k, k, config=SMALL, document_ids=torch.tensor(ids))

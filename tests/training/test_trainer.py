@@ -93,10 +93,11 @@ def test_non_finite_loss_stops_before_the_parameters_change(text_folder: Path):
     assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_bf16_autocast_runs_in_bf16_and_stays_close_to_fp32(text_folder: Path, attention: str):
+def test_bf16_autocast_runs_in_bf16_and_stays_close_to_fp32(text_folder: Path, attention: str, pack: bool):
     corpus, dtypes = read_corpus(text_folder), []
-    config = TrainConfig(batch_size=2, seq_len=40)
+    config = TrainConfig(batch_size=2, seq_len=40, pack=pack)
     full = _trainer(corpus, replace(MODEL, attention=attention), config)
     half = _trainer(corpus, replace(MODEL, attention=attention), replace(config, precision="bf16"))
     half.model.head.register_forward_hook(lambda _module, _input, output: dtypes.append(output.dtype))
