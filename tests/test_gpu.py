@@ -159,6 +159,7 @@ class TestDecoding:
     def test_256_steps_are_one_cuda_graph_of_torch_compile(self, monkeypatch: pytest.MonkeyPatch) -> None:
         layer, x, whole, _ = decoded_layer(monkeypatch)
         cache = prompts_of(layer, x)
+        torch.compiler.reset()  # another test's graphs of a layer would count as compiled before
         counters = torch._dynamo.utils.counters["inductor"]
         skipped = counters["cudagraph_skips"]
         compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")

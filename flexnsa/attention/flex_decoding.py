@@ -18,6 +18,7 @@ from flexnsa.attention.flex_kernels import Result, compile_once, unfold_heads
 from flexnsa.config import NSAConfig
 from flexnsa.masks.cached import cached_interval_mask, cached_selected_mask
 from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.intervals import tiles_touched
 from flexnsa.masks.mods import ScoreMod, mod_of_compressed, mod_of_tokens
 from flexnsa.masks.positions import Positions
 from flexnsa.masks.sliding_window import window_intervals
@@ -91,7 +92,7 @@ def _compressed(
     mask = cached_interval_mask(compressed_intervals(positions, config), k_cmp.shape[2], rows=rows, tile=TILE)
     layout = {"rows": rows, "groups": _groups(q, k_cmp)}
     kernel_mod = score_mod and mod_of_compressed(score_mod, positions, config=config, **layout)
-    return _attend(q, k_cmp, v_cmp, mask, scale, kernel_mod)
+    return _attend(q, k_cmp, v_cmp, mask, PROGRAMS, scale, kernel_mod)
 
 
 def _selected(
@@ -107,7 +108,7 @@ def _selected(
     rows = _rows(q, k)
     mask = cached_selected_mask(block_indices, positions.token, k.shape[2], rows=rows, config=config)
     kernel_mod = score_mod and mod_of_tokens(score_mod, positions, rows=rows, groups=_groups(q, k))
-    return _attend(q, k, v, mask, scale, kernel_mod)
+    return _attend(q, k, v, mask, operator.index(config.num_selected_blocks), scale, kernel_mod)
 
 
 def _window(
@@ -122,17 +123,20 @@ def _window(
     rows = _rows(q, k)
     mask = cached_interval_mask(window_intervals(positions, config), k.shape[2], rows=rows, tile=TILE)
     kernel_mod = score_mod and mod_of_tokens(score_mod, positions, rows=rows, groups=_groups(q, k))
-    return _attend(q, k, v, mask, scale, kernel_mod)
+    most_tiles = tiles_touched(operator.index(config.window_size), TILE)
+    return _attend(q, k, v, mask, most_tiles, scale, kernel_mod)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, kernel_mod: ScoreMod | None) -> Result:
-    """Call the kernel, with true tiles of one query by ``BLOCK_SIZE[1]`` keys."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, most_tiles: int, scale: float, kernel_mod: ScoreMod | None
+) -> Result:
+    """Call the kernel, with true tiles of one query by ``BLOCK_SIZE[1]`` keys; a query has up to ``most_tiles``."""
+    # The kernel wants to know at compile time how many programs there are. Only keys may be of any number.
+    batch, heads, count = operator.index(q.shape[0]), operator.index(k.shape[1]), operator.index(q.shape[2])
     (rows, tile), groups = mask.BLOCK_SIZE, _groups(q, k)
-    grouped = q.unflatten(1, (-1, groups)).transpose(2, 3)
+    grouped = q.unflatten(1, (heads, groups)).transpose(2, 3)
     folded = F.pad(grouped, (0, 0, 0, rows - groups)).flatten(2, 3)
-    # The kernel wants to know at compile time how many programs there are, so also how many rows.
-    tiles_of_queries = operator.index(k.shape[0] * k.shape[1] * q.shape[2])
-    splits = max(1, min(mask.kv_indices.shape[3], PROGRAMS // tiles_of_queries))
+    splits = max(1, min(most_tiles, PROGRAMS // (batch * heads * count)))
     options: dict[str, Any] = {"BACKEND": "TRITON_DECODE", "SPLIT_KV": splits, "BLOCK_M": rows}
     options |= {"BLOCK_N": min(tile & -tile, TILE), "num_warps": 4, "num_stages": 2}
     kwargs: dict[str, Any] = {"score_mod": kernel_mod, "block_mask": mask, "scale": scale, "kernel_options": options}
@@ -142,7 +146,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, kern
 
 
 def _groups(q: Tensor, k: Tensor) -> int:
-    return operator.index(q.shape[1] // k.shape[1])
+    return operator.index(q.shape[1]) // operator.index(k.shape[1])
 
 
 def _rows(q: Tensor, k: Tensor) -> int:
