@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from plots import decoding, estimator, masks, peak_memory, phases, step_time, trained_selection, training_loss
+from plots import decoding, estimator, masks, mods, peak_memory, phases, step_time, trained_selection, training_loss
 from plots.records import NotRecordedError, Results
 from plots.style import save
 
@@ -18,6 +18,7 @@ FIGURES = {
     "estimator": estimator.on_cpu,
     "estimator_gpu": estimator.on_gpu,
     "masks": masks.draw,
+    "mods": mods.draw,
     "decoding": decoding.draw,
     "trained_selection": trained_selection.draw,
     "training_loss": training_loss.draw,

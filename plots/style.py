@@ -53,16 +53,18 @@ def figure(
     *,
     size: tuple[float, float] = (7.6, 4.9),
     columns: int = 1,
+    rows: int = 1,
     left: float = 0.95,
     widths: Sequence[float] | None = None,
 ) -> tuple[Figure, Any]:
-    """Make a figure with a headline and a caption, and axes: one, or an array of several side by side.
+    """Make a figure with a headline and a caption, and axes: one, or an array of several.
 
     Args:
         title: what is to be seen.
         caption: device, precision, shapes, commit; wrapped.
         size: inches.
         columns: axes side by side.
+        rows: axes below each other.
         left: inches for what stands left of the axes.
         widths: of the columns, relative to each other; default: all alike.
     """
@@ -72,13 +74,14 @@ def figure(
     lines = textwrap.wrap(caption, int(width * 17.4))
     result.text(0.1 / width, 0.1 / height, "\n".join(lines), fontsize=7.5, color=GREY, va="bottom", linespacing=1.35)
     result.text(0.1 / width, 1 - 0.12 / height, title, fontsize=12.5, fontweight="bold", va="top")
-    axes = result.subplots(1, columns, width_ratios=widths)
+    axes = result.subplots(rows, columns, width_ratios=widths)
     result.subplots_adjust(
         left=left / width,
         right=1 - 0.2 / width,
         top=1 - (0.5 if columns == 1 else 0.75) / height,
         bottom=(0.155 * len(lines) + 0.7) / height,
         wspace=0.2,
+        hspace=0.32,
     )
     return result, axes
 
