@@ -14,7 +14,8 @@ from flexnsa.models import DecoderLM
 
 
 def test_observed_selection_is_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, selected = flexnsa.module.native_sparse_attention, []
+    whole: Any = flexnsa.module.native_sparse_attention
+    selected: list[torch.Tensor] = []
 
     def with_selection(*arguments: Any, **options: Any) -> Any:
         out, aux = whole(*arguments, **options, return_aux=True)

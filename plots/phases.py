@@ -30,13 +30,16 @@ def on_gpu(results: Results) -> Figure:
         "Medians of each phase run alone, compiled; whole: NSA with compression in one compiled call, in the same run. "
         f"Selection has no backward. {record.shapes()}. {record.where()}."
     )
-    result, axes = figure("Where the time goes", caption, size=(11, 4.2), columns=2, left=1.35)
-    result.subplots_adjust(top=0.74, wspace=0.32)
+    height = 2.6 + 0.75 * len(lengths)
+    result, axes = figure("Where the time goes", caption, size=(11, height), columns=2, left=1.35)
+    result.subplots_adjust(top=1 - 1.1 / height, wspace=0.32)
     for ax, field in zip(axes, ("forward_ms", "backward_ms"), strict=True):
         _bars(ax, record, lengths, field)
         ax.set_title(field.removesuffix("_ms").capitalize(), fontsize=10.5)
     patches = [Patch(color=colour, label=name) for name, colour in PHASES.items()]
-    result.legend(handles=patches, ncols=len(patches), frameon=False, loc="upper left", bbox_to_anchor=(0.0, 0.925))
+    result.legend(
+        handles=patches, ncols=len(patches), frameon=False, loc="upper left", bbox_to_anchor=(0.0, 1 - 0.33 / height)
+    )
     return result
 
 
