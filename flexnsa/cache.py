@@ -87,7 +87,8 @@ class NSACache:
         self.reads: ReadCounter | None = None
         """Set it to count what the steps read."""
         self._rows = torch.arange(batch_size, device=device)[:, None]
-        for tensor in (*self._state().values(), self._rows):
+        self._zero = torch.zeros_like(self.lengths)[:, None]
+        for tensor in (*self._state().values(), self._rows, self._zero):
             # torch.compile makes no CUDA graph that writes to an input, unless told that its memory stays where it is.
             torch._dynamo.mark_static_address(tensor, guard=False)
         self._longest: int | None = 0
@@ -138,7 +139,7 @@ class NSACache:
         before = self.lengths[:, None]
         end = before + (num_tokens if lengths is None else lengths[:, None].to(torch.int32))
         self._check_room(num_tokens, lengths, end)
-        return locate(before, end, num_tokens, self.sizes, ordered=ordered)
+        return locate(before, end, self._zero, num_tokens, self.sizes, ordered=ordered)
 
     def store(self, name: str, rows: Tensor, step: Step) -> None:
         """Put the step's rows ``(B, Hkv, T or E, D)`` where they belong."""

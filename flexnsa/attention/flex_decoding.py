@@ -29,6 +29,7 @@ PROGRAMS = 512
 """Programs to divide a step among: a few for each multiprocessor of the largest GPUs."""
 TILE = 64
 """Keys of a tile in the dense branches."""
+WARPS, STAGES = 4, 2
 
 
 def is_decoding(q: Tensor, k: Tensor) -> bool:
@@ -138,7 +139,7 @@ def _attend(
     folded = F.pad(grouped, (0, 0, 0, rows - groups)).flatten(2, 3)
     splits = max(1, min(most_tiles, PROGRAMS // (batch * heads * count)))
     options: dict[str, Any] = {"BACKEND": "TRITON_DECODE", "SPLIT_KV": splits, "BLOCK_M": rows}
-    options |= {"BLOCK_N": min(tile & -tile, TILE), "num_warps": 4, "num_stages": 2}
+    options |= {"BLOCK_N": min(tile & -tile, TILE), "num_warps": WARPS, "num_stages": STAGES}
     kwargs: dict[str, Any] = {"score_mod": kernel_mod, "block_mask": mask, "scale": scale, "kernel_options": options}
     out, aux = flex_attention(folded, k, v, return_aux=AuxRequest(lse=True), **kwargs)
     assert aux.lse is not None

@@ -75,12 +75,13 @@ class Step:
     recent: dict[str, Tensor] = field(default_factory=dict)
 
 
-def locate(before: Tensor, end: Tensor, num_tokens: int, sizes: Slots, *, ordered: bool) -> Step:
+def locate(before: Tensor, end: Tensor, zero: Tensor, num_tokens: int, sizes: Slots, *, ordered: bool) -> Step:
     """Locate ``num_tokens`` new tokens a row.
 
     Args:
         before: int32 ``(B, 1)``, the lengths of the rows.
         end: int32 ``(B, 1)``, the lengths with the new tokens that are no padding.
+        zero: int32 ``(B, 1)``, zeros; where they lie in memory already, no step need write them there.
         num_tokens: ``T``.
         sizes: of the buffers.
         ordered: whether somebody will ask where the keys of the window stand.
@@ -97,7 +98,7 @@ def locate(before: Tensor, end: Tensor, num_tokens: int, sizes: Slots, *, ordere
 
     # Padding stands where the last token does, so that positions never decrease nor run out of the buffers.
     token = torch.minimum(place, after - 1)
-    zero = torch.zeros_like(token)
+    zero = zero.expand_as(token)
     # One token overwrites the one that leaves the window. The ring then is the window, in an order that attention does
     # not see, and need not be copied.
     in_place = num_tokens == 1 and sizes.max_rewind == 1 and not ordered
