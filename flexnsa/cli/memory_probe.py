@@ -32,7 +32,8 @@ class AllocatorProbe:
     """Allocated bytes above those at the start, at named moments, and the most between them.
 
     Use as a context manager; call :meth:`mark` inside, and read ``at`` and ``peak`` after it. On CUDA the numbers are
-    the caching allocator's own; on a CPU, which keeps none, they are summed up from the profiler's events.
+    the caching allocator's own; on a CPU, which keeps none, they are summed up from the profiler's events. Those are of
+    one thread (pytorch issue 192290), so on a CPU the work is held to one: more threads would hold more at once.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -40,6 +41,7 @@ class AllocatorProbe:
         self.at: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self._start = 0
+        self._threads = torch.get_num_threads()
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def __enter__(self) -> AllocatorProbe:
@@ -48,6 +50,7 @@ class AllocatorProbe:
             self._start = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
         else:
+            torch.set_num_threads(1)
             self._profile.__enter__()
         return self
 
@@ -66,6 +69,7 @@ class AllocatorProbe:
         if self.device == "cuda":
             return
         self._profile.__exit__(*error)
+        torch.set_num_threads(self._threads)
         events: list[Any] = self._profile.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
         live = most = 0
         for event in sorted(events, key=lambda event: event.start_ns()):
