@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from math import e, log2
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +14,9 @@ from flexnsa.geometry import overlap_band
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.mods import ScoreMod, apply_score_mod, compressed_positions, query_positions
 from flexnsa.masks.positions import Positions
+
+LOG2_E = log2(e)
+"""Probabilities are powers of two inside, which a CPU computes three times as fast as those of e."""
 
 
 def group_probabilities(
@@ -32,16 +38,20 @@ def group_probabilities(
     hidden = (key < visible.lo[..., None]) | (key >= visible.hi[..., None])  # (B, T, N)
 
     group = q.shape[1] // k_cmp.shape[1]
-    q_BKRD = (q.float() * scale).unflatten(1, (-1, group)).flatten(2, 3)  # the heads of a group share their keys
+    q_BKRD = (q.float() * (scale * LOG2_E)).unflatten(1, (-1, group)).flatten(2, 3)  # a group's heads share their keys
     scores = (q_BKRD @ k_cmp.float().mT).unflatten(2, (group, -1))
     if score_mod is not None:
         place = compressed_positions(key.view(1, 1, 1, -1), positions, config)
-        modified = apply_score_mod(score_mod, scores.flatten(1, 2), query_positions(positions), place)
-        scores = modified.unflatten(1, (-1, group))
-    scores = scores.masked_fill_(hidden[:, None, None], -torch.inf)
-    lse = scores.logsumexp(-1) if lse is None else lse.unflatten(1, (k_cmp.shape[1], -1))
+        natural = scores.div_(LOG2_E).flatten(1, 2)
+        modified = apply_score_mod(score_mod, natural, query_positions(positions), place)
+        scores = modified.unflatten(1, (-1, group)).mul(LOG2_E)
+    if lse is None:
+        lse = scores.masked_fill(hidden[:, None, None], -torch.inf).mul_(1 / LOG2_E).logsumexp(-1)
+    else:
+        lse = lse.unflatten(1, (k_cmp.shape[1], -1))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing has probabilities 0, not NaN
-    return scores.sub_(lse[..., None]).exp_().sum(2)
+    # Hidden keys may give anything, infinity included; they are cheaper to hide in the sum than in each head.
+    return scores.sub_(lse[..., None] * LOG2_E).exp2_().sum(2).masked_fill_(hidden[:, None], 0)
 
 
 def block_scores(probs: Tensor, positions: Positions, *, num_blocks: int, config: NSAConfig) -> Tensor:
@@ -54,4 +64,5 @@ def block_scores(probs: Tensor, positions: Positions, *, num_blocks: int, config
     own = torch.arange(first, first + width, device=probs.device) + positions.cmp_start[..., None]
     own = own.where((own >= positions.cmp_start[..., None]) & (own < num_keys), num_keys).to(torch.int64)[:, None]
     banded = F.pad(probs, (0, 1)).gather(-1, own.expand(*probs.shape[:3], width))
-    return banded.unfold(-1, len(weights), step) @ probs.new_tensor(weights)
+    blocks = (banded[..., o : o + (num_blocks - 1) * step + 1 : step] * weight for o, weight in enumerate(weights))
+    return functools.reduce(Tensor.add_, blocks)

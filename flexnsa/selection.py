@@ -17,6 +17,7 @@ from flexnsa.masks.mods import ScoreMod
 from flexnsa.masks.positions import Positions
 from flexnsa.operators import opaque_operator
 from flexnsa.scoring import block_scores, group_probabilities
+from flexnsa.threads import grouped, heads_at_once, repeated, side_by_side
 
 CHUNK = 256
 """Queries scored at a time: peak memory is ``B * Hq * CHUNK * N`` scores."""
@@ -106,7 +107,19 @@ def _select_in_chunks(
     scale: float,
 ) -> Tensor:
     config = NSAConfig(**{field.name: size for field, size in zip(fields(NSAConfig), sizes, strict=True)})
-    return _select(q, k_cmp, lse, Positions(token, start, cmp_start), config, scale, None)
+    chosen = token.new_empty(*k_cmp.shape[:2], q.shape[2], config.num_selected_blocks)
+
+    def select(q: Tensor, k_cmp: Tensor, chosen: Tensor, *others: Tensor) -> None:
+        rows, lse = Positions(*(x[:, 0] for x in others[:3])), [x.flatten(1, 2) for x in others[3:]]
+        chosen.copy_(_select(q.flatten(1, 2), k_cmp, lse[0] if lse else None, rows, config, scale, None))
+
+    per_token, per_head = (
+        repeated(k_cmp, token, start, cmp_start),
+        grouped(k_cmp, *(x for x in (q, lse) if x is not None)),
+    )
+    views = (next(per_head), k_cmp, chosen, *per_token, *per_head)
+    side_by_side(select, views, heads_at_once(q, k_cmp, CHUNK))
+    return chosen
 
 
 @_select_in_chunks.register_fake

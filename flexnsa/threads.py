@@ -10,6 +10,8 @@ from torch import Tensor
 
 FEWEST_QUERIES = 256
 """Fewer are done before threads have started."""
+ROWS = 384
+"""Heads are taken together until a chunk of their queries has so many rows: products of fewer are slow."""
 
 
 def grouped(k: Tensor, *tensors: Tensor) -> Iterator[Tensor]:
@@ -20,6 +22,11 @@ def grouped(k: Tensor, *tensors: Tensor) -> Iterator[Tensor]:
 def repeated(k: Tensor, *tensors: Tensor) -> Iterator[Tensor]:
     """View what belongs to tokens, ``(B or 1, T)``, as if each of the key heads ``(B, Hkv, ...)`` had its own."""
     return (x[:, None].expand(*k.shape[:2], -1) for x in tensors)
+
+
+def heads_at_once(q: Tensor, k: Tensor, chunk_size: int) -> int:
+    """Count the key heads whose queries make a chunk of about ``ROWS`` rows."""
+    return max(1, ROWS // max(1, q.shape[1] // k.shape[1] * min(chunk_size, q.shape[2])))
 
 
 def side_by_side(work: Callable[..., None], views: Sequence[Tensor], size: int) -> None:

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from flexnsa.operators import opaque_operator
-from flexnsa.threads import grouped, repeated, side_by_side
+from flexnsa.threads import grouped, heads_at_once, repeated, side_by_side
 
 ALIGNED = 16
 """A chunk reads a multiple of so many keys: rows of scores of odd length cost a tenth of the time."""
-ROWS = 384
-"""Heads are taken together until their queries in a chunk are so many: fewer would leave a product too small."""
 LOG2_E = log2(e)
 """Probabilities are powers of two inside, which a CPU computes three times as fast as those of e."""
 
@@ -92,11 +90,6 @@ def _workspace(q: Tensor, chunks: list[_Chunk], dtype: torch.dtype) -> Tensor:
     return q.new_empty(q.shape[:3].numel() * largest, dtype=dtype)
 
 
-def _heads_at_once(q: Tensor, k: Tensor, chunk_size: int) -> int:
-    """Count the key heads that make a chunk of about ``ROWS`` rows of scores."""
-    return max(1, ROWS // (q.shape[1] // k.shape[1] * min(chunk_size, q.shape[2])))
-
-
 @opaque_operator("interval_attention")
 def interval_attention(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, chunk_size: int
@@ -137,7 +130,7 @@ def interval_attention(
             lse_c = torch.where(total > 0, (top + total.double().log2()) / LOG2_E, -torch.inf)
             lse[..., rows] = lse_c.view_as(lse[..., rows])
 
-    side_by_side(attend, (*grouped(k, q, out, lse), k, v, *repeated(k, lo, hi)), _heads_at_once(q, k, chunk_size))
+    side_by_side(attend, (*grouped(k, q, out, lse), k, v, *repeated(k, lo, hi)), heads_at_once(q, k, chunk_size))
     return out, lse
 
 
@@ -185,7 +178,7 @@ def _interval_attention_backward(
 
     by_group = grouped(k, q, out, lse, grad_out, grad_lse, grad_q)
     views = (*by_group, k, v, grad_k, grad_v, *repeated(k, lo, hi))
-    side_by_side(differentiate, views, _heads_at_once(q, k, chunk_size))
+    side_by_side(differentiate, views, heads_at_once(q, k, chunk_size))
     return grad_q, grad_k, grad_v
 
 
