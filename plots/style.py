@@ -170,7 +170,7 @@ def residuals(curves: Mapping[str, Iterable[tuple[int, float]]]) -> str:
     points = {name: list(curve) for name, curve in curves.items()}
     fits = {name: fit_power_law(curve) for name, curve in points.items() if len(curve) > 2}
     worst = ", ".join(f"{name} {fit.residual:.1%}" for name, fit in fits.items())
-    return f"Exponents: least squares in log-log; worst point off by: {worst}."
+    return "Exponents: least squares in log-log" + (f"; worst point off by: {worst}." if worst else ".")
 
 
 def short(length: float) -> str:

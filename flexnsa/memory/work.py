@@ -9,6 +9,7 @@ from flexnsa.attention.sdpa import COMPRESSED_CHUNK, WINDOW_CHUNK
 from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.memory.weights import DENSE, LINEAR, compressor_maps, layer_weights, v_dim
 from flexnsa.models.config import DecoderConfig
+from flexnsa.threads import ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +211,21 @@ class Work:
             if tag == "slc":  # the output's folded gradient takes the place of the folded output
                 return self.folded(self.queries + delta) + self.copied_keys()
             return self.queries + delta + (self.repeated_keys() if tag == "cmp" else self.keys())
-        if tag == "slc":
+        gradients, share = self.queries + self.keys(length), self.heads_at_once(tag)
+        if tag == "slc":  # rows and keys in fp32, each with a number beside, and the pairs of blocks and queries sorted
             workspace = acc * MAX_ROWS * group * (2 * nsa.select_block_size + 3 * config.head_dim)
-            return fp32 * (4 * self.queries + self.outputs + self.keys()) + workspace
-        chunk = COMPRESSED_CHUNK if tag == "cmp" else WINDOW_CHUNK
+            pairs = 12 * self.length * nsa.num_selected_blocks
+            rows = fp32 * (2 * self.queries + self.outputs + 2 * self.keys())
+            return gradients + int(share * rows) + pairs + workspace
+        chunk = min(COMPRESSED_CHUNK if tag == "cmp" else WINDOW_CHUNK, self.length)
         reach = length if tag == "cmp" else min(self.length, nsa.window_size + chunk - 1)
-        chunk = min(chunk, self.length)
-        scores = 2 * acc * self.batch * config.num_heads * chunk * reach
-        per_chunk = 5 * acc * self.batch * config.num_heads * chunk * config.head_dim
-        return self.queries + fp32 * self.keys(length) + scores + per_chunk
+        scores = acc * self.batch * config.num_heads * chunk * (2 * reach + 5 * config.head_dim)
+        return gradients + int(share * (2 * fp32 * self.keys(length) + scores))
+
+    def heads_at_once(self, tag: str) -> float:
+        """The share of key heads that the sdpa implementation works on at once, on one thread."""
+        group, heads = self.config.num_heads // self.config.num_kv_heads, self.batch * self.config.num_kv_heads
+        if tag == "slc":
+            return 1 / heads
+        chunk = min(COMPRESSED_CHUNK if tag == "cmp" else WINDOW_CHUNK, self.length)
+        return min(1, max(1, ROWS // (group * chunk)) / heads)
