@@ -2,7 +2,19 @@
 
 from flexnsa.training.config import TRAIN_PRESETS, TrainConfig
 from flexnsa.training.data import Corpus, read_corpus
+from flexnsa.training.rows import Batch, PackedDocuments, Windows
 from flexnsa.training.run import run
 from flexnsa.training.trainer import StepResult, Trainer
 
-__all__ = ["TRAIN_PRESETS", "Corpus", "StepResult", "TrainConfig", "Trainer", "read_corpus", "run"]
+__all__ = [
+    "TRAIN_PRESETS",
+    "Batch",
+    "Corpus",
+    "PackedDocuments",
+    "StepResult",
+    "TrainConfig",
+    "Trainer",
+    "Windows",
+    "read_corpus",
+    "run",
+]
