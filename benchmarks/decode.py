@@ -12,8 +12,6 @@ which reads each key once.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flexnsa import NativeSparseAttention, NSACache
+from flexnsa.cli.recording import Recording
 from flexnsa.cli.table import format_table
 from flexnsa.functional import attend, implementation
 from flexnsa.models import DenseAttention, preset
@@ -226,16 +225,19 @@ def main() -> None:
     torch.set_grad_enabled(False)
     torch._dynamo.config.error_on_recompile = True
     torch.manual_seed(0)
-    points = [measure(context, arguments) for context in arguments.contexts]
+    recording = Recording(arguments.json, " ".join((__doc__ or "").split())) if arguments.json else None
+    points = []
+    for context in arguments.contexts:
+        points.append(measure(context, arguments))
+        if recording is not None:
+            recording.add(asdict(points[-1]))
     print(table(points))
     growth = growth_bytes(arguments.growth_steps) if arguments.growth_steps else None
     if growth is not None:
         print(f"\nThe process grew by {growth / 2**20:.2f} MiB over {arguments.growth_steps} steps.")
-    if arguments.json:
-        environment = {"torch": torch.__version__, "cpu": platform.processor(), "threads": 1, "dtype": "float32"}
+    if recording is not None:
         options = {"impl": arguments.impl, "compile": arguments.compile, "rounds": arguments.rounds}
-        record = environment | options | {"growth_bytes": growth, "points": [asdict(point) for point in points]}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        recording.note(dtype="float32", **options, growth_bytes=growth)
 
 
 if __name__ == "__main__":

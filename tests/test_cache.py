@@ -14,7 +14,7 @@ from cases import SMALL
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSACache, NSAConfig, functional, module
-from flexnsa.attention import sdpa
+from flexnsa.attention import sdpa, sdpa_cached
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.memory import estimate_decoding
 from flexnsa.models import DecoderConfig, DenseAttention
@@ -299,6 +299,38 @@ def test_a_step_that_fails_half_way_was_never_taken(monkeypatch: pytest.MonkeyPa
         with pytest.raises(TypeError):
             layer(-x[:, 50:80], cache=cache)
     assert_equal_to_whole(decode(layer, x[:, 50:], [1] * 40, cache), layer(x)[:, 50:])
+
+
+def test_a_token_that_fails_half_way_has_left_the_window_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys are in the ring already, in the place of the oldest, so no step can go back that far."""
+    layer = make_layer()
+    x = tokens(2, 90)
+    cache = layer.new_cache(2, 90)
+    decode(layer, x[:, :50], [50], cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(sdpa_cached, "sliding_window_attention", None)
+        with pytest.raises(TypeError):
+            layer(-x[:, 50:51], cache=cache)
+    with pytest.raises(ValueError, match="lengths: expected 0, or up to max_rewind=1 less than the 50"):
+        cache.crop(49)
+    assert_equal_to_whole(decode(layer, x[:, 50:], [1] * 40, cache), layer(x)[:, 50:])
+
+
+def test_a_full_row_is_noticed_after_steps_that_nobody_counted() -> None:
+    layer = make_layer()
+    cache = layer.new_cache(2, 30)
+    layer(tokens(2, 20), cache=cache, lengths=torch.tensor([20, 3]))
+    torch.compiler.reset()
+    step = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for _ in range(9):
+        step(tokens(2, 1), cache=cache)
+    layer(tokens(2, 1), cache=cache)
+    with pytest.raises(ValueError, match=r"x: expected at most 0 tokens, .* of 30 has room in row 0, got 1"):
+        layer(tokens(2, 1), cache=cache)
+    cache.crop(torch.tensor([29, 12]))
+    assert layer(tokens(2, 1), cache=cache).isfinite().all()
+    cache.reset()
+    assert layer(tokens(2, 30), cache=cache).isfinite().all()
 
 
 @pytest.mark.parametrize(
