@@ -132,7 +132,7 @@ def test_what_need_not_synchronise_compiles_whole(name: str) -> None:
             lambda: document_ids_from_cu_seqlens(torch.tensor([0, 5]), 6),
             r"cu_seqlens: expected to end at seq_len=6, got 5",
         ),
-        (lambda: document_ids_from_cu_seqlens(torch.tensor([0.0, 5.0])), r"cu_seqlens: expected dtype .* float32"),
+        (lambda: document_ids_from_cu_seqlens(torch.tensor([0.0, 5.0])), r"cu_seqlens: .* got torch.float32"),
         (lambda: document_ids_from_cu_seqlens(torch.tensor([[0, 5]])), r"cu_seqlens: expected shape .* got \(1, 2\)"),
         (lambda: document_ids_from_cu_seqlens(torch.tensor([], dtype=torch.int32)), r"cu_seqlens: .* got no entry"),
         (lambda: document_ids_from_position_ids(torch.tensor([[1, 2]])), r"position_ids: .* got 1 at \[0, 0\]"),
