@@ -1,7 +1,7 @@
 """Time one decoded token over the context, one layer of the ``large`` preset, against dense attention in the same run.
 
     OMP_WAIT_POLICY=passive python -m benchmarks.decode --json decode.json
-    python -m benchmarks.decode --device cuda --impl flex --json decode_gpu.json      # see decode_gpu.py
+    python -m benchmarks.decode --device cuda --json decode_gpu.json      # see decode_gpu.py
 
 The caches are full of random numbers: what a step costs does not depend on them. Times are processor seconds of one
 thread, which a busy machine stretches less than those of the clock; medians of rounds in which everybody has a turn.
@@ -202,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", help="default: 1k to 64k, on CUDA 8k to 128k")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each contestant; default: %(default)s")
-    parser.add_argument("--impl", choices=("sdpa", "flex"), default="sdpa", help="default: %(default)s")
+    parser.add_argument("--impl", choices=("sdpa", "flex"), help="default: sdpa, on CUDA flex")
     parser.add_argument("--compile", action="store_true", help="the NSA layer as one graph, never compiled twice")
     parser.add_argument("--growth-steps", type=int, default=1000, help="steps to watch the memory of; 0: none")
     parser.add_argument("--json", type=Path)
@@ -214,6 +214,7 @@ def main() -> None:
     on_cuda.add_argument("--commit", help="state of the code, where there is no git checkout")
     on_cuda.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
     arguments = parser.parse_args()
+    arguments.impl = arguments.impl or ("sdpa" if arguments.device == "cpu" else "flex")
     if arguments.device == "cuda":
         from benchmarks import decode_gpu
 

@@ -20,6 +20,7 @@ FIGURES = {
     "masks": masks.draw,
     "mods": mods.draw,
     "decoding": decoding.draw,
+    "decoding_gpu": decoding.on_gpu,
     "trained_selection": trained_selection.draw,
     "training_loss": training_loss.draw,
 }

@@ -14,6 +14,7 @@ COMMANDS = {
     "estimator_h200.json": "python -m flexnsa compare-seeds --device cuda --rows memory long",
     "seeds.json": "make record",
     "trained.json": "python -m benchmarks.trained",
+    "decode_h200.json": "python -m benchmarks.decode --device cuda --json benchmarks/results/decode_h200.json",
 }
 
 
