@@ -81,8 +81,8 @@ CPU = Setting(num_heads=12, num_kv_heads=2, head_dim=64, dtype=torch.float32, de
 Maker = Callable[[Setting, int], Contestant]
 
 
-def nsa(setting: Setting, length: int) -> Contestant:
-    """Attention alone: q, the keys and values of each branch and the gates are given."""
+def nsa(setting: Setting, length: int, **options: Any) -> Contestant:
+    """Attention alone: q, the keys and values of each branch and the gates are given; options are the function's."""
 
     def attend(q: Tensor, gates: Tensor, *kv: Tensor) -> Any:
         k, v, k_win, v_win, k_cmp, v_cmp = kv
@@ -97,6 +97,7 @@ def nsa(setting: Setting, length: int) -> Contestant:
             v_win=v_win,
             config=setting.config,
             impl=setting.impl,
+            **options,
         )
 
     inputs = _nsa_inputs(setting, length, num_compressed(length, setting.config))

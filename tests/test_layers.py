@@ -18,7 +18,7 @@ ROOT = Path(flexnsa.__file__).parent
 LAYERS = [
     ["checks", "config", "geometry", "operators", "threads"],
     ["compression", "gating", "rope"],
-    ["masks", "packing"],
+    ["masks", "mods", "packing"],
     ["kernels", "scoring_triton"],
     ["scoring", "selection", "reads"],
     ["attention"],

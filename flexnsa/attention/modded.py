@@ -8,6 +8,7 @@ so nothing here is compiled.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,7 @@ INTERVAL_CHUNK = 256
 GATHERED_NUMBERS = 2**24
 """Keys times dimensions that a chunk of the selected branch gathers: 64 MB in fp32."""
 
-NOT_COMPILED = "with a score_mod or mask_mod impl='sdpa' runs uncompiled; impl='flex' compiles them"
 
-
-@torch.compiler.disable(reason=NOT_COMPILED)
 def interval_attention(
     q: Tensor,
     k: Tensor,
@@ -63,10 +61,9 @@ def interval_attention(
         arguments = (q[:, :, rows], k[:, :, keys], v[:, :, keys], seen, query_positions(here))
         return _run(_attend, *arguments, key_positions(key, here), score_mod, scale)
 
-    return _in_chunks(chunk, q.shape[2], INTERVAL_CHUNK)
+    return _uncompiled(_in_chunks)(chunk, q.shape[2], INTERVAL_CHUNK)
 
 
-@torch.compiler.disable(reason=NOT_COMPILED)
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -92,7 +89,7 @@ def selected_attention(
         return _run(attend, q[:, :, rows], k, v, block_indices[:, :, rows], positions.at(rows))
 
     numbers = k.shape[0] * k.shape[1] * block_indices.shape[-1] * block_size * max(k.shape[-1], v.shape[-1])
-    return _in_chunks(chunk, q.shape[2], max(1, GATHERED_NUMBERS // numbers))
+    return _uncompiled(_in_chunks)(chunk, q.shape[2], max(1, GATHERED_NUMBERS // numbers))
 
 
 def _attend(
@@ -127,6 +124,11 @@ def _attend(
         probs = (probs / total.clamp_min(0.5)).unflatten(1, (heads, group))
         out = torch.einsum(f"bkgcs,{keys}->bkgcd", probs, v.to(dtype))
     return out.flatten(1, 2).to(q.dtype), lse
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Not as a decorator: that would import the compiler with the package.
+    return torch.compiler.disable(function, reason="with a mod, impl='sdpa' is not compiled; impl='flex' is")
 
 
 def _run(attend: Callable[..., tuple[Tensor, Tensor]], *arguments: object) -> tuple[Tensor, Tensor]:
