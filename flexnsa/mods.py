@@ -14,9 +14,16 @@ from flexnsa.masks.intervals import MaskMod
 from flexnsa.masks.mods import ScoreMod
 
 
-def soft_cap(cap: float) -> ScoreMod:
-    """Bend scores into ``(-cap, cap)``: ``cap * tanh(score / cap)`` (Gemma 2, arXiv 2408.00118, section 2)."""
-    check_positive_number("cap", cap)
+def soft_cap(cap: float | Tensor) -> ScoreMod:
+    """Bend scores into ``(-cap, cap)``: ``cap * tanh(score / cap)`` (Gemma 2, arXiv 2408.00118, section 2).
+
+    Args:
+        cap: a number, which a compiler takes for a constant; or a tensor ``()``, which may change from call to call.
+    """
+    if isinstance(cap, Tensor):
+        check_tensor("cap", cap, ())
+    else:
+        check_positive_number("cap", cap)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
         return cap * torch.tanh(score / cap)

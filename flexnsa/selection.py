@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, fields
 from typing import Any
 
@@ -13,11 +14,13 @@ from torch import Tensor
 from flexnsa.checks import check_tensor
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within, num_blocks, num_compressed
-from flexnsa.masks.mods import ScoreMod
 from flexnsa.masks.positions import Positions
 from flexnsa.operators import opaque_operator
 from flexnsa.scoring import block_scores, group_probabilities
 from flexnsa.threads import grouped, heads_at_once, repeated, side_by_side
+
+Probabilities = Callable[[Tensor, Tensor, Tensor | None, Positions], Tensor]
+"""Of ``q, k_cmp, lse`` and the positions: ``p_cmp`` summed over the heads of a group, ``(B, Hkv, T, N)``."""
 
 CHUNK = 256
 """Queries scored at a time: peak memory is ``B * Hq * CHUNK * N`` scores."""
@@ -72,27 +75,44 @@ def check_block_indices(block_indices: Tensor, *, config: NSAConfig, seq_len: in
 
 
 def select_in_chunks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions, *, config: NSAConfig, scale: float
+) -> Tensor:
+    """Score and choose the blocks of every query, int32 ``(B, Hkv, T, n)``, without a gradient.
+
+    One opaque operator to the compiler: its loop neither unrolls nor breaks the graph, and a checkpointing policy can
+    save its result instead of selecting anew.
+    """
+    q, k_cmp, lse = q.detach(), k_cmp.detach(), None if lse is None else lse.detach()
+    rows = (positions.token, positions.start, positions.cmp_start)
+    return _select_in_chunks(q, k_cmp, lse, *rows, astuple(config), scale)
+
+
+def select_openly(
     q: Tensor,
     k_cmp: Tensor,
     lse: Tensor | None,
     positions: Positions,
     *,
     config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None = None,
+    probabilities: Probabilities,
+    chunk: int = CHUNK,
 ) -> Tensor:
-    """Score and choose the blocks of every query, int32 ``(B, Hkv, T, n)``, without a gradient.
+    """As :func:`select_in_chunks`, by a function of the caller's, and in the open.
 
-    One opaque operator to the compiler: its loop neither unrolls nor breaks the graph, and a checkpointing policy can
-    save its result instead of selecting anew. An operator takes no functions, so with a score_mod the loop is in the
-    open, and a compiler unrolls it.
+    For scores with a mod: an operator takes no functions. A compiler unrolls the loop.
+
+    Args:
+        q: ``(B, Hq, T, Dk)``.
+        k_cmp: ``(B, Hkv, N, Dk)``.
+        lse: of the compressed branch with the same mod, or None.
+        positions: of the queries.
+        config: block sizes.
+        probabilities: :func:`flexnsa.scoring.group_probabilities` with all but its tensors given.
+        chunk: queries scored at a time.
     """
     q, k_cmp, lse = q.detach(), k_cmp.detach(), None if lse is None else lse.detach()
-    if score_mod is None:
-        rows = (positions.token, positions.start, positions.cmp_start)
-        return _select_in_chunks(q, k_cmp, lse, *rows, astuple(config), scale)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return _select(q, k_cmp, lse, positions, config, scale, score_mod)
+        return _select(q, k_cmp, lse, positions, config, probabilities, chunk)
 
 
 @opaque_operator("select_in_chunks")
@@ -108,10 +128,11 @@ def _select_in_chunks(
 ) -> Tensor:
     config = NSAConfig(**{field.name: size for field, size in zip(fields(NSAConfig), sizes, strict=True)})
     chosen = token.new_empty(*k_cmp.shape[:2], q.shape[2], config.num_selected_blocks)
+    probabilities = functools.partial(group_probabilities, config=config, scale=scale)
 
     def select(q: Tensor, k_cmp: Tensor, chosen: Tensor, *others: Tensor) -> None:
         rows, lse = Positions(*(x[:, 0] for x in others[:3])), [x.flatten(1, 2) for x in others[3:]]
-        chosen.copy_(_select(q.flatten(1, 2), k_cmp, lse[0] if lse else None, rows, config, scale, None))
+        chosen.copy_(_select(q.flatten(1, 2), k_cmp, lse[0] if lse else None, rows, config, probabilities, CHUNK))
 
     per_token, per_head = (
         repeated(k_cmp, token, start, cmp_start),
@@ -133,26 +154,17 @@ def _select(
     lse: Tensor | None,
     positions: Positions,
     config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None,
+    probabilities: Probabilities,
+    chunk: int,
 ) -> Tensor:
     chosen = []
-    for at in range(0, q.shape[2], CHUNK):
-        rows = slice(at, at + CHUNK)
+    for at in range(0, q.shape[2], chunk):
+        rows = slice(at, at + chunk)
         here = positions.at(rows)
         k_past = k_cmp[:, :, : _keys_until(here, k_cmp.shape[2], config)]
-        probs = group_probabilities(
-            q[:, :, rows],
-            k_past,
-            None if lse is None else lse[:, :, rows],
-            here,
-            config=config,
-            scale=scale,
-            score_mod=score_mod,
-        )
+        probs = probabilities(q[:, :, rows], k_past, None if lse is None else lse[:, :, rows], here)
         width = blocks_within(k_past.shape[2], config)
-        scores = block_scores(probs, here, num_blocks=width, config=config)
-        chosen.append(top_blocks(scores, here, config=config))
+        chosen.append(top_blocks(block_scores(probs, here, num_blocks=width, config=config), here, config=config))
     return torch.cat(chosen, dim=2)
 
 

@@ -233,7 +233,8 @@ def test_a_new_closure_or_other_documents_do_not_recompile() -> None:
         for seed in range(4):
             bias = torch.randn(HEADS, 9, generator=torch.Generator().manual_seed(seed))
             ids = torch.randint(0, 2, (1, SEQ_LEN)).cumsum(1)
-            step(tensors, ids, mods.distance_bias(bias), mods.banned_span(0, 4))
+            score_mod = mods.chain(mods.soft_cap(torch.tensor(2.0 + seed)), mods.distance_bias(bias))
+            step(tensors, ids, score_mod, mods.banned_span(0, 4))
     assert len(graphs) == 1
 
 

@@ -33,8 +33,12 @@ from flexnsa.masks.mods import ScoreMod, mod_of_compressed, mod_of_tokens
 from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.selected import selected_mask
 from flexnsa.masks.sliding_window import window_intervals
+from flexnsa.scoring import group_probabilities
 from flexnsa.scoring_triton import select_blocks_triton
-from flexnsa.selection import select_in_chunks
+from flexnsa.selection import select_in_chunks, select_openly
+
+MODIFIED_SCORES = 2**26
+"""Scores that a chunk of queries may have in memory for a mod to change: 256 MB."""
 
 
 def compressed_attention(
@@ -141,12 +145,18 @@ def select_blocks(
 ) -> Tensor:
     """Choose the ``n`` best blocks of each query (NSA paper, Eq. 8 to 12): two Triton kernels on CUDA.
 
-    Elsewhere, and with a score_mod, which those kernels cannot take, it is products of a chunk of queries.
+    Those cannot take a score_mod: with one, products of a chunk of queries are compiled with it. On a CPU it is
+    products of a chunk in any case.
     """
     if q.is_cuda and score_mod is None:
         return select_blocks_triton(q, k_cmp, lse, positions, config=config, scale=scale)
     positions = positions_of(q, positions)
-    return select_in_chunks(q, k_cmp, lse, positions, config=config, scale=scale, score_mod=score_mod)
+    if score_mod is None:
+        return select_in_chunks(q, k_cmp, lse, positions, config=config, scale=scale)
+    compiled = compile_once(group_probabilities) if q.is_cuda else group_probabilities
+    probabilities = functools.partial(compiled, config=config, scale=scale, score_mod=score_mod)
+    chunk = max(TILE, MODIFIED_SCORES // (q.shape[0] * q.shape[1] * max(1, k_cmp.shape[2])) // TILE * TILE)
+    return select_openly(q, k_cmp, lse, positions, config=config, probabilities=probabilities, chunk=chunk)
 
 
 def _compressed(

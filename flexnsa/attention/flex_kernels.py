@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,11 @@ MAX_VARIANTS = 64
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 Result = tuple[Tensor, Tensor | None]
+T = TypeVar("T")
 
 
-def compile_once(branch: Callable[..., Result]) -> Callable[..., Result]:
-    """Compile a branch, unless a compiler is at work already.
+def compile_once(branch: Callable[..., T]) -> Callable[..., T]:
+    """Compile a function of ``q, k, v`` and more, unless a compiler is at work already.
 
     FlexAttention must never run uncompiled: it then computes every score, and applies the mask function to tiles that
     were not selected. ``fullgraph`` makes that an error instead.
@@ -33,18 +34,19 @@ def compile_once(branch: Callable[..., Result]) -> Callable[..., Result]:
     return branch if torch.compiler.is_compiling() else functools.partial(_call_compiled, branch)
 
 
-def _call_compiled(branch: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Result:
+def _call_compiled(branch: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     # Batch and lengths may vary from call to call. Heads, head dimensions and block sizes are architecture: tiles are
     # chosen from them, so each choice is compiled anew, and so is each mod: more variants than a compiler expects.
-    for x in (q, k, v):
-        torch._dynamo.mark_static(x, 1)
-        torch._dynamo.mark_static(x, 3)
-    with torch._dynamo.config.patch(specialize_int=True, recompile_limit=MAX_VARIANTS):
-        return _compiled(branch)(q, k, v, *args)
+    for x in args[:3]:
+        if isinstance(x, Tensor) and x.dim() == 4:
+            torch._dynamo.mark_static(x, 1)
+            torch._dynamo.mark_static(x, 3)
+    with torch._dynamo.config.patch(specialize_int=True, specialize_float=True, recompile_limit=MAX_VARIANTS):
+        return _compiled(branch)(*args, **kwargs)
 
 
 @functools.cache
-def _compiled(branch: Callable[..., Result]) -> Callable[..., Result]:
+def _compiled(branch: Callable[..., T]) -> Callable[..., T]:
     return torch.compile(branch, fullgraph=True)
 
 

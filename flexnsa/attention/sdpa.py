@@ -19,7 +19,8 @@ from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.mods import ScoreMod, compressed_positions, token_positions
 from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.sliding_window import window_intervals
-from flexnsa.selection import select_in_chunks
+from flexnsa.scoring import group_probabilities
+from flexnsa.selection import select_in_chunks, select_openly
 
 COMPRESSED_CHUNK, WINDOW_CHUNK = 256, 64
 """Queries a chunk: enough for the products to run at full speed, few enough for their scores to stay in cache."""
@@ -95,4 +96,7 @@ def select_blocks(
 ) -> Tensor:
     """Choose the ``n`` best blocks of each query, a chunk of queries at a time (Eq. 8 to 10)."""
     positions = positions_of(q, positions)
-    return select_in_chunks(q, k_cmp, lse, positions, config=config, scale=scale, score_mod=score_mod)
+    if score_mod is None:
+        return select_in_chunks(q, k_cmp, lse, positions, config=config, scale=scale)
+    probabilities = functools.partial(group_probabilities, config=config, scale=scale, score_mod=score_mod)
+    return select_openly(q, k_cmp, lse, positions, config=config, probabilities=probabilities)
