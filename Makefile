@@ -38,8 +38,11 @@ bench-gpu: .venv/.installed  ## measure on a GPU: correctness, then time and mem
 
 # On a machine with nothing else to do. What is recorded of a point stays, whenever this is stopped.
 record: .venv/.installed  ## measure what the plots show of a CPU: memory, throughput, the earlier system's work
-	OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks.cpu_throughput
+	$(BIN)/python -m benchmarks.cpu_throughput
 	$(BIN)/python -m benchmarks.memory_training --device cpu
+	$(BIN)/python -m benchmarks.decode --json benchmarks/results/decode_cpu.json
+	$(BIN)/python -m benchmarks.packing --device cpu --json benchmarks/results/packing_cpu.json
+	$(BIN)/python -m benchmarks.trained --json benchmarks/results/trained.json
 	$(BIN)/python -m flexnsa compare-seeds --device cpu --rows memory time train large-5-8192 large-5-16384 --out benchmarks/results/seeds.json
 
 plots: .venv/.installed  ## draw every figure whose measurements are recorded in benchmarks/results

@@ -1,6 +1,6 @@
 """Time of attention on a CPU over the length, forward and backward, beside flash and math SDPA in one run.
 
-    OMP_WAIT_POLICY=passive python -m benchmarks.cpu_throughput    # make record does this and more
+    python -m benchmarks.cpu_throughput    # make record does this and more
 
 The attention of the ``large`` preset (12 query and 2 key heads of 64, fp32, eager). All attentions of one length take
 turns in one process, so that what slows the machine slows them alike. A ratio is one of medians; above 1, NSA is
