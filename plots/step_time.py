@@ -70,7 +70,8 @@ def _ratios(curves: Curves) -> dict[int, float]:
 
 
 def _panel(ax: Axes, curves: Curves) -> None:
-    length_axes(ax, [length for curve in curves.values() for length in curve], room=2.8)
+    lengths = [length for curve in curves.values() for length in curve]
+    length_axes(ax, lengths, room=(max(lengths) / min(lengths)) ** 0.5)  # a third of the axis for labels
     for name, curve in curves.items():
         plot_curve(ax, name, list(curve), list(curve.values()))
     ax.margins(y=0.16)
