@@ -16,7 +16,7 @@ from flexnsa.masks.mods import ScoreMod, apply_score_mod, compressed_positions, 
 from flexnsa.masks.positions import Positions
 
 LOG2_E = log2(e)
-"""Probabilities are powers of two inside, which a CPU computes three times as fast as those of e."""
+"""Where lse is at hand, probabilities are powers of two, which a CPU computes three times as fast as those of e."""
 
 
 def group_probabilities(
@@ -37,21 +37,25 @@ def group_probabilities(
     key = torch.arange(k_cmp.shape[2], dtype=torch.int32, device=q.device)
     hidden = (key < visible.lo[..., None]) | (key >= visible.hi[..., None])  # (B, T, N)
 
+    natural = lse is None or score_mod is not None
+    unit = 1.0 if natural else LOG2_E
     group = q.shape[1] // k_cmp.shape[1]
-    q_BKRD = (q.float() * (scale * LOG2_E)).unflatten(1, (-1, group)).flatten(2, 3)  # a group's heads share their keys
+    q_BKRD = (q.float() * (scale * unit)).unflatten(1, (-1, group)).flatten(2, 3)  # a group's heads share their keys
     scores = (q_BKRD @ k_cmp.float().mT).unflatten(2, (group, -1))
     if score_mod is not None:
         place = compressed_positions(key.view(1, 1, 1, -1), positions, config)
-        natural = scores.div_(LOG2_E).flatten(1, 2)
-        modified = apply_score_mod(score_mod, natural, query_positions(positions), place)
-        scores = modified.unflatten(1, (-1, group)).mul(LOG2_E)
+        modified = apply_score_mod(score_mod, scores.flatten(1, 2), query_positions(positions), place)
+        scores = modified.unflatten(1, (-1, group))
     if lse is None:
-        lse = scores.masked_fill(hidden[:, None, None], -torch.inf).mul_(1 / LOG2_E).logsumexp(-1)
-    else:
-        lse = lse.unflatten(1, (k_cmp.shape[1], -1))
+        scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
+        return scores.softmax(-1).masked_fill_(empty, 0).sum(2)
+    lse = lse.unflatten(1, (k_cmp.shape[1], -1))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing has probabilities 0, not NaN
     # Hidden keys may give anything, infinity included; they are cheaper to hide in the sum than in each head.
-    return scores.sub_(lse[..., None] * LOG2_E).exp2_().sum(2).masked_fill_(hidden[:, None], 0)
+    scores = scores.sub_(lse[..., None] * unit)
+    probs = scores.exp_() if natural else scores.exp2_()
+    return probs.sum(2).masked_fill_(hidden[:, None], 0)
 
 
 def block_scores(probs: Tensor, positions: Positions, *, num_blocks: int, config: NSAConfig) -> Tensor:
