@@ -82,15 +82,21 @@ def check_mods(score_mod: Any, mask_mod: Any, q: Tensor) -> bool:
     Returns:
         Whether score_mod captured a tensor that requires a gradient.
     """
-    index = torch.zeros(1, dtype=torch.int32, device=q.device)
-    score = torch.zeros(1, device=q.device)
+    ends = torch.arange(2, dtype=torch.int32, device=q.device)
+    pair = (
+        ends * (q.shape[0] - 1),
+        ends * (q.shape[1] - 1),
+        ends * 0,
+        ends * 0,
+    )  # the first row and head, and the last
+    score = torch.zeros(2, device=q.device)
     if mask_mod is not None:
-        _call_once("mask_mod", mask_mod, "torch.bool", lambda dtype: dtype == torch.bool, *[index] * 4)
+        _call_once("mask_mod", mask_mod, "torch.bool", lambda dtype: dtype == torch.bool, *pair)
     if score_mod is None:
         return False
     floating = "a floating dtype"
     return _call_once(
-        "score_mod", score_mod, floating, lambda dtype: dtype.is_floating_point, score, *[index] * 4
+        "score_mod", score_mod, floating, lambda dtype: dtype.is_floating_point, score, *pair
     ).requires_grad
 
 
@@ -99,7 +105,12 @@ def _call_once(name: str, mod: Any, expected: str, fits: Callable[[torch.dtype],
         raise TypeError(f"{name}: expected a function, got {describe(mod)}")
 
     def checked(*arguments: Tensor) -> Tensor:
-        result = mod(*arguments)
+        try:
+            result = mod(*arguments)
+        except Exception as error:
+            signature = f"{'score, ' if len(arguments) == 5 else ''}b, h, q_idx, kv_idx"
+            problem = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{name}: expected a function of tensors ({signature}), got {problem}") from error
         if not isinstance(result, Tensor):
             raise TypeError(f"{name}: expected it to return a tensor, got {describe(result)}")
         if result.shape:

@@ -11,8 +11,16 @@ from cases import SMALL, Inputs, assert_as_exact_as_plain, attend_with_aux, make
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
-from flexnsa import NativeSparseAttention, NSAConfig, mods, native_sparse_attention, sliding_window_attention
-from flexnsa.functional import block_importance
+from flexnsa import (
+    NativeSparseAttention,
+    NSAConfig,
+    block_importance,
+    compressed_attention,
+    mods,
+    native_sparse_attention,
+    selected_attention,
+    sliding_window_attention,
+)
 
 LENGTHS = (37, 1, 5, 70, 40, 7)
 DOCUMENTS = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
@@ -34,6 +42,9 @@ HELPERS: dict[str, Make] = {
     },
 }
 """Each made from a parameter ``(heads, 9)``, which some use."""
+
+
+BRANCH = {"cmp": compressed_attention, "slc": selected_attention, "win": sliding_window_attention}
 
 
 def parameter(dtype: torch.dtype) -> nn.Parameter:
@@ -106,6 +117,27 @@ def test_the_oracle_adds_what_the_formula_says() -> None:
         )
         torch.testing.assert_close(out, expected, msg=name)
         torch.testing.assert_close(lse, visible.logsumexp(-1), msg=name)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
+def test_lse_and_its_gradient_know_the_mod(documents: Tensor | None) -> None:
+    """-inf for a row whose keys are all banned, and a gradient from lse alone."""
+    inputs, blocks = make_inputs(SEQ_LEN), torch.zeros(1, 2, SEQ_LEN, 4, dtype=torch.int32)
+    blocks[..., 1:] = -1
+    options: Mods = {"config": SMALL, "document_ids": documents, "mask_mod": mods.banned_span(0, 12)}
+    for branch in ("cmp", "slc", "win"):
+        results = {}
+        for impl in ("reference", "sdpa"):
+            x, captured = inputs.to(torch.float64), parameter(torch.float64)
+            tensors = {"cmp": (x.q, x.k_cmp, x.v_cmp), "slc": (x.q, x.k, x.v, blocks), "win": (x.q, x.k_win, x.v_win)}
+            _, lse = BRANCH[branch](*tensors[branch], **options, score_mod=mods.distance_bias(captured), impl=impl)
+            assert lse is not None
+            assert (lse == -torch.inf).any()
+            seen = lse.masked_fill(lse == -torch.inf, 0.0)
+            gradients = torch.autograd.grad(seen.square().sum(), (*tensors[branch][:2], captured))
+            results[impl] = (lse, *gradients)
+        for got, exact in zip(results["sdpa"], results["reference"], strict=True):
+            torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9, msg=branch)
 
 
 def test_alibi_slopes_are_those_of_the_paper() -> None:
@@ -255,6 +287,13 @@ def test_wrong_mods_are_named() -> None:
         ({"mask_mod": lambda *_: True}, TypeError, "mask_mod: expected it to return a tensor, got True"),
         (score_of(lambda score: score > 0), ValueError, "score_mod: expected it to return a floating dtype"),
         (score_of(lambda score: score + torch.zeros(3)), ValueError, r"score_mod: .* shape \(\), got \(3,\)"),
+        ({"mask_mod": lambda score: score > 0}, ValueError, r"mask_mod: .* \(b, h, q_idx, kv_idx\), got TypeError"),
+        (
+            score_of(lambda score: score if score > 0 else -score),
+            ValueError,
+            "score_mod: expected .*, got RuntimeError",
+        ),
+        ({"score_mod": mods.alibi(torch.ones(HEADS - 1))}, ValueError, "score_mod: expected .*, got IndexError"),
         (
             score_of(lambda score: score + captured[0]) | {"impl": "flex"},
             ValueError,
