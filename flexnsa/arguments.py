@@ -76,20 +76,16 @@ def check_scale(q: Tensor, scale: float | None) -> float:
     return float(scale)
 
 
-def check_mods(score_mod: Any, mask_mod: Any, q: Tensor) -> bool:
-    """Call each mod for one pair, as FlexAttention will for all: it must give one number or one truth value.
+def check_mods(score_mod: Any, mask_mod: Any, batch: int, num_heads: int, device: torch.device) -> bool:
+    """Call each mod for two pairs, as FlexAttention will for all: it must give one number or one truth value.
 
     Returns:
         Whether score_mod captured a tensor that requires a gradient.
     """
-    ends = torch.arange(2, dtype=torch.int32, device=q.device)
-    pair = (
-        ends * (q.shape[0] - 1),
-        ends * (q.shape[1] - 1),
-        ends * 0,
-        ends * 0,
-    )  # the first row and head, and the last
-    score = torch.zeros(2, device=q.device)
+    ends = torch.arange(2, dtype=torch.int32, device=device)
+    zero = ends * 0
+    pair = (ends * (batch - 1), ends * (num_heads - 1), zero, zero)  # of the first row and head, and of the last
+    score = torch.zeros(2, device=device)
     if mask_mod is not None:
         _call_once("mask_mod", mask_mod, "torch.bool", lambda dtype: dtype == torch.bool, *pair)
     if score_mod is None:

@@ -402,12 +402,14 @@ def implementation(impl: str, q: Tensor, *, cached: bool = False) -> Any:
     return (CACHED_IMPLEMENTATIONS if cached else IMPLEMENTATIONS)[impl]
 
 
-def prepare_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor, attention: Any) -> ScoreMod | None:
+def prepare_mods(
+    score_mod: ScoreMod | None, mask_mod: MaskMod | None, x: Tensor, num_heads: int, attention: Any
+) -> ScoreMod | None:
     """Check the user's mods by calling them once, and make one score_mod of them."""
     if (score_mod is None and mask_mod is None) or torch.compiler.is_compiling():
         return merge_mods(score_mod, mask_mod)
-    captures_gradient = check_mods(score_mod, mask_mod, q)
-    if captures_gradient and q.device.type == "cpu" and attention in (flex, flex_cached):
+    captures_gradient = check_mods(score_mod, mask_mod, len(x), num_heads, x.device)
+    if captures_gradient and x.device.type == "cpu" and attention in (flex, flex_cached):
         raise ValueError(
             "score_mod: captures a tensor that requires a gradient, and FlexAttention has no backward on a CPU; "
             "use impl='sdpa' or torch.no_grad()"
@@ -425,7 +427,7 @@ def _prepare(
 ) -> tuple[Any, dict[str, Any]]:
     """Choose the implementation, and the options that it takes in every branch."""
     attention, scale = implementation(impl, q), check_scale(q, scale)
-    mod = prepare_mods(score_mod, mask_mod, q, attention)
+    mod = prepare_mods(score_mod, mask_mod, q, q.shape[1], attention)
     return attention, {"config": config, "scale": scale, "score_mod": mod}
 
 

@@ -197,7 +197,7 @@ class NativeSparseAttention(nn.Module):
     ) -> Tensor:
         """Put tokens into the cache and attend from them to all of it; the heads' outputs ``(B, Hq, T, Dv)``."""
         attention = implementation(self.impl, x, cached=True)
-        mod = prepare_mods(score_mod, mask_mod, x, attention)
+        mod = prepare_mods(score_mod, mask_mod, x, self.num_heads, attention)
         step = cache.begin(x.shape[1], lengths, ordered=mod is not None)
         here = rotation(step.positions.token, self.head_dim, self.rope_base)
         q = turn(self._heads("w_q", x), *here)
