@@ -1,4 +1,9 @@
-"""How this package makes an operator that the compiler does not look into."""
+"""How this package makes an operator that the compiler does not look into.
+
+It gives values and, where a backward is registered, first derivatives in reverse mode, inside the transforms of
+``torch.func`` too. Whoever asks for another derivative gets an error: left alone, an opaque operator drops tangents,
+and forward mode finds 0.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,95 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
+from torch.autograd.function import _SingleLevelFunction
+
+_LIBRARY = torch.library.Library("flexnsa", "FRAGMENT")
 
 
-def opaque_operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function of tensors and numbers as ``flexnsa::name``; it mutates nothing.
+def opaque_operator(name: str, device: str = "default") -> Callable[[Callable[..., Any]], OpaqueOperator]:
+    """Register a function of tensors and numbers as ``flexnsa::name``; it mutates nothing and returns no view.
 
     Autocast stops at its door: inside, precision is chosen by the function alone.
+
+    Args:
+        name: of the operator.
+        device: the only type of device that it runs on, as ``"cuda"``; by default any.
+    """
+    return functools.partial(OpaqueOperator, name, device)
+
+
+class OpaqueOperator:
+    """An operator that has the derivatives registered for it and refuses all others; see :func:`opaque_operator`.
+
+    The dispatcher asks for derivatives once for every level of ``torch.func``, compiled or not, so this is the one
+    place that sees every tangent. (``torch.library.custom_op`` leaves no room there.)
     """
 
-    def register(function: Callable[..., Any]) -> Any:
-        @functools.wraps(function)
-        def without_autocast(*args: Any) -> Any:
-            with torch.autocast(args[0].device.type, enabled=False):
+    def __init__(self, name: str, device: str, function: Callable[..., Any]) -> None:
+        @_disable_dynamo
+        def kernel(*args: Any) -> Any:
+            with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
                 return function(*args)
 
+        self.name = f"{_LIBRARY.ns}::{name}"
         schema = torch.library.infer_schema(function, mutates_args=())
-        return torch.library.custom_op(f"flexnsa::{name}", without_autocast, mutates_args=(), schema=schema)
+        torch.library.define(self.name, schema, lib=_LIBRARY, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(self.name, device, kernel, lib=_LIBRARY)
+        _LIBRARY.impl(name, self._with_derivatives, "Autograd")
+        self._operator = getattr(torch.ops.flexnsa, name).default
+        self.register_autograd(self._no_backward, setup_context=lambda *_: None)
 
-    return register
+    def __call__(self, *args: Any) -> Any:
+        """Call the operator."""
+        return self._operator(*args)
+
+    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Register what makes empty results of the right shapes and dtypes."""
+        torch.library.register_fake(self.name, function, lib=_LIBRARY)
+        return function
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """Register the backward; both functions are those of a :class:`torch.autograd.Function`."""
+        members = {"forward": self._forward, "setup_context": setup_context, "backward": backward}
+        members = {name: staticmethod(member) for name, member in members.items()}
+        self._function: Any = type(self.name, (_SingleLevelFunction,), members)
+
+    def _with_derivatives(self, *args: Any) -> Any:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if any(unpack_dual(x).tangent is not None for x in tensors):
+            raise NotImplementedError(f"{self.name} has no forward-mode derivative; use impl='reference'")
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+            return self._below_autograd(*args)
+        with enable_single_level_autograd_function():
+            return self._function.apply(*args)
+
+    def _forward(self, *args: Any) -> Any:
+        # A Function switches derivatives off for what it calls, but outer levels of torch.func want theirs.
+        with torch.enable_grad(), _set_fwd_grad_enabled(True):
+            return self._below_autograd(*args)
+
+    def _below_autograd(self, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._operator(*args)
+
+    def _no_backward(self, *_: Any) -> None:
+        raise NotImplementedError(f"{self.name} has no derivative (of this order); use impl='reference'")
+
+
+def in_transform() -> bool:
+    """Tell whether a transform of ``torch.func`` is at work."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def refuse_transforms(what: str, *tensors: Tensor) -> None:
+    """Demand that no transform of ``torch.func`` is at work and that nothing has a tangent."""
+    if in_transform():
+        raise NotImplementedError(
+            f"{what} works in no transform of torch.func (grad, vmap, jvp); use impl='sdpa', or 'reference' for jvp"
+        )
+    if any(unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(f"{what} has no forward-mode derivative; use impl='reference'")

@@ -18,6 +18,7 @@ from torch import Tensor
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks
 from flexnsa.masks.positions import Positions
+from flexnsa.operators import opaque_operator
 
 SCRATCH_BYTES = 64 * 2**20
 ROW_MULTIPLE = 128
@@ -64,7 +65,7 @@ def select_blocks_triton(
     )
 
 
-@torch.library.custom_op("flexnsa::select_blocks_triton", mutates_args=(), device_types="cuda")
+@opaque_operator("select_blocks_triton", "cuda")
 def _select_blocks(
     q: Tensor,
     k_cmp: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexnsa.masks.mods import ScoreMod
+from flexnsa.operators import opaque_operator, refuse_transforms
 
 TILE = 128
 """Queries and keys of a tile in the dense branches: the size that FlexAttention's kernels are tuned for."""
@@ -52,6 +53,8 @@ def _compiled(branch: Callable[..., T]) -> Callable[..., T]:
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse what FlexAttention cannot do, in words that say so."""
+    if not torch.compiler.is_compiling():
+        refuse_transforms("impl='flex'", q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name}: impl='flex' expects float32, bfloat16 or float16, got {x.dtype}")
@@ -86,7 +89,7 @@ def attend(
     return out, aux.lse
 
 
-@torch.library.custom_op("flexnsa::unfused", mutates_args=())
+@opaque_operator("unfused")
 def _unfused(x: Tensor) -> Tensor:
     """Copy ``x`` behind a compiler's back: Inductor would fuse what follows into the CPU kernel, and then fails."""
     return x.clone(memory_format=torch.contiguous_format)

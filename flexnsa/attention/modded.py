@@ -1,7 +1,8 @@
 """Attention with a user's score_mod in plain PyTorch: the scores of a chunk of queries are laid out and handed to it.
 
 A chunk is a checkpoint: its scores are computed again in backward, so that what is saved stays linear in the sequence,
-and autograd differentiates the function and whatever it captured. Loops depend on data and operators take no functions,
+and autograd differentiates the function and whatever it captured. ``torch.func.grad`` knows no checkpoints: there all
+scores are saved. Loops depend on data and operators take no functions,
 so nothing here is compiled.
 """
 
@@ -18,6 +19,7 @@ from flexnsa.attention.gathered import gather_rows, selected_keys
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.mods import ScoreMod, apply_score_mod, query_positions, token_positions
 from flexnsa.masks.positions import Positions
+from flexnsa.operators import in_transform
 
 INTERVAL_CHUNK = 256
 """Queries a chunk where neighbours share their keys."""
@@ -132,7 +134,7 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(attend: Callable[..., tuple[Tensor, Tensor]], *arguments: object) -> tuple[Tensor, Tensor]:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or in_transform():
         return attend(*arguments)
     out, lse = checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
     return out, lse
