@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -50,13 +52,34 @@ def side_by_side(work: Callable[..., None], views: Sequence[Tensor], size: int) 
             work(*(x[part] for x in views))
 
     threads = torch.get_num_threads()
-    workers = min(threads, len(parts)) if views[0].device.type == "cpu" and queries >= FEWEST_QUERIES else 1
+    pays = views[0].device.type == "cpu" and queries >= FEWEST_QUERIES and _thread_setters()
+    workers = min(threads, len(parts)) if pays else 1
     if workers == 1:
         for part in parts:
             work_on(part)
         return
-    try:
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads // workers,)) as pool:
-            list(pool.map(work_on, parts))
-    finally:
-        torch.set_num_threads(threads)  # for threads still to come; this one never had another number
+    with ThreadPoolExecutor(workers, initializer=_limit_this_thread, initargs=(threads // workers,)) as pool:
+        list(pool.map(work_on, parts))
+
+
+def _limit_this_thread(number: int) -> None:
+    """Give the operations of the calling thread so many threads, and no other thread another number.
+
+    ``torch.set_num_threads`` would also set what threads begin with that are still to come, anybody's.
+    """
+    torch.get_num_threads()  # at the first question a thread takes the number it begins with: ours comes after
+    for set_threads in _thread_setters():
+        set_threads(number)
+
+
+@functools.cache
+def _thread_setters() -> tuple[Callable[[int], object], ...]:
+    """Find what sets a thread's own number in the OpenMP that torch is linked with, and in MKL where it is.
+
+    Nothing where torch computes without OpenMP or where a library does not tell what it is linked with, as on Windows:
+    there heads go one after the other.
+    """
+    library = ctypes.CDLL(torch._C.__file__)
+    names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
+    found = tuple(getattr(library, name) for name in names if hasattr(library, name))
+    return found if hasattr(library, names[0]) else ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -54,3 +56,58 @@ def test_attention_is_the_same_on_any_number_of_threads(threads: int) -> None:
 
     for one, many in zip(run(1), run(threads), strict=True):
         torch.testing.assert_close(one, many, rtol=1e-12, atol=1e-12)
+
+
+def many_calls(number: int = 12) -> None:
+    x = torch.zeros(1, 8, FEWEST_QUERIES, 4)
+    for _ in range(number):
+        side_by_side(lambda q: [q.exp_() for _ in range(20)] and None, [x.unflatten(1, (8, 1))], 1)
+
+
+def test_threads_that_start_meanwhile_keep_their_number(threads: int) -> None:
+    caller = threading.Thread(target=many_calls)
+    caller.start()
+    seen: list[int] = []
+    while caller.is_alive():
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+    caller.join()
+    assert seen
+    assert set(seen) == {threads}
+
+
+def test_callers_side_by_side_keep_their_number(threads: int) -> None:
+    def call(_: int) -> int:
+        many_calls(4)
+        return torch.get_num_threads()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(call, range(4))) == [threads] * 4
+        assert list(pool.map(lambda _: torch.get_num_threads(), range(4))) == [threads] * 4
+    assert torch.get_num_threads() == threads
+
+
+def test_a_number_set_meanwhile_stays(threads: int) -> None:
+    def set_another(_: Tensor) -> None:
+        if threading.current_thread() is not setter:
+            started.set()
+            done.wait(10)
+
+    started, done = threading.Event(), threading.Event()
+    setter = threading.Thread(target=lambda: (started.wait(10), torch.set_num_threads(3), done.set()))
+    setter.start()
+    side_by_side(set_another, [torch.zeros(1, 4, 1, FEWEST_QUERIES)], 1)
+    setter.join()
+    seen: list[int] = []
+    new = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    new.start()
+    new.join()
+    assert seen == [3]
+    assert torch.get_num_threads() == threads  # of this thread, which nobody changed
+
+
+def test_workers_share_the_threads_of_their_caller(threads: int) -> None:
+    seen: list[int] = []
+    side_by_side(lambda _: seen.append(torch.get_num_threads()), [torch.zeros(1, 2, 1, FEWEST_QUERIES)], 1)
+    assert seen == [threads // 2] * 2
