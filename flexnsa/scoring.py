@@ -53,7 +53,9 @@ def group_probabilities(
     lse = lse.unflatten(1, (k_cmp.shape[1], -1))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing has probabilities 0, not NaN
     # Hidden keys may give anything, infinity included; they are cheaper to hide in the sum than in each head.
-    scores = scores.sub_(lse[..., None] * unit)
+    shift = lse[..., None] * unit
+    # What a mod returns may be a tensor that it captured, or one number seen as many: it is read only.
+    scores = scores.sub_(shift) if score_mod is None else scores - shift
     probs = scores.exp_() if natural else scores.exp2_()
     return probs.sum(2).masked_fill_(hidden[:, None], 0)
 

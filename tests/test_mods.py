@@ -333,3 +333,33 @@ def test_on_a_gpu_output_and_every_gradient_match_the_oracle(name: str, packed: 
         scale = exact[key].abs().max()
         limit = 3 * (plain[key] - exact[key]).abs().max() + 12 * torch.finfo(torch.float32).eps * scale
         assert (value - exact[key]).abs().max() <= limit, key
+
+
+TABLE = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+WITHOUT_SCORE: dict[str, Any] = {
+    "distance": lambda score, b, h, q, k: (q - k) * -0.1,  # noqa: ARG005
+    "query": lambda score, b, h, q, k: q * 0.1,  # noqa: ARG005
+    "captured": lambda score, b, h, q, k: TABLE[q, k],  # noqa: ARG005
+    "captured by head": lambda score, b, h, q, k: TABLE[h, 0],  # noqa: ARG005
+    "one number": lambda score, b, h, q, k: TABLE[0, 0],  # noqa: ARG005
+    "bf16": lambda score, b, h, q, k: TABLE[0, 0].bfloat16(),  # noqa: ARG005
+    "fp64": lambda score, b, h, q, k: TABLE[q, k].double(),  # noqa: ARG005
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_SCORE)
+def test_a_score_mod_may_ignore_the_score(name: str) -> None:
+    x, before = make_inputs(60, dtype=torch.float32), TABLE.clone()
+    got, want = (attend_with_aux(x, score_mod=WITHOUT_SCORE[name], impl=impl) for impl in ("sdpa", "reference"))
+    for branch in ("out_cmp", "out_win"):  # equal scores are ties, whose blocks may differ by rounding
+        torch.testing.assert_close(getattr(got[1], branch), getattr(want[1], branch))
+    assert torch.equal(TABLE, before)
+
+
+def test_what_a_score_mod_captured_is_only_read() -> None:
+    one = NSAConfig(compress_block_size=1, compress_stride=1, select_block_size=1, num_selected_blocks=3, window_size=1)
+    x = make_inputs(1, one, kv_heads=1, group=1, dtype=torch.float32)
+    captured = torch.full((), 0.7)
+    for impl in ("sdpa", "reference"):
+        attend_with_aux(x, config=one, score_mod=lambda *_: captured, impl=impl)
+        assert captured == torch.full((), 0.7)
