@@ -5,7 +5,7 @@ from __future__ import annotations
 import literal
 import pytest
 import torch
-from cases import Inputs, attend, attend_with_aux, make_inputs
+from cases import SMALL, Inputs, attend, attend_with_aux, make_inputs
 
 from flexnsa import (
     NSAConfig,
@@ -132,3 +132,22 @@ def test_default_scale_is_that_of_the_key_dim() -> None:
     x = make_inputs(40, key_dim=16, value_dim=8)
     assert torch.equal(attend(x, impl="reference"), attend(x, impl="reference", scale=16**-0.5))
     assert not torch.allclose(attend(x, impl="reference"), attend(x, impl="reference", scale=8**-0.5))
+
+
+def test_blocks_are_scored_in_fp32() -> None:
+    """From bf16 inputs the oracle chooses as from the same numbers in fp64: their products are exact in fp32."""
+    low = make_inputs(200, kv_heads=2, group=4, dtype=torch.bfloat16)
+    for impl in ("reference", "sdpa"):
+        got, want = (select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl) for x in (low, low.to(torch.float64)))
+        assert torch.equal(got, want), impl
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_autocast_changes_nothing(impl: str) -> None:
+    x = make_inputs(100, dtype=torch.float32)
+    out, aux = attend_with_aux(x, impl=impl)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low, low_aux = attend_with_aux(x, impl=impl)
+    assert low.dtype == torch.float32
+    for got, want in zip([low, *low_aux], [out, *aux], strict=True):
+        assert torch.equal(got, want)

@@ -6,7 +6,9 @@ shares no attention, masking or scoring code with the other implementations, so 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +17,23 @@ from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within
 from flexnsa.masks.positions import Positions, positions_of
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """The user's ``(score, b, h, q_idx, kv_idx)``, a banned pair having the score ``-inf``; see ``masks/mods.py``."""
+
+
+def _without_autocast(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep to the precision of the inputs, whatever the caller's autocast says."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        q = args[0]
+        assert isinstance(q, Tensor)
+        with torch.autocast(q.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -26,8 +43,8 @@ def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Compute ``scale * q.k`` for all pairs ``(B, Hq, T, S)``, at least in fp32."""
-    scores = q @ _repeat_heads(k, q.shape[1]).mT * scale
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.to(dtype) @ _repeat_heads(k, q.shape[1]).to(dtype).mT * scale
 
 
 def _softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,6 +95,7 @@ def _score_tokens(
     return _modified(score_mod, _scores(q, k, scale), query, key), query, key
 
 
+@_without_autocast
 def compressed_attention(
     q: Tensor,
     k_cmp: Tensor,
@@ -94,6 +112,7 @@ def compressed_attention(
     return _attend(v_cmp, scores, visible)
 
 
+@_without_autocast
 def sliding_window_attention(
     q: Tensor,
     k: Tensor,
@@ -110,6 +129,7 @@ def sliding_window_attention(
     return _attend(v, scores, visible[:, None])
 
 
+@_without_autocast
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -140,6 +160,7 @@ def _overlap_weights(num_keys: int, num_blocks: int, config: NSAConfig, like: Te
     return overlap.clamp_min(0).to(like.dtype) / config.compress_stride
 
 
+@_without_autocast
 def block_importance(
     q: Tensor,
     k_cmp: Tensor,
