@@ -150,4 +150,6 @@ def test_autocast_changes_nothing(impl: str) -> None:
         low, low_aux = attend_with_aux(x, impl=impl)
     assert low.dtype == torch.float32
     for got, want in zip([low, *low_aux], [out, *aux], strict=True):
+        assert got is not None
+        assert want is not None
         assert torch.equal(got, want)
