@@ -73,7 +73,11 @@ def selected_attention(
 def select_blocks(
     q: Tensor, k_cmp: Tensor, importance: Tensor | None, positions: Positions, *, config: NSAConfig, **options: Any
 ) -> Tensor:
-    """As :func:`flexnsa.attention.sdpa.select_blocks`, with the second result of :func:`compressed_attention`."""
+    """As :func:`flexnsa.attention.sdpa.select_blocks`, with the second result of :func:`compressed_attention`.
+
+    A step's q and k_cmp may differ from a whole pass's in the last bit, because a product of one row adds up in another
+    order than one of many. In bf16, about 1 row of 100 then takes other blocks, worth the same but for that rounding.
+    """
     if not _are_few(q, options):
         return sdpa.select_blocks(q, k_cmp, importance, positions, config=config, **options)
     if importance is None:
