@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexnsa.checks import check_choice, check_positive_int
 from flexnsa.geometry import num_compressed
@@ -13,7 +13,10 @@ from flexnsa.models.config import DecoderConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingEstimate:
-    """One decoded token after ``seq_len`` others, all layers; ``dense_*`` is the same model with dense attention."""
+    """One decoded token after ``seq_len`` others, all layers; ``dense_*`` is the same model with dense attention.
+
+    The two are equal of a model that has dense attention itself.
+    """
 
     cache_bytes: int
     bytes_read: int
@@ -37,29 +40,54 @@ def estimate_decoding(
     check_positive_int("seq_len", seq_len)
     check_positive_int("batch_size", batch_size)
     check_choice("precision", precision, ("fp32", "bf16"))
-    nsa, pair, tokens = config.nsa, config.head_dim + v_dim(config), seq_len + 1
-    own_block = (tokens - 1) % nsa.select_block_size + 1 if nsa.num_local_blocks else nsa.select_block_size
-    read = {
-        "cmp": num_compressed(tokens, nsa),
-        "slc": min(tokens, (nsa.num_selected_blocks - 1) * nsa.select_block_size + own_block),
-        "win": min(tokens, nsa.window_size),
-    }
-    # Every buffer of the cache has a spare slot; raw tokens of a compression block wait beside the compressed ones.
-    kept = {"cmp": read["cmp"] + 1 + nsa.compress_block_size + 1, "slc": tokens + 1, "win": nsa.window_size + 1}
-    numbers = dict.fromkeys(config.branches, pair)
-    if "slc" in numbers:
-        numbers.setdefault("cmp", config.head_dim)  # to be scored, keys need no values
+    dense = replace(config, attention="dense")
+    own, twin = _branches(config, seq_len + 1), _branches(dense, seq_len + 1)
     per_number = batch_size * config.num_layers * config.num_kv_heads * (2 if precision == "bf16" else 4)
-    weights = {name: config.num_layers * size for name, size in layer_weights(config).items()}
-    dense_weights = weights | {"keys and values": weights["keys and values"] // max(1, len(config.branches))}
-    linear = 2 * batch_size * (config.vocab_size * config.dim + sum(weights[name] for name in LINEAR))
-    dense_linear = 2 * batch_size * (config.vocab_size * config.dim + sum(dense_weights[name] for name in DENSE))
-    per_key = 2 * batch_size * config.num_layers * config.num_heads * pair
     return DecodingEstimate(
-        cache_bytes=per_number * sum(kept[tag] * size for tag, size in numbers.items()),
-        bytes_read=per_number * sum(read[tag] * size for tag, size in numbers.items()),
-        flops=linear + per_key * sum(read[tag] for tag in config.branches),
-        dense_cache_bytes=per_number * (tokens + 1) * pair,
-        dense_bytes_read=per_number * tokens * pair,
-        dense_flops=dense_linear + per_key * tokens,
+        cache_bytes=per_number * sum(branch.kept * branch.numbers for branch in own.values()),
+        bytes_read=per_number * sum(branch.read * branch.numbers for branch in own.values()),
+        flops=_flops(config, batch_size, own),
+        dense_cache_bytes=per_number * sum(branch.kept * branch.numbers for branch in twin.values()),
+        dense_bytes_read=per_number * sum(branch.read * branch.numbers for branch in twin.values()),
+        dense_flops=_flops(dense, batch_size, twin),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """Tokens that one step reads and that the cache keeps, and the numbers of each token and key head."""
+
+    read: int
+    kept: int
+    numbers: int
+    attended: bool = True
+
+
+def _branches(config: DecoderConfig, tokens: int) -> dict[str, _Branch]:
+    """List what the last of ``tokens`` tokens reads. Every buffer of a cache has a spare slot."""
+    nsa, pair = config.nsa, config.head_dim + v_dim(config)
+    if config.attention == "dense":
+        return {"all": _Branch(tokens, tokens + 1, pair)}
+    own_block = (tokens - 1) % nsa.select_block_size + 1 if nsa.num_local_blocks else nsa.select_block_size
+    selected = min(tokens, (nsa.num_selected_blocks - 1) * nsa.select_block_size + own_block)
+    compressed = num_compressed(tokens, nsa)
+    waiting = nsa.compress_block_size + 1  # raw tokens of a block that is not whole yet
+    branches = {
+        "cmp": _Branch(compressed, compressed + 1 + waiting, pair),
+        "slc": _Branch(selected, tokens + 1, pair),
+        "win": _Branch(min(tokens, nsa.window_size), nsa.window_size + 1, pair),
+    }
+    used = {tag: branches[tag] for tag in config.branches}
+    if "slc" in used and "cmp" not in used:  # to be scored, keys need no values
+        used["cmp"] = replace(branches["cmp"], numbers=config.head_dim, attended=False)
+    return used
+
+
+def _flops(config: DecoderConfig, batch_size: int, branches: dict[str, _Branch]) -> int:
+    """Two for each weight of a linear map, and for each number of a key and a value that a head attends to."""
+    weights = layer_weights(config)
+    linear = config.num_layers * sum(weights[name] for name in (DENSE if config.attention == "dense" else LINEAR))
+    keys = sum(branch.read for branch in branches.values() if branch.attended)
+    pair = config.head_dim + v_dim(config)
+    attention = config.num_layers * config.num_heads * pair * keys
+    return 2 * batch_size * (config.vocab_size * config.dim + linear + attention)
