@@ -38,6 +38,14 @@ def check_positive_number(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected a positive, finite number, got {value}")
 
 
+def check_seed(name: str, value: object) -> None:
+    """Demand a number that seeds PyTorch's generators."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got {describe(value)}")
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"{name}: expected an int from -2**63 to 2**64 - 1, got {value}")
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Demand one of a few words."""
     if value not in choices:

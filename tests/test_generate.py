@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -80,6 +82,47 @@ def test_a_row_ends_at_its_stop_token_and_leaves_the_others_alone() -> None:
     assert len(stopped[0]) <= 10
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_row_ends_at_a_whole_stop_sequence_and_not_at_its_parts(length: int) -> None:
+    model = make_model()
+    free = model.generate(prompts(2, 9), 30, sampling=GREEDY)
+    stop = tuple(free[0][10 : 10 + length])
+    absent = next((first, second) for first in free[0] for second in range(256) if (first, second) not in pairs(free))
+    seen: list[list[int]] = [[], []]
+    stopped = model.generate(
+        prompts(2, 9),
+        30,
+        sampling=GREEDY,
+        stop_tokens=[stop, absent],
+        on_token=lambda row, token: seen[row].append(token),
+    )
+    assert stopped == seen
+    for with_stop, without in zip(stopped, free, strict=True):
+        starts = [start for start in range(31 - length) if tuple(without[start : start + length]) == stop]
+        assert with_stop == (without[: starts[0]] if starts else without)
+
+
+def pairs(rows: list[list[int]]) -> set[tuple[int, int]]:
+    return {pair for row in rows for pair in itertools.pairwise(row)}
+
+
+def test_of_two_stops_the_one_that_is_whole_first_ends_the_row() -> None:
+    model = make_model()
+    (free,) = model.generate(prompts(1, 9), 30, sampling=GREEDY)
+    long, short = tuple(free[5:9]), free[7]
+    (stopped,) = model.generate(prompts(1, 9), 30, sampling=GREEDY, stop_tokens=[long, short])
+    assert stopped == free[: free.index(short)]
+
+
+def test_a_model_that_predicts_nan_is_told() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.head.weight.fill_(torch.nan)
+    for sampling in (GREEDY, Sampling()):
+        with pytest.raises(FloatingPointError, match=r"logits: expected finite numbers, got \[nan"):
+            model.generate(prompts(1, 5), 3, sampling=sampling)
+
+
 def test_tokens_stream_in_order_as_they_are_drawn() -> None:
     model = make_model()
     seen: list[tuple[int, int]] = []
@@ -110,13 +153,18 @@ class TestSampling:
             expected = (self.LOGITS[0] / temperature).softmax(-1)
             torch.testing.assert_close(self.drawn(Sampling(temperature=temperature), 4000), expected, atol=0.03, rtol=0)
 
+    def test_the_smallest_temperatures_take_the_likeliest(self) -> None:
+        for temperature in (1e-40, 1e-45, 5e-324):
+            assert self.drawn(Sampling(temperature=temperature))[1] == 1
+        assert self.drawn(Sampling(temperature=float("inf"))).min() > 0.15
+
     def test_top_k_keeps_the_k_likeliest(self) -> None:
         assert self.drawn(Sampling(top_k=2)).nonzero().flatten().tolist() == [1, 3]
         assert self.drawn(Sampling(top_k=9, temperature=5)).count_nonzero() == 4
 
     def test_top_p_keeps_the_fewest_that_reach_it(self) -> None:
         """The probabilities are 0.64, 0.24, 0.09 and 0.03."""
-        for top_p, kept in ((0.5, [1]), (0.7, [1, 3]), (0.9, [1, 2, 3]), (1.0, [0, 1, 2, 3])):
+        for top_p, kept in ((5e-324, [1]), (0.5, [1]), (0.7, [1, 3]), (0.9, [1, 2, 3]), (1.0, [0, 1, 2, 3])):
             assert self.drawn(Sampling(top_p=top_p), 2000).nonzero().flatten().tolist() == kept
 
 
@@ -143,6 +191,8 @@ def test_wrong_sampling_is_named(options: dict[str, float], message: str) -> Non
         ({"prompts": torch.zeros(1, 4)}, "prompts: expected int tokens"),
         ({"prompts": torch.zeros(4, dtype=torch.int64)}, "prompts: expected shape"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+        ({"seed": 10**20}, "seed: expected an int from"),
+        ({"stop_tokens": [()]}, "stop_tokens: expected at least one token in a sequence"),
         ({"lengths": torch.tensor([0, 3])}, "lengths: expected 1 .. 5"),
         ({"lengths": torch.tensor([6, 3])}, "lengths: expected 1 .. 5"),
     ],

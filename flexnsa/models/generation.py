@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flexnsa.checks import check_positive_int, check_tensor
+from flexnsa.checks import check_positive_int, check_seed, check_tensor, describe
 from flexnsa.models.sampling import Sampling
 
 if TYPE_CHECKING:
     from flexnsa.models.decoder import DecoderLM
 
 OnToken = Callable[[int, int], object]
-"""Called with the row of a token and the token, as soon as it is drawn."""
+"""Called with the row of a token and the token, as soon as it is sure to stay."""
+StopTokens = Iterable[int | Sequence[int]]
+"""Tokens, or sequences of tokens such as the bytes of a character, that end a row."""
 
 
 @torch.no_grad()
@@ -26,7 +29,7 @@ def generate_tokens(
     *,
     lengths: Tensor | None = None,
     sampling: Sampling | None = None,
-    stop_tokens: Collection[int] = (),
+    stop_tokens: StopTokens = (),
     seed: int = 0,
     on_token: OnToken | None = None,
     cached: bool = True,
@@ -39,9 +42,9 @@ def generate_tokens(
         max_new_tokens: at most so many tokens a row.
         lengths: int ``(B,)``, tokens of each prompt, at least 1; by default ``S``.
         sampling: how to draw; by default from the model's own probabilities.
-        stop_tokens: a row ends when it draws one of them, which is not returned.
+        stop_tokens: a row ends when it draws one of them, a token or a whole sequence, which is not returned.
         seed: of the draws.
-        on_token: called for every new token.
+        on_token: called for every token that is returned; one that may begin a stop sequence waits for its end.
         cached: False runs the whole sequence again for every token: the same tokens, slower.
 
     Returns:
@@ -50,27 +53,63 @@ def generate_tokens(
     Raises:
         TypeError: an argument is not of its kind.
         ValueError: an argument is out of range; the message names it.
+        FloatingPointError: the model predicts no finite number.
     """
     lengths = _check_prompts(prompts, lengths)
     check_positive_int("max_new_tokens", max_new_tokens)
     sampling = Sampling() if sampling is None else sampling
+    check_seed("seed", seed)
     draws = torch.Generator().manual_seed(seed)
+    stops = _check_stops(stop_tokens)
     predict = _Cached(model, prompts, lengths, max_new_tokens) if cached else _Uncached(model, prompts, lengths)
 
-    rows: list[list[int]] = [[] for _ in prompts]
-    active = [True] * len(rows)
+    rows = [_Row(index, stops, on_token) for index in range(len(prompts))]
     for count in range(max_new_tokens):
         drawn = sampling.draw(predict.logits.cpu(), draws)
-        for row, token in enumerate(drawn.tolist()):
-            active[row] = active[row] and token not in stop_tokens
-            if active[row]:
-                rows[row].append(token)
-                if on_token is not None:
-                    on_token(row, token)
+        for row, token in zip(rows, drawn.tolist(), strict=True):
+            row.append(token)
+        active = [not row.ended for row in rows]
         if not any(active) or count + 1 == max_new_tokens:
             break
         predict.append(drawn.to(prompts.device), torch.tensor(active, device=prompts.device))
-    return rows
+    for row in rows:
+        row.end()
+    return [row.tokens for row in rows]
+
+
+class _Row:
+    """New tokens of one row: those that are sure to stay, and those that wait because they may begin a stop."""
+
+    def __init__(self, index: int, stops: Sequence[tuple[int, ...]], on_token: OnToken | None) -> None:
+        self.index, self.stops, self.on_token = index, stops, on_token
+        self.tokens: list[int] = []
+        self.waiting: tuple[int, ...] = ()
+        self.ended = False
+
+    def append(self, token: int) -> None:
+        """Take a drawn token; a row that has ended takes none."""
+        if self.ended:
+            return
+        self.waiting += (token,)
+        tails = [self.waiting[start:] for start in range(len(self.waiting))]
+        stop = next((tail for tail in tails if tail in self.stops), None)
+        self._release(len(self.waiting) - len(stop or next(filter(self._begins_stop, tails), ())))
+        self.ended = stop is not None
+
+    def end(self) -> None:
+        """Let go of what waits, unless it is a stop."""
+        if not self.ended:
+            self._release(len(self.waiting))
+
+    def _begins_stop(self, tokens: tuple[int, ...]) -> bool:
+        return any(stop[: len(tokens)] == tokens for stop in self.stops)
+
+    def _release(self, count: int) -> None:
+        for token in self.waiting[:count]:
+            self.tokens.append(token)
+            if self.on_token is not None:
+                self.on_token(self.index, token)
+        self.waiting = self.waiting[count:]
 
 
 def generate(model: DecoderLM, prompt: bytes, num_bytes: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
@@ -127,3 +166,16 @@ def _check_prompts(prompts: Tensor, lengths: Tensor | None) -> Tensor:
     if not ((lengths >= 1) & (lengths <= prompts.shape[1])).all():
         raise ValueError(f"lengths: expected 1 .. {prompts.shape[1]}, got {lengths.tolist()}")
     return lengths.to(torch.int32)
+
+
+def _check_stops(stop_tokens: StopTokens) -> list[tuple[int, ...]]:
+    stops = []
+    for stop in stop_tokens:
+        sequence = stop if isinstance(stop, Sequence) else (stop,)
+        try:
+            stops.append(tuple(map(operator.index, sequence)))
+        except TypeError as error:
+            raise TypeError(f"stop_tokens: expected tokens or sequences of them, got {describe(stop)}") from error
+        if not stops[-1]:
+            raise ValueError(f"stop_tokens: expected at least one token in a sequence, got {describe(stop)}")
+    return stops

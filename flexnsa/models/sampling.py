@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -41,14 +42,24 @@ class Sampling:
             raise ValueError(f"top_p: expected more than 0 and at most 1, got {self.top_p}")
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw one token for each row of ``logits (B, vocab_size)``, int64 ``(B,)``."""
+        """Draw one token for each row of ``logits (B, vocab_size)``, int64 ``(B,)``.
+
+        Raises:
+            FloatingPointError: a row has a NaN, or nothing but infinities.
+        """
+        best = logits.max(-1, keepdim=True).values
+        if not best.isfinite().all():
+            raise FloatingPointError(f"logits: expected finite numbers, got {best.flatten().tolist()} as the largest")
         if self.temperature == 0:
             return logits.argmax(-1)
-        probs = (logits.float() / self.temperature).softmax(-1)
+        # Below the best and in fp64, so that no temperature is too small to divide by
+        scaled = (logits.double() - best.double()) / max(self.temperature, sys.float_info.min)
+        probs = scaled.float().softmax(-1)
         probs, token = probs.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             probs[:, self.top_k :] = 0
         if self.top_p is not None:
             before = probs.cumsum(-1) - probs
-            probs = probs.masked_fill(before >= self.top_p * probs.sum(-1, keepdim=True), 0)
+            enough = (before >= self.top_p * probs.sum(-1, keepdim=True)) & (before > 0)  # the likeliest always stays
+            probs = probs.masked_fill(enough, 0)
         return token.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
