@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+
+from flexnsa.cli.errors import Parser, one_line_errors
+from flexnsa.cli.options import check_integers
 
 COMMANDS = {
     "train": "train a byte-level language model on text",
@@ -17,9 +19,9 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command that ``argv`` names; bad arguments end with status 2 and a line that names them."""
+    """Run the command that ``argv`` names; what the user got wrong ends with a status and a line that names it."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="flexnsa", description="Native Sparse Attention.")
+    parser = Parser(prog="flexnsa", description="Native Sparse Attention.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
@@ -28,4 +30,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             module.add_arguments(command)
             command.set_defaults(execute=module.execute, command_parser=command)
     arguments = parser.parse_args(argv)
-    arguments.execute(arguments, arguments.command_parser)
+    with one_line_errors(arguments.command_parser):
+        check_integers(arguments)
+        arguments.execute(arguments, arguments.command_parser)

@@ -7,12 +7,11 @@ import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from flexnsa import NSAConfig
-from flexnsa.cli.options import require
+from flexnsa.cli.options import output_folder, require
 from flexnsa.cli.parity import measure_parity, parity_table
 from flexnsa.cli.picture import draw
 from flexnsa.cli.power_law import fit_power_law
@@ -66,7 +65,7 @@ QUICK = Size(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--quick", action="store_true", help="less of everything, for a first look and for CI")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the picture; default: %(default)s")
+    parser.add_argument("--out", type=output_folder, default="demo", help="folder of the picture; default: %(default)s")
 
 
 def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:

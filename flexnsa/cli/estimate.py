@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 
-from flexnsa.cli.options import reported_by
 from flexnsa.cli.table import format_table
 from flexnsa.memory import IMPLEMENTATIONS, DecodingEstimate, MemoryEstimate, estimate_decoding, estimate_training
 from flexnsa.models import PRESETS, DecoderConfig
@@ -40,29 +40,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=_size, help="such as 65GiB: leave with status 1 if training takes more")
 
 
-def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
     """Print the breakdown, and compare it with the budget."""
     training = TRAIN_PRESETS[arguments.preset]
     batch_size = training.batch_size if arguments.batch_size is None else arguments.batch_size
     precision = arguments.precision or training.precision
-    with reported_by(parser):
-        config = _config(arguments)
-        step = estimate_training(
-            config,
-            seq_len=arguments.seq_len,
-            batch_size=batch_size,
-            precision=precision,
-            impl=arguments.impl,
-            fused_norm=arguments.impl == "flex",
-            optimizer=True,
-        )
-        token = estimate_decoding(config, seq_len=arguments.seq_len, batch_size=batch_size)
+    config = _config(arguments)
+    step = estimate_training(
+        config,
+        seq_len=arguments.seq_len,
+        batch_size=batch_size,
+        precision=precision,
+        impl=arguments.impl,
+        fused_norm=arguments.impl == "flex",
+        optimizer=True,
+    )
+    token = estimate_decoding(config, seq_len=arguments.seq_len, batch_size=batch_size)
     print(
         f"{arguments.preset}: {config.num_layers} layers of width {config.dim}, {config.attention} attention, "
         f"B={batch_size}, S={arguments.seq_len:,}, {precision}, impl={arguments.impl}, "
         f"checkpointing {'on' if config.checkpointing else 'off'}\n"
     )
-    print(training_table(step, config) + "\n\n" + decoding_table(token))
+    print(training_table(step, config) + "\n\n" + decoding_table(token, config.attention))
     if arguments.budget is not None:
         peak = max(step.peak_forward, step.peak_training)
         verdict = "within" if peak <= arguments.budget else "over"
@@ -88,13 +87,15 @@ def training_table(step: MemoryEstimate, config: DecoderConfig) -> str:
     return format_table(["training", "MiB"], [[name, f"{size / MIB:,.1f}"] for name, size in rows + total + parts])
 
 
-def decoding_table(token: DecodingEstimate) -> str:
-    """NSA and dense attention side by side, per decoded token at that length, keys and values in bf16."""
+def decoding_table(token: DecodingEstimate, attention: str) -> str:
+    """What a decoded token costs at that length, keys and values in bf16; of NSA, beside its dense twin."""
     pairs = [
         ("cache, MiB", token.cache_bytes / MIB, token.dense_cache_bytes / MIB),
         ("keys and values read, MiB", token.bytes_read / MIB, token.dense_bytes_read / MIB),
         ("GFLOP", token.flops / 1e9, token.dense_flops / 1e9),
     ]
+    if attention == "dense":
+        return format_table(["decoding one token", "dense"], [[name, f"{dense:,.2f}"] for name, _, dense in pairs])
     rows = [[name, f"{nsa:,.2f}", f"{dense:,.2f}", f"{dense / nsa:.2f}"] for name, nsa, dense in pairs]
     return format_table(["decoding one token", "NSA", "dense", "dense / NSA"], rows)
 
@@ -108,4 +109,4 @@ def _size(text: str) -> int:
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]I?B)", text.strip(), re.IGNORECASE)
     if not match:
         raise argparse.ArgumentTypeError(f"expected a size such as 65GiB or 800MB, got {text!r}")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    return int(Fraction(match[1]) * UNITS[match[2].upper()])

@@ -10,43 +10,43 @@ from pathlib import Path
 
 import torch
 
-from flexnsa.cli.options import add_config_options, config_options, device, reported_by, require
+from flexnsa.checks import check_positive_int
+from flexnsa.cli.options import add_config_options, add_device_option, config_options, require, utf8
+from flexnsa.errors import FileError
 from flexnsa.models import DecoderConfig, DecoderLM, Sampling
-from flexnsa.training.checkpoint import read_checkpoint
+from flexnsa.training.checkpoint import check_tensors, read_checkpoint
 from flexnsa.training.run import CHECKPOINT_NAME
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--checkpoint", type=Path, required=True, help="of `flexnsa train`: the file or its folder")
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--prompt", type=utf8, required=True, help="text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="bytes to add; default: %(default)s")
-    parser.add_argument("--stop", default="", help="end at any of these characters")
+    parser.add_argument("--stop", type=_characters, default="", help="end at any of these characters")
     parser.add_argument("--seed", type=int, default=0, help="of the draws; default: %(default)s")
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=device, default=default_device, help="default: %(default)s")
+    add_device_option(parser)
     add_config_options(parser, "sampling", Sampling)
 
 
-def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
     """Print the prompt and what the model adds, byte by byte; the speed goes to stderr."""
     require("safetensors", extra="train")
-    with reported_by(parser):
-        prompt = arguments.prompt.encode()
-        if not prompt:
-            raise ValueError("prompt: expected at least one character, got none")
-        sampling = Sampling(**config_options(arguments, Sampling))
-        model = load_model(arguments.checkpoint).to(arguments.device)
-        text = _Stream(prompt)
-        start = time.perf_counter()
-        (added,) = model.generate(
-            torch.tensor([list(prompt)], device=arguments.device),
-            arguments.max_new_tokens,
-            sampling=sampling,
-            stop_tokens=arguments.stop.encode(),
-            seed=arguments.seed,
-            on_token=text.write,
-        )
+    if not arguments.prompt:
+        raise ValueError("prompt: expected at least one character, got none")
+    check_positive_int("max_new_tokens", arguments.max_new_tokens)
+    sampling = Sampling(**config_options(arguments, Sampling))
+    model = load_model(arguments.checkpoint).to(arguments.device)
+    text = _Stream(arguments.prompt)
+    start = time.perf_counter()
+    (added,) = model.generate(
+        torch.tensor([list(arguments.prompt)], device=arguments.device),
+        arguments.max_new_tokens,
+        sampling=sampling,
+        stop_tokens=arguments.stop,
+        seed=arguments.seed,
+        on_token=text.write,
+    )
     text.end()
     seconds = time.perf_counter() - start
     print(f"{len(added)} bytes in {seconds:.1f} s, {len(added) / seconds:.0f} a second", file=sys.stderr)
@@ -57,16 +57,28 @@ def load_model(checkpoint: Path) -> DecoderLM:
 
     Raises:
         FileNotFoundError: there is no such file or folder.
+        FileError: the file is no checkpoint of a model of bytes, or not a whole one.
     """
     file = checkpoint / CHECKPOINT_NAME if checkpoint.is_dir() else checkpoint
     if not file.is_file():
         raise FileNotFoundError(f"checkpoint: expected a checkpoint of `flexnsa train`, got {str(file)!r}")
-    header, tensors = read_checkpoint(file)
-    with torch.device("meta"):
-        model = DecoderLM(DecoderConfig.from_dict(header["model"]))
+    header, tensors = read_checkpoint(file, ("model",))
     weights = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
+    dtype = next(iter(weights.values()), torch.empty(0)).dtype
+    try:
+        with torch.device("meta"):
+            model = DecoderLM(DecoderConfig.from_dict(header["model"])).to(dtype)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:  # all that it is built from is in the file
+        raise FileError(f"{file}: its header describes no model ({error!r}); take another checkpoint") from error
+    check_tensors(file, tensors, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+    if model.config.vocab_size != 256:
+        raise FileError(f"{file}: of {model.config.vocab_size} tokens, expected a model of bytes; take another one")
     model.load_state_dict(weights, assign=True)
     return model.eval()
+
+
+def _characters(text: str) -> list[bytes]:
+    return [utf8(character) for character in text]
 
 
 class _Stream:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from dataclasses import fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -37,27 +37,63 @@ def option_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def check_integers(arguments: argparse.Namespace) -> None:
+    """Demand numbers that tensors can count with.
+
+    Raises:
+        ValueError: one needs more than 64 bits.
+    """
+    for name, value in vars(arguments).items():
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{name}: expected a number of at most 64 bits, got {value}")
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``, by default CUDA where there is one."""
+    parser.add_argument(
+        "--device",
+        type=device,
+        default="auto",
+        help="such as cpu, cuda or cuda:1; auto is cuda where there is one and else cpu; default: %(default)s",
+    )
+
+
 def device(name: str) -> torch.device:
-    """Read a ``--device``; without CUDA, no device of it."""
+    """Read a ``--device``, one that this machine has."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(name)
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(f"expected a device such as cpu or cuda:0, got {name!r}") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError(f"expected a device of this machine, got {name!r}, but there is no CUDA here")
+    module: Any = getattr(
+        torch, found.type, None
+    )  # such as torch.cuda; a meta device has none, and can compute nothing
+    here = module.device_count() if hasattr(module, "is_available") and module.is_available() else 0
+    if (found.index or 0) >= here:
+        raise argparse.ArgumentTypeError(f"expected a device of this machine, got {name!r}, which is not here")
     return found
 
 
-@contextmanager
-def reported_by(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Turn what the user got wrong, ``"seq_len: expected ..."``, into an error of the option ``--seq-len``."""
+def utf8(text: str) -> bytes:
+    """Read text as its bytes; those that were no UTF-8 on the command line stay what they were."""
     try:
-        yield
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        name, colon, rest = str(error).partition(":")
-        if not colon or f"{option_name(name)} " not in parser.format_help():
-            raise
-        parser.error(f"argument {option_name(name)}:{rest}")
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"expected text that UTF-8 can hold, got {text!r}") from error
+
+
+def output_folder(name: str) -> Path:
+    """Read the name of a folder to write to, which is there or can be made."""
+    path = Path(name)
+    if "\0" in name:
+        raise argparse.ArgumentTypeError(f"expected a folder, got {name!r}, which no file system can name")
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a folder, got {name!r}, but {str(existing)!r} is a file")
+    if not os.access(existing, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a folder to write to, got {name!r}, but {str(existing)!r} is not")
+    return path
 
 
 def require(*packages: str, extra: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from flexnsa.cli.options import add_config_options, config_options, device, reported_by, require
+from flexnsa.cli.options import add_config_options, add_device_option, config_options, output_folder, require
 from flexnsa.config import NSAConfig
 from flexnsa.models import PRESETS, DecoderConfig, DecoderLM
 from flexnsa.training import TRAIN_PRESETS, TrainConfig, Trainer, read_corpus, run
@@ -19,10 +19,9 @@ _NOT_OPTIONS = ("nsa", "branches", "vocab_size", "checkpointing")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; sizes that are not given come from the preset."""
     parser.add_argument("--text", type=Path, help="a text file or a folder; default: Python's standard library")
-    parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder of the log and the checkpoint")
+    parser.add_argument("--out", type=output_folder, default="runs/train", help="folder of the log and the checkpoint")
     parser.add_argument("--preset", choices=PRESETS, default="small", help="default: %(default)s")
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=device, default=default_device, help="default: %(default)s")
+    add_device_option(parser)
     parser.add_argument("--compile", action="store_true", help="run the model through torch.compile")
     parser.add_argument(
         "--checkpointing",
@@ -42,19 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_options(parser, "training", TrainConfig, skip=("pack",))
 
 
-def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
     """Train, from the checkpoint in ``--out`` if there is one."""
     require("numpy", "safetensors", "tqdm", extra="train")
-    with reported_by(parser):
-        model_config = _model_config(arguments)
-        train_config = replace(TRAIN_PRESETS[arguments.preset], **config_options(arguments, TrainConfig))
-        corpus = read_corpus(arguments.text)
-        torch.manual_seed(train_config.seed)
-        model = DecoderLM(model_config).to(arguments.device)
-        trainer = Trainer(model, corpus, train_config, compiled=arguments.compile)
-        size = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{size:,} parameters; {len(corpus.train):,} bytes to train on, {len(corpus.validation):,} to validate")
-        stopped_by = run(trainer, arguments.out)
+    model_config = _model_config(arguments)
+    train_config = replace(TRAIN_PRESETS[arguments.preset], **config_options(arguments, TrainConfig))
+    corpus = read_corpus(arguments.text)
+    torch.manual_seed(train_config.seed)
+    model = DecoderLM(model_config).to(arguments.device)
+    trainer = Trainer(model, corpus, train_config, compiled=arguments.compile)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{size:,} parameters; {len(corpus.train):,} bytes to train on, {len(corpus.validation):,} to validate")
+    stopped_by = run(trainer, arguments.out)
     if stopped_by is not None:
         raise SystemExit(128 + stopped_by)
 

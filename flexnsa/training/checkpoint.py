@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from flexnsa.errors import FileError
+
 if TYPE_CHECKING:
     from flexnsa.training.trainer import Trainer
+
+_REMEDY = "restore it from a copy, or move it away to begin anew"
 
 
 def save_checkpoint(path: Path, trainer: Trainer) -> None:
@@ -19,7 +25,11 @@ def save_checkpoint(path: Path, trainer: Trainer) -> None:
 
     Tensors are named ``model.<parameter>``, ``optimizer.<parameter>.<moment>`` and ``rng.<device>``; the header
     holds the step, which is also the position in the data, and both configs.
+
+    Raises:
+        OSError: the file could not be written; names it.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {f"model.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
@@ -32,21 +42,32 @@ def save_checkpoint(path: Path, trainer: Trainer) -> None:
     header = {name: json.dumps(value) for name, value in {"step": trainer.step, **trainer.configs()}.items()}
 
     temporary = path.with_name(path.name + ".tmp")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=header)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=header)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        # A full disk comes as either of the two, and neither says which file
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise OSError(getattr(error, "errno", errno.EIO), reason, str(path)) from error
 
 
 def load_checkpoint(path: Path, trainer: Trainer) -> None:
-    """Put a trainer where :func:`save_checkpoint` left it.
+    """Put a trainer where :func:`save_checkpoint` left it; one that the checkpoint does not fit stays as it is.
 
     Raises:
-        ValueError: the checkpoint is of another model or another way of training; names the first field that differs.
+        FileError: the file is no checkpoint, or not a whole one.
+        FileError: it is of another model or another way of training; names the first field that differs.
     """
-    header, tensors = read_checkpoint(path)
+    header, tensors = read_checkpoint(path, ("step", "model", "training", "corpus"))
     for name, asked in trainer.configs().items():
         _require_equal(name, header[name], json.loads(json.dumps(asked)), path)
+    step = header["step"]
+    if not isinstance(step, int) or step < 0:
+        raise FileError(f"{path}: expected a number of steps in its header, got {step!r}; {_REMEDY}")
+    check_tensors(path, tensors, _layout(trainer, step, tensors))
+
     trainer.model.load_state_dict(_below("model.", tensors))
     for name, parameter in trainer.model.named_parameters():
         moments = _below(f"optimizer.{name}.", tensors)
@@ -57,16 +78,59 @@ def load_checkpoint(path: Path, trainer: Trainer) -> None:
     torch.set_rng_state(tensors["rng.cpu"])
     if "rng.cuda" in tensors and trainer.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["rng.cuda"], trainer.device)
-    trainer.step = header["step"]
+    trainer.step = step
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the header, decoded, and all tensors on the CPU."""
-    from safetensors import safe_open
+def read_checkpoint(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the header, decoded, and all tensors on the CPU.
 
-    with safe_open(path, framework="pt") as file:
-        header = {name: json.loads(value) for name, value in file.metadata().items()}
-        return header, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    Raises:
+        FileError: the file cannot be read, or its header lacks one of ``fields``.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            encoded = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError) as error:
+        raise FileError(f"{path}: not a whole safetensors file ({error}); {_REMEDY}") from error
+    missing = [name for name in fields if name not in encoded]
+    if missing:
+        raise FileError(f"{path}: not of a training run, its header lacks {', '.join(missing)}; {_REMEDY}")
+    try:
+        return {name: json.loads(encoded[name]) for name in fields or encoded}, tensors
+    except json.JSONDecodeError as error:
+        raise FileError(f"{path}: not of a training run, its header is not JSON ({error}); {_REMEDY}") from error
+
+
+def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Demand the tensors that are expected, each of its shape and dtype, and none else of the model.
+
+    Raises:
+        FileError: one is missing, or is another.
+    """
+    for name in (*expected, *(name for name in found if name.startswith("model."))):
+        there, wanted = _describe(found.get(name)), _describe(expected.get(name))
+        if there != wanted:
+            raise FileError(f"{path}: expected {name} to be {wanted}, got {there}; {_REMEDY}")
+
+
+def _describe(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _layout(trainer: Trainer, step: int, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name the tensors that a checkpoint has to hold, as they would look."""
+    layout = {f"model.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
+    layout["rng.cpu"] = torch.get_rng_state()
+    if "rng.cuda" in found and trainer.device.type == "cuda":
+        layout["rng.cuda"] = torch.cuda.get_rng_state(trainer.device)
+    for name, parameter in trainer.model.named_parameters():
+        if step and parameter.requires_grad:
+            moments = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+            layout |= {f"optimizer.{name}.{moment}": like for moment, like in moments.items()}
+    return layout
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -78,4 +142,4 @@ def _require_equal(name: str, saved: Any, asked: Any, path: Path) -> None:
         for key in saved.keys() | asked.keys():
             _require_equal(key, saved.get(key), asked.get(key), path)
     elif saved != asked:
-        raise ValueError(f"{name}: expected {saved!r}, as in the checkpoint {str(path)!r}, got {asked!r}")
+        raise FileError(f"{name}: expected {saved!r}, as in the checkpoint {str(path)!r}, got {asked!r}")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from flexnsa.checks import check_type
+from flexnsa.checks import check_seed, check_type
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,12 +71,13 @@ class TrainConfig:
             if not isinstance(value, kind) or isinstance(value, bool):
                 name = "an int" if kind is int else "a number"
                 raise TypeError(f"{field.name}: expected {name}, got {value!r} ({type(value).__name__})")
-            if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in may_be_zero):
+            if not 0 <= value < math.inf or (value == 0 and field.name not in may_be_zero):
                 least = "at least 0" if field.name in may_be_zero else "more than 0"
                 raise ValueError(f"{field.name}: expected {least}, got {value}")
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name}: expected less than 1, got {getattr(self, name)}")
+        check_seed("seed", self.seed)
         if self.min_lr > 1:
             raise ValueError(f"min_lr: expected a fraction of lr, at most 1, got {self.min_lr}")
 

@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from flexnsa.errors import FileError
+
+_START = b'{"step": '
+
 
 class JSONLog:
     """Append-only records, each with a ``step``.
@@ -13,6 +17,9 @@ class JSONLog:
     Args:
         path: the file; made if it is not there.
         resume_step: records of this step and later are dropped, for the run will write them again.
+
+    Raises:
+        FileError: the file is something else; it stays as it is.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -32,6 +39,23 @@ class JSONLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Read all whole lines; one that a killed run left unfinished is no record."""
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    """Read all whole lines; one that a killed run left unfinished is no record.
+
+    Raises:
+        FileError: a line is no record of a step.
+    """
+    *lines, unfinished = path.read_bytes().split(b"\n")
+    records = [_record(line) for line in lines]
+    if None in records or not (unfinished.startswith(_START) or _START.startswith(unfinished)):
+        number = records.index(None) + 1 if None in records else len(lines) + 1
+        message = f"{path}: line {number} is no record of a training step; move the file away to begin a new log"
+        raise FileError(message)
+    return [record for record in records if record is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

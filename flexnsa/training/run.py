@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from flexnsa.training.checkpoint import load_checkpoint, save_checkpoint
+from flexnsa.training.lock import locked
 from flexnsa.training.log import JSONLog
 from flexnsa.training.trainer import Trainer
 
@@ -25,39 +26,46 @@ def run(trainer: Trainer, folder: Path) -> int | None:
     """Train to the last step, from the folder's checkpoint if it has one.
 
     Writes ``checkpoint.safetensors`` and ``log.jsonl``. SIGINT and SIGTERM end the run after the step under way, with
-    a checkpoint; a kill loses the steps since the last checkpoint, which the next start repeats to the same numbers.
+    a checkpoint, however often they come; a kill (SIGKILL, or SIGQUIT from a terminal) loses the steps since the last
+    checkpoint, which the next start repeats to the same numbers.
 
     Returns:
         The number of the signal that ended the run early, if one did.
 
     Raises:
-        ValueError: the folder's checkpoint is of another model, another text or another way of training.
+        FileError: another process trains in the folder, a file in it is none of a run, or the checkpoint is of another
+            model, another text or another way of training. All files are as they were.
     """
     from tqdm import tqdm
 
     config = trainer.config
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = folder / CHECKPOINT_NAME
-    if checkpoint.exists():
-        load_checkpoint(checkpoint, trainer)
-    log = JSONLog(folder / LOG_NAME, resume_step=trainer.step)
-    bar = tqdm(total=config.steps, initial=trainer.step, unit="step", dynamic_ncols=True)
-    with closing(log), bar, stop_requests() as stop:
-        while trainer.step < config.steps and not stop:
-            start = time.perf_counter()
-            result = trainer.train_step()
-            record = asdict(result) | throughput(trainer, time.perf_counter() - start)
-            done = trainer.step
-            if done % config.eval_every == 0 or done == config.steps:
-                record["validation_bits_per_byte"] = trainer.validation_bits_per_byte()
-                bar.write(f"step {done}: validation {record['validation_bits_per_byte']:.4f} bits per byte")
-            log.write(record)
-            if done % config.checkpoint_every == 0 or done == config.steps or stop:
+    with locked(folder), stop_requests() as stop:
+        if checkpoint.exists():
+            load_checkpoint(checkpoint, trainer)
+        saved = trainer.step
+        log = JSONLog(folder / LOG_NAME, resume_step=trainer.step)
+        bar = tqdm(total=config.steps, initial=trainer.step, unit="step", dynamic_ncols=True)
+        with closing(log), bar:
+            while trainer.step < config.steps and not stop:
+                start = time.perf_counter()
+                result = trainer.train_step()
+                record = asdict(result) | throughput(trainer, time.perf_counter() - start)
+                done = trainer.step
+                if done % config.eval_every == 0 or done == config.steps:
+                    record["validation_bits_per_byte"] = trainer.validation_bits_per_byte()
+                    bar.write(f"step {done}: validation {record['validation_bits_per_byte']:.4f} bits per byte")
+                log.write(record)
+                if done % config.checkpoint_every == 0:
+                    save_checkpoint(checkpoint, trainer)
+                    saved = done
+                speed, peak = f"{record['tokens_per_second']:,.0f} tok/s", f"peak {record['peak_mib']:,.0f} MiB"
+                bar.set_postfix_str(f"loss {result.loss:.3f}, {speed}, {peak}")
+                bar.update()
+            # Here and not in the loop: a signal may come between any two of its lines
+            if saved != trainer.step:
                 save_checkpoint(checkpoint, trainer)
-            bar.set_postfix_str(
-                f"loss {result.loss:.3f}, {record['tokens_per_second']:,.0f} tok/s, peak {record['peak_mib']:,.0f} MiB"
-            )
-            bar.update()
     return stop[0] if stop else None
 
 
@@ -78,14 +86,12 @@ def peak_bytes(device: torch.device) -> int:
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list instead of dying of them; a second one is not collected."""
+    """Collect SIGINT and SIGTERM in a list instead of dying of them."""
     received: list[int] = []
-
-    def collect(number: int, _frame: object) -> None:
-        received.append(number)
-        signal.signal(number, previous[signal.Signals(number)])
-
-    previous = {number: signal.signal(number, collect) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {
+        number: signal.signal(number, lambda number, _frame: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield received
     finally:

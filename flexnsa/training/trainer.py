@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flexnsa.models import DecoderLM
+from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training.config import TrainConfig
 from flexnsa.training.data import Corpus
 from flexnsa.training.rows import Batch, PackedDocuments, Windows
@@ -38,7 +38,7 @@ class Trainer:
         compiled: run the model through ``torch.compile``.
 
     Raises:
-        ValueError: the text is shorter than a row.
+        ValueError: the text is shorter than a row, or the model's attention cannot be trained on its device.
     """
 
     def __init__(self, model: DecoderLM, corpus: Corpus, config: TrainConfig, *, compiled: bool = False) -> None:
@@ -48,6 +48,7 @@ class Trainer:
         self.training_rows = rows(corpus.train, config.seq_len)
         self.validation_rows = rows(corpus.validation, config.seq_len)
         self.device = model.embedding.weight.device
+        _check_trainable(model.config, self.device)
         self.optimizer = build_optimizer(model, config)
         self.step = 0
         self._forward: Callable[..., Tensor] = torch.compile(model) if compiled else model
@@ -98,6 +99,11 @@ class Trainer:
         batch = self.validation_rows.spread(self.config.eval_sequences)
         nats = sum(self.loss(part.to(self.device)).item() for part in batch.split(self.config.batch_size))
         return nats / batch.num_targets() / math.log(2)
+
+
+def _check_trainable(config: DecoderConfig, device: torch.device) -> None:
+    if config.attention == "nsa" and config.impl == "flex" and device.type == "cpu":
+        raise ValueError("impl: expected 'auto' or 'sdpa' to train on a CPU, where flex has no backward, got 'flex'")
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

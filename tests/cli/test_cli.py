@@ -1,13 +1,15 @@
 """The command line: what it imports, what it refuses and how, and the tables it prints."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flexnsa.cli import COMMANDS, main
-from flexnsa.cli.options import require
+from flexnsa.cli.options import add_device_option, require
 from flexnsa.cli.power_law import fit_power_law
 from flexnsa.cli.table import format_table
 
@@ -29,6 +31,13 @@ from flexnsa.cli.table import format_table
         ("--device abacus", "argument --device: expected a device such as cpu or cuda:0, got 'abacus'"),
         ("--text /nowhere", "argument --text: expected a file or a folder, got '/nowhere'"),
         ("--seq-len 99999999", "argument --seq-len: expected less than the "),
+        ("--impl flex", "argument --impl: expected 'auto' or 'sdpa' to train on a CPU, where flex has no backward"),
+        ("--device meta", "argument --device: expected a device of this machine, got 'meta'"),
+        ("--device cuda:99", "argument --device: expected a device of this machine, got 'cuda:99'"),
+        ("--seed 12345678901234567890", "argument --seed: expected a number of at most 64 bits, got 1234567890123456"),
+        ("--out /dev/null", "argument --out: expected a folder, got '/dev/null', but '/dev/null' is a file"),
+        ("--out /dev/null/run", "argument --out: expected a folder, got '/dev/null/run', but '/dev/null' is a file"),
+        ("--out a\0b", r"argument --out: expected a folder, got 'a\x00b', which no file system can"),
         ("--no-such-thing", "unrecognized arguments: --no-such-thing"),
     ],
 )
@@ -38,8 +47,56 @@ def test_wrong_arguments_are_named(
     with pytest.raises(SystemExit) as leaving:
         main(["train", "--device", "cpu", "--out", str(tmp_path), *arguments.split()])
     assert leaving.value.code == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("flexnsa")
+    assert message in line
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--seq 0", "argument --seq: expected at least 1, got 0"),
+        ("--batch 0", "argument --batch: expected at least 1, got 0"),
+        ("--layers 0", "argument --layers: expected at least 1, got 0"),
+        (f"--seq {10**400}", "argument --seq: expected a number of at most 64 bits, got 1"),
+        (f"--budget {10**400}KB", "argument --budget: expected a number of at most 64 bits, got 1"),
+        ("--budget much", "argument --budget: expected a size such as 65GiB or 800MB, got 'much'"),
+    ],
+)
+def test_wrong_sizes_of_an_estimate_are_named(arguments: str, message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as leaving:
+        main(["estimate", *arguments.split()])
+    assert leaving.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_estimate_of_a_dense_model_is_what_nsa_is_compared_with(capsys: pytest.CaptureFixture[str]):
+    tables = {}
+    for attention in ("nsa", "dense"):
+        main(["estimate", "--attention", attention, "--seq", "8192"])
+        tables[attention] = capsys.readouterr().out.split("decoding one token")[1].splitlines()[2:]
+    assert [line.split()[-1] for line in tables["dense"]] == [line.split()[-2] for line in tables["nsa"]]
+
+
+def test_device_is_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
+    for here, expected in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda here=here: here)
+        parser = argparse.ArgumentParser()
+        add_device_option(parser)
+        assert parser.parse_args([]).device == torch.device(expected)
+
+
+def test_mistakes_of_the_program_keep_their_traceback(monkeypatch: pytest.MonkeyPatch):
+    for mistake in (ValueError("q: expected a tensor"), TypeError("no"), RuntimeError("no"), OSError("no"), KeyError()):
+
+        def fail(*_: object, mistake: Exception = mistake, **__: object) -> None:
+            raise mistake
+
+        monkeypatch.setattr("flexnsa.cli.estimate.estimate_training", fail)
+        with pytest.raises(type(mistake)):
+            main(["estimate"])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -52,6 +52,30 @@ def test_it_ends_at_a_stop_character(model: DecoderLM, checkpoint: Path, capsys:
     assert capsys.readouterr().err.startswith(f"{added.index(stop)} bytes in ")
 
 
+@pytest.mark.parametrize("stop", ["é", "xé", "xöé"])
+def test_a_stop_character_is_all_of_its_bytes(
+    stop: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    written = iter("aÃ¡ãæ\N{COPYRIGHT SIGN}éb".encode())  # these share both bytes of é, \xc3\xa9, one at a time
+    monkeypatch.setattr(Sampling, "draw", lambda *_: torch.tensor([next(written)]))
+    generate(checkpoint, f"--max-new-tokens 100 --stop {stop}")
+    printed = capsys.readouterr()
+    assert printed.out == "züricha\u00c3\u00a1\u00e3\u00e6\u00a9\n"
+    assert printed.err.startswith("11 bytes in ")
+
+
+def test_bytes_of_a_prompt_that_are_no_utf8_stay_what_they_are(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    prompts = []
+
+    def spy(_model: DecoderLM, prompt: torch.Tensor, *_: object, **__: object) -> list[list[int]]:
+        prompts.append(prompt.tolist())
+        return [[]]
+
+    monkeypatch.setattr(DecoderLM, "generate", spy)
+    generate(checkpoint, "--prompt a\udcff")  # as Python gives the byte ff of a command line
+    assert prompts == [[[97, 255]]]
+
+
 def test_it_streams(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     class Screen(io.StringIO):
         flushes = 0
@@ -70,6 +94,10 @@ def test_it_streams(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     [
         ("--checkpoint /nowhere", "argument --checkpoint: expected a checkpoint of `flexnsa train`, got '/nowhere'"),
         ("--temperature -1", "argument --temperature: expected at least 0, got -1.0"),
+        ("--prompt \ud800", r"argument --prompt: expected text that UTF-8 can hold, got '\ud800'"),
+        ("--stop \ud800", r"argument --stop: expected text that UTF-8 can hold, got '\ud800'"),
+        ("--seed 12345678901234567890", "argument --seed: expected a number of at most 64 bits, got 1234567890123456"),
+        ("--max-new-tokens 1000000000000000", "out of memory; `flexnsa estimate` says"),
         ("--top-k 0", "argument --top-k: expected at least 1, got 0"),
         ("--top-p 2", "argument --top-p: expected more than 0 and at most 1, got 2.0"),
         ("--max-new-tokens 0", "argument --max-new-tokens: expected at least 1, got 0"),
@@ -80,5 +108,5 @@ def test_it_streams(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
 def test_wrong_options_are_named(options: str, message: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as leaving:
         generate(checkpoint, options)
-    assert leaving.value.code == 2
+    assert leaving.value.code == (1 if message.startswith("out of memory") else 2)
     assert message in capsys.readouterr().err

@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
 
 from flexnsa import NSAConfig
+from flexnsa.errors import FileError
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import TrainConfig, Trainer, read_corpus, run
 from flexnsa.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from flexnsa.training.lock import locked
 from flexnsa.training.log import JSONLog, read_log
 
 NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
@@ -72,6 +77,72 @@ def test_sigterm_ends_with_a_checkpoint_of_the_last_logged_step(text_folder: Pat
     assert header["step"] == len(_curve(tmp_path / "run"))
 
 
+@pytest.mark.parametrize("place", ["train_step", "log", "save_checkpoint", "set_postfix_str", "update"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_anywhere_in_a_step_ends_with_a_checkpoint_of_that_step(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, number: signal.Signals
+):
+    trainer = _trainer(text_folder)
+    owner, name = {
+        "train_step": (Trainer, "train_step"),
+        "log": (JSONLog, "write"),
+        "save_checkpoint": (sys.modules["flexnsa.training.run"], "save_checkpoint"),
+    }.get(place, (tqdm, place))
+    original = getattr(owner, name)
+
+    def signalled(*arguments: object, **options: object) -> object:
+        result = original(*arguments, **options)
+        if trainer.step == 4:
+            signal.raise_signal(number)
+            signal.raise_signal(number)  # as from a terminal and from the program that started this one
+        return result
+
+    monkeypatch.setattr(owner, name, signalled)
+    before = signal.getsignal(number)
+    assert run(trainer, tmp_path / "run") == number
+    assert signal.getsignal(number) == before
+    assert trainer.step == 4
+    assert len(_curve(tmp_path / "run")) == 4
+    assert read_checkpoint(tmp_path / "run" / "checkpoint.safetensors")[0]["step"] == 4
+
+
+@pytest.mark.parametrize("lost", ["head.weight", "optimizer.head.weight.exp_avg", "optimizer.", "rng.cpu"])
+def test_incomplete_checkpoint_is_refused_and_leaves_the_trainer_alone(text_folder: Path, tmp_path: Path, lost: str):
+    path = tmp_path / "checkpoint.safetensors"
+    trainer = _trainer(text_folder)
+    trainer.train_step()
+    save_checkpoint(path, trainer)
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+        kept = {name: file.get_tensor(name) for name in file.keys() if lost not in name}  # noqa: SIM118 - not a dict
+    save_file(kept, path, metadata=header)
+    fresh = _trainer(text_folder, seed=1)
+    before = [parameter.clone() for parameter in fresh.model.parameters()]
+    with pytest.raises(FileError, match=rf"{path}: expected \S*{lost}\S* to be .* got none; "):
+        load_checkpoint(path, fresh)
+    assert fresh.step == 0
+    assert not fresh.optimizer.state
+    assert all(torch.equal(old, new) for old, new in zip(before, fresh.model.parameters(), strict=True))
+
+
+def test_flex_does_not_train_on_a_cpu(text_folder: Path):
+    with pytest.raises(ValueError, match=r"^impl: expected 'auto' or 'sdpa' to train on a CPU, .* got 'flex'"):
+        Trainer(DecoderLM(replace(MODEL, impl="flex")), read_corpus(text_folder), TRAINING)
+
+
+def test_second_process_in_a_folder_is_told_of_the_first(text_folder: Path, tmp_path: Path):
+    first = _start_training(text_folder, tmp_path / "run", ["--steps", "100000", "--checkpoint-every", "5"])
+    try:
+        _wait_for_steps(first, tmp_path / "run", 6)
+        with pytest.raises(FileError, match=rf"^{tmp_path / 'run'}: process {first.pid} is training here; "):
+            run(_trainer(text_folder), tmp_path / "run")
+    finally:
+        first.kill()
+        first.wait()
+    with locked(tmp_path / "run"):  # a lock dies with its process
+        pass
+
+
 def test_failed_write_leaves_the_previous_checkpoint(
     text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -125,6 +196,15 @@ def test_log_drops_what_will_be_repeated(tmp_path: Path):
     log.close()
     JSONLog(path, resume_step=3).close()
     assert read_log(path) == [{"step": 0}, {"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize("content", ["notes of mine", "[1]\n", "{}\n", '{"step": 0}\nnotes\n', "\0\0\n"])
+def test_file_that_is_no_log_is_left_alone(tmp_path: Path, content: str):
+    path = tmp_path / "log.jsonl"
+    path.write_text(content)
+    with pytest.raises(FileError, match=rf"^{path}: line [12] is no record of a training step; "):
+        JSONLog(path, resume_step=1)
+    assert path.read_text() == content
 
 
 def _trainer(text_folder: Path, seed: int = 0, pack: bool = False) -> Trainer:
