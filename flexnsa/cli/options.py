@@ -86,7 +86,7 @@ def utf8(text: str) -> bytes:
 def output_folder(name: str) -> Path:
     """Read the name of a folder to write to, which is there or can be made."""
     path = Path(name)
-    if "\0" in name:
+    if "\0" in name or not _is_encodable(name):
         raise argparse.ArgumentTypeError(f"expected a folder, got {name!r}, which no file system can name")
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.lexists(parent))
     if not existing.is_dir():
@@ -94,6 +94,14 @@ def output_folder(name: str) -> Path:
     if not os.access(existing, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a folder to write to, got {name!r}, but {str(existing)!r} is not")
     return path
+
+
+def _is_encodable(name: str) -> bool:
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def require(*packages: str, extra: str) -> None:

@@ -38,6 +38,7 @@ from flexnsa.cli.table import format_table
         ("--out /dev/null", "argument --out: expected a folder, got '/dev/null', but '/dev/null' is a file"),
         ("--out /dev/null/run", "argument --out: expected a folder, got '/dev/null/run', but '/dev/null' is a file"),
         ("--out a\0b", r"argument --out: expected a folder, got 'a\x00b', which no file system can"),
+        ("--out \ud800", r"argument --out: expected a folder, got '\ud800', which no file system can name"),
         ("--no-such-thing", "unrecognized arguments: --no-such-thing"),
     ],
 )
