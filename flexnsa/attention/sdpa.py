@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 from torch import Tensor
 
 from flexnsa.attention import modded
@@ -80,7 +81,9 @@ def selected_attention(
     positions = positions_of(q, positions)
     if score_mod is not None:
         return modded.selected_attention(q, k, v, block_indices, positions, score_mod, scale, config.select_block_size)
-    attention = gathered_attention if q.shape[2] <= GATHERED_QUERIES else key_major_attention
+    # A compiler would make a graph of either: one for few queries, and one for all the others.
+    few = not torch.compiler.is_compiling() and q.shape[2] <= GATHERED_QUERIES
+    attention = gathered_attention if few else key_major_attention
     return attention(q, k, v, block_indices, positions.token, positions.start, scale, config.select_block_size)
 
 
