@@ -8,21 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexnsa.checks import check_tensor, describe
+from flexnsa.checks import check_number, check_tensor, describe, may_look
 from flexnsa.config import NSAConfig
-from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
+from flexnsa.selection import check_block_indices
 
 
 def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
     """Demand a choice of branches and put it in order."""
     if not isinstance(branches, Sequence):
         raise TypeError(f"branches: expected a sequence of {BRANCHES}, got {describe(branches)}")
-    if (
-        isinstance(branches, str)
-        or not branches
-        or any(tag not in BRANCHES or branches.count(tag) > 1 for tag in branches)
-    ):
-        raise ValueError(f"branches: expected some of {BRANCHES}, each once, got {branches!r}")
+    known = [tag for tag in branches if isinstance(tag, str) and tag in BRANCHES]
+    if isinstance(branches, str) or not known or len({*known}) < len(branches):
+        raise ValueError(f"branches: expected some of {BRANCHES}, each once, got {describe(branches)}")
     return tuple(tag for tag in BRANCHES if tag in branches)
 
 
@@ -61,18 +59,26 @@ def check_group(name: str, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"{name}: expected a number of heads that divides the {q.shape[1]} of q, got {k.shape[1]}")
 
 
-def check_selection(q: Tensor, block_indices: Tensor, heads: int | str, config: NSAConfig) -> None:
-    """Demand indices ``(B, Hkv, S, n)``; what is in them would cost a synchronisation."""
+def checked_selection(q: Tensor, block_indices: Tensor, heads: int | str, config: NSAConfig) -> Tensor:
+    """Demand indices ``(B, Hkv, S, n)``, in order and within the sequence, and give some that are safe to use.
+
+    Where their values cannot be seen without waiting for the device, they are made addresses of blocks all the same:
+    what no block has for a number becomes padding, or the block behind the last, which is in every query's future. So
+    whatever the values, nothing outside of the keys is read and no product of theirs overflows.
+    """
     shape = (q.shape[0], heads, q.shape[2], config.num_selected_blocks)
     check_tensor("block_indices", block_indices, shape, like=q, dtype=torch.int32)
+    if may_look(block_indices):
+        check_block_indices(block_indices, config=config, seq_len=q.shape[2])
+        return block_indices
+    return block_indices.clamp(-1, num_blocks(q.shape[2], config))
 
 
 def check_scale(q: Tensor, scale: float | None) -> float:
-    """Demand a number, or choose the usual one."""
+    """Demand a finite number, 0 and below included, or choose the usual one."""
     if scale is None:
         return q.shape[-1] ** -0.5
-    if not isinstance(scale, int | float) or isinstance(scale, bool):
-        raise TypeError(f"scale: expected a number, got {describe(scale)}")
+    check_number("scale", scale)
     return float(scale)
 
 

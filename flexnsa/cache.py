@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.checks import check_positive_int, check_tensor, check_type
+from flexnsa.arguments import check_branches
+from flexnsa.checks import (
+    check_device,
+    check_dtype,
+    check_int,
+    check_integers,
+    check_positive_int,
+    check_tensor,
+    check_type,
+    may_look,
+)
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
 from flexnsa.masks.steps import Slots, Step, locate, ring_slots_before
@@ -67,7 +77,9 @@ class NSACache:
         for name in ("batch_size", "max_seq_len", "num_kv_heads", "head_dim", "v_head_dim", "max_rewind"):
             check_positive_int(name, getattr(self, name))
         self.config = config
-        self.branches = tuple(tag for tag in BRANCHES if tag in branches)
+        self.branches = check_branches(branches)
+        check_dtype("dtype", dtype)
+        check_device("device", device)
 
         self.sizes = Slots(max_seq_len=max_seq_len, max_rewind=max_rewind, config=config)
         self.buffers = {
@@ -130,12 +142,15 @@ class NSACache:
             ordered: whether somebody will ask where the keys of the window stand.
 
         Raises:
-            TypeError: ``lengths`` is no tensor.
-            ValueError: there is no room, or ``lengths`` does not fit. A compiled or captured step cannot raise: it
-                marks the tokens for which there is no room as ``lost``, and keeps none of them.
+            TypeError: ``num_tokens`` is no int, or ``lengths`` no tensor.
+            ValueError: there is no token or no room, or ``lengths`` does not fit. A compiled or captured step cannot
+                raise: it marks the tokens for which there is no room as ``lost``, and keeps none of them.
         """
+        if not isinstance(num_tokens, torch.SymInt):
+            check_positive_int("num_tokens", num_tokens)
+        check_type("ordered", ordered, bool)
         if lengths is not None:
-            check_tensor("lengths", lengths, (self.batch_size,), dtype=getattr(lengths, "dtype", None))
+            check_integers("lengths", lengths, (self.batch_size,), like=self.lengths, as_of="the cache")
         before = self.lengths[:, None]
         end = before + (num_tokens if lengths is None else lengths[:, None].to(torch.int32))
         self._check_room(num_tokens, lengths, end)
@@ -187,11 +202,14 @@ class NSACache:
         Always possible are 0, the last ``max_rewind`` tokens, and any length while no ring has overwritten a token.
 
         Raises:
+            TypeError: neither an int nor a tensor.
             ValueError: a row is shorter than that, or the cache no longer holds what the next step would look back at.
         """
         if isinstance(lengths, Tensor):
-            check_tensor("lengths", lengths, (self.batch_size,), dtype=lengths.dtype)
-        wanted = torch.as_tensor(lengths, device=self.device).to(torch.int32).expand_as(self.lengths)
+            check_integers("lengths", lengths, (self.batch_size,), like=self.lengths, as_of="the cache")
+        else:
+            check_int("lengths", lengths, 0, self.max_seq_len)
+        wanted = torch.as_tensor(lengths, device=self.device).expand_as(self.lengths)
         possible = (wanted >= 0) & (wanted <= self.lengths)
         for kind in {_kind(name) for name in self.buffers} & self.sizes.reach.keys():
             oldest = self.reached - self.sizes.size(kind)
@@ -208,8 +226,15 @@ class NSACache:
         self._clear_spare_slots()
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace row ``b`` by what row ``rows[b]`` was, as beam search does; ``rows`` int ``(B,)``."""
-        check_tensor("rows", rows, (self.batch_size,), dtype=getattr(rows, "dtype", None))
+        """Replace row ``b`` by what row ``rows[b]`` was, as beam search does; ``rows`` int ``(B,)``.
+
+        Raises:
+            TypeError: not a tensor.
+            ValueError: of another shape, dtype or device; or, on a CPU, a row that there is not.
+        """
+        check_integers("rows", rows, (self.batch_size,), like=self.lengths, as_of="the cache")
+        if may_look(rows) and not ((rows >= 0) & (rows < self.batch_size)).all():
+            raise ValueError(f"rows: expected 0 .. {self.batch_size - 1}, got {rows.tolist()}")
         for tensor in (*self.buffers.values(), self.lengths, self.reached):
             tensor.copy_(tensor.index_select(0, rows))
 
@@ -225,8 +250,9 @@ class NSACache:
             ValueError: the sizes differ; the cache is then as it was.
         """
         own = self._state()
+        check_type("state", state, dict)
         if state.keys() != own.keys():
-            raise ValueError(f"state: expected {', '.join(sorted(own))}, got {', '.join(sorted(state))}")
+            raise ValueError(f"state: expected {', '.join(sorted(own))}, got {', '.join(sorted(map(str, state)))}")
         for name, tensor in own.items():
             check_tensor(f"state[{name!r}]", state[name], tuple(tensor.shape), dtype=tensor.dtype)
         for name, tensor in own.items():

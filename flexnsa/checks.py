@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+LARGEST_SIZE = 2**30
+"""Of anything that is counted: positions are int32, and sizes are added to them."""
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64)
+
 
 def describe(value: object) -> str:
-    """Show a value as it matters in an error: tensors by shape, dtype and device."""
+    """Show a value as it matters in an error: tensors by shape, dtype and device, long values shortened."""
     if isinstance(value, Tensor):
+        if value.is_nested:
+            return f"a nested tensor of {value.dtype} on {value.device}"
         return f"a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
-    return f"{value!r} ({type(value).__name__})"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length()} bits"
+    return f"{_SHORT.repr(value)} ({type(value).__name__})"
 
 
 def check_type(name: str, value: object, expected: type) -> None:
@@ -22,52 +33,104 @@ def check_type(name: str, value: object, expected: type) -> None:
         raise TypeError(f"{name}: expected {expected.__name__}, got {describe(value)}")
 
 
-def check_positive_int(name: str, value: object) -> None:
-    """Demand a whole number above 0."""
+def check_int(name: str, value: Any, least: int, most: int = LARGEST_SIZE) -> None:
+    """Demand a whole number from ``least`` to ``most``."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {describe(value)}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {describe(value)}")
+    if value > most:
+        raise ValueError(f"{name}: expected at most {most}, got {describe(value)}")
 
 
-def check_positive_number(name: str, value: object) -> None:
-    """Demand a finite number above 0."""
+def check_positive_int(name: str, value: Any) -> None:
+    """Demand a size: a whole number above 0."""
+    check_int(name, value, 1)
+
+
+def check_heads(num_heads: Any, num_kv_heads: Any, head_dim: Any, v_head_dim: Any) -> None:
+    """Demand sizes of heads that fit each other."""
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
+    for name, value in sizes.items():
+        check_positive_int(name, value)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_heads}")
+    if head_dim % 2:
+        raise ValueError(f"head_dim: expected an even number, because RoPE turns pairs, got {head_dim}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Demand a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a number, got {describe(value)}")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name}: expected a positive, finite number, got {value}")
+    if not abs(value) <= _LARGEST_FLOAT:
+        raise ValueError(f"{name}: expected a finite number, got {describe(value)}")
 
 
-def check_seed(name: str, value: object) -> None:
+def check_positive_number(name: str, value: Any) -> None:
+    """Demand a finite number above 0."""
+    check_number(name, value)
+    if not value > 0:
+        raise ValueError(f"{name}: expected a positive, finite number, got {describe(value)}")
+
+
+def check_seed(name: str, value: Any) -> None:
     """Demand a number that seeds PyTorch's generators."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an int, got {describe(value)}")
-    if not -(2**63) <= value < 2**64:
-        raise ValueError(f"{name}: expected an int from -2**63 to 2**64 - 1, got {value}")
+    check_int(name, value, -(2**63), 2**64 - 1)
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Demand one of a few words."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {describe(value)}")
     if value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_tensor(
-    name: str, value: Any, shape: Sequence[int | str], *, like: Tensor | None = None, dtype: torch.dtype | None = None
-) -> None:
-    """Demand a tensor of a shape, where a word stands for any size: ``("B", 2, "S", 64)``.
+def check_device(name: str, value: Any) -> None:
+    """Demand a device that this machine has, or None."""
+    if not isinstance(value, torch.device | str | None):
+        raise TypeError(f"{name}: expected a device, got {describe(value)}")
+    try:
+        torch.empty(0, device=value)
+    except Exception as error:  # of several classes, by what is missing
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{name}: expected a device of this machine, got {describe(value)}: {reason}") from error
 
-    ``like`` also fixes the device and, unless ``dtype`` does, the dtype; with neither it must be a floating dtype.
+
+def check_dtype(name: str, value: Any) -> None:
+    """Demand a floating dtype that can be computed with, or None."""
+    if not isinstance(value, torch.dtype | None):
+        raise TypeError(f"{name}: expected a dtype, got {describe(value)}")
+    if value is not None and value not in FLOATING:
+        raise ValueError(f"{name}: expected a floating dtype of 16 bits or more, got {value}")
+
+
+def check_tensor(
+    name: str,
+    value: Any,
+    shape: Sequence[int | str],
+    *,
+    like: Tensor | None = None,
+    as_of: str = "q",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Demand a dense tensor of a shape, where a word stands for any size: ``("B", 2, "S", 64)``.
+
+    ``like``, the argument named ``as_of``, also fixes the device and, unless ``dtype`` does, the dtype; with neither
+    it must be a floating dtype.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor {_show(shape)}, got {describe(value)}")
+    if not is_dense(value):
+        raise ValueError(f"{name}: expected a dense tensor {_show(shape)}, got {describe(value)}, {value.layout}")
     sizes_fit = len(value.shape) == len(shape) and all(
         isinstance(size, str) or size == actual for size, actual in zip(shape, value.shape, strict=True)
     )
     if not sizes_fit:
         raise ValueError(f"{name}: expected shape {_show(shape)}, got {tuple(value.shape)}")
     if like is not None and value.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, as q has, got {value.device}")
+        raise ValueError(f"{name}: expected device {like.device}, as {as_of} has, got {value.device}")
     wanted = dtype if dtype is not None or like is None else like.dtype
     if wanted is not None and value.dtype != wanted:
         raise ValueError(f"{name}: expected dtype {wanted}, got {value.dtype}")
@@ -75,11 +138,76 @@ def check_tensor(
         check_floating(name, value)
 
 
+def is_dense(x: Tensor) -> bool:
+    """Tell whether a tensor is neither sparse nor nested."""
+    return not x.is_nested and x.layout == torch.strided
+
+
 def check_floating(name: str, value: Tensor) -> None:
-    """Demand a floating dtype."""
-    if not value.dtype.is_floating_point:
-        raise ValueError(f"{name}: expected a floating dtype, got {value.dtype}")
+    """Demand a floating dtype that can be computed with."""
+    if value.dtype not in FLOATING:
+        raise ValueError(f"{name}: expected a floating dtype of 16 bits or more, got {value.dtype}")
+
+
+def check_weighed(name: str, x: Any, shape: Sequence[int | str], weight: Tensor) -> None:
+    """Demand a tensor of a shape, on the device of ``weight`` and of its dtype, unless autocast makes that fit."""
+    autocast = isinstance(x, Tensor) and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    dtype = x.dtype if autocast and x.dtype in FLOATING[1:] else weight.dtype  # it leaves those of 64 bits alone
+    check_tensor(name, x, shape, like=weight, as_of="the weights", dtype=dtype)
+
+
+def check_layer_input(x: Any, weight: Tensor) -> None:
+    """Demand a layer's input ``(B, S, dim)``, nothing empty, that its weights ``(any, dim)`` can be applied to."""
+    check_weighed("x", x, ("B", "S", weight.shape[1]), weight)
+    if 0 in x.shape:
+        raise ValueError(f"x: expected no empty dimension, got {tuple(x.shape)}")
+
+
+def check_integers(
+    name: str, value: Any, shape: Sequence[int | str], *, like: Tensor | None = None, as_of: str = "q"
+) -> None:
+    """Demand an int32 or int64 tensor of a shape; see :func:`check_tensor`."""
+    check_tensor(name, value, shape, like=like, as_of=as_of, dtype=getattr(value, "dtype", None))
+    if value.dtype not in INTEGERS:
+        raise ValueError(f"{name}: expected dtype torch.int32 or torch.int64, got {value.dtype}")
+
+
+def check_tokens(name: str, tokens: Any, embedding: Tensor) -> None:
+    """Demand int ``(B, S)``, nothing empty, each a row of ``embedding``."""
+    check_integers(name, tokens, ("B", "S"), like=embedding, as_of="the model")
+    if 0 in tokens.shape:
+        raise ValueError(f"{name}: expected no empty dimension, got {tuple(tokens.shape)}")
+    if may_look(tokens) and not ((tokens >= 0) & (tokens < len(embedding))).all():
+        raise ValueError(f"{name}: expected 0 .. {len(embedding) - 1}, got {tokens.min()} .. {tokens.max()}")
+
+
+def check_lengths(lengths: Any, x: Tensor) -> None:
+    """Demand int ``(B,)``, as many tokens of each row of ``x (B, S, ...)`` as it has at most, or fewer."""
+    check_integers("lengths", lengths, (len(x),), like=x, as_of="x")
+    if may_look(lengths) and not ((lengths >= 0) & (lengths <= x.shape[1])).all():
+        raise ValueError(f"lengths: expected 0 .. {x.shape[1]}, the tokens of x, got {lengths.tolist()}")
+
+
+def check_has_values(name: str, value: Tensor) -> None:
+    """Demand a tensor to look at, which one on the meta device is not."""
+    if value.is_meta:
+        raise ValueError(f"{name}: expected a device that holds values, got {describe(value)}")
+
+
+def may_look(x: Tensor) -> bool:
+    """Tell whether reading values is free: on a CPU, where no compiler is at work."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _show(shape: Sequence[int | str]) -> str:
     return "(" + ", ".join(map(str, shape)) + ")"
+
+
+def _short() -> reprlib.Repr:
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 100
+    return short
+
+
+_SHORT = _short()
+_LARGEST_FLOAT = torch.finfo(torch.float64).max

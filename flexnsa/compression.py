@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexnsa.checks import check_positive_int, check_tensor, check_type
+from flexnsa.checks import check_integers, check_positive_int, check_tensor, check_type, check_weighed, may_look
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 
@@ -51,7 +51,7 @@ class MeanCompressor(nn.Module):
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks begin every ``d`` or at ``first_tokens (B, N)``."""
-        _check_input(x, *self.shape)
+        _check_input(x, first_tokens, self.shape, self.config)
         if first_tokens is not None:
             return _blocks(x, first_tokens, self.config).mean(3)
         size = self.config.compress_block_size // self.config.compress_stride
@@ -74,7 +74,7 @@ class LinearCompressor(nn.Module):
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks begin every ``d`` or at ``first_tokens (B, N)``."""
-        _check_input(x, *self.shape)
+        _check_input(x, first_tokens, self.shape, self.project.config, self.project.weight)
         return self.project(x, first_tokens)
 
     def reset_parameters(self) -> None:
@@ -99,7 +99,7 @@ class MLPCompressor(nn.Module):
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks begin every ``d`` or at ``first_tokens (B, N)``."""
-        _check_input(x, *self.shape)
+        _check_input(x, first_tokens, self.shape, self.project.config, self.project.weight)
         return self.out(F.silu(self.project(x, first_tokens)))
 
     def reset_parameters(self) -> None:
@@ -141,5 +141,21 @@ def _check_sizes(num_kv_heads: int, head_dim: int, config: NSAConfig) -> None:
     check_type("config", config, NSAConfig)
 
 
-def _check_input(x: Tensor, num_kv_heads: int, head_dim: int) -> None:
-    check_tensor("x", x, ("B", num_kv_heads, "S", head_dim))
+def _check_input(
+    x: Tensor,
+    first_tokens: Tensor | None,
+    shape: tuple[int, int],
+    config: NSAConfig,
+    weight: Tensor | None = None,
+) -> None:
+    heads, dim = shape
+    if weight is None:
+        check_tensor("x", x, ("B", heads, "S", dim))
+    else:
+        check_weighed("x", x, ("B", heads, "S", dim), weight)
+    if first_tokens is None:
+        return
+    check_integers("first_tokens", first_tokens, (len(x), "N"), like=x, as_of="x")
+    last = x.shape[2] - config.compress_block_size
+    if may_look(first_tokens) and not ((first_tokens >= 0) & (first_tokens <= last)).all():
+        raise ValueError(f"first_tokens: expected blocks within the {x.shape[2]} tokens of x, 0 .. {last}, got others")

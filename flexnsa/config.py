@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from flexnsa.checks import check_int
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NSAConfig:
@@ -33,12 +35,8 @@ class NSAConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
             least = 0 if field.name in ("num_init_blocks", "num_local_blocks") else 1
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{field.name}: expected an int, got {value!r} ({type(value).__name__})")
-            if value < least:
-                raise ValueError(f"{field.name}: expected at least {least}, got {value}")
+            check_int(field.name, getattr(self, field.name), least)
         for name in ("compress_block_size", "select_block_size"):
             if getattr(self, name) % self.compress_stride:
                 raise ValueError(

@@ -16,9 +16,10 @@ from flexnsa.arguments import (
     check_mods,
     check_queries,
     check_scale,
-    check_selection,
+    checked_selection,
 )
 from flexnsa.attention import flex, flex_cached, reference, sdpa, sdpa_cached
+from flexnsa.attention.flex_kernels import check_inputs
 from flexnsa.checks import check_choice, check_floating, check_positive_int, check_tensor, check_type, describe
 from flexnsa.config import NSAConfig
 from flexnsa.gating import combine
@@ -105,26 +106,32 @@ def native_sparse_attention(
     """
     check_type("config", config, NSAConfig)
     branches = check_branches(branches)
+    check_type("return_aux", return_aux, bool)
     check_queries(q)
     check_tensor("gates", gates, (*q.shape[:3], len(BRANCHES)), like=q, dtype=getattr(gates, "dtype", None))
     check_floating("gates", gates)
+    windows = ("k" if k_win is None else "k_win", "v" if v_win is None else "v_win")
     k_win, v_win = k if k_win is None else k_win, v if v_win is None else v_win
     selecting = "slc" in branches and block_indices is None
     length, num_keys = q.shape[2], num_compressed(q.shape[2], config)
     sizes = Sizes()
+    inputs: dict[str, Any] = {"q": q}
     if "slc" in branches:
         sizes = check_keys(q, k, v, ("k", "v"), length, sizes)
+        inputs |= {"k": k, "v": v}
     if "win" in branches:
-        sizes = check_keys(q, k_win, v_win, ("k_win", "v_win"), length, sizes)
+        sizes = check_keys(q, k_win, v_win, windows, length, sizes)
+        inputs |= dict(zip(windows, (k_win, v_win), strict=True))
     if "cmp" in branches:
         sizes = check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_keys, sizes)
+        inputs |= {"k_cmp": k_cmp, "v_cmp": v_cmp}
     elif selecting:
         check_tensor("k_cmp", k_cmp, (q.shape[0], sizes.heads, num_keys, q.shape[3]), like=q)
     if block_indices is not None:
         if "slc" not in branches:
             raise ValueError(f"block_indices: expected None without the slc branch, got {describe(block_indices)}")
-        check_selection(q, block_indices, sizes.heads, config)
-    attention, options = _prepare(q, config, scale, score_mod, mask_mod, impl)
+        block_indices = checked_selection(q, block_indices, sizes.heads, config)
+    attention, options = _prepare(inputs, config, scale, score_mod, mask_mod, impl)
     positions = _positions(q, document_ids, config)
 
     out, aux = attend(
@@ -222,7 +229,7 @@ def compressed_attention(
     check_type("config", config, NSAConfig)
     check_queries(q)
     check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_compressed(q.shape[2], config))
-    attention, options = _prepare(q, config, scale, score_mod, mask_mod, impl)
+    attention, options = _prepare({"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp}, config, scale, score_mod, mask_mod, impl)
     return attention.compressed_attention(q, k_cmp, v_cmp, _positions(q, document_ids, config), **options)
 
 
@@ -263,7 +270,7 @@ def block_importance(
     check_compressed_keys(q, k_cmp, seq_len, config)
     whole = Positions.of_sequence(seq_len, q.device)
     last = whole.at(slice(seq_len - q.shape[2], None))
-    _, options = _prepare(q, config, scale, score_mod, mask_mod, "sdpa")
+    _, options = _prepare({"q": q, "k_cmp": k_cmp}, config, scale, score_mod, mask_mod, "sdpa")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         probs = group_probabilities(q, k_cmp, None, last, **options)
         return block_scores(probs, last, num_blocks=num_blocks(seq_len, config), config=config)
@@ -307,7 +314,7 @@ def select_blocks(
     check_compressed_keys(q, k_cmp, q.shape[2], config)
     if lse is not None:
         check_tensor("lse", lse, tuple(q.shape[:3]), like=q, dtype=torch.promote_types(q.dtype, torch.float32))
-    attention, options = _prepare(q, config, scale, score_mod, mask_mod, impl)
+    attention, options = _prepare({"q": q}, config, scale, score_mod, mask_mod, impl)
     return attention.select_blocks(q, k_cmp, lse, _positions(q, document_ids, config), **options)
 
 
@@ -349,8 +356,8 @@ def selected_attention(
     check_type("config", config, NSAConfig)
     check_queries(q)
     sizes = check_keys(q, k, v, ("k", "v"), q.shape[2])
-    check_selection(q, block_indices, sizes.heads, config)
-    attention, options = _prepare(q, config, scale, score_mod, mask_mod, impl)
+    block_indices = checked_selection(q, block_indices, sizes.heads, config)
+    attention, options = _prepare({"q": q, "k": k, "v": v}, config, scale, score_mod, mask_mod, impl)
     return attention.selected_attention(q, k, v, block_indices, _positions(q, document_ids, config), **options)
 
 
@@ -390,7 +397,7 @@ def sliding_window_attention(
     check_type("config", config, NSAConfig)
     check_queries(q)
     check_keys(q, k, v, ("k", "v"), q.shape[2])
-    attention, options = _prepare(q, config, scale, score_mod, mask_mod, impl)
+    attention, options = _prepare({"q": q, "k": k, "v": v}, config, scale, score_mod, mask_mod, impl)
     return attention.sliding_window_attention(q, k, v, _positions(q, document_ids, config), **options)
 
 
@@ -418,15 +425,18 @@ def prepare_mods(
 
 
 def _prepare(
-    q: Tensor,
+    inputs: dict[str, Tensor],
     config: NSAConfig,
     scale: float | None,
     score_mod: ScoreMod | None,
     mask_mod: MaskMod | None,
     impl: str,
 ) -> tuple[Any, dict[str, Any]]:
-    """Choose the implementation, and the options that it takes in every branch."""
+    """Choose the implementation, ask it about the inputs by name, and give the options that each branch takes."""
+    q = inputs["q"]
     attention, scale = implementation(impl, q), check_scale(q, scale)
+    if attention is flex:
+        check_inputs(**inputs)
     mod = prepare_mods(score_mod, mask_mod, q, q.shape[1], attention)
     return attention, {"config": config, "scale": scale, "score_mod": mod}
 
@@ -435,5 +445,5 @@ def _positions(q: Tensor, document_ids: Tensor | None, config: NSAConfig) -> Pos
     """Locate the queries in their documents; ``None`` stands for one whole sequence."""
     if document_ids is None:
         return None
-    check_document_ids(document_ids, q.shape[0], q.shape[2])
+    check_document_ids(document_ids, q.shape[0], q.shape[2], like=q)
     return document_positions(document_ids, config)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from flexnsa.checks import check_choice
 from flexnsa.geometry import BRANCHES
 
 GATES = ("sigmoid", "softmax")
+
+
+def check_gate(kind: str, num_branches: int) -> None:
+    """Demand a kind of gate that can weigh so many branches."""
+    check_choice("gate", kind, GATES)
+    if kind == "softmax" and num_branches == 1:
+        raise ValueError("gate: expected 'sigmoid' for a single branch, whose share is always 1, got 'softmax'")
 
 
 class Gate(nn.Module):
@@ -18,10 +26,7 @@ class Gate(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, num_branches: int, kind: str = "sigmoid") -> None:
         super().__init__()
-        if kind not in GATES:
-            raise ValueError(f"gate: expected one of {', '.join(GATES)}, got {kind!r}")
-        if kind == "softmax" and num_branches == 1:
-            raise ValueError("gate: expected 'sigmoid' for a single branch, whose share is always 1, got 'softmax'")
+        check_gate(kind, num_branches)
         self.num_heads = num_heads
         self.kind = kind
         self.linear = nn.Linear(dim, num_heads * num_branches, bias=False)

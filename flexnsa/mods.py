@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexnsa.checks import check_positive_int, check_positive_number, check_tensor, describe
+from flexnsa.checks import check_device, check_int, check_positive_int, check_positive_number, check_tensor, describe
 from flexnsa.masks.intervals import MaskMod
 from flexnsa.masks.mods import ScoreMod
 
@@ -51,6 +51,7 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
     The paper interleaves two such series where ``num_heads`` is no power of two; this is one series for any number.
     """
     check_positive_int("num_heads", num_heads)
+    check_device("device", device)
     return torch.exp2(-8 / num_heads * torch.arange(1, num_heads + 1, dtype=torch.float32, device=device))
 
 
@@ -103,11 +104,8 @@ def banned_span(first: int, stop: int) -> MaskMod:
     A compressed token is hidden if its last token is, so up to ``l - 1`` tokens of the passage may shine through one
     that ends later; ban to ``stop + l - 1`` where none may.
     """
-    for name, value in (("first", first), ("stop", stop)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}: expected an int, got {describe(value)}")
-    if not 0 <= first < stop:
-        raise ValueError(f"first, stop: expected 0 <= first < stop, got {first}, {stop}")
+    check_int("first", first, 0)
+    check_int("stop", stop, first + 1)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
         return (kv_idx < first) | (kv_idx >= stop)

@@ -8,8 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.arguments import check_branches
+from flexnsa.attention import flex
+from flexnsa.attention.flex_kernels import check_inputs
 from flexnsa.cache import NSACache
-from flexnsa.checks import check_choice, check_positive_int, check_positive_number, check_tensor, check_type, describe
+from flexnsa.checks import (
+    check_choice,
+    check_heads,
+    check_layer_input,
+    check_positive_int,
+    check_positive_number,
+    check_type,
+    describe,
+)
 from flexnsa.compression import COMPRESSORS, MeanCompressor
 from flexnsa.config import NSAConfig
 from flexnsa.functional import IMPLEMENTATIONS, attend, implementation, native_sparse_attention, prepare_mods
@@ -65,13 +75,8 @@ class NativeSparseAttention(nn.Module):
     ) -> None:
         super().__init__()
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        sizes = {"dim": dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        for name, value in (sizes | {"head_dim": head_dim, "v_head_dim": v_head_dim}).items():
-            check_positive_int(name, value)
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_heads}")
-        if head_dim % 2:
-            raise ValueError(f"head_dim: expected an even number, because RoPE turns pairs, got {head_dim}")
+        check_positive_int("dim", dim)
+        check_heads(num_heads, num_kv_heads, head_dim, v_head_dim)
         check_type("config", config, NSAConfig)
         check_choice("compression", compression, tuple(COMPRESSORS))
         check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
@@ -128,7 +133,7 @@ class NativeSparseAttention(nn.Module):
             TypeError: an argument is not of its kind.
             ValueError: an argument does not fit the others; the message names it. The cache is then as it was.
         """
-        check_tensor("x", x, ("B", "S", self.dim))
+        check_layer_input(x, self.w_q.weight)
         if cache is None:
             if lengths is not None:
                 raise ValueError(f"lengths: expected None without a cache, got {describe(lengths)}")
@@ -160,6 +165,8 @@ class NativeSparseAttention(nn.Module):
         self, x: Tensor, document_ids: Tensor | None, score_mod: ScoreMod | None, mask_mod: MaskMod | None
     ) -> Tensor:
         """Attend within whole sequences; the heads' outputs ``(B, Hq, S, Dv)``."""
+        if implementation(self.impl, x) is flex and not torch.compiler.is_compiling():
+            check_inputs(x=x, **dict(self.named_parameters()))
         token, block, blocks = self._places(x, document_ids)
         q = rotate(self._heads("w_q", x), token, self.rope_base)
         k = {tag: self._heads(f"w_k_{tag}", x) for tag in self.branches}
@@ -277,7 +284,7 @@ class NativeSparseAttention(nn.Module):
         if document_ids is None:
             token = torch.arange(x.shape[1], device=x.device)
             return token, torch.arange(length, device=x.device) * self.config.compress_stride, None
-        check_document_ids(document_ids, *x.shape[:2])
+        check_document_ids(document_ids, *x.shape[:2], like=x)
         positions = document_positions(document_ids, self.config)
         blocks = first_tokens(positions, length, self.config)
         token = positions.token - positions.start

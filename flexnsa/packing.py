@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexnsa.checks import check_tensor, describe
+from flexnsa.checks import (
+    LARGEST_SIZE,
+    check_has_values,
+    check_int,
+    check_integers,
+    check_tensor,
+    describe,
+    is_dense,
+    may_look,
+)
 from flexnsa.masks.document import check_document_ids
 
 IGNORED = -100
@@ -36,10 +45,14 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int | None = None)
         TypeError: not a tensor.
         ValueError: of another shape or dtype, not from 0, decreasing, or not up to ``seq_len``.
     """
-    _check_integers("cu_seqlens", cu_seqlens, ("D + 1",))
+    check_integers("cu_seqlens", cu_seqlens, ("D + 1",))
     if len(cu_seqlens) == 0:
         raise ValueError("cu_seqlens: expected at least the end of the row, got no entry")
-    if _may_look(cu_seqlens):
+    if seq_len is None:
+        check_has_values("cu_seqlens", cu_seqlens)
+    else:
+        check_int("seq_len", seq_len, 0)
+    if may_look(cu_seqlens):
         _check_cu_seqlens(cu_seqlens, seq_len)
     seq_len = int(cu_seqlens[-1]) if seq_len is None else seq_len
     token = torch.arange(seq_len, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
@@ -56,6 +69,7 @@ def cu_seqlens_from_document_ids(document_ids: Tensor) -> Tensor:
         int32 ``(D + 1,)``, from 0 to ``B * S``.
     """
     begins = _begins(document_ids).flatten()
+    check_has_values("document_ids", document_ids)
     return F.pad(begins, (0, 1), value=True).nonzero()[:, 0].to(torch.int32)
 
 
@@ -73,8 +87,8 @@ def document_ids_from_position_ids(position_ids: Tensor) -> Tensor:
         TypeError: not a tensor.
         ValueError: of another shape or dtype, or a position that is neither 0 nor one more than that before it.
     """
-    _check_integers("position_ids", position_ids, ("B", "S"))
-    if _may_look(position_ids):
+    check_integers("position_ids", position_ids, ("B", "S"))
+    if may_look(position_ids):
         before = F.pad(position_ids[:, :-1], (1, 0), value=-1)
         _require_all(
             "position_ids",
@@ -110,6 +124,7 @@ def pack_padded(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         The ``T`` real tokens ``(1, T, ...)`` and their int32 ``document_ids (1, T)``, which are the rows' numbers.
     """
     mask = _check_attention_mask(attention_mask)
+    check_has_values("attention_mask", mask)
     _check_rows("x", x, mask)
     row = torch.arange(len(mask), dtype=torch.int32, device=mask.device)
     return x[mask][None], row[:, None].expand_as(mask)[mask][None]
@@ -123,9 +138,15 @@ def unpack_padded(packed: Tensor, attention_mask: Tensor) -> Tensor:
         ValueError: ``attention_mask`` is not a mask, or ``packed`` holds another number of tokens than it.
     """
     mask = _check_attention_mask(attention_mask)
-    if not isinstance(packed, Tensor) or packed.dim() < 2 or len(packed) != 1 or packed.device != mask.device:
+    if (
+        not isinstance(packed, Tensor)
+        or not is_dense(packed)
+        or packed.dim() < 2
+        or len(packed) != 1
+        or packed.device != mask.device
+    ):
         raise ValueError(f"packed: expected a tensor (1, T, ...) on {mask.device}, got {describe(packed)}")
-    if _may_look(mask) and packed.shape[1] != mask.sum():
+    if may_look(mask) and packed.shape[1] != mask.sum():
         raise ValueError(f"packed: expected the {int(mask.sum())} tokens of attention_mask, got {packed.shape[1]}")
     mask = mask.view(*mask.shape, *[1] * (packed.dim() - 2))
     return packed.new_zeros(*mask.shape[:2], *packed.shape[2:]).masked_scatter(mask, packed)
@@ -142,14 +163,14 @@ def next_token_targets(tokens: Tensor, document_ids: Tensor) -> Tensor:
         int64 ``(B, S)``, for ``torch.nn.functional.cross_entropy``.
     """
     begins = _begins(document_ids)
-    _check_integers("tokens", tokens, tuple(begins.shape))
+    check_integers("tokens", tokens, tuple(begins.shape), like=begins, as_of="document_ids")
     next_begins = begins.roll(-1, dims=1)  # behind the last token comes the first, which begins a document too
     return tokens.roll(-1, dims=1).to(torch.int64).masked_fill(next_begins, IGNORED)
 
 
 def _begins(document_ids: Tensor) -> Tensor:
     """Tell which tokens are the first of their document, bool ``(B, S)``."""
-    _check_integers("document_ids", document_ids, ("B", "S"))
+    check_integers("document_ids", document_ids, ("B", "S"))
     check_document_ids(document_ids, *document_ids.shape)
     return _changes(document_ids, first=True)
 
@@ -160,17 +181,11 @@ def _changes(x: Tensor, *, first: bool) -> Tensor:
     return torch.cat((start, x[:, 1:] != x[:, :-1]), dim=1)
 
 
-def _check_integers(name: str, value: Tensor, shape: tuple[int | str, ...]) -> None:
-    check_tensor(name, value, shape, dtype=getattr(value, "dtype", None))
-    if value.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: expected dtype torch.int32 or torch.int64, got {value.dtype}")
-
-
 def _check_cu_seqlens(cu_seqlens: Tensor, seq_len: int | None) -> None:
     if cu_seqlens[0] != 0:
         raise ValueError(f"cu_seqlens: expected to start at 0, got {int(cu_seqlens[0])}")
-    rises = cu_seqlens.diff(prepend=cu_seqlens[:1]) >= 0
-    _require_all("cu_seqlens", rises, cu_seqlens, "no less than before")
+    _require_all("cu_seqlens", cu_seqlens <= LARGEST_SIZE, cu_seqlens, f"at most {LARGEST_SIZE}")
+    _require_all("cu_seqlens", cu_seqlens[1:] >= cu_seqlens[:-1], cu_seqlens[1:], "no less than before")
     if seq_len is not None and cu_seqlens[-1] != seq_len:
         raise ValueError(f"cu_seqlens: expected to end at seq_len={seq_len}, got {int(cu_seqlens[-1])}")
 
@@ -181,7 +196,7 @@ def _check_attention_mask(attention_mask: Tensor) -> Tensor:
     if attention_mask.dtype not in (torch.bool, torch.int32, torch.int64):
         raise ValueError(f"attention_mask: expected dtype bool, int32 or int64, got {attention_mask.dtype}")
     mask = attention_mask != 0
-    if _may_look(attention_mask):
+    if may_look(attention_mask):
         _require_all("attention_mask", attention_mask == mask, attention_mask, "0 or 1")
         runs_before = (_changes(mask, first=False) & ~mask).cumsum(1)
         _require_all("attention_mask", ~mask | (runs_before == 0), attention_mask, "one run of real tokens a row")
@@ -189,14 +204,9 @@ def _check_attention_mask(attention_mask: Tensor) -> Tensor:
 
 
 def _check_rows(name: str, x: Tensor, mask: Tensor) -> None:
-    if not isinstance(x, Tensor) or x.shape[:2] != mask.shape or x.device != mask.device:
+    if not isinstance(x, Tensor) or not is_dense(x) or x.shape[:2] != mask.shape or x.device != mask.device:
         expected = f"a tensor {tuple(mask.shape)} + (...) on {mask.device}, as attention_mask"
         raise ValueError(f"{name}: expected {expected}, got {describe(x)}")
-
-
-def _may_look(x: Tensor) -> bool:
-    """Tell whether reading values is free."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _require_all(name: str, holds: Tensor, values: Tensor, expected: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.checks import check_tensor
+from flexnsa.checks import check_has_values, check_positive_int, check_tensor, check_type
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within, num_blocks, num_compressed
 from flexnsa.masks.positions import Positions
@@ -55,21 +55,26 @@ def top_blocks(scores: Tensor, positions: Positions, *, config: NSAConfig) -> Te
 def check_block_indices(block_indices: Tensor, *, config: NSAConfig, seq_len: int) -> None:
     """Demand that every row is ascending, unique, within the sequence and padded with -1 on the right.
 
-    For block_indices of your own: attention itself takes them as they are, because to look costs a synchronisation.
+    Attention does so by itself on a CPU. Elsewhere to look would cost a synchronisation: there, call this for
+    block_indices of your own. A block that begins after its query, or after the end of its document, is allowed: it
+    shows no key. Attention given wrong values that it did not look at means nothing, but reads no memory but the keys.
 
     Raises:
         TypeError: not a tensor.
         ValueError: of another shape or dtype, or a row that is not in order; the message shows the first one.
     """
+    check_type("config", config, NSAConfig)
+    check_positive_int("seq_len", seq_len)
     check_tensor("block_indices", block_indices, ("B", "Hkv", "T", config.num_selected_blocks), dtype=torch.int32)
+    check_has_values("block_indices", block_indices)
     last = num_blocks(seq_len, config)
     keys = block_indices.masked_fill(block_indices == -1, last)  # padding sorts behind every block
-    ascends = (keys.diff(dim=-1) > 0) | (keys[..., 1:] == last)
+    ascends = (keys[..., 1:] > keys[..., :-1]) | (keys[..., 1:] == last)
     wrong = ((keys < 0) | (keys > last)).any(-1) | ~ascends.all(-1) | (block_indices == last).any(-1)
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(
-            f"block_indices: expected rows of ascending blocks below {last}, each once, then -1; "
+            f"block_indices: expected rows of ascending blocks below {last}, each once, then -1, "
             f"got {block_indices[at].tolist()} at {list(at)}"
         )
 

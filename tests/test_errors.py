@@ -27,7 +27,7 @@ from flexnsa import (
 from flexnsa.attention import reference, sdpa
 
 X = make_inputs(40, batch=2, dtype=torch.float32)  # Hq 4, Hkv 2, D 16, N 9, M 3
-BLOCKS = torch.zeros(2, 2, 40, 4, dtype=torch.int32)
+DOUBLE = {name: tensor.double() for name, tensor in X.named().items()}
 HALF = {name: tensor[:, :, :20] for name, tensor in X.named().items()}
 
 
@@ -35,9 +35,15 @@ def nsa(**changes: Any) -> Tensor:
     return native_sparse_attention(**{**X.named(), "config": SMALL, **changes})  # pyright: ignore[reportReturnType]
 
 
+def blocks(*row: int) -> Tensor:
+    return torch.tensor(row, dtype=torch.int32).repeat(2, 2, 40, 1)
+
+
 def layer(*sizes: Any, **changes: Any) -> NativeSparseAttention:
     return NativeSparseAttention(*(sizes or (32, 4, 2, 8)), **{"config": SMALL, **changes})
 
+
+BLOCKS = blocks(0, -1, -1, -1)
 
 # (call, error, argument, expected, got): the last three must stand in the message, the argument first.
 WRONG_CALLS: list[tuple[Callable[[], object], type[Exception], str, str, str]] = [
@@ -80,6 +86,11 @@ WRONG_CALLS: list[tuple[Callable[[], object], type[Exception], str, str, str]] =
     (lambda: nsa(config={"window_size": 24}), TypeError, "config", "NSAConfig", "dict"),
     (lambda: nsa(scale="1"), TypeError, "scale", "number", "'1' (str)"),
     (lambda: nsa(scale=torch.ones(())), TypeError, "scale", "number", "a tensor ()"),
+    (lambda: nsa(scale=float("nan")), ValueError, "scale", "finite", "nan"),
+    (lambda: nsa(scale=float("inf")), ValueError, "scale", "finite", "inf"),
+    (lambda: nsa(scale=-float("inf")), ValueError, "scale", "finite", "-inf"),
+    (lambda: nsa(scale=10**400), ValueError, "scale", "finite", "an int of 1329 bits"),
+    (lambda: nsa(return_aux="no"), TypeError, "return_aux", "bool", "'no' (str)"),
     (lambda: nsa(impl="triton"), ValueError, "impl", "'sdpa'", "'triton'"),
     (lambda: nsa(branches=()), ValueError, "branches", "win", "()"),
     (lambda: nsa(branches=("win", "sel")), ValueError, "branches", "slc", "('win', 'sel')"),
@@ -92,6 +103,19 @@ WRONG_CALLS: list[tuple[Callable[[], object], type[Exception], str, str, str]] =
     (lambda: nsa(block_indices=BLOCKS[..., :3]), ValueError, "block_indices", "(2, 2, 40, 4)", "(2, 2, 40, 3)"),
     (lambda: nsa(block_indices=BLOCKS[:, :1]), ValueError, "block_indices", "(2, 2, 40, 4)", "(2, 1, 40, 4)"),
     (lambda: nsa(block_indices=[0, 1]), TypeError, "block_indices", "tensor", "[0, 1] (list)"),
+    (lambda: nsa(block_indices=blocks(0, 3, -1, -1)), ValueError, "block_indices", "below 3", "[0, 3, -1, -1]"),
+    (lambda: nsa(block_indices=blocks(0, 1, 2, 1000)), ValueError, "block_indices", "below 3", "[0, 1, 2, 1000]"),
+    (lambda: nsa(block_indices=blocks(0, 1, -2, -2)), ValueError, "block_indices", "then -1", "[0, 1, -2, -2]"),
+    (lambda: nsa(block_indices=blocks(1, 0, -1, -1)), ValueError, "block_indices", "ascending", "[1, 0, -1, -1]"),
+    (lambda: nsa(block_indices=blocks(0, 1, 1, -1)), ValueError, "block_indices", "once", "[0, 1, 1, -1]"),
+    (lambda: nsa(block_indices=blocks(0, -1, 1, -1)), ValueError, "block_indices", "then -1", "[0, -1, 1, -1]"),
+    (
+        lambda: selected_attention(X.q, X.k, X.v, blocks(0, 1, 2, 3), config=SMALL),
+        ValueError, "block_indices", "below 3", "[0, 1, 2, 3] at [0, 0, 0]",
+    ),
+    # the window's keys by the name that they were given by, and what flex cannot take
+    (lambda: nsa(k_win=None, v_win=None, k=X.k[:1], branches=["win"]), ValueError, "k", "(2, Hkv, 40, 16)", "(1, 2"),
+    (lambda: nsa(**DOUBLE, impl="flex"), ValueError, "q", "float32", "torch.float64"),
     # the branches alone
     (
         lambda: compressed_attention(X.q, X.k_cmp, X.v_cmp[:, :1], config=SMALL),
@@ -185,8 +209,7 @@ def test_forty_and_more() -> None:
 
 @pytest.mark.parametrize("impl", ["reference", "sdpa"])
 def test_right_calls_that_look_unusual_are_answered(impl: str) -> None:
-    double = {name: tensor.double() for name, tensor in X.named().items()}
-    assert nsa(**double, impl=impl).dtype == torch.float64
+    assert nsa(**DOUBLE, impl=impl).dtype == torch.float64
     assert nsa(gates=X.gates.double(), impl=impl).dtype == torch.float32
     assert nsa(scale=1, impl=impl).shape == (2, 4, 40, 16)
     assert nsa(branches=["win"], k_cmp=None, v_cmp=None, impl=impl).shape == (2, 4, 40, 16)

@@ -20,7 +20,6 @@ from flexnsa.attention.flex_kernels import (
     TILE,
     Result,
     attend,
-    check_inputs,
     compile_once,
     dense_options,
     selected_options,
@@ -69,7 +68,6 @@ def compressed_attention(
     Raises:
         ValueError: a dtype, head dimension or gradient that FlexAttention cannot take on this device.
     """
-    check_inputs(q, k_cmp, v_cmp)
     num_keys = (k_cmp.shape[2] // TILE + 1) * TILE
     mask = _interval_mask(_compressed_mask, q, num_keys, positions, config)
     return compile_once(_compressed)(q, k_cmp, v_cmp, mask, positions, config, scale, score_mod)
@@ -98,7 +96,6 @@ def selected_attention(
         scale: factor of the scores.
         score_mod: of the user.
     """
-    check_inputs(q, k, v)
     if q.is_cuda and config.select_block_size % 16:
         raise ValueError(
             "select_block_size: expected a multiple of 16, the smallest tile of the tensor cores, "
@@ -128,7 +125,6 @@ def sliding_window_attention(
         scale: factor of the scores.
         score_mod: of the user.
     """
-    check_inputs(q, k, v)
     mask = _interval_mask(_window_mask, q, k.shape[2], positions, config)
     return compile_once(_window)(q, k, v, mask, positions, scale, score_mod)
 

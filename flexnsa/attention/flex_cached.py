@@ -36,7 +36,7 @@ __all__ = ["compressed_attention", "select_blocks", "selected_attention", "slidi
 
 def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, **options: Any) -> Result:
     """As :func:`flexnsa.attention.flex.compressed_attention`."""
-    check_inputs(q, k_cmp, v_cmp)
+    check_inputs(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
     if flex_decoding.is_decoding(q, k_cmp):
         return flex_decoding.compressed_attention(q, k_cmp, v_cmp, positions, **options)
     return _folded(_compressed, q, k_cmp, v_cmp, positions, options)
@@ -44,7 +44,7 @@ def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Pos
 
 def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, positions: Positions, **options: Any) -> Result:
     """As :func:`flexnsa.attention.flex.sliding_window_attention`."""
-    check_inputs(q, k, v)
+    check_inputs(q=q, k=k, v=v)
     if flex_decoding.is_decoding(q, k):
         return flex_decoding.sliding_window_attention(q, k, v, positions, **options)
     return _folded(flex.sliding_window_attention, q, k, v, positions, options)
@@ -62,7 +62,7 @@ def selected_attention(
     score_mod: ScoreMod | None = None,
 ) -> Result:
     """As :func:`flexnsa.attention.flex.selected_attention`, for positions that all start at 0."""
-    check_inputs(q, k, v)
+    check_inputs(q=q, k=k, v=v)
     if q.is_cuda and config.select_block_size % 16:
         raise ValueError(f"select_block_size: expected a multiple of 16 on CUDA, got {config.select_block_size}")
     options = {"config": config, "scale": scale, "score_mod": score_mod}

@@ -51,17 +51,24 @@ def _compiled(branch: Callable[..., T]) -> Callable[..., T]:
     return torch.compile(branch, fullgraph=True)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse what FlexAttention cannot do, in words that say so."""
+def check_inputs(**inputs: Tensor) -> None:
+    """Refuse what FlexAttention cannot do, in words that say so and name the argument.
+
+    Args:
+        inputs: ``q``, keys and values ``(B, H, S, D)`` by the names that the caller gave them by, or what a layer makes
+            them of.
+    """
     if not torch.compiler.is_compiling():
-        refuse_transforms("impl='flex'", q, k, v)
-    for name, x in (("q", q), ("k", k), ("v", v)):
+        refuse_transforms("impl='flex'", *inputs.values())
+    for name, x in inputs.items():
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name}: impl='flex' expects float32, bfloat16 or float16, got {x.dtype}")
+            raise ValueError(f"{name}: expected float32, bfloat16 or float16 for impl='flex', got {x.dtype}")
         if x.device.type == "cpu" and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name}: FlexAttention has no backward on a CPU; use impl='sdpa' or torch.no_grad()")
-        if x.device.type == "cuda" and x.shape[-1] < 16:
-            raise ValueError(f"{name}: impl='flex' expects a head dimension of at least 16 on CUDA, got {x.shape[-1]}")
+        if x.device.type == "cuda" and x.dim() == 4 and x.shape[-1] < 16:
+            raise ValueError(
+                f"{name}: expected a head dimension of at least 16 for impl='flex' on CUDA, got {x.shape[-1]}"
+            )
 
 
 def attend(

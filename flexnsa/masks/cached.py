@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.config import NSAConfig
+from flexnsa.geometry import num_blocks
 from flexnsa.masks.intervals import Intervals, MaskMod, by_query, stored
 
 
@@ -34,7 +35,7 @@ def cached_selected_mask(
 
     return _forward_mask(
         (block_indices >= 0).sum(-1, dtype=torch.int32),
-        block_indices.clamp_min(0),
+        block_indices.clamp(0, num_blocks(num_keys, config) - 1),  # a tile of the keys, whatever was selected
         num_keys,
         (rows, config.select_block_size),
         mask_mod,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexnsa.checks import check_tensor
+from flexnsa.checks import check_integers, may_look
 from flexnsa.config import NSAConfig
 from flexnsa.masks.positions import Positions
 
@@ -24,18 +24,16 @@ def document_positions(document_ids: Tensor, config: NSAConfig) -> Positions:
     return Positions(token.contiguous(), start, before_document)
 
 
-def check_document_ids(document_ids: Tensor, batch: int, seq_len: int) -> None:
-    """Demand int ids ``(B, S)``; that they never decrease is checked where it costs no synchronisation.
+def check_document_ids(document_ids: Tensor, batch: int, seq_len: int, like: Tensor | None = None) -> None:
+    """Demand int ids ``(B, S)`` on the device of q; that they never decrease is checked where looking is free.
 
     Raises:
         TypeError: not a tensor.
         ValueError: of another shape or dtype, or decreasing.
     """
-    check_tensor("document_ids", document_ids, (batch, seq_len), dtype=getattr(document_ids, "dtype", None))
-    if document_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"document_ids: expected dtype torch.int32 or torch.int64, got {document_ids.dtype}")
-    if document_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-        falls = (document_ids.diff(dim=1) < 0).nonzero()
+    check_integers("document_ids", document_ids, (batch, seq_len), like=like)
+    if may_look(document_ids):
+        falls = (document_ids[:, 1:] < document_ids[:, :-1]).nonzero()
         if len(falls):
             row, at = falls[0].tolist()
             before, after = document_ids[row, at : at + 2].tolist()

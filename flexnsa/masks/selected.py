@@ -62,8 +62,11 @@ def selected_mask(
     """
     size = operator.index(config.select_block_size)  # a constant to a compiler; kernels are made for one block size
     num_queries, num_selected = block_indices.shape[-2:]
-    valid = block_indices >= 0
     blocks = num_blocks(num_keys, config)
+    token = torch.arange(num_queries, device=block_indices.device)[None] if positions is None else positions.token
+    start = 0 if positions is None else positions.start[:, None, :, None]
+    # Blocks of the future show nothing. As pairs they could lie behind the last bin, which is to say outside of memory.
+    valid = (block_indices >= 0) & (start + block_indices * size <= token[:, None, :, None])
     if positions is None:
         num_bins = blocks
         bins, first = block_indices, block_indices * size

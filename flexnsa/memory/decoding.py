@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flexnsa.checks import check_choice, check_positive_int
+from flexnsa.checks import check_choice, check_positive_int, check_type
 from flexnsa.geometry import num_compressed
 from flexnsa.memory.training import Precision
 from flexnsa.memory.weights import DENSE, LINEAR, layer_weights, v_dim
@@ -37,6 +37,7 @@ def estimate_decoding(
     Raises:
         ValueError: an argument is out of range.
     """
+    check_type("config", config, DecoderConfig)
     check_positive_int("seq_len", seq_len)
     check_positive_int("batch_size", batch_size)
     check_choice("precision", precision, ("fp32", "bf16"))

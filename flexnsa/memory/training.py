@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flexnsa.checks import check_choice, check_positive_int
+from flexnsa.checks import check_choice, check_positive_int, check_type
 from flexnsa.memory.weights import layer_weights, parameter_count
 from flexnsa.memory.work import Work
 from flexnsa.models.config import DecoderConfig
@@ -51,10 +51,13 @@ def estimate_training(
     Raises:
         ValueError: an argument is out of range.
     """
+    check_type("config", config, DecoderConfig)
     check_positive_int("seq_len", seq_len)
     check_positive_int("batch_size", batch_size)
     check_choice("precision", precision, ("fp32", "bf16"))
     check_choice("impl", impl, IMPLEMENTATIONS)
+    check_type("fused_norm", fused_norm, bool)
+    check_type("optimizer", optimizer, bool)
     work = Work(config, batch_size, seq_len, 2 if precision == "bf16" else 4, impl, fused_norm)
     parameters = 4 * parameter_count(config)
     moments = 2 * parameters if optimizer else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexnsa.checks import check_type
 from flexnsa.models.config import DecoderConfig
 
 # The maps that every token goes through, of a layer with NSA and of its dense twin.
@@ -11,6 +12,7 @@ DENSE = ("queries", "keys and values", "output", "MLP")
 
 def parameter_count(config: DecoderConfig) -> int:
     """Count the parameters of the model."""
+    check_type("config", config, DecoderConfig)
     return _embedding(config) + config.num_layers * sum(layer_weights(config).values()) + config.dim
 
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from flexnsa.checks import check_choice, check_positive_int
+from flexnsa.arguments import check_branches
+from flexnsa.checks import (
+    check_choice,
+    check_heads,
+    check_int,
+    check_positive_int,
+    check_positive_number,
+    check_type,
+    describe,
+)
+from flexnsa.compression import COMPRESSORS
 from flexnsa.config import NSAConfig
+from flexnsa.functional import IMPLEMENTATIONS
+from flexnsa.gating import check_gate
 from flexnsa.geometry import BRANCHES
 
 
@@ -58,20 +70,28 @@ class DecoderConfig:
             if name == "v_head_dim" and value is None:
                 continue
             check_positive_int(name, value)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: expected an even number, because RoPE turns pairs, got {self.head_dim}")
+        check_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)
         check_choice("attention", self.attention, ("nsa", "dense"))
-        if not isinstance(self.checkpointing, bool):
-            first, last = self.checkpointing
-            if not 0 <= first <= last <= self.num_layers:
-                raise ValueError(
-                    f"checkpointing: expected a bool or a range within 0..{self.num_layers}, got {self.checkpointing}"
-                )
+        check_type("nsa", self.nsa, NSAConfig)
+        check_choice("compression", self.compression, tuple(COMPRESSORS))
+        check_choice("impl", self.impl, ("auto", *IMPLEMENTATIONS))
+        check_positive_number("rope_base", self.rope_base)
+        check_gate(self.gate, len(check_branches(self.branches)))
+        self._check_checkpointing()
+
+    def _check_checkpointing(self) -> None:
+        value = self.checkpointing
+        if isinstance(value, bool):
+            return
+        expected = f"checkpointing: expected a bool or a range within 0..{self.num_layers}, got {describe(value)}"
+        if not isinstance(value, tuple) or not all(isinstance(end, int) for end in value):
+            raise TypeError(expected)
+        if len(value) != 2 or not 0 <= value[0] <= value[1] <= self.num_layers:
+            raise ValueError(expected)
 
     def is_checkpointed(self, layer: int) -> bool:
-        """Tell whether the layer is recomputed in backward."""
+        """Tell whether the layer, counted from 0, is recomputed in backward."""
+        check_int("layer", layer, 0)
         if isinstance(self.checkpointing, bool):
             return self.checkpointing
         first, last = self.checkpointing
@@ -83,16 +103,24 @@ class DecoderConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DecoderConfig:
-        """Undo :meth:`to_dict`, also after a round trip through JSON, which knows no tuples."""
-        checkpointing = values["checkpointing"]
-        return cls(
-            **values
-            | {
-                "nsa": NSAConfig(**values["nsa"]),
-                "branches": tuple(values["branches"]),
-                "checkpointing": checkpointing if isinstance(checkpointing, bool) else tuple(checkpointing),
-            }
-        )
+        """Undo :meth:`to_dict`, also after a round trip through JSON, which knows no tuples.
+
+        Raises:
+            TypeError: not a dict, or a field is not of its kind.
+            ValueError: a field is missing, unknown or out of range.
+        """
+        _check_keys("values", values, cls)
+        _check_keys("values['nsa']", values["nsa"], NSAConfig)
+        tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values | tuples | {"nsa": NSAConfig(**values["nsa"])})
+
+
+def _check_keys(name: str, values: Any, cls: type) -> None:
+    """Demand a dict of the fields of a dataclass."""
+    check_type(name, values, dict)
+    expected = [field.name for field in fields(cls)]
+    if values.keys() != {*expected}:
+        raise ValueError(f"{name}: expected {', '.join(expected)}, got {', '.join(map(str, values))}")
 
 
 _LARGE = DecoderConfig(dim=768, num_layers=5, num_heads=12, num_kv_heads=2, head_dim=64)
@@ -120,5 +148,5 @@ def preset(name: str, **overrides: Any) -> DecoderConfig:
     Raises:
         ValueError: there is no such preset.
     """
-    check_choice("preset", name, tuple(PRESETS))
+    check_choice("name", name, tuple(PRESETS))
     return replace(PRESETS[name], **overrides)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flexnsa.cache import NSACache
+from flexnsa.checks import check_lengths, check_tokens, check_type, describe
 from flexnsa.masks.intervals import MaskMod
 from flexnsa.masks.mods import ScoreMod
 from flexnsa.models.config import DecoderConfig
@@ -31,6 +32,7 @@ class DecoderLM(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
+        check_type("config", config, DecoderConfig)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
@@ -74,10 +76,11 @@ class DecoderLM(nn.Module):
             logits ``(B, S, vocab_size)``.
 
         Raises:
-            ValueError: ``tokens`` is not a batch of sequences, or another argument does not fit it.
+            TypeError: an argument is not of its kind.
+            ValueError: ``tokens`` is not a batch of sequences, a token is not in the vocabulary (which is seen on a
+                CPU), or another argument does not fit; the message names it.
         """
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens: expected shape (B, S), got {tuple(tokens.shape)}")
+        self._check(tokens, caches, lengths)
         options: dict[str, Any] = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
         x = self.embedding(tokens)
         for index, layer in enumerate(self.layers):
@@ -88,6 +91,22 @@ class DecoderLM(nn.Module):
             else:
                 x = layer(x, **options)
         return self.head(self.norm(x))
+
+    def _check(self, tokens: Tensor, caches: Any, lengths: Tensor | None) -> None:
+        check_tokens("tokens", tokens, self.embedding.weight)
+        if caches is None:
+            if lengths is not None:
+                raise ValueError(f"lengths: expected None without caches, got {describe(lengths)}")
+            return
+        if not isinstance(caches, Sequence) or not all(isinstance(cache, NSACache | DenseCache) for cache in caches):
+            raise TypeError(f"caches: expected a list of caches, got {describe(caches)}")
+        if len(caches) != len(self.layers):
+            raise ValueError(f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}")
+        if any(len(cache.lengths) != len(tokens) for cache in caches):
+            came = [len(cache.lengths) for cache in caches]
+            raise ValueError(f"caches: expected rows for the {len(tokens)} of tokens, got {came}")
+        if lengths is not None:
+            check_lengths(lengths, tokens)
 
     def new_caches(
         self, batch_size: int, max_seq_len: int, *, dtype: torch.dtype | None = None

@@ -8,6 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flexnsa.checks import (
+    check_device,
+    check_dtype,
+    check_heads,
+    check_layer_input,
+    check_lengths,
+    check_positive_int,
+    check_positive_number,
+    check_type,
+    describe,
+)
 from flexnsa.config import NSAConfig
 from flexnsa.functional import sliding_window_attention
 from flexnsa.masks.document import check_document_ids
@@ -31,6 +42,11 @@ class DenseCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        sizes = {"batch_size": batch_size, "max_seq_len": max_seq_len, "num_kv_heads": num_kv_heads}
+        for name, value in (sizes | {"head_dim": head_dim, "v_head_dim": v_head_dim}).items():
+            check_positive_int(name, value)
+        check_dtype("dtype", dtype)
+        check_device("device", device)
         self.max_seq_len = max_seq_len
         self.k, self.v = (
             torch.zeros(batch_size, num_kv_heads, max_seq_len + 1, dim, dtype=dtype, device=device)
@@ -80,6 +96,9 @@ class DenseAttention(nn.Module):
     ) -> None:
         super().__init__()
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        check_positive_int("dim", dim)
+        check_heads(num_heads, num_kv_heads, head_dim, v_head_dim)
+        check_positive_number("rope_base", rope_base)
         self.num_heads, self.num_kv_heads, self.rope_base = num_heads, num_kv_heads, rope_base
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.w_q = nn.Linear(dim, num_heads * head_dim, bias=False)
@@ -96,7 +115,8 @@ class DenseAttention(nn.Module):
         """Make an empty cache for this layer, by default in the dtype of its weights."""
         weight = self.w_q.weight
         heads = (self.num_kv_heads, self.head_dim, self.v_head_dim)
-        return DenseCache(batch_size, max_seq_len, *heads, dtype=dtype or weight.dtype, device=weight.device)
+        dtype = weight.dtype if dtype is None else dtype
+        return DenseCache(batch_size, max_seq_len, *heads, dtype=dtype, device=weight.device)
 
     def forward(
         self,
@@ -109,12 +129,16 @@ class DenseAttention(nn.Module):
         lengths: Tensor | None = None,
     ) -> Tensor:
         """Attend from every token to itself and all before it; arguments as :class:`flexnsa.NativeSparseAttention`."""
+        check_layer_input(x, self.w_q.weight)
         given = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
         given = {name: value for name, value in given.items() if value is not None}
         if cache is not None:
             if given:
                 raise ValueError(f"{', '.join(given)}: expected None with a cache of dense attention")
+            self._check_cache(x, cache, lengths)
             out = self._attend_next(x, cache, lengths)
+        elif lengths is not None:
+            raise ValueError(f"lengths: expected None without a cache, got {describe(lengths)}")
         elif given:
             out = self._attend_wide_window(x, **given)
         else:
@@ -126,12 +150,24 @@ class DenseAttention(nn.Module):
         """Attend by a window of all tokens: unlike flash attention, it knows documents and mods, in linear memory."""
         position = torch.arange(x.shape[1], device=x.device)
         if document_ids is not None:
-            check_document_ids(document_ids, *x.shape[:2])
+            check_document_ids(document_ids, *x.shape[:2], like=x)
             position = position_ids_from_document_ids(document_ids)
         q, k, v = self._project(x, position)
         config = NSAConfig(window_size=x.shape[1])
         out, _ = sliding_window_attention(q, k, v, config=config, document_ids=document_ids, **mods)
         return out
+
+    def _check_cache(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> None:
+        check_type("cache", cache, DenseCache)
+        weight = self.w_q.weight
+        expected = [(len(x), self.num_kv_heads, cache.max_seq_len + 1, dim) for dim in (self.head_dim, self.v_head_dim)]
+        if [tuple(cache.k.shape), tuple(cache.v.shape)] != expected or cache.k.device != weight.device:
+            came = f"{describe(cache.k)} and {describe(cache.v)}"
+            raise ValueError(f"cache: expected keys and values {expected} on {weight.device}, got {came}")
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            raise ValueError("cache: expected torch.no_grad(), because what it holds has no gradient, got training")
+        if lengths is not None:
+            check_lengths(lengths, x)
 
     def _attend_next(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
         """Attend from tokens that follow those of the cache, which then holds them too."""

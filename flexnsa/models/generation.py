@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flexnsa.checks import check_positive_int, check_seed, check_tensor, describe
+from flexnsa.checks import check_integers, check_positive_int, check_seed, check_tokens, check_type, describe
 from flexnsa.models.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -55,10 +55,14 @@ def generate_tokens(
         ValueError: an argument is out of range; the message names it.
         FloatingPointError: the model predicts no finite number.
     """
-    lengths = _check_prompts(prompts, lengths)
+    lengths = _check_prompts(model, prompts, lengths)
     check_positive_int("max_new_tokens", max_new_tokens)
     sampling = Sampling() if sampling is None else sampling
+    check_type("sampling", sampling, Sampling)
     check_seed("seed", seed)
+    check_type("cached", cached, bool)
+    if on_token is not None and not callable(on_token):
+        raise TypeError(f"on_token: expected a function, got {describe(on_token)}")
     draws = torch.Generator().manual_seed(seed)
     stops = _check_stops(stop_tokens)
     predict = _Cached(model, prompts, lengths, max_new_tokens) if cached else _Uncached(model, prompts, lengths)
@@ -118,6 +122,9 @@ def generate(model: DecoderLM, prompt: bytes, num_bytes: int, *, temperature: fl
     Raises:
         ValueError: the prompt is empty or the temperature negative.
     """
+    _check_model(model)
+    check_type("prompt", prompt, bytes)
+    check_positive_int("num_bytes", num_bytes)
     if not prompt:
         raise ValueError("prompt: expected at least one byte, got none")
     tokens = torch.tensor([list(prompt)], device=model.embedding.weight.device)
@@ -156,13 +163,18 @@ class _Uncached:
         self.logits = self.model(self.tokens)[self.rows, self.lengths - 1]
 
 
-def _check_prompts(prompts: Tensor, lengths: Tensor | None) -> Tensor:
-    check_tensor("prompts", prompts, ("B", "S"), dtype=getattr(prompts, "dtype", None))
-    if prompts.dtype not in (torch.int32, torch.int64) or prompts.numel() == 0:
-        raise ValueError(f"prompts: expected int tokens, got {tuple(prompts.shape)} of {prompts.dtype}")
+def _check_model(model: DecoderLM) -> None:
+    # Not by its class: a compiled model is of another.
+    if not hasattr(model, "embedding") or not hasattr(model, "new_caches"):
+        raise TypeError(f"model: expected a DecoderLM, got {describe(model)}")
+
+
+def _check_prompts(model: DecoderLM, prompts: Tensor, lengths: Tensor | None) -> Tensor:
+    _check_model(model)
+    check_tokens("prompts", prompts, model.embedding.weight)
     if lengths is None:
         return torch.full((len(prompts),), prompts.shape[1], dtype=torch.int32, device=prompts.device)
-    check_tensor("lengths", lengths, (len(prompts),), dtype=getattr(lengths, "dtype", None))
+    check_integers("lengths", lengths, (len(prompts),), like=prompts, as_of="prompts")
     if not ((lengths >= 1) & (lengths <= prompts.shape[1])).all():
         raise ValueError(f"lengths: expected 1 .. {prompts.shape[1]}, got {lengths.tolist()}")
     return lengths.to(torch.int32)

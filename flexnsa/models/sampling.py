@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexnsa.checks import check_positive_int, describe
+from flexnsa.checks import check_number, check_positive_int, check_tensor, check_type, describe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,23 +30,28 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) and not (name == "top_p" and value is None):
-                raise TypeError(f"{name}: expected a number, got {describe(value)}")
-        if not self.temperature >= 0:
+        check_number("temperature", self.temperature)
+        if self.temperature < 0:
             raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
         if self.top_k is not None:
             check_positive_int("top_k", self.top_k)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: expected more than 0 and at most 1, got {self.top_p}")
+        if self.top_p is not None:
+            check_number("top_p", self.top_p)
+            if not 0 < self.top_p <= 1:
+                raise ValueError(f"top_p: expected more than 0 and at most 1, got {self.top_p}")
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         """Draw one token for each row of ``logits (B, vocab_size)``, int64 ``(B,)``.
 
         Raises:
+            TypeError: an argument is not of its kind.
+            ValueError: ``logits`` has another shape or dtype, or is elsewhere than the generator.
             FloatingPointError: a row has a NaN, or nothing but infinities.
         """
+        check_tensor("logits", logits, ("B", "V"))
+        check_type("generator", generator, torch.Generator)
+        if 0 in logits.shape or logits.device != generator.device:
+            raise ValueError(f"logits: expected some on {generator.device}, got {describe(logits)}")
         best = logits.max(-1, keepdim=True).values
         if not best.isfinite().all():
             raise FloatingPointError(f"logits: expected finite numbers, got {best.flatten().tolist()} as the largest")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from flexnsa.checks import check_seed, check_type
+from flexnsa.checks import check_choice, check_int, check_number, check_seed, check_type
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,21 +57,23 @@ class TrainConfig:
     checkpoint_every: int = 100
 
     def __post_init__(self) -> None:
-        may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "seed")
+        may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "precision":
-                if value not in ("fp32", "bf16"):
-                    raise ValueError(f"precision: expected 'fp32' or 'bf16', got {value!r}")
+                check_choice("precision", value, ("fp32", "bf16"))
                 continue
             if field.name == "pack":
                 check_type("pack", value, bool)
                 continue
-            kind = int if isinstance(field.default, int) else (int, float)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                name = "an int" if kind is int else "a number"
-                raise TypeError(f"{field.name}: expected {name}, got {value!r} ({type(value).__name__})")
-            if not 0 <= value < math.inf or (value == 0 and field.name not in may_be_zero):
+            if field.name == "seed":
+                check_seed("seed", value)
+                continue
+            if isinstance(field.default, int):
+                check_int(field.name, value, 0 if field.name in may_be_zero else 1)
+                continue
+            check_number(field.name, value)
+            if value < 0 or (value == 0 and field.name not in may_be_zero):
                 least = "at least 0" if field.name in may_be_zero else "more than 0"
                 raise ValueError(f"{field.name}: expected {least}, got {value}")
         for name in ("beta1", "beta2"):
@@ -83,6 +85,7 @@ class TrainConfig:
 
     def learning_rate(self, step: int) -> float:
         """Give the rate of a step counted from 0: linear warm-up, then a cosine down to ``min_lr * lr``."""
+        check_int("step", step, 0)
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)

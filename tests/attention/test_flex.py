@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import make_inputs
 from torch import Tensor
 
+from flexnsa import native_sparse_attention
 from flexnsa.attention import flex
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
@@ -146,11 +148,12 @@ def test_cached_masks_serve_training_after_inference() -> None:
     assert flex._interval_mask(flex._window_mask, q, k.shape[2], None, CONFIG) is mask
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_what_a_cpu_cannot_do_is_said(branch: str) -> None:
-    q, k, v = inputs(branch, 1, 1, 1, 33, (16, 16), torch.float32)
-    blocks = torch.zeros(1, 1, 33, 4, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"k: FlexAttention has no backward on a CPU"):
-        run(branch, q, k.requires_grad_(), v, blocks)
-    with pytest.raises(ValueError, match=r"q: impl='flex' expects float32, bfloat16 or float16, got torch.float64"):
-        run(branch, q.double(), k, v, blocks)
+@pytest.mark.parametrize("name", ["q", "k", "v", "k_cmp", "v_cmp", "k_win", "v_win"])
+def test_what_a_cpu_cannot_do_is_said_by_name(name: str) -> None:
+    named = make_inputs(33, dtype=torch.float32).named()
+    arguments = {key: x.detach().requires_grad_(key == name) for key, x in named.items()}
+    with pytest.raises(ValueError, match=rf"^{name}: FlexAttention has no backward on a CPU"):
+        native_sparse_attention(**arguments, config=CONFIG, impl="flex")
+    arguments = {key: x.double() for key, x in named.items()}
+    with pytest.raises(ValueError, match=r"^q: expected float32, bfloat16 or float16 for impl='flex', got .*float64"):
+        native_sparse_attention(**arguments, config=CONFIG, impl="flex")

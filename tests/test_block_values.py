@@ -1,0 +1,79 @@
+"""Numbers that callers give: what block_indices and scale may be, and what wrong ones can do where nobody looks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import SMALL, make_inputs
+from torch import Tensor
+
+from flexnsa import arguments, native_sparse_attention, selected_attention
+
+X = {name: x.detach() for name, x in make_inputs(77, batch=2, dtype=torch.float32).named().items()}
+M = 5  # blocks of 77 tokens
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 40 + [2] * 28, [0] * 50 + [1] * 27])
+impls = pytest.mark.parametrize("impl", ["flex", "sdpa", "reference"])
+documents = pytest.mark.parametrize("document_ids", [None, DOCUMENTS], ids=["one document", "documents"])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def rows(*row: int) -> Tensor:
+    return torch.tensor(row, dtype=torch.int32).repeat(2, 2, 77, 1)
+
+
+def attend(blocks: Tensor, document_ids: Tensor | None, impl: str) -> Tensor:
+    return selected_attention(X["q"], X["k"], X["v"], blocks, config=SMALL, document_ids=document_ids, impl=impl)[0]
+
+
+@impls
+@documents
+def test_blocks_of_the_future_show_nothing(impl: str, document_ids: Tensor | None) -> None:
+    """Whether behind the query or, counted from its document's start, behind the whole sequence."""
+    out = attend(rows(0, 2, 3, 4), document_ids, impl)
+    torch.testing.assert_close(out, attend(rows(0, 2, 3, 4), document_ids, "reference"), rtol=1e-4, atol=1e-5)
+    assert torch.equal(out[:, :, :32], attend(rows(0, -1, -1, -1), document_ids, impl)[:, :, :32])
+
+
+@impls
+@documents
+@pytest.mark.parametrize("wrong", [M, 1000, 2**25, 2**27, 2**31 - 1])
+def test_unseen_values_beyond_the_sequence_select_nothing(
+    monkeypatch: pytest.MonkeyPatch, impl: str, document_ids: Tensor | None, wrong: int
+) -> None:
+    """As on a device whose values nobody waits for: 2**27 * 16 is -2**31 in 32 bits, which is a token of the past."""
+    monkeypatch.setattr(arguments, "may_look", lambda _: False)
+    out = attend(rows(0, 1, wrong, wrong), document_ids, impl)
+    assert torch.equal(out, attend(rows(0, 1, -1, -1), document_ids, impl))
+
+
+@impls
+@documents
+def test_unseen_values_in_no_order_do_no_harm(
+    monkeypatch: pytest.MonkeyPatch, impl: str, document_ids: Tensor | None
+) -> None:
+    monkeypatch.setattr(arguments, "may_look", lambda _: False)
+    anything = torch.randint(-(2**31), 2**31 - 1, (2, 2, 77, 4)).int()
+    assert attend(anything, document_ids, impl).isfinite().all()
+    assert attend(torch.randint(-3, 9, (2, 2, 77, 4)).int(), document_ids, impl).isfinite().all()
+
+
+@impls
+@pytest.mark.parametrize("scale", [0, -0.3, 1e-30, 40.0])
+def test_any_finite_scale_is_a_scale(impl: str, scale: float) -> None:
+    out = native_sparse_attention(**X, config=SMALL, scale=scale, impl=impl)
+    double = {name: x.double() for name, x in X.items()}
+    expected = native_sparse_attention(**double, config=SMALL, scale=scale, impl="reference")
+    assert isinstance(out, Tensor)
+    assert isinstance(expected, Tensor)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_scale_0_weighs_all_keys_alike() -> None:
+    first = native_sparse_attention(**X, config=SMALL, scale=0.0)
+    other = native_sparse_attention(**X | {"q": torch.randn_like(X["q"])}, config=SMALL, scale=0.0)
+    assert isinstance(first, Tensor)
+    torch.testing.assert_close(first, other)
