@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
+
+# CI draws the same few calls each time; --hypothesis-profile thorough draws new ones, ten thousand of them in all.
+hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, database=None)
+hypothesis.settings.register_profile("thorough", max_examples=160)
+hypothesis.settings.load_profile("ci")
 
 # The tests' operations are so small that a second thread costs more than it brings, many times more on a busy machine.
 torch.set_num_threads(1)

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from flexnsa.arguments import check_branches
 from flexnsa.checks import (
     check_choice,
-    check_heads,
     check_int,
     check_positive_int,
     check_positive_number,
@@ -70,7 +69,10 @@ class DecoderConfig:
             if name == "v_head_dim" and value is None:
                 continue
             check_positive_int(name, value)
-        check_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: expected an even number, because RoPE turns pairs, got {self.head_dim}")
         check_choice("attention", self.attention, ("nsa", "dense"))
         check_type("nsa", self.nsa, NSAConfig)
         check_choice("compression", self.compression, tuple(COMPRESSORS))
@@ -148,5 +150,5 @@ def preset(name: str, **overrides: Any) -> DecoderConfig:
     Raises:
         ValueError: there is no such preset.
     """
-    check_choice("name", name, tuple(PRESETS))
+    check_choice("preset", name, tuple(PRESETS))
     return replace(PRESETS[name], **overrides)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from flexnsa.checks import check_choice, check_int, check_number, check_seed, check_type
+from flexnsa.checks import check_choice, check_int, check_number, check_seed, check_type, describe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,13 +69,14 @@ class TrainConfig:
             if field.name == "seed":
                 check_seed("seed", value)
                 continue
-            if isinstance(field.default, int):
-                check_int(field.name, value, 0 if field.name in may_be_zero else 1)
-                continue
-            check_number(field.name, value)
-            if value < 0 or (value == 0 and field.name not in may_be_zero):
+            kind = int if isinstance(field.default, int) else (int, float)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                name = "an int" if kind is int else "a number"
+                raise TypeError(f"{field.name}: expected {name}, got {describe(value)}")
+            if not 0 <= value < math.inf or (value == 0 and field.name not in may_be_zero):
                 least = "at least 0" if field.name in may_be_zero else "more than 0"
-                raise ValueError(f"{field.name}: expected {least}, got {value}")
+                raise ValueError(f"{field.name}: expected {least}, got {describe(value)}")
+            check_int(field.name, value, 0) if kind is int else check_number(field.name, value)
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name}: expected less than 1, got {getattr(self, name)}")

@@ -223,7 +223,7 @@ def test_round_trip_through_plain_values():
     [
         ({"dim": 0}, r"^dim: expected at least 1, got 0"),
         ({"num_layers": 2.0}, r"^num_layers: expected an int, got 2.0"),
-        ({"num_kv_heads": 3}, r"^num_heads: expected a multiple of num_kv_heads=3, got 4"),
+        ({"num_kv_heads": 3}, r"^num_kv_heads: expected a divisor of num_heads=4, got 3"),
         ({"head_dim": 7}, r"^head_dim: expected an even number, .* got 7"),
         ({"attention": "linear"}, r"^attention: expected one of 'nsa', 'dense', got 'linear'"),
         ({"checkpointing": (1, 5)}, r"^checkpointing: expected .* 0\.\.2, got \(1, 5\)"),
