@@ -1,0 +1,193 @@
+"""The repository is a house: rooms on floors, imports point downwards, and nothing private leaves its file.
+
+So it can be read from the first floor to the last, and every part can be used without what is built on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import pytest
+from import_graph import ROOT, below, find_circle, import_graph, imported_names, rooms, sources
+
+FLOORS = (
+    # integers, and where rows stand
+    "flexnsa/config flexnsa/geometry flexnsa/positions flexnsa/custom_ops flexnsa/validation",
+    "flexnsa/masks",
+    "flexnsa/mods flexnsa/packing",
+    # attention: the contract, what implementations share, the implementations, the table of them
+    "flexnsa/attention/__init__ flexnsa/attention/seam",
+    "flexnsa/attention/scoring flexnsa/attention/selection flexnsa/attention/threads",
+    "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton",
+    "flexnsa/attention/implementations",
+    "flexnsa/functional",
+    # modules
+    "flexnsa/decoding",
+    "flexnsa/layers flexnsa/checkpointing",
+    "flexnsa/__init__",
+    "flexnsa/models",
+    # what is done with them
+    "flexnsa/distributed",
+    "flexnsa/training flexnsa/memory",
+    "flexnsa/measure",
+    "flexnsa/diagnostics flexnsa/integrations",
+    "flexnsa/cli flexnsa/__main__",
+    # not in the package
+    "benchmarks",
+    "plots examples",
+    "tests",
+)
+"""From the ground up. A file imports from its own floor and those below it."""
+
+IMPLEMENTATIONS = ("reference", "sdpa", "flex", "triton")
+
+ALLOWED_ANY = {
+    "def _save(ctx: Any, inputs: tuple[Any, ...]": "torch.library gives its context and an operator's inputs untyped",
+    "def _backward(ctx: Any": "torch.library gives its context untyped",
+    "launch: Any = ": "a Triton kernel that is given its grid has no type",
+}
+"""How lines begin that say ``Any`` between the public functions and a kernel, and why they must."""
+
+PRIVATE_PATH = re.compile(r"(flexnsa|benchmarks|plots)(\.\w+)*\._[a-z]\w*(\.\w+)*")
+
+
+def floor_of(name: str) -> int | None:
+    """Give the number of the floor that names the file, or the innermost folder around it."""
+    places = {place: floor for floor, row in enumerate(FLOORS) for place in row.split()}
+    parts = name.split("/")
+    around = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((places[place] for place in around if place in places), None)
+
+
+def test_every_file_has_its_floor() -> None:
+    _assert_none(name for name in sources() if floor_of(name) is None)
+
+
+def test_imports_point_downwards() -> None:
+    floors = {name: floor for name in sources() if (floor := floor_of(name)) is not None}
+    _assert_none(
+        f"{name} imports {target}"
+        for name in floors
+        for target in sorted(import_graph()[name] & floors.keys())
+        if floors[target] > floors[name]
+    )
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    assert not find_circle(import_graph())
+
+
+@pytest.mark.parametrize("top", ["flexnsa", "benchmarks"])
+def test_no_room_imports_itself_by_way_of_others(top: str) -> None:
+    assert not find_circle(rooms({name: import_graph()[name] for name in below(top, names=sources())}))
+
+
+def test_a_circle_is_found() -> None:
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) in (["a", "b", "c", "a"], ["a", "c", "b", "a"])
+    assert not find_circle({"a": {"b", "c"}, "b": {"c"}})
+
+
+@pytest.mark.parametrize("own", IMPLEMENTATIONS)
+def test_implementations_never_import_one_another(own: str) -> None:
+    files = below(f"flexnsa/attention/{own}", names=sources())
+    assert files
+    others = [f"flexnsa/attention/{other}" for other in IMPLEMENTATIONS if other != own]
+    assert not {name: found for name in files if (found := below(*others, names=import_graph()[name]))}
+
+
+def test_the_oracle_shares_no_attention_masking_or_scoring_code() -> None:
+    imported = import_graph()["flexnsa/attention/reference"]
+    assert imported <= {"flexnsa/config", "flexnsa/geometry", "flexnsa/positions", "flexnsa/attention/seam"}
+
+
+def test_masks_know_nothing_of_scores() -> None:
+    files = below("flexnsa/masks", names=sources())
+    imported = set[str]().union(*(import_graph()[name] for name in files)) - files
+    assert imported <= {f"flexnsa/{name}" for name in ("config", "geometry", "positions", "validation")}
+
+
+@pytest.mark.parametrize("place", ["flexnsa/functional", "flexnsa/layers", "flexnsa/attention"])
+def test_a_tensor_can_be_followed_from_the_public_functions_to_a_kernel(place: str) -> None:
+    files = below(place, names=sources())
+    assert files
+    _assert_none(
+        f"{name}: {line}"
+        for name in sorted(files)
+        for line in _lines_that_say_any(name)
+        if not line.startswith(tuple(ALLOWED_ANY))
+    )
+
+
+def test_every_allowed_any_is_still_needed() -> None:
+    lines = [line for name in below("flexnsa", names=sources()) for line in _lines_that_say_any(name)]
+    assert not [allowed for allowed in ALLOWED_ANY if not any(line.startswith(allowed) for line in lines)]
+
+
+def test_no_file_uses_what_another_keeps_private() -> None:
+    _assert_none(f"{name}: {found}" for name in sources() for found in _private_names_of_others(name))
+
+
+def test_importing_flexnsa_brings_in_torch_and_nothing_heavier() -> None:
+    code = "import sys, torch; before = set(sys.modules); import flexnsa; print(*set(sys.modules) - before)"
+    imported = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).split()
+    brought = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
+    assert brought <= {"flexnsa", "torch"}
+    assert "flexnsa" in brought
+    compilers = {name for name in imported if name.startswith(("torch._inductor", "torch._dynamo"))}
+    assert not compilers
+
+
+def test_models_and_training_need_no_extra_before_they_are_used() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import flexnsa.models, flexnsa.training, flexnsa.memory; "
+        "print(*set(sys.modules) - before)"
+    )
+    imported = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).split()
+    assert not {name.split(".")[0] for name in imported} & {"numpy", "matplotlib", "safetensors", "tqdm", "triton"}
+
+
+def _assert_none(wrong: Iterable[str]) -> None:
+    """Demand that there is nothing wrong, and else show all of it."""
+    found = list(wrong)
+    assert not found, "\n".join(["", *found])
+
+
+def _lines_that_say_any(name: str) -> list[str]:
+    """Give the lines, continued ones by their first, that name ``typing.Any`` other than to import it."""
+    text = (ROOT / f"{name}.py").read_text().splitlines()
+    found = []
+    for node in ast.walk(sources()[name]):
+        says = isinstance(node, ast.Name) and node.id == "Any"
+        says |= isinstance(node, ast.Attribute) and node.attr == "Any"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):  # a quoted type, not a sentence
+            says |= re.search(r"(^|[\[,.|] ?)Any($|[\],|])", node.value) is not None
+        if says:
+            found.append(text[node.lineno - 1].strip())  # pyright: ignore[reportAttributeAccessIssue]
+    return list(dict.fromkeys(found))
+
+
+def _private_names_of_others(name: str) -> list[str]:
+    """Give the names with a leading underscore that a file takes from another one: imports, attributes, patches."""
+    bound = imported_names(name)
+    found = [f"imports {bare} of {target}" for bare, target in bound.items() if _is_private(bare.split(".")[-1])]
+    for node in ast.walk(sources()[name]):
+        if isinstance(node, ast.ImportFrom):  # under another name: from x import _y as y
+            renamed = [alias for alias in node.names if _is_private(alias.name) and alias.asname in bound]
+            found += [f"imports {alias.name} as {alias.asname}" for alias in renamed]
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and ast.unparse(node.value) in bound:
+            found.append(f"uses {ast.unparse(node)}")
+        elif isinstance(node, ast.Call) and len(node.args) >= 2 and ast.unparse(node.args[0]) in bound:
+            attribute = getattr(node.args[1], "value", None)  # as in monkeypatch.setattr(module, "_name", ...)
+            if isinstance(attribute, str) and _is_private(attribute):
+                found.append(f"patches {ast.unparse(node.args[0])}.{attribute}")
+        elif isinstance(node, ast.Constant) and PRIVATE_PATH.fullmatch(str(node.value)):
+            found.append(f"names {node.value!r}")
+    return found
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
