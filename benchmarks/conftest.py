@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cases import Case, cases
-from benchmarks.summary import summary
-from flexnsa.cli.recording import environment
+from benchmarks.suite.cases import Case, cases
+from benchmarks.suite.summary import summary
+from flexnsa.measure.recording import environment
 
 POINTS = pytest.StashKey[list[dict[str, Any]]]()
 MEMORY = pytest.StashKey[dict[Case, dict[str, Any]]]()

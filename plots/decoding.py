@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from flexnsa.cli.recording import git_commit
+from flexnsa.measure.recording import git_commit
 from flexnsa.memory import estimate_decoding
 from flexnsa.models import preset
 from plots.records import Record, Results

@@ -19,7 +19,7 @@ QUANTITIES = {
 
 def on_cpu(results: Results) -> Figure:
     """Of every allocation on a CPU."""
-    return _draw(results.load("seeds.json"))
+    return _draw(results.load("earlier_nsa.json"))
 
 
 def on_gpu(results: Results) -> Figure:

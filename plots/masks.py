@@ -11,12 +11,12 @@ from torch import Tensor
 
 from flexnsa import NSAConfig
 from flexnsa.attention.reference import select_blocks
-from flexnsa.cli.recording import git_commit
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.positions import Positions
 from flexnsa.masks.sliding_window import window_intervals
+from flexnsa.measure.recording import git_commit
 from plots.records import Results
 from plots.style import BLUE, GREEN, GREY, ORANGE, figure
 

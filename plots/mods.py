@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flexnsa import NSAConfig, mods, sliding_window_attention
-from flexnsa.cli.recording import git_commit
+from flexnsa.measure.recording import git_commit
 from plots.records import Results
 from plots.style import BLUE, GREY, figure
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from flexnsa.cli.power_law import fit_power_law
+from flexnsa.measure.growth import fit_power_law
 from plots.records import NotRecordedError, Record, Results
 from plots.style import COLOURS, Label, figure, label_curves, length_axes, plot_curve, residuals, short
 

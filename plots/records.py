@@ -11,10 +11,10 @@ COMMANDS = {
     "h200.json": "benchmarks/gpu.sh --memory-at 131072 4096 2048 --out benchmarks/results/h200.json",
     "cpu_throughput.json": "make record",
     "memory_training.json": "make record",
-    "estimator_h200.json": "python -m flexnsa compare-seeds --device cuda --rows memory long",
-    "seeds.json": "make record",
-    "trained.json": "python -m benchmarks.trained",
-    "decode_h200.json": "python -m benchmarks.decode --device cuda --json benchmarks/results/decode_h200.json",
+    "estimator_h200.json": "python -m benchmarks.earlier_nsa --device cuda --rows memory long",
+    "earlier_nsa.json": "make record",
+    "trained.json": "python -m benchmarks.learning.trained",
+    "decode_h200.json": "python -m benchmarks.decoding.cpu --device cuda --json benchmarks/results/decode_h200.json",
 }
 
 

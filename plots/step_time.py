@@ -6,8 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from benchmarks.cpu_throughput import crossover
-from flexnsa.cli.power_law import fit_power_law
+from benchmarks.attention.cpu_throughput import crossover
+from flexnsa.measure.growth import fit_power_law
 from plots.records import NotRecordedError, Record, Results
 from plots.style import COLOURS, GREY, Label, figure, label_curves, length_axes, plot_curve, residuals, short
 

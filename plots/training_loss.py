@@ -25,7 +25,9 @@ def draw(results: Results) -> Figure:
     points = record.points()
     seeds = sorted(set.intersection(*({p["seed"] for p in points if p["name"] == name} for name in COLOURS)))
     if not seeds:
-        raise NotRecordedError("trained.json has no seed of both models; python -m benchmarks.trained records them.")
+        raise NotRecordedError(
+            "trained.json has no seed of both models; python -m benchmarks.learning.trained records them."
+        )
     runs = {name: [p for seed in seeds for p in points if (p["name"], p["seed"]) == (name, seed)] for name in COLOURS}
     result, (left, right) = figure(_headline(runs), _caption(record, runs), size=(11, 4.9), columns=2)
     for name, column in runs.items():

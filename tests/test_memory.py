@@ -13,7 +13,7 @@ from cases import SMALL
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexnsa import NSAConfig
-from flexnsa.cli.memory_probe import AllocatorProbe, saved_for_backward
+from flexnsa.measure.memory import AllocatorProbe, saved_for_backward
 from flexnsa.memory import estimate_decoding, estimate_training, parameter_count
 from flexnsa.memory.training import Precision
 from flexnsa.memory.work import Work

@@ -14,7 +14,6 @@ COMMANDS = {
     "generate": "continue a prompt with a trained model, as it is written",
     "demo": "train NSA beside its dense twin, check exactness, measure memory and time",
     "estimate": "say what a model will take in memory and in decoding, from its configuration alone",
-    "compare-seeds": "run the work that an earlier NSA system reported figures of, and print both",
 }
 
 

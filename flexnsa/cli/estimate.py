@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import torch
 
-from flexnsa.cli.table import format_table
+from flexnsa.measure.table import format_table
 from flexnsa.memory import IMPLEMENTATIONS, DecodingEstimate, MemoryEstimate, estimate_decoding, estimate_training
 from flexnsa.models import PRESETS, DecoderConfig
 from flexnsa.training import TRAIN_PRESETS

@@ -10,8 +10,8 @@ import torch
 
 from flexnsa.cli import COMMANDS, main
 from flexnsa.cli.options import add_device_option, require
-from flexnsa.cli.power_law import fit_power_law
-from flexnsa.cli.table import format_table
+from flexnsa.measure.growth import fit_power_law
+from flexnsa.measure.table import format_table
 
 
 @pytest.mark.parametrize(

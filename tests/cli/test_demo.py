@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flexnsa.cli import demo, main
-from flexnsa.cli.parity import measure_parity
-from flexnsa.cli.scaling import measure
+from flexnsa.measure.parity import measure_parity
+from flexnsa.measure.scaling import measure
 from flexnsa.training import TrainConfig
 
 TINY = demo.Size(

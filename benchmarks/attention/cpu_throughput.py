@@ -1,0 +1,112 @@
+"""Time of attention on a CPU over the length, forward and backward, beside flash and math SDPA in one run.
+
+    python -m benchmarks.attention.cpu_throughput    # make record does this and more
+
+The attention of the ``large`` preset (12 query and 2 key heads of 64, fp32, eager). All attentions of one length take
+turns in one process, so that what slows the machine slows them alike. A ratio is one of medians; above 1, NSA is
+faster. Points have the form of those of :mod:`benchmarks.attention.gpu`. Where ``native-sparse-attention-pytorch`` is installed,
+its layer runs beside ours up to the length that its memory allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.attention.gpu import Session, slopes
+from benchmarks.harness.contestants import CPU, WHOLE
+from benchmarks.harness.layers import LAYERS, PEER
+from flexnsa.measure.recording import Recording
+from flexnsa.measure.table import format_table
+
+BASELINES = ("flash SDPA", "math SDPA")
+LONGEST_MATH = 4096
+LONGEST_LAYER = 2048
+
+
+def milliseconds(point: dict[str, Any]) -> float | None:
+    """Forward and backward; None for a labelled point."""
+    return point["forward_ms"] + point["backward_ms"] if "backward_ms" in point else None
+
+
+def ratios(points: Sequence[dict[str, Any]], baseline: str, ours: str = "NSA") -> dict[int, float]:
+    """By length, how many times our time the baseline takes."""
+    times = {(point["name"], point["seq_len"]): milliseconds(point) for point in points}
+    lengths = sorted({length for _, length in times})
+    pairs = {length: (times.get((baseline, length)), times.get((ours, length))) for length in lengths}
+    return {length: theirs / own for length, (theirs, own) in pairs.items() if theirs and own}
+
+
+def crossover(by_length: dict[int, float]) -> float | None:
+    """The length from which on NSA is faster at every greater one, between two lengths on a line in log-log axes.
+
+    None if NSA is slower at the greatest length, the least length if it is faster at all.
+    """
+    lengths = sorted(by_length, reverse=True)
+    if not lengths or by_length[lengths[0]] < 1:
+        return None
+    for upper, lower in itertools.pairwise(lengths):
+        if by_length[lower] < 1:
+            high, low = log2(by_length[upper]), log2(by_length[lower])
+            return lower * (upper / lower) ** (-low / (high - low))
+    return float(lengths[-1])
+
+
+def table(points: Sequence[dict[str, Any]]) -> str:
+    """A line of each length."""
+    against = {name: ratios(points, name) for name in BASELINES}
+    rows = []
+    for length in sorted({point["seq_len"] for point in points}):
+        times = {point["name"]: milliseconds(point) for point in points if point["seq_len"] == length}
+        cells = [f"{times[name]:,.1f}" if times.get(name) else "-" for name in ("NSA", *BASELINES)]
+        cells += [f"{against[name][length]:.2f}" if length in against[name] else "-" for name in BASELINES]
+        rows.append([f"{length:,}", *cells])
+    return format_table(["S", "NSA, ms", *BASELINES, *(f"{name} / NSA" for name in BASELINES)], rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, record after every length, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu_throughput.json"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--rounds", type=int, default=3, help="at the greatest length; up to 15 at others; default: 3")
+    parser.add_argument("--threads", type=int, help="default: PyTorch's")
+    parser.add_argument("--seconds", type=float, default=2400, help="stop measuring then; default: %(default)s")
+    options = parser.parse_args(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    recording = Recording(options.out, " ".join((__doc__ or "").split()))
+    recording.note(setting=CPU.to_dict())
+    session = Session(CPU, recording, options.seconds)
+    for length in options.lengths:
+        makers = {name: WHOLE[name] for name in ("NSA", *BASELINES) if name != "math SDPA" or length <= LONGEST_MATH}
+        rounds = min(max(15, options.rounds), options.rounds * max(options.lengths) // length)
+        session.race("whole", makers, length, rounds)
+        if PEER in LAYERS and length <= LONGEST_LAYER:
+            session.race("layer", LAYERS, length, rounds)
+        flash = ratios(recording.points, "flash SDPA")
+        recording.note(
+            ratios={name: ratios(recording.points, name) for name in BASELINES},
+            ratios_of_layers={PEER: ratios(recording.points, PEER, "NSA layer")},
+            crossover_with_flash_sdpa=crossover(flash),
+            slopes=slopes(recording.points),
+        )
+    print("\n" + table(recording.points) + "\n")
+    for length, ratio in recording.content["ratios_of_layers"][PEER].items():
+        print(f"layer, S = {length:,}: {PEER} takes {ratio:.2f} times as long as ours")
+    where = recording.content["crossover_with_flash_sdpa"]
+    print(
+        f"NSA is faster than flash SDPA from S = {where:,.0f} on"
+        if where
+        else "flash SDPA is faster at the greatest length"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One decoded token, on a CPU and on a GPU, beside dense attention."""

@@ -1,0 +1,171 @@
+"""``python -m benchmarks.earlier_nsa``: the figures reported of an earlier NSA system, and ours for the same work."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.earlier_nsa import rows as work
+from benchmarks.earlier_nsa.rows import ROWS, Row
+from flexnsa.cli.options import require
+from flexnsa.measure.process import run_fresh
+from flexnsa.measure.recording import Recording
+from flexnsa.measure.table import format_table
+from flexnsa.memory.training import Precision
+
+ABOUT = """\
+'After forward' is what the allocator has handed out when forward is done: parameters, tokens, and all that autograd
+keeps for backward; nothing has been freed, nothing is counted twice. 'Peak' is the most it had handed out at any moment
+of forward and backward, gradients included. Both are the allocator's own count (on a CPU: summed from the profiler's
+events), the same quantity as the figures of the earlier system. 'Resident' is what the operating system counts for a
+second process that does the same work unobserved: it adds the libraries' own buffers."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    groups = list(dict.fromkeys(row.group for row in ROWS.values()))
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=(*groups, *ROWS),
+        default=["memory", "time", "train"],
+        metavar="ROW",
+        help=f"groups ({', '.join(groups)}) or rows ({', '.join(ROWS)}); default: all but long",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="of memory rows; bf16 is autocast"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="memory rows measured at once, each in its own process; default: %(default)s",
+    )
+    parser.add_argument("--seconds", type=float, default=600, help="limit of one point; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare-earlier_nsa.json"), help="default: %(default)s")
+
+
+def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
+    """Measure row by row, each point in its own process; the file is whole after every point."""
+    rows = [ROWS[name] for name in _chosen(arguments.rows)]
+    if any(row.group == "train" for row in rows):
+        require("numpy", "safetensors", "tqdm", extra="train")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or every process announces its profiler
+    device, precision, recording = arguments.device, arguments.precision, _recording(arguments.out, arguments.device)
+
+    def point(row: Row) -> dict[str, Any]:
+        where = {"device": device, "precision": precision if row.measures_memory else "fp32"}
+        return work.describe(row) | where | measure(row, device, where["precision"], arguments.seconds)
+
+    timed = [row for row in rows if not row.measures_memory]
+    with ThreadPoolExecutor(max_workers=max(1, arguments.jobs)) as pool:
+        measured = as_completed([pool.submit(point, row) for row in rows if row.measures_memory])
+        results = itertools.chain((future.result() for future in measured), map(point, timed))
+        for result in results:  # while time is measured, nothing else runs
+            recording.add(result, key=("name", "device", "precision"))
+    chosen = [point for point in recording.points if (point["device"], point["precision"]) == (device, precision)]
+    chosen.sort(key=lambda point: list(ROWS).index(point["name"]))
+    print("\n" + report(chosen) + f"\n\n{ABOUT}\n\nRecorded in {arguments.out}.")
+
+
+def measure(row: Row, device: str, precision: Precision, seconds: float) -> dict[str, Any]:
+    """Give the figures of a row, or a label that says why there are none."""
+    start = time.monotonic()
+
+    def report_stage(stage: str) -> None:
+        print(f"{row.name:16} {time.monotonic() - start:5.0f} s  {stage}", file=sys.stderr, flush=True)
+
+    limits: Any = {"seconds": seconds, "limit_memory": device == "cpu", "report": report_stage}
+    if row.group == "time":
+        return run_fresh(work.measure_time, row, device, **limits)
+    if row.group == "train":
+        return run_fresh(work.measure_training, row, device, **limits)
+    figures = run_fresh(work.measure_memory, row, device, precision, **limits)
+    if device == "cpu":
+        figures |= run_fresh(work.measure_resident, row, precision, **limits)
+    return figures | work.estimate(row, device, precision)
+
+
+def _recording(path: Path, device: str) -> Recording:
+    recording = Recording(path, " ".join(ABOUT.split()), keep=True)
+    for point in recording.points:
+        point.setdefault("precision", "fp32")
+    recording.note(setting={"device": device})
+    return recording
+
+
+def _chosen(wanted: Sequence[str]) -> list[str]:
+    return [row.name for row in ROWS.values() if row.group in wanted or row.name in wanted]
+
+
+def report(points: Sequence[dict[str, Any]]) -> str:
+    """Two tables: memory in MiB, and time."""
+    memory = [_memory_line(point) for point in points if ROWS[point["name"]].measures_memory]
+    timed = [_time_line(point) for point in points if not ROWS[point["name"]].measures_memory]
+    tables = []
+    if memory:
+        header = ["MiB", "theirs, after forward", "ours", "theirs / ours", "estimate", "off by"]
+        header += ["our peak", "estimate", "off by", "resident: after forward", "peak"]
+        tables.append(format_table(header, memory))
+    if timed:
+        header = ["seconds", "theirs", "ours", "theirs / ours", "tokens/s", "first loss - ln 256", "remark"]
+        tables.append(format_table(header, timed))
+    return "\n\n".join(tables)
+
+
+def _memory_line(point: dict[str, Any]) -> list[str]:
+    theirs, ours = point.get("theirs"), point.get("after_forward")
+    precision = "" if point["precision"] == "fp32" else f", {point['precision']}"
+    line = [f"{point['preset']}, {point['layers']} layers, S={point['seq_len']}{precision}", _number(theirs)]
+    if ours is None:
+        return [*line, point.get("label", "-"), *["-"] * 2, *["-"] * 6]
+    return [
+        *line,
+        _number(ours),
+        _number(theirs and theirs / ours, ".1f"),
+        _number(point["estimated_after_forward"]),
+        _number(point["estimated_after_forward"] / ours - 1, "+.1%"),
+        _number(point["peak"]),
+        _number(point["estimated_peak"]),
+        _number(point["estimated_peak"] / point["peak"] - 1, "+.1%"),
+        _number(point.get("resident_after_forward")),
+        _number(point.get("resident_peak")),
+    ]
+
+
+def _time_line(point: dict[str, Any]) -> list[str]:
+    work = "one training step" if point["group"] == "train" else "forward and backward"
+    line = [f"{point['preset']}, {point['layers']} layers, B={point['batch']}, S={point['seq_len']}, {work}"]
+    seconds, loss = point.get("seconds"), point.get("first_loss")
+    if seconds is None:
+        return [*line, _number(point["theirs"], ",.2f"), point.get("label", "-"), *["-"] * 3, point["remark"]]
+    return [
+        *line,
+        _number(point["theirs"], ",.2f"),
+        _number(seconds, ",.2f"),
+        _number(point["theirs"] / seconds, ".1f"),
+        _number(point["batch"] * point["seq_len"] / seconds),
+        _number(loss and loss - math.log(256), "+.3f"),
+        point["remark"],
+    ]
+
+
+def _number(value: float | None, spec: str = ",.0f") -> str:
+    return "-" if value is None else format(value, spec)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.earlier_nsa", description=ABOUT)
+    add_arguments(parser)
+    execute(parser.parse_args(), parser)

@@ -1,0 +1,73 @@
+"""Whole attention layers, projections, compression and gates included: ours, and another package's where installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import torch
+from torch import nn
+
+from benchmarks.harness.contestants import Contestant, Maker, Setting
+from flexnsa import NativeSparseAttention
+
+PEER = "native-sparse-attention-pytorch"
+
+
+def nsa_layer(setting: Setting, length: int) -> Contestant:
+    """Ours, of the width of all query heads."""
+    width = setting.num_heads * setting.head_dim
+    layer = NativeSparseAttention(
+        width, setting.num_heads, setting.num_kv_heads, setting.head_dim, config=setting.config, impl=setting.impl
+    )
+    return _contestant("NSA layer", layer, setting, length)
+
+
+def peer_layer(setting: Setting, length: int) -> Contestant:
+    """The PyPI package's, with the same width, heads, block sizes, window, number of blocks and size of compressors.
+
+    What remains different is its own: one key and value for all branches where ours has three, a norm of the input, and
+    the query's own block read beside the ``n`` instead of among them.
+    """
+    package = importlib.import_module(PEER.replace("-", "_"))
+    config, dim = setting.config, setting.head_dim
+    compressor = nn.Sequential(
+        nn.Flatten(3),  # (B, Hkv, N, l, D)
+        nn.Linear(config.compress_block_size * dim, 4 * dim, bias=False),
+        nn.SiLU(),
+        nn.Linear(4 * dim, dim, bias=False),
+    )
+    layer = package.SparseAttention(
+        dim=setting.num_heads * dim,
+        dim_head=dim,
+        heads=setting.num_heads,
+        kv_heads=setting.num_kv_heads,
+        sliding_window_size=config.window_size,
+        compress_block_size=config.compress_block_size,
+        compress_block_sliding_stride=config.compress_stride,
+        selection_block_size=config.select_block_size,
+        num_selected_blocks=config.num_selected_blocks,
+        causal=True,
+        compress_mlp=compressor,
+    )
+    return _contestant(PEER, layer, setting, length)
+
+
+def _contestant(name: str, layer: nn.Module, setting: Setting, length: int) -> Contestant:
+    layer = layer.to(setting.device, setting.dtype)
+    x = torch.randn(
+        1,
+        length,
+        setting.num_heads * setting.head_dim,
+        dtype=setting.dtype,
+        device=setting.device,
+        requires_grad=True,
+    )
+    # Not every parameter of a layer need take part.
+    weights = [weight for weight in layer.parameters() if weight.requires_grad]
+    return Contestant(name, setting.compile(layer), (x,), (x, *weights), compiled=setting.backend is not None)
+
+
+LAYERS: dict[str, Maker] = {"NSA layer": nsa_layer}
+if importlib.util.find_spec(PEER.replace("-", "_")):
+    LAYERS[PEER] = peer_layer

@@ -1,0 +1,1 @@
+"""The parts alone: block selection, the selected branch, and the bytes of block masks."""

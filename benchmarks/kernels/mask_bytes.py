@@ -1,0 +1,155 @@
+"""Print what the masks of the three branches weigh at any length: ``python -m benchmarks.kernels.mask_bytes``.
+
+Each line builds the very masks that ``impl="flex"`` gives to CUDA and adds up the memory behind all of their tensors,
+key gather and captured tables included: for one whole sequence, then for packs of documents. A slope is ``log2`` of the
+growth when the sequence doubles: 1 is linear, 2 quadratic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexnsa import NSAConfig
+from flexnsa.attention import flex
+from flexnsa.geometry import num_compressed
+from flexnsa.masks.document import document_positions
+from flexnsa.masks.positions import Positions
+from flexnsa.masks.selected import selected_mask
+
+ROWS = 16
+"""Rows of a token in the selected branch: a group of up to 16 query heads."""
+
+LONGEST_DOCUMENT: dict[str, int | None] = {
+    "one sequence": None,
+    "documents of 1 to 900 tokens": 900,
+    "documents of one token": 1,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shortest", type=int, default=2**12, help="first length")
+    parser.add_argument("--longest", type=int, default=2**20, help="last length, doubling from the first")
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    config, device = NSAConfig(), torch.device(args.device)
+    lengths = [args.shortest]
+    while lengths[-1] * 2 <= args.longest:
+        lengths.append(lengths[-1] * 2)
+    print(f"{config}\n{args.kv_heads} kv heads, groups of up to {ROWS}, built on {device}")
+    for name, longest in LONGEST_DOCUMENT.items():
+        print(f"\n{name:72} | longest list of query tiles in backward")
+        print(
+            "   tokens |      cmp B slope |      win B slope |        slc B slope | build s |   cmp   win   slc  slc*"
+        )
+        print_table(lengths, longest, args.kv_heads, config, device)
+    print("\n* if every query selects block 0 alone")
+
+
+def print_table(
+    lengths: Iterable[int], longest_document: int | None, kv_heads: int, config: NSAConfig, device: torch.device
+) -> None:
+    """Print a line of each length."""
+    before: list[int] | None = None
+    for seq_len in lengths:
+        positions = None if longest_document is None else packed(seq_len, longest_document, config, device)
+        sizes, seconds, longest = measure(seq_len, positions, kv_heads, config, device)
+        slopes = [
+            "     " if before is None else f"{math.log2(b / a):5.2f}"
+            for a, b in zip(before or sizes, sizes, strict=True)
+        ]
+        columns = (f"{size:{width},} {slope}" for size, slope, width in zip(sizes, slopes, (10, 10, 12), strict=True))
+        lists = " ".join(f"{length:5,}" for length in longest)
+        print(f"{seq_len:9,} | {' | '.join(columns)} | {seconds:7.3f} | {lists}", flush=True)
+        before = sizes
+
+
+def packed(seq_len: int, longest_document: int, config: NSAConfig, device: torch.device) -> Positions:
+    """Fill a row with documents of random lengths."""
+    draws = random.Random(0)
+    starts = torch.zeros(1, seq_len, dtype=torch.int32)
+    at = 0
+    while at < seq_len:
+        starts[0, at] = 1
+        at += draws.randint(1, longest_document)
+    return document_positions(starts.cumsum(1).to(device), config)
+
+
+def measure(
+    seq_len: int, positions: Positions | None, kv_heads: int, config: NSAConfig, device: torch.device
+) -> tuple[list[int], float, list[int]]:
+    """Build all masks; give their bytes, the seconds it took, and the longest lists of queries in backward."""
+    num_keys = (num_compressed(seq_len, config) // flex.TILE + 1) * flex.TILE
+    blocks = spread_blocks(positions or Positions.of_sequence(seq_len, device), kv_heads, config)
+    cmp, cmp_seconds = timed(lambda: flex._compressed_mask(positions, seq_len, num_keys, config, device), device)
+    win, win_seconds = timed(lambda: flex._window_mask(positions, seq_len, seq_len, config, device), device)
+    slc, slc_seconds = timed(lambda: selected_mask(blocks, positions, seq_len, rows=ROWS, config=config), device)
+    sizes = [total_bytes(tensors(mask)) for mask in (cmp, win)]
+    sizes.append(total_bytes([*tensors(slc.block_mask), slc.tokens]))
+    longest = [longest_list(mask) for mask in (cmp, win, slc.block_mask)]
+    del slc
+    blocks[..., 0], blocks[..., 1:] = 0, -1
+    worst = selected_mask(blocks, positions, seq_len, rows=ROWS, config=config)
+    return sizes, cmp_seconds + win_seconds + slc_seconds, [*longest, longest_list(worst.block_mask)]
+
+
+def spread_blocks(positions: Positions, kv_heads: int, config: NSAConfig) -> Tensor:
+    """Pick one block at random from each ``n``-th of every query's past; all of it if it has no more than ``n``."""
+    past = (positions.token - positions.start)[0, :, None] // config.select_block_size + 1
+    seq_len, most = len(past), config.num_selected_blocks
+    blocks = torch.empty(1, kv_heads, seq_len, most, dtype=torch.int32, device=past.device)
+    share = torch.arange(most, device=past.device)
+    for head in blocks.unbind(1):
+        place = (share + torch.rand(seq_len, most, device=past.device)) * (past / most)
+        head[0] = torch.where(past > most, place.floor(), torch.where(share < past, share, -1)).int()
+    return blocks
+
+
+def timed(build: Callable, device: torch.device) -> tuple:
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    mask = build()
+    synchronize()
+    return mask, time.perf_counter() - start
+
+
+def tensors(mask: BlockMask) -> Iterator[Tensor]:
+    """Give the lists of a mask and the tables that its mask_mod captured."""
+    yield from (value for value in mask.as_tuple() if isinstance(value, Tensor))
+    yield from captured(mask.mask_mod)
+
+
+def captured(function: Any) -> Iterator[Tensor]:
+    """Give the tensors that a function, or one that it calls, took from where it was made."""
+    for cell in getattr(function, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, Tensor):
+            yield cell.cell_contents
+        else:
+            yield from captured(cell.cell_contents)
+
+
+def total_bytes(values: Iterable[Tensor]) -> int:
+    storages = [value.untyped_storage() for value in values]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def longest_list(mask: BlockMask) -> int:
+    """Count the query tiles that the busiest tile of keys meets: each is one step of a serial loop in backward."""
+    assert mask.q_num_blocks is not None
+    full = 0 if mask.full_q_num_blocks is None else mask.full_q_num_blocks
+    return int((mask.q_num_blocks + full).max())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Time block selection (importance and top-n) on a CUDA device, over tile configurations and lengths.
+
+    python benchmarks/kernels/select_blocks.py --json select_blocks.json
+
+Correctness comes first: importance and indices of the kernels against the formula in float64, at 8k tokens. Times are
+medians over CUDA events; ``top-n`` is the time of scoring and selecting less the time of scoring alone, as the two run
+chunk by chunk in turn, and ``torch.topk`` is the same for one call of it a chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flexnsa import scoring_triton
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import num_blocks, num_compressed, overlap_band
+from flexnsa.kernels.importance import Band, Scores, Tiles, importance
+from flexnsa.kernels.log_sum_exp import log_sum_exp
+from flexnsa.kernels.top_blocks import top_blocks
+from flexnsa.masks.positions import Positions
+from flexnsa.scoring_triton import chunks, select_blocks_triton
+
+CONFIG = NSAConfig()
+Q_HEADS, KV_HEADS, HEAD_DIM = 64, 4, 128
+SCALE = HEAD_DIM**-0.5
+TILES = [
+    Tiles(128, 32, 8, 2),
+    Tiles(128, 32, 8, 2, 128),
+    Tiles(128, 32, 8, 3, 128),
+    Tiles(64, 32, 4, 2),
+    Tiles(64, 32, 4, 2, 168),
+    Tiles(64, 32, 4, 3, 168),
+    Tiles(64, 64, 4, 1),
+    Tiles(64, 64, 4, 2),
+    Tiles(64, 64, 4, 3),
+    Tiles(128, 64, 8, 1, 128),
+    Tiles(128, 64, 8, 2),
+    Tiles(256, 32, 8, 2),
+]
+
+
+def inputs(seq_len: int) -> tuple[Tensor, Tensor, Positions]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = (1, Q_HEADS, seq_len, HEAD_DIM), (1, KV_HEADS, num_compressed(seq_len, CONFIG), HEAD_DIM)
+    q, k = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for shape in shapes)
+    return q, k, Positions.of_sequence(seq_len, "cuda")
+
+
+class Selection:
+    """The loop of ``select_in_chunks`` with its parts and launch parameters open to choice."""
+
+    def __init__(self, seq_len: int) -> None:
+        self.q, self.k, self.positions = inputs(seq_len)
+        self.lse = log_sum_exp(self.q, self.k, self.positions, config=CONFIG, scale=SCALE)
+        self.plan = list(chunks(seq_len, KV_HEADS, None, CONFIG))
+        cells = max(rows * width for _, rows, width in self.plan) * KV_HEADS
+        self.own, self.passed = torch.empty(2, cells, device="cuda")
+        self.out = torch.empty(1, KV_HEADS, seq_len, CONFIG.num_selected_blocks, dtype=torch.int32, device="cuda")
+
+    def run(self, tiles: Tiles, select: Callable[[Scores, int], object] | None) -> None:
+        """Score all chunks with ``tiles``, and hand each to ``select``."""
+        for first_row, num_rows, width in self.plan:
+            scores = Scores(self.own, self.passed, num_rows, width, Band.of(CONFIG))
+            arguments = (self.q, self.k, self.lse, self.positions, scores, first_row)
+            importance(*arguments, config=CONFIG, scale=SCALE, tiles=tiles)
+            if select is not None:
+                select(scores, first_row)
+
+    def top_blocks(self, num_warps: int | None = None) -> Callable[[Scores, int], object]:
+        """Select by the kernel, with ``num_warps`` warps a query."""
+
+        def select(scores: Scores, first_row: int) -> None:
+            top_blocks(scores, self.positions, self.out, first_row, config=CONFIG, num_warps=num_warps)
+
+        return select
+
+    def topk(self, scores: Scores, first_row: int) -> None:
+        """Select by ``torch.topk``, which leaves out forced blocks and order."""
+        del first_row
+        cells = KV_HEADS * scores.num_rows * scores.width
+        free = CONFIG.num_selected_blocks - CONFIG.num_init_blocks - CONFIG.num_local_blocks
+        scores.own[:cells].view(KV_HEADS, scores.num_rows, scores.width).topk(min(free, scores.width))
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 7) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def reference_importance(q: Tensor, k: Tensor, rows: slice) -> Tensor:
+    """Importance ``(Hkv, rows, M)`` of one chunk of queries by the formula, in float64."""
+    age = torch.arange(q.shape[2], device="cuda")[rows]
+    index = torch.arange(k.shape[2], device="cuda")
+    visible = index * CONFIG.compress_stride + CONFIG.compress_block_size - 1 <= age[:, None]
+    score = q[0, :, rows].double() @ k[0].double().repeat_interleave(Q_HEADS // KV_HEADS, 0).mT * SCALE
+    p = score.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0).unflatten(0, (KV_HEADS, -1)).sum(1)
+    total = p.new_zeros(KV_HEADS, p.shape[1], num_blocks(q.shape[2], CONFIG))
+    first, weights = overlap_band(CONFIG)
+    ratio = CONFIG.select_block_size // CONFIG.compress_stride
+    for offset, weight in enumerate(weights, first):
+        key = torch.arange(total.shape[-1], device="cuda") * ratio + offset
+        inside = (key >= 0) & (key < p.shape[-1])
+        total[..., inside] += weight * p[..., key[inside]]
+    return total
+
+
+def reference_selection(total: Tensor, rows: slice) -> Tensor:
+    """The best ``n`` candidates by a stable sort, ascending, padded with -1."""
+    current = (torch.arange(rows.start, rows.stop, device="cuda") // CONFIG.select_block_size)[:, None]
+    block = torch.arange(total.shape[-1], device="cuda")
+    forced = (block < CONFIG.num_init_blocks) | (block > current - CONFIG.num_local_blocks)
+    ranked = total.masked_fill(forced, float("inf")).masked_fill(block > current, float("-inf"))
+    order = ranked.sort(dim=-1, descending=True, stable=True)
+    chosen = torch.where(order.values > float("-inf"), order.indices, total.shape[-1])
+    chosen = chosen[..., : CONFIG.num_selected_blocks].sort(dim=-1).values
+    return torch.where(chosen < total.shape[-1], chosen, -1).int()
+
+
+def check(seq_len: int = 8192) -> dict[str, float]:
+    """Compare kernels and formula; raise if the selection is not the exact top-n of the importance."""
+    selection = Selection(seq_len)
+    selected = select_blocks_triton(selection.q, selection.k, None, None, config=CONFIG, scale=SCALE)[0]
+    worst = 0.0
+    same = 0
+    step = 512
+    arguments = (selection.q, selection.k, selection.lse, selection.positions)
+    for first_row in range(0, seq_len, step):
+        rows = slice(first_row, first_row + step)
+        own, passed = torch.zeros(2, KV_HEADS, step, num_blocks(seq_len, CONFIG), device="cuda")
+        scores = Scores(own, passed, step, own.shape[-1], Band.of(CONFIG))
+        importance(*arguments, scores, first_row, config=CONFIG, scale=SCALE)
+        got = own + torch.nn.functional.pad(passed, (1, -1))
+        wanted = reference_importance(selection.q, selection.k, rows)
+        worst = max(worst, ((got - wanted).abs() / wanted.clamp_min(1e-3)).max().item())
+        if not torch.equal(selected[:, rows], reference_selection(got, rows)):
+            raise AssertionError(f"queries from {first_row}: the selection is not the top-n of the importance")
+        same += (selected[:, rows] == reference_selection(wanted, rows)).all(-1).sum().item()
+    if worst > 1e-5:
+        raise AssertionError(f"importance is off by {worst:.1e}, relative")
+    return {"seq_len": seq_len, "relative_error": worst, "rows_as_in_float64": same / (KV_HEADS * seq_len)}
+
+
+def measure(lengths: list[int]) -> list[dict[str, Any]]:
+    """Time all tiles at the longest length, then the best at every length."""
+    longest = Selection(max(lengths))
+    table = []
+    for tiles in TILES:
+        begin = time.perf_counter()
+        try:
+            longest.run(tiles, None)
+        except triton.runtime.errors.OutOfResources as error:
+            print(f"{tiles}: {error}")
+            continue
+        torch.cuda.synchronize()
+        compile_s = time.perf_counter() - begin
+        scores_ms = milliseconds(lambda tiles=tiles: longest.run(tiles, None))
+        table.append({"seq_len": max(lengths), "tiles": asdict(tiles), "scores_ms": scores_ms})
+        print(f"{max(lengths):7d}  scores {scores_ms:7.3f} ms  (first call {compile_s:4.1f} s)  {tiles}", flush=True)
+    best = Tiles(**min(table, key=lambda row: row["scores_ms"])["tiles"])
+
+    for num_warps in (1, 2, 4):
+        total_ms = milliseconds(lambda warps=num_warps: longest.run(best, longest.top_blocks(warps)))
+        table.append({"seq_len": max(lengths), "top_warps": num_warps, "total_ms": total_ms})
+        print(f"{max(lengths):7d}  scores + top-n {total_ms:7.3f} ms  top-n by {num_warps} warps")
+
+    default = scoring_triton.SCRATCH_BYTES
+    for megabytes in (16, 32, 128, 256):
+        scoring_triton.SCRATCH_BYTES = megabytes * 2**20
+        budget = Selection(max(lengths))
+        total_ms = milliseconds(lambda budget=budget: budget.run(best, budget.top_blocks()))
+        table.append({"seq_len": max(lengths), "scratch_mb": megabytes, "total_ms": total_ms})
+        print(
+            f"{max(lengths):7d}  scores + top-n {total_ms:7.3f} ms  scratch {megabytes} MB, {len(budget.plan)} chunks"
+        )
+    scoring_triton.SCRATCH_BYTES = default
+
+    for seq_len in lengths:
+        case = Selection(seq_len)
+        scores_ms = milliseconds(lambda case=case: case.run(best, None))
+        row = {
+            "seq_len": seq_len,
+            "tiles": asdict(best),
+            "scores_ms": scores_ms,
+            "top_n_ms": milliseconds(lambda case=case: case.run(best, case.top_blocks())) - scores_ms,
+            "torch_topk_ms": milliseconds(lambda case=case: case.run(best, case.topk)) - scores_ms,
+            "log_sum_exp_ms": milliseconds(
+                lambda case=case: log_sum_exp(case.q, case.k, case.positions, config=CONFIG, scale=SCALE)
+            ),
+        }
+        arguments = (case.q, case.k, case.lse, None)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        row["operator_ms"] = milliseconds(
+            lambda arguments=arguments: select_blocks_triton(*arguments, config=CONFIG, scale=SCALE)
+        )
+        row["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        table.append(row)
+        print(
+            "  ".join(f"{key} {value:.3f}" for key, value in row.items() if isinstance(value, int | float)), flush=True
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args()
+    checked = check()
+    print(checked, flush=True)
+    results = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "config": asdict(CONFIG),
+        "check": checked,
+        "times": measure(options.lengths),
+    }
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

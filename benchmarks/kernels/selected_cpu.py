@@ -1,0 +1,63 @@
+"""The selected branch alone on a CPU, forward: ``flex`` and ``sdpa`` beside dense causal FlexAttention, in one run.
+
+    OMP_WAIT_POLICY=passive python -m benchmarks.kernels.selected_cpu
+
+The attention of the ``large`` preset (12 query and 2 key heads of 64, fp32). All three take turns, after a call that
+compiles; a ratio is one of medians, above 1 where the selected branch of ``flex`` is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from benchmarks.harness.contestants import CPU, random_blocks
+from flexnsa import selected_attention
+from flexnsa.measure.table import format_table
+
+
+def contestants(seq_len: int) -> dict[str, Callable[[], Tensor]]:
+    """Build the three forward passes of one length, on the same random inputs."""
+    q = torch.randn(1, CPU.num_heads, seq_len, CPU.head_dim)
+    k, v = torch.randn(2, 1, CPU.num_kv_heads, seq_len, CPU.head_dim)
+    blocks = random_blocks(CPU, seq_len)
+    causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, seq_len, seq_len, device="cpu")  # noqa: ARG005
+    dense = torch.compile(lambda: flex_attention(q, k, v, block_mask=causal, enable_gqa=True), dynamic=False)
+
+    def branch(impl: str) -> Tensor:
+        return selected_attention(q, k, v, blocks, config=CPU.config, impl=impl)[0]
+
+    return {"flex": lambda: branch("flex"), "sdpa": lambda: branch("sdpa"), "dense Flex": lambda: dense()}
+
+
+@torch.no_grad()
+def main() -> None:
+    """Measure each length and print milliseconds and ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    rows = []
+    for seq_len in options.lengths:
+        racers = contestants(seq_len)
+        times: dict[str, list[float]] = {name: [] for name in racers}
+        for number in range(options.rounds + 1):
+            for name, run in racers.items():
+                begin = time.perf_counter()
+                run()
+                if number:  # the first call compiles
+                    times[name].append((time.perf_counter() - begin) * 1e3)
+        median = {name: statistics.median(values) for name, values in times.items()}
+        ratios = [f"{median[name] / median['flex']:.2f}" for name in ("sdpa", "dense Flex")]
+        rows.append([f"{seq_len:,}", *(f"{value:,.0f}" for value in median.values()), *ratios])
+    print(format_table(["S", "flex, ms", "sdpa", "dense Flex", "sdpa / flex", "dense Flex / flex"], rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a model with NSA learns, beside a dense one on the same text."""

@@ -1,0 +1,36 @@
+"""What is recorded of a trained model is what its layers did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flexnsa.module
+from benchmarks.learning.trained import NSA, describe, observe, read_blocks
+from flexnsa.models import DecoderLM
+
+
+def test_observed_selection_is_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: Any = flexnsa.module.native_sparse_attention
+    selected: list[torch.Tensor] = []
+
+    def with_selection(*arguments: Any, **options: Any) -> Any:
+        out, aux = whole(*arguments, **options, return_aux=True)
+        selected.append(aux.block_indices[0])
+        return out
+
+    monkeypatch.setattr(flexnsa.module, "native_sparse_attention", with_selection)
+    torch.manual_seed(0)
+    tokens = torch.randint(32, 127, (300,))
+    seen = observe(DecoderLM(replace(NSA, num_layers=2)), tokens)
+    assert [torch.equal(layer.blocks, blocks) for layer, blocks in zip(seen, selected, strict=True)] == [True, True]
+
+    recorded = describe(seen, tokens)
+    for layer, words in zip(seen, recorded["blocks"], strict=True):
+        for head, word in zip(layer.blocks.tolist(), words, strict=True):
+            assert read_blocks(word) == [[block for block in query if block >= 0] for query in head]
+    assert recorded["gates"][1][3]["slc"] == pytest.approx(seen[1].gates[3, :, 1].mean().item(), abs=1e-4)
+    assert recorded["text"].encode() == bytes(tokens.tolist())

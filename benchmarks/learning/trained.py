@@ -1,0 +1,174 @@
+"""Training loss of NSA and of dense attention on equal tokens, and what the trained model selects.
+
+    python -m benchmarks.learning.trained --json benchmarks/results/trained.json
+
+Byte-level models learn the source of Python's standard library, each seed's bytes in the same order for both, so that
+losses of one step are of the same text. The dense model has the same layers and heads; it is wider, because NSA's keys
+and values per branch and its compressors would else give NSA more parameters. The learning rate was not tuned for
+either. At the end, the first NSA model reads a sequence that no training saw: which blocks its queries select, and how
+far its gates open, is recorded. Everything runs on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from flexnsa import NativeSparseAttention, NSAConfig, select_blocks
+from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.measure.recording import Recording
+from flexnsa.measure.table import format_table
+from flexnsa.models import DecoderConfig, DecoderLM
+from flexnsa.rope import rotate
+from flexnsa.training import Corpus, TrainConfig, Trainer, read_corpus
+
+# A late query of 1024 tokens selects 6 of 32 blocks, three of them freely, and its window is 64: sparsity is real.
+NSA = DecoderConfig(
+    dim=128,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    nsa=NSAConfig(
+        compress_block_size=16, compress_stride=8, select_block_size=32, num_selected_blocks=6, window_size=64
+    ),
+)
+MODELS = {"NSA": NSA, "dense": replace(NSA, attention="dense", dim=176, head_dim=44)}
+TRAINING = TrainConfig(
+    steps=450, batch_size=1, seq_len=1024, lr=2e-3, min_lr=0.05, warmup_steps=30, eval_every=150, eval_sequences=48
+)
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+"""Names of blocks in the recording: one character each, ``.`` for none."""
+
+
+def train(name: str, corpus: Corpus, config: TrainConfig) -> tuple[DecoderLM, dict[str, Any]]:
+    """Train one model; its losses are bits per byte, of every step and on held-out text ``[step, bits]``."""
+    torch.manual_seed(config.seed)
+    model = DecoderLM(MODELS[name])
+    trainer = Trainer(model, corpus, config)
+    losses, held_out, start = [], [], time.perf_counter()
+    with tqdm(total=config.steps, desc=f"{name:5} seed {config.seed}", unit="step") as bar:
+        for step in range(1, config.steps + 1):
+            losses.append(trainer.train_step().loss / math.log(2))
+            if step % config.eval_every == 0 or step == config.steps:
+                held_out.append([step, round(trainer.validation_bits_per_byte(), 4)])
+            bar.set_postfix_str(f"{losses[-1]:.2f} bits per byte", refresh=False)
+            bar.update()
+    return model, {
+        "name": name,
+        "seed": config.seed,
+        "seq_len": config.seq_len,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "seconds": round(time.perf_counter() - start, 1),
+        "loss": [round(loss, 3) for loss in losses],
+        "held_out": held_out,
+    }
+
+
+def held_out_text(corpus: Corpus) -> Tensor:
+    """The sequence to look at: Python code, three quarters into the text that validates."""
+    first = len(corpus.validation) * 3 // 4
+    return corpus.validation[first : first + TRAINING.seq_len].long()
+
+
+@dataclass
+class Seen:
+    """What one layer did with one sequence: blocks ``(Hkv, S, n)`` and gates ``(Hq, S, 3)``."""
+
+    blocks: Tensor
+    gates: Tensor
+
+
+@torch.no_grad()
+def observe(model: DecoderLM, tokens: Tensor) -> list[Seen]:
+    """Let the model read ``tokens (S,)``; give every layer's selection and gates, from the layer's own input."""
+    inputs: list[Tensor] = []
+    layers = [layer for layer in model.modules() if isinstance(layer, NativeSparseAttention)]
+    hooks = [layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0])) for layer in layers]
+    model.eval()(tokens[None])
+    for hook in hooks:
+        hook.remove()
+    return [Seen(_selection(layer, x)[0], layer.gate(x)[0]) for layer, x in zip(layers, inputs, strict=True)]
+
+
+def _selection(layer: NativeSparseAttention, x: Tensor) -> Tensor:
+    """Project, compress, turn and select as the layer does; ``(B, Hkv, S, n)``."""
+    q, k_cmp = (
+        layer.get_submodule(name)(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for name in ("w_q", "w_k_cmp")
+    )
+    starts = torch.arange(num_compressed(x.shape[1], layer.config)) * layer.config.compress_stride
+    q = rotate(q, torch.arange(x.shape[1]), layer.rope_base)
+    k_cmp = rotate(layer.phi_k(k_cmp), starts, layer.rope_base)
+    return select_blocks(q, k_cmp, config=layer.config)
+
+
+def describe(seen: Sequence[Seen], tokens: Tensor) -> dict[str, Any]:
+    """Plain values: a word of block digits a query, and the mean gate of every layer, head and branch."""
+    return {
+        "text": bytes(tokens.tolist()).decode("latin-1"),
+        "blocks": [[_words(head) for head in layer.blocks.tolist()] for layer in seen],
+        "gates": [
+            [dict(zip(BRANCHES, map(_rounded, head), strict=True)) for head in layer.gates.mean(1).tolist()]
+            for layer in seen
+        ],
+    }
+
+
+def read_blocks(words: str) -> list[list[int]]:
+    """Undo the words of :func:`describe`: the blocks of every query."""
+    return [[DIGITS.index(digit) for digit in word if digit != "."] for word in words.split()]
+
+
+def _words(queries: list[list[int]]) -> str:
+    return " ".join("".join(DIGITS[block] if block >= 0 else "." for block in blocks) for blocks in queries)
+
+
+def _rounded(value: float) -> float:
+    return round(value, 4)
+
+
+def table(points: Sequence[dict[str, Any]]) -> str:
+    """A line of each run."""
+    rows = [
+        [p["name"], str(p["seed"]), f"{p['parameters']:,}", f"{p['held_out'][-1][1]:.3f}", f"{p['seconds']:,.0f}"]
+        for p in points
+    ]
+    return format_table(["attention", "seed", "parameters", "held-out bits per byte", "seconds"], rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train every model with every seed, record after each, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/trained.json"), help="%(default)s")
+    parser.add_argument("--steps", type=int, default=TRAINING.steps, help="default: %(default)s")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    corpus = read_corpus()
+    recording = Recording(options.json, " ".join((__doc__ or "").split()))
+    recording.note(
+        setting={"device": "cpu", "models": {name: model.to_dict() for name, model in MODELS.items()}},
+        training=asdict(replace(TRAINING, steps=options.steps)),
+        text_sha256=corpus.sha256(),
+    )
+    for seed in options.seeds:
+        for name in MODELS:
+            model, point = train(name, corpus, replace(TRAINING, steps=options.steps, seed=seed))
+            if "trained" not in recording.content and name == "NSA":
+                tokens = held_out_text(corpus)
+                recording.note(trained={"seed": seed} | describe(observe(model, tokens), tokens))
+            recording.add(point)
+    print(f"\n{table(recording.points)}\n\nRecorded in {options.json}.")
+
+
+if __name__ == "__main__":
+    main()

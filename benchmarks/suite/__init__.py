@@ -1,0 +1,1 @@
+"""Points for pytest-benchmark, whose runs can be compared with each other."""

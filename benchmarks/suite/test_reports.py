@@ -1,0 +1,119 @@
+"""What is read off the measurements: crossovers, ratios, labels, and figures that cannot be made."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.attention.cpu_throughput import crossover, ratios
+from benchmarks.attention.exponents import exponents_table, fit_polynomial
+from benchmarks.suite.summary import summary
+
+TICKS = itertools.count()
+
+ENVIRONMENT = {"device": "abacus", "threads": 1, "torch": "2", "commit": "c0ffee", "load_average": 0.0}
+
+
+def test_crossover_is_where_the_ratio_becomes_one_for_good() -> None:
+    assert crossover({1024: 0.5, 2048: 2.0}) == pytest.approx(1024 * 2**0.5)
+    assert crossover({1024: 2.0, 2048: 0.5, 4096: 2.0}) == pytest.approx(2048 * 2**0.5)
+    assert crossover({1024: 1.1, 2048: 2.0}) == 1024
+    assert crossover({1024: 2.0, 2048: 0.5}) is None
+    assert crossover({}) is None
+
+
+def test_ratios_leave_labelled_points_out() -> None:
+    points = [
+        {"name": "NSA", "seq_len": 1024, "forward_ms": 1.0, "backward_ms": 1.0},
+        {"name": "flash SDPA", "seq_len": 1024, "forward_ms": 2.0, "backward_ms": 3.0},
+        {"name": "NSA", "seq_len": 2048, "forward_ms": 1.0, "backward_ms": 1.0},
+        {"name": "flash SDPA", "seq_len": 2048, "label": "out of memory"},
+    ]
+    assert ratios(points, "flash SDPA") == {1024: 2.5}
+
+
+def test_quadratic_time_is_told_from_linear() -> None:
+    lengths = (8192, 16384, 32768, 65536)
+    fit = fit_polynomial({length: 1.0 + 2e-4 * length + 5e-9 * length**2 for length in lengths})
+    assert (fit.fixed, fit.linear, fit.quadratic) == (pytest.approx(1), pytest.approx(2e-4), pytest.approx(5e-9))
+    assert fit.residual == pytest.approx(0, abs=1e-9)
+    half = fit.half_at
+    assert 5e-9 * half**2 == pytest.approx(1 + 2e-4 * half)
+    fit = fit_polynomial({length: 3e-3 * length for length in lengths})
+    assert fit.half_at > 1e6
+    # Growth that slows down wants a negative quadratic term; it gets none.
+    assert fit_polynomial({length: length**0.5 for length in lengths}).quadratic == 0
+    with pytest.raises(ValueError, match="three lengths"):
+        fit_polynomial({1024: 1.0, 2048: 2.0})
+
+
+def test_exponents_name_lengths_and_residuals() -> None:
+    points = [{"name": "NSA", "seq_len": s, "peak_mib": s / 8, "forward_ms": float(s * s)} for s in (8, 16, 32)]
+    points += [{"name": "flash SDPA", "seq_len": 8, "peak_mib": 1.0}, {"name": "NSA", "seq_len": 64, "label": "no"}]
+    table = exponents_table(points).splitlines()
+    assert table[0].split() == ["exponent", "of", "S", "peak", "forward"]
+    assert " ".join(table[2].split()) == "NSA 1.00 (3, off by 0.0%) 2.00 (3, off by 0.0%)"
+    assert table[3].split() == ["flash", "SDPA", "-", "-"]
+
+
+def test_summary_compares_like_with_like_and_keeps_labels() -> None:
+    case = {"seq_len": 1024, "group": 6, "dtype": "float32", "work": "forward_backward", "peak_mib": 10.0}
+    points = [
+        {**case, "name": "NSA", "seconds": 0.1, "tokens_per_s": 10240.0},
+        {**case, "name": "flash SDPA", "seconds": 0.3, "tokens_per_s": 3413.0, "peak_mib": 5.0},
+        {**case, "name": "flash SDPA", "group": 1, "seconds": 9.0, "tokens_per_s": 114.0},
+        {"name": "math SDPA", **{name: case[name] for name in case if name != "peak_mib"}, "label": "out of memory"},
+    ]
+    text = summary(points, ENVIRONMENT)
+    time, memory = ([row for row in text.splitlines() if row.startswith("NSA")][i].split() for i in (0, 1))
+    assert time[-4:] == ["100.0", "3.00", "-", "10,240"]
+    assert memory[5:7] == ["10.0", "0.50"]
+    assert "out of memory" in text
+
+
+def test_figures_without_measurements_are_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "plots", "--results", str(tmp_path), "--out", str(tmp_path)]
+    command += ["--only", "peak_memory_gpu", "estimator"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.count("not made") == 2
+    assert "h200.json is not recorded; benchmarks/gpu.sh" in printed
+    assert not list(tmp_path.iterdir())
+
+
+def steady_clock() -> float:
+    """By this clock everything takes one second."""
+    return float(next(TICKS))
+
+
+def slower_clock() -> float:
+    """And by this one 30 % more."""
+    return 1.3 * next(TICKS)
+
+
+def test_comparing_runs_flags_a_third_more_time(tmp_path: Path) -> None:
+    def run(clock: str, *options: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "benchmarks/suite/test_attention.py",
+            "--smoke",
+        ]
+        command += ["-k", "gate", f"--benchmark-timer=benchmarks.suite.test_reports.{clock}", *options]
+        return subprocess.run(
+            [*command, f"--benchmark-storage={tmp_path}"], capture_output=True, text=True, check=False
+        )
+
+    compare = ("--benchmark-compare", "--benchmark-compare-fail=median:20%")
+    assert run("steady_clock", "--benchmark-autosave").returncode == 0
+    assert run("steady_clock", *compare).returncode == 0
+    slower = run("slower_clock", *compare)
+    assert slower.returncode != 0
+    assert "Performance has regressed" in slower.stdout + slower.stderr
+    assert "30.0" in slower.stdout + slower.stderr

@@ -1,0 +1,107 @@
+"""How exact an implementation is: its errors beside those that plain PyTorch makes at the same precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexnsa import NSAConfig, native_sparse_attention, select_blocks
+from flexnsa.geometry import num_compressed
+from flexnsa.measure.table import format_table
+
+CONFIG = NSAConfig(
+    compress_block_size=16, compress_stride=8, select_block_size=32, num_selected_blocks=4, window_size=64
+)
+SHAPE = {"batch": 2, "num_heads": 6, "num_kv_heads": 2, "seq_len": 331, "head_dim": 32, "v_head_dim": 48}
+
+
+@dataclass(frozen=True, slots=True)
+class ParityRow:
+    """Largest error of one tensor, as a fraction of the oracle's largest value, and plain PyTorch's error."""
+
+    impl: str
+    dtype: str
+    tensor: str
+    error: float
+    plain_error: float
+
+
+def measure_parity(impls: tuple[str, ...], dtypes: tuple[torch.dtype, ...], device: str = "cpu") -> list[ParityRow]:
+    """Compare implementations with the fp64 oracle, forward and every gradient.
+
+    Oracle and plain PyTorch are one formula, ``impl="reference"``, in fp64 and in the precision under test. All see
+    the same rounded inputs and the oracle's blocks: a near-tie decided otherwise is another function, not an error.
+    """
+    rows = []
+    for dtype in dtypes:
+        inputs = {name: tensor.to(dtype) for name, tensor in random_inputs(device).items()}
+        exact_inputs = {name: tensor.double() for name, tensor in inputs.items()}
+        blocks = select_blocks(exact_inputs["q"], exact_inputs["k_cmp"], config=CONFIG, impl="reference")
+        exact = output_and_gradients(exact_inputs, blocks, "reference")
+        plain = output_and_gradients(inputs, blocks, "reference")
+        for impl in impls:
+            result = output_and_gradients(inputs, blocks, impl)
+            for name, truth in exact.items():
+                errors = (_error(result[name], truth), _error(plain[name], truth))
+                rows.append(ParityRow(impl, str(dtype).removeprefix("torch."), name, *errors))
+    return rows
+
+
+def random_inputs(device: str) -> dict[str, Tensor]:
+    """Draw the tensors that NSA takes, in fp64."""
+    draws = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draws, dtype=torch.float64).to(device)
+
+    batch, kv_heads, seq_len = SHAPE["batch"], SHAPE["num_kv_heads"], SHAPE["seq_len"]
+    lengths = {"": seq_len, "_cmp": num_compressed(seq_len, CONFIG), "_win": seq_len}
+    inputs = {"q": normal(batch, SHAPE["num_heads"], seq_len, SHAPE["head_dim"])}
+    for suffix, length in lengths.items():
+        inputs[f"k{suffix}"] = normal(batch, kv_heads, length, SHAPE["head_dim"])
+        inputs[f"v{suffix}"] = normal(batch, kv_heads, length, SHAPE["v_head_dim"])
+    return inputs | {"gates": normal(batch, SHAPE["num_heads"], seq_len, 3).sigmoid()}
+
+
+def output_and_gradients(inputs: dict[str, Tensor], blocks: Tensor, impl: str) -> dict[str, Tensor]:
+    """Run NSA forward and backward; gives ``out``, ``dq``, ``dk`` and so on."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    q, k, v, k_cmp, v_cmp, k_win, v_win, gates = leaves.values()
+    out = native_sparse_attention(
+        q,
+        k,
+        v,
+        gates,
+        k_cmp=k_cmp,
+        v_cmp=v_cmp,
+        k_win=k_win,
+        v_win=v_win,
+        config=CONFIG,
+        block_indices=blocks,
+        impl=impl,
+    )
+    assert isinstance(out, Tensor)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out)
+    gradients = torch.autograd.grad(out, list(leaves.values()), upstream)
+    return {"out": out.detach(), **{f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}}
+
+
+def parity_table(rows: list[ParityRow]) -> str:
+    """One line a tensor; a ratio of 1 means as exact as plain PyTorch."""
+    columns = list(dict.fromkeys((row.impl, row.dtype) for row in rows))
+    cells = {(row.impl, row.dtype, row.tensor): row for row in rows}
+    header = ["tensor", *(title for impl, dtype in columns for title in (f"{impl} {dtype}", "plain", "ratio"))]
+    lines = []
+    for tensor in dict.fromkeys(row.tensor for row in rows):
+        line = [tensor]
+        for column in columns:
+            row = cells[*column, tensor]
+            line += [f"{row.error:.1e}", f"{row.plain_error:.1e}", f"{row.error / row.plain_error:.2f}"]
+        lines.append(line)
+    return format_table(header, lines)
+
+
+def _error(result: Tensor, truth: Tensor) -> float:
+    return ((result.double() - truth).abs().max() / truth.abs().max()).item()
