@@ -5,11 +5,12 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from flexnsa.measure.palette import BLUE, ORANGE
 from flexnsa.measure.recording import git_commit
 from flexnsa.memory import estimate_decoding
 from flexnsa.models import preset
 from plots.records import Record, Results
-from plots.style import BLUE, ORANGE, Label, figure, label_curves, length_axes, plot_curve, short
+from plots.style import Label, figure, label_curves, length_axes, plot_curve, short
 
 Curves = dict[str, dict[int, float]]
 LENGTHS = [2**power for power in range(10, 18)]

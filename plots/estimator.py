@@ -8,8 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from flexnsa.measure.palette import BLUE, GREY, ORANGE
 from plots.records import NotRecordedError, Record, Results
-from plots.style import BLUE, GREY, ORANGE, figure, short
+from plots.style import figure, short
 
 QUANTITIES = {
     "after forward": ("after_forward", "estimated_after_forward", BLUE, "o"),

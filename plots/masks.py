@@ -16,9 +16,10 @@ from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.positions import Positions
 from flexnsa.masks.sliding_window import window_intervals
+from flexnsa.measure.palette import BLUE, GREEN, GREY, ORANGE
 from flexnsa.measure.recording import git_commit
 from plots.records import Results
-from plots.style import BLUE, GREEN, GREY, ORANGE, figure
+from plots.style import figure
 
 LENGTH = 64
 CONFIG = NSAConfig(

@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flexnsa import NSAConfig, mods, sliding_window_attention
+from flexnsa.measure.palette import BLUE, GREY
 from flexnsa.measure.recording import git_commit
 from plots.records import Results
-from plots.style import BLUE, GREY, figure
+from plots.style import figure
 
 LENGTH = 64
 CONFIG = NSAConfig(window_size=LENGTH)

@@ -6,10 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from benchmarks.attention.cpu_throughput import crossover
-from flexnsa.measure.growth import fit_power_law
+from flexnsa.measure.growth import crossover, fit_power_law
+from flexnsa.measure.palette import GREY
 from plots.records import NotRecordedError, Record, Results
-from plots.style import COLOURS, GREY, Label, figure, label_curves, length_axes, plot_curve, residuals, short
+from plots.style import COLOURS, Label, figure, label_curves, length_axes, plot_curve, residuals, short
 
 NAMES = ("math SDPA", "flash SDPA", "cuDNN SDPA", "dense Flex", "NSA")
 BOTH = ("forward_ms", "backward_ms")

@@ -13,10 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from flexnsa.cli.demo.picture import BLUE, GREEN, GREY, ORANGE, STYLE
 from flexnsa.measure.growth import fit_power_law
+from flexnsa.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STYLE
 
-SKY, PURPLE, AMBER = "#56B4E9", "#CC79A7", "#E69F00"  # the rest of Okabe and Ito's
 COLOURS = {
     "NSA": BLUE,
     "NSA with compression": SKY,

@@ -11,19 +11,14 @@ from cases import SMALL, attend, make_inputs
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention
+from flexnsa.measure.memory import saved_for_backward
 
 
 def bytes_saved(run: Callable[[], Tensor]) -> int:
     """Bytes of the distinct storages that autograd keeps for the backward pass."""
-    storages: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_for_backward([]) as saved:
         run()
-    return sum(storages.values())
+    return saved.total
 
 
 def largest_allocation(run: Callable[[], Tensor]) -> int:

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
         if name in argv[:1]:  # only the command that runs is imported
-            module = importlib.import_module("flexnsa.cli." + name.replace("-", "_"))
+            module = importlib.import_module("flexnsa.cli." + name)
             module.add_arguments(command)
             command.set_defaults(execute=module.execute, command_parser=command)
     arguments = parser.parse_args(argv)

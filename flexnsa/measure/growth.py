@@ -1,11 +1,16 @@
-"""How a quantity grows with the sequence length: a power law, fitted to measurements, and how far they are from it."""
+"""How quantities grow with the sequence length: power laws fitted to measurements, slopes, and where curves cross."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 from statistics import fmean
+from typing import Any
+
+Curve = Mapping[int, float]
+"""Values by length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +44,49 @@ def fit_power_law(points: Iterable[tuple[int, float]]) -> PowerLaw:
     intercept = y_mean - exponent * x_mean
     residual = max(abs(2 ** (b - intercept - exponent * a) - 1) for a, b in zip(x, y, strict=True))
     return PowerLaw(exponent, 2**intercept, residual)
+
+
+def slopes(curve: Curve) -> dict[str, float]:
+    """``log2(y(2S) / y(S))`` between neighbouring lengths, however far they are apart."""
+    pairs = itertools.pairwise(sorted(curve.items()))
+    return {f"{a}-{b}": round(log2(high / low) / log2(b / a), 3) for (a, low), (b, high) in pairs}
+
+
+def crossover(ratios: Curve) -> float | None:
+    """The length from which on a ratio stays above 1, between two lengths on a line in log-log axes.
+
+    None if it is below 1 at the greatest length, the least length if it is never below.
+    """
+    lengths = sorted(ratios, reverse=True)
+    if not lengths or ratios[lengths[0]] < 1:
+        return None
+    for upper, lower in itertools.pairwise(lengths):
+        if ratios[lower] < 1:
+            high, low = log2(ratios[upper]), log2(ratios[lower])
+            return lower * (upper / lower) ** (-low / (high - low))
+    return float(lengths[-1])
+
+
+def curves(points: Sequence[dict[str, Any]], quantities: Iterable[str]) -> dict[str, dict[str, dict[int, float]]]:
+    """Recorded points by ``name``, then by quantity in the order given: values by ``seq_len``, where there are any."""
+    quantities = tuple(quantities)
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for point in sorted(points, key=lambda point: point["seq_len"]):
+        for quantity in quantities:
+            if point.get(quantity):
+                found.setdefault(point["name"], {}).setdefault(quantity, {})[point["seq_len"]] = point[quantity]
+    return found
+
+
+def growth(curve: Curve) -> dict[str, Any]:
+    """Plain values for a recording: slopes between neighbours, and the power law of all."""
+    fit = fit_power_law(curve.items())
+    return {"slopes": slopes(curve), "exponent": round(fit.exponent, 3), "largest_residual": round(fit.residual, 4)}
+
+
+def growth_of(points: Sequence[dict[str, Any]], quantities: Iterable[str]) -> dict[str, dict[str, dict[str, Any]]]:
+    """:func:`growth` of every quantity of every name that has two lengths or more."""
+    return {
+        name: {quantity: growth(curve) for quantity, curve in column.items() if len(curve) > 1}
+        for name, column in curves(points, quantities).items()
+    }

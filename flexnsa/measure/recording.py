@@ -18,15 +18,17 @@ class Recording:
     """A JSON file of an environment and a list of points, replaced in one move whenever a point is added.
 
     Args:
-        path: the file; its folder is made.
+        path: the file, whose folder is made; None keeps everything in memory.
         about: what was measured, and how, in words.
         keep: go on from the points that the file holds already, such as those of an earlier, stopped run.
         commit: state of the code; by default that of the git checkout that holds this file.
     """
 
-    def __init__(self, path: Path, about: str, *, keep: bool = False, commit: str | None = None) -> None:
+    def __init__(self, path: Path | None, about: str, *, keep: bool = False, commit: str | None = None) -> None:
         self.path = path
         self.content: dict[str, Any] = {"about": about, "environment": environment(commit), "points": []}
+        if path is None:
+            return
         if keep and path.exists():
             self.content["points"] = json.loads(path.read_text())["points"]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,6 +55,8 @@ class Recording:
 
     def save(self) -> None:
         """Write the file; whoever is killed half-way leaves the previous one whole."""
+        if self.path is None:
+            return
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_text(json.dumps(self.content, indent=1) + "\n")
         temporary.replace(self.path)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexnsa import NSAConfig, native_sparse_attention
 from flexnsa.geometry import num_compressed
+from flexnsa.measure.clock import Clock
+from flexnsa.measure.memory import MIB, peak_resident_bytes, saved_for_backward
+from flexnsa.measure.process import run_fresh
 
-ATTENTIONS = ("math SDPA", "flash SDPA", "NSA")
+BACKENDS = {"math SDPA": SDPBackend.MATH, "flash SDPA": SDPBackend.FLASH_ATTENTION}
+ATTENTIONS = (*BACKENDS, "NSA")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 12, 2, 64
 CONFIG = NSAConfig()
 
@@ -41,45 +41,33 @@ def measure(attention: str, seq_len: int) -> Point:
     gradients too. Saved is what autograd keeps between forward and backward, each storage once. Seconds are of
     processor time, on one thread, so that they mean the same on a busy machine.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # torch is imported once, and no thread is started before the fork
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure_here, args=(attention, seq_len, sender))
-    process.start()
-    sender.close()
-    try:
-        return Point(attention, seq_len, *receiver.recv())
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"{attention} at S={seq_len} died with exit code {process.exitcode}") from None
-    finally:
-        process.join()
+    figures = run_fresh(_measure_here, attention, seq_len, seconds=3600, preload=True)
+    if "label" in figures:
+        raise RuntimeError(f"{attention} at S={seq_len}: {figures['label']}")
+    return Point(attention, seq_len, **figures)
 
 
-def _measure_here(attention: str, seq_len: int, result: Connection) -> None:
+def _measure_here(progress: Callable[[str], object], attention: str, seq_len: int) -> dict[str, float]:
     torch.set_num_threads(1)
+    progress("warming up")
     _forward_backward(attention, 128)  # code and workspaces that any length needs
-    before = _peak_resident_mib()
+    before = peak_resident_bytes()
+    progress("forward and backward")
     saved, seconds = _forward_backward(attention, seq_len)
-    result.send((_peak_resident_mib() - before, saved, seconds))
+    return {"peak_mib": (peak_resident_bytes() - before) / MIB, "saved_mib": saved / MIB, "seconds": seconds}
 
 
-def _forward_backward(attention: str, seq_len: int) -> tuple[float, float]:
+def _forward_backward(attention: str, seq_len: int) -> tuple[int, float]:
+    """Bytes saved, and seconds."""
     torch.manual_seed(0)
     forward, inputs = _problem(attention, seq_len)
-    storages: dict[int, int] = {}
-
-    def remember(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    start = time.process_time()
-    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+    clock = Clock("thread")
+    start = clock.start()
+    with saved_for_backward([]) as saved:
         out = forward(*inputs)
-    saved = sum(storages.values()) / 2**20
+    saved_bytes = saved.total
     out.backward(torch.ones_like(out))
-    return saved, time.process_time() - start
+    return saved_bytes, clock.since(start) / 1e3
 
 
 def _problem(attention: str, seq_len: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
@@ -93,7 +81,7 @@ def _problem(attention: str, seq_len: int) -> tuple[Callable[..., Tensor], list[
         compressed = [leaf(NUM_KV_HEADS, length), leaf(NUM_KV_HEADS, length)]
         window = [leaf(NUM_KV_HEADS, seq_len), leaf(NUM_KV_HEADS, seq_len)]
         return _nsa, [q, k, v, leaf(NUM_HEADS, seq_len, 3), *compressed, *window]
-    return {"math SDPA": _math, "flash SDPA": _flash}[attention], [q, k, v]
+    return partial(_sdpa, BACKENDS[attention]), [q, k, v]
 
 
 def _nsa(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *others: Tensor) -> Tensor:
@@ -105,16 +93,6 @@ def _nsa(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *others: Tensor) -> Ten
     return out
 
 
-def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
+def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def _peak_resident_mib() -> float:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexnsa.cli.demo.twins import TwinResult
 from flexnsa.measure.growth import fit_power_law
+from flexnsa.measure.palette import BLUE, GREEN, GREY, ORANGE, STYLE
 from flexnsa.measure.parity import ParityRow
 from flexnsa.measure.scaling import ATTENTIONS, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, told apart by colour-blind eyes
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
 COLOURS = {"NSA": BLUE, "dense": ORANGE, "flash SDPA": ORANGE, "math SDPA": GREEN}
-STYLE: dict[Any, Any] = {
-    "font.size": 9.5,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-    "axes.grid": True,
-    "grid.color": "#e8e8e8",
-    "axes.axisbelow": True,
-}
 
 
 def draw(path: Path, twins: Sequence[TwinResult], parity: Sequence[ParityRow], points: Sequence[Point]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flexnsa.measure.clock import Clock
 from flexnsa.models import DecoderConfig, DecoderLM, generate
 from flexnsa.training import TrainConfig, Trainer, read_corpus
 
@@ -92,11 +92,11 @@ def _train(
     model = DecoderLM(model_config)
     trainer = Trainer(model, read_corpus(), config)
     send_to.send(("parameters", sum(parameter.numel() for parameter in model.parameters())))
-    seconds = 0.0
+    seconds, clock = 0.0, Clock()
     for step in range(1, config.steps + 1):
-        start = time.perf_counter()
+        start = clock.start()
         result = trainer.train_step()
-        seconds += time.perf_counter() - start
+        seconds += clock.since(start) / 1e3
         seen = step * config.batch_size * config.grad_accumulation * config.seq_len
         send_to.send(("loss", (seen, result.loss / math.log(2))))
         if step % config.eval_every == 0 or step == config.steps:
