@@ -34,16 +34,16 @@ bench-smoke: .venv/.installed  ## do the benchmarks run? The smallest size, once
 	$(BIN)/python -m pytest benchmarks --smoke
 
 bench-gpu: .venv/.installed  ## measure on a GPU: correctness, then time and memory beside dense attention
-	$(BIN)/python -m benchmarks.attention.gpu
+	$(BIN)/python -m benchmarks attention.gpu
 
 # On a machine with nothing else to do. What is recorded of a point stays, whenever this is stopped.
 record: .venv/.installed  ## measure what the plots show of a CPU: memory, throughput, the earlier system's work
-	$(BIN)/python -m benchmarks.attention.cpu_throughput
-	$(BIN)/python -m benchmarks.attention.memory --device cpu
-	$(BIN)/python -m benchmarks.decoding.cpu --json benchmarks/results/decode_cpu.json
-	$(BIN)/python -m benchmarks.attention.packing --device cpu --json benchmarks/results/packing_cpu.json
-	$(BIN)/python -m benchmarks.learning.trained --json benchmarks/results/trained.json
-	$(BIN)/python -m benchmarks.earlier_nsa --device cpu --rows memory time train large-5-8192 large-5-16384 --out benchmarks/results/earlier_nsa.json
+	$(BIN)/python -m benchmarks attention.cpu_throughput
+	$(BIN)/python -m benchmarks attention.memory --device cpu
+	$(BIN)/python -m benchmarks decoding.cpu --json benchmarks/results/decode_cpu.json
+	$(BIN)/python -m benchmarks attention.packing --device cpu --json benchmarks/results/packing_cpu.json
+	$(BIN)/python -m benchmarks learning.trained
+	$(BIN)/python -m benchmarks earlier_nsa --device cpu --rows memory time train large-5-8192 large-5-16384 --json benchmarks/results/earlier_nsa.json
 
 plots: .venv/.installed  ## draw every figure whose measurements are recorded in benchmarks/results
 	$(BIN)/python -m plots

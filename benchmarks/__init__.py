@@ -1,1 +1,1 @@
-"""Memory and time of flexnsa beside other attentions; each script runs as ``python -m benchmarks.<name>``."""
+"""Memory and time of flexnsa beside other attentions: ``python -m benchmarks`` lists every benchmark, and runs one."""

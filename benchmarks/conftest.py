@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.harness.options import device_type
 from benchmarks.suite.cases import Case, cases
 from benchmarks.suite.summary import summary
+from flexnsa.measure.clock import Clock
 from flexnsa.measure.recording import environment
 
 POINTS = pytest.StashKey[list[dict[str, Any]]]()
 MEMORY = pytest.StashKey[dict[Case, dict[str, Any]]]()
+device_clock = Clock("wall", "cuda").stamp
+"""Seconds, once the device has done all that it was asked to: pytest-benchmark's timer on CUDA."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     extent = {"dest": "extent", "action": "store_const", "default": "quick"}
     group.addoption("--smoke", **extent, const="smoke", help="the smallest size, once, on one thread")
     group.addoption("--full", **extent, const="full", help="every size, group and precision")
-    group.addoption("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    group.addoption("--device", type=device_type, default="auto", help="cpu, cuda; default: CUDA if there is one")
     group.addoption("--seconds", type=float, default=60.0, help="limit of one point's first run; default: %(default)s")
 
 
@@ -34,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
     if config.option.device == "cuda":
-        config.option.benchmark_timer = f"{__name__}.{synchronised_clock.__name__}"
+        config.option.benchmark_timer = f"{__name__}.device_clock"
     # Its table has no memory and no baselines. Ours takes its place, unless runs are compared, which only its does.
     config.option.benchmark_quiet |= not config.option.benchmark_compare
 
@@ -64,13 +67,6 @@ def memory(case: Case, pytestconfig: pytest.Config) -> dict[str, Any]:
         else:
             known[case] = case.memory(option.seconds)
     return known[case]
-
-
-def synchronised_clock() -> float:
-    """Seconds, once the device has done all that it was asked to."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

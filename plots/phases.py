@@ -6,8 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from flexnsa.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 from plots.records import NotRecordedError, Record, Results
-from plots.style import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, figure, short
+from plots.style import figure, short
 
 PHASES = {
     "compress": SKY,
@@ -25,7 +26,9 @@ def on_gpu(results: Results) -> Figure:
     record = results.load("h200.json")
     lengths = sorted({point["seq_len"] for point in record.points("phase")})
     if not lengths:
-        raise NotRecordedError("h200.json has no phases; benchmarks/gpu.sh without --quick records them.")
+        raise NotRecordedError(
+            "h200.json has no phases; python -m benchmarks attention.gpu without --quick records them."
+        )
     caption = (
         "Medians of each phase run alone, compiled; whole: NSA with compression in one compiled call, in the same run. "
         f"Selection has no backward. {record.shapes()}. {record.where()}."

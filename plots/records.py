@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 COMMANDS = {
-    "h200.json": "benchmarks/gpu.sh --memory-at 131072 4096 2048 --out benchmarks/results/h200.json",
+    "h200.json": "python -m benchmarks attention.gpu --memory-at 131072 4096 2048 --json benchmarks/results/h200.json",
     "cpu_throughput.json": "make record",
     "memory_training.json": "make record",
-    "estimator_h200.json": "python -m benchmarks.earlier_nsa --device cuda --rows memory long",
+    "estimator_h200.json": "python -m benchmarks earlier_nsa --rows memory long --json FILE",
     "earlier_nsa.json": "make record",
-    "trained.json": "python -m benchmarks.learning.trained",
-    "decode_h200.json": "python -m benchmarks.decoding.cpu --device cuda --json benchmarks/results/decode_h200.json",
+    "trained.json": "python -m benchmarks learning.trained",
+    "decode_h200.json": "python -m benchmarks decoding.gpu --json benchmarks/results/decode_h200.json",
 }
 
 

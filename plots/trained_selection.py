@@ -11,8 +11,9 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from benchmarks.learning.trained import read_blocks
+from flexnsa.measure.palette import BLUE, GREEN, GREY, ORANGE
 from plots.records import NotRecordedError, Record, Results
-from plots.style import BLUE, GREEN, GREY, ORANGE, figure
+from plots.style import figure
 
 COLOURS = {"cmp": BLUE, "slc": ORANGE, "win": GREEN}
 MARKERS = {"cmp": "o", "slc": "s", "win": "^"}
@@ -26,7 +27,7 @@ def draw(results: Results) -> Figure:
     """A panel of queries by blocks for each layer and key head, and one of gates."""
     record = results.load("trained.json")
     if "trained" not in record.content:
-        raise NotRecordedError("trained.json has no trained model; python -m benchmarks.learning.trained records it.")
+        raise NotRecordedError("trained.json has no trained model; python -m benchmarks learning.trained records it.")
     trained, sizes = record.content["trained"], record.content["setting"]["models"]["NSA"]["nsa"]
     heads = [(layer, head) for layer, words in enumerate(trained["blocks"]) for head in range(len(words))]
     chosen = [_chosen(trained["blocks"][layer][head], sizes) for layer, head in heads]

@@ -8,8 +8,9 @@ from statistics import fmean, stdev
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flexnsa.measure.palette import BLUE, GREY, ORANGE
 from plots.records import NotRecordedError, Record, Results
-from plots.style import BLUE, GREY, ORANGE, Label, figure, label_curves
+from plots.style import Label, figure, label_curves
 
 COLOURS = {"NSA": BLUE, "dense": ORANGE}
 MARKERS = {"NSA": "o", "dense": "s"}
@@ -26,7 +27,7 @@ def draw(results: Results) -> Figure:
     seeds = sorted(set.intersection(*({p["seed"] for p in points if p["name"] == name} for name in COLOURS)))
     if not seeds:
         raise NotRecordedError(
-            "trained.json has no seed of both models; python -m benchmarks.learning.trained records them."
+            "trained.json has no seed of both models; python -m benchmarks learning.trained records them."
         )
     runs = {name: [p for seed in seeds for p in points if (p["name"], p["seed"]) == (name, seed)] for name in COLOURS}
     result, (left, right) = figure(_headline(runs), _caption(record, runs), size=(11, 4.9), columns=2)

@@ -1,27 +1,26 @@
 """Time of attention on a CPU over the length, forward and backward, beside flash and math SDPA in one run.
 
-    python -m benchmarks.attention.cpu_throughput    # make record does this and more
+    python -m benchmarks attention.cpu_throughput    # make record does this and more
 
 The attention of the ``large`` preset (12 query and 2 key heads of 64, fp32, eager). All attentions of one length take
 turns in one process, so that what slows the machine slows them alike. A ratio is one of medians; above 1, NSA is
-faster. Points have the form of those of :mod:`benchmarks.attention.gpu`. Where ``native-sparse-attention-pytorch`` is installed,
+faster. Points have the form of those of ``attention.gpu``. Where ``native-sparse-attention-pytorch`` is installed,
 its layer runs beside ours up to the length that its memory allows.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
 from collections.abc import Sequence
-from math import log2
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.attention.gpu import Session, slopes
-from benchmarks.harness.contestants import CPU, WHOLE
+from benchmarks.harness import options
+from benchmarks.harness.contestants import WHOLE
 from benchmarks.harness.layers import LAYERS, PEER
+from benchmarks.harness.session import QUANTITIES, Session
+from benchmarks.harness.setting import CPU
+from flexnsa.measure.growth import crossover, growth_of
 from flexnsa.measure.recording import Recording
 from flexnsa.measure.table import format_table
 
@@ -43,21 +42,6 @@ def ratios(points: Sequence[dict[str, Any]], baseline: str, ours: str = "NSA") -
     return {length: theirs / own for length, (theirs, own) in pairs.items() if theirs and own}
 
 
-def crossover(by_length: dict[int, float]) -> float | None:
-    """The length from which on NSA is faster at every greater one, between two lengths on a line in log-log axes.
-
-    None if NSA is slower at the greatest length, the least length if it is faster at all.
-    """
-    lengths = sorted(by_length, reverse=True)
-    if not lengths or by_length[lengths[0]] < 1:
-        return None
-    for upper, lower in itertools.pairwise(lengths):
-        if by_length[lower] < 1:
-            high, low = log2(by_length[upper]), log2(by_length[lower])
-            return lower * (upper / lower) ** (-low / (high - low))
-    return float(lengths[-1])
-
-
 def table(points: Sequence[dict[str, Any]]) -> str:
     """A line of each length."""
     against = {name: ratios(points, name) for name in BASELINES}
@@ -72,21 +56,19 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, record after every length, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu_throughput.json"))
+    parser = options.parser(__doc__, json=options.RESULTS / "cpu_throughput.json", device=False, seconds=2400)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--rounds", type=int, default=3, help="at the greatest length; up to 15 at others; default: 3")
     parser.add_argument("--threads", type=int, help="default: PyTorch's")
-    parser.add_argument("--seconds", type=float, default=2400, help="stop measuring then; default: %(default)s")
-    options = parser.parse_args(argv)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    recording = Recording(options.out, " ".join((__doc__ or "").split()))
+    arguments = parser.parse_args(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
     recording.note(setting=CPU.to_dict())
-    session = Session(CPU, recording, options.seconds)
-    for length in options.lengths:
+    session = Session(CPU, recording, arguments.seconds)
+    for length in arguments.lengths:
         makers = {name: WHOLE[name] for name in ("NSA", *BASELINES) if name != "math SDPA" or length <= LONGEST_MATH}
-        rounds = min(max(15, options.rounds), options.rounds * max(options.lengths) // length)
+        rounds = min(max(15, arguments.rounds), arguments.rounds * max(arguments.lengths) // length)
         session.race("whole", makers, length, rounds)
         if PEER in LAYERS and length <= LONGEST_LAYER:
             session.race("layer", LAYERS, length, rounds)
@@ -95,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             ratios={name: ratios(recording.points, name) for name in BASELINES},
             ratios_of_layers={PEER: ratios(recording.points, PEER, "NSA layer")},
             crossover_with_flash_sdpa=crossover(flash),
-            slopes=slopes(recording.points),
+            growth=growth_of(recording.points, QUANTITIES),
         )
     print("\n" + table(recording.points) + "\n")
     for length, ratio in recording.content["ratios_of_layers"][PEER].items():

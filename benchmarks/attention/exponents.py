@@ -1,6 +1,6 @@
 """Exponents of the length, fitted to what is recorded: memory and time of every attention and of every phase of ours.
 
-    python -m benchmarks.attention.exponents benchmarks/results/h200.json
+    python -m benchmarks attention.exponents benchmarks/results/h200.json
 
 An exponent is the slope of a least-squares line in log-log axes; behind it, how many lengths it is from and how far the
 worst is from the line. What reads ``S / d`` compressed keys a query is quadratic in time, with a small constant: its
@@ -13,14 +13,15 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flexnsa.measure.growth import fit_power_law
+from benchmarks.harness.options import RESULTS
+from flexnsa.measure.growth import Curve, curves, fit_power_law
 from flexnsa.measure.table import format_table
 
 QUANTITIES = {
@@ -32,7 +33,6 @@ QUANTITIES = {
 }
 KEYS_OF_THE_PAST = ("NSA", "cmp branch", "score", "score and select", "cuDNN SDPA", "flash SDPA", "dense Flex")
 """Those whose work grows with the number of (query, key) pairs."""
-Curve = Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +74,9 @@ def fit_polynomial(curve: Curve) -> Polynomial:
     return Polynomial(fixed, linear, quadratic, residual=(terms @ best - 1).abs().max().item())
 
 
-def curves(points: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
-    """By name, and by quantity in the order of :data:`QUANTITIES`: values by length, labelled points left out."""
-    found: dict[str, dict[str, dict[int, float]]] = {}
-    for point in sorted(points, key=lambda point: point["seq_len"]):
-        for quantity in QUANTITIES:
-            if point.get(quantity):
-                found.setdefault(point["name"], {}).setdefault(quantity, {})[point["seq_len"]] = point[quantity]
-    return found
-
-
 def exponents_table(points: Sequence[dict[str, Any]]) -> str:
     """A line of every attention or phase: each quantity's exponent (how many lengths, and its residual)."""
-    by_name = curves(points)
+    by_name = curves(points, QUANTITIES)
     shown = [quantity for quantity in QUANTITIES if any(quantity in column for column in by_name.values())]
     rows = [[name, *(_exponent(column.get(quantity, {})) for quantity in shown)] for name, column in by_name.items()]
     return format_table(["exponent of S", *(QUANTITIES[quantity] for quantity in shown)], rows)
@@ -95,7 +85,7 @@ def exponents_table(points: Sequence[dict[str, Any]]) -> str:
 def quadratic_table(points: Sequence[dict[str, Any]]) -> str:
     """Where time is quadratic: its constant, and from which length on it is most of the time."""
     rows = []
-    for name, column in curves(points).items():
+    for name, column in curves(points, QUANTITIES).items():
         for quantity in ("forward_ms", "backward_ms"):
             curve = column.get(quantity, {})
             if name in KEYS_OF_THE_PAST and len(curve) > 2:
@@ -125,12 +115,10 @@ def report(record: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables of each file."""
-    folder = Path("benchmarks/results")
-    default = [folder / f"{name}.json" for name in ("h200", "memory_training", "cpu_throughput")]
+    default = [RESULTS / f"{name}.json" for name in ("h200", "memory_training", "cpu_throughput")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="*", default=default, help="default: those that are recorded")
-    options = parser.parse_args(argv)
-    for file in options.files:
+    for file in parser.parse_args(argv).files:
         if file in default and not file.exists():
             continue
         print(f"{file}\n\n{report(json.loads(file.read_text()))}\n")

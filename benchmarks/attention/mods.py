@@ -1,7 +1,7 @@
 """What a score_mod or mask_mod costs: NSA with and without, forward and backward, in turn, in one process.
 
-    python -m benchmarks.attention.mods --json benchmarks/results/mods_h200.json              # on a GPU
-    python -m benchmarks.attention.mods --device cpu --lengths 2048 --rounds 3                # on a CPU
+    python -m benchmarks attention.mods --json benchmarks/results/mods_h200.json              # on a GPU
+    python -m benchmarks attention.mods --device cpu --lengths 2048 --rounds 3                # on a CPU
 
 Each branch is compiled by itself, as it is wherever the caller compiles nothing. Peak memory is the allocator's, above
 the inputs, on a GPU only.
@@ -9,16 +9,16 @@ the inputs, on a GPU only.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.attention.gpu import Session
-from benchmarks.harness.contestants import CPU, Contestant, Maker, Setting, nsa
+from benchmarks.harness import options
+from benchmarks.harness.contestants import Contestant, Maker, nsa
+from benchmarks.harness.session import Session
+from benchmarks.harness.setting import CPU, Setting
 from flexnsa import mods
 from flexnsa.measure.recording import Recording
 from flexnsa.measure.table import format_table
@@ -28,7 +28,7 @@ def variants(setting: Setting) -> dict[str, Maker]:
     """Name attention with each mod."""
     slopes = mods.alibi_slopes(setting.num_heads, setting.device)
     capped = mods.soft_cap(30.0)
-    options: dict[str, dict[str, Any]] = {
+    given: dict[str, dict[str, Any]] = {
         "no mod": {},
         "soft_cap": {"score_mod": capped},
         "alibi": {"score_mod": mods.alibi(slopes)},
@@ -41,11 +41,11 @@ def variants(setting: Setting) -> dict[str, Maker]:
 
     def maker(name: str) -> Maker:
         def make(setting: Setting, length: int) -> Contestant:
-            return dataclasses.replace(nsa(setting, length, **options[name]), name=name)
+            return dataclasses.replace(nsa(setting, length, **given[name]), name=name)
 
         return make
 
-    return {name: maker(name) for name in options}
+    return {name: maker(name) for name in given}
 
 
 def table(points: Sequence[dict[str, Any]]) -> str:
@@ -64,21 +64,17 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("mods.json"), help="default: %(default)s")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+    parser = options.parser(__doc__, seconds=300)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=300, help="stop measuring then; default: %(default)s")
-    parser.add_argument("--commit", help="state of the code, where there is no git checkout")
-    options = parser.parse_args(argv)
-    setting = dataclasses.replace(Setting(), backend=None) if options.device == "cuda" else CPU
+    arguments = parser.parse_args(argv)
+    setting = dataclasses.replace(Setting(), backend=None) if arguments.device == "cuda" else CPU
     torch._dynamo.config.recompile_limit = 64  # one function, compiled for every mod
-    recording = Recording(options.json, " ".join((__doc__ or "").split()), commit=options.commit)
+    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
     recording.note(setting=setting.to_dict())
-    session = Session(setting, recording, options.seconds)
-    for length in options.lengths:
-        session.race("mods", variants(setting), length, options.rounds)
+    session = Session(setting, recording, arguments.seconds)
+    for length in arguments.lengths:
+        session.race("mods", variants(setting), length, arguments.rounds)
     recording.save()
     print(table(recording.points))
 

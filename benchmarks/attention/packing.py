@@ -1,7 +1,7 @@
 """Documents of many lengths in one pack, beside a loop over them and a batch padded to the longest.
 
-    OMP_WAIT_POLICY=passive python -m benchmarks.attention.packing --json benchmarks/results/packing_cpu.json
-    python -m benchmarks.attention.packing --device cuda --json benchmarks/results/packing_cuda.json
+    OMP_WAIT_POLICY=passive python -m benchmarks attention.packing --json benchmarks/results/packing_cpu.json
+    python -m benchmarks attention.packing --device cuda --json benchmarks/results/packing_cuda.json
 
 One attention layer, forward and backward, the same documents and weights three ways. Times are medians of rounds in
 which the three take turns in one process; peaks are those of the allocator, above the inputs, in a process for each.
@@ -10,20 +10,20 @@ Lengths are drawn evenly on a logarithmic scale. ``--compile`` compiles the laye
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import options
 from flexnsa import pack_padded, unpack_padded
+from flexnsa.measure.clock import Clock
 from flexnsa.measure.memory import MIB, AllocatorProbe
 from flexnsa.measure.process import run_fresh
 from flexnsa.measure.recording import Recording
@@ -33,8 +33,8 @@ from flexnsa.models.decoder import build_attention
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The layer of a preset and the lengths of the documents."""
+class Documents:
+    """The layer of a preset and the lengths of the documents that it reads."""
 
     preset: str
     lengths: tuple[int, ...]
@@ -57,37 +57,37 @@ class Setting:
 Run = Callable[[Tensor], Tensor]
 
 
-def pack(setting: Setting) -> tuple[nn.Module, Run]:
+def pack(documents: Documents) -> tuple[nn.Module, Run]:
     """One row of all documents."""
-    layer = setting.layer()
-    lengths = torch.tensor(setting.lengths)
-    document_ids = torch.arange(len(lengths)).repeat_interleave(lengths)[None].to(setting.device)
-    attend = torch.compile(layer, fullgraph=True, dynamic=False) if setting.compiled else layer
+    layer = documents.layer()
+    lengths = torch.tensor(documents.lengths)
+    document_ids = torch.arange(len(lengths)).repeat_interleave(lengths)[None].to(documents.device)
+    attend = torch.compile(layer, fullgraph=True, dynamic=False) if documents.compiled else layer
     return layer, lambda x: attend(x, document_ids=document_ids)
 
 
-def loop(setting: Setting) -> tuple[nn.Module, Run]:
+def loop(documents: Documents) -> tuple[nn.Module, Run]:
     """One document after the other."""
-    layer = setting.layer()
-    attend = torch.compile(layer, fullgraph=True, dynamic=True) if setting.compiled else layer
-    return layer, lambda x: torch.cat([attend(document) for document in x.split(setting.lengths, dim=1)], dim=1)
+    layer = documents.layer()
+    attend = torch.compile(layer, fullgraph=True, dynamic=True) if documents.compiled else layer
+    return layer, lambda x: torch.cat([attend(document) for document in x.split(documents.lengths, dim=1)], dim=1)
 
 
-def pad(setting: Setting) -> tuple[nn.Module, Run]:
+def pad(documents: Documents) -> tuple[nn.Module, Run]:
     """A row a document, all as long as the longest."""
-    layer = setting.layer()
-    lengths = torch.tensor(setting.lengths, device=setting.device)
-    mask = torch.arange(max(setting.lengths), device=setting.device) < lengths[:, None]
-    attend = torch.compile(layer, fullgraph=True, dynamic=False) if setting.compiled else layer
+    layer = documents.layer()
+    lengths = torch.tensor(documents.lengths, device=documents.device)
+    mask = torch.arange(max(documents.lengths), device=documents.device) < lengths[:, None]
+    attend = torch.compile(layer, fullgraph=True, dynamic=False) if documents.compiled else layer
     return layer, lambda x: pack_padded(attend(unpack_padded(x, mask)), mask)[0]
 
 
 WAYS = {"pack": pack, "loop": loop, "pad": pad}
 
 
-def tokens_computed(way: str, setting: Setting) -> int:
+def tokens_computed(way: str, documents: Documents) -> int:
     """Count the tokens that go through the layer, padding included."""
-    return len(setting.lengths) * max(setting.lengths) if way == "pad" else sum(setting.lengths)
+    return len(documents.lengths) * max(documents.lengths) if way == "pad" else sum(documents.lengths)
 
 
 def step(layer: nn.Module, run: Run, x: Tensor) -> Tensor:
@@ -97,56 +97,49 @@ def step(layer: nn.Module, run: Run, x: Tensor) -> Tensor:
     return out.detach()
 
 
-def times(progress: Callable[[str], object], setting: Setting, rounds: int) -> dict[str, Any]:
+def times(progress: Callable[[str], object], documents: Documents, rounds: int) -> dict[str, Any]:
     """Milliseconds of every round, and how far the outputs are from the loop's, relative to their size."""
     _allow_recompiles()
-    x = setting.inputs()
-    ways = {name: make(setting) for name, make in WAYS.items()}
+    x = documents.inputs()
+    ways = {name: make(documents) for name, make in WAYS.items()}
     outputs = {}
     for name, (layer, run) in ways.items():
         progress(f"{name}, warming up")
         outputs[name] = step(layer, run, x).double()
-    milliseconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds):
-        for name, (layer, run) in ways.items():
-            progress(f"{name}, round {number + 1} of {rounds}")
-            _synchronize(setting)
-            start = time.perf_counter()
-            step(layer, run, x)
-            _synchronize(setting)
-            milliseconds[name].append(1000 * (time.perf_counter() - start))
+    steps = {name: partial(step, layer, run, x) for name, (layer, run) in ways.items()}
+    milliseconds = Clock("wall", documents.device).turns(steps, rounds, progress=progress)
     size = outputs["loop"].norm()
     differences = {name: ((out - outputs["loop"]).norm() / size).item() for name, out in outputs.items()}
     return {"milliseconds": milliseconds, "differences": differences}
 
 
-def memory(progress: Callable[[str], object], setting: Setting, way: str) -> dict[str, float]:
+def memory(progress: Callable[[str], object], documents: Documents, way: str) -> dict[str, float]:
     """MiB allocated at the peak of a step, above the layer and its inputs."""
     _allow_recompiles()
-    x = setting.inputs()
-    layer, run = WAYS[way](setting)
-    if setting.device == "cuda":
+    x = documents.inputs()
+    layer, run = WAYS[way](documents)
+    if documents.device == "cuda":
         progress("compiling")
         step(layer, run, x)
-    with AllocatorProbe(setting.device) as probe:
+    with AllocatorProbe(documents.device) as probe:
         progress("forward and backward")
         step(layer, run, x)
         probe.mark("step")
     return {"peak_mib": probe.peak["step"] / MIB}
 
 
-def measure(setting: Setting, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def measure(documents: Documents, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """A point a way: median and all times, peak, and how many times those of the pack."""
-    timed = run_fresh(times, setting, rounds, seconds=seconds)
+    timed = run_fresh(times, documents, rounds, seconds=seconds)
     points = []
     for way in WAYS:
-        point: dict[str, Any] = {"name": way, "tokens": tokens_computed(way, setting)}
+        point: dict[str, Any] = {"name": way, "tokens": tokens_computed(way, documents)}
         if "label" in timed:
             point["label"] = timed["label"]
         else:
             every = timed["milliseconds"][way]
             point |= {"ms": statistics.median(every), "all_ms": every, "difference": timed["differences"][way]}
-        points.append(point | run_fresh(memory, setting, way, seconds=seconds))
+        points.append(point | run_fresh(memory, documents, way, seconds=seconds))
     packed = points[0]
     for point in points:
         point |= {
@@ -179,41 +172,32 @@ def draw_lengths(count: int, longest: int) -> tuple[int, ...]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="record here too")
+    parser = options.parser(__doc__, seconds=600)
     parser.add_argument("--documents", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--longest", type=int, help="tokens; default: 1024 on a CPU, 8192 on CUDA")
     parser.add_argument("--preset", choices=PRESETS, help="default: small on a CPU, large on CUDA")
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=600, help="limit of one process; default: %(default)s")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="compile the layer whole")
-    options = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or every process announces its profiler
-    cuda = options.device == "cuda"
-    setting = Setting(
-        preset=options.preset or ("large" if cuda else "small"),
-        lengths=draw_lengths(options.documents, options.longest or (8192 if cuda else 1024)),
-        device=options.device,
+    cuda = arguments.device == "cuda"
+    documents = Documents(
+        preset=arguments.preset or ("large" if cuda else "small"),
+        lengths=draw_lengths(arguments.documents, arguments.longest or (8192 if cuda else 1024)),
+        device=arguments.device,
         dtype="bfloat16" if cuda else "float32",
-        compiled=options.compile,
+        compiled=arguments.compile,
     )
-    points = measure(setting, options.rounds, options.seconds)
-    lengths = sorted(setting.lengths)
+    points = measure(documents, arguments.rounds, arguments.seconds)
+    lengths = sorted(documents.lengths)
     print(
         f"{len(lengths)} documents of {lengths[0]} to {lengths[-1]} tokens, median {statistics.median(lengths):.0f}\n"
     )
     print(table(points))
-    if options.json:
-        recording = Recording(options.json, " ".join((__doc__ or "").split()))
-        recording.note(setting=asdict(setting))
-        for point in points:
-            recording.add(point)
-
-
-def _synchronize(setting: Setting) -> None:
-    if setting.device == "cuda":
-        torch.cuda.synchronize()
+    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording.note(setting=asdict(documents))
+    for point in points:
+        recording.add(point)
 
 
 def _allow_recompiles() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.decoding.graphs import capture
 from flexnsa import NativeSparseAttention, NSACache, NSAConfig
 
 SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)
@@ -46,14 +47,7 @@ def prefilled(layer: NativeSparseAttention, x: Tensor) -> NSACache:
 def captured(step: Any, cache: NSACache, now: Tensor) -> Any:
     """Capture a step in a CUDA graph; the cache is then as it was."""
     before = cache.state_dict()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(now, cache=cache)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(now, cache=cache)
+    graph, out = capture(lambda: step(now, cache=cache))
     cache.load_state_dict(before)
 
     def replay(x: Tensor, cache: NSACache) -> Tensor:  # noqa: ARG001

@@ -1,9 +1,9 @@
-"""Who decodes on a GPU: NSA's layer, its attention and the parts of that, and a dense layer on flash SDPA."""
+"""Who decodes: NSA's layer, its attention and the parts of that, and a dense layer on SDPA."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,71 +11,47 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flexnsa import NativeSparseAttention, NSAConfig
+from benchmarks.harness.setting import Setting
+from flexnsa import NativeSparseAttention
 from flexnsa.functional import attend, implementation
 from flexnsa.masks.positions import Positions
 from flexnsa.models import DenseAttention
+from flexnsa.rope import rotate
 
 Call = Callable[[], object]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """One layer; the default is the shape of published NSA times on an H200, the width that of the paper's model."""
-
-    dim: int = 2560
-    num_heads: int = 64
-    num_kv_heads: int = 4
-    head_dim: int = 128
-    config: NSAConfig = NSAConfig()  # noqa: RUF009  (frozen)
-    dtype: torch.dtype = torch.bfloat16
-    device: str = "cuda"
-    impl: str = "flex"
-    backend: str = "inductor"
-
-    @property
-    def heads(self) -> tuple[int, int, int, int]:
-        """First arguments of a layer."""
-        return self.dim, self.num_heads, self.num_kv_heads, self.head_dim
-
-    def compile(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """One graph, for this batch size."""
-        return torch.compile(call, fullgraph=True, dynamic=False, backend=self.backend)
-
-    def place(self, layer: nn.Module) -> Any:
-        """Put a layer on the device, frozen."""
-        return layer.to(self.device, self.dtype).requires_grad_(False)
-
-    def draw(self, *shape: int) -> Tensor:
-        """Random numbers on the device."""
-        return torch.randn(shape, dtype=self.dtype, device=self.device)
+def place(setting: Setting, layer: nn.Module) -> Any:
+    """Put a layer on the device, frozen."""
+    return layer.to(setting.device, setting.dtype).requires_grad_(False)
 
 
 class Sparse:
     """NSA's layer, and its attention alone, at any context."""
 
-    def __init__(self, shape: Shape, batch: int, capacity: int) -> None:
-        self.shape = shape
-        self.layer = shape.place(NativeSparseAttention(*shape.heads, config=shape.config, impl=shape.impl))
+    def __init__(self, setting: Setting, batch: int, capacity: int) -> None:
+        self.setting = setting
+        self.layer = place(setting, NativeSparseAttention(*setting.heads, config=setting.config, impl=setting.impl))
         self.cache = self.layer.new_cache(batch, capacity)
         for buffer in self.cache.buffers.values():
             buffer.normal_()
-        self.x = shape.draw(batch, 1, shape.dim)
-        self.q = shape.draw(batch, shape.num_heads, 1, shape.head_dim)
-        self.gates = torch.rand(batch, shape.num_heads, 1, 3, dtype=shape.dtype, device=shape.device)
-        self.token = torch.zeros(batch, 1, dtype=torch.int32, device=shape.device)
-        self.lse = torch.full((batch, shape.num_heads, 1), 8.0, device=shape.device) if shape.impl == "flex" else None
-        chosen = shape.config.num_selected_blocks
-        self.blocks = torch.zeros(batch, shape.num_kv_heads, 1, chosen, dtype=torch.int32, device=shape.device)
-        self.attention = implementation(shape.impl, self.q, cached=True)
-        self.options: dict[str, Any] = {"config": shape.config, "scale": shape.head_dim**-0.5}
-        self.compiled_layer = shape.compile(self.layer)
+        self.x = setting.random(batch, 1, setting.heads[0])
+        self.q = setting.random(batch, setting.num_heads, 1, setting.head_dim)
+        self.gates = torch.rand(batch, setting.num_heads, 1, 3, dtype=setting.dtype, device=setting.device)
+        self.token = torch.zeros(batch, 1, dtype=torch.int32, device=setting.device)
+        lse = torch.full((batch, setting.num_heads, 1), 8.0, device=setting.device)
+        self.lse = lse if setting.impl == "flex" else None
+        chosen = setting.config.num_selected_blocks
+        self.blocks = torch.zeros(batch, setting.num_kv_heads, 1, chosen, dtype=torch.int32, device=setting.device)
+        self.attention = implementation(setting.impl, self.q, cached=True)
+        self.options: dict[str, Any] = {"config": setting.config, "scale": setting.head_dim**-0.5}
+        self.compiled_layer = setting.compile(self.layer)
 
     def go_to(self, context: int) -> None:
         """Pretend that so many tokens are in the cache."""
         self.cache.lengths.fill_(context)
         self.token.fill_(context)
-        last = context // self.shape.config.select_block_size
+        last = context // self.setting.config.select_block_size
         self.blocks.copy_(torch.linspace(0, last, self.blocks.shape[-1], device=self.blocks.device))
 
     def calls(self) -> dict[str, dict[str, Call]]:
@@ -85,11 +61,11 @@ class Sparse:
                 "eager": lambda: self.layer(self.x, cache=self.cache),
                 "compiled": lambda: self.compiled_layer(self.x, cache=self.cache),
             },
-            "attention": {"eager": self._attention, "compiled": self.shape.compile(self._attention)},
-            "cmp": {"compiled": self.shape.compile(self._compressed)},
-            "select": {"compiled": self.shape.compile(self._select)},
-            "slc": {"compiled": self.shape.compile(self._selected)},
-            "win": {"compiled": self.shape.compile(self._window)},
+            "attention": {"eager": self._attention, "compiled": self.setting.compile(self._attention)},
+            "cmp": {"compiled": self.setting.compile(self._compressed)},
+            "select": {"compiled": self.setting.compile(self._select)},
+            "slc": {"compiled": self.setting.compile(self._selected)},
+            "win": {"compiled": self.setting.compile(self._window)},
         }
 
     def _positions(self) -> Positions:
@@ -98,7 +74,7 @@ class Sparse:
 
     def _window_keys(self) -> tuple[Tensor, Tensor, Positions]:
         zero = torch.zeros_like(self.token)
-        positions = Positions(self.token.clamp_max(self.shape.config.window_size - 1), zero, zero)
+        positions = Positions(self.token.clamp_max(self.setting.config.window_size - 1), zero, zero)
         return self.cache.buffers["k_win"][:, :, :-1], self.cache.buffers["v_win"][:, :, :-1], positions
 
     def _attention(self) -> Tensor:
@@ -143,14 +119,14 @@ class Dense:
     ``folded`` lays the heads of a group in rows, so that each key is read once.
     """
 
-    def __init__(self, shape: Shape, batch: int, capacity: int, *, folded: bool) -> None:
-        self.shape, self.folded, self.context = shape, folded, 0
-        self.layer = shape.place(DenseAttention(*shape.heads))
-        self.k, self.v = shape.draw(2, batch, shape.num_kv_heads, capacity, shape.head_dim).unbind()
-        self.x = shape.draw(batch, 1, shape.dim)
-        self.q = shape.draw(batch, shape.num_heads, 1, shape.head_dim)
-        self.token = torch.zeros(1, dtype=torch.int64, device=shape.device)
-        self.project, self.w_o = shape.compile(self._project), self.layer.w_o
+    def __init__(self, setting: Setting, batch: int, capacity: int, *, folded: bool) -> None:
+        self.setting, self.folded, self.context = setting, folded, 0
+        self.layer = place(setting, DenseAttention(*setting.heads))
+        self.k, self.v = setting.random(2, batch, setting.num_kv_heads, capacity, setting.head_dim).unbind()
+        self.x = setting.random(batch, 1, setting.heads[0])
+        self.q = setting.random(batch, setting.num_heads, 1, setting.head_dim)
+        self.token = torch.zeros(1, dtype=torch.int64, device=setting.device)
+        self.project, self.w_o = setting.compile(self._project), self.layer.w_o
 
     def go_to(self, context: int) -> None:
         """Pretend that so many tokens are in the cache."""
@@ -165,13 +141,19 @@ class Dense:
         }
 
     def _project(self) -> Tensor:
-        q, k, v = self.layer._project(self.x, self.token)
-        self.k[:, :, self.token], self.v[:, :, self.token] = k, v
-        return q
+        """Put the token's key and value into the cache; give its query."""
+        layer = self.layer
+        q, k, v = (
+            linear(self.x).unflatten(-1, (-1, self.setting.head_dim)).transpose(1, 2)
+            for linear in (layer.w_q, layer.w_k, layer.w_v)
+        )
+        self.k[:, :, self.token] = rotate(k, self.token, layer.rope_base)
+        self.v[:, :, self.token] = v
+        return rotate(q, self.token, layer.rope_base)
 
     def _attend(self, q: Tensor) -> Tensor:
         k, v = (x[:, :, : self.context + 1] for x in (self.k, self.v))
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if q.is_cuda else nullcontext():
             if not self.folded:
                 return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
             rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])

@@ -1,8 +1,13 @@
-"""``python -m benchmarks.earlier_nsa``: the figures reported of an earlier NSA system, and ours for the same work."""
+"""Do the work that an earlier NSA system reported figures of, and print both: memory, time, a training step.
+
+    python -m benchmarks earlier_nsa                                # all rows but the longest
+    python -m benchmarks earlier_nsa --rows memory long --device cuda --precision bf16 --jobs 4
+
+A row of the file is replaced when it is measured again, so that a run goes on where an earlier one stopped.
+"""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
@@ -13,11 +18,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.earlier_nsa import rows as work
+from benchmarks.earlier_nsa import rows
 from benchmarks.earlier_nsa.rows import ROWS, Row
-from flexnsa.cli.options import require
+from benchmarks.harness import options
 from flexnsa.measure.process import run_fresh
 from flexnsa.measure.recording import Recording
 from flexnsa.measure.table import format_table
@@ -31,9 +34,10 @@ events), the same quantity as the figures of the earlier system. 'Resident' is w
 second process that does the same work unobserved: it adds the libraries' own buffers."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure row by row, each point in its own process; the file is whole after every point."""
     groups = list(dict.fromkeys(row.group for row in ROWS.values()))
+    parser = options.parser(__doc__, json=Path("runs/earlier_nsa.json"), seconds=600)
     parser.add_argument(
         "--rows",
         nargs="+",
@@ -42,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROW",
         help=f"groups ({', '.join(groups)}) or rows ({', '.join(ROWS)}); default: all but long",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--precision", choices=("fp32", "bf16"), default="fp32", help="of memory rows; bf16 is autocast"
     )
@@ -52,31 +55,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="memory rows measured at once, each in its own process; default: %(default)s",
     )
-    parser.add_argument("--seconds", type=float, default=600, help="limit of one point; default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare-earlier_nsa.json"), help="default: %(default)s")
-
-
-def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    """Measure row by row, each point in its own process; the file is whole after every point."""
-    rows = [ROWS[name] for name in _chosen(arguments.rows)]
-    if any(row.group == "train" for row in rows):
-        require("numpy", "safetensors", "tqdm", extra="train")
+    arguments = parser.parse_args(argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or every process announces its profiler
-    device, precision, recording = arguments.device, arguments.precision, _recording(arguments.out, arguments.device)
+    device, precision = arguments.device, arguments.precision
+    recording = Recording(arguments.json, options.about(ABOUT), keep=True, commit=arguments.commit)
+    recording.note(setting={"device": device})
 
     def point(row: Row) -> dict[str, Any]:
         where = {"device": device, "precision": precision if row.measures_memory else "fp32"}
-        return work.describe(row) | where | measure(row, device, where["precision"], arguments.seconds)
+        return rows.describe(row) | where | measure(row, device, where["precision"], arguments.seconds)
 
-    timed = [row for row in rows if not row.measures_memory]
+    chosen = [row for row in ROWS.values() if row.group in arguments.rows or row.name in arguments.rows]
+    timed = [row for row in chosen if not row.measures_memory]
     with ThreadPoolExecutor(max_workers=max(1, arguments.jobs)) as pool:
-        measured = as_completed([pool.submit(point, row) for row in rows if row.measures_memory])
+        measured = as_completed([pool.submit(point, row) for row in chosen if row.measures_memory])
         results = itertools.chain((future.result() for future in measured), map(point, timed))
         for result in results:  # while time is measured, nothing else runs
             recording.add(result, key=("name", "device", "precision"))
-    chosen = [point for point in recording.points if (point["device"], point["precision"]) == (device, precision)]
-    chosen.sort(key=lambda point: list(ROWS).index(point["name"]))
-    print("\n" + report(chosen) + f"\n\n{ABOUT}\n\nRecorded in {arguments.out}.")
+    shown = [point for point in recording.points if (point["device"], point["precision"]) == (device, precision)]
+    shown.sort(key=lambda point: list(ROWS).index(point["name"]))
+    print("\n" + report(shown) + f"\n\n{ABOUT}\n\nRecorded in {arguments.json}.")
 
 
 def measure(row: Row, device: str, precision: Precision, seconds: float) -> dict[str, Any]:
@@ -88,25 +86,13 @@ def measure(row: Row, device: str, precision: Precision, seconds: float) -> dict
 
     limits: Any = {"seconds": seconds, "limit_memory": device == "cpu", "report": report_stage}
     if row.group == "time":
-        return run_fresh(work.measure_time, row, device, **limits)
+        return run_fresh(rows.measure_time, row, device, **limits)
     if row.group == "train":
-        return run_fresh(work.measure_training, row, device, **limits)
-    figures = run_fresh(work.measure_memory, row, device, precision, **limits)
+        return run_fresh(rows.measure_training, row, device, **limits)
+    figures = run_fresh(rows.measure_memory, row, device, precision, **limits)
     if device == "cpu":
-        figures |= run_fresh(work.measure_resident, row, precision, **limits)
-    return figures | work.estimate(row, device, precision)
-
-
-def _recording(path: Path, device: str) -> Recording:
-    recording = Recording(path, " ".join(ABOUT.split()), keep=True)
-    for point in recording.points:
-        point.setdefault("precision", "fp32")
-    recording.note(setting={"device": device})
-    return recording
-
-
-def _chosen(wanted: Sequence[str]) -> list[str]:
-    return [row.name for row in ROWS.values() if row.group in wanted or row.name in wanted]
+        figures |= run_fresh(rows.measure_resident, row, precision, **limits)
+    return figures | rows.estimate(row, device, precision)
 
 
 def report(points: Sequence[dict[str, Any]]) -> str:
@@ -166,6 +152,4 @@ def _number(value: float | None, spec: str = ",.0f") -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.earlier_nsa", description=ABOUT)
-    add_arguments(parser)
-    execute(parser.parse_args(), parser)
+    main()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from flexnsa.measure.clock import Clock
 from flexnsa.measure.memory import MIB, AllocatorProbe, ResidentProbe, saved_for_backward
 from flexnsa.memory import estimate_training
 from flexnsa.memory.training import Precision
@@ -149,13 +149,10 @@ def measure_time(progress: Progress, row: Row, device: str, repeats: int = 3) ->
     """Seconds of forward and backward, median; the first one warms up."""
     torch.manual_seed(0)
     model, tokens = _model(progress, row, device)
-    seconds = []
+    seconds, clock = [], Clock("wall", device)
     for number in range(repeats + 1):
         progress(f"forward and backward {number} of {repeats}")
-        start = time.perf_counter()
-        model(tokens).mean().backward()
-        _wait(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock.time(lambda: model(tokens).mean().backward()) / 1e3)
         model.zero_grad()
     return {"seconds": statistics.median(seconds[1:]), "first_seconds": seconds[0], "all_seconds": seconds[1:]}
 
@@ -170,13 +167,10 @@ def measure_training(progress: Progress, row: Row, device: str) -> dict[str, Any
     corpus = read_corpus(None)
     progress("building the model")
     trainer = Trainer(DecoderLM(row.config()).to(device), corpus, config)
-    seconds, losses = [], []
+    seconds, losses, clock = [], [], Clock("wall", device)
     for number in (1, 2):
         progress(f"step {number}")
-        start = time.perf_counter()
-        losses.append(trainer.train_step().loss)
-        _wait(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock.time(lambda: losses.append(trainer.train_step().loss)) / 1e3)
     return {
         "seconds": seconds[0],
         "second_step_seconds": seconds[1],
@@ -221,8 +215,3 @@ def _forward_backward(progress: Progress, row: Row, device: str, precision: Prec
     model, tokens = _model(progress, row, device)
     progress("warming up")
     _loss(model, tokens, precision).backward()
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()

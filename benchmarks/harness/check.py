@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.contestants import Setting
-from flexnsa import NSAConfig, native_sparse_attention, select_blocks
-from flexnsa.geometry import num_compressed
+from benchmarks.harness.contestants import attention_of, nsa_inputs
+from benchmarks.harness.setting import Setting
+from flexnsa import NSAConfig, select_blocks
 
 CASES = (
     {"num_heads": 32, "num_kv_heads": 2, "head_dim": 128, "seq_len": 1061, "dtype": torch.bfloat16},
@@ -32,15 +32,16 @@ def check(setting: Setting) -> list[dict[str, Any]]:
         length, dtype = case["seq_len"], case["dtype"]
         small = dataclasses.replace(setting, config=CONFIG, **{name: case[name] for name in case if name != "seq_len"})
         torch.manual_seed(0)
-        inputs = _inputs(small, length)
+        inputs = nsa_inputs(small, length)
         exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
         with torch.no_grad():
             blocks = select_blocks(exact_inputs[0], exact_inputs[6], config=small.config, impl="reference")
             own = select_blocks(inputs[0], inputs[6], config=small.config, impl=small.impl)
         upstream = torch.randn_like(inputs[0])
-        exact = _run("reference", exact_inputs, blocks, upstream, small)
-        plain = _run("reference", inputs, blocks, upstream, small)
-        result = _run(small.impl, inputs, blocks, upstream, small, small.compile)
+        formula = attention_of(dataclasses.replace(small, impl="reference"), block_indices=blocks)
+        exact = _run(exact_inputs, formula, upstream)
+        plain = _run(inputs, formula, upstream)
+        result = _run(inputs, small.compile(attention_of(small, block_indices=blocks)), upstream)
         errors = {}
         for name, truth in exact.items():
             allowed = (2 if name == "out" else 3) * _error(plain[name], truth) + 1e-6
@@ -57,38 +58,8 @@ def check(setting: Setting) -> list[dict[str, Any]]:
     return reports
 
 
-def _inputs(setting: Setting, length: int) -> list[Tensor]:
-    kv_lengths = (length, length, length, length, *[num_compressed(length, setting.config)] * 2)
-    gates = torch.rand(1, setting.num_heads, length, 3, dtype=setting.dtype, device=setting.device, requires_grad=True)
-    kv = [setting.draw(setting.num_kv_heads, n) for n in kv_lengths]
-    return [setting.draw(setting.num_heads, length), gates, *kv]
-
-
-def _run(
-    impl: str,
-    inputs: list[Tensor],
-    blocks: Tensor,
-    upstream: Tensor,
-    setting: Setting,
-    wrap: Callable[..., Any] = lambda function: function,
-) -> dict[str, Tensor]:
-    def attend(q: Tensor, gates: Tensor, *kv: Tensor) -> Any:
-        k, v, k_win, v_win, k_cmp, v_cmp = kv
-        return native_sparse_attention(
-            q,
-            k,
-            v,
-            gates,
-            k_cmp=k_cmp,
-            v_cmp=v_cmp,
-            k_win=k_win,
-            v_win=v_win,
-            config=setting.config,
-            block_indices=blocks,
-            impl=impl,
-        )
-
-    out = wrap(attend)(*inputs)
+def _run(inputs: Sequence[Tensor], attend: Callable[..., Tensor], upstream: Tensor) -> dict[str, Tensor]:
+    out = attend(*inputs)
     gradients = torch.autograd.grad(out, inputs, upstream.to(out.dtype))
     return {"out": out.detach()} | {f"d{name}": x for name, x in zip(NAMES, gradients, strict=True)}
 

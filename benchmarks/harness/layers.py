@@ -5,21 +5,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
-import torch
 from torch import nn
 
-from benchmarks.harness.contestants import Contestant, Maker, Setting
+from benchmarks.harness.contestants import Contestant, Maker
+from benchmarks.harness.setting import Setting
 from flexnsa import NativeSparseAttention
 
 PEER = "native-sparse-attention-pytorch"
 
 
 def nsa_layer(setting: Setting, length: int) -> Contestant:
-    """Ours, of the width of all query heads."""
-    width = setting.num_heads * setting.head_dim
-    layer = NativeSparseAttention(
-        width, setting.num_heads, setting.num_kv_heads, setting.head_dim, config=setting.config, impl=setting.impl
-    )
+    """Ours."""
+    layer = NativeSparseAttention(*setting.heads, config=setting.config, impl=setting.impl)
     return _contestant("NSA layer", layer, setting, length)
 
 
@@ -38,7 +35,7 @@ def peer_layer(setting: Setting, length: int) -> Contestant:
         nn.Linear(4 * dim, dim, bias=False),
     )
     layer = package.SparseAttention(
-        dim=setting.num_heads * dim,
+        dim=setting.heads[0],
         dim_head=dim,
         heads=setting.num_heads,
         kv_heads=setting.num_kv_heads,
@@ -55,17 +52,10 @@ def peer_layer(setting: Setting, length: int) -> Contestant:
 
 def _contestant(name: str, layer: nn.Module, setting: Setting, length: int) -> Contestant:
     layer = layer.to(setting.device, setting.dtype)
-    x = torch.randn(
-        1,
-        length,
-        setting.num_heads * setting.head_dim,
-        dtype=setting.dtype,
-        device=setting.device,
-        requires_grad=True,
-    )
+    x = setting.random(1, length, setting.heads[0]).requires_grad_()
     # Not every parameter of a layer need take part.
     weights = [weight for weight in layer.parameters() if weight.requires_grad]
-    return Contestant(name, setting.compile(layer), (x,), (x, *weights), compiled=setting.backend is not None)
+    return Contestant(name, setting.compile(layer), (x,), (x, *weights))
 
 
 LAYERS: dict[str, Maker] = {"NSA layer": nsa_layer}

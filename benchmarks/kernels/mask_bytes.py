@@ -1,4 +1,6 @@
-"""Print what the masks of the three branches weigh at any length: ``python -m benchmarks.kernels.mask_bytes``.
+"""Print what the masks of the three branches weigh at any length.
+
+    python -m benchmarks kernels.mask_bytes
 
 Each line builds the very masks that ``impl="flex"`` gives to CUDA and adds up the memory behind all of their tensors,
 key gather and captured tables included: for one whole sequence, then for packs of documents. A slope is ``log2`` of the
@@ -7,23 +9,24 @@ growth when the sequence doubles: 1 is linear, 2 quadratic.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from benchmarks.harness import options
 from flexnsa import NSAConfig
 from flexnsa.attention import flex
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.positions import Positions
 from flexnsa.masks.selected import selected_mask
+from flexnsa.measure.clock import Clock
+from flexnsa.measure.recording import Recording
 
 ROWS = 16
 """Rows of a token in the selected branch: a group of up to 16 query heads."""
@@ -35,13 +38,13 @@ LONGEST_DOCUMENT: dict[str, int | None] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = options.parser(__doc__)
     parser.add_argument("--shortest", type=int, default=2**12, help="first length")
     parser.add_argument("--longest", type=int, default=2**20, help="last length, doubling from the first")
     parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    recording = Recording(args.json, options.about(__doc__), commit=args.commit)
     config, device = NSAConfig(), torch.device(args.device)
     lengths = [args.shortest]
     while lengths[-1] * 2 <= args.longest:
@@ -52,14 +55,19 @@ def main() -> None:
         print(
             "   tokens |      cmp B slope |      win B slope |        slc B slope | build s |   cmp   win   slc  slc*"
         )
-        print_table(lengths, longest, args.kv_heads, config, device)
+        print_table(lengths, longest, args.kv_heads, config, device, recording)
     print("\n* if every query selects block 0 alone")
 
 
 def print_table(
-    lengths: Iterable[int], longest_document: int | None, kv_heads: int, config: NSAConfig, device: torch.device
+    lengths: Iterable[int],
+    longest_document: int | None,
+    kv_heads: int,
+    config: NSAConfig,
+    device: torch.device,
+    recording: Recording,
 ) -> None:
-    """Print a line of each length."""
+    """Print and record a line of each length."""
     before: list[int] | None = None
     for seq_len in lengths:
         positions = None if longest_document is None else packed(seq_len, longest_document, config, device)
@@ -71,6 +79,8 @@ def print_table(
         columns = (f"{size:{width},} {slope}" for size, slope, width in zip(sizes, slopes, (10, 10, 12), strict=True))
         lists = " ".join(f"{length:5,}" for length in longest)
         print(f"{seq_len:9,} | {' | '.join(columns)} | {seconds:7.3f} | {lists}", flush=True)
+        point = {"seq_len": seq_len, "longest_document": longest_document, "seconds": seconds, "lists": longest}
+        recording.add(point | {"bytes": dict(zip(("cmp", "win", "slc"), sizes, strict=True))})
         before = sizes
 
 
@@ -91,16 +101,19 @@ def measure(
     """Build all masks; give their bytes, the seconds it took, and the longest lists of queries in backward."""
     num_keys = (num_compressed(seq_len, config) // flex.TILE + 1) * flex.TILE
     blocks = spread_blocks(positions or Positions.of_sequence(seq_len, device), kv_heads, config)
-    cmp, cmp_seconds = timed(lambda: flex._compressed_mask(positions, seq_len, num_keys, config, device), device)
-    win, win_seconds = timed(lambda: flex._window_mask(positions, seq_len, seq_len, config, device), device)
-    slc, slc_seconds = timed(lambda: selected_mask(blocks, positions, seq_len, rows=ROWS, config=config), device)
+    clock = Clock("wall", device.type)
+    start = clock.start()
+    cmp = flex._compressed_mask(positions, seq_len, num_keys, config, device)
+    win = flex._window_mask(positions, seq_len, seq_len, config, device)
+    slc = selected_mask(blocks, positions, seq_len, rows=ROWS, config=config)
+    seconds = clock.since(start) / 1e3
     sizes = [total_bytes(tensors(mask)) for mask in (cmp, win)]
     sizes.append(total_bytes([*tensors(slc.block_mask), slc.tokens]))
     longest = [longest_list(mask) for mask in (cmp, win, slc.block_mask)]
     del slc
     blocks[..., 0], blocks[..., 1:] = 0, -1
     worst = selected_mask(blocks, positions, seq_len, rows=ROWS, config=config)
-    return sizes, cmp_seconds + win_seconds + slc_seconds, [*longest, longest_list(worst.block_mask)]
+    return sizes, seconds, [*longest, longest_list(worst.block_mask)]
 
 
 def spread_blocks(positions: Positions, kv_heads: int, config: NSAConfig) -> Tensor:
@@ -113,15 +126,6 @@ def spread_blocks(positions: Positions, kv_heads: int, config: NSAConfig) -> Ten
         place = (share + torch.rand(seq_len, most, device=past.device)) * (past / most)
         head[0] = torch.where(past > most, place.floor(), torch.where(share < past, share, -1)).int()
     return blocks
-
-
-def timed(build: Callable, device: torch.device) -> tuple:
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    mask = build()
-    synchronize()
-    return mask, time.perf_counter() - start
 
 
 def tensors(mask: BlockMask) -> Iterator[Tensor]:

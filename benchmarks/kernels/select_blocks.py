@@ -1,6 +1,6 @@
 """Time block selection (importance and top-n) on a CUDA device, over tile configurations and lengths.
 
-    python benchmarks/kernels/select_blocks.py --json select_blocks.json
+    python -m benchmarks kernels.select_blocks --json select_blocks.json
 
 Correctness comes first: importance and indices of the kernels against the formula in float64, at 8k tokens. Times are
 medians over CUDA events; ``top-n`` is the time of scoring and selecting less the time of scoring alone, as the two run
@@ -9,30 +9,29 @@ chunk by chunk in turn, and ``torch.topk`` is the same for one call of it a chun
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from benchmarks.harness import options
+from benchmarks.harness.setting import Setting
 from flexnsa import scoring_triton
-from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks, num_compressed, overlap_band
 from flexnsa.kernels.importance import Band, Scores, Tiles, importance
 from flexnsa.kernels.log_sum_exp import log_sum_exp
 from flexnsa.kernels.top_blocks import top_blocks
 from flexnsa.masks.positions import Positions
+from flexnsa.measure.clock import Clock
+from flexnsa.measure.memory import MIB, AllocatorProbe
+from flexnsa.measure.recording import Recording
 from flexnsa.scoring_triton import chunks, select_blocks_triton
 
-CONFIG = NSAConfig()
-Q_HEADS, KV_HEADS, HEAD_DIM = 64, 4, 128
+SETTING = Setting()
+CONFIG, Q_HEADS, KV_HEADS, HEAD_DIM = SETTING.config, SETTING.num_heads, SETTING.num_kv_heads, SETTING.head_dim
 SCALE = HEAD_DIM**-0.5
 TILES = [
     Tiles(128, 32, 8, 2),
@@ -93,19 +92,6 @@ class Selection:
         scores.own[:cells].view(KV_HEADS, scores.num_rows, scores.width).topk(min(free, scores.width))
 
 
-def milliseconds(call: Callable[[], object], repeats: int = 7) -> float:
-    call()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
 def reference_importance(q: Tensor, k: Tensor, rows: slice) -> Tensor:
     """Importance ``(Hkv, rows, M)`` of one chunk of queries by the formula, in float64."""
     age = torch.arange(q.shape[2], device="cuda")[rows]
@@ -159,84 +145,86 @@ def check(seq_len: int = 8192) -> dict[str, float]:
     return {"seq_len": seq_len, "relative_error": worst, "rows_as_in_float64": same / (KV_HEADS * seq_len)}
 
 
-def measure(lengths: list[int]) -> list[dict[str, Any]]:
-    """Time all tiles at the longest length, then the best at every length."""
-    longest = Selection(max(lengths))
-    table = []
+def race_tiles(selection: Selection, seq_len: int, recording: Recording) -> Tiles:
+    """Time the scores with every tile configuration; give the fastest."""
+    times = {}
     for tiles in TILES:
-        begin = time.perf_counter()
         try:
-            longest.run(tiles, None)
+            first_ms = Clock("wall", "cuda").time(lambda tiles=tiles: selection.run(tiles, None))
         except triton.runtime.errors.OutOfResources as error:
             print(f"{tiles}: {error}")
             continue
-        torch.cuda.synchronize()
-        compile_s = time.perf_counter() - begin
-        scores_ms = milliseconds(lambda tiles=tiles: longest.run(tiles, None))
-        table.append({"seq_len": max(lengths), "tiles": asdict(tiles), "scores_ms": scores_ms})
-        print(f"{max(lengths):7d}  scores {scores_ms:7.3f} ms  (first call {compile_s:4.1f} s)  {tiles}", flush=True)
-    best = Tiles(**min(table, key=lambda row: row["scores_ms"])["tiles"])
+        times[tiles] = milliseconds(lambda tiles=tiles: selection.run(tiles, None))
+        recording.add({"seq_len": seq_len, "tiles": asdict(tiles), "scores_ms": times[tiles]})
+        print(f"{seq_len:7d}  scores {times[tiles]:7.3f} ms  (first call {first_ms / 1e3:4.1f} s)  {tiles}", flush=True)
+    return min(times, key=lambda tiles: times[tiles])
 
+
+def race_warps(selection: Selection, seq_len: int, best: Tiles, recording: Recording) -> None:
+    """Time scores and top-n by the warps that share a query."""
     for num_warps in (1, 2, 4):
-        total_ms = milliseconds(lambda warps=num_warps: longest.run(best, longest.top_blocks(warps)))
-        table.append({"seq_len": max(lengths), "top_warps": num_warps, "total_ms": total_ms})
-        print(f"{max(lengths):7d}  scores + top-n {total_ms:7.3f} ms  top-n by {num_warps} warps")
+        total_ms = milliseconds(lambda warps=num_warps: selection.run(best, selection.top_blocks(warps)))
+        recording.add({"seq_len": seq_len, "top_warps": num_warps, "total_ms": total_ms})
+        print(f"{seq_len:7d}  scores + top-n {total_ms:7.3f} ms  top-n by {num_warps} warps")
 
+
+def race_scratch(seq_len: int, best: Tiles, recording: Recording) -> None:
+    """Time scores and top-n by the memory that chunks may take."""
     default = scoring_triton.SCRATCH_BYTES
     for megabytes in (16, 32, 128, 256):
         scoring_triton.SCRATCH_BYTES = megabytes * 2**20
-        budget = Selection(max(lengths))
+        budget = Selection(seq_len)
         total_ms = milliseconds(lambda budget=budget: budget.run(best, budget.top_blocks()))
-        table.append({"seq_len": max(lengths), "scratch_mb": megabytes, "total_ms": total_ms})
-        print(
-            f"{max(lengths):7d}  scores + top-n {total_ms:7.3f} ms  scratch {megabytes} MB, {len(budget.plan)} chunks"
-        )
+        recording.add({"seq_len": seq_len, "scratch_mb": megabytes, "total_ms": total_ms})
+        print(f"{seq_len:7d}  scores + top-n {total_ms:7.3f} ms  scratch {megabytes} MB, {len(budget.plan)} chunks")
     scoring_triton.SCRATCH_BYTES = default
 
-    for seq_len in lengths:
-        case = Selection(seq_len)
-        scores_ms = milliseconds(lambda case=case: case.run(best, None))
-        row = {
-            "seq_len": seq_len,
-            "tiles": asdict(best),
-            "scores_ms": scores_ms,
-            "top_n_ms": milliseconds(lambda case=case: case.run(best, case.top_blocks())) - scores_ms,
-            "torch_topk_ms": milliseconds(lambda case=case: case.run(best, case.topk)) - scores_ms,
-            "log_sum_exp_ms": milliseconds(
-                lambda case=case: log_sum_exp(case.q, case.k, case.positions, config=CONFIG, scale=SCALE)
-            ),
-        }
-        arguments = (case.q, case.k, case.lse, None)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        row["operator_ms"] = milliseconds(
-            lambda arguments=arguments: select_blocks_triton(*arguments, config=CONFIG, scale=SCALE)
-        )
-        row["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        table.append(row)
-        print(
-            "  ".join(f"{key} {value:.3f}" for key, value in row.items() if isinstance(value, int | float)), flush=True
-        )
-    return table
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    options = parser.parse_args()
-    checked = check()
-    print(checked, flush=True)
-    results = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "config": asdict(CONFIG),
-        "check": checked,
-        "times": measure(options.lengths),
+def measure(seq_len: int, best: Tiles) -> dict[str, Any]:
+    """Time the parts and the whole operator, and its memory, at one length."""
+    case = Selection(seq_len)
+    scores_ms = milliseconds(lambda: case.run(best, None))
+    row = {
+        "seq_len": seq_len,
+        "tiles": asdict(best),
+        "scores_ms": scores_ms,
+        "top_n_ms": milliseconds(lambda: case.run(best, case.top_blocks())) - scores_ms,
+        "torch_topk_ms": milliseconds(lambda: case.run(best, case.topk)) - scores_ms,
+        "log_sum_exp_ms": milliseconds(lambda: log_sum_exp(case.q, case.k, case.positions, config=CONFIG, scale=SCALE)),
     }
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    with AllocatorProbe("cuda") as probe:
+        row["operator_ms"] = milliseconds(
+            lambda: select_blocks_triton(case.q, case.k, case.lse, None, config=CONFIG, scale=SCALE)
+        )
+        probe.mark("operator")
+    return row | {"peak_mb": probe.peak["operator"] / MIB}
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Median over CUDA events, the cache as the call before left it."""
+    return Clock("events", "cuda").median(call, 7, warm_up=1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check, then time all tiles at the longest length, and the best of them at every length."""
+    parser = options.parser(__doc__, device=False)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("expected a machine with CUDA, got one without")
+    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording.note(setting=SETTING.to_dict(), check=check())
+    print(recording.content["check"], flush=True)
+    seq_len = max(arguments.lengths)
+    longest = Selection(seq_len)
+    best = race_tiles(longest, seq_len, recording)
+    race_warps(longest, seq_len, best, recording)
+    race_scratch(seq_len, best, recording)
+    for seq_len in arguments.lengths:
+        row = measure(seq_len, best)
+        recording.add(row)
+        shown = (f"{key} {value:.3f}" for key, value in row.items() if isinstance(value, int | float))
+        print("  ".join(shown), flush=True)
 
 
 if __name__ == "__main__":

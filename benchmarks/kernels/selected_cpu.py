@@ -1,6 +1,6 @@
 """The selected branch alone on a CPU, forward: ``flex`` and ``sdpa`` beside dense causal FlexAttention, in one run.
 
-    OMP_WAIT_POLICY=passive python -m benchmarks.kernels.selected_cpu
+    OMP_WAIT_POLICY=passive python -m benchmarks kernels.selected_cpu
 
 The attention of the ``large`` preset (12 query and 2 key heads of 64, fp32). All three take turns, after a call that
 compiles; a ratio is one of medians, above 1 where the selected branch of ``flex`` is faster.
@@ -8,17 +8,18 @@ compiles; a ratio is one of medians, above 1 where the selected branch of ``flex
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.harness.contestants import CPU, random_blocks
+from benchmarks.harness import options
+from benchmarks.harness.phases import random_blocks
+from benchmarks.harness.setting import CPU
 from flexnsa import selected_attention
+from flexnsa.measure.clock import Clock
+from flexnsa.measure.recording import Recording
 from flexnsa.measure.table import format_table
 
 
@@ -37,23 +38,18 @@ def contestants(seq_len: int) -> dict[str, Callable[[], Tensor]]:
 
 
 @torch.no_grad()
-def main() -> None:
-    """Measure each length and print milliseconds and ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure each length, print milliseconds and ratios, record."""
+    parser = options.parser(__doc__, device=False)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    arguments = parser.parse_args(argv)
+    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording.note(setting=CPU.to_dict())
     rows = []
-    for seq_len in options.lengths:
-        racers = contestants(seq_len)
-        times: dict[str, list[float]] = {name: [] for name in racers}
-        for number in range(options.rounds + 1):
-            for name, run in racers.items():
-                begin = time.perf_counter()
-                run()
-                if number:  # the first call compiles
-                    times[name].append((time.perf_counter() - begin) * 1e3)
-        median = {name: statistics.median(values) for name, values in times.items()}
+    for seq_len in arguments.lengths:
+        median = Clock().medians(contestants(seq_len), arguments.rounds, warm_up=1)  # the first call compiles
+        recording.add({"seq_len": seq_len, "ms": median})
         ratios = [f"{median[name] / median['flex']:.2f}" for name in ("sdpa", "dense Flex")]
         rows.append([f"{seq_len:,}", *(f"{value:,.0f}" for value in median.values()), *ratios])
     print(format_table(["S", "flex, ms", "sdpa", "dense Flex", "sdpa / flex", "dense Flex / flex"], rows))

@@ -1,6 +1,6 @@
 """Training loss of NSA and of dense attention on equal tokens, and what the trained model selects.
 
-    python -m benchmarks.learning.trained --json benchmarks/results/trained.json
+    python -m benchmarks learning.trained --json benchmarks/results/trained.json
 
 Byte-level models learn the source of Python's standard library, each seed's bytes in the same order for both, so that
 losses of one step are of the same text. The dense model has the same layers and heads; it is wider, because NSA's keys
@@ -11,20 +11,19 @@ far its gates open, is recorded. Everything runs on one thread.
 
 from __future__ import annotations
 
-import argparse
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.harness import options
 from flexnsa import NativeSparseAttention, NSAConfig, select_blocks
 from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.measure.clock import Clock
 from flexnsa.measure.recording import Recording
 from flexnsa.measure.table import format_table
 from flexnsa.models import DecoderConfig, DecoderLM
@@ -55,7 +54,8 @@ def train(name: str, corpus: Corpus, config: TrainConfig) -> tuple[DecoderLM, di
     torch.manual_seed(config.seed)
     model = DecoderLM(MODELS[name])
     trainer = Trainer(model, corpus, config)
-    losses, held_out, start = [], [], time.perf_counter()
+    losses, held_out, clock = [], [], Clock()
+    start = clock.start()
     with tqdm(total=config.steps, desc=f"{name:5} seed {config.seed}", unit="step") as bar:
         for step in range(1, config.steps + 1):
             losses.append(trainer.train_step().loss / math.log(2))
@@ -68,7 +68,7 @@ def train(name: str, corpus: Corpus, config: TrainConfig) -> tuple[DecoderLM, di
         "seed": config.seed,
         "seq_len": config.seq_len,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": round(clock.since(start) / 1e3, 1),
         "loss": [round(loss, 3) for loss in losses],
         "held_out": held_out,
     }
@@ -147,27 +147,26 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train every model with every seed, record after each, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/trained.json"), help="%(default)s")
+    parser = options.parser(__doc__, json=options.RESULTS / "trained.json", device=False)
     parser.add_argument("--steps", type=int, default=TRAINING.steps, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    options = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     corpus = read_corpus()
-    recording = Recording(options.json, " ".join((__doc__ or "").split()))
+    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
     recording.note(
         setting={"device": "cpu", "models": {name: model.to_dict() for name, model in MODELS.items()}},
-        training=asdict(replace(TRAINING, steps=options.steps)),
+        training=asdict(replace(TRAINING, steps=arguments.steps)),
         text_sha256=corpus.sha256(),
     )
-    for seed in options.seeds:
+    for seed in arguments.seeds:
         for name in MODELS:
-            model, point = train(name, corpus, replace(TRAINING, steps=options.steps, seed=seed))
+            model, point = train(name, corpus, replace(TRAINING, steps=arguments.steps, seed=seed))
             if "trained" not in recording.content and name == "NSA":
                 tokens = held_out_text(corpus)
                 recording.note(trained={"seed": seed} | describe(observe(model, tokens), tokens))
             recording.add(point)
-    print(f"\n{table(recording.points)}\n\nRecorded in {options.json}.")
+    print(f"\n{table(recording.points)}\n\nRecorded in {arguments.json}.")
 
 
 if __name__ == "__main__":

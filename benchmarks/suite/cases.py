@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.attention.memory import CUDA, MAKERS, allocated, resident
-from benchmarks.harness.contestants import CPU, PHASES, Contestant, Setting
+from benchmarks.attention.memory import MAKERS, allocated, resident
+from benchmarks.harness.contestants import Contestant
 from benchmarks.harness.layers import LAYERS, PEER
+from benchmarks.harness.phases import PHASES
+from benchmarks.harness.setting import Setting, large
 from flexnsa.measure.process import run_fresh
 
 Extent = Literal["smoke", "quick", "full"]
@@ -39,7 +41,7 @@ class Case:
 
     def setting(self) -> Setting:
         """Shapes, device and implementation."""
-        base = CPU if self.device == "cpu" else CUDA
+        base = large(self.device)
         return replace(base, num_kv_heads=base.num_heads // self.group, dtype=getattr(torch, self.dtype))
 
     def contestant(self) -> Contestant:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.harness.contestants import PHASES
 from benchmarks.harness.layers import LAYERS, PEER
+from benchmarks.harness.phases import PHASES
 from benchmarks.suite.cases import BASELINES
 from flexnsa.measure.table import format_table
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.conftest import synchronised_clock
 from benchmarks.harness.contestants import Contestant
 from benchmarks.suite.cases import Case
+from flexnsa.measure.clock import Clock
 
 SECONDS_PER_POINT = 2.0
 MOST_ROUNDS = 20
@@ -30,12 +30,11 @@ MOST_ROUNDS = 20
 
 def forward(contestant: Contestant) -> None:
     with torch.no_grad():
-        contestant.function(*contestant.inputs)
+        contestant.forward()
 
 
 def forward_backward(contestant: Contestant) -> None:
-    out = contestant.function(*contestant.inputs)
-    torch.autograd.grad(out, contestant.differentiate, torch.ones_like(out))
+    contestant.run()
 
 
 @pytest.mark.parametrize("run", [forward, forward_backward])
@@ -56,9 +55,7 @@ def test_attention(
         return
     if case.device == "cuda":
         run(contestant)  # compiles
-    start = synchronised_clock()
-    run(contestant)
-    seconds = synchronised_clock() - start
+    seconds = Clock("wall", case.device).time(lambda: run(contestant)) / 1e3
     rounds = (
         1 if request.config.option.extent == "smoke" else int(min(MOST_ROUNDS, max(3, SECONDS_PER_POINT / seconds)))
     )

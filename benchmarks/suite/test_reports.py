@@ -1,4 +1,4 @@
-"""What is read off the measurements: crossovers, ratios, labels, and figures that cannot be made."""
+"""What is read off the measurements: ratios, exponents, labels, and figures that cannot be made; and the runner."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attention.cpu_throughput import crossover, ratios
+from benchmarks import __main__ as runner
+from benchmarks.attention.cpu_throughput import ratios
 from benchmarks.attention.exponents import exponents_table, fit_polynomial
 from benchmarks.suite.summary import summary
 
 TICKS = itertools.count()
 
 ENVIRONMENT = {"device": "abacus", "threads": 1, "torch": "2", "commit": "c0ffee", "load_average": 0.0}
-
-
-def test_crossover_is_where_the_ratio_becomes_one_for_good() -> None:
-    assert crossover({1024: 0.5, 2048: 2.0}) == pytest.approx(1024 * 2**0.5)
-    assert crossover({1024: 2.0, 2048: 0.5, 4096: 2.0}) == pytest.approx(2048 * 2**0.5)
-    assert crossover({1024: 1.1, 2048: 2.0}) == 1024
-    assert crossover({1024: 2.0, 2048: 0.5}) is None
-    assert crossover({}) is None
 
 
 def test_ratios_leave_labelled_points_out() -> None:
@@ -80,8 +73,34 @@ def test_figures_without_measurements_are_named(tmp_path: Path) -> None:
     command += ["--only", "peak_memory_gpu", "estimator"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed.count("not made") == 2
-    assert "h200.json is not recorded; benchmarks/gpu.sh" in printed
+    assert "h200.json is not recorded; python -m benchmarks attention.gpu" in printed
     assert not list(tmp_path.iterdir())
+
+
+def test_runner_lists_every_benchmark_and_runs_the_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    runner.main([])
+    printed = capsys.readouterr().out
+    for name, measures in runner.listed().items():
+        assert f"{name} " in printed
+        assert measures.endswith(".")
+    with pytest.raises(SystemExit, match=r"expected one of these, got 'attention\.npu'"):
+        runner.main(["attention.npu"])
+    capsys.readouterr()
+    runner.main(["attention.exponents", "benchmarks/results/h200.json"])
+    assert "NSA" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name in runner.listed() if name != "suite"])
+def test_options_have_one_name_everywhere(name: str) -> None:
+    if name == "kernels.select_blocks":
+        pytest.importorskip("triton")
+    command = [sys.executable, "-m", "benchmarks", name, "--help"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"usage: python -m benchmarks {name}" in printed
+    assert "--out" not in printed
+    assert "--json JSON" in printed or name == "attention.exponents"
+    if "--device" in printed:
+        assert "CUDA if there is one" in printed
 
 
 def steady_clock() -> float:

@@ -1,0 +1,45 @@
+"""List all benchmarks, or run one: ``python -m benchmarks [NAME [options]]``."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def listed() -> dict[str, str]:
+    """What each benchmark measures, by name: the first line of every module, one folder down, that has a ``main``.
+
+    Modules are read and not imported, because some need what is not on every machine.
+    """
+    found = {}
+    for file in sorted(HERE.glob("*/*.py")):
+        module = ast.parse(file.read_text())
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body):
+            name = file.parent.name if file.stem == "__main__" else f"{file.parent.name}.{file.stem}"
+            found[name] = (ast.get_docstring(module) or "").partition("\n")[0]
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark that ``argv`` names; without a name, print them all."""
+    name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    benchmarks = listed()
+    if name in benchmarks:
+        sys.argv[0] = f"python -m benchmarks {name}"  # what its help calls it
+        module = f"benchmarks.{name}" if "." in name else f"benchmarks.{name}.__main__"
+        importlib.import_module(module).main(arguments)
+        return
+    width = max(map(len, benchmarks))
+    print("\n".join(f"{known:{width}}  {summary}" for known, summary in benchmarks.items()))
+    if name not in ("", "-h", "--help"):
+        raise SystemExit(f"\nexpected one of these, got {name!r}")
+    print("\npython -m benchmarks NAME --help tells the options of one.")
+
+
+if __name__ == "__main__":
+    main()

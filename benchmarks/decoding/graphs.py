@@ -1,0 +1,23 @@
+"""CUDA graphs: one decoded token, captured once and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Capture a call after one that warms up; its result is what every replay writes anew."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result

@@ -1,0 +1,152 @@
+"""The phases of NSA, each as a function of its own inputs."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.contestants import Contestant, Maker, dense_inputs
+from benchmarks.harness.setting import Setting
+from flexnsa import compressed_attention, select_blocks, selected_attention, sliding_window_attention
+from flexnsa.gating import combine
+from flexnsa.geometry import num_compressed
+from flexnsa.masks.positions import Positions
+from flexnsa.masks.selected import selected_mask
+from flexnsa.selection import top_blocks
+
+
+def compression_phase(setting: Setting, length: int) -> Contestant:
+    """Both MLPs, for keys and for values."""
+    phi_k, phi_v = setting.compressor(), setting.compressor()
+    inputs = (setting.draw(setting.num_kv_heads, length), setting.draw(setting.num_kv_heads, length))
+    weights = (*phi_k.parameters(), *phi_v.parameters())
+    call = setting.compile(lambda k, v: torch.cat((phi_k(k), phi_v(v)), -1))
+    return Contestant("compress", call, inputs, (*inputs, *weights))
+
+
+def compressed_phase(setting: Setting, length: int) -> Contestant:
+    """The compressed branch."""
+    inputs = dense_inputs(setting, length, num_compressed(length, setting.config))
+    options = {"config": setting.config, "impl": setting.impl}
+    call = setting.compile(lambda q, k, v: compressed_attention(q, k, v, **options)[0])
+    return Contestant("cmp branch", call, inputs, inputs)
+
+
+def selection_phase(setting: Setting, length: int) -> Contestant:
+    """Scores and top-n, the log-sum-exp of the compressed branch at hand."""
+    q, k_cmp, lse = _scored(setting, length)
+    options = {"config": setting.config, "impl": setting.impl}
+    call = setting.compile(lambda q, k_cmp, lse: select_blocks(q, k_cmp, lse=lse, **options))
+    return Contestant("score and select", call, (q, k_cmp, lse), ())
+
+
+def scoring_phase(setting: Setting, length: int) -> Contestant:
+    """Scores alone, chunk by chunk as the selection makes them."""
+    from flexnsa.kernels.importance import Band, Scores, importance
+    from flexnsa.scoring_triton import chunks
+
+    q, k_cmp, lse = _scored(setting, length)
+    config, positions, band = setting.config, Positions.of_sequence(length, setting.device), Band.of(setting.config)
+    plan = list(chunks(length, setting.num_kv_heads, None, config))
+    own, passed = torch.empty(
+        2, max(rows * width for _, rows, width in plan) * setting.num_kv_heads, device=setting.device
+    )
+
+    def score(q: Tensor, k_cmp: Tensor, lse: Tensor) -> None:
+        for first, rows, width in plan:
+            scores = Scores(own, passed, rows, width, band)
+            importance(q, k_cmp, lse, positions, scores, first, config=config, scale=setting.head_dim**-0.5)
+
+    return Contestant("score", score, (q, k_cmp, lse), ())
+
+
+def mask_phase(setting: Setting, length: int) -> Contestant:
+    """The block mask of the selected branch, part of that branch's forward."""
+
+    def build(block_indices: Tensor) -> list[Tensor | None]:
+        selected = selected_mask(block_indices, None, length, rows=rows, config=setting.config)
+        return [*selected.block_mask.as_tuple()[2:10], selected.tokens]
+
+    rows = -(-setting.num_heads // setting.num_kv_heads // 16) * 16
+    return Contestant("mask", setting.compile(build), (random_blocks(setting, length),), ())
+
+
+def selected_phase(setting: Setting, length: int) -> Contestant:
+    """The selected branch, its mask included."""
+    inputs = dense_inputs(setting, length)
+    options = {"config": setting.config, "impl": setting.impl}
+    call = setting.compile(lambda q, k, v, blocks: selected_attention(q, k, v, blocks, **options)[0])
+    return Contestant("slc branch", call, (*inputs, random_blocks(setting, length)), inputs)
+
+
+def fla_selected(setting: Setting, length: int) -> Contestant:
+    """The selected branch of flash-linear-attention, given the same kind of blocks, in its own layout."""
+    parallel_nsa = importlib.import_module("fla.ops.nsa").parallel_nsa
+
+    inputs = tuple(x.detach().transpose(1, 2).contiguous().requires_grad_() for x in dense_inputs(setting, length))
+    # It takes no padding: the blocks of early queries repeat their first, which it masks by count.
+    blocks = random_blocks(setting, length).transpose(1, 2).contiguous()
+    counts = (blocks >= 0).sum(-1)
+    blocks = blocks.clamp_min(0).long()
+    size = setting.config.select_block_size
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return parallel_nsa(q, k, v, block_indices=blocks, block_counts=counts, block_size=size)
+
+    return Contestant("fla: selected branch", attend, inputs, inputs)
+
+
+def window_phase(setting: Setting, length: int) -> Contestant:
+    """The sliding window."""
+    inputs = dense_inputs(setting, length)
+    options = {"config": setting.config, "impl": setting.impl}
+    call = setting.compile(lambda q, k, v: sliding_window_attention(q, k, v, **options)[0])
+    return Contestant("win branch", call, inputs, inputs)
+
+
+def gate_phase(setting: Setting, length: int) -> Contestant:
+    """The gated sum of the branches."""
+    inputs = (
+        setting.draw(setting.num_heads, length, 3),
+        *(setting.draw(setting.num_heads, length) for _ in range(3)),
+    )
+    call = setting.compile(lambda gates, c, s, w: combine(gates, {"cmp": c, "slc": s, "win": w}))
+    return Contestant("gate", call, inputs, inputs)
+
+
+PHASES: dict[str, Maker] = {
+    "compress": compression_phase,
+    "cmp branch": compressed_phase,
+    "score": scoring_phase,
+    "score and select": selection_phase,
+    "mask": mask_phase,
+    "slc branch": selected_phase,
+    "win branch": window_phase,
+    "gate": gate_phase,
+    "fla: selected branch": fla_selected,
+}
+
+
+def random_blocks(setting: Setting, length: int) -> Tensor:
+    """Blocks as selection gives them: forced ones, the rest drawn evenly from the past."""
+    config, chunk = setting.config, 4096
+    blocks = -(-length // config.select_block_size)
+    chosen = []
+    for first in range(0, length, chunk):
+        token = torch.arange(first, min(first + chunk, length), dtype=torch.int32, device=setting.device)[None]
+        zero = torch.zeros_like(token)
+        scores = torch.rand(1, setting.num_kv_heads, token.shape[1], blocks, device=setting.device)
+        chosen.append(top_blocks(scores, Positions(token, zero, zero), config=config))
+    return torch.cat(chosen, dim=2)
+
+
+def _scored(setting: Setting, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k_cmp, v_cmp = (x.detach() for x in dense_inputs(setting, length, num_compressed(length, setting.config)))
+    lse = compressed_attention(q, k_cmp, v_cmp, config=setting.config, impl=setting.impl)[1]
+    assert lse is not None
+    return q, k_cmp, lse

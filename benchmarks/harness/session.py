@@ -1,0 +1,133 @@
+"""One run of a benchmark: what is left of its time, where its points go, and contestants that take turns."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.contestants import Contestant, Maker
+from benchmarks.harness.setting import Setting
+from flexnsa.measure.clock import Clock
+from flexnsa.measure.memory import MIB, AllocatorProbe
+from flexnsa.measure.recording import Recording
+
+Point = dict[str, Any]
+Result = TypeVar("Result")
+QUANTITIES = ("peak_mib", "saved_mib", "forward_ms", "backward_ms")
+"""What a race measures."""
+
+
+class Session:
+    """Measures until its time is up; what goes wrong becomes a point's label and costs no other point."""
+
+    def __init__(self, setting: Setting, recording: Recording, seconds: float) -> None:
+        self.setting, self.recording = setting, recording
+        self.clock, self.wall = Clock.of(setting.device), Clock("wall", setting.device)
+        self.end = time.monotonic() + seconds
+
+    def attempt(self, point: Point, action: Callable[[], Result]) -> Result | None:
+        """Do it unless time is up; None, and a label, if it cannot be done."""
+        try:
+            if time.monotonic() > self.end:
+                raise TimeoutError("over the time limit of the run")
+            return action()
+        except torch.OutOfMemoryError:
+            point["label"] = "out of memory"
+        except TimeoutError as error:
+            point["label"] = str(error)
+        except Exception as error:
+            point["label"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
+        print(", ".join(str(value) for value in point.values()), flush=True)
+        gc.collect()
+        if self.clock.cuda:
+            torch.cuda.empty_cache()
+        return None
+
+    def race(self, kind: str, makers: Mapping[str, Maker], length: int, rounds: int) -> None:
+        """Measure the contestants of one length: memory each alone, then time in turn."""
+        points: dict[str, Point] = {}
+        ready: dict[str, tuple[Contestant, Tensor | None]] = {}
+        for name, make in makers.items():
+            point = points[name] = {"kind": kind, "name": name, "seq_len": length}
+            started = self.attempt(point, lambda make=make, point=point: self._start(make, length, point))
+            if started is not None and rounds:  # without rounds memory alone is asked for: nobody is kept
+                ready[name] = started
+            del started
+            self.recording.add(point)
+        times: dict[str, list[list[float]]] = {name: [] for name in ready}
+        for _ in range(rounds):
+            for name in list(ready):
+                if time.monotonic() > self.end:
+                    break
+                taken = self.attempt(points[name], lambda name=name: self._time(*ready[name]))
+                if taken is None:
+                    del ready[name]
+                else:
+                    times[name].append(taken)
+        for name, rows in times.items():
+            if rows:
+                points[name].update(_summary(rows))
+            print(_line(points[name]), flush=True)
+        self.recording.save()
+
+    def _start(self, make: Maker, length: int, point: Point) -> tuple[Contestant, Tensor | None]:
+        """First call, which compiles, and on a GPU a second that shows the memory."""
+        torch.manual_seed(0)
+        contestant = make(self.setting, length)
+        begin, upstream = self.wall.start(), None
+        out = contestant.forward()
+        if contestant.differentiate:
+            upstream = torch.randn_like(out)
+            contestant.backward(out, upstream)
+        point["first_call_s"] = round(self.wall.since(begin) / 1e3, 2)
+        del out
+        if self.clock.cuda and contestant.differentiate:
+            point.update(_memory(contestant, upstream))
+        return contestant, upstream
+
+    def _time(self, contestant: Contestant, upstream: Tensor | None) -> list[float]:
+        """Milliseconds of forward, and of backward if there is one."""
+        stamps = [self.clock.start()]
+        out = contestant.forward()
+        stamps.append(self.clock.stamp())
+        if contestant.differentiate:
+            contestant.backward(out, upstream)
+            stamps.append(self.clock.stamp())
+        return self.clock.between(stamps)
+
+
+def _memory(contestant: Contestant, upstream: Tensor | None) -> dict[str, float]:
+    with AllocatorProbe("cuda") as probe:
+        out = contestant.forward()
+        probe.mark("forward")
+        gradients = contestant.backward(out, upstream)
+        probe.mark("backward")
+        del out, gradients
+    inputs = [x for x in (*contestant.inputs, *contestant.differentiate) if isinstance(x, Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in inputs}
+    return {
+        "inputs_mib": sum(storages.values()) / MIB,
+        "saved_mib": probe.at["forward"] / MIB,
+        "peak_mib": max(probe.peak.values()) / MIB,
+    }
+
+
+def _summary(rows: list[list[float]]) -> Point:
+    names = ("forward_ms", "backward_ms")[: len(rows[0])]
+    columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+    medians = {name: statistics.median(column) for name, column in columns.items()}
+    return medians | {"rounds": len(rows), "all_ms": {name: list(column) for name, column in columns.items()}}
+
+
+def _line(point: Point) -> str:
+    cells = [f"{point['seq_len']:7d}  {point['name']:22}"]
+    for field, unit in (("forward_ms", "ms forward"), ("backward_ms", "ms backward"), ("peak_mib", "MiB peak")):
+        if field in point:
+            cells.append(f"{point[field]:10.2f} {unit}")
+    return "".join(cells)
