@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from flexnsa.measure.growth import fit_power_law
 from plots.records import NotRecordedError, Record, Results
-from plots.style import COLOURS, Label, figure, label_curves, length_axes, plot_curve, residuals, short
+from plots.style import COLOURS, Label, figure, label_curves, length_axes, plot_curve, residuals, short, with_exponent
 
 NAMES = ("math SDPA", "flash SDPA", "dense Flex", "NSA")
 Curve = list[tuple[int, float]]
@@ -47,7 +44,7 @@ def _draw(record: Record, curves: dict[str, Curve]) -> Figure:
     ax.set_ylabel("peak memory")
     ax.set_yscale("log", base=4)
     ax.yaxis.set_major_formatter(FuncFormatter(_size))
-    label_curves(ax, [Label(*curve[-1], _text(name, curve), COLOURS[name]) for name, curve in curves.items()])
+    label_curves(ax, [Label(*curve[-1], with_exponent(name, curve), COLOURS[name]) for name, curve in curves.items()])
     return result
 
 
@@ -57,10 +54,6 @@ def _headline(curves: dict[str, Curve]) -> str:
     if shared is None:
         return "NSA: peak memory in training"
     return f"NSA trains in {math[shared] / nsa[shared]:.0f} times less memory than math SDPA at S = {short(shared)}"
-
-
-def _text(name: str, curve: Sequence[tuple[int, float]]) -> str:
-    return f"{name}: S$^{{{fit_power_law(curve).exponent:.2f}}}$" if len(curve) > 1 else name
 
 
 def _size(mib: float, _: object = None) -> str:

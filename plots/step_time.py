@@ -6,10 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from flexnsa.measure.growth import crossover, fit_power_law
+from flexnsa.measure.growth import crossover
 from flexnsa.measure.palette import GREY
 from plots.records import NotRecordedError, Record, Results
-from plots.style import COLOURS, Label, figure, label_curves, length_axes, plot_curve, residuals, short
+from plots.style import COLOURS, Label, figure, label_curves, length_axes, plot_curve, residuals, short, with_exponent
 
 NAMES = ("math SDPA", "flash SDPA", "cuDNN SDPA", "dense Flex", "NSA")
 BOTH = ("forward_ms", "backward_ms")
@@ -81,12 +81,12 @@ def _panel(ax: Axes, curves: Curves) -> None:
     ax.yaxis.set_minor_formatter(NullFormatter())
     _mark_crossover(ax, _ratios(curves))
     label_curves(
-        ax, [Label(*list(curve.items())[-1], _text(name, curve), COLOURS[name]) for name, curve in curves.items()]
+        ax,
+        [
+            Label(*list(curve.items())[-1], with_exponent(name, curve.items()), COLOURS[name])
+            for name, curve in curves.items()
+        ],
     )
-
-
-def _text(name: str, curve: dict[int, float]) -> str:
-    return f"{name}: S$^{{{fit_power_law(curve.items()).exponent:.2f}}}$" if len(curve) > 1 else name
 
 
 def _mark_crossover(ax: Axes, ratio: dict[int, float]) -> None:

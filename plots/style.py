@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,11 @@ def residuals(curves: Mapping[str, Iterable[tuple[int, float]]]) -> str:
     fits = {name: fit_power_law(curve) for name, curve in points.items() if len(curve) > 2}
     worst = ", ".join(f"{name} {fit.residual:.1%}" for name, fit in fits.items())
     return "Exponents: least squares in log-log" + (f"; worst point off by: {worst}." if worst else ".")
+
+
+def with_exponent(name: str, curve: Collection[tuple[int, float]]) -> str:
+    """Write a curve's name and its fitted exponent, if it has two points or more."""
+    return f"{name}: S$^{{{fit_power_law(curve).exponent:.2f}}}$" if len(curve) > 1 else name
 
 
 def short(length: float) -> str:

@@ -53,6 +53,10 @@ class Documents:
         torch.manual_seed(0)
         return build_attention(PRESETS[self.preset]).to(self.device, getattr(torch, self.dtype))
 
+    def compile(self, layer: nn.Module, *, dynamic: bool = False) -> Callable[..., Tensor]:
+        """Compile the layer whole, if that is asked for."""
+        return torch.compile(layer, fullgraph=True, dynamic=dynamic) if self.compiled else layer
+
 
 Run = Callable[[Tensor], Tensor]
 
@@ -62,14 +66,14 @@ def pack(documents: Documents) -> tuple[nn.Module, Run]:
     layer = documents.layer()
     lengths = torch.tensor(documents.lengths)
     document_ids = torch.arange(len(lengths)).repeat_interleave(lengths)[None].to(documents.device)
-    attend = torch.compile(layer, fullgraph=True, dynamic=False) if documents.compiled else layer
+    attend = documents.compile(layer)
     return layer, lambda x: attend(x, document_ids=document_ids)
 
 
 def loop(documents: Documents) -> tuple[nn.Module, Run]:
     """One document after the other."""
     layer = documents.layer()
-    attend = torch.compile(layer, fullgraph=True, dynamic=True) if documents.compiled else layer
+    attend = documents.compile(layer, dynamic=True)
     return layer, lambda x: torch.cat([attend(document) for document in x.split(documents.lengths, dim=1)], dim=1)
 
 
@@ -78,7 +82,7 @@ def pad(documents: Documents) -> tuple[nn.Module, Run]:
     layer = documents.layer()
     lengths = torch.tensor(documents.lengths, device=documents.device)
     mask = torch.arange(max(documents.lengths), device=documents.device) < lengths[:, None]
-    attend = torch.compile(layer, fullgraph=True, dynamic=False) if documents.compiled else layer
+    attend = documents.compile(layer)
     return layer, lambda x: pack_padded(attend(unpack_padded(x, mask)), mask)[0]
 
 

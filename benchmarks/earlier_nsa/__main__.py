@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def point(row: Row) -> dict[str, Any]:
         where = {"device": device, "precision": precision if row.measures_memory else "fp32"}
-        return rows.describe(row) | where | measure(row, device, where["precision"], arguments.seconds)
+        return asdict(row) | where | measure(row, device, where["precision"], arguments.seconds)
 
     chosen = [row for row in ROWS.values() if row.group in arguments.rows or row.name in arguments.rows]
     timed = [row for row in chosen if not row.measures_memory]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,16 +64,8 @@ def _time(layers: int, seq_len: int, theirs: float, remark: str = "") -> Row:
 
 
 def _train(name: str, seq_len: int, batch: int, theirs: float, remark: str) -> Row:
-    return Row(
-        name=name,
-        group="train",
-        preset="m7c-cpu",
-        layers=12,
-        seq_len=seq_len,
-        batch=batch,
-        theirs=theirs,
-        remark=remark,
-    )
+    work = {"group": "train", "preset": "m7c-cpu", "layers": 12, "seq_len": seq_len, "batch": batch}
+    return Row(name=name, theirs=theirs, remark=remark, **work)
 
 
 ROWS: dict[str, Row] = {
@@ -193,11 +185,6 @@ def estimate(row: Row, device: str, precision: Precision) -> dict[str, float]:
         "estimated_after_forward": figures.after_forward / MIB,
         "estimated_peak": max(figures.peak_forward, figures.peak_training) / MIB,
     }
-
-
-def describe(row: Row) -> dict[str, Any]:
-    """Plain values for a JSON file."""
-    return asdict(row)
 
 
 def _model(progress: Progress, row: Row, device: str) -> tuple[DecoderLM, torch.Tensor]:

@@ -44,6 +44,8 @@ class Contestant:
 
 
 Maker = Callable[[Setting, int], Contestant]
+NSA_INPUTS: tuple[str, ...] = ("q", "gates", "k", "v", "k_win", "v_win", "k_cmp", "v_cmp")
+"""Names of the tensors of :func:`nsa_inputs`, in their order."""
 
 
 def attention_of(
@@ -55,19 +57,8 @@ def attention_of(
         k, v, k_win, v_win, k_cmp, v_cmp = kv
         if compress is not None:
             k_cmp, v_cmp = compress[0](k_cmp), compress[1](v_cmp)
-        return native_sparse_attention(
-            q,
-            k,
-            v,
-            gates,
-            k_cmp=k_cmp,
-            v_cmp=v_cmp,
-            k_win=k_win,
-            v_win=v_win,
-            config=setting.config,
-            impl=setting.impl,
-            **options,
-        )
+        others = {"k_cmp": k_cmp, "v_cmp": v_cmp, "k_win": k_win, "v_win": v_win}
+        return native_sparse_attention(q, k, v, gates, **others, config=setting.config, impl=setting.impl, **options)
 
     return attend
 

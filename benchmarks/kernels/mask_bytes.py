@@ -31,6 +31,9 @@ from flexnsa.measure.recording import Recording
 ROWS = 16
 """Rows of a token in the selected branch: a group of up to 16 query heads."""
 
+WIDTHS = {"cmp": 10, "win": 10, "slc": 12}
+"""Of the columns of bytes."""
+
 LONGEST_DOCUMENT: dict[str, int | None] = {
     "one sequence": None,
     "documents of 1 to 900 tokens": 900,
@@ -45,43 +48,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     args = parser.parse_args(argv)
     recording = Recording(args.json, options.about(__doc__), commit=args.commit)
-    config, device = NSAConfig(), torch.device(args.device)
+    device = torch.device(args.device)
     lengths = [args.shortest]
     while lengths[-1] * 2 <= args.longest:
         lengths.append(lengths[-1] * 2)
-    print(f"{config}\n{args.kv_heads} kv heads, groups of up to {ROWS}, built on {device}")
+    print(f"{NSAConfig()}\n{args.kv_heads} kv heads, groups of up to {ROWS}, built on {device}")
     for name, longest in LONGEST_DOCUMENT.items():
         print(f"\n{name:72} | longest list of query tiles in backward")
         print(
             "   tokens |      cmp B slope |      win B slope |        slc B slope | build s |   cmp   win   slc  slc*"
         )
-        print_table(lengths, longest, args.kv_heads, config, device, recording)
+        print_table(lengths, longest, args.kv_heads, device, recording)
     print("\n* if every query selects block 0 alone")
 
 
 def print_table(
-    lengths: Iterable[int],
-    longest_document: int | None,
-    kv_heads: int,
-    config: NSAConfig,
-    device: torch.device,
-    recording: Recording,
+    lengths: Iterable[int], longest_document: int | None, kv_heads: int, device: torch.device, recording: Recording
 ) -> None:
     """Print and record a line of each length."""
-    before: list[int] | None = None
+    config, before = NSAConfig(), dict.fromkeys(WIDTHS, 0)
     for seq_len in lengths:
         positions = None if longest_document is None else packed(seq_len, longest_document, config, device)
         sizes, seconds, longest = measure(seq_len, positions, kv_heads, config, device)
-        slopes = [
-            "     " if before is None else f"{math.log2(b / a):5.2f}"
-            for a, b in zip(before or sizes, sizes, strict=True)
-        ]
-        columns = (f"{size:{width},} {slope}" for size, slope, width in zip(sizes, slopes, (10, 10, 12), strict=True))
+        cells = []
+        for (name, width), size in zip(WIDTHS.items(), sizes, strict=True):
+            slope = f"{math.log2(size / before[name]):5.2f}" if before[name] else " " * 5
+            cells.append(f"{size:{width},} {slope}")
+            before[name] = size
         lists = " ".join(f"{length:5,}" for length in longest)
-        print(f"{seq_len:9,} | {' | '.join(columns)} | {seconds:7.3f} | {lists}", flush=True)
+        print(f"{seq_len:9,} | {' | '.join(cells)} | {seconds:7.3f} | {lists}", flush=True)
         point = {"seq_len": seq_len, "longest_document": longest_document, "seconds": seconds, "lists": longest}
-        recording.add(point | {"bytes": dict(zip(("cmp", "win", "slc"), sizes, strict=True))})
-        before = sizes
+        recording.add(point | {"bytes": dict(before)})
 
 
 def packed(seq_len: int, longest_document: int, config: NSAConfig, device: torch.device) -> Positions:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.harness import options
 from benchmarks.harness.setting import Setting
-from flexnsa import scoring_triton
-from flexnsa.geometry import num_blocks, num_compressed, overlap_band
+from flexnsa import block_importance, scoring_triton
+from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.kernels.importance import Band, Scores, Tiles, importance
 from flexnsa.kernels.log_sum_exp import log_sum_exp
 from flexnsa.kernels.top_blocks import top_blocks
@@ -29,6 +29,7 @@ from flexnsa.measure.clock import Clock
 from flexnsa.measure.memory import MIB, AllocatorProbe
 from flexnsa.measure.recording import Recording
 from flexnsa.scoring_triton import chunks, select_blocks_triton
+from flexnsa.selection import top_blocks as best_blocks
 
 SETTING = Setting()
 CONFIG, Q_HEADS, KV_HEADS, HEAD_DIM = SETTING.config, SETTING.num_heads, SETTING.num_kv_heads, SETTING.head_dim
@@ -92,54 +93,26 @@ class Selection:
         scores.own[:cells].view(KV_HEADS, scores.num_rows, scores.width).topk(min(free, scores.width))
 
 
-def reference_importance(q: Tensor, k: Tensor, rows: slice) -> Tensor:
-    """Importance ``(Hkv, rows, M)`` of one chunk of queries by the formula, in float64."""
-    age = torch.arange(q.shape[2], device="cuda")[rows]
-    index = torch.arange(k.shape[2], device="cuda")
-    visible = index * CONFIG.compress_stride + CONFIG.compress_block_size - 1 <= age[:, None]
-    score = q[0, :, rows].double() @ k[0].double().repeat_interleave(Q_HEADS // KV_HEADS, 0).mT * SCALE
-    p = score.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0).unflatten(0, (KV_HEADS, -1)).sum(1)
-    total = p.new_zeros(KV_HEADS, p.shape[1], num_blocks(q.shape[2], CONFIG))
-    first, weights = overlap_band(CONFIG)
-    ratio = CONFIG.select_block_size // CONFIG.compress_stride
-    for offset, weight in enumerate(weights, first):
-        key = torch.arange(total.shape[-1], device="cuda") * ratio + offset
-        inside = (key >= 0) & (key < p.shape[-1])
-        total[..., inside] += weight * p[..., key[inside]]
-    return total
-
-
-def reference_selection(total: Tensor, rows: slice) -> Tensor:
-    """The best ``n`` candidates by a stable sort, ascending, padded with -1."""
-    current = (torch.arange(rows.start, rows.stop, device="cuda") // CONFIG.select_block_size)[:, None]
-    block = torch.arange(total.shape[-1], device="cuda")
-    forced = (block < CONFIG.num_init_blocks) | (block > current - CONFIG.num_local_blocks)
-    ranked = total.masked_fill(forced, float("inf")).masked_fill(block > current, float("-inf"))
-    order = ranked.sort(dim=-1, descending=True, stable=True)
-    chosen = torch.where(order.values > float("-inf"), order.indices, total.shape[-1])
-    chosen = chosen[..., : CONFIG.num_selected_blocks].sort(dim=-1).values
-    return torch.where(chosen < total.shape[-1], chosen, -1).int()
-
-
-def check(seq_len: int = 8192) -> dict[str, float]:
+def check(seq_len: int = 8192, step: int = 512) -> dict[str, float]:
     """Compare kernels and formula; raise if the selection is not the exact top-n of the importance."""
-    selection = Selection(seq_len)
-    selected = select_blocks_triton(selection.q, selection.k, None, None, config=CONFIG, scale=SCALE)[0]
-    worst = 0.0
-    same = 0
-    step = 512
-    arguments = (selection.q, selection.k, selection.lse, selection.positions)
+    case = Selection(seq_len)
+    selected = select_blocks_triton(case.q, case.k, None, None, config=CONFIG, scale=SCALE)
+    worst, same = 0.0, 0
     for first_row in range(0, seq_len, step):
-        rows = slice(first_row, first_row + step)
+        rows, end = slice(first_row, first_row + step), first_row + step
         own, passed = torch.zeros(2, KV_HEADS, step, num_blocks(seq_len, CONFIG), device="cuda")
         scores = Scores(own, passed, step, own.shape[-1], Band.of(CONFIG))
-        importance(*arguments, scores, first_row, config=CONFIG, scale=SCALE)
-        got = own + torch.nn.functional.pad(passed, (1, -1))
-        wanted = reference_importance(selection.q, selection.k, rows)
+        importance(case.q, case.k, case.lse, case.positions, scores, first_row, config=CONFIG, scale=SCALE)
+        got = (own + torch.nn.functional.pad(passed, (1, -1)))[None, ..., : num_blocks(end, CONFIG)]
+        q, k_cmp = case.q[:, :, rows].double(), case.k[:, :, : num_compressed(end, CONFIG)].double()
+        wanted = block_importance(q, k_cmp, config=CONFIG, seq_len=end)
         worst = max(worst, ((got - wanted).abs() / wanted.clamp_min(1e-3)).max().item())
-        if not torch.equal(selected[:, rows], reference_selection(got, rows)):
+        positions = Positions(
+            *(x[:, rows] for x in (case.positions.token, case.positions.start, case.positions.cmp_start))
+        )
+        if not torch.equal(selected[:, :, rows], best_blocks(got, positions, config=CONFIG)):
             raise AssertionError(f"queries from {first_row}: the selection is not the top-n of the importance")
-        same += (selected[:, rows] == reference_selection(wanted, rows)).all(-1).sum().item()
+        same += (selected[:, :, rows] == best_blocks(wanted, positions, config=CONFIG)).all(-1).sum().item()
     if worst > 1e-5:
         raise AssertionError(f"importance is off by {worst:.1e}, relative")
     return {"seq_len": seq_len, "relative_error": worst, "rows_as_in_float64": same / (KV_HEADS * seq_len)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ CONFIG = NSAConfig(
     compress_block_size=16, compress_stride=8, select_block_size=32, num_selected_blocks=4, window_size=64
 )
 SHAPE = {"batch": 2, "num_heads": 6, "num_kv_heads": 2, "seq_len": 331, "head_dim": 32, "v_head_dim": 48}
+Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +32,43 @@ class ParityRow:
 
 
 def measure_parity(impls: tuple[str, ...], dtypes: tuple[torch.dtype, ...], device: str = "cpu") -> list[ParityRow]:
-    """Compare implementations with the fp64 oracle, forward and every gradient.
-
-    Oracle and plain PyTorch are one formula, ``impl="reference"``, in fp64 and in the precision under test. All see
-    the same rounded inputs and the oracle's blocks: a near-tie decided otherwise is another function, not an error.
-    """
+    """Compare implementations with the fp64 oracle, forward and every gradient."""
     rows = []
     for dtype in dtypes:
         inputs = {name: tensor.to(dtype) for name, tensor in random_inputs(device).items()}
-        exact_inputs = {name: tensor.double() for name, tensor in inputs.items()}
-        blocks = select_blocks(exact_inputs["q"], exact_inputs["k_cmp"], config=CONFIG, impl="reference")
-        exact = output_and_gradients(exact_inputs, blocks, "reference")
-        plain = output_and_gradients(inputs, blocks, "reference")
         for impl in impls:
-            result = output_and_gradients(inputs, blocks, impl)
-            for name, truth in exact.items():
-                errors = (_error(result[name], truth), _error(plain[name], truth))
-                rows.append(ParityRow(impl, str(dtype).removeprefix("torch."), name, *errors))
+            for name, pair in errors(inputs, impl, config=CONFIG).items():
+                rows.append(ParityRow(impl, str(dtype).removeprefix("torch."), name, *pair))
     return rows
+
+
+def errors(
+    inputs: dict[str, Tensor], impl: str, *, config: NSAConfig, wrap: Callable[[Attend], Attend] = lambda attend: attend
+) -> dict[str, tuple[float, float]]:
+    """Largest error of the output and of every gradient, and that of plain PyTorch, as fractions of the largest value.
+
+    Oracle and plain PyTorch are one formula, ``impl="reference"``, in fp64 and in the precision under test. All see
+    the same rounded inputs and the oracle's blocks: a near-tie decided otherwise is another function, not an error.
+
+    Args:
+        inputs: the tensors of :func:`flexnsa.native_sparse_attention` by name.
+        impl: under test.
+        config: of all.
+        wrap: around the function under test, such as ``torch.compile``.
+    """
+    exact_inputs = {name: tensor.detach().double() for name, tensor in inputs.items()}
+    blocks = select_blocks(exact_inputs["q"], exact_inputs["k_cmp"], config=config, impl="reference")
+
+    def attention(impl: str) -> Attend:
+        def attend(**tensors: Any) -> Any:
+            return native_sparse_attention(**tensors, config=config, block_indices=blocks, impl=impl)
+
+        return attend
+
+    exact = output_and_gradients(attention("reference"), exact_inputs)
+    plain = output_and_gradients(attention("reference"), inputs)
+    result = output_and_gradients(wrap(attention(impl)), inputs)
+    return {name: (_error(result[name], truth), _error(plain[name], truth)) for name, truth in exact.items()}
 
 
 def random_inputs(device: str) -> dict[str, Tensor]:
@@ -65,24 +87,10 @@ def random_inputs(device: str) -> dict[str, Tensor]:
     return inputs | {"gates": normal(batch, SHAPE["num_heads"], seq_len, 3).sigmoid()}
 
 
-def output_and_gradients(inputs: dict[str, Tensor], blocks: Tensor, impl: str) -> dict[str, Tensor]:
-    """Run NSA forward and backward; gives ``out``, ``dq``, ``dk`` and so on."""
+def output_and_gradients(attend: Attend, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Run forward and backward; gives ``out``, ``dq``, ``dk`` and so on."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
-    q, k, v, k_cmp, v_cmp, k_win, v_win, gates = leaves.values()
-    out = native_sparse_attention(
-        q,
-        k,
-        v,
-        gates,
-        k_cmp=k_cmp,
-        v_cmp=v_cmp,
-        k_win=k_win,
-        v_win=v_win,
-        config=CONFIG,
-        block_indices=blocks,
-        impl=impl,
-    )
-    assert isinstance(out, Tensor)
+    out = attend(**leaves)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out)
     gradients = torch.autograd.grad(out, list(leaves.values()), upstream)
     return {"out": out.detach(), **{f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}}

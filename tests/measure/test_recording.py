@@ -1,0 +1,23 @@
+"""A recording on disk and one in memory only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from flexnsa.measure.recording import Recording
+
+
+def test_every_point_is_on_disk_as_soon_as_it_exists(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "points.json"
+    Recording(path, "what and how").add({"name": "NSA", "ms": 1.0})
+    recording = Recording(path, "what and how", keep=True, commit="c0ffee")
+    recording.add({"name": "NSA", "ms": 2.0}, key=["name"])
+    assert json.loads(path.read_text())["points"] == [{"name": "NSA", "ms": 2.0}]
+    assert recording.content["environment"]["commit"] == "c0ffee"
+
+
+def test_without_a_file_points_are_kept_in_memory() -> None:
+    recording = Recording(None, "what and how")
+    recording.add({"name": "NSA"})
+    assert recording.points == [{"name": "NSA"}]
