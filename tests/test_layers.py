@@ -24,6 +24,7 @@ LAYERS = [
     ["attention"],
     ["arguments", "functional"],
     ["module", "cache", "checkpointing"],
+    ["measure"],
     ["models"],
     ["memory"],
     ["training"],
