@@ -1,8 +1,8 @@
 """Native Sparse Attention (arXiv 2502.11089) as FlexAttention block masks: exact, linear in memory, compiled."""
 
-from flexnsa.cache import NSACache
-from flexnsa.compression import LinearCompressor, MeanCompressor, MLPCompressor
+from flexnsa.attention.selection import check_block_indices
 from flexnsa.config import NSAConfig
+from flexnsa.decoding.cache import NSACache
 from flexnsa.functional import (
     NSAAux,
     block_importance,
@@ -12,7 +12,8 @@ from flexnsa.functional import (
     selected_attention,
     sliding_window_attention,
 )
-from flexnsa.module import NativeSparseAttention
+from flexnsa.layers.attention import NativeSparseAttention
+from flexnsa.layers.compression import LinearCompressor, MeanCompressor, MLPCompressor
 from flexnsa.packing import (
     cu_seqlens_from_document_ids,
     document_ids_from_attention_mask,
@@ -23,7 +24,6 @@ from flexnsa.packing import (
     position_ids_from_document_ids,
     unpack_padded,
 )
-from flexnsa.selection import check_block_indices
 
 __all__ = [
     "LinearCompressor",

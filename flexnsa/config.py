@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from flexnsa.checks import check_int
+from flexnsa.validation import check_int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexnsa.arguments import (
+from flexnsa.attention import reference
+from flexnsa.attention.flex import branches as flex
+from flexnsa.attention.flex import decoding as flex_cached
+from flexnsa.attention.flex.kernels import check_inputs
+from flexnsa.attention.scoring import block_scores, group_probabilities
+from flexnsa.attention.sdpa import branches as sdpa
+from flexnsa.attention.sdpa import decoding as sdpa_cached
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
+from flexnsa.layers.gating import combine
+from flexnsa.masks.document import check_document_ids, document_positions
+from flexnsa.masks.intervals import MaskMod
+from flexnsa.masks.user_mods import ScoreMod, merge_mods
+from flexnsa.positions import Positions
+from flexnsa.validation import check_choice, check_floating, check_positive_int, check_tensor, check_type, describe
+from flexnsa.validation_of_arguments import (
     Sizes,
     check_branches,
     check_compressed_keys,
@@ -18,17 +33,6 @@ from flexnsa.arguments import (
     check_scale,
     checked_selection,
 )
-from flexnsa.attention import flex, flex_cached, reference, sdpa, sdpa_cached
-from flexnsa.attention.flex_kernels import check_inputs
-from flexnsa.checks import check_choice, check_floating, check_positive_int, check_tensor, check_type, describe
-from flexnsa.config import NSAConfig
-from flexnsa.gating import combine
-from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
-from flexnsa.masks.document import check_document_ids, document_positions
-from flexnsa.masks.intervals import MaskMod
-from flexnsa.masks.mods import ScoreMod, merge_mods
-from flexnsa.masks.positions import Positions
-from flexnsa.scoring import block_scores, group_probabilities
 
 IMPLEMENTATIONS: dict[str, Any] = {"flex": flex, "sdpa": sdpa, "reference": reference}
 CACHED_IMPLEMENTATIONS: dict[str, Any] = IMPLEMENTATIONS | {"flex": flex_cached, "sdpa": sdpa_cached}

@@ -9,9 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexnsa.checks import check_device, check_int, check_positive_int, check_positive_number, check_tensor, describe
 from flexnsa.masks.intervals import MaskMod
-from flexnsa.masks.mods import ScoreMod
+from flexnsa.masks.user_mods import ScoreMod
+from flexnsa.validation import (
+    check_device,
+    check_int,
+    check_positive_int,
+    check_positive_number,
+    check_tensor,
+    describe,
+)
 
 
 def soft_cap(cap: float | Tensor) -> ScoreMod:

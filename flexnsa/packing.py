@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexnsa.checks import (
+from flexnsa.masks.document import check_document_ids
+from flexnsa.validation import (
     LARGEST_SIZE,
     check_has_values,
     check_int,
@@ -25,7 +26,6 @@ from flexnsa.checks import (
     is_dense,
     may_look,
 )
-from flexnsa.masks.document import check_document_ids
 
 IGNORED = -100
 """The target that ``torch.nn.functional.cross_entropy`` leaves out."""

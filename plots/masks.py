@@ -14,10 +14,10 @@ from flexnsa.attention.reference import select_blocks
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
-from flexnsa.masks.positions import Positions
-from flexnsa.masks.sliding_window import window_intervals
+from flexnsa.masks.window import window_intervals
 from flexnsa.measure.palette import BLUE, GREEN, GREY, ORANGE
 from flexnsa.measure.recording import git_commit
+from flexnsa.positions import Positions
 from plots.records import Results
 from plots.style import figure
 

@@ -22,7 +22,8 @@ from wrong_calls import Drawn, calls
 
 import flexnsa
 from flexnsa import NSAConfig, mods
-from flexnsa.attention import flex, flex_kernels
+from flexnsa.attention.flex import branches as flex
+from flexnsa.attention.flex import kernels as flex_kernels
 
 
 class Reached(Exception):  # noqa: N818  (not an error)

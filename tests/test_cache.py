@@ -13,12 +13,14 @@ import torch
 from cases import SMALL
 from torch import Tensor
 
-from flexnsa import NativeSparseAttention, NSACache, NSAConfig, functional, module
-from flexnsa.attention import sdpa, sdpa_cached
+from flexnsa import NativeSparseAttention, NSACache, NSAConfig, functional
+from flexnsa.attention.sdpa import branches as sdpa
+from flexnsa.attention.sdpa import decoding as sdpa_cached
+from flexnsa.decoding.read_counter import ReadCounter
 from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.layers import attention as module
 from flexnsa.memory import estimate_decoding
 from flexnsa.models import DecoderConfig, DenseAttention
-from flexnsa.reads import ReadCounter
 
 WINDOW = SMALL.window_size
 BRANCH_SETS = [BRANCHES, ("cmp",), ("slc",), ("win",)]

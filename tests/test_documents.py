@@ -12,7 +12,9 @@ from cases import SMALL, largest
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSAConfig, compressed_attention, sliding_window_attention
-from flexnsa.attention import flex, reference, sdpa
+from flexnsa.attention import reference
+from flexnsa.attention.flex import branches as flex
+from flexnsa.attention.sdpa import branches as sdpa
 
 PACKS = 200
 SHARES = 8

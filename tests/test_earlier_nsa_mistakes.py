@@ -17,9 +17,10 @@ from flexnsa import (
     select_blocks,
     sliding_window_attention,
 )
-from flexnsa.attention import reference, sdpa
+from flexnsa.attention import reference
+from flexnsa.attention.sdpa import branches as sdpa
 from flexnsa.geometry import num_compressed
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 ROOT = Path(__file__).parent.parent
 IMPLEMENTATIONS = {"reference": reference, "sdpa": sdpa}
@@ -140,7 +141,7 @@ def test_compressed_keys_are_turned_at_their_first_token() -> None:
 
 def captured_inputs(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor]:
     """What the layer hands to :func:`flexnsa.native_sparse_attention`."""
-    import flexnsa.module
+    import flexnsa.layers.attention
 
     captured: dict[str, Tensor] = {}
 
@@ -149,7 +150,7 @@ def captured_inputs(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor
         return native_sparse_attention(q, k, v, gates, **options)  # pyright: ignore[reportArgumentType, reportReturnType]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flexnsa.module, "native_sparse_attention", spy)
+        patch.setattr(flexnsa.layers.attention, "native_sparse_attention", spy)
         layer(x)
     return captured
 

@@ -24,7 +24,8 @@ from flexnsa import (
     selected_attention,
     sliding_window_attention,
 )
-from flexnsa.attention import reference, sdpa
+from flexnsa.attention import reference
+from flexnsa.attention.sdpa import branches as sdpa
 
 X = make_inputs(40, batch=2, dtype=torch.float32)  # Hq 4, Hkv 2, D 16, N 9, M 3
 DOUBLE = {name: tensor.double() for name, tensor in X.named().items()}

@@ -9,8 +9,8 @@ import torch
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES, blocks_within, num_blocks, num_compressed, overlap_band
 from flexnsa.masks.compressed import compressed_intervals
-from flexnsa.masks.positions import Positions
-from flexnsa.masks.sliding_window import window_intervals
+from flexnsa.masks.window import window_intervals
+from flexnsa.positions import Positions
 
 # (l, d, l'): the paper's sizes, no overlap between compressed tokens, l' < l, l' == d, three strides to a token.
 GRIDS = [(32, 16, 64), (8, 4, 16), (4, 4, 8), (16, 4, 8), (16, 8, 8), (12, 4, 16), (1, 1, 1)]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSACache, NSAConfig, native_sparse_attention
-from flexnsa.attention import flex_cached, reference
+from flexnsa.attention import reference
+from flexnsa.attention.flex import decoding as flex_cached
 from flexnsa.geometry import num_compressed
 
 pytestmark = pytest.mark.gpu

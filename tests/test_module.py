@@ -8,8 +8,8 @@ from cases import SMALL
 from torch import nn
 
 from flexnsa import NativeSparseAttention
-from flexnsa.gating import Gate
-from flexnsa.rope import rotate
+from flexnsa.layers.gating import Gate
+from flexnsa.layers.rope import rotate
 
 
 def layer(**options: object) -> NativeSparseAttention:

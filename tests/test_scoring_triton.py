@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks, num_compressed
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 
 def sizes(length: int, stride: int, block: int, selected: int, init: int = 1, local: int = 1) -> NSAConfig:
@@ -162,10 +162,10 @@ def widen_bfloat16() -> None:
 
 def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     """Run every kernel on one case; on the CPU only in the process that interprets them."""
-    from flexnsa import scoring_triton
-    from flexnsa.kernels.importance import Band, Scores, importance
-    from flexnsa.kernels.importance_few import importance_few
-    from flexnsa.kernels.log_sum_exp import log_sum_exp
+    from flexnsa.attention.triton import select as scoring_triton
+    from flexnsa.attention.triton.importance import Band, Scores, importance
+    from flexnsa.attention.triton.importance_few import importance_few
+    from flexnsa.attention.triton.log_sum_exp import log_sum_exp
 
     q, k = (x.to(device) for x in case.inputs())
     lse = dense_lse_and_importance(case)[0].float().to(device)
@@ -197,7 +197,7 @@ def compile_operator() -> dict[str, Any]:
     """Trace the operator for several lengths; its CUDA kernel, interpreted, stands in on the CPU."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from flexnsa import scoring_triton
+    from flexnsa.attention.triton import select as scoring_triton
 
     operator: Any = scoring_triton._select_blocks
     operator.register_kernel("cpu")(operator._init_fn)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexnsa.threads import FEWEST_QUERIES, grouped, repeated, side_by_side
+from flexnsa.attention.threads import FEWEST_QUERIES, grouped, repeated, side_by_side
 from tests.cases import SMALL, attend, make_inputs
 
 

@@ -14,7 +14,7 @@ from public_calls import Call, near, shift
 from torch import Tensor
 
 from flexnsa import NSAConfig
-from flexnsa.checks import describe
+from flexnsa.validation import describe
 
 
 class Foreign:

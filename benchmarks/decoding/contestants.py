@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.harness.setting import Setting
 from flexnsa import NativeSparseAttention
 from flexnsa.functional import attend, implementation
-from flexnsa.masks.positions import Positions
+from flexnsa.layers.rope import rotate
 from flexnsa.models import DenseAttention
-from flexnsa.rope import rotate
+from flexnsa.positions import Positions
 
 Call = Callable[[], object]
 

@@ -20,10 +20,10 @@ from benchmarks.decoding.contestants import Dense, Sparse
 from benchmarks.harness import options
 from benchmarks.harness.setting import CPU, Setting
 from flexnsa import NativeSparseAttention, NSACache
+from flexnsa.decoding.read_counter import ReadCounter
 from flexnsa.measure.clock import Clock
 from flexnsa.measure.recording import Recording
 from flexnsa.measure.table import format_table
-from flexnsa.reads import ReadCounter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 from benchmarks.harness.contestants import Contestant, Maker, dense_inputs
 from benchmarks.harness.setting import Setting
 from flexnsa import compressed_attention, select_blocks, selected_attention, sliding_window_attention
-from flexnsa.gating import combine
+from flexnsa.attention.selection import top_blocks
 from flexnsa.geometry import num_compressed
-from flexnsa.masks.positions import Positions
+from flexnsa.layers.gating import combine
 from flexnsa.masks.selected import selected_mask
-from flexnsa.selection import top_blocks
+from flexnsa.positions import Positions
 
 
 def compression_phase(setting: Setting, length: int) -> Contestant:
@@ -45,8 +45,8 @@ def selection_phase(setting: Setting, length: int) -> Contestant:
 
 def scoring_phase(setting: Setting, length: int) -> Contestant:
     """Scores alone, chunk by chunk as the selection makes them."""
-    from flexnsa.kernels.importance import Band, Scores, importance
-    from flexnsa.scoring_triton import chunks
+    from flexnsa.attention.triton.importance import Band, Scores, importance
+    from flexnsa.attention.triton.select import chunks
 
     q, k_cmp, lse = _scored(setting, length)
     config, positions, band = setting.config, Positions.of_sequence(length, setting.device), Band.of(setting.config)

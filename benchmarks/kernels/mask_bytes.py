@@ -20,13 +20,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from benchmarks.harness import options
 from flexnsa import NSAConfig
-from flexnsa.attention import flex
+from flexnsa.attention.flex import branches as flex
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.document import document_positions
-from flexnsa.masks.positions import Positions
 from flexnsa.masks.selected import selected_mask
 from flexnsa.measure.clock import Clock
 from flexnsa.measure.recording import Recording
+from flexnsa.positions import Positions
 
 ROWS = 16
 """Rows of a token in the selected branch: a group of up to 16 query heads."""

@@ -19,17 +19,18 @@ from torch import Tensor
 
 from benchmarks.harness import options
 from benchmarks.harness.setting import Setting
-from flexnsa import block_importance, scoring_triton
+from flexnsa import block_importance
+from flexnsa.attention.selection import top_blocks as best_blocks
+from flexnsa.attention.triton import select as scoring_triton
+from flexnsa.attention.triton.importance import Band, Scores, Tiles, importance
+from flexnsa.attention.triton.log_sum_exp import log_sum_exp
+from flexnsa.attention.triton.select import chunks, select_blocks_triton
+from flexnsa.attention.triton.top_blocks import top_blocks
 from flexnsa.geometry import num_blocks, num_compressed
-from flexnsa.kernels.importance import Band, Scores, Tiles, importance
-from flexnsa.kernels.log_sum_exp import log_sum_exp
-from flexnsa.kernels.top_blocks import top_blocks
-from flexnsa.masks.positions import Positions
 from flexnsa.measure.clock import Clock
 from flexnsa.measure.memory import MIB, AllocatorProbe
 from flexnsa.measure.recording import Recording
-from flexnsa.scoring_triton import chunks, select_blocks_triton
-from flexnsa.selection import top_blocks as best_blocks
+from flexnsa.positions import Positions
 
 SETTING = Setting()
 CONFIG, Q_HEADS, KV_HEADS, HEAD_DIM = SETTING.config, SETTING.num_heads, SETTING.num_kv_heads, SETTING.head_dim

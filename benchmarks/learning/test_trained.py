@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-import flexnsa.module
+import flexnsa.layers.attention
 from benchmarks.learning.trained import NSA, describe, observe, read_blocks
 from flexnsa.models import DecoderLM
 
 
 def test_observed_selection_is_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: Any = flexnsa.module.native_sparse_attention
+    whole: Any = flexnsa.layers.attention.native_sparse_attention
     selected: list[torch.Tensor] = []
 
     def with_selection(*arguments: Any, **options: Any) -> Any:
@@ -22,7 +22,7 @@ def test_observed_selection_is_the_layers_own(monkeypatch: pytest.MonkeyPatch) -
         selected.append(aux.block_indices[0])
         return out
 
-    monkeypatch.setattr(flexnsa.module, "native_sparse_attention", with_selection)
+    monkeypatch.setattr(flexnsa.layers.attention, "native_sparse_attention", with_selection)
     torch.manual_seed(0)
     tokens = torch.randint(32, 127, (300,))
     seen = observe(DecoderLM(replace(NSA, num_layers=2)), tokens)

@@ -23,11 +23,11 @@ from tqdm import tqdm
 from benchmarks.harness import options
 from flexnsa import NativeSparseAttention, NSAConfig, select_blocks
 from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.layers.rope import rotate
 from flexnsa.measure.clock import Clock
 from flexnsa.measure.recording import Recording
 from flexnsa.measure.table import format_table
 from flexnsa.models import DecoderConfig, DecoderLM
-from flexnsa.rope import rotate
 from flexnsa.training import Corpus, TrainConfig, Trainer, read_corpus
 
 # A late query of 1024 tokens selects 6 of 32 blocks, three of them freely, and its window is 64: sparsity is real.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within
-from flexnsa.masks.positions import Positions, positions_of
+from flexnsa.positions import Positions, positions_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

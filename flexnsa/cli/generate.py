@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from flexnsa.checks import check_positive_int
 from flexnsa.cli.options import add_config_options, add_device_option, config_options, require, utf8
 from flexnsa.errors import FileError
 from flexnsa.models import DecoderConfig, DecoderLM, Sampling
 from flexnsa.training.checkpoint import check_tensors, read_checkpoint
 from flexnsa.training.run import CHECKPOINT_NAME
+from flexnsa.validation import check_positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

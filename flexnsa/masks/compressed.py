@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexnsa.config import NSAConfig
 from flexnsa.masks.intervals import Intervals
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 
 def compressed_intervals(positions: Positions, config: NSAConfig) -> Intervals:

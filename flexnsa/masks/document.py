@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexnsa.checks import check_integers, may_look
 from flexnsa.config import NSAConfig
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
+from flexnsa.validation import check_integers, may_look
 
 
 def document_positions(document_ids: Tensor, config: NSAConfig) -> Positions:

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks
 from flexnsa.masks.intervals import MaskMod, by_query, stored
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flexnsa.checks import check_choice, check_positive_int, check_type
 from flexnsa.geometry import num_compressed
 from flexnsa.memory.training import Precision
 from flexnsa.memory.weights import DENSE, LINEAR, layer_weights, v_dim
 from flexnsa.models.config import DecoderConfig
+from flexnsa.validation import check_choice, check_positive_int, check_type
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flexnsa.checks import check_choice, check_positive_int, check_type
 from flexnsa.memory.weights import layer_weights, parameter_count
 from flexnsa.memory.work import Work
 from flexnsa.models.config import DecoderConfig
+from flexnsa.validation import check_choice, check_positive_int, check_type
 
 Precision = Literal["fp32", "bf16"]
 IMPLEMENTATIONS = ("sdpa", "flex")

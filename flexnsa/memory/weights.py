@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flexnsa.checks import check_type
 from flexnsa.models.config import DecoderConfig
+from flexnsa.validation import check_type
 
 # The maps that every token goes through, of a layer with NSA and of its dense twin.
 LINEAR = ("queries", "keys and values", "gates", "output", "MLP")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexnsa.attention.key_major import MAX_ROWS
-from flexnsa.attention.sdpa import COMPRESSED_CHUNK, WINDOW_CHUNK
+from flexnsa.attention.sdpa.branches import COMPRESSED_CHUNK, WINDOW_CHUNK
+from flexnsa.attention.sdpa.key_major import MAX_ROWS
+from flexnsa.attention.threads import ROWS
 from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.memory.weights import DENSE, LINEAR, compressor_maps, layer_weights, v_dim
 from flexnsa.models.config import DecoderConfig
-from flexnsa.threads import ROWS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from flexnsa.arguments import check_branches
-from flexnsa.checks import (
+from flexnsa.config import NSAConfig
+from flexnsa.functional import IMPLEMENTATIONS
+from flexnsa.geometry import BRANCHES
+from flexnsa.layers.compression import COMPRESSORS
+from flexnsa.layers.gating import check_gate
+from flexnsa.validation import (
     check_choice,
     check_int,
     check_positive_int,
@@ -14,11 +18,7 @@ from flexnsa.checks import (
     check_type,
     describe,
 )
-from flexnsa.compression import COMPRESSORS
-from flexnsa.config import NSAConfig
-from flexnsa.functional import IMPLEMENTATIONS
-from flexnsa.gating import check_gate
-from flexnsa.geometry import BRANCHES
+from flexnsa.validation_of_arguments import check_branches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

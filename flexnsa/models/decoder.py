@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from flexnsa.cache import NSACache
-from flexnsa.checks import check_lengths, check_tokens, check_type, describe
+from flexnsa.decoding.cache import NSACache
+from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.masks.intervals import MaskMod
-from flexnsa.masks.mods import ScoreMod
+from flexnsa.masks.user_mods import ScoreMod
 from flexnsa.models.config import DecoderConfig
 from flexnsa.models.dense import DenseAttention, DenseCache
 from flexnsa.models.generation import generate_tokens
-from flexnsa.module import NativeSparseAttention
+from flexnsa.validation import check_lengths, check_tokens, check_type, describe
 
 
 class DecoderLM(nn.Module):

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flexnsa.checks import (
+from flexnsa.config import NSAConfig
+from flexnsa.functional import sliding_window_attention
+from flexnsa.layers.rope import rotate
+from flexnsa.masks.document import check_document_ids
+from flexnsa.masks.intervals import MaskMod
+from flexnsa.masks.user_mods import ScoreMod
+from flexnsa.packing import position_ids_from_document_ids
+from flexnsa.validation import (
     check_device,
     check_dtype,
     check_heads,
@@ -19,13 +26,6 @@ from flexnsa.checks import (
     check_type,
     describe,
 )
-from flexnsa.config import NSAConfig
-from flexnsa.functional import sliding_window_attention
-from flexnsa.masks.document import check_document_ids
-from flexnsa.masks.intervals import MaskMod
-from flexnsa.masks.mods import ScoreMod
-from flexnsa.packing import position_ids_from_document_ids
-from flexnsa.rope import rotate
 
 
 class DenseCache:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flexnsa.checks import check_integers, check_positive_int, check_seed, check_tokens, check_type, describe
 from flexnsa.models.sampling import Sampling
+from flexnsa.validation import check_integers, check_positive_int, check_seed, check_tokens, check_type, describe
 
 if TYPE_CHECKING:
     from flexnsa.models.decoder import DecoderLM

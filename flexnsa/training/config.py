@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from flexnsa.checks import check_choice, check_int, check_number, check_seed, check_type, describe
+from flexnsa.validation import check_choice, check_int, check_number, check_seed, check_type, describe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

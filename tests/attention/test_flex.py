@@ -8,10 +8,10 @@ from cases import make_inputs
 from torch import Tensor
 
 from flexnsa import native_sparse_attention
-from flexnsa.attention import flex
+from flexnsa.attention.flex import branches as flex
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 CONFIG = NSAConfig(
     compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexnsa import selected_attention
-from flexnsa.attention.key_major import HEADROOM
+from flexnsa.attention.sdpa.key_major import HEADROOM
 from tests.cases import SMALL
 
 

@@ -12,8 +12,9 @@ from interpret import interpreted  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSAConfig
-from flexnsa.attention import flex_decoding, reference
-from flexnsa.masks.positions import Positions
+from flexnsa.attention import reference
+from flexnsa.attention.flex import split_kv as flex_decoding
+from flexnsa.positions import Positions
 
 SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)
 HEADS, DIMS, CAPACITY = 2, (32, 16), 301

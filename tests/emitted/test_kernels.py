@@ -11,7 +11,7 @@ from emit import emit  # pyright: ignore[reportMissingImports]
 from interpret import interpreted  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from flexnsa.attention import flex
+from flexnsa.attention.flex import branches as flex
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 

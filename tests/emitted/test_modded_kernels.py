@@ -13,9 +13,10 @@ from test_packed_kernels import GROUPS, SCALE, arguments
 from torch import Tensor
 
 from flexnsa import mods
-from flexnsa.attention import flex, reference
+from flexnsa.attention import reference
+from flexnsa.attention.flex import branches as flex
 from flexnsa.masks.document import document_positions
-from flexnsa.masks.mods import merge_mods
+from flexnsa.masks.user_mods import merge_mods
 
 LENGTHS = (19, 1, 49)
 

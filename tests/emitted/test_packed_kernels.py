@@ -11,7 +11,7 @@ from interpret import interpreted  # pyright: ignore[reportMissingImports]
 from test_kernels import BRANCHES, SMALL, dense
 from torch import Tensor
 
-from flexnsa.attention import flex
+from flexnsa.attention.flex import branches as flex
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.document import document_positions
 

@@ -12,8 +12,8 @@ from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals, interval_block_mask, tiles_touched
-from flexnsa.masks.positions import Positions
-from flexnsa.masks.sliding_window import window_intervals
+from flexnsa.masks.window import window_intervals
+from flexnsa.positions import Positions
 
 TILES = [(128, 128), (32, 16), (16, 48)]
 

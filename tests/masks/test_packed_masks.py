@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from expand import mask_bytes
 
-from flexnsa.attention import flex
+from flexnsa.attention.flex import branches as flex
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.document import document_positions

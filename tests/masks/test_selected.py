@@ -10,8 +10,8 @@ from expand import mask_bytes, pairs_by_columns, pairs_by_rows
 from torch import Tensor
 
 from flexnsa.config import NSAConfig
-from flexnsa.masks.positions import Positions
 from flexnsa.masks.selected import SelectedMask, selected_mask
+from flexnsa.positions import Positions
 
 CONFIG = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4)
 

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexnsa.attention.triton.visible import count_visible
 from flexnsa.config import NSAConfig
-from flexnsa.kernels.visible import count_visible
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.operators import opaque_operator
-from flexnsa.threads import grouped, heads_at_once, repeated, side_by_side
+from flexnsa.attention.threads import grouped, heads_at_once, repeated, side_by_side
+from flexnsa.custom_ops import opaque_operator
 
 ALIGNED = 16
 """A chunk reads a multiple of so many keys: rows of scores of odd length cost a tenth of the time."""

@@ -11,8 +11,8 @@ from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
-from flexnsa.masks.positions import Positions
-from flexnsa.masks.sliding_window import window_intervals
+from flexnsa.masks.window import window_intervals
+from flexnsa.positions import Positions
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import torch
 
 from flexnsa.config import NSAConfig
 from flexnsa.masks.intervals import Intervals
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 
 def window_intervals(positions: Positions, config: NSAConfig) -> Intervals:

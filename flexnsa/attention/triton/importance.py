@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexnsa.attention.triton.visible import count_visible
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import overlap_band
-from flexnsa.kernels.visible import count_visible
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 
 @dataclass(frozen=True, slots=True)

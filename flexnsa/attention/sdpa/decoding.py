@@ -16,17 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.attention import sdpa
-from flexnsa.attention.gathered import gather_rows, selected_keys
-from flexnsa.attention.sdpa import GATHERED_QUERIES
+from flexnsa.attention.sdpa import branches as sdpa
+from flexnsa.attention.sdpa.branches import GATHERED_QUERIES
+from flexnsa.attention.sdpa.gathered import gather_rows, selected_keys
+from flexnsa.attention.selection import top_blocks
 from flexnsa.config import NSAConfig
+from flexnsa.custom_ops import opaque_operator
 from flexnsa.geometry import blocks_within, overlap_band
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
-from flexnsa.masks.positions import Positions
-from flexnsa.masks.sliding_window import window_intervals
-from flexnsa.operators import opaque_operator
-from flexnsa.selection import top_blocks
+from flexnsa.masks.window import window_intervals
+from flexnsa.positions import Positions
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -34,7 +34,7 @@ Result = tuple[Tensor, Tensor | None]
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, *, config: NSAConfig, **options: Any
 ) -> Result:
-    """As :func:`flexnsa.attention.sdpa.compressed_attention`.
+    """As :func:`flexnsa.attention.sdpa.branches.compressed_attention`.
 
     For few queries the second result is not the lse but what :func:`select_blocks` would make of it: the importance of
     the blocks, fp32 ``(B, Hkv, T, M)``.
@@ -47,7 +47,7 @@ def compressed_attention(
 def sliding_window_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Positions, *, config: NSAConfig, **options: Any
 ) -> Result:
-    """As :func:`flexnsa.attention.sdpa.sliding_window_attention`; for few queries without lse."""
+    """As :func:`flexnsa.attention.sdpa.branches.sliding_window_attention`; for few queries without lse."""
     if not _are_few(q, options):
         return sdpa.sliding_window_attention(q, k, v, positions, config=config, **options)
     visible = window_intervals(positions, config)
@@ -64,7 +64,7 @@ def selected_attention(
     config: NSAConfig,
     **options: Any,
 ) -> Result:
-    """As :func:`flexnsa.attention.sdpa.selected_attention`; for few queries without lse."""
+    """As :func:`flexnsa.attention.sdpa.branches.selected_attention`; for few queries without lse."""
     if not _are_few(q, options):
         return sdpa.selected_attention(q, k, v, block_indices, positions, config=config, **options)
     return _attend_to_blocks(q, k, v, block_indices, positions.token, config.select_block_size, options["scale"]), None
@@ -73,7 +73,7 @@ def selected_attention(
 def select_blocks(
     q: Tensor, k_cmp: Tensor, importance: Tensor | None, positions: Positions, *, config: NSAConfig, **options: Any
 ) -> Tensor:
-    """As :func:`flexnsa.attention.sdpa.select_blocks`, with the second result of :func:`compressed_attention`.
+    """As :func:`flexnsa.attention.sdpa.branches.select_blocks`, with the second result of :func:`compressed_attention`.
 
     A step's q and k_cmp may differ from a whole pass's in the last bit, because a product of one row adds up in another
     order than one of many. In bf16, about 1 row of 100 then takes other blocks, worth the same but for that rounding.
@@ -169,7 +169,7 @@ def _seen(visible: Intervals) -> tuple[slice, Tensor | None]:
 
 
 def _block_scores(probs: Tensor, config: NSAConfig) -> Tensor:
-    """As :func:`flexnsa.scoring.block_scores`, for sequences from token 0: their bands lie at fixed places."""
+    """As :func:`flexnsa.attention.scoring.block_scores`, for sequences from token 0: bands lie at fixed places."""
     first, weights = overlap_band(config)
     step = config.select_block_size // config.compress_stride
     width = (blocks_within(probs.shape[-1], config) - 1) * step + len(weights)

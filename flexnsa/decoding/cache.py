@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.arguments import check_branches
-from flexnsa.checks import (
+from flexnsa.config import NSAConfig
+from flexnsa.decoding.read_counter import ReadCounter
+from flexnsa.decoding.steps import Slots, Step, locate, ring_slots_before
+from flexnsa.geometry import BRANCHES
+from flexnsa.validation import (
     check_device,
     check_dtype,
     check_int,
@@ -25,10 +28,7 @@ from flexnsa.checks import (
     check_type,
     may_look,
 )
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import BRANCHES
-from flexnsa.masks.steps import Slots, Step, locate, ring_slots_before
-from flexnsa.reads import ReadCounter
+from flexnsa.validation_of_arguments import check_branches
 
 
 class NSACache:

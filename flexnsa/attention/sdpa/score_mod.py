@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexnsa.attention.gathered import gather_rows, selected_keys
+from flexnsa.attention.sdpa.gathered import gather_rows, selected_keys
+from flexnsa.custom_ops import in_transform
 from flexnsa.masks.intervals import Intervals
-from flexnsa.masks.mods import ScoreMod, apply_score_mod, query_positions, token_positions
-from flexnsa.masks.positions import Positions
-from flexnsa.operators import in_transform
+from flexnsa.masks.user_mods import ScoreMod, apply_score_mod, query_positions, token_positions
+from flexnsa.positions import Positions
 
 INTERVAL_CHUNK = 256
 """Queries a chunk where neighbours share their keys."""

@@ -1,7 +1,7 @@
 """Importance of selection blocks for a few queries: the heads of a group are the rows of a product.
 
-The kernel for many queries (:mod:`flexnsa.kernels.importance`) would fill a tile with one query and go through the
-heads one by one. Here a program has one query, all heads of its group and a tile of blocks.
+The kernel for many queries (:mod:`flexnsa.attention.triton.importance`) would fill a tile with one query and go
+through the heads one by one. Here a program has one query, all heads of its group and a tile of blocks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexnsa.attention.triton.importance import Scores
+from flexnsa.attention.triton.visible import count_visible
 from flexnsa.config import NSAConfig
-from flexnsa.kernels.importance import Scores
-from flexnsa.kernels.visible import count_visible
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 BLOCK_J = 16
 """Blocks of a program: the fewest columns of a tensor core's product, for as many programs as can be."""

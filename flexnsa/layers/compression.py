@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexnsa.checks import check_integers, check_positive_int, check_tensor, check_type, check_weighed, may_look
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
+from flexnsa.validation import check_integers, check_positive_int, check_tensor, check_type, check_weighed, may_look
 
 
 def _segments(x: Tensor, config: NSAConfig) -> Tensor:

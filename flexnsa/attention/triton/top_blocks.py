@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexnsa.attention.triton.importance import Scores
+from flexnsa.attention.triton.visible import count_visible
 from flexnsa.config import NSAConfig
-from flexnsa.kernels.importance import Scores
-from flexnsa.kernels.visible import count_visible
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 MAX_BLOCKS = 1 << 17
 """Blocks of one sequence whose scores fit one program (8.4 million tokens in blocks of 64)."""

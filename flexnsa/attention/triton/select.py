@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from flexnsa.config import NSAConfig
+from flexnsa.custom_ops import opaque_operator
 from flexnsa.geometry import num_blocks
-from flexnsa.masks.positions import Positions
-from flexnsa.operators import opaque_operator
+from flexnsa.positions import Positions
 
 SCRATCH_BYTES = 64 * 2**20
 ROW_MULTIPLE = 128
@@ -139,10 +139,10 @@ def select_in_chunks(
     scale: float,
 ) -> Tensor:
     """Score and select chunk by chunk, on the current stream, without synchronisation; see ``select_blocks_triton``."""
-    from flexnsa.kernels.importance import Band, Scores, importance
-    from flexnsa.kernels.importance_few import importance_few
-    from flexnsa.kernels.log_sum_exp import log_sum_exp
-    from flexnsa.kernels.top_blocks import check_width, top_blocks
+    from flexnsa.attention.triton.importance import Band, Scores, importance
+    from flexnsa.attention.triton.importance_few import importance_few
+    from flexnsa.attention.triton.log_sum_exp import log_sum_exp
+    from flexnsa.attention.triton.top_blocks import check_width, top_blocks
 
     (batch, _, num_queries, _), (kv_heads, num_keys) = q.shape, k_cmp.shape[1:3]
     width = None

@@ -11,17 +11,17 @@ import functools
 import torch
 from torch import Tensor
 
-from flexnsa.attention import modded
-from flexnsa.attention.chunked import interval_attention
-from flexnsa.attention.gathered import gathered_attention
-from flexnsa.attention.key_major import selected_attention as key_major_attention
+from flexnsa.attention.scoring import group_probabilities
+from flexnsa.attention.sdpa import score_mod as modded
+from flexnsa.attention.sdpa.gathered import gathered_attention
+from flexnsa.attention.sdpa.interval import interval_attention
+from flexnsa.attention.sdpa.key_major import selected_attention as key_major_attention
+from flexnsa.attention.selection import select_in_chunks, select_openly
 from flexnsa.config import NSAConfig
 from flexnsa.masks.compressed import compressed_intervals
-from flexnsa.masks.mods import ScoreMod, compressed_positions, token_positions
-from flexnsa.masks.positions import Positions, positions_of
-from flexnsa.masks.sliding_window import window_intervals
-from flexnsa.scoring import group_probabilities
-from flexnsa.selection import select_in_chunks, select_openly
+from flexnsa.masks.user_mods import ScoreMod, compressed_positions, token_positions
+from flexnsa.masks.window import window_intervals
+from flexnsa.positions import Positions, positions_of
 
 COMPRESSED_CHUNK, WINDOW_CHUNK = 256, 64
 """Queries a chunk: enough for the products to run at full speed, few enough for their scores to stay in cache."""

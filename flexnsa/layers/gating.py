@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from flexnsa.checks import check_choice
 from flexnsa.geometry import BRANCHES
+from flexnsa.validation import check_choice
 
 GATES = ("sigmoid", "softmax")
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexnsa.attention.flex_kernels import (
+from flexnsa.attention.flex.kernels import (
     TILE,
     Result,
     attend,
@@ -25,16 +25,16 @@ from flexnsa.attention.flex_kernels import (
     selected_options,
     unfold_heads,
 )
+from flexnsa.attention.scoring import group_probabilities
+from flexnsa.attention.selection import select_in_chunks, select_openly
+from flexnsa.attention.triton.select import select_blocks_triton
 from flexnsa.config import NSAConfig
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import interval_block_mask, stored, tiles_touched
-from flexnsa.masks.mods import ScoreMod, mod_of_compressed, mod_of_tokens
-from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.selected import selected_mask
-from flexnsa.masks.sliding_window import window_intervals
-from flexnsa.scoring import group_probabilities
-from flexnsa.scoring_triton import select_blocks_triton
-from flexnsa.selection import select_in_chunks, select_openly
+from flexnsa.masks.user_mods import ScoreMod, mod_of_compressed, mod_of_tokens
+from flexnsa.masks.window import window_intervals
+from flexnsa.positions import Positions, positions_of
 
 MODIFIED_SCORES = 2**26
 """Scores that a chunk of queries may have in memory for a mod to change: 256 MB."""

@@ -2,7 +2,7 @@
 
 The heads of a group are folded into rows in all branches, because they share their keys and a tile has room. Selected
 blocks are read where they lie: nothing is gathered, and no list of the queries of a block is needed. The fewest
-queries, on CUDA, have a kernel of their own: :mod:`flexnsa.attention.flex_decoding`.
+queries, on CUDA, have a kernel of their own: :mod:`flexnsa.attention.flex.split_kv`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexnsa.attention import flex, flex_decoding
-from flexnsa.attention.flex import select_blocks
-from flexnsa.attention.flex_kernels import (
+from flexnsa.attention.flex import branches as flex
+from flexnsa.attention.flex import split_kv as flex_decoding
+from flexnsa.attention.flex.branches import select_blocks
+from flexnsa.attention.flex.kernels import (
     TILE,
     Result,
     attend,
@@ -25,17 +26,17 @@ from flexnsa.attention.flex_kernels import (
     unfold_heads,
 )
 from flexnsa.config import NSAConfig
-from flexnsa.masks.cached import cached_selected_mask
 from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.decoding import cached_selected_mask
 from flexnsa.masks.intervals import interval_block_mask
-from flexnsa.masks.mods import ScoreMod, mod_of_tokens
-from flexnsa.masks.positions import Positions
+from flexnsa.masks.user_mods import ScoreMod, mod_of_tokens
+from flexnsa.positions import Positions
 
 __all__ = ["compressed_attention", "select_blocks", "selected_attention", "sliding_window_attention"]
 
 
 def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, **options: Any) -> Result:
-    """As :func:`flexnsa.attention.flex.compressed_attention`."""
+    """As :func:`flexnsa.attention.flex.branches.compressed_attention`."""
     check_inputs(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
     if flex_decoding.is_decoding(q, k_cmp):
         return flex_decoding.compressed_attention(q, k_cmp, v_cmp, positions, **options)
@@ -43,7 +44,7 @@ def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Pos
 
 
 def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, positions: Positions, **options: Any) -> Result:
-    """As :func:`flexnsa.attention.flex.sliding_window_attention`."""
+    """As :func:`flexnsa.attention.flex.branches.sliding_window_attention`."""
     check_inputs(q=q, k=k, v=v)
     if flex_decoding.is_decoding(q, k):
         return flex_decoding.sliding_window_attention(q, k, v, positions, **options)
@@ -61,7 +62,7 @@ def selected_attention(
     scale: float,
     score_mod: ScoreMod | None = None,
 ) -> Result:
-    """As :func:`flexnsa.attention.flex.selected_attention`, for positions that all start at 0."""
+    """As :func:`flexnsa.attention.flex.branches.selected_attention`, for positions that all start at 0."""
     check_inputs(q=q, k=k, v=v)
     if q.is_cuda and config.select_block_size % 16:
         raise ValueError(f"select_block_size: expected a multiple of 16 on CUDA, got {config.select_block_size}")

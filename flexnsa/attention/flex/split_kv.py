@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from flexnsa.attention.flex_kernels import Result, compile_once, unfold_heads
+from flexnsa.attention.flex.kernels import Result, compile_once, unfold_heads
 from flexnsa.config import NSAConfig
-from flexnsa.masks.cached import cached_interval_mask, cached_selected_mask
 from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.decoding import cached_interval_mask, cached_selected_mask
 from flexnsa.masks.intervals import tiles_touched
-from flexnsa.masks.mods import ScoreMod, mod_of_compressed, mod_of_tokens
-from flexnsa.masks.positions import Positions
-from flexnsa.masks.sliding_window import window_intervals
+from flexnsa.masks.user_mods import ScoreMod, mod_of_compressed, mod_of_tokens
+from flexnsa.masks.window import window_intervals
+from flexnsa.positions import Positions
 
 MAX_ROWS = 127
 """Rows of queries that the decoding kernel takes."""
@@ -47,7 +47,7 @@ def compressed_attention(
     scale: float,
     score_mod: ScoreMod | None = None,
 ) -> Result:
-    """As :func:`flexnsa.attention.flex.compressed_attention`."""
+    """As :func:`flexnsa.attention.flex.branches.compressed_attention`."""
     return compile_once(_compressed)(q, k_cmp, v_cmp, positions, config, scale, score_mod)
 
 
@@ -62,7 +62,7 @@ def selected_attention(
     scale: float,
     score_mod: ScoreMod | None = None,
 ) -> Result:
-    """As :func:`flexnsa.attention.flex.selected_attention`, for positions that all start at 0."""
+    """As :func:`flexnsa.attention.flex.branches.selected_attention`, for positions that all start at 0."""
     return compile_once(_selected)(q, k, v, block_indices, positions, config, scale, score_mod)
 
 
@@ -76,7 +76,7 @@ def sliding_window_attention(
     scale: float,
     score_mod: ScoreMod | None = None,
 ) -> Result:
-    """As :func:`flexnsa.attention.flex.sliding_window_attention`."""
+    """As :func:`flexnsa.attention.flex.branches.sliding_window_attention`."""
     return compile_once(_window)(q, k, v, positions, config, scale, score_mod)
 
 

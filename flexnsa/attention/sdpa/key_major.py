@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.operators import opaque_operator
-from flexnsa.threads import grouped, repeated, side_by_side
+from flexnsa.attention.threads import grouped, repeated, side_by_side
+from flexnsa.custom_ops import opaque_operator
 
 MAX_ROWS = 512
 """Queries of one product: enough to run at full speed, few enough for the scores to stay in cache."""

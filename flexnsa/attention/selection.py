@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.checks import check_has_values, check_positive_int, check_tensor, check_type
+from flexnsa.attention.scoring import block_scores, group_probabilities
+from flexnsa.attention.threads import grouped, heads_at_once, repeated, side_by_side
 from flexnsa.config import NSAConfig
+from flexnsa.custom_ops import opaque_operator
 from flexnsa.geometry import blocks_within, num_blocks, num_compressed
-from flexnsa.masks.positions import Positions
-from flexnsa.operators import opaque_operator
-from flexnsa.scoring import block_scores, group_probabilities
-from flexnsa.threads import grouped, heads_at_once, repeated, side_by_side
+from flexnsa.positions import Positions
+from flexnsa.validation import check_has_values, check_positive_int, check_tensor, check_type
 
 Probabilities = Callable[[Tensor, Tensor, Tensor | None, Positions], Tensor]
 """Of ``q, k_cmp, lse`` and the positions: ``p_cmp`` summed over the heads of a group, ``(B, Hkv, T, N)``."""
@@ -112,7 +112,7 @@ def select_openly(
         lse: of the compressed branch with the same mod, or None.
         positions: of the queries.
         config: block sizes.
-        probabilities: :func:`flexnsa.scoring.group_probabilities` with all but its tensors given.
+        probabilities: :func:`flexnsa.attention.scoring.group_probabilities` with all but its tensors given.
         chunk: queries scored at a time.
     """
     q, k_cmp, lse = q.detach(), k_cmp.detach(), None if lse is None else lse.detach()

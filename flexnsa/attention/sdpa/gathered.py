@@ -1,6 +1,6 @@
 """Attention to selected blocks, query by query: the keys of its blocks are gathered for each query.
 
-That moves ``n * l'`` rows a query, which is more than :mod:`flexnsa.attention.key_major` moves if there are many
+That moves ``n * l'`` rows a query, which is more than :mod:`flexnsa.attention.sdpa.key_major` moves if there are many
 queries. For a few, as in decoding, it is less than any loop over blocks costs, and nothing else of the keys is touched.
 """
 
@@ -16,7 +16,7 @@ def gathered_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend to the past tokens of the selected blocks.
 
-    Arguments and result are those of :func:`flexnsa.attention.key_major.selected_attention`.
+    Arguments and result are those of :func:`flexnsa.attention.sdpa.key_major.selected_attention`.
     """
     key, visible = selected_keys(block_indices, token, start, block_size)
     head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)

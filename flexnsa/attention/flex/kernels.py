@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from flexnsa.masks.mods import ScoreMod
-from flexnsa.operators import opaque_operator, refuse_transforms
+from flexnsa.custom_ops import opaque_operator, refuse_transforms
+from flexnsa.masks.user_mods import ScoreMod
 
 TILE = 128
 """Queries and keys of a tile in the dense branches: the size that FlexAttention's kernels are tuned for."""

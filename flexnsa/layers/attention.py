@@ -7,11 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flexnsa.arguments import check_branches
-from flexnsa.attention import flex
-from flexnsa.attention.flex_kernels import check_inputs
-from flexnsa.cache import NSACache
-from flexnsa.checks import (
+from flexnsa.attention.flex import branches as flex
+from flexnsa.attention.flex.kernels import check_inputs
+from flexnsa.config import NSAConfig
+from flexnsa.decoding.cache import NSACache
+from flexnsa.decoding.steps import Step
+from flexnsa.functional import IMPLEMENTATIONS, attend, implementation, native_sparse_attention, prepare_mods
+from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
+from flexnsa.layers.gating import Gate
+from flexnsa.layers.rope import rotate, rotation, turn
+from flexnsa.masks.document import check_document_ids, document_positions, first_tokens
+from flexnsa.masks.intervals import MaskMod
+from flexnsa.masks.user_mods import ScoreMod
+from flexnsa.validation import (
     check_choice,
     check_heads,
     check_layer_input,
@@ -20,16 +29,7 @@ from flexnsa.checks import (
     check_type,
     describe,
 )
-from flexnsa.compression import COMPRESSORS, MeanCompressor
-from flexnsa.config import NSAConfig
-from flexnsa.functional import IMPLEMENTATIONS, attend, implementation, native_sparse_attention, prepare_mods
-from flexnsa.gating import Gate
-from flexnsa.geometry import BRANCHES, num_compressed
-from flexnsa.masks.document import check_document_ids, document_positions, first_tokens
-from flexnsa.masks.intervals import MaskMod
-from flexnsa.masks.mods import ScoreMod
-from flexnsa.masks.steps import Step
-from flexnsa.rope import rotate, rotation, turn
+from flexnsa.validation_of_arguments import check_branches
 
 
 class NativeSparseAttention(nn.Module):

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexnsa.checks import check_number, check_tensor, describe, may_look
+from flexnsa.attention.selection import check_block_indices
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
-from flexnsa.selection import check_block_indices
+from flexnsa.validation import check_number, check_tensor, describe, may_look
 
 
 def check_branches(branches: Sequence[str]) -> tuple[str, ...]:

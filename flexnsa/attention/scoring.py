@@ -12,8 +12,8 @@ from torch import Tensor
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import overlap_band
 from flexnsa.masks.compressed import compressed_intervals
-from flexnsa.masks.mods import ScoreMod, apply_score_mod, compressed_positions, query_positions
-from flexnsa.masks.positions import Positions
+from flexnsa.masks.user_mods import ScoreMod, apply_score_mod, compressed_positions, query_positions
+from flexnsa.positions import Positions
 
 LOG2_E = log2(e)
 """Where lse is at hand, probabilities are powers of two, which a CPU computes three times as fast as those of e."""

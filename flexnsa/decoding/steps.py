@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

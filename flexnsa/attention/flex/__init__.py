@@ -1,0 +1,1 @@
+"""FlexAttention: each branch a block mask that Inductor compiles, to Triton on CUDA and to C++ on a CPU."""
