@@ -1,10 +1,9 @@
 """Native Sparse Attention (arXiv 2502.11089) as FlexAttention block masks: exact, linear in memory, compiled."""
 
-from flexnsa.attention.selection import check_block_indices
+from flexnsa.attention.seam import NSAAux
 from flexnsa.config import NSAConfig
 from flexnsa.decoding.cache import NSACache
 from flexnsa.functional import (
-    NSAAux,
     block_importance,
     compressed_attention,
     native_sparse_attention,
@@ -14,6 +13,7 @@ from flexnsa.functional import (
 )
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.compression import LinearCompressor, MeanCompressor, MLPCompressor
+from flexnsa.mods import MaskMod, ScoreMod
 from flexnsa.packing import (
     cu_seqlens_from_document_ids,
     document_ids_from_attention_mask,
@@ -24,15 +24,18 @@ from flexnsa.packing import (
     position_ids_from_document_ids,
     unpack_padded,
 )
+from flexnsa.validation.arguments import check_block_indices
 
 __all__ = [
     "LinearCompressor",
     "MLPCompressor",
+    "MaskMod",
     "MeanCompressor",
     "NSAAux",
     "NSACache",
     "NSAConfig",
     "NativeSparseAttention",
+    "ScoreMod",
     "block_importance",
     "check_block_indices",
     "compressed_attention",

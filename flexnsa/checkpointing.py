@@ -10,7 +10,9 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-SELECTION_OPERATORS = ("flexnsa.select_in_chunks.default", "flexnsa.select_blocks_triton.default")
+SELECTION_OPERATORS = tuple(
+    f"flexnsa.{name}.default" for name in ("select_in_chunks", "selection_with_mod", "select_blocks_triton")
+)
 
 
 def keep_selection() -> tuple[Any, Any]:

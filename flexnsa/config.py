@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 
 from flexnsa.validation import check_int
 
@@ -48,3 +49,12 @@ class NSAConfig:
                 "num_selected_blocks: expected at least num_init_blocks + num_local_blocks = "
                 f"{self.num_init_blocks} + {self.num_local_blocks} = {forced}, got {self.num_selected_blocks}"
             )
+
+    def to_ints(self) -> tuple[int, ...]:
+        """Write the config as whole numbers, for operators of :mod:`torch.library`, which take no dataclass."""
+        return astuple(self)
+
+    @classmethod
+    def from_ints(cls, sizes: Sequence[int]) -> NSAConfig:
+        """Undo :meth:`to_ints`."""
+        return cls(**{field.name: size for field, size in zip(fields(cls), sizes, strict=True)})

@@ -7,9 +7,8 @@ and forward mode finds 0.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +20,11 @@ from torch.autograd.function import _SingleLevelFunction
 _LIBRARY = torch.library.Library("flexnsa", "FRAGMENT")
 
 
-def opaque_operator(name: str, device: str = "default") -> Callable[[Callable[..., Any]], OpaqueOperator]:
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def opaque_operator(name: str, device: str = "default") -> Callable[[Callable[P, T]], OpaqueOperator[P, T]]:
     """Register a function of tensors and numbers as ``flexnsa::name``; it mutates nothing and returns no view.
 
     Autocast stops at its door: inside, precision is chosen by the function alone.
@@ -30,21 +33,25 @@ def opaque_operator(name: str, device: str = "default") -> Callable[[Callable[..
         name: of the operator.
         device: the only type of device that it runs on, as ``"cuda"``; by default any.
     """
-    return functools.partial(OpaqueOperator, name, device)
+
+    def register(function: Callable[P, T]) -> OpaqueOperator[P, T]:
+        return OpaqueOperator(name, device, function)
+
+    return register
 
 
-class OpaqueOperator:
+class OpaqueOperator(Generic[P, T]):
     """An operator that has the derivatives registered for it and refuses all others; see :func:`opaque_operator`.
 
     The dispatcher asks for derivatives once for every level of ``torch.func``, compiled or not, so this is the one
     place that sees every tangent. (``torch.library.custom_op`` leaves no room there.)
     """
 
-    def __init__(self, name: str, device: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, device: str, function: Callable[P, T]) -> None:
         @_disable_dynamo
-        def kernel(*args: Any) -> Any:
+        def kernel(*args: Any) -> T:
             with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
-                return function(*args)
+                return function(*args)  # pyright: ignore[reportCallIssue]  (keywords have become positions)
 
         self.name = f"{_LIBRARY.ns}::{name}"
         schema = torch.library.infer_schema(function, mutates_args=())
@@ -54,11 +61,11 @@ class OpaqueOperator:
         self._operator = getattr(torch.ops.flexnsa, name).default
         self.register_autograd(self._no_backward, setup_context=lambda *_: None)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the operator."""
-        return self._operator(*args)
+        return self._operator(*args, **kwargs)
 
-    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def register_fake(self, function: Callable[..., T]) -> Callable[..., T]:
         """Register what makes empty results of the right shapes and dtypes."""
         torch.library.register_fake(self.name, function, lib=_LIBRARY)
         return function

@@ -1,55 +1,31 @@
-"""The public functions: check the arguments, choose the implementation, combine the branches."""
+"""The public functions: check the arguments, choose the implementation, let it attend."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexnsa.attention import reference
-from flexnsa.attention.flex import branches as flex
-from flexnsa.attention.flex import decoding as flex_cached
-from flexnsa.attention.flex.kernels import check_inputs
+from flexnsa.attention.implementations import attend, choose_implementation, prepare_mods
 from flexnsa.attention.scoring import block_scores, group_probabilities
-from flexnsa.attention.sdpa import branches as sdpa
-from flexnsa.attention.sdpa import decoding as sdpa_cached
+from flexnsa.attention.seam import Call, Implementation, Keys, NSAAux
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
-from flexnsa.layers.gating import combine
-from flexnsa.masks.document import check_document_ids, document_positions
-from flexnsa.masks.intervals import MaskMod
-from flexnsa.masks.user_mods import ScoreMod, merge_mods
+from flexnsa.masks.document import document_positions
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.positions import Positions
-from flexnsa.validation import check_choice, check_floating, check_positive_int, check_tensor, check_type, describe
-from flexnsa.validation_of_arguments import (
+from flexnsa.validation import check_floating, check_positive_int, check_tensor, check_type, describe
+from flexnsa.validation.arguments import (
     Sizes,
     check_branches,
     check_compressed_keys,
+    check_document_ids,
     check_keys,
-    check_mods,
     check_queries,
     check_scale,
     checked_selection,
 )
-
-IMPLEMENTATIONS: dict[str, Any] = {"flex": flex, "sdpa": sdpa, "reference": reference}
-CACHED_IMPLEMENTATIONS: dict[str, Any] = IMPLEMENTATIONS | {"flex": flex_cached, "sdpa": sdpa_cached}
-"""Where the keys are a cache."""
-
-
-class NSAAux(NamedTuple):
-    """What the branches produced on the way; ``None`` for what was not computed.
-
-    ``block_indices`` int32 ``(B, Hkv, S, n)``; ``out_*`` ``(B, Hq, S, Dv)``; ``lse_cmp`` fp32 ``(B, Hq, S)``.
-    """
-
-    block_indices: Tensor | None
-    out_cmp: Tensor | None
-    out_slc: Tensor | None
-    out_win: Tensor | None
-    lse_cmp: Tensor | None
 
 
 def native_sparse_attention(
@@ -119,82 +95,22 @@ def native_sparse_attention(
     selecting = "slc" in branches and block_indices is None
     length, num_keys = q.shape[2], num_compressed(q.shape[2], config)
     sizes = Sizes()
-    inputs: dict[str, Any] = {"q": q}
     if "slc" in branches:
         sizes = check_keys(q, k, v, ("k", "v"), length, sizes)
-        inputs |= {"k": k, "v": v}
     if "win" in branches:
         sizes = check_keys(q, k_win, v_win, windows, length, sizes)
-        inputs |= dict(zip(windows, (k_win, v_win), strict=True))
     if "cmp" in branches:
         sizes = check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_keys, sizes)
-        inputs |= {"k_cmp": k_cmp, "v_cmp": v_cmp}
     elif selecting:
         check_tensor("k_cmp", k_cmp, (q.shape[0], sizes.heads, num_keys, q.shape[3]), like=q)
     if block_indices is not None:
         if "slc" not in branches:
             raise ValueError(f"block_indices: expected None without the slc branch, got {describe(block_indices)}")
         block_indices = checked_selection(q, block_indices, sizes.heads, config)
-    attention, options = _prepare(inputs, config, scale, score_mod, mask_mod, impl)
-    positions = _positions(q, document_ids, config)
-
-    out, aux = attend(
-        attention,
-        q,
-        k,
-        v,
-        gates,
-        k_cmp=k_cmp,
-        v_cmp=v_cmp,
-        k_win=k_win,
-        v_win=v_win,
-        positions=positions,
-        window_positions=positions,
-        block_indices=block_indices,
-        branches=branches,
-        **options,
-    )
+    implementation, call = _prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
+    keys = Keys(k_cmp, v_cmp, k, v, k_win, v_win)
+    out, aux = attend(implementation, q, keys, gates, call, block_indices=block_indices, branches=branches)
     return (out, aux) if return_aux else out
-
-
-def attend(
-    attention: Any,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    gates: Tensor,
-    *,
-    k_cmp: Tensor | None,
-    v_cmp: Tensor | None,
-    k_win: Tensor | None,
-    v_win: Tensor | None,
-    positions: Positions | None,
-    window_positions: Positions | None,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None = None,
-    block_indices: Tensor | None = None,
-    branches: Sequence[str] = BRANCHES,
-) -> tuple[Tensor, NSAAux]:
-    """Run the branches of an implementation and add them up; the arguments are taken to be right.
-
-    Where :func:`native_sparse_attention` has one query for every key, here ``T`` queries stand anywhere among the
-    keys: ``positions`` says where among those of the selected and the compressed branch, ``window_positions`` where
-    among those of the window, which may be the last few only. Keys that no query may see may be anything finite.
-    """
-    options: dict[str, Any] = {"config": config, "scale": scale, "score_mod": score_mod}
-    lse_cmp = None
-    outputs: dict[str, Tensor] = {}
-    if "cmp" in branches:
-        outputs["cmp"], lse_cmp = attention.compressed_attention(q, k_cmp, v_cmp, positions, **options)
-    if "slc" in branches:
-        if block_indices is None:
-            block_indices = attention.select_blocks(q, k_cmp, lse_cmp, positions, **options)
-        outputs["slc"], _ = attention.selected_attention(q, k, v, block_indices, positions, **options)
-    if "win" in branches:
-        outputs["win"], _ = attention.sliding_window_attention(q, k_win, v_win, window_positions, **options)
-    out = combine(gates, outputs)
-    return out, NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse_cmp)
 
 
 def compressed_attention(
@@ -233,8 +149,10 @@ def compressed_attention(
     check_type("config", config, NSAConfig)
     check_queries(q)
     check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_compressed(q.shape[2], config))
-    attention, options = _prepare({"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp}, config, scale, score_mod, mask_mod, impl)
-    return attention.compressed_attention(q, k_cmp, v_cmp, _positions(q, document_ids, config), **options)
+    implementation, call = _prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
+    implementation.check(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
+    out, lse, _ = implementation.compressed(q, k_cmp, v_cmp, call)
+    return out, lse
 
 
 def block_importance(
@@ -274,9 +192,9 @@ def block_importance(
     check_compressed_keys(q, k_cmp, seq_len, config)
     whole = Positions.of_sequence(seq_len, q.device)
     last = whole.at(slice(seq_len - q.shape[2], None))
-    _, options = _prepare({"q": q, "k_cmp": k_cmp}, config, scale, score_mod, mask_mod, "sdpa")
+    _, call = _prepare(q, config, scale, None, score_mod, mask_mod, "sdpa")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        probs = group_probabilities(q, k_cmp, None, last, **options)
+        probs = group_probabilities(q, k_cmp, None, last, call)
         return block_scores(probs, last, num_blocks=num_blocks(seq_len, config), config=config)
 
 
@@ -318,8 +236,8 @@ def select_blocks(
     check_compressed_keys(q, k_cmp, q.shape[2], config)
     if lse is not None:
         check_tensor("lse", lse, tuple(q.shape[:3]), like=q, dtype=torch.promote_types(q.dtype, torch.float32))
-    attention, options = _prepare({"q": q}, config, scale, score_mod, mask_mod, impl)
-    return attention.select_blocks(q, k_cmp, lse, _positions(q, document_ids, config), **options)
+    implementation, call = _prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
+    return implementation.select(q, k_cmp, call, lse, None)
 
 
 def selected_attention(
@@ -361,8 +279,9 @@ def selected_attention(
     check_queries(q)
     sizes = check_keys(q, k, v, ("k", "v"), q.shape[2])
     block_indices = checked_selection(q, block_indices, sizes.heads, config)
-    attention, options = _prepare({"q": q, "k": k, "v": v}, config, scale, score_mod, mask_mod, impl)
-    return attention.selected_attention(q, k, v, block_indices, _positions(q, document_ids, config), **options)
+    implementation, call = _prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
+    implementation.check(q=q, k=k, v=v)
+    return implementation.selected(q, k, v, block_indices, call)
 
 
 def sliding_window_attention(
@@ -401,53 +320,25 @@ def sliding_window_attention(
     check_type("config", config, NSAConfig)
     check_queries(q)
     check_keys(q, k, v, ("k", "v"), q.shape[2])
-    attention, options = _prepare({"q": q, "k": k, "v": v}, config, scale, score_mod, mask_mod, impl)
-    return attention.sliding_window_attention(q, k, v, _positions(q, document_ids, config), **options)
-
-
-def implementation(impl: str, q: Tensor, *, cached: bool = False) -> Any:
-    """Choose the module that computes the branches, the one place where that is decided."""
-    check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
-    if impl == "auto":
-        impl = "flex" if q.device.type == "cuda" else "sdpa"
-    return (CACHED_IMPLEMENTATIONS if cached else IMPLEMENTATIONS)[impl]
-
-
-def prepare_mods(
-    score_mod: ScoreMod | None, mask_mod: MaskMod | None, x: Tensor, num_heads: int, attention: Any
-) -> ScoreMod | None:
-    """Check the user's mods by calling them once, and make one score_mod of them."""
-    if (score_mod is None and mask_mod is None) or torch.compiler.is_compiling():
-        return merge_mods(score_mod, mask_mod)
-    captures_gradient = check_mods(score_mod, mask_mod, len(x), num_heads, x.device)
-    if captures_gradient and x.device.type == "cpu" and attention in (flex, flex_cached):
-        raise ValueError(
-            "score_mod: captures a tensor that requires a gradient, and FlexAttention has no backward on a CPU; "
-            "use impl='sdpa' or torch.no_grad()"
-        )
-    return merge_mods(score_mod, mask_mod)
+    implementation, call = _prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
+    implementation.check(q=q, k=k, v=v)
+    return implementation.window(q, k, v, call)
 
 
 def _prepare(
-    inputs: dict[str, Tensor],
+    q: Tensor,
     config: NSAConfig,
     scale: float | None,
+    document_ids: Tensor | None,
     score_mod: ScoreMod | None,
     mask_mod: MaskMod | None,
     impl: str,
-) -> tuple[Any, dict[str, Any]]:
-    """Choose the implementation, ask it about the inputs by name, and give the options that each branch takes."""
-    q = inputs["q"]
-    attention, scale = implementation(impl, q), check_scale(q, scale)
-    if attention is flex:
-        check_inputs(**inputs)
-    mod = prepare_mods(score_mod, mask_mod, q, q.shape[1], attention)
-    return attention, {"config": config, "scale": scale, "score_mod": mod}
-
-
-def _positions(q: Tensor, document_ids: Tensor | None, config: NSAConfig) -> Positions | None:
-    """Locate the queries in their documents; ``None`` stands for one whole sequence."""
-    if document_ids is None:
-        return None
-    check_document_ids(document_ids, q.shape[0], q.shape[2], like=q)
-    return document_positions(document_ids, config)
+) -> tuple[Implementation, Call]:
+    """Choose the implementation, and say what its branches share; the queries are one for every key."""
+    implementation, scale = choose_implementation(impl, q), check_scale(q, scale)
+    mod = prepare_mods(score_mod, mask_mod, q, q.shape[1], implementation)
+    positions = None
+    if document_ids is not None:
+        check_document_ids(document_ids, q.shape[0], q.shape[2], like=q)
+        positions = document_positions(document_ids, config)
+    return implementation, Call(config, scale, mod, positions, positions)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexnsa.masks.intervals import MaskMod
-from flexnsa.masks.user_mods import ScoreMod
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.validation import (
     check_device,
     check_int,

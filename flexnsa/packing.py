@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexnsa.masks.document import check_document_ids
 from flexnsa.validation import (
     LARGEST_SIZE,
     check_has_values,
@@ -26,6 +25,7 @@ from flexnsa.validation import (
     is_dense,
     may_look,
 )
+from flexnsa.validation.arguments import check_document_ids
 
 IGNORED = -100
 """The target that ``torch.nn.functional.cross_entropy`` leaves out."""
@@ -171,7 +171,7 @@ def next_token_targets(tokens: Tensor, document_ids: Tensor) -> Tensor:
 def _begins(document_ids: Tensor) -> Tensor:
     """Tell which tokens are the first of their document, bool ``(B, S)``."""
     check_integers("document_ids", document_ids, ("B", "S"))
-    check_document_ids(document_ids, *document_ids.shape)
+    check_document_ids(document_ids, "B", "S")
     return _changes(document_ids, first=True)
 
 

@@ -8,7 +8,7 @@ from cases import SMALL, make_inputs
 from torch import Tensor
 
 from flexnsa import native_sparse_attention, selected_attention
-from flexnsa import validation_of_arguments as arguments
+from flexnsa.validation import arguments
 
 X = {name: x.detach() for name, x in make_inputs(77, batch=2, dtype=torch.float32).named().items()}
 M = 5  # blocks of 77 tokens

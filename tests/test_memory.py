@@ -13,6 +13,7 @@ from cases import SMALL
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexnsa import NSAConfig
+from flexnsa.attention.flex.footprint import FOOTPRINT as FLEX
 from flexnsa.measure.memory import AllocatorProbe, saved_for_backward
 from flexnsa.memory import estimate_decoding, estimate_training, parameter_count
 from flexnsa.memory.training import Precision
@@ -76,9 +77,9 @@ def test_flex_saves_what_the_recorded_gpu_measured(branch: str) -> None:
     for point in points:
         work = Work(config, 1, point["seq_len"], 2, "flex", True)
         # Recorded without the inputs: keys and values, which the window reads as they are.
-        saved = work.branch(branch) - (work.keys() if branch == "win" else 0)
+        saved = FLEX.saved(branch, work.sizes) - (work.sizes.keys(work.length) if branch == "win" else 0)
         # And with the output held, which in a model the gates have let go of by then.
-        peak = saved + work.branch_excess(branch)
+        peak = saved + FLEX.backward(branch, work.sizes)
         estimated = {"saved_mib": saved / 2**20, "peak_mib": peak / 2**20}
         assert estimated == {quantity: pytest.approx(point[quantity], rel=0.001) for quantity in estimated}
 

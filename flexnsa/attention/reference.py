@@ -13,14 +13,14 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from flexnsa.attention.seam import Attended, Call, Compressed
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within
+from flexnsa.masks.user_mods import ScoreMod
 from flexnsa.positions import Positions, positions_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""The user's ``(score, b, h, q_idx, kv_idx)``, a banned pair having the score ``-inf``; see ``masks/mods.py``."""
 
 
 def _without_autocast(function: Callable[P, T]) -> Callable[P, T]:
@@ -67,83 +67,51 @@ def _modified(score_mod: ScoreMod | None, scores: Tensor, query: Tensor, key: Te
     return modified.view_as(scores).to(scores.dtype)
 
 
-def _attend(v: Tensor, scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(v: Tensor, scores: Tensor, visible: Tensor) -> Attended:
     probs, lse = _softmax(scores, visible)
-    return probs.to(v.dtype) @ _repeat_heads(v, scores.shape[1]), lse
+    return Attended(probs.to(v.dtype) @ _repeat_heads(v, scores.shape[1]), lse)
 
 
-def _score_compressed(
-    q: Tensor, k_cmp: Tensor, positions: Positions, *, config: NSAConfig, scale: float, score_mod: ScoreMod | None
-) -> tuple[Tensor, Tensor]:
+def _score_compressed(q: Tensor, k_cmp: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Give the scores of the compressed tokens ``(B, Hq, T, N)`` and which of them are visible, ``(B, 1, T, N)``.
 
     Visible are those of the own document whose last token is not in the future.
     """
+    config, positions = call.config, positions_of(q, call.positions)
     own = torch.arange(k_cmp.shape[2], device=q.device) - positions.cmp_start[..., None]
     query = (positions.token - positions.start)[..., None]
     last_token = own * config.compress_stride + config.compress_block_size - 1
-    scores = _modified(score_mod, _scores(q, k_cmp, scale), query, last_token)
+    scores = _modified(call.score_mod, _scores(q, k_cmp, call.scale), query, last_token)
     return scores, ((own >= 0) & (last_token <= query))[:, None]
 
 
-def _score_tokens(
-    q: Tensor, k: Tensor, positions: Positions, *, scale: float, score_mod: ScoreMod | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _score_tokens(q: Tensor, k: Tensor, positions: Positions | None, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Give the scores of the tokens ``(B, Hq, T, S)`` and the positions of queries and keys, ``(B, T, 1 or S)``."""
+    positions = positions_of(q, positions)
     query = (positions.token - positions.start)[..., None]
     key = torch.arange(k.shape[2], device=k.device) - positions.start[..., None]
-    return _modified(score_mod, _scores(q, k, scale), query, key), query, key
+    return _modified(call.score_mod, _scores(q, k, call.scale), query, key), query, key
 
 
 @_without_autocast
-def compressed_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    positions: Positions | None,
-    *,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None = None,
-) -> tuple[Tensor, Tensor]:
+def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
     """Attend to the compressed tokens that lie wholly in the past (section 3.3.1)."""
-    positions = positions_of(q, positions)
-    scores, visible = _score_compressed(q, k_cmp, positions, config=config, scale=scale, score_mod=score_mod)
-    return _attend(v_cmp, scores, visible)
+    return Compressed(*_attend(v_cmp, *_score_compressed(q, k_cmp, call)))
 
 
 @_without_autocast
-def sliding_window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Positions | None,
-    *,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None = None,
-) -> tuple[Tensor, Tensor]:
+def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
     """Attend to the last ``window_size`` tokens of the document (section 3.3.3)."""
-    scores, query, key = _score_tokens(q, k, positions_of(q, positions), scale=scale, score_mod=score_mod)
-    visible = (key >= 0) & (key <= query) & (key > query - config.window_size)
+    scores, query, key = _score_tokens(q, k, call.window_positions, call)
+    visible = (key >= 0) & (key <= query) & (key > query - call.config.window_size)
     return _attend(v, scores, visible[:, None])
 
 
 @_without_autocast
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    positions: Positions | None,
-    *,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None = None,
-) -> tuple[Tensor, Tensor]:
+def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
     """Attend to the past tokens of the selected blocks (section 3.3.2)."""
-    scores, query, key = _score_tokens(q, k, positions_of(q, positions), scale=scale, score_mod=score_mod)
-    block = key.div(config.select_block_size, rounding_mode="floor")
+    scores, query, key = _score_tokens(q, k, call.positions, call)
+    block = key.div(call.config.select_block_size, rounding_mode="floor")
     selected = torch.zeros(1, dtype=torch.bool, device=k.device)
     for chosen in block_indices.unbind(-1):
         selected = selected | (block[:, None] == chosen[..., None])
@@ -161,45 +129,30 @@ def _overlap_weights(num_keys: int, num_blocks: int, config: NSAConfig, like: Te
 
 
 @_without_autocast
-def block_importance(
-    q: Tensor,
-    k_cmp: Tensor,
-    positions: Positions,
-    *,
-    num_blocks: int,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None = None,
-) -> Tensor:
+def block_importance(q: Tensor, k_cmp: Tensor, call: Call, *, num_blocks: int) -> Tensor:
     """Score every selection block for every query, ``(B, Hkv, T, M)``, never differentiated (Eq. 8 to 10)."""
     num_keys = k_cmp.shape[2]
     with torch.no_grad():
-        scored = _score_compressed(q, k_cmp, positions, config=config, scale=scale, score_mod=score_mod)
-    probs, _ = _softmax(*scored)
-    own = torch.arange(num_keys, device=q.device) + positions.cmp_start[..., None]
+        probs, _ = _softmax(*_score_compressed(q, k_cmp, call))
+    own = torch.arange(num_keys, device=q.device) + positions_of(q, call.positions).cmp_start[..., None]
     probs = torch.nn.functional.pad(probs, (0, 1)).gather(
         -1, own.clamp(max=num_keys)[:, None].expand_as(probs).to(torch.int64)
     )
-    scores = probs @ _overlap_weights(num_keys, num_blocks, config, probs)
+    scores = probs @ _overlap_weights(num_keys, num_blocks, call.config, probs)
     return scores.unflatten(1, (k_cmp.shape[1], -1)).sum(2)
 
 
-def select_blocks(
+def select(
     q: Tensor,
     k_cmp: Tensor,
+    call: Call,
     lse: Tensor | None,  # noqa: ARG001  (the oracle normalises for itself)
-    positions: Positions | None,
-    *,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None = None,
+    importance: Tensor | None,  # noqa: ARG001
 ) -> Tensor:
     """Choose the ``n`` best blocks of each query, forced ones first, a tie to the lower index (section 3.3.2)."""
-    positions = positions_of(q, positions)
+    config, positions = call.config, positions_of(q, call.positions)
     num_blocks = blocks_within(k_cmp.shape[2], config)
-    score = block_importance(
-        q, k_cmp, positions, num_blocks=num_blocks, config=config, scale=scale, score_mod=score_mod
-    )
+    score = block_importance(q, k_cmp, call, num_blocks=num_blocks)
 
     block = torch.arange(num_blocks, device=q.device)
     current = (positions.token - positions.start).div(config.select_block_size, rounding_mode="floor")[:, None, :, None]

@@ -9,42 +9,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import overlap_band
 from flexnsa.masks.compressed import compressed_intervals
-from flexnsa.masks.user_mods import ScoreMod, apply_score_mod, compressed_positions, query_positions
+from flexnsa.masks.user_mods import apply_score_mod, compressed_positions, query_positions
 from flexnsa.positions import Positions
 
 LOG2_E = log2(e)
 """Where lse is at hand, probabilities are powers of two, which a CPU computes three times as fast as those of e."""
 
 
-def group_probabilities(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor | None,
-    positions: Positions,
-    *,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None = None,
-) -> Tensor:
+def group_probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions, call: Call) -> Tensor:
     """Sum ``p_cmp`` over the query heads of each group, fp32 ``(B, Hkv, T, N)`` (Eq. 8 and 10).
 
-    ``lse`` of the compressed branch saves the normalisation where it is at hand.
+    ``positions`` are those of the queries ``q (B, Hq, T, Dk)``, which may be some of the call's only. ``lse`` of the
+    compressed branch saves the normalisation where it is at hand.
     """
-    visible = compressed_intervals(positions, config)
+    visible = compressed_intervals(positions, call.config)
     key = torch.arange(k_cmp.shape[2], dtype=torch.int32, device=q.device)
     hidden = (key < visible.lo[..., None]) | (key >= visible.hi[..., None])  # (B, T, N)
 
-    natural = lse is None or score_mod is not None
+    natural = lse is None or call.score_mod is not None
     unit = 1.0 if natural else LOG2_E
     group = q.shape[1] // k_cmp.shape[1]
-    q_BKRD = (q.float() * (scale * unit)).unflatten(1, (-1, group)).flatten(2, 3)  # a group's heads share their keys
+    # The heads of a group share their keys.
+    q_BKRD = (q.float() * (call.scale * unit)).unflatten(1, (-1, group)).flatten(2, 3)
     scores = (q_BKRD @ k_cmp.float().mT).unflatten(2, (group, -1))
-    if score_mod is not None:
-        place = compressed_positions(key.view(1, 1, 1, -1), positions, config)
-        modified = apply_score_mod(score_mod, scores.flatten(1, 2), query_positions(positions), place)
+    if call.score_mod is not None:
+        place = compressed_positions(key.view(1, 1, 1, -1), positions, call.config)
+        modified = apply_score_mod(call.score_mod, scores.flatten(1, 2), query_positions(positions), place)
         scores = modified.unflatten(1, (-1, group))
     if lse is None:
         scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
@@ -55,7 +49,7 @@ def group_probabilities(
     # Hidden keys may give anything, infinity included; they are cheaper to hide in the sum than in each head.
     shift = lse[..., None] * unit
     # What a mod returns may be a tensor that it captured, or one number seen as many: it is read only.
-    scores = scores.sub_(shift) if score_mod is None else scores - shift
+    scores = scores.sub_(shift) if call.score_mod is None else scores - shift
     probs = scores.exp_() if natural else scores.exp2_()
     return probs.sum(2).masked_fill_(hidden[:, None], 0)
 

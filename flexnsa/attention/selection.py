@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, fields
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.attention.scoring import block_scores, group_probabilities
+from flexnsa.attention.seam import Call
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, side_by_side
 from flexnsa.config import NSAConfig
 from flexnsa.custom_ops import opaque_operator
-from flexnsa.geometry import blocks_within, num_blocks, num_compressed
-from flexnsa.positions import Positions
-from flexnsa.validation import check_has_values, check_positive_int, check_tensor, check_type
+from flexnsa.geometry import blocks_within, num_compressed
+from flexnsa.positions import Positions, positions_of
 
-Probabilities = Callable[[Tensor, Tensor, Tensor | None, Positions], Tensor]
-"""Of ``q, k_cmp, lse`` and the positions: ``p_cmp`` summed over the heads of a group, ``(B, Hkv, T, N)``."""
+Probabilities = Callable[[Tensor, Tensor, Tensor | None, Positions, Call], Tensor]
+"""Of ``q, k_cmp, lse``, the queries' positions and the call: ``p_cmp`` summed over a group, ``(B, Hkv, T, N)``."""
 
 CHUNK = 256
 """Queries scored at a time: peak memory is ``B * Hq * CHUNK * N`` scores."""
@@ -52,72 +49,41 @@ def top_blocks(scores: Tensor, positions: Positions, *, config: NSAConfig) -> Te
     return F.pad(chosen, (0, config.num_selected_blocks - chosen.shape[-1]), value=-1)
 
 
-def check_block_indices(block_indices: Tensor, *, config: NSAConfig, seq_len: int) -> None:
-    """Demand that every row is ascending, unique, within the sequence and padded with -1 on the right.
-
-    Attention does so by itself on a CPU. Elsewhere to look would cost a synchronisation: there, call this for
-    block_indices of your own. A block that begins after its query, or after the end of its document, is allowed: it
-    shows no key. Attention given wrong values that it did not look at means nothing, but reads no memory but the keys.
-
-    Raises:
-        TypeError: not a tensor.
-        ValueError: of another shape or dtype, or a row that is not in order; the message shows the first one.
-    """
-    check_type("config", config, NSAConfig)
-    check_positive_int("seq_len", seq_len)
-    check_tensor("block_indices", block_indices, ("B", "Hkv", "T", config.num_selected_blocks), dtype=torch.int32)
-    check_has_values("block_indices", block_indices)
-    last = num_blocks(seq_len, config)
-    keys = block_indices.masked_fill(block_indices == -1, last)  # padding sorts behind every block
-    ascends = (keys[..., 1:] > keys[..., :-1]) | (keys[..., 1:] == last)
-    wrong = ((keys < 0) | (keys > last)).any(-1) | ~ascends.all(-1) | (block_indices == last).any(-1)
-    if wrong.any():
-        at = tuple(wrong.nonzero()[0].tolist())
-        raise ValueError(
-            f"block_indices: expected rows of ascending blocks below {last}, each once, then -1, "
-            f"got {block_indices[at].tolist()} at {list(at)}"
-        )
-
-
-def select_in_chunks(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions, *, config: NSAConfig, scale: float
-) -> Tensor:
+def select_in_chunks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> Tensor:
     """Score and choose the blocks of every query, int32 ``(B, Hkv, T, n)``, without a gradient.
 
     One opaque operator to the compiler: its loop neither unrolls nor breaks the graph, and a checkpointing policy can
     save its result instead of selecting anew.
     """
+    positions = positions_of(q, call.positions)
     q, k_cmp, lse = q.detach(), k_cmp.detach(), None if lse is None else lse.detach()
     rows = (positions.token, positions.start, positions.cmp_start)
-    return _select_in_chunks(q, k_cmp, lse, *rows, astuple(config), scale)
+    return _select_in_chunks(q, k_cmp, lse, *rows, call.config.to_ints(), call.scale)
 
 
-def select_openly(
+def select_with_mod(
     q: Tensor,
     k_cmp: Tensor,
     lse: Tensor | None,
-    positions: Positions,
+    call: Call,
     *,
-    config: NSAConfig,
-    probabilities: Probabilities,
+    probabilities: Probabilities = group_probabilities,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """As :func:`select_in_chunks`, by a function of the caller's, and in the open.
-
-    For scores with a mod: an operator takes no functions. A compiler unrolls the loop.
+    """As :func:`select_in_chunks`, in the open: an operator takes no functions. A compiler unrolls the loop.
 
     Args:
         q: ``(B, Hq, T, Dk)``.
         k_cmp: ``(B, Hkv, N, Dk)``.
         lse: of the compressed branch with the same mod, or None.
-        positions: of the queries.
-        config: block sizes.
-        probabilities: :func:`flexnsa.attention.scoring.group_probabilities` with all but its tensors given.
+        call: with the mod.
+        probabilities: :func:`flexnsa.attention.scoring.group_probabilities`, perhaps compiled.
         chunk: queries scored at a time.
     """
+    positions = positions_of(q, call.positions)
     q, k_cmp, lse = q.detach(), k_cmp.detach(), None if lse is None else lse.detach()
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return _select(q, k_cmp, lse, positions, config, probabilities, chunk)
+        return _selection_with_mod(_select(q, k_cmp, lse, positions, call, probabilities, chunk))
 
 
 @opaque_operator("select_in_chunks")
@@ -128,16 +94,15 @@ def _select_in_chunks(
     token: Tensor,
     start: Tensor,
     cmp_start: Tensor,
-    sizes: Sequence[int],
+    config: Sequence[int],
     scale: float,
 ) -> Tensor:
-    config = NSAConfig(**{field.name: size for field, size in zip(fields(NSAConfig), sizes, strict=True)})
-    chosen = token.new_empty(*k_cmp.shape[:2], q.shape[2], config.num_selected_blocks)
-    probabilities = functools.partial(group_probabilities, config=config, scale=scale)
+    call = Call(NSAConfig.from_ints(config), scale)
+    chosen = token.new_empty(*k_cmp.shape[:2], q.shape[2], call.config.num_selected_blocks)
 
     def select(q: Tensor, k_cmp: Tensor, chosen: Tensor, *others: Tensor) -> None:
         rows, lse = Positions(*(x[:, 0] for x in others[:3])), [x.flatten(1, 2) for x in others[3:]]
-        chosen.copy_(_select(q.flatten(1, 2), k_cmp, lse[0] if lse else None, rows, config, probabilities, CHUNK))
+        chosen.copy_(_select(q.flatten(1, 2), k_cmp, lse[0] if lse else None, rows, call, group_probabilities, CHUNK))
 
     per_token, per_head = (
         repeated(k_cmp, token, start, cmp_start),
@@ -149,8 +114,29 @@ def _select_in_chunks(
 
 
 @_select_in_chunks.register_fake
-def _(q: Tensor, k_cmp: Tensor, lse: Tensor | None, token: Tensor, *rest: Any) -> Tensor:  # noqa: ARG001
-    return token.new_empty(q.shape[0], k_cmp.shape[1], q.shape[2], rest[2][3])
+def _(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,  # noqa: ARG001
+    token: Tensor,
+    start: Tensor,  # noqa: ARG001
+    cmp_start: Tensor,  # noqa: ARG001
+    config: Sequence[int],
+    scale: float,  # noqa: ARG001
+) -> Tensor:
+    num_selected_blocks = NSAConfig.from_ints(config).num_selected_blocks
+    return token.new_empty(q.shape[0], k_cmp.shape[1], q.shape[2], num_selected_blocks)
+
+
+@opaque_operator("selection_with_mod")
+def _selection_with_mod(block_indices: Tensor) -> Tensor:
+    """Give a selection a name by which a checkpointing policy knows what to save."""
+    return block_indices.clone()
+
+
+@_selection_with_mod.register_fake
+def _(block_indices: Tensor) -> Tensor:
+    return torch.empty_like(block_indices)
 
 
 def _select(
@@ -158,16 +144,16 @@ def _select(
     k_cmp: Tensor,
     lse: Tensor | None,
     positions: Positions,
-    config: NSAConfig,
+    call: Call,
     probabilities: Probabilities,
     chunk: int,
 ) -> Tensor:
-    chosen = []
+    config, chosen = call.config, []
     for at in range(0, q.shape[2], chunk):
         rows = slice(at, at + chunk)
         here = positions.at(rows)
         k_past = k_cmp[:, :, : _keys_until(here, k_cmp.shape[2], config)]
-        probs = probabilities(q[:, :, rows], k_past, None if lse is None else lse[:, :, rows], here)
+        probs = probabilities(q[:, :, rows], k_past, None if lse is None else lse[:, :, rows], here, call)
         width = blocks_within(k_past.shape[2], config)
         chosen.append(top_blocks(block_scores(probs, here, num_blocks=width, config=config), here, config=config))
     return torch.cat(chosen, dim=2)

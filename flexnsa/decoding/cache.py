@@ -8,7 +8,7 @@ a batch may have different lengths. One slot more, at the end of each buffer, ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from flexnsa.validation import (
     check_type,
     may_look,
 )
-from flexnsa.validation_of_arguments import check_branches
+from flexnsa.validation.arguments import check_branches
 
 
 class NSACache:
@@ -291,6 +291,31 @@ class NSACache:
 
     def _reach(self, step: Step) -> None:
         self.reached.copy_(torch.maximum(self.reached, step.after[:, 0]))
+
+
+class CachedKeys:
+    """The keys of a cache and of one step; see :class:`flexnsa.layers.core.KeySource`."""
+
+    def __init__(self, cache: NSACache, step: Step) -> None:
+        self.cache, self.step = cache, step
+
+    def of_tokens(self, name: str, new: Tensor) -> Tensor:
+        """Store them, and give all slots; what is in those of the future is seen by no query."""
+        self.cache.store(name, new, self.step)
+        return self.cache.all(name)
+
+    def of_window(self, name: str, new: Tensor) -> Tensor:
+        """Give the last tokens and the new ones; see :meth:`NSACache.extend`."""
+        return self.cache.extend(name, new, self.step)
+
+    def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add to the tail, compress the blocks that are now complete, if any, and give all compressed ones."""
+        tail = name.replace("cmp", "tail")
+        if self.step.emits:
+            self.cache.store(name, compress(self.cache.extend(tail, new, self.step)), self.step)
+        else:
+            self.cache.keep(tail, new, self.step)
+        return self.cache.all(name)
 
 
 def _names(branches: tuple[str, ...]) -> list[str]:

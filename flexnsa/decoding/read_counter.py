@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flexnsa.config import NSAConfig
+from flexnsa.attention.seam import Call, Keys, given
 from flexnsa.geometry import BRANCHES
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.window import window_intervals
-from flexnsa.positions import Positions
 
 
 @dataclass(slots=True)
@@ -28,28 +27,22 @@ class ReadCounter:
     keys: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BRANCHES, 0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BRANCHES, 0))
 
-    def record(
-        self,
-        kept: dict[str, Tensor],
-        positions: Positions,
-        window_positions: Positions,
-        block_indices: Tensor | None,
-        config: NSAConfig,
-    ) -> None:
-        """Add one call: the keys and values ``kept`` by name, where its queries stood and what they selected."""
+    def record(self, keys: Keys, call: Call, block_indices: Tensor | None) -> None:
+        """Add one call: the keys and values that were given, where its queries stood and what they selected."""
         counts = {}
-        if "k_cmp" in kept:
-            counts["cmp"] = _width(compressed_intervals(positions, config)) * kept["k_cmp"].shape[1]
-        if "k_win" in kept:
-            counts["win"] = _width(window_intervals(window_positions, config)) * kept["k_win"].shape[1]
+        if keys.k_cmp is not None:
+            positions = given(call.positions)
+            counts["cmp"] = _width(compressed_intervals(positions, call.config)) * keys.k_cmp.shape[1]
+        if keys.k_win is not None:
+            window = given(call.window_positions)
+            counts["win"] = _width(window_intervals(window, call.config)) * keys.k_win.shape[1]
         if block_indices is not None:
-            first = block_indices * config.select_block_size
-            past = (positions.token[:, None, :, None] - positions.start[:, None, :, None] + 1 - first).clamp(
-                0, config.select_block_size
-            )
+            size, positions = call.config.select_block_size, given(call.positions)
+            own = (positions.token - positions.start)[:, None, :, None]
+            past = (own + 1 - block_indices * size).clamp(0, size)
             counts["slc"] = int(torch.where(block_indices >= 0, past, 0).sum())
         for tag, count in counts.items():
-            rows = [kept[name] for name in (f"k_{tag}", f"v_{tag}") if name in kept]
+            rows = [x for name in (f"k_{tag}", f"v_{tag}") if (x := getattr(keys, name)) is not None]
             self.keys[tag] += count
             self.bytes[tag] += count * sum(x.shape[3] * x.itemsize for x in rows)
 

@@ -1,4 +1,4 @@
-"""The attention layer: projections, compression, gates and rotary embedding around :mod:`flexnsa.functional`."""
+"""The attention layer: projections, compressors and gates around :mod:`flexnsa.layers.core`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.flex import branches as flex
-from flexnsa.attention.flex.kernels import check_inputs
+from flexnsa.attention.implementations import IMPLEMENTATIONS, choose_implementation, prepare_mods
+from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
-from flexnsa.decoding.cache import NSACache
+from flexnsa.decoding.cache import CachedKeys, NSACache
 from flexnsa.decoding.steps import Step
-from flexnsa.functional import IMPLEMENTATIONS, attend, implementation, native_sparse_attention, prepare_mods
-from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
+from flexnsa.layers.core import Compressors, Heads, RowKeys, RowLayout, attend_heads, row_layout
 from flexnsa.layers.gating import Gate
-from flexnsa.layers.rope import rotate, rotation, turn
-from flexnsa.masks.document import check_document_ids, document_positions, first_tokens
-from flexnsa.masks.intervals import MaskMod
-from flexnsa.masks.user_mods import ScoreMod
+from flexnsa.layers.rope import rope_tables
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.validation import (
     check_choice,
     check_heads,
@@ -29,7 +27,7 @@ from flexnsa.validation import (
     check_type,
     describe,
 )
-from flexnsa.validation_of_arguments import check_branches
+from flexnsa.validation.arguments import check_branches, check_document_ids
 
 
 class NativeSparseAttention(nn.Module):
@@ -117,6 +115,7 @@ class NativeSparseAttention(nn.Module):
         mask_mod: MaskMod | None = None,
         cache: NSACache | None = None,
         lengths: Tensor | None = None,
+        layout: RowLayout | None = None,
     ) -> Tensor:
         """Attend within each sequence of ``x (B, S, dim)``, or within each document of packed sequences.
 
@@ -128,6 +127,7 @@ class NativeSparseAttention(nn.Module):
             cache: of :meth:`new_cache`; it then holds x as well. Needs ``torch.no_grad()``.
             lengths: int ``(B,)``, with a cache only: the first ``lengths[b]`` tokens of row ``b`` are real, the others
                 padding that the cache forgets and whose output means nothing.
+            layout: of :meth:`layout`, in place of ``document_ids``: made once for the layers of a model.
 
         Raises:
             TypeError: an argument is not of its kind.
@@ -137,10 +137,16 @@ class NativeSparseAttention(nn.Module):
         if cache is None:
             if lengths is not None:
                 raise ValueError(f"lengths: expected None without a cache, got {describe(lengths)}")
-            out = self._attend_whole(x, document_ids, score_mod, mask_mod)
+            if layout is None:
+                if document_ids is not None:
+                    check_document_ids(document_ids, *x.shape[:2], like=x)
+                layout = self.layout(x.shape[1], document_ids)
+            elif document_ids is not None:
+                raise ValueError(f"document_ids: expected None with a layout, got {describe(document_ids)}")
+            out = self._attend_row(x, layout, score_mod, mask_mod)
         else:
             self._check_cache(x, cache, document_ids)
-            out = self._attend_next(x, cache, lengths, score_mod, mask_mod)
+            out = self._attend_step(x, cache, lengths, score_mod, mask_mod)
         return self.w_o(out.transpose(1, 2).flatten(2))
 
     def new_cache(
@@ -161,40 +167,42 @@ class NativeSparseAttention(nn.Module):
             device=weight.device,
         )
 
-    def _attend_whole(
-        self, x: Tensor, document_ids: Tensor | None, score_mod: ScoreMod | None, mask_mod: MaskMod | None
-    ) -> Tensor:
-        """Attend within whole sequences; the heads' outputs ``(B, Hq, S, Dv)``."""
-        if implementation(self.impl, x) is flex and not torch.compiler.is_compiling():
-            check_inputs(x=x, **dict(self.named_parameters()))
-        token, block, blocks = self._places(x, document_ids)
-        q = rotate(self._heads("w_q", x), token, self.rope_base)
-        k = {tag: self._heads(f"w_k_{tag}", x) for tag in self.branches}
-        v = {tag: self._heads(f"w_v_{tag}", x) for tag in self.branches}
-        scored = k.get("cmp", k.get("slc"))
-        k_cmp = None if scored is None else rotate(self.phi_k(scored, blocks), block, self.rope_base)
-        v_cmp = self.phi_v(v["cmp"], blocks) if "cmp" in v else None
-        k = {tag: rotate(k[tag], token, self.rope_base) for tag in k if tag != "cmp"}
-        out = native_sparse_attention(
-            q,
-            k.get("slc"),
-            v.get("slc"),
-            self._gates(x),
-            k_cmp=k_cmp,
-            v_cmp=v_cmp,
-            k_win=k.get("win"),
-            v_win=v.get("win"),
+    def layout(self, seq_len: int, document_ids: Tensor | None = None) -> RowLayout:
+        """Lay out rows of ``seq_len`` tokens for :meth:`forward`; layers of the same sizes can share one.
+
+        Args:
+            seq_len: ``S``.
+            document_ids: as in :meth:`forward`.
+
+        Raises:
+            TypeError: ``document_ids`` is no tensor.
+            ValueError: it is of another shape or dtype, or decreases.
+        """
+        if document_ids is not None:
+            check_document_ids(document_ids, "B", seq_len, like=self.w_q.weight)
+        weight = self.w_q.weight
+        return row_layout(
+            seq_len,
+            document_ids,
             config=self.config,
-            document_ids=document_ids,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            branches=self.branches,
-            impl=self.impl,
+            head_dim=self.head_dim,
+            rope_base=self.rope_base,
+            dtype=torch.promote_types(weight.dtype, torch.float32),
+            device=weight.device,
         )
-        assert isinstance(out, Tensor)
+
+    def _attend_row(self, x: Tensor, layout: RowLayout, score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> Tensor:
+        """Attend within whole rows; the heads' outputs ``(B, Hq, S, Dv)``."""
+        implementation = choose_implementation(self.impl, x)
+        if not torch.compiler.is_compiling():
+            implementation.check(x=x, **dict(self.named_parameters()))
+        mod = prepare_mods(score_mod, mask_mod, x, self.num_heads, implementation)
+        call = Call(self.config, self.head_dim**-0.5, mod, layout.positions, layout.window_positions)
+        heads, compressors = self._project(x), self._compressors()
+        out, _, _ = attend_heads(heads, layout, compressors, RowKeys(), implementation, call, self.branches)
         return out
 
-    def _attend_next(
+    def _attend_step(
         self,
         x: Tensor,
         cache: NSACache,
@@ -203,59 +211,32 @@ class NativeSparseAttention(nn.Module):
         mask_mod: MaskMod | None,
     ) -> Tensor:
         """Put tokens into the cache and attend from them to all of it; the heads' outputs ``(B, Hq, T, Dv)``."""
-        attention = implementation(self.impl, x, cached=True)
-        mod = prepare_mods(score_mod, mask_mod, x, self.num_heads, attention)
+        implementation = choose_implementation(self.impl, x, cached=True)
+        mod = prepare_mods(score_mod, mask_mod, x, self.num_heads, implementation)
         step = cache.begin(x.shape[1], lengths, ordered=mod is not None)
-        here = rotation(step.positions.token, self.head_dim, self.rope_base)
-        q = turn(self._heads("w_q", x), *here)
-        k = {tag: self._heads(f"w_k_{tag}", x) for tag in self.branches}
-        v = {tag: self._heads(f"w_v_{tag}", x) for tag in self.branches}
-        cache.require(dtype=q.dtype)
-        kept: dict[str, Tensor] = {}
-        if "cmp" in k or "slc" in k:
-            kept["k_cmp"] = self._compress_next("k", k["cmp" if "cmp" in k else "slc"], cache, step)
-        if "cmp" in k:
-            kept["v_cmp"] = self._compress_next("v", v["cmp"], cache, step)
-        if "slc" in k:
-            cache.store("k_slc", turn(k["slc"], *here), step)
-            cache.store("v_slc", v["slc"], step)
-            kept |= {name: cache.all(name) for name in ("k_slc", "v_slc")}
-        if "win" in k:
-            kept["k_win"] = cache.extend("k_win", turn(k["win"], *here), step)
-            kept["v_win"] = cache.extend("v_win", v["win"], step)
-        out, aux = attend(
-            attention,
-            q,
-            kept.get("k_slc"),
-            kept.get("v_slc"),
-            self._gates(x),
-            k_cmp=kept.get("k_cmp"),
-            v_cmp=kept.get("v_cmp"),
-            k_win=kept.get("k_win"),
-            v_win=kept.get("v_win"),
-            positions=step.positions,
-            window_positions=step.window_positions,
-            config=self.config,
-            scale=self.head_dim**-0.5,
-            score_mod=mod,
-            branches=self.branches,
-        )
+        heads, compressors = self._project(x), self._compressors()
+        cache.require(dtype=heads.q.dtype)
+        layout = self._step_layout(step, torch.promote_types(x.dtype, torch.float32))
+        call = Call(self.config, self.head_dim**-0.5, mod, step.positions, step.window_positions)
+        source = CachedKeys(cache, step)
+        out, keys, aux = attend_heads(heads, layout, compressors, source, implementation, call, self.branches)
         if cache.reads is not None:
-            cache.reads.record(kept, step.positions, step.window_positions, aux.block_indices, self.config)
+            cache.reads.record(keys, call, aux.block_indices)
         cache.end(step)
         return out.masked_fill(step.lost[:, None, :, None], torch.nan)
 
-    def _compress_next(self, letter: str, raw: Tensor, cache: NSACache, step: Step) -> Tensor:
-        """Add tokens to the raw tail, compress the blocks that they complete, and give all compressed ones."""
-        if not step.emits:
-            cache.keep(f"{letter}_tail", raw, step)
-        else:
-            tail = cache.extend(f"{letter}_tail", raw, step)
-            new = self.get_submodule(f"phi_{letter}")(tail, step.first_tokens)
-            if letter == "k":
-                new = rotate(new, step.block * self.config.compress_stride, self.rope_base)
-            cache.store(f"{letter}_cmp", new, step)
-        return cache.all(f"{letter}_cmp")
+    def _step_layout(self, step: Step, dtype: torch.dtype) -> RowLayout:
+        """Lay out the tokens of a step, and the compressed ones that they complete."""
+        stride = self.config.compress_stride
+        tokens, blocks = (
+            rope_tables(x, self.head_dim, self.rope_base, dtype=dtype)
+            for x in (step.positions.token, step.block * stride)
+        )
+        return RowLayout(tokens, blocks, step.first_tokens, step.positions, step.window_positions)
+
+    def _compressors(self) -> Compressors:
+        phi_k, phi_v = (getattr(self, name, None) for name in ("phi_k", "phi_v"))
+        return Compressors(phi_k, phi_v)
 
     def _check_cache(self, x: Tensor, cache: NSACache, document_ids: Tensor | None) -> None:
         check_type("cache", cache, NSACache)
@@ -273,22 +254,15 @@ class NativeSparseAttention(nn.Module):
             device=x.device,
         )
 
+    def _project(self, x: Tensor) -> Heads:
+        """Project to the heads of all branches, and their gates."""
+        k, v = ({tag: self._heads(f"w_{kind}_{tag}", x) for tag in self.branches} for kind in "kv")
+        return Heads(self._heads("w_q", x), k, v, self._gates(x))
+
     def _heads(self, projection: str, x: Tensor) -> Tensor:
         """Project and split into heads, ``(B, H, S, D)``."""
         heads = self.num_heads if projection == "w_q" else self.num_kv_heads
         return self.get_submodule(projection)(x).unflatten(-1, (heads, -1)).transpose(1, 2)
-
-    def _places(self, x: Tensor, document_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Locate tokens and compressed tokens in their documents, for RoPE; and, in packed rows, among all tokens."""
-        length = num_compressed(x.shape[1], self.config)
-        if document_ids is None:
-            token = torch.arange(x.shape[1], device=x.device)
-            return token, torch.arange(length, device=x.device) * self.config.compress_stride, None
-        check_document_ids(document_ids, *x.shape[:2], like=x)
-        positions = document_positions(document_ids, self.config)
-        blocks = first_tokens(positions, length, self.config)
-        token = positions.token - positions.start
-        return token, token.gather(1, blocks.to(torch.int64)), blocks
 
     def _gates(self, x: Tensor) -> Tensor:
         """Put the gates of the layer's branches in their columns; a branch that does not exist has 0."""

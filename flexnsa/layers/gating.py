@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from flexnsa.geometry import BRANCHES
 from flexnsa.validation import check_choice
 
 GATES = ("sigmoid", "softmax")
@@ -40,10 +39,3 @@ class Gate(nn.Module):
         """Give the gates of each head and branch, ``(B, num_heads, S, num_branches)``."""
         logits = self.linear(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         return logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
-
-
-def combine(gates: Tensor, outputs: dict[str, Tensor]) -> Tensor:
-    """Add up the branches, each ``(B, Hq, S, Dv)``, weighted by its column of ``gates (B, Hq, S, 3)`` (Eq. 5)."""
-    columns = dict(zip(BRANCHES, gates.unbind(-1), strict=True))
-    first, *others = (columns[tag].to(out.dtype)[..., None] * out for tag, out in outputs.items())
-    return sum(others, first)

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Turn the pairs ``(x[i], x[i + D/2])`` of each head by the token's position.
+class RopeTables(NamedTuple):
+    """Cosines and sines of the angles of ``T`` positions, ``(T, D / 2)`` or ``(B, 1, T, D / 2)``."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rope_tables(
+    positions: Tensor, dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.float32
+) -> RopeTables:
+    """Tabulate the angles by which heads are turned.
 
     Args:
-        x: ``(B, H, T, D)``, D even.
         positions: int ``(T,)`` or ``(B, T)``, in tokens.
+        dim: ``D`` of the heads, even.
         base: wavelength scale; pair ``i`` turns by ``position * base ** (-2i / D)`` radians.
-
-    Returns:
-        The shape and dtype of x; computed in fp32.
+        dtype: of the tables; that in which heads will be turned.
     """
-    return turn(x, *rotation(positions, x.shape[-1], base))
-
-
-def rotation(positions: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Give the cosines and sines of :func:`rotate`, fp64 ``(T, dim / 2)`` or ``(B, 1, T, dim / 2)``."""
     # fp64 angles: in fp32 a position of a million would be off by 0.06 radians.
     frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
     angle = positions[..., None].to(torch.float64) * frequency
     if positions.dim() == 2:
         angle = angle[:, None]
-    return angle.cos(), angle.sin()
+    return RopeTables(angle.cos().to(dtype), angle.sin().to(dtype))
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs of each head of ``x (B, H, T, D)`` by a :func:`rotation`."""
+def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:
+    """Turn the pairs ``(x[i], x[i + D/2])`` of each head of ``x (B, H, T, D)``; computed in fp32 or wider."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.to(dtype), sin.to(dtype)
+    cos, sin = tables.cos.to(dtype), tables.sin.to(dtype)
     first, second = x.to(dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
-from flexnsa.validation import check_integers, may_look
 
 
 def document_positions(document_ids: Tensor, config: NSAConfig) -> Positions:
@@ -22,24 +21,6 @@ def document_positions(document_ids: Tensor, config: NSAConfig) -> Positions:
     completed = _completes_block(token - start, config).cumsum(1, dtype=torch.int32)
     before_document = torch.nn.functional.pad(completed, (1, 0)).gather(1, start.to(torch.int64))
     return Positions(token.contiguous(), start, before_document)
-
-
-def check_document_ids(document_ids: Tensor, batch: int, seq_len: int, like: Tensor | None = None) -> None:
-    """Demand int ids ``(B, S)`` on the device of q; that they never decrease is checked where looking is free.
-
-    Raises:
-        TypeError: not a tensor.
-        ValueError: of another shape or dtype, or decreasing.
-    """
-    check_integers("document_ids", document_ids, (batch, seq_len), like=like)
-    if may_look(document_ids):
-        falls = (document_ids[:, 1:] < document_ids[:, :-1]).nonzero()
-        if len(falls):
-            row, at = falls[0].tolist()
-            before, after = document_ids[row, at : at + 2].tolist()
-            raise ValueError(
-                f"document_ids: expected ids that never decrease, got {before} before {after} at [{row}, {at}]"
-            )
 
 
 def first_tokens(positions: Positions, num_compressed: int, config: NSAConfig) -> Tensor:

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+DENSE_TILE = 128
+"""Queries and keys of a tile in the dense branches: the size that FlexAttention's kernels are tuned for."""
+
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""The user's ``(b, h, q_idx, kv_idx)`` to bool, or FlexAttention's, in the coordinates of a kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ def interval_block_mask(
     num_keys: int,
     *,
     widths: tuple[int, int] | None,
-    block_size: tuple[int, int] = (128, 128),
+    block_size: tuple[int, int] = (DENSE_TILE, DENSE_TILE),
     mask_mod: MaskMod | None = None,
 ) -> BlockMask:
     """Build the BlockMask of ``intervals`` with memory linear in queries and keys.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.config import NSAConfig
-from flexnsa.masks.intervals import Intervals
+from flexnsa.masks.intervals import DENSE_TILE, Intervals, interval_block_mask, tiles_touched
 from flexnsa.positions import Positions
 
 
@@ -13,3 +17,18 @@ def window_intervals(positions: Positions, config: NSAConfig) -> Intervals:
     """Give the keys ``t - w + 1 .. t``, none before the document's first token, nor before key 0."""
     lo = torch.maximum(positions.start, positions.token - (config.window_size - 1)).clamp_min(0)
     return Intervals(lo, positions.token + 1)
+
+
+def window_mask(
+    positions: Positions | None, seq_len: int, num_keys: int, config: NSAConfig, device: torch.device
+) -> BlockMask:
+    """Build the mask of ``seq_len`` queries at ``positions``, None for one whole sequence, among ``num_keys`` keys."""
+    window = operator.index(config.window_size)
+
+    def recent(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+        return (kv_idx <= q_idx) & (q_idx < kv_idx + window)
+
+    rows = positions or Positions.of_sequence(seq_len, device)
+    mask_mod = recent if positions is None else None
+    widest = tiles_touched(DENSE_TILE + window - 1, DENSE_TILE)
+    return interval_block_mask(window_intervals(rows, config), num_keys, widths=(widest, widest), mask_mod=mask_mod)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexnsa.memory.weights import layer_weights, parameter_count
-from flexnsa.memory.work import Work
+from flexnsa.memory.work import FOOTPRINTS, Work
 from flexnsa.models.config import DecoderConfig
 from flexnsa.validation import check_choice, check_positive_int, check_type
 
 Precision = Literal["fp32", "bf16"]
-IMPLEMENTATIONS = ("sdpa", "flex")
+IMPLEMENTATIONS = tuple(FOOTPRINTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,10 @@ def estimate_training(
     saved_by = work.saved_by()
     layer = sum(saved_by.values())
     held = [work.checkpoint() if config.is_checkpointed(index) else layer for index in range(config.num_layers)]
-    saved = sum(held) + work.saved_outside()
+    # A checkpoint holds the tables that its layers share without saving them.
+    tables = work.rotary_tables()
+    saved = sum(held) + work.saved_outside() + (tables if layer in held else 0)
+    kept = saved + (0 if layer in held else tables)
     # Autocast keeps what it has cast to the end of forward, also where a checkpointed layer does not.
     cached = saved_by["weights, cast"] * sum(map(config.is_checkpointed, range(config.num_layers)))
     return MemoryEstimate(
@@ -72,8 +75,8 @@ def estimate_training(
         optimizer=2 * parameters,
         saved=saved,
         saved_by=saved_by,
-        after_forward=parameters + saved,
-        peak_forward=moments + parameters + saved + cached + work.forward_excess(held[-1] == layer),
+        after_forward=parameters + kept,
+        peak_forward=moments + parameters + kept + cached + work.forward_excess(held[-1] == layer),
         peak_training=moments + parameters + _peak_backward(work, held, layer),
     )
 
@@ -86,9 +89,11 @@ def _peak_backward(work: Work, held: list[int], layer: int) -> int:
     """
     layer_gradients = 4 * sum(layer_weights(work.config).values())
     head_gradients = 4 * work.config.dim * (work.config.vocab_size + 1)
-    moments = [sum(held) + work.saved_outside() + work.head_excess() + head_gradients]
+    outside = work.saved_outside() + work.rotary_tables()
+    moments = [sum(held) + outside + work.head_excess() + head_gradients]
     for index in {0, len(held) - 1}:
-        below = sum(held[:index]) + work.embedded() + (len(held) - 1 - index) * layer_gradients + head_gradients
+        below = sum(held[:index]) + work.embedded() + work.rotary_tables()
+        below += (len(held) - 1 - index) * layer_gradients + head_gradients
         # A checkpointed layer keeps its input while it is computed anew.
         own = layer + (held[index] if work.config.is_checkpointed(index) else 0)
         moments += [below + own + excess for excess in work.backward_excess()]

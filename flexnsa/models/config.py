@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+from flexnsa.attention.implementations import IMPLEMENTATIONS
 from flexnsa.config import NSAConfig
-from flexnsa.functional import IMPLEMENTATIONS
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS
 from flexnsa.layers.gating import check_gate
@@ -18,7 +18,7 @@ from flexnsa.validation import (
     check_type,
     describe,
 )
-from flexnsa.validation_of_arguments import check_branches
+from flexnsa.validation.arguments import check_branches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,8 +113,9 @@ class DecoderConfig:
         """
         _check_keys("values", values, cls)
         _check_keys("values['nsa']", values["nsa"], NSAConfig)
-        tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**values | tuples | {"nsa": NSAConfig(**values["nsa"])})
+        read: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+        read["nsa"] = NSAConfig(**values["nsa"])
+        return cls(**read)
 
 
 def _check_keys(name: str, values: Any, cls: type) -> None:

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from flexnsa.checkpointing import keep_selection
 from flexnsa.decoding.cache import NSACache
 from flexnsa.layers.attention import NativeSparseAttention
-from flexnsa.masks.intervals import MaskMod
-from flexnsa.masks.user_mods import ScoreMod
+from flexnsa.layers.core import RowLayout
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.models.config import DecoderConfig
-from flexnsa.models.dense import DenseAttention, DenseCache
+from flexnsa.models.dense import DenseAttention, DenseCache, DenseLayout
 from flexnsa.models.generation import generate_tokens
 from flexnsa.validation import check_lengths, check_tokens, check_type, describe
+from flexnsa.validation.arguments import check_document_ids
 
 
 class DecoderLM(nn.Module):
@@ -81,13 +83,19 @@ class DecoderLM(nn.Module):
                 CPU), or another argument does not fit; the message names it.
         """
         self._check(tokens, caches, lengths)
-        options: dict[str, Any] = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
+        options: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod}
+        if caches is not None:
+            options |= {"document_ids": document_ids, "lengths": lengths}
+        else:
+            options["layout"] = self._layout(tokens, document_ids)
         x = self.embedding(tokens)
         for index, layer in enumerate(self.layers):
             if caches is not None:
-                x = layer(x, cache=caches[index], lengths=lengths, **options)
+                x = layer(x, cache=caches[index], **options)
             elif self.training and self.config.is_checkpointed(index):
-                x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False, **options)
+                x = checkpoint(
+                    layer, x, use_reentrant=False, preserve_rng_state=False, context_fn=keep_selection, **options
+                )
             else:
                 x = layer(x, **options)
         return self.head(self.norm(x))
@@ -107,6 +115,12 @@ class DecoderLM(nn.Module):
             raise ValueError(f"caches: expected rows for the {len(tokens)} of tokens, got {came}")
         if lengths is not None:
             check_lengths(lengths, tokens)
+
+    def _layout(self, tokens: Tensor, document_ids: Tensor | None) -> RowLayout | DenseLayout:
+        """Say once for all layers where the tokens stand."""
+        if document_ids is not None:
+            check_document_ids(document_ids, *tokens.shape, like=tokens)
+        return cast("DecoderLayer", self.layers[0]).attention.layout(tokens.shape[1], document_ids)
 
     def new_caches(
         self, batch_size: int, max_seq_len: int, *, dtype: torch.dtype | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,8 @@ from torch.nn import functional as F
 
 from flexnsa.config import NSAConfig
 from flexnsa.functional import sliding_window_attention
-from flexnsa.layers.rope import rotate
-from flexnsa.masks.document import check_document_ids
-from flexnsa.masks.intervals import MaskMod
-from flexnsa.masks.user_mods import ScoreMod
+from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.packing import position_ids_from_document_ids
 from flexnsa.validation import (
     check_device,
@@ -26,6 +24,7 @@ from flexnsa.validation import (
     check_type,
     describe,
 )
+from flexnsa.validation.arguments import check_document_ids
 
 
 class DenseCache:
@@ -70,6 +69,13 @@ class DenseCache:
             buffer[rows, :, slot] = new.transpose(1, 2)
         self.lengths.copy_(end)
         return (torch.arange(self.max_seq_len, device=k.device) <= place[..., None])[:, None]
+
+
+class DenseLayout(NamedTuple):
+    """Where tokens stand, the same in every layer: rotary tables, and the documents of packed rows ``(B, S)``."""
+
+    tokens: RopeTables
+    document_ids: Tensor | None
 
 
 class DenseAttention(nn.Module):
@@ -127,6 +133,7 @@ class DenseAttention(nn.Module):
         mask_mod: MaskMod | None = None,
         cache: DenseCache | None = None,
         lengths: Tensor | None = None,
+        layout: DenseLayout | None = None,
     ) -> Tensor:
         """Attend from every token to itself and all before it; arguments as :class:`flexnsa.NativeSparseAttention`."""
         check_layer_input(x, self.w_q.weight)
@@ -139,23 +146,31 @@ class DenseAttention(nn.Module):
             out = self._attend_next(x, cache, lengths)
         elif lengths is not None:
             raise ValueError(f"lengths: expected None without a cache, got {describe(lengths)}")
-        elif given:
-            out = self._attend_wide_window(x, **given)
         else:
-            q, k, v = self._project(x, torch.arange(x.shape[1], device=x.device))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            layout = self.layout(x.shape[1], document_ids) if layout is None else layout
+            q, k, v = self._project(x, layout.tokens)
+            if layout.document_ids is not None or score_mod is not None or mask_mod is not None:
+                # A window of all tokens: unlike flash attention, it knows documents and mods, in linear memory.
+                config = NSAConfig(window_size=x.shape[1])
+                options = {"document_ids": layout.document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
+                out, _ = sliding_window_attention(q, k, v, config=config, **options)
+            else:
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.w_o(out.transpose(1, 2).flatten(2))
 
-    def _attend_wide_window(self, x: Tensor, document_ids: Tensor | None = None, **mods: Any) -> Tensor:
-        """Attend by a window of all tokens: unlike flash attention, it knows documents and mods, in linear memory."""
-        position = torch.arange(x.shape[1], device=x.device)
-        if document_ids is not None:
-            check_document_ids(document_ids, *x.shape[:2], like=x)
+    def layout(self, seq_len: int, document_ids: Tensor | None = None) -> DenseLayout:
+        """Lay out rows of ``seq_len`` tokens, for all layers of a model."""
+        weight = self.w_q.weight
+        if document_ids is None:
+            position = torch.arange(seq_len, device=weight.device)
+        else:
+            check_document_ids(document_ids, "B", seq_len, like=weight)
             position = position_ids_from_document_ids(document_ids)
-        q, k, v = self._project(x, position)
-        config = NSAConfig(window_size=x.shape[1])
-        out, _ = sliding_window_attention(q, k, v, config=config, document_ids=document_ids, **mods)
-        return out
+        return DenseLayout(self._tables(position), document_ids)
+
+    def _tables(self, position: Tensor) -> RopeTables:
+        dtype = torch.promote_types(self.w_q.weight.dtype, torch.float32)
+        return rope_tables(position, self.head_dim, self.rope_base, dtype=dtype)
 
     def _check_cache(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> None:
         check_type("cache", cache, DenseCache)
@@ -171,16 +186,17 @@ class DenseAttention(nn.Module):
 
     def _attend_next(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
         """Attend from tokens that follow those of the cache, which then holds them too."""
-        q, k, v = self._project(x, cache.lengths[:, None] + torch.arange(x.shape[1], device=x.device))
+        position = cache.lengths[:, None] + torch.arange(x.shape[1], device=x.device)
+        q, k, v = self._project(x, self._tables(position))
         visible = cache.append(k, v, lengths)
         k, v = cache.k[:, :, :-1], cache.v[:, :, :-1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
 
-    def _project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
         """Give q, k and v ``(B, H, S, D)``, the first two turned at their positions."""
         q = _split_heads(self.w_q(x), self.num_heads)
         k, v = (_split_heads(linear(x), self.num_kv_heads) for linear in (self.w_k, self.w_v))
-        return rotate(q, position, self.rope_base), rotate(k, position, self.rope_base), v
+        return apply_rope(q, tables), apply_rope(k, tables), v
 
 
 def _split_heads(x: Tensor, num_heads: int) -> Tensor:

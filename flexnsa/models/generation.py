@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexnsa.models.sampling import Sampling
 from flexnsa.validation import check_integers, check_positive_int, check_seed, check_tokens, check_type, describe
-
-if TYPE_CHECKING:
-    from flexnsa.models.decoder import DecoderLM
 
 OnToken = Callable[[int, int], object]
 """Called with the row of a token and the token, as soon as it is sure to stay."""
@@ -21,9 +18,26 @@ StopTokens = Iterable[int | Sequence[int]]
 """Tokens, or sequences of tokens such as the bytes of a character, that end a row."""
 
 
+class LanguageModel(Protocol):
+    """What generation asks of a model, as :class:`flexnsa.models.DecoderLM` gives it."""
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Of tokens; it says how many there are and on which device."""
+        ...
+
+    def __call__(self, tokens: Tensor, *, caches: Any = None, lengths: Tensor | None = None) -> Tensor:
+        """Give logits ``(B, T, vocab_size)``."""
+        ...
+
+    def new_caches(self, batch_size: int, max_seq_len: int) -> Any:
+        """Make an empty cache for every layer."""
+        ...
+
+
 @torch.no_grad()
 def generate_tokens(
-    model: DecoderLM,
+    model: LanguageModel,
     prompts: Tensor,
     max_new_tokens: int,
     *,
@@ -116,7 +130,7 @@ class _Row:
         self.waiting = self.waiting[count:]
 
 
-def generate(model: DecoderLM, prompt: bytes, num_bytes: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
+def generate(model: LanguageModel, prompt: bytes, num_bytes: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
     """Continue a prompt with a byte-level model (``vocab_size`` 256); the added bytes, without the prompt.
 
     Raises:
@@ -135,7 +149,7 @@ def generate(model: DecoderLM, prompt: bytes, num_bytes: int, *, temperature: fl
 class _Cached:
     """Logits ``(B, vocab_size)`` after the last token of each row, one step at a time."""
 
-    def __init__(self, model: DecoderLM, prompts: Tensor, lengths: Tensor, max_new_tokens: int) -> None:
+    def __init__(self, model: LanguageModel, prompts: Tensor, lengths: Tensor, max_new_tokens: int) -> None:
         self.model = model
         self.caches = model.new_caches(len(prompts), prompts.shape[1] + max_new_tokens - 1)
         logits = model(prompts, caches=self.caches, lengths=lengths)
@@ -149,7 +163,7 @@ class _Cached:
 class _Uncached:
     """As :class:`_Cached`, from the whole sequence each time."""
 
-    def __init__(self, model: DecoderLM, prompts: Tensor, lengths: Tensor) -> None:
+    def __init__(self, model: LanguageModel, prompts: Tensor, lengths: Tensor) -> None:
         self.model, self.tokens, self.lengths = model, prompts.long(), lengths.long()
         self.rows = torch.arange(len(prompts), device=prompts.device)
         self.logits = model(self.tokens)[self.rows, self.lengths - 1]
@@ -163,13 +177,13 @@ class _Uncached:
         self.logits = self.model(self.tokens)[self.rows, self.lengths - 1]
 
 
-def _check_model(model: DecoderLM) -> None:
+def _check_model(model: LanguageModel) -> None:
     # Not by its class: a compiled model is of another.
     if not hasattr(model, "embedding") or not hasattr(model, "new_caches"):
         raise TypeError(f"model: expected a DecoderLM, got {describe(model)}")
 
 
-def _check_prompts(model: DecoderLM, prompts: Tensor, lengths: Tensor | None) -> Tensor:
+def _check_prompts(model: LanguageModel, prompts: Tensor, lengths: Tensor | None) -> Tensor:
     _check_model(model)
     check_tokens("prompts", prompts, model.embedding.weight)
     if lengths is None:

@@ -2,73 +2,52 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from flexnsa.attention.seam import Attended
+from flexnsa.config import NSAConfig
 from flexnsa.custom_ops import opaque_operator, refuse_transforms
+from flexnsa.masks.intervals import DENSE_TILE
 from flexnsa.masks.user_mods import ScoreMod
 
-TILE = 128
-"""Queries and keys of a tile in the dense branches: the size that FlexAttention's kernels are tuned for."""
-
-MAX_VARIANTS = 64
-"""Of one branch in one process: architectures, devices, dtypes, mods."""
+KernelOptions = Mapping[str, str | int | bool]
+"""What FlexAttention is told of tiles, warps and stages."""
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
-Result = tuple[Tensor, Tensor | None]
-T = TypeVar("T")
 
+def check_input(name: str, x: Tensor) -> None:
+    """Refuse what FlexAttention cannot take, in words that say so.
 
-def compile_once(branch: Callable[..., T]) -> Callable[..., T]:
-    """Compile a function of ``q, k, v`` and more, unless a compiler is at work already.
-
-    FlexAttention must never run uncompiled: it then computes every score, and applies the mask function to tiles that
-    were not selected. ``fullgraph`` makes that an error instead.
-    """
-    return branch if torch.compiler.is_compiling() else functools.partial(_call_compiled, branch)
-
-
-def _call_compiled(branch: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    # Batch and lengths may vary from call to call. Heads, head dimensions and block sizes are architecture: tiles are
-    # chosen from them, so each choice is compiled anew, and so is each mod: more variants than a compiler expects.
-    for x in args[:3]:
-        if isinstance(x, Tensor) and x.dim() == 4:
-            torch._dynamo.mark_static(x, 1)
-            torch._dynamo.mark_static(x, 3)
-    with torch._dynamo.config.patch(specialize_int=True, specialize_float=True, recompile_limit=MAX_VARIANTS):
-        return _compiled(branch)(*args, **kwargs)
-
-
-@functools.cache
-def _compiled(branch: Callable[..., T]) -> Callable[..., T]:
-    return torch.compile(branch, fullgraph=True)
-
-
-def check_inputs(**inputs: Tensor) -> None:
-    """Refuse what FlexAttention cannot do, in words that say so and name the argument.
-
-    Args:
-        inputs: ``q``, keys and values ``(B, H, S, D)`` by the names that the caller gave them by, or what a layer makes
-            them of.
+    Raises:
+        ValueError: a dtype, head dimension or gradient that it has no kernel for on this device.
     """
     if not torch.compiler.is_compiling():
-        refuse_transforms("impl='flex'", *inputs.values())
-    for name, x in inputs.items():
-        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name}: expected float32, bfloat16 or float16 for impl='flex', got {x.dtype}")
-        if x.device.type == "cpu" and x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}: FlexAttention has no backward on a CPU; use impl='sdpa' or torch.no_grad()")
-        if x.device.type == "cuda" and x.dim() == 4 and x.shape[-1] < 16:
-            raise ValueError(
-                f"{name}: expected a head dimension of at least 16 for impl='flex' on CUDA, got {x.shape[-1]}"
-            )
+        refuse_transforms("impl='flex'", x)
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{name}: expected float32, bfloat16 or float16 with impl='flex', got {x.dtype}")
+    if x.device.type == "cpu" and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: expected no gradient with impl='flex' on a CPU, where FlexAttention has no backward, "
+            "got a tensor that requires one; use impl='sdpa' or torch.no_grad()"
+        )
+    if x.device.type == "cuda" and x.dim() == 4 and x.shape[-1] < 16:
+        raise ValueError(f"{name}: expected a head dimension of at least 16 with impl='flex', got {x.shape[-1]}")
+
+
+def check_tiles(q: Tensor, config: NSAConfig) -> None:
+    """Refuse blocks that tensor cores cannot tile."""
+    if q.is_cuda and config.select_block_size % 16:
+        raise ValueError(
+            "select_block_size: expected a multiple of 16, the smallest tile of the tensor cores, "
+            f"got {config.select_block_size}"
+        )
 
 
 def attend(
@@ -77,9 +56,9 @@ def attend(
     v: Tensor,
     mask: BlockMask,
     scale: float,
-    options: dict[str, Any],
+    options: KernelOptions,
     score_mod: ScoreMod | None = None,
-) -> Result:
+) -> Attended:
     """Call FlexAttention: the output, and the natural log-sum-exp where the device can give it.
 
     ``options`` are those of :func:`dense_options` or :func:`selected_options`; ``score_mod`` is in the kernel's own
@@ -91,9 +70,9 @@ def attend(
     if q.device.type == "cpu":
         # The CPU kernel's choice of tiles reads the shape beneath a view of q: this copy is no view. It also refuses
         # tensors that require a gradient where nobody asks for one.
-        return _unfused(flex_attention(_unfused(q).detach(), k.detach(), v.detach(), **kwargs)), None
+        return Attended(_unfused(flex_attention(_unfused(q).detach(), k.detach(), v.detach(), **kwargs)), None)
     out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **kwargs)
-    return out, aux.lse
+    return Attended(out, aux.lse)
 
 
 @opaque_operator("unfused")
@@ -107,7 +86,7 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fit_to_kernels(mask: BlockMask, options: dict[str, Any], device: torch.device) -> tuple[BlockMask, dict[str, Any]]:
+def _fit_to_kernels(mask: BlockMask, options: KernelOptions, device: torch.device) -> tuple[BlockMask, KernelOptions]:
     """Hide what differs between devices and versions of torch; nothing else here asks for either.
 
     - A CPU ignores kernel options and has no backward. Its lists must spell tiles out, and must look as long as there
@@ -130,9 +109,9 @@ def _fit_to_kernels(mask: BlockMask, options: dict[str, Any], device: torch.devi
         options = {}
     else:
         options = {"BACKEND": "TRITON", **options}
-        if TORCH < (2, 14) and block_size != (TILE, TILE):
-            options["SPARSE_Q_BLOCK_SIZE"], options["SPARSE_KV_BLOCK_SIZE"] = block_size
-            block_size = (TILE, TILE)
+        if TORCH < (2, 14) and block_size != (DENSE_TILE, DENSE_TILE):
+            options |= {"SPARSE_Q_BLOCK_SIZE": block_size[0], "SPARSE_KV_BLOCK_SIZE": block_size[1]}
+            block_size = (DENSE_TILE, DENSE_TILE)
     lists: list[Any] = [mask.kv_num_blocks, kv_indices, mask.full_kv_num_blocks, full_kv_indices]
     lists += [mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices]
     if device.type == "cuda":
@@ -147,7 +126,7 @@ def _overlapping(indices: Tensor, width: int) -> Tensor:
     return flat.as_strided((*indices.shape[:3], width), indices.stride())
 
 
-def dense_options(q: Tensor, v: Tensor, stages: int) -> dict[str, Any]:
+def dense_options(q: Tensor, v: Tensor, stages: int) -> KernelOptions:
     """Choose smaller tiles than FlexAttention's own where those spill registers, pipelined as far as none spills."""
     if q.dtype.itemsize > 2 or max(q.shape[-1], v.shape[-1]) > 128:
         return {}
@@ -155,7 +134,7 @@ def dense_options(q: Tensor, v: Tensor, stages: int) -> dict[str, Any]:
     return tiles | {"fwd_num_warps": 8, "bwd_num_warps": 4, "bwd_num_stages": stages}
 
 
-def selected_options(rows: int, keys: int, dtype: torch.dtype) -> dict[str, Any]:
+def selected_options(rows: int, keys: int, dtype: torch.dtype) -> KernelOptions:
     """Choose the kernels' tiles within sparse tiles of ``rows`` by ``keys``, as measured on an H200.
 
     Such tiles are small: one warp each, and many, beats fewer large programs. 4-byte numbers fill more registers.
@@ -167,6 +146,16 @@ def selected_options(rows: int, keys: int, dtype: torch.dtype) -> dict[str, Any]
     return forward | backward | launch
 
 
-def unfold_heads(x: Tensor, rows: int, groups: int) -> Tensor:
-    """Undo the folding of heads into rows: ``(B, Hkv, T * rows, ...)`` to ``(B, Hq, T, ...)``."""
-    return x.unflatten(2, (-1, rows))[:, :, :, :groups].transpose(2, 3).flatten(1, 2)
+def fold_heads(q: Tensor, rows: int, groups: int) -> Tensor:
+    """Lay the heads of a group below each other: ``(B, Hq, T, D)`` to ``(B, Hkv, T * rows, D)``, padded with zeros."""
+    grouped = q.unflatten(1, (-1, groups)).transpose(2, 3)
+    return F.pad(grouped, (0, 0, 0, rows - groups)).flatten(2, 3)
+
+
+def unfold_heads(folded: Attended, rows: int, groups: int) -> Attended:
+    """Undo :func:`fold_heads` of an output and its log-sum-exp."""
+
+    def unfold(x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, rows))[:, :, :, :groups].transpose(2, 3).flatten(1, 2)
+
+    return Attended(unfold(folded.out), None if folded.lse is None else unfold(folded.lse))

@@ -10,18 +10,18 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from flexnsa.attention.flex.kernels import Result, compile_once, unfold_heads
-from flexnsa.config import NSAConfig
+from flexnsa.attention.compilation import compile_once
+from flexnsa.attention.flex.kernels import fold_heads, unfold_heads
+from flexnsa.attention.seam import Attended, Call, Compressed
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.decoding import cached_interval_mask, cached_selected_mask
 from flexnsa.masks.intervals import tiles_touched
 from flexnsa.masks.user_mods import ScoreMod, mod_of_compressed, mod_of_tokens
 from flexnsa.masks.window import window_intervals
-from flexnsa.positions import Positions
+from flexnsa.positions import positions_of
 
 MAX_ROWS = 127
 """Rows of queries that the decoding kernel takes."""
@@ -37,113 +37,57 @@ def is_decoding(q: Tensor, k: Tensor) -> bool:
     return q.is_cuda and q.shape[2] * _rows(q, k) <= MAX_ROWS
 
 
-def compressed_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    positions: Positions,
-    *,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None = None,
-) -> Result:
-    """As :func:`flexnsa.attention.flex.branches.compressed_attention`."""
-    return compile_once(_compressed)(q, k_cmp, v_cmp, positions, config, scale, score_mod)
+def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
+    """As :func:`flexnsa.attention.flex.branches.compressed`."""
+    return Compressed(*compile_once(_compressed)(q, k_cmp, v_cmp, call))
 
 
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    positions: Positions,
-    *,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None = None,
-) -> Result:
-    """As :func:`flexnsa.attention.flex.branches.selected_attention`, for positions that all start at 0."""
-    return compile_once(_selected)(q, k, v, block_indices, positions, config, scale, score_mod)
+def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
+    """As :func:`flexnsa.attention.flex.branches.selected`, for positions that all start at 0."""
+    return compile_once(_selected)(q, k, v, block_indices, call)
 
 
-def sliding_window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Positions,
-    *,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None = None,
-) -> Result:
-    """As :func:`flexnsa.attention.flex.branches.sliding_window_attention`."""
-    return compile_once(_window)(q, k, v, positions, config, scale, score_mod)
+def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
+    """As :func:`flexnsa.attention.flex.branches.window`."""
+    return compile_once(_window)(q, k, v, call)
 
 
-def _compressed(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    positions: Positions,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None,
-) -> Result:
-    rows = _rows(q, k_cmp)
+def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Attended:
+    rows, config, positions = _rows(q, k_cmp), call.config, positions_of(q, call.positions)
     mask = cached_interval_mask(compressed_intervals(positions, config), k_cmp.shape[2], rows=rows, tile=TILE)
     layout = {"rows": rows, "groups": _groups(q, k_cmp)}
-    kernel_mod = score_mod and mod_of_compressed(score_mod, positions, config=config, **layout)
-    return _attend(q, k_cmp, v_cmp, mask, PROGRAMS, scale, kernel_mod)
+    kernel_mod = call.score_mod and mod_of_compressed(call.score_mod, positions, config=config, **layout)
+    return _attend(q, k_cmp, v_cmp, mask, PROGRAMS, call.scale, kernel_mod)
 
 
-def _selected(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    positions: Positions,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None,
-) -> Result:
-    rows = _rows(q, k)
+def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
+    rows, config, positions = _rows(q, k), call.config, positions_of(q, call.positions)
     mask = cached_selected_mask(block_indices, positions.token, k.shape[2], rows=rows, config=config)
-    kernel_mod = score_mod and mod_of_tokens(score_mod, positions, rows=rows, groups=_groups(q, k))
-    return _attend(q, k, v, mask, operator.index(config.num_selected_blocks), scale, kernel_mod)
+    kernel_mod = call.score_mod and mod_of_tokens(call.score_mod, positions, rows=rows, groups=_groups(q, k))
+    return _attend(q, k, v, mask, operator.index(config.num_selected_blocks), call.scale, kernel_mod)
 
 
-def _window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Positions,
-    config: NSAConfig,
-    scale: float,
-    score_mod: ScoreMod | None,
-) -> Result:
-    rows = _rows(q, k)
+def _window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
+    rows, config, positions = _rows(q, k), call.config, positions_of(q, call.window_positions)
     mask = cached_interval_mask(window_intervals(positions, config), k.shape[2], rows=rows, tile=TILE)
-    kernel_mod = score_mod and mod_of_tokens(score_mod, positions, rows=rows, groups=_groups(q, k))
+    kernel_mod = call.score_mod and mod_of_tokens(call.score_mod, positions, rows=rows, groups=_groups(q, k))
     most_tiles = tiles_touched(operator.index(config.window_size), TILE)
-    return _attend(q, k, v, mask, most_tiles, scale, kernel_mod)
+    return _attend(q, k, v, mask, most_tiles, call.scale, kernel_mod)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, most_tiles: int, scale: float, kernel_mod: ScoreMod | None
-) -> Result:
+) -> Attended:
     """Call the kernel, with true tiles of one query by ``BLOCK_SIZE[1]`` keys; a query has up to ``most_tiles``."""
     # The kernel wants to know at compile time how many programs there are. Only keys may be of any number.
     batch, heads, count = operator.index(q.shape[0]), operator.index(k.shape[1]), operator.index(q.shape[2])
     (rows, tile), groups = mask.BLOCK_SIZE, _groups(q, k)
-    grouped = q.unflatten(1, (heads, groups)).transpose(2, 3)
-    folded = F.pad(grouped, (0, 0, 0, rows - groups)).flatten(2, 3)
     splits = max(1, min(most_tiles, PROGRAMS // (batch * heads * count)))
     options: dict[str, Any] = {"BACKEND": "TRITON_DECODE", "SPLIT_KV": splits, "BLOCK_M": rows}
     options |= {"BLOCK_N": min(tile & -tile, TILE), "num_warps": WARPS, "num_stages": STAGES}
     kwargs: dict[str, Any] = {"score_mod": kernel_mod, "block_mask": mask, "scale": scale, "kernel_options": options}
-    out, aux = flex_attention(folded, k, v, return_aux=AuxRequest(lse=True), **kwargs)
-    assert aux.lse is not None
-    return unfold_heads(out, rows, groups), unfold_heads(aux.lse, rows, groups)
+    out, aux = flex_attention(fold_heads(q, rows, groups), k, v, return_aux=AuxRequest(lse=True), **kwargs)
+    return unfold_heads(Attended(out, aux.lse), rows, groups)
 
 
 def _groups(q: Tensor, k: Tensor) -> int:

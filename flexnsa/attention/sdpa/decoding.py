@@ -9,16 +9,15 @@ from the device; without that a CPU would read all slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, fields
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.attention.sdpa import branches as sdpa
+from flexnsa.attention.sdpa import branches
 from flexnsa.attention.sdpa.branches import GATHERED_QUERIES
 from flexnsa.attention.sdpa.gathered import gather_rows, selected_keys
+from flexnsa.attention.seam import Attended, Call, Compressed
 from flexnsa.attention.selection import top_blocks
 from flexnsa.config import NSAConfig
 from flexnsa.custom_ops import opaque_operator
@@ -26,68 +25,51 @@ from flexnsa.geometry import blocks_within, overlap_band
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.window import window_intervals
-from flexnsa.positions import Positions
-
-Result = tuple[Tensor, Tensor | None]
+from flexnsa.positions import Positions, positions_of
 
 
-def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, positions: Positions, *, config: NSAConfig, **options: Any
-) -> Result:
-    """As :func:`flexnsa.attention.sdpa.branches.compressed_attention`.
-
-    For few queries the second result is not the lse but what :func:`select_blocks` would make of it: the importance of
-    the blocks, fp32 ``(B, Hkv, T, M)``.
-    """
-    if not _are_few(q, options):
-        return sdpa.compressed_attention(q, k_cmp, v_cmp, positions, config=config, **options)
-    return _attend_and_score(q, k_cmp, v_cmp, positions.token, astuple(config), options["scale"])
+def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
+    """As :func:`flexnsa.attention.sdpa.branches.compressed`; for few queries with importance instead of lse."""
+    if not _are_few(q, call):
+        return branches.compressed(q, k_cmp, v_cmp, call)
+    token = positions_of(q, call.positions).token
+    out, importance = _attend_and_score(q, k_cmp, v_cmp, token, call.config.to_ints(), call.scale)
+    return Compressed(out, None, importance)
 
 
-def sliding_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, positions: Positions, *, config: NSAConfig, **options: Any
-) -> Result:
-    """As :func:`flexnsa.attention.sdpa.branches.sliding_window_attention`; for few queries without lse."""
-    if not _are_few(q, options):
-        return sdpa.sliding_window_attention(q, k, v, positions, config=config, **options)
-    visible = window_intervals(positions, config)
-    return _attend_to_interval(q, k, v, visible.lo, visible.hi, options["scale"]), None
+def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
+    """As :func:`flexnsa.attention.sdpa.branches.window`; for few queries without lse."""
+    if not _are_few(q, call):
+        return branches.window(q, k, v, call)
+    visible = window_intervals(positions_of(q, call.window_positions), call.config)
+    return Attended(_attend_to_interval(q, k, v, visible.lo, visible.hi, call.scale), None)
 
 
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    positions: Positions,
-    *,
-    config: NSAConfig,
-    **options: Any,
-) -> Result:
-    """As :func:`flexnsa.attention.sdpa.branches.selected_attention`; for few queries without lse."""
-    if not _are_few(q, options):
-        return sdpa.selected_attention(q, k, v, block_indices, positions, config=config, **options)
-    return _attend_to_blocks(q, k, v, block_indices, positions.token, config.select_block_size, options["scale"]), None
+def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
+    """As :func:`flexnsa.attention.sdpa.branches.selected`; for few queries without lse."""
+    if not _are_few(q, call):
+        return branches.selected(q, k, v, block_indices, call)
+    token, size = positions_of(q, call.positions).token, call.config.select_block_size
+    return Attended(_attend_to_blocks(q, k, v, block_indices, token, size, call.scale), None)
 
 
-def select_blocks(
-    q: Tensor, k_cmp: Tensor, importance: Tensor | None, positions: Positions, *, config: NSAConfig, **options: Any
-) -> Tensor:
-    """As :func:`flexnsa.attention.sdpa.branches.select_blocks`, with the second result of :func:`compressed_attention`.
+def select(q: Tensor, k_cmp: Tensor, call: Call, lse: Tensor | None, importance: Tensor | None) -> Tensor:
+    """As :func:`flexnsa.attention.sdpa.branches.select`; for few queries by importance.
 
     A step's q and k_cmp may differ from a whole pass's in the last bit, because a product of one row adds up in another
     order than one of many. In bf16, about 1 row of 100 then takes other blocks, worth the same but for that rounding.
     """
-    if not _are_few(q, options):
-        return sdpa.select_blocks(q, k_cmp, importance, positions, config=config, **options)
+    if not _are_few(q, call):
+        return branches.select(q, k_cmp, call, lse, None)
+    positions = positions_of(q, call.positions)
     if importance is None:
-        _, importance = _attend_and_score(q, k_cmp, None, positions.token, astuple(config), options["scale"])
-        assert isinstance(importance, Tensor)
-    return top_blocks(importance, positions, config=config)
+        _, scored = _attend_and_score(q, k_cmp, None, positions.token, call.config.to_ints(), call.scale)
+        return top_blocks(scored, positions, config=call.config)
+    return top_blocks(importance, positions, config=call.config)
 
 
-def _are_few(q: Tensor, options: dict[str, Any]) -> bool:
-    return q.shape[2] <= GATHERED_QUERIES and options.get("score_mod") is None
+def _are_few(q: Tensor, call: Call) -> bool:
+    return q.shape[2] <= GATHERED_QUERIES and call.score_mod is None
 
 
 @opaque_operator("attend_and_score")
@@ -95,7 +77,7 @@ def _attend_and_score(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, token: Tensor, sizes: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend to the compressed tokens that each query sees, and add the probabilities up by blocks (Eq. 8 to 10)."""
-    config, zero = _config(sizes), torch.zeros_like(token)
+    config, zero = NSAConfig.from_ints(sizes), torch.zeros_like(token)
     keys, hidden = _seen(compressed_intervals(Positions(token, zero, zero), config))
     dtype = torch.promote_types(q.dtype, torch.float32)
     rows = q.to(dtype).mul(scale).reshape(*k_cmp.shape[:2], -1, q.shape[3])
@@ -116,8 +98,15 @@ def _attend_and_score(
 
 
 @_attend_and_score.register_fake
-def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    num_blocks = blocks_within(k_cmp.shape[2], _config(rest[1]))
+def _(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor | None,
+    token: Tensor,  # noqa: ARG001
+    sizes: Sequence[int],
+    scale: float,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
+    num_blocks = blocks_within(k_cmp.shape[2], NSAConfig.from_ints(sizes))
     importance = q.new_empty(*k_cmp.shape[:2], q.shape[2], num_blocks, dtype=torch.float32)
     return q.new_empty(0) if v_cmp is None else q.new_empty(*q.shape[:3], v_cmp.shape[3]), importance
 
@@ -151,11 +140,6 @@ def _attend_to_blocks(
 @_attend_to_blocks.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:  # noqa: ARG001
     return q.new_empty(*q.shape[:3], v.shape[-1])
-
-
-def _config(sizes: Sequence[int]) -> NSAConfig:
-    """Undo ``astuple``: an operator takes no dataclass."""
-    return NSAConfig(**{field.name: size for field, size in zip(fields(NSAConfig), sizes, strict=True)})
 
 
 def _seen(visible: Intervals) -> tuple[slice, Tensor | None]:

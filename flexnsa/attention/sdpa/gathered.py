@@ -16,7 +16,7 @@ def gathered_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend to the past tokens of the selected blocks.
 
-    Arguments and result are those of :func:`flexnsa.attention.sdpa.key_major.selected_attention`.
+    Arguments and result are those of :func:`flexnsa.attention.sdpa.key_major.key_major_attention`.
     """
     key, visible = selected_keys(block_indices, token, start, block_size)
     head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)

@@ -199,7 +199,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _interval_attention_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.chunk_size)
+    q, k, v, lo, hi, out, lse = ctx.saved_tensors
+    grads = _interval_attention_backward(grad_out, grad_lse, q, k, v, lo, hi, out, lse, ctx.scale, ctx.chunk_size)
     return (*grads, None, None, None, None)
 
 

@@ -123,7 +123,7 @@ def _raise_references(scores: Tensor, tile: _Tile, queries: _Rows, out: _Rows) -
 
 
 @opaque_operator("selected_attention")
-def selected_attention(
+def key_major_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, token: Tensor, start: Tensor, scale: float, block_size: int
 ) -> tuple[Tensor, Tensor]:
     """Attend to the past tokens of the selected blocks.
@@ -213,7 +213,7 @@ def _selected_attention_backward(
     return grad_q, grad_k, grad_v
 
 
-@selected_attention.register_fake
+@key_major_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     return out, q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -230,8 +230,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _selected_attention_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.block_size)
+    q, k, v, block_indices, token, start, out, lse = ctx.saved_tensors
+    grads = _selected_attention_backward(
+        grad_out, grad_lse, q, k, v, block_indices, token, start, out, lse, ctx.scale, ctx.block_size
+    )
     return (*grads, None, None, None, None, None)
 
 
-selected_attention.register_autograd(_backward, setup_context=_save)
+key_major_attention.register_autograd(_backward, setup_context=_save)

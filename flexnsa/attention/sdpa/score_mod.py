@@ -2,24 +2,27 @@
 
 A chunk is a checkpoint: its scores are computed again in backward, so that what is saved stays linear in the sequence,
 and autograd differentiates the function and whatever it captured. ``torch.func.grad`` knows no checkpoints: there all
-scores are saved. Loops depend on data and operators take no functions,
-so nothing here is compiled.
+scores are saved. Loops depend on data and operators take no functions, so nothing here is compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexnsa.attention.sdpa.gathered import gather_rows, selected_keys
+from flexnsa.attention.seam import Attended
 from flexnsa.custom_ops import in_transform
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.user_mods import ScoreMod, apply_score_mod, query_positions, token_positions
 from flexnsa.positions import Positions
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 INTERVAL_CHUNK = 256
 """Queries a chunk where neighbours share their keys."""
@@ -36,7 +39,7 @@ def interval_attention(
     key_positions: Callable[[Tensor, Positions], Tensor],
     score_mod: ScoreMod,
     scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> Attended:
     """Attend to an interval of keys.
 
     Args:
@@ -53,7 +56,7 @@ def interval_attention(
         ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
     """
 
-    def chunk(rows: slice) -> tuple[Tensor, Tensor]:
+    def chunk(rows: slice) -> Attended:
         here = positions.at(rows)
         lo, hi = visible.lo[:, None, rows, None], visible.hi[:, None, rows, None]
         first = int(lo.min())
@@ -75,10 +78,10 @@ def selected_attention(
     score_mod: ScoreMod,
     scale: float,
     block_size: int,
-) -> tuple[Tensor, Tensor]:
+) -> Attended:
     """Attend to the past tokens of the selected blocks, gathered for each query; see :func:`interval_attention`."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, here: Positions) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, here: Positions) -> Attended:
         key, seen = selected_keys(chosen, here.token, here.start, block_size)
         head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)
         row = torch.where(seen, key, 0) + head * k.shape[2]
@@ -87,7 +90,7 @@ def selected_attention(
             q, gather_rows(k, row), gather_rows(v, row), seen, query_positions(here), place, score_mod, scale
         )
 
-    def chunk(rows: slice) -> tuple[Tensor, Tensor]:
+    def chunk(rows: slice) -> Attended:
         return _run(attend, q[:, :, rows], k, v, block_indices[:, :, rows], positions.at(rows))
 
     numbers = k.shape[0] * k.shape[1] * block_indices.shape[-1] * block_size * max(k.shape[-1], v.shape[-1])
@@ -103,7 +106,7 @@ def _attend(
     key: Tensor,
     score_mod: ScoreMod,
     scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> Attended:
     """Attend from ``q (B, Hq, C, D)`` to keys ``(B, Hkv, K, D)``, or to each query's own, ``(B, Hkv, C, K, D)``.
 
     ``visible`` and the positions ``key`` are ``(B or 1, Hkv or 1, C, K)``, the positions ``query`` ``(B or 1, C)``.
@@ -125,21 +128,23 @@ def _attend(
         lse = torch.where(total > 0, shift + total.clamp_min(0.5).log(), -torch.inf).squeeze(-1)
         probs = (probs / total.clamp_min(0.5)).unflatten(1, (heads, group))
         out = torch.einsum(f"bkgcs,{keys}->bkgcd", probs, v.to(dtype))
-    return out.flatten(1, 2).to(q.dtype), lse
+    return Attended(out.flatten(1, 2).to(q.dtype), lse)
 
 
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     # Not as a decorator: that would import the compiler with the package.
-    return torch.compiler.disable(function, reason="with a mod, impl='sdpa' is not compiled; impl='flex' is")
+    reason = "with a mod, impl='sdpa' is not compiled; impl='flex' is"
+    return cast("Callable[P, T]", torch.compiler.disable(function, reason=reason))
 
 
-def _run(attend: Callable[..., tuple[Tensor, Tensor]], *arguments: object) -> tuple[Tensor, Tensor]:
+def _run(attend: Callable[..., Attended], *arguments: object) -> Attended:
     if not torch.is_grad_enabled() or in_transform():
         return attend(*arguments)
-    out, lse = checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return out, lse
+    attended = checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
+    assert isinstance(attended, Attended)
+    return attended
 
 
-def _in_chunks(chunk: Callable[[slice], tuple[Tensor, Tensor]], length: int, size: int) -> tuple[Tensor, Tensor]:
+def _in_chunks(chunk: Callable[[slice], Attended], length: int, size: int) -> Attended:
     outs, lses = zip(*(chunk(slice(at, at + size)) for at in range(0, length, size)), strict=True)
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+    return Attended(torch.cat(outs, dim=2), torch.cat(lses, dim=2))

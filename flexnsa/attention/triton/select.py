@@ -9,12 +9,15 @@ wants a query's whole row, and one trip of the row through the cache is little b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from flexnsa.attention.compilation import compile_once
+from flexnsa.attention.scoring import group_probabilities
+from flexnsa.attention.seam import Call
+from flexnsa.attention.selection import select_in_chunks, select_with_mod
 from flexnsa.config import NSAConfig
 from flexnsa.custom_ops import opaque_operator
 from flexnsa.geometry import num_blocks
@@ -23,82 +26,79 @@ from flexnsa.positions import Positions
 SCRATCH_BYTES = 64 * 2**20
 ROW_MULTIPLE = 128
 """Chunks hold whole tiles of queries, so that no program idles at their seams."""
+MODIFIED_SCORES = 2**26
+"""Scores that a chunk of queries may have in memory for a mod to change: 256 MB."""
 FEW_QUERIES = 8
 """Up to so many queries, as in decoding, each has programs of its own."""
 
 
-def select_blocks_triton(
+def select(
     q: Tensor,
     k_cmp: Tensor,
+    call: Call,
     lse: Tensor | None,
-    positions: Positions | None,
-    *,
-    config: NSAConfig,
-    scale: float,
+    importance: Tensor | None,  # noqa: ARG001  (no branch of a GPU makes it)
 ) -> Tensor:
-    """Select ``n`` blocks of every query and kv head (NSA paper, Eq. 9 to 12); not differentiable.
+    """Choose the ``n`` best blocks of each query (NSA paper, Eq. 8 to 12): two Triton kernels on CUDA.
+
+    Those cannot take a score_mod: with one, products of a chunk of queries are compiled with it. On a CPU it is
+    products of a chunk in any case.
 
     Args:
-        q: queries ``(B, Hq, T, D)`` on a CUDA device; float32, bfloat16 or float16, ``D >= 16``.
+        q: queries ``(B, Hq, T, D)``; float32, bfloat16 or float16, ``D >= 16``.
         k_cmp: compressed keys ``(B, Hkv, N, D)`` of the same dtype.
+        call: sizes, scale, and where the queries stand.
         lse: natural log-sum-exp of the compressed branch, float32 ``(B, Hq, T)``; computed here where None.
-        positions: where the queries stand; None is one whole sequence that starts at token 0.
-        config: the sizes.
-        scale: factor on the attention scores.
+        importance: not read.
 
     Returns:
         block_indices, int32 ``(B, Hkv, T, n)``: ascending, padded with -1.
     """
+    if call.score_mod is not None:
+        probabilities = compile_once(group_probabilities) if q.is_cuda else group_probabilities
+        rows = MODIFIED_SCORES // (q.shape[0] * q.shape[1] * max(1, k_cmp.shape[2]))
+        chunk = max(1, rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        return select_with_mod(q, k_cmp, lse, call, probabilities=probabilities, chunk=chunk)
+    return select_blocks_triton(q, k_cmp, lse, call) if q.is_cuda else select_in_chunks(q, k_cmp, lse, call)
+
+
+def select_blocks_triton(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> Tensor:
+    """Select by the Triton kernels; arguments and result as of :func:`select`."""
+    positions = call.positions
     rows = (None, None, None) if positions is None else (positions.token, positions.start, positions.cmp_start)
-    return _select_blocks(
-        q.detach(),
-        k_cmp.detach(),
-        None if lse is None else lse.detach(),
-        *rows,
-        config.compress_block_size,
-        config.compress_stride,
-        config.select_block_size,
-        config.num_selected_blocks,
-        config.num_init_blocks,
-        config.num_local_blocks,
-        scale,
-    )
+    lse = None if lse is None else lse.detach()
+    return _select_blocks_triton(q.detach(), k_cmp.detach(), lse, *rows, call.config.to_ints(), call.scale)
 
 
 @opaque_operator("select_blocks_triton", "cuda")
-def _select_blocks(
+def _select_blocks_triton(
     q: Tensor,
     k_cmp: Tensor,
     lse: Tensor | None,
     token: Tensor | None,
     start: Tensor | None,
     cmp_start: Tensor | None,
-    compress_block_size: int,
-    compress_stride: int,
-    select_block_size: int,
-    num_selected_blocks: int,
-    num_init_blocks: int,
-    num_local_blocks: int,
+    config: Sequence[int],
     scale: float,
 ) -> Tensor:
-    """Operator form of ``select_blocks_triton``: an operator takes tensors and numbers, no dataclass."""
-    config = NSAConfig(
-        compress_block_size=compress_block_size,
-        compress_stride=compress_stride,
-        select_block_size=select_block_size,
-        num_selected_blocks=num_selected_blocks,
-        num_init_blocks=num_init_blocks,
-        num_local_blocks=num_local_blocks,
-    )
     positions = None
     if token is not None and start is not None and cmp_start is not None:
         positions = Positions(token, start, cmp_start)
-    return select_in_chunks(q, k_cmp, lse, positions, config=config, scale=scale)
+    return launch_selection(q, k_cmp, lse, positions, config=NSAConfig.from_ints(config), scale=scale)
 
 
-@_select_blocks.register_fake
-def _(q: Tensor, k_cmp: Tensor, *arguments: Any) -> Tensor:
-    num_selected_blocks = arguments[7]
+@_select_blocks_triton.register_fake
+def _(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,  # noqa: ARG001
+    token: Tensor | None,  # noqa: ARG001
+    start: Tensor | None,  # noqa: ARG001
+    cmp_start: Tensor | None,  # noqa: ARG001
+    config: Sequence[int],
+    scale: float,  # noqa: ARG001
+) -> Tensor:
+    num_selected_blocks = NSAConfig.from_ints(config).num_selected_blocks
     return q.new_empty(q.shape[0], k_cmp.shape[1], q.shape[2], num_selected_blocks, dtype=torch.int32)
 
 
@@ -129,7 +129,7 @@ def chunks(num_queries: int, num_heads: int, width: int | None, config: NSAConfi
         first += rows
 
 
-def select_in_chunks(
+def launch_selection(
     q: Tensor,
     k_cmp: Tensor,
     lse: Tensor | None,
@@ -138,11 +138,11 @@ def select_in_chunks(
     config: NSAConfig,
     scale: float,
 ) -> Tensor:
-    """Score and select chunk by chunk, on the current stream, without synchronisation; see ``select_blocks_triton``."""
+    """Score and select chunk by chunk, on the current stream, without synchronisation; see :func:`select`."""
     from flexnsa.attention.triton.importance import Band, Scores, importance
     from flexnsa.attention.triton.importance_few import importance_few
     from flexnsa.attention.triton.log_sum_exp import log_sum_exp
-    from flexnsa.attention.triton.top_blocks import check_width, top_blocks
+    from flexnsa.attention.triton.top_blocks import check_width, write_top_blocks
 
     (batch, _, num_queries, _), (kv_heads, num_keys) = q.shape, k_cmp.shape[1:3]
     width = None
@@ -170,5 +170,5 @@ def select_in_chunks(
             importance_few(q, k_cmp, lse.contiguous(), positions, scores, config=config, scale=scale)
         else:
             importance(q, k_cmp, lse.contiguous(), positions, scores, first_row, config=config, scale=scale)
-        top_blocks(scores, positions, out, first_row, config=config)
+        write_top_blocks(scores, positions, out, first_row, config=config)
     return out

@@ -101,7 +101,7 @@ def check_width(width: int) -> None:
         raise ValueError(f"q: expected at most {MAX_BLOCKS} selection blocks of select_block_size tokens, got {width}")
 
 
-def top_blocks(
+def write_top_blocks(
     scores: Scores,
     positions: Positions,
     out: Tensor,

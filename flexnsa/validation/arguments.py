@@ -1,4 +1,4 @@
-"""Checks of what the public functions are called with, each before any work is done."""
+"""What the arguments of one call must be together; each check comes before any work is done."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexnsa.attention.selection import check_block_indices
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
-from flexnsa.validation import check_number, check_tensor, describe, may_look
+from flexnsa.validation import (
+    check_has_values,
+    check_integers,
+    check_number,
+    check_positive_int,
+    check_tensor,
+    check_type,
+    describe,
+    may_look,
+)
 
 
 def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
@@ -57,6 +65,51 @@ def check_group(name: str, q: Tensor, k: Tensor) -> None:
     """Demand that the heads of k divide those of q."""
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{name}: expected a number of heads that divides the {q.shape[1]} of q, got {k.shape[1]}")
+
+
+def check_block_indices(block_indices: Tensor, *, config: NSAConfig, seq_len: int) -> None:
+    """Demand that every row is ascending, unique, within the sequence and padded with -1 on the right.
+
+    Attention does so by itself on a CPU. Elsewhere to look would cost a synchronisation: there, call this for
+    block_indices of your own. A block that begins after its query, or after the end of its document, is allowed: it
+    shows no key. Attention given wrong values that it did not look at means nothing, but reads no memory but the keys.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: of another shape or dtype, or a row that is not in order; the message shows the first one.
+    """
+    check_type("config", config, NSAConfig)
+    check_positive_int("seq_len", seq_len)
+    check_tensor("block_indices", block_indices, ("B", "Hkv", "T", config.num_selected_blocks), dtype=torch.int32)
+    check_has_values("block_indices", block_indices)
+    last = num_blocks(seq_len, config)
+    keys = block_indices.masked_fill(block_indices == -1, last)  # padding sorts behind every block
+    ascends = (keys[..., 1:] > keys[..., :-1]) | (keys[..., 1:] == last)
+    wrong = ((keys < 0) | (keys > last)).any(-1) | ~ascends.all(-1) | (block_indices == last).any(-1)
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise ValueError(
+            f"block_indices: expected rows of ascending blocks below {last}, each once, then -1, "
+            f"got {block_indices[at].tolist()} at {list(at)}"
+        )
+
+
+def check_document_ids(document_ids: Tensor, batch: int | str, seq_len: int | str, like: Tensor | None = None) -> None:
+    """Demand int ids ``(B, S)`` on the device of q; that they never decrease is checked where looking is free.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: of another shape or dtype, or decreasing.
+    """
+    check_integers("document_ids", document_ids, (batch, seq_len), like=like)
+    if may_look(document_ids):
+        falls = (document_ids[:, 1:] < document_ids[:, :-1]).nonzero()
+        if len(falls):
+            row, at = falls[0].tolist()
+            before, after = document_ids[row, at : at + 2].tolist()
+            raise ValueError(
+                f"document_ids: expected ids that never decrease, got {before} before {after} at [{row}, {at}]"
+            )
 
 
 def checked_selection(q: Tensor, block_indices: Tensor, heads: int | str, config: NSAConfig) -> Tensor:

@@ -1,0 +1,41 @@
+"""Branches compile themselves, once for all lengths, unless their caller is compiling already."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+MAX_VARIANTS = 64
+"""Of one branch in one process: architectures, devices, dtypes, mods."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def compile_once(branch: Callable[P, T]) -> Callable[P, T]:
+    """Compile a function of ``q, k, v`` and more, unless a compiler is at work already.
+
+    FlexAttention must never run uncompiled: it then computes every score, and applies the mask function to tiles that
+    were not selected. ``fullgraph`` makes that an error instead.
+    """
+    return branch if torch.compiler.is_compiling() else functools.partial(_call_compiled, branch)
+
+
+def _call_compiled(branch: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    # Batch and lengths may vary from call to call. Heads, head dimensions and block sizes are architecture: tiles are
+    # chosen from them, so each choice is compiled anew, and so is each mod: more variants than a compiler expects.
+    for x in args[:3]:
+        if isinstance(x, Tensor) and x.dim() == 4:
+            torch._dynamo.mark_static(x, 1)
+            torch._dynamo.mark_static(x, 3)
+    with torch._dynamo.config.patch(specialize_int=True, specialize_float=True, recompile_limit=MAX_VARIANTS):
+        return _compiled(branch)(*args, **kwargs)
+
+
+@functools.cache
+def _compiled(branch: Callable[P, T]) -> Callable[P, T]:
+    return torch.compile(branch, fullgraph=True)

@@ -1,0 +1,126 @@
+"""Which functions make an implementation, which one ``"auto"`` is, and how branches become one output (Eq. 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention import reference
+from flexnsa.attention.flex import branches as flex
+from flexnsa.attention.flex import decoding as flex_decoding
+from flexnsa.attention.flex.kernels import check_input
+from flexnsa.attention.sdpa import branches as sdpa
+from flexnsa.attention.sdpa import decoding as sdpa_decoding
+from flexnsa.attention.seam import Call, Implementation, Keys, NSAAux, given
+from flexnsa.attention.triton import select as triton
+from flexnsa.geometry import BRANCHES
+from flexnsa.masks.user_mods import MaskMod, ScoreMod, merge_mods
+from flexnsa.validation import check_choice
+from flexnsa.validation.arguments import check_mods
+
+REFERENCE = Implementation(reference.compressed, reference.select, reference.selected, reference.window)
+SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window)
+FLEX = Implementation(
+    flex.compressed, triton.select, flex.selected, flex.window, check_input=check_input, cpu_backward=False
+)
+
+IMPLEMENTATIONS = {"flex": FLEX, "sdpa": SDPA, "reference": REFERENCE}
+CACHED_IMPLEMENTATIONS = {
+    "flex": replace(
+        FLEX,
+        compressed=flex_decoding.compressed,
+        selected=flex_decoding.selected,
+        window=flex_decoding.window,
+    ),
+    "sdpa": Implementation(
+        sdpa_decoding.compressed, sdpa_decoding.select, sdpa_decoding.selected, sdpa_decoding.window
+    ),
+    "reference": REFERENCE,
+}
+"""Where the keys are a cache."""
+
+
+def choose_implementation(impl: str, x: Tensor, *, cached: bool = False) -> Implementation:
+    """Choose who computes the branches of ``x``; ``"auto"`` is flex on CUDA and sdpa elsewhere.
+
+    Raises:
+        ValueError: there is no such implementation.
+    """
+    check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
+    if impl == "auto":
+        impl = "flex" if x.device.type == "cuda" else "sdpa"
+    return (CACHED_IMPLEMENTATIONS if cached else IMPLEMENTATIONS)[impl]
+
+
+def prepare_mods(
+    score_mod: ScoreMod | None, mask_mod: MaskMod | None, x: Tensor, num_heads: int, implementation: Implementation
+) -> ScoreMod | None:
+    """Check the user's mods by calling them once, and make one score_mod of them.
+
+    Raises:
+        TypeError: a mod is no function, or returns no tensor.
+        ValueError: a mod returns something else than one number or truth value a pair, or needs a gradient that the
+            implementation does not have on this device.
+    """
+    if (score_mod is None and mask_mod is None) or torch.compiler.is_compiling():
+        return merge_mods(score_mod, mask_mod)
+    captures_gradient = check_mods(score_mod, mask_mod, len(x), num_heads, x.device)
+    if captures_gradient and x.device.type == "cpu" and not implementation.cpu_backward:
+        raise ValueError(
+            "score_mod: captures a tensor that requires a gradient, and FlexAttention has no backward on a CPU; "
+            "use impl='sdpa' or torch.no_grad()"
+        )
+    return merge_mods(score_mod, mask_mod)
+
+
+def attend(
+    implementation: Implementation,
+    q: Tensor,
+    keys: Keys,
+    gates: Tensor,
+    call: Call,
+    *,
+    block_indices: Tensor | None = None,
+    branches: Sequence[str] = BRANCHES,
+) -> tuple[Tensor, NSAAux]:
+    """Run the branches and add them up: the one way into attention. The arguments are taken to be right.
+
+    Args:
+        implementation: who computes the branches.
+        q: ``(B, Hq, T, Dk)``; the queries may stand anywhere among the keys, see :class:`Call`.
+        keys: of the branches. Those that no query may see may be anything finite.
+        gates: ``(B, Hq, T, 3)``.
+        call: what the branches share.
+        block_indices: int32 ``(B, Hkv, T, n)``, ascending, padded right with -1; None to select.
+        branches: those to compute.
+
+    Returns:
+        ``out (B, Hq, T, Dv)`` in the dtype of q, and what the branches gave.
+    """
+    implementation.check(
+        q=q, k_cmp=keys.k_cmp, v_cmp=keys.v_cmp, k=keys.k_slc, v=keys.v_slc, k_win=keys.k_win, v_win=keys.v_win
+    )
+    compressed = None
+    outputs: dict[str, Tensor] = {}
+    if "cmp" in branches:
+        compressed = implementation.compressed(q, given(keys.k_cmp), given(keys.v_cmp), call)
+        outputs["cmp"] = compressed.out
+    lse, importance = (None, None) if compressed is None else (compressed.lse, compressed.importance)
+    if "slc" in branches:
+        if block_indices is None:
+            block_indices = implementation.select(q, given(keys.k_cmp), call, lse, importance)
+        outputs["slc"] = implementation.selected(q, given(keys.k_slc), given(keys.v_slc), block_indices, call).out
+    if "win" in branches:
+        outputs["win"] = implementation.window(q, given(keys.k_win), given(keys.v_win), call).out
+    aux = NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse)
+    return combine(gates, outputs), aux
+
+
+def combine(gates: Tensor, outputs: dict[str, Tensor]) -> Tensor:
+    """Add up the branches, each ``(B, Hq, S, Dv)``, weighted by its column of ``gates (B, Hq, S, 3)`` (Eq. 5)."""
+    columns = dict(zip(BRANCHES, gates.unbind(-1), strict=True))
+    first, *others = (columns[tag].to(out.dtype)[..., None] * out for tag, out in outputs.items())
+    return sum(others, first)

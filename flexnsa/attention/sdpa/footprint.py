@@ -1,0 +1,45 @@
+"""What :mod:`flexnsa.attention.sdpa` saves for backward, and what backward allocates."""
+
+from __future__ import annotations
+
+from flexnsa.attention.footprint import AttentionSizes, Footprint
+from flexnsa.attention.sdpa.branches import COMPRESSED_CHUNK, WINDOW_CHUNK
+from flexnsa.attention.sdpa.key_major import MAX_ROWS
+from flexnsa.attention.threads import ROWS
+
+ACCUMULATOR = 4
+"""Bytes of a number in which sums are kept."""
+
+
+def _saved(tag: str, sizes: AttentionSizes) -> int:
+    blocks = sizes.indices if tag == "slc" else 0
+    return sizes.keys(sizes.length(tag)) + sizes.outputs + sizes.lse + 8 * sizes.seq_len + blocks
+
+
+def _backward(tag: str, sizes: AttentionSizes) -> int:
+    config, length, wider = sizes.config, sizes.length(tag), ACCUMULATOR // sizes.activation
+    gradients, share = sizes.queries + sizes.keys(length), _heads_at_once(tag, sizes)
+    if tag == "slc":  # rows and keys in fp32, each with a number beside, and the pairs of blocks and queries sorted
+        workspace = ACCUMULATOR * MAX_ROWS * sizes.group * (2 * config.select_block_size + 3 * sizes.head_dim)
+        pairs = 12 * sizes.seq_len * config.num_selected_blocks
+        rows = wider * (2 * sizes.queries + sizes.outputs + 2 * sizes.keys(length))
+        return gradients + int(share * rows) + pairs + workspace
+    chunk = _chunk(tag, sizes)
+    seen = length if tag == "cmp" else min(sizes.seq_len, config.window_size + chunk - 1)
+    scores = ACCUMULATOR * sizes.batch * sizes.num_heads * chunk * (2 * seen + 5 * sizes.head_dim)
+    return gradients + int(share * (2 * wider * sizes.keys(length) + scores))
+
+
+def _heads_at_once(tag: str, sizes: AttentionSizes) -> float:
+    """The share of key heads that are worked on at once, on one thread."""
+    heads = sizes.batch * sizes.num_kv_heads
+    if tag == "slc":
+        return 1 / heads
+    return min(1, max(1, ROWS // (sizes.group * _chunk(tag, sizes))) / heads)
+
+
+def _chunk(tag: str, sizes: AttentionSizes) -> int:
+    return min(COMPRESSED_CHUNK if tag == "cmp" else WINDOW_CHUNK, sizes.seq_len)
+
+
+FOOTPRINT = Footprint(_saved, _backward)

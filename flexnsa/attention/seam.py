@@ -1,0 +1,141 @@
+"""The contract between those who call attention and those who compute it: a table of four typed functions.
+
+An :class:`Implementation` knows nothing of layers, caches and checks; its callers know nothing of kernels. All that
+the branches of one call share stands in its :class:`Call`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+from flexnsa.config import NSAConfig
+from flexnsa.masks.user_mods import ScoreMod
+from flexnsa.positions import Positions
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the branches of one call share.
+
+    Args:
+        config: sizes of the branches.
+        scale: factor on the scores.
+        score_mod: of the user, in token positions, masks included (:func:`flexnsa.masks.user_mods.merge_mods`).
+        positions: of the ``T`` queries among the keys of the selected and the compressed branch; None for one whole
+            sequence from token 0.
+        window_positions: of the queries among the keys of the window, which may be the last few tokens only.
+    """
+
+    config: NSAConfig
+    scale: float
+    score_mod: ScoreMod | None = None
+    positions: Positions | None = None
+    window_positions: Positions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys and values of the branches, ``(B, Hkv, S or N, Dk or Dv)``; None for what no branch reads."""
+
+    k_cmp: Tensor | None = None
+    v_cmp: Tensor | None = None
+    k_slc: Tensor | None = None
+    v_slc: Tensor | None = None
+    k_win: Tensor | None = None
+    v_win: Tensor | None = None
+
+
+def given(x: T | None) -> T:
+    """Take what is known to be given, as was checked."""
+    assert x is not None
+    return x
+
+
+class Attended(NamedTuple):
+    """Output of a branch.
+
+    ``out (B, Hq, T, Dv)`` in the dtype of q; ``lse (B, Hq, T)``, natural log, fp32 or wider, None where an
+    implementation cannot give it. A query without a key has output 0 and lse ``-inf``.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+
+
+class Compressed(NamedTuple):
+    """Output of the compressed branch, and what it leaves for the selection: one of the two, or neither.
+
+    ``out`` and ``lse`` as in :class:`Attended`; ``importance`` fp32 ``(B, Hkv, T, M)``, the scores of the blocks.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    importance: Tensor | None = None
+
+
+CompressedBranch = Callable[[Tensor, Tensor, Tensor, Call], Compressed]
+"""``(q, k_cmp, v_cmp, call)``: attend to the compressed tokens that are complete (NSA paper, section 3.3.1)."""
+
+Selector = Callable[[Tensor, Tensor, Call, Tensor | None, Tensor | None], Tensor]
+"""``(q, k_cmp, call, lse, importance)``: choose ``n`` blocks for each query, int32 ``(B, Hkv, T, n)`` (NSA paper, Eq. 8
+to 12), without a gradient. The last two are of the same implementation's compressed branch, where they are at hand.
+"""
+
+SelectedBranch = Callable[[Tensor, Tensor, Tensor, Tensor, Call], Attended]
+"""``(q, k, v, block_indices, call)``: attend to the past tokens of the selected blocks (NSA paper, section 3.3.2)."""
+
+WindowBranch = Callable[[Tensor, Tensor, Tensor, Call], Attended]
+"""``(q, k, v, call)``: attend to the last ``w`` tokens, at ``call.window_positions`` (NSA paper, section 3.3.3)."""
+
+InputCheck = Callable[[str, Tensor], None]
+"""``(name, x)``: refuse by its name, in a :class:`ValueError`, a tensor that an implementation cannot take."""
+
+
+def accept(name: str, x: Tensor) -> None:
+    """Take any tensor that is floating and of the right shape, as the public functions have made sure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to compute Native Sparse Attention; another kernel for a branch replaces one cell.
+
+    Args:
+        compressed: see ``CompressedBranch``.
+        select: see ``Selector``.
+        selected: see ``SelectedBranch``.
+        window: see ``WindowBranch``.
+        check_input: see ``InputCheck``.
+        cpu_backward: whether there is a backward pass on a CPU.
+    """
+
+    compressed: CompressedBranch
+    select: Selector
+    selected: SelectedBranch
+    window: WindowBranch
+    check_input: InputCheck = accept
+    cpu_backward: bool = True
+
+    def check(self, **inputs: Tensor | None) -> None:
+        """Refuse inputs that no branch could take, by their names, before any work is done."""
+        for name, x in inputs.items():
+            if x is not None:
+                self.check_input(name, x)
+
+
+class NSAAux(NamedTuple):
+    """What the branches produced on the way; ``None`` for what was not computed.
+
+    ``block_indices`` int32 ``(B, Hkv, S, n)``; ``out_*`` ``(B, Hq, S, Dv)``; ``lse_cmp`` fp32 ``(B, Hq, S)``.
+    """
+
+    block_indices: Tensor | None
+    out_cmp: Tensor | None
+    out_slc: Tensor | None
+    out_win: Tensor | None
+    lse_cmp: Tensor | None
