@@ -23,6 +23,8 @@ MAX_ROWS = 512
 """Queries of one product: enough to run at full speed, few enough for the scores to stay in cache."""
 HEADROOM = 64.0
 """A score may exceed the reference by so much, in powers of two: far from where fp32 overflows, rarely reached."""
+PARTIAL_SUMS = 4
+"""Sums over the rows of a tile are taken in so many parts."""
 LOG2_E = log2(e)
 """Probabilities are powers of two inside, which a CPU computes three times as fast as those of e."""
 
@@ -122,6 +124,15 @@ def _raise_references(scores: Tensor, tile: _Tile, queries: _Rows, out: _Rows) -
     out.all[tile.rows] *= rise.neg().exp2_()[..., None]
 
 
+def _add_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left.T @ right``, in a few sums where the rows allow it: one long sum in fp32 loses more."""
+    if len(left) % PARTIAL_SUMS:
+        total.addmm_(left.T, right)
+    else:
+        left, right = (x.unflatten(0, (PARTIAL_SUMS, -1)) for x in (left, right))
+        total.add_(torch.bmm(left.mT, right).sum(0))
+
+
 @opaque_operator("selected_attention")
 def key_major_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, token: Tensor, start: Tensor, scale: float, block_size: int
@@ -159,7 +170,7 @@ def key_major_attention(
             parts.add(tile)
         weighted, total = parts.all.transpose(0, 1).split((v.shape[-1], 1), dim=-1)
         torch.div(weighted, total.clamp_min(torch.finfo(dtype).tiny), out=out)
-        lse.copy_((total.squeeze(-1).log2() - queries.all[..., -1].T) / LOG2_E)
+        lse.copy_((total.squeeze(-1).double().log2() - queries.all[..., -1].T) / LOG2_E)
 
     views = (*grouped(k, q, out, lse), k, v, block_indices, *repeated(k, token, start))
     side_by_side(attend, views, size=1)
@@ -189,7 +200,7 @@ def _selected_attention_backward(
             x[0, 0] for x in views
         )
         keys, values = _ending_in_one(k, dtype, scale * LOG2_E), _ending_in_one(v, dtype)
-        queries = _Rows(q, dtype, lse * -LOG2_E)
+        queries = _Rows(q, dtype, lse.double() * -LOG2_E)
         grad_outs = _Rows(grad_out, dtype, grad_lse - (grad_out.to(dtype) * out).sum(-1))
         grad_queries = _Rows(keys.new_zeros(1).expand(q.shape), dtype)
         grad_keys, grad_values = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
@@ -197,11 +208,11 @@ def _selected_attention_backward(
         for tile in _tiles(block_indices, token, start, len(k), block_size):
             q_rows, grad_rows = queries.gather(tile), grad_outs.gather(tile)
             probs = _scores(q_rows, keys, tile, token, workspace).exp2_()
-            grad_values[tile.keys].addmm_(probs.T, grad_rows[:, :-1])
+            _add_over_rows(grad_values[tile.keys], probs, grad_rows[:, :-1])
             grad_scores = grad_workspace[: probs.numel()].view_as(probs)
             torch.mm(grad_rows, values[tile.keys].T, out=grad_scores)
             grad_scores.mul_(probs)
-            grad_keys[tile.keys].addmm_(grad_scores.T, q_rows[:, :-1])
+            _add_over_rows(grad_keys[tile.keys], grad_scores, q_rows[:, :-1])
             torch.mm(grad_scores, keys[tile.keys, :-1], out=grad_queries.room(tile))
             grad_queries.add(tile)
         grad_q.copy_(grad_queries.all.div_(LOG2_E).transpose(0, 1))
