@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flexnsa import NSAConfig
-from flexnsa.attention.reference import select_blocks
+from flexnsa.attention.implementations import REFERENCE
+from flexnsa.attention.seam import Call
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
@@ -76,7 +77,7 @@ def _selected(positions: Positions) -> Tensor:
     torch.manual_seed(4)
     q, k_cmp = torch.randn(1, 1, LENGTH, 16), torch.randn(1, 1, num_compressed(LENGTH, CONFIG), 16)
     q[:, :, 1:] += 2 * q[:, :, :-1].clone() + q[:, :, :1]  # neighbours ask for similar things, as in text
-    blocks = select_blocks(q, k_cmp, None, positions, config=CONFIG, scale=1.0)[0, 0]
+    blocks = REFERENCE.select(q, k_cmp, Call(CONFIG, 1.0, positions=positions), None, None)[0, 0]
     key = torch.arange(LENGTH)
     return (key // CONFIG.select_block_size == blocks[..., None]).any(1) & (key <= positions.token[0, :, None])
 

@@ -13,12 +13,11 @@ import torch
 from cases import SMALL
 from torch import Tensor
 
-from flexnsa import NativeSparseAttention, NSACache, NSAConfig, functional
-from flexnsa.attention.sdpa import branches as sdpa
-from flexnsa.attention.sdpa import decoding as sdpa_cached
+from flexnsa import NativeSparseAttention, NSACache, NSAConfig
+from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.attention.seam import Implementation
 from flexnsa.decoding.read_counter import ReadCounter
 from flexnsa.geometry import BRANCHES, num_compressed
-from flexnsa.layers import attention as module
 from flexnsa.memory import estimate_decoding
 from flexnsa.models import DecoderConfig, DenseAttention
 
@@ -79,17 +78,26 @@ def _one_thread() -> Any:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The blocks that each call selects from now on."""
     recorded: list[Tensor] = []
-    attend = functional.attend
 
-    def record(*args: Any, **kwargs: Any) -> Any:
-        out, aux = attend(*args, **kwargs)
-        assert aux.block_indices is not None
-        recorded.append(aux.block_indices)
-        return out, aux
+    def recording(implementation: Implementation) -> Implementation:
+        def select(*args: Any) -> Tensor:
+            recorded.append(implementation.select(*args))
+            return recorded[-1]
 
-    for user in (functional, module):
-        monkeypatch.setattr(user, "attend", record)
+        return replace(implementation, select=select)
+
+    for table in (IMPLEMENTATIONS, CACHED_IMPLEMENTATIONS):
+        monkeypatch.setitem(table, "sdpa", recording(table["sdpa"]))
     return recorded
+
+
+def refuse_window(patch: pytest.MonkeyPatch) -> None:
+    """Let the last branch of a step with a cache fail."""
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError("the window failed")
+
+    patch.setitem(CACHED_IMPLEMENTATIONS, "sdpa", replace(CACHED_IMPLEMENTATIONS["sdpa"], window=fail))
 
 
 class TestStepsEqualTheWholeSequence:
@@ -308,8 +316,8 @@ def test_a_step_that_fails_half_way_was_never_taken(monkeypatch: pytest.MonkeyPa
     cache = layer.new_cache(2, 90)
     layer(x[:, :50], cache=cache)
     with monkeypatch.context() as patch:
-        patch.setattr(sdpa, "sliding_window_attention", None)
-        with pytest.raises(TypeError):
+        refuse_window(patch)
+        with pytest.raises(RuntimeError, match="the window failed"):
             layer(-x[:, 50:80], cache=cache)
     assert_equal_to_whole(decode(layer, x[:, 50:], [1] * 40, cache), layer(x)[:, 50:])
 
@@ -321,8 +329,8 @@ def test_a_token_that_fails_half_way_has_left_the_window_all_the_same(monkeypatc
     cache = layer.new_cache(2, 90)
     decode(layer, x[:, :50], [50], cache)
     with monkeypatch.context() as patch:
-        patch.setattr(sdpa_cached, "sliding_window_attention", None)
-        with pytest.raises(TypeError):
+        refuse_window(patch)
+        with pytest.raises(RuntimeError, match="the window failed"):
             layer(-x[:, 50:51], cache=cache)
     with pytest.raises(ValueError, match="lengths: expected 0, or up to max_rewind=1 less than the 50"):
         cache.crop(49)

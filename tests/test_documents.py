@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from types import ModuleType
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +13,12 @@ from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSAConfig, compressed_attention, sliding_window_attention
 from flexnsa.attention import reference
-from flexnsa.attention.flex import branches as flex
-from flexnsa.attention.sdpa import branches as sdpa
+from flexnsa.attention.implementations import IMPLEMENTATIONS
+from flexnsa.attention.seam import Call
 
 PACKS = 200
 SHARES = 8
 """Parts that the packs are tested in, so that several processes can share them."""
-IMPLEMENTATIONS = {"reference": reference, "sdpa": sdpa, "flex": flex}
 
 
 def random_pack(seed: int, longest: int = 900, most: int = 1000) -> tuple[int, ...]:
@@ -42,22 +41,25 @@ class Choices:
     free. What the pack chose itself must be worth the same.
     """
 
-    def __init__(self, implementation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._select = implementation.select_blocks
+    def __init__(self, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._select = IMPLEMENTATIONS[impl].select
         self._alone: list[Tensor] = []
         self.packed = False
-        monkeypatch.setattr(implementation, "select_blocks", self.select)
+        self.serve(impl, monkeypatch)
 
-    def select(self, q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Any, **options: Any) -> Tensor:
-        own = self._select(q, k_cmp, lse, positions, **options)
+    def serve(self, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have an implementation select here."""
+        monkeypatch.setitem(IMPLEMENTATIONS, impl, replace(IMPLEMENTATIONS[impl], select=self.select))
+
+    def select(self, q: Tensor, k_cmp: Tensor, call: Call, lse: Tensor | None, importance: Tensor | None) -> Tensor:
+        own = self._select(q, k_cmp, call, lse, importance)
         if not self.packed:
             self._alone.append(own)
             return own
         alone = torch.cat(self._alone, dim=2)
         if not torch.equal(own, alone):
-            options = {name: options[name] for name in ("config", "scale")}
             num_blocks = int(torch.maximum(own, alone).max()) + 1
-            scores = reference.block_importance(q.double(), k_cmp.double(), positions, num_blocks=num_blocks, **options)
+            scores = reference.block_importance(q.double(), k_cmp.double(), call, num_blocks=num_blocks)
             worth = [scores.gather(-1, x.clamp_min(0).long()).masked_fill(x < 0, 0.0).sum(-1) for x in (own, alone)]
             torch.testing.assert_close(*worth, rtol=1e-6, atol=0)
         return alone
@@ -72,7 +74,7 @@ def packed_and_alone(
 ) -> tuple[Tensor, Tensor]:
     """Outputs of the pack, and of its documents one by one."""
     with monkeypatch.context() as patch:
-        choices = Choices(IMPLEMENTATIONS[layer.impl], patch)
+        choices = Choices(layer.impl, patch)
         alone = torch.cat([layer(document) for document in x.split(lengths, dim=1)], dim=1)
         choices.packed = True
         return layer(x, document_ids=ids_of(lengths)), alone
@@ -125,9 +127,9 @@ def test_flex_on_a_cpu_equals_the_oracle_alone_and_compiles_once(monkeypatch: py
         lengths += (500 - sum(lengths),)
         x = torch.randn(1, 500, 16)
         with monkeypatch.context() as patch:
-            choices = Choices(reference, patch)
+            choices = Choices("reference", patch)
             alone = torch.cat([oracle(document) for document in x.split(lengths, dim=1)], dim=1)
-            patch.setattr(flex, "select_blocks", choices.select)
+            choices.serve("flex", patch)
             choices.packed = True
             with torch._dynamo.config.patch(error_on_recompile=seed > 0):
                 packed = layer(x, document_ids=ids_of(lengths))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,65 +16,67 @@ from torch import Tensor
 
 from flexnsa import (
     NativeSparseAttention,
-    native_sparse_attention,
     select_blocks,
     sliding_window_attention,
 )
-from flexnsa.attention import reference
-from flexnsa.attention.sdpa import branches as sdpa
+from flexnsa.attention.implementations import IMPLEMENTATIONS
+from flexnsa.attention.seam import Call, Implementation, Keys
 from flexnsa.geometry import num_compressed
+from flexnsa.layers import core
 from flexnsa.positions import Positions
 
 ROOT = Path(__file__).parent.parent
-IMPLEMENTATIONS = {"reference": reference, "sdpa": sdpa}
-BRANCH_FUNCTIONS = ("compressed_attention", "select_blocks", "selected_attention", "sliding_window_attention")
+BRANCH_FUNCTIONS = ("compressed", "select", "selected", "window")
 
-impls = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+impls = pytest.mark.parametrize("impl", ["reference", "sdpa"])
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record which functions of which implementation run."""
     record: list[str] = []
-    for name, module in IMPLEMENTATIONS.items():
-        for function in BRANCH_FUNCTIONS:
-            original = getattr(module, function)
 
-            def spy(*args: object, _tag: str = f"{name}.{function}", _run=original, **kwargs: object) -> object:
-                record.append(_tag)
-                return _run(*args, **kwargs)
+    def spied(implementation: Implementation, impl: str, name: str) -> Callable[..., Any]:
+        def spy(*args: object) -> object:
+            record.append(f"{impl}.{name}")
+            return getattr(implementation, name)(*args)
 
-            monkeypatch.setattr(module, function, spy)
+        return spy
+
+    for impl, implementation in list(IMPLEMENTATIONS.items()):
+        spies = {name: spied(implementation, impl, name) for name in BRANCH_FUNCTIONS}
+        monkeypatch.setitem(IMPLEMENTATIONS, impl, replace(implementation, **spies))
     return record
 
 
 @impls
 def test_one_query_at_the_end_attends_to_more_than_the_first_key(impl: str) -> None:
     """``is_causal=True`` aligns its mask at the top left: a single query then saw key 0 only."""
-    x, module, seq_len = make_inputs(77), IMPLEMENTATIONS[impl], 77
-    options = {"config": SMALL, "scale": 0.25}
-    whole = Positions.of_sequence(seq_len)
-    last = Positions(*(p[:, -1:] for p in (whole.token, whole.start, whole.cmp_start)))
-    blocks = module.select_blocks(x.q, x.k_cmp, None, None, **options)
+    x, implementation, seq_len = make_inputs(77), IMPLEMENTATIONS[impl], 77
+    last = Positions.of_sequence(seq_len).at(slice(seq_len - 1, None))
+    all_queries, last_query = Call(SMALL, 0.25), Call(SMALL, 0.25, positions=last, window_positions=last)
+    blocks = implementation.select(x.q, x.k_cmp, all_queries, None, None)
     last_q, last_blocks = x.q[:, :, -1:], blocks[:, :, -1:].contiguous()
 
-    assert torch.equal(module.select_blocks(last_q, x.k_cmp, None, last, **options), last_blocks)
+    assert torch.equal(implementation.select(last_q, x.k_cmp, last_query, None, None), last_blocks)
     for of_last, of_all in (
         (
-            module.compressed_attention(last_q, x.k_cmp, x.v_cmp, last, **options),
-            module.compressed_attention(x.q, x.k_cmp, x.v_cmp, None, **options),
+            implementation.compressed(last_q, x.k_cmp, x.v_cmp, last_query),
+            implementation.compressed(x.q, x.k_cmp, x.v_cmp, all_queries),
         ),
         (
-            module.selected_attention(last_q, x.k, x.v, last_blocks, last, **options),
-            module.selected_attention(x.q, x.k, x.v, blocks, None, **options),
+            implementation.selected(last_q, x.k, x.v, last_blocks, last_query),
+            implementation.selected(x.q, x.k, x.v, blocks, all_queries),
         ),
         (
-            module.sliding_window_attention(last_q, x.k_win, x.v_win, last, **options),
-            module.sliding_window_attention(x.q, x.k_win, x.v_win, None, **options),
+            implementation.window(last_q, x.k_win, x.v_win, last_query),
+            implementation.window(x.q, x.k_win, x.v_win, all_queries),
         ),
     ):
-        for got, expected in zip(of_last, of_all, strict=True):
-            torch.testing.assert_close(got, expected[:, :, -1:])
+        assert of_last.lse is not None
+        assert of_all.lse is not None
+        torch.testing.assert_close(of_last.out, of_all.out[:, :, -1:])
+        torch.testing.assert_close(of_last.lse, of_all.lse[:, :, -1:])
 
 
 @impls
@@ -140,17 +145,16 @@ def test_compressed_keys_are_turned_at_their_first_token() -> None:
 
 
 def captured_inputs(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor]:
-    """What the layer hands to :func:`flexnsa.native_sparse_attention`."""
-    import flexnsa.layers.attention
-
+    """What the layer attends with."""
     captured: dict[str, Tensor] = {}
+    attend = core.attend
 
-    def spy(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, **options: Tensor) -> Tensor:
-        captured.update(q=q, k=k, v=v, gates=gates, **options)
-        return native_sparse_attention(q, k, v, gates, **options)  # pyright: ignore[reportArgumentType, reportReturnType]
+    def spy(implementation: Implementation, q: Tensor, keys: Keys, gates: Tensor, *rest: Any, **options: Any) -> Any:
+        captured.update(q=q, gates=gates, **{field.name: getattr(keys, field.name) for field in fields(keys)})
+        return attend(implementation, q, keys, gates, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flexnsa.layers.attention, "native_sparse_attention", spy)
+        patch.setattr(core, "attend", spy)
         layer(x)
     return captured
 
@@ -158,7 +162,7 @@ def captured_inputs(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor
 def captured_scores(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor]:
     """``q.k`` of the layer's branches, ``(B, Hq, S, keys)``."""
     given = captured_inputs(layer, x)
-    keys = {"cmp": given["k_cmp"], "slc": given["k"], "win": given["k_win"]}
+    keys = {"cmp": given["k_cmp"], "slc": given["k_slc"], "win": given["k_win"]}
     return {
         tag: given["q"] @ keys[tag].repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1).mT
         for tag in layer.branches
@@ -187,10 +191,10 @@ def test_auto_is_sdpa_on_a_cpu(calls: list[str]) -> None:
 @pytest.mark.parametrize(
     ("branches", "functions"),
     [
-        (("cmp",), ("compressed_attention",)),
-        (("slc",), ("select_blocks", "selected_attention")),
-        (("win",), ("sliding_window_attention",)),
-        (("cmp", "win"), ("compressed_attention", "sliding_window_attention")),
+        (("cmp",), ("compressed",)),
+        (("slc",), ("select", "selected")),
+        (("win",), ("window",)),
+        (("cmp", "win"), ("compressed", "window")),
     ],
 )
 def test_one_branch_costs_one_branch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +25,7 @@ from flexnsa import (
     selected_attention,
     sliding_window_attention,
 )
-from flexnsa.attention import reference
-from flexnsa.attention.sdpa import branches as sdpa
+from flexnsa.attention.implementations import IMPLEMENTATIONS
 
 X = make_inputs(40, batch=2, dtype=torch.float32)  # Hq 4, Hkv 2, D 16, N 9, M 3
 DOUBLE = {name: tensor.double() for name, tensor in X.named().items()}
@@ -183,9 +183,9 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("work was begun before the arguments were checked")
 
-    for module in (reference, sdpa):
-        for name in ("compressed_attention", "select_blocks", "selected_attention", "sliding_window_attention"):
-            monkeypatch.setattr(module, name, fail)
+    branches = dict.fromkeys(("compressed", "select", "selected", "window"), fail)
+    for impl, implementation in IMPLEMENTATIONS.items():
+        monkeypatch.setitem(IMPLEMENTATIONS, impl, replace(implementation, **branches))
 
 
 @pytest.mark.usefixtures("nothing_runs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import log2
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSACache, NSAConfig, native_sparse_attention
-from flexnsa.attention import reference
-from flexnsa.attention.flex import decoding as flex_cached
+from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.attention.seam import Implementation
 from flexnsa.geometry import num_compressed
 
 pytestmark = pytest.mark.gpu
@@ -126,7 +127,7 @@ class TestDecoding:
     def test_steps_equal_the_whole_sequence_and_select_the_same_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         layer, x, whole, blocks = decoded_layer(monkeypatch)
         cache = prompts_of(layer, x)
-        chosen = recorded(monkeypatch, flex_cached)
+        chosen = recorded(monkeypatch, CACHED_IMPLEMENTATIONS, "flex")
         rows = torch.arange(3, device="cuda")
         done = torch.tensor(LENGTHS, device="cuda")
         for count in (1, 1, 3, 1, 7, 2):  # 7 tokens are the most that the decoding kernel takes, of 16 rows each
@@ -186,22 +187,22 @@ def decoded_layer(monkeypatch: pytest.MonkeyPatch) -> tuple[NativeSparseAttentio
     layer = NativeSparseAttention(64, 16, 2, 32, config=SMALL, impl="reference").cuda().requires_grad_(False)
     x = torch.randn(3, max(LENGTHS) + 256, 64, device="cuda")
     with monkeypatch.context() as patch:
-        chosen = recorded(patch, reference)
+        chosen = recorded(patch, IMPLEMENTATIONS, "reference")
         whole = layer(x)
     layer.impl = "flex"
     return layer, x, whole, chosen[0]
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, attention: Any) -> list[Tensor]:
+def recorded(monkeypatch: pytest.MonkeyPatch, table: dict[str, Implementation], impl: str) -> list[Tensor]:
     """The blocks that each call selects from now on."""
     chosen: list[Tensor] = []
-    select_blocks = attention.select_blocks
+    select = table[impl].select
 
-    def record(*args: Any, **kwargs: Any) -> Tensor:
-        chosen.append(select_blocks(*args, **kwargs))
+    def record(*args: Any) -> Tensor:
+        chosen.append(select(*args))
         return chosen[-1]
 
-    monkeypatch.setattr(attention, "select_blocks", record)
+    monkeypatch.setitem(table, impl, replace(table[impl], select=record))
     return chosen
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from flexnsa import NativeSparseAttention
 from flexnsa.layers.gating import Gate
-from flexnsa.layers.rope import rotate
+from flexnsa.layers.rope import apply_rope, rope_tables
 
 
 def layer(**options: object) -> NativeSparseAttention:
@@ -98,6 +98,11 @@ class TestLayer:
             return list(layer().parameters())
 
         assert all(torch.equal(a, b) for a, b in zip(weights(), weights(), strict=True))
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, base: float = 10_000.0) -> torch.Tensor:
+    """Turn heads at these positions, in the precision that a layer takes."""
+    return apply_rope(x, rope_tables(positions, x.shape[-1], base, dtype=torch.promote_types(x.dtype, torch.float32)))
 
 
 class TestRotate:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.positions import Positions
@@ -184,7 +185,7 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
 
     positions = None if case.is_whole_sequence else rows
     with mock.patch.object(scoring_triton, "SCRATCH_BYTES", case.scratch_bytes):
-        selected = scoring_triton.select_in_chunks(q, k, lse, positions, **arguments)
+        selected = scoring_triton.launch_selection(q, k, lse, positions, **arguments)
     results = {
         "importance": total.unflatten(0, (case.batch, case.kv_heads)),
         "lse": log_sum_exp(q, k, rows, **arguments),
@@ -194,18 +195,16 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def compile_operator() -> dict[str, Any]:
-    """Trace the operator for several lengths; its CUDA kernel, interpreted, stands in on the CPU."""
+    """Trace the operator for several lengths; its CUDA kernels are interpreted here."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     from flexnsa.attention.triton import select as scoring_triton
 
-    operator: Any = scoring_triton._select_blocks
-    operator.register_kernel("cpu")(operator._init_fn)
     counter = CompileCounterWithBackend("aot_eager")
     config = sizes(8, 4, 8, 4)
 
     def call(q: Tensor, k: Tensor) -> Tensor:
-        return scoring_triton.select_blocks_triton(q * 1.0, k, None, None, config=config, scale=0.5)
+        return scoring_triton.select_blocks_triton(q * 1.0, k, None, Call(config, 0.5))
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     same = []

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from cases import make_inputs
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from flexnsa import native_sparse_attention
+from flexnsa import compressed_attention, native_sparse_attention, selected_attention, sliding_window_attention
 from flexnsa.attention.flex import branches as flex
+from flexnsa.attention.implementations import FLEX
+from flexnsa.attention.seam import Attended, Call
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
@@ -71,11 +76,13 @@ def dense(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 
 
 def run(branch: str, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, positions: Positions | None = None) -> Tensor:
+    call = Call(CONFIG, SCALE, positions=positions, window_positions=positions)
     if branch == "slc":
-        out, lse = flex.selected_attention(q, k, v, blocks, positions, config=CONFIG, scale=SCALE)
+        out, lse = FLEX.selected(q, k, v, blocks, call)
+    elif branch == "win":
+        out, lse = FLEX.window(q, k, v, call)
     else:
-        attention = {"cmp": flex.compressed_attention, "win": flex.sliding_window_attention}[branch]
-        out, lse = attention(q, k, v, positions, config=CONFIG, scale=SCALE)
+        out, lse, _ = FLEX.compressed(q, k, v, call)
     assert lse is None
     assert out.dtype == q.dtype
     return out.double()
@@ -125,10 +132,13 @@ def test_no_selected_block_gives_zero() -> None:
 
 def test_all_branches_in_one_graph() -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, blocks: Tensor) -> Tensor:
-        cmp, _ = flex.compressed_attention(q, k_cmp, v_cmp, None, config=CONFIG, scale=SCALE)
-        slc, _ = flex.selected_attention(q, k, v, blocks, None, config=CONFIG, scale=SCALE)
-        win, _ = flex.sliding_window_attention(q, k, v, None, config=CONFIG, scale=SCALE)
-        return cmp + slc + win
+        call = Call(CONFIG, SCALE)
+        cmp, slc, win = (
+            FLEX.compressed(q, k_cmp, v_cmp, call),
+            FLEX.selected(q, k, v, blocks, call),
+            FLEX.window(q, k, v, call),
+        )
+        return cmp.out + slc.out + win.out
 
     token, start = torch.arange(150), torch.zeros(150, dtype=torch.long)
     q, k, v = inputs("slc", 1, 2, 2, 150, (32, 16), torch.float32)
@@ -140,20 +150,46 @@ def test_all_branches_in_one_graph() -> None:
     torch.testing.assert_close(out.double(), want, atol=5e-6, rtol=5e-6)
 
 
-def test_cached_masks_serve_training_after_inference() -> None:
-    q, k, _ = inputs("win", 1, 1, 1, 33, (16, 16), torch.float32)
+def test_cached_masks_serve_training_after_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs("win", 1, 1, 1, 33, (16, 16), torch.float32)
+    masks: list[BlockMask] = []
+
+    def record(*_: object) -> Callable[..., Attended]:
+        def run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, call: Call) -> Attended:  # noqa: ARG001
+            masks.append(mask)
+            return Attended(q, None)
+
+        return run
+
+    monkeypatch.setattr(flex, "compile_once", record)
     with torch.inference_mode():
-        mask = flex._interval_mask(flex._window_mask, q, k.shape[2], None, CONFIG)
-    assert not mask.kv_indices.is_inference()
-    assert flex._interval_mask(flex._window_mask, q, k.shape[2], None, CONFIG) is mask
+        FLEX.window(q, k, v, Call(CONFIG, SCALE))
+    FLEX.window(q, k, v, Call(CONFIG, SCALE))
+    in_inference, in_training = masks
+    assert in_training is in_inference
+    assert not in_training.kv_indices.is_inference()
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "k_cmp", "v_cmp", "k_win", "v_win"])
 def test_what_a_cpu_cannot_do_is_said_by_name(name: str) -> None:
     named = make_inputs(33, dtype=torch.float32).named()
     arguments = {key: x.detach().requires_grad_(key == name) for key, x in named.items()}
-    with pytest.raises(ValueError, match=rf"^{name}: FlexAttention has no backward on a CPU"):
+    with pytest.raises(ValueError, match=rf"^{name}: expected no gradient with impl='flex' on a CPU"):
         native_sparse_attention(**arguments, config=CONFIG, impl="flex")
     arguments = {key: x.double() for key, x in named.items()}
-    with pytest.raises(ValueError, match=r"^q: expected float32, bfloat16 or float16 for impl='flex', got .*float64"):
+    with pytest.raises(ValueError, match=r"^q: expected float32, bfloat16 or float16 with impl='flex', got .*float64"):
         native_sparse_attention(**arguments, config=CONFIG, impl="flex")
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_what_a_cpu_cannot_do_is_said(branch: str) -> None:
+    q, k, v = inputs(branch, 1, 1, 1, 33, (16, 16), torch.float32)
+    blocks = (torch.zeros(1, 1, 33, 4, dtype=torch.int32),) if branch == "slc" else ()
+    attention = {"cmp": compressed_attention, "slc": selected_attention, "win": sliding_window_attention}[branch]
+    key = "k_cmp" if branch == "cmp" else "k"
+    message = rf"^{key}: expected no gradient with impl='flex' on a CPU, where FlexAttention has no backward"
+    with pytest.raises(ValueError, match=message):
+        attention(q, k.requires_grad_(), v, *blocks, config=CONFIG, impl="flex")
+    message = r"^q: expected float32, bfloat16 or float16 with impl='flex', got torch.float64"
+    with pytest.raises(ValueError, match=message):
+        attention(*(x.double() for x in (q, k, v)), *blocks, config=CONFIG, impl="flex")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from interpret import interpreted  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSAConfig
-from flexnsa.attention import reference
-from flexnsa.attention.flex import split_kv as flex_decoding
+from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS, REFERENCE
+from flexnsa.attention.seam import Call, Implementation
+from flexnsa.masks.user_mods import ScoreMod
 from flexnsa.positions import Positions
 
 SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)
@@ -46,15 +48,18 @@ def arguments(branch: str, batch: int, count: int, groups: int, dtype: torch.dty
     )
 
 
-def attention(module: Any, branch: str, **options: Any) -> Any:
-    def run(q: Tensor, k: Tensor, v: Tensor, token: Tensor, chosen: Tensor) -> Any:
+def attention(implementation: Implementation, branch: str, mod: ScoreMod | None) -> Callable[..., Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor, token: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         zero = torch.zeros_like(token)
         positions = Positions(token, zero, zero)
+        call = Call(SMALL, 0.3, mod, positions, positions)
         if branch == "slc":
-            return module.selected_attention(q, k, v, chosen, positions, **options)
-        dense = {"cmp": module.compressed_attention, "win": module.sliding_window_attention}[branch]
-        out, lse = dense(q, k, v, positions, **options)
-        return out, lse, chosen  # every argument is a graph's input
+            attended = implementation.selected(q, k, v, chosen, call)
+        elif branch == "win":
+            attended = implementation.window(q, k, v, call)
+        else:
+            attended = implementation.compressed(q, k, v, call)
+        return attended.out, attended.lse, chosen  # every argument is a graph's input
 
     return run
 
@@ -76,17 +81,15 @@ def distance_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Te
 def test_kernels_match_the_oracle(
     branch: str, batch: int, count: int, groups: int, dtype: torch.dtype, mod: Any
 ) -> None:
-    options = {"config": SMALL, "scale": 0.3, "score_mod": mod}
-
     def make() -> tuple[Tensor, ...]:
         return arguments(branch, batch, count, groups, dtype)
 
-    module = emit(attention(flex_decoding, branch, **options), make, backward=False).check()
+    module = emit(attention(CACHED_IMPLEMENTATIONS["flex"], branch, mod), make, backward=False).check()
     assert "SPLIT_KV" in module.source("inference")
     inputs = make()
     out, lse, *_ = interpreted(module)(*inputs)
     exact = [x.double() for x in inputs[:3]]
-    want_out, want_lse, *_ = attention(reference, branch, **options)(*exact, *inputs[3:])
+    want_out, want_lse, *_ = attention(REFERENCE, branch, mod)(*exact, *inputs[3:])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     empty = want_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty)

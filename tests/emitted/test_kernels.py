@@ -11,7 +11,8 @@ from emit import emit  # pyright: ignore[reportMissingImports]
 from interpret import interpreted  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from flexnsa.attention.flex import branches as flex
+from flexnsa.attention.implementations import FLEX
+from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 
@@ -36,10 +37,11 @@ def length_of(branch: str, groups: int) -> int:
 
 def attention(branch: str, config: NSAConfig, scale: float) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def run(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        call = Call(config, scale)
         if blocks is not None:
-            return flex.selected_attention(q, k, v, blocks, None, config=config, scale=scale)
-        dense = {"cmp": flex.compressed_attention, "win": flex.sliding_window_attention}[branch]
-        return dense(q, k, v, None, config=config, scale=scale)
+            return FLEX.selected(q, k, v, blocks, call)
+        attended = FLEX.window(q, k, v, call) if branch == "win" else FLEX.compressed(q, k, v, call)
+        return attended.out, attended.lse
 
     return run
 

@@ -13,26 +13,26 @@ from test_packed_kernels import GROUPS, SCALE, arguments
 from torch import Tensor
 
 from flexnsa import mods
-from flexnsa.attention import reference
-from flexnsa.attention.flex import branches as flex
+from flexnsa.attention.implementations import FLEX, REFERENCE
+from flexnsa.attention.seam import Call, Implementation
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import merge_mods
 
 LENGTHS = (19, 1, 49)
 
 
-def attention(branch: str, implementation: object) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def attention(branch: str, implementation: Implementation) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The branch as a function of its tensors and of the bias by distance."""
-    names = {"cmp": "compressed_attention", "slc": "selected_attention", "win": "sliding_window_attention"}
+    names = {"cmp": "compressed", "slc": "selected", "win": "window"}
 
     def run(
         bias: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *blocks: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         score_mod = merge_mods(mods.chain(mods.soft_cap(2.0), mods.distance_bias(bias)), mods.banned_span(0, 12))
+        positions = document_positions(ids, SMALL)
         function = getattr(implementation, names[branch])
-        return function(
-            q, k, v, *blocks, document_positions(ids, SMALL), config=SMALL, scale=SCALE, score_mod=score_mod
-        )
+        attended = function(q, k, v, *blocks, Call(SMALL, SCALE, score_mod, positions, positions))
+        return attended.out, attended.lse
 
     return run
 
@@ -42,11 +42,11 @@ def test_modded_kernels_agree_with_the_oracle(branch: str) -> None:
     def make() -> tuple[Tensor, ...]:
         return torch.randn(GROUPS, 9, requires_grad=True), *arguments(branch, LENGTHS)
 
-    module = emit(attention(branch, flex), make)
+    module = emit(attention(branch, FLEX), make)
     inputs = make()
     exact = [x.detach().double().requires_grad_() for x in inputs[:4]]
     out, lse = interpreted(module.check())(*inputs)
-    true_out, true_lse = attention(branch, reference)(*exact, *inputs[4:])
+    true_out, true_lse = attention(branch, REFERENCE)(*exact, *inputs[4:])
     assert true_lse is not None
     empty = true_lse == -torch.inf
     assert empty.any()

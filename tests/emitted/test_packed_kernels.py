@@ -11,7 +11,8 @@ from interpret import interpreted  # pyright: ignore[reportMissingImports]
 from test_kernels import BRANCHES, SMALL, dense
 from torch import Tensor
 
-from flexnsa.attention.flex import branches as flex
+from flexnsa.attention.implementations import FLEX
+from flexnsa.attention.seam import Call
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.document import document_positions
 
@@ -27,12 +28,10 @@ def attention(branch: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The branch as a function of its tensors, in which the mask is made too."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-        functions = {
-            "cmp": flex.compressed_attention,
-            "slc": flex.selected_attention,
-            "win": flex.sliding_window_attention,
-        }
-        return functions[branch](q, k, v, *blocks, document_positions(ids, SMALL), config=SMALL, scale=SCALE)
+        positions = document_positions(ids, SMALL)
+        function = {"cmp": FLEX.compressed, "slc": FLEX.selected, "win": FLEX.window}[branch]
+        attended = function(q, k, v, *blocks, Call(SMALL, SCALE, None, positions, positions))
+        return attended.out, attended.lse
 
     return run
 

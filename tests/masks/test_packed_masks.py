@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from expand import mask_bytes
 
-from flexnsa.attention.flex import branches as flex
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
+from flexnsa.masks.compressed import compressed_mask
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.selected import selected_mask
+from flexnsa.masks.window import window_mask
 
 CONFIG = NSAConfig()
 
@@ -22,8 +23,8 @@ def sizes(document_ids: torch.Tensor) -> list[int]:
     blocks[..., 0] = (positions.token - positions.start) // CONFIG.select_block_size
     num_keys = num_compressed(seq_len, CONFIG)
     masks = [
-        flex._compressed_mask(positions, seq_len, num_keys, CONFIG, document_ids.device),
-        flex._window_mask(positions, seq_len, seq_len, CONFIG, document_ids.device),
+        compressed_mask(positions, seq_len, num_keys, CONFIG, document_ids.device),
+        window_mask(positions, seq_len, seq_len, CONFIG, document_ids.device),
         selected_mask(blocks, positions, seq_len, rows=16, config=CONFIG).block_mask,
     ]
     return [mask_bytes(mask) for mask in masks]
