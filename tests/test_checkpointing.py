@@ -10,12 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from flexnsa import NativeSparseAttention, NSAConfig
+from flexnsa import NativeSparseAttention
 from flexnsa.checkpointing import SELECTION_OPERATORS, keep_selection
-
-CONFIG = NSAConfig(
-    compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24
-)
+from tests.support.inputs import SMALL
 
 
 class CountOperators(TorchDispatchMode):
@@ -41,14 +38,14 @@ def gradients(layer: torch.nn.Module, x: torch.Tensor, compiled: bool = False, *
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpointed_gradients_are_those_of_the_plain_layer(compiled: bool) -> None:
     torch.manual_seed(0)
-    layer, x = NativeSparseAttention(32, 6, 2, 8, config=CONFIG), torch.randn(2, 70, 32)
+    layer, x = NativeSparseAttention(32, 6, 2, 8, config=SMALL), torch.randn(2, 70, 32)
     for plain, kept in zip(gradients(layer, x), gradients(layer, x, compiled, context_fn=keep_selection), strict=True):
         torch.testing.assert_close(kept, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_selection_runs_once_where_plain_checkpointing_runs_it_twice() -> None:
     torch.manual_seed(0)
-    layer, x = NativeSparseAttention(32, 6, 2, 8, config=CONFIG), torch.randn(2, 70, 32)
+    layer, x = NativeSparseAttention(32, 6, 2, 8, config=SMALL), torch.randn(2, 70, 32)
     calls = []
     options: tuple[dict[str, Any], ...] = ({"context_fn": keep_selection}, {"determinism_check": "default"})
     for option in options:

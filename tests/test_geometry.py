@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import literal
 import pytest
 import torch
 
@@ -11,6 +10,7 @@ from flexnsa.geometry import BRANCHES, blocks_within, num_blocks, num_compressed
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.window import window_intervals
 from flexnsa.positions import Positions
+from tests.support import literal
 
 # (l, d, l'): the paper's sizes, no overlap between compressed tokens, l' < l, l' == d, three strides to a token.
 GRIDS = [(32, 16, 64), (8, 4, 16), (4, 4, 8), (16, 4, 8), (16, 8, 8), (12, 4, 16), (1, 1, 1)]

@@ -16,10 +16,9 @@ from flexnsa import NativeSparseAttention, NSACache, NSAConfig, native_sparse_at
 from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
 from flexnsa.attention.seam import Implementation
 from flexnsa.geometry import num_compressed
+from tests.support.inputs import SMALL
 
 pytestmark = pytest.mark.gpu
-
-SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)
 
 
 def inputs(

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from cases import SMALL, Inputs, assert_as_exact_as_plain, attend_with_aux, make_inputs
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
@@ -21,6 +20,8 @@ from flexnsa import (
     selected_attention,
     sliding_window_attention,
 )
+from tests.support.comparison import assert_as_exact_as_plain
+from tests.support.inputs import SMALL, Inputs, attend_with_aux, make_inputs
 
 LENGTHS = (37, 1, 5, 70, 40, 7)
 DOCUMENTS = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]

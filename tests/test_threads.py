@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.threads import FEWEST_QUERIES, grouped, repeated, side_by_side
-from tests.cases import SMALL, attend, make_inputs
+from tests.support.inputs import SMALL, attend, make_inputs
 
 
 @pytest.fixture

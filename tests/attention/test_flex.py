@@ -14,13 +14,11 @@ from flexnsa import compressed_attention, native_sparse_attention, selected_atte
 from flexnsa.attention.flex import branches as flex
 from flexnsa.attention.implementations import FLEX
 from flexnsa.attention.seam import Attended, Call
-from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
+from tests.support.dense import dense_attention, visible_keys
+from tests.support.inputs import SMALL
 
-CONFIG = NSAConfig(
-    compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24
-)
 AWKWARD = (1000, 77, 25, 24, 16, 8, 7, 1)
 """The longest first: it is compiled for its length, the next for any, and most others need no compilation."""
 BRANCHES = ("cmp", "slc", "win")
@@ -34,7 +32,7 @@ def _fresh_compiler() -> None:
 
 
 def inputs(branch: str, batch: int, heads: int, groups: int, seq_len: int, dims: tuple[int, int], dtype: torch.dtype):
-    num_keys = num_compressed(seq_len, CONFIG) if branch == "cmp" else seq_len
+    num_keys = num_compressed(seq_len, SMALL) if branch == "cmp" else seq_len
     shapes = (
         (batch, heads * groups, seq_len, dims[0]),
         (batch, heads, num_keys, dims[0]),
@@ -45,7 +43,7 @@ def inputs(branch: str, batch: int, heads: int, groups: int, seq_len: int, dims:
 
 def random_blocks(batch: int, heads: int, token: Tensor, start: Tensor) -> Tensor:
     """Up to ``n`` random blocks of each query's document, among them the query's own."""
-    size, most = CONFIG.select_block_size, CONFIG.num_selected_blocks
+    size, most = SMALL.select_block_size, SMALL.num_selected_blocks
     own = (token - start) // size
     candidates = torch.arange(int(own.max()) + most)
     rank = torch.rand(batch, heads, len(token), len(candidates)) + (candidates == own[:, None]).float()
@@ -55,28 +53,13 @@ def random_blocks(batch: int, heads: int, token: Tensor, start: Tensor) -> Tenso
     return torch.where(blocks == len(candidates), -1, blocks).int()
 
 
-def visible(branch: str, token: Tensor, start: Tensor, num_keys: int, blocks: Tensor) -> Tensor:
-    """Which keys each query sees, ``(B, Hkv, T, K)``, said once more; documents only in token branches."""
-    t, first, s = token[:, None], start[:, None], torch.arange(num_keys)
-    if branch == "cmp":
-        keep = s * CONFIG.compress_stride + CONFIG.compress_block_size - 1 <= t
-    elif branch == "win":
-        keep = (first <= s) & (s <= t) & (s > t - CONFIG.window_size)
-    else:
-        block = torch.div(s - first, CONFIG.select_block_size, rounding_mode="floor")
-        return (block[..., None] == blocks[:, :, :, None]).any(-1) & (first <= s) & (s <= t)
-    return keep.expand(*blocks.shape[:2], -1, -1)
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
-    k, v, keep = (x.repeat_interleave(groups, 1) for x in (k.double(), v.double(), keep))
-    scores = (SCALE * q.double() @ k.mT).masked_fill(~keep, -torch.inf)
-    return scores.softmax(-1).nan_to_num(0.0) @ v
+def dense(branch: str, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], blocks: Tensor) -> Tensor:
+    visible = visible_keys(branch, lengths, SMALL, blocks if branch == "slc" else None)
+    return dense_attention(q.double(), k.double(), v.double(), visible, SCALE)[0]
 
 
 def run(branch: str, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, positions: Positions | None = None) -> Tensor:
-    call = Call(CONFIG, SCALE, positions=positions, window_positions=positions)
+    call = Call(SMALL, SCALE, positions=positions, window_positions=positions)
     if branch == "slc":
         out, lse = FLEX.selected(q, k, v, blocks, call)
     elif branch == "win":
@@ -92,7 +75,7 @@ def check(branch: str, groups: int, seq_len: int, dtype: torch.dtype = torch.flo
     q, k, v = inputs(branch, 2, 2, groups, seq_len, (32, 16), dtype)
     token, start = torch.arange(seq_len), torch.zeros(seq_len, dtype=torch.long)
     blocks = random_blocks(2, 2, token, start)
-    want = dense(q, k, v, visible(branch, token, start, k.shape[2], blocks))
+    want = dense(branch, q, k, v, (seq_len,), blocks)
     tolerance = 3e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(run(branch, q, k, v, blocks), want, atol=tolerance, rtol=tolerance)
 
@@ -114,25 +97,25 @@ def test_bfloat16() -> None:
 
 @pytest.mark.parametrize("branch", ["slc", "win"])
 def test_documents_that_start_anywhere(branch: str) -> None:
-    lengths = torch.tensor([10, 3, 57, 1, 30])
-    token = torch.arange(int(lengths.sum()))
-    start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    lengths = (10, 3, 57, 1, 30)
+    token = torch.arange(sum(lengths))
+    start = torch.cat([torch.full((length,), sum(lengths[:i])) for i, length in enumerate(lengths)])
     positions = Positions(*(x.int()[None] for x in (token, start, torch.zeros_like(token))))
     q, k, v = inputs(branch, 2, 2, 2, len(token), (32, 16), torch.float32)
     blocks = random_blocks(2, 2, token, start)
-    want = dense(q, k, v, visible(branch, token, start, len(token), blocks))
+    want = dense(branch, q, k, v, lengths, blocks)
     torch.testing.assert_close(run(branch, q, k, v, blocks, positions), want, atol=3e-6, rtol=3e-6)
 
 
 def test_no_selected_block_gives_zero() -> None:
     q, k, v = inputs("slc", 2, 2, 2, 77, (32, 16), torch.float32)
-    blocks = torch.full((2, 2, 77, CONFIG.num_selected_blocks), -1, dtype=torch.int32)
+    blocks = torch.full((2, 2, 77, SMALL.num_selected_blocks), -1, dtype=torch.int32)
     assert (run("slc", q, k, v, blocks) == 0).all()
 
 
 def test_all_branches_in_one_graph() -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, blocks: Tensor) -> Tensor:
-        call = Call(CONFIG, SCALE)
+        call = Call(SMALL, SCALE)
         cmp, slc, win = (
             FLEX.compressed(q, k_cmp, v_cmp, call),
             FLEX.selected(q, k, v, blocks, call),
@@ -145,7 +128,7 @@ def test_all_branches_in_one_graph() -> None:
     _, k_cmp, v_cmp = inputs("cmp", 1, 2, 2, 150, (32, 16), torch.float32)
     blocks = random_blocks(1, 2, token, start)
     keys = {"cmp": (k_cmp, v_cmp), "slc": (k, v), "win": (k, v)}
-    want = sum(dense(q, *keys[b], visible(b, token, start, keys[b][0].shape[2], blocks)) for b in BRANCHES)
+    want = sum(dense(b, q, *keys[b], (150,), blocks) for b in BRANCHES)
     out = torch.compile(layer, fullgraph=True)(q, k, v, k_cmp, v_cmp, blocks)
     torch.testing.assert_close(out.double(), want, atol=5e-6, rtol=5e-6)
 
@@ -163,8 +146,8 @@ def test_cached_masks_serve_training_after_inference(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(flex, "compile_once", record)
     with torch.inference_mode():
-        FLEX.window(q, k, v, Call(CONFIG, SCALE))
-    FLEX.window(q, k, v, Call(CONFIG, SCALE))
+        FLEX.window(q, k, v, Call(SMALL, SCALE))
+    FLEX.window(q, k, v, Call(SMALL, SCALE))
     in_inference, in_training = masks
     assert in_training is in_inference
     assert not in_training.kv_indices.is_inference()
@@ -189,7 +172,7 @@ def test_what_a_cpu_cannot_do_is_said(branch: str) -> None:
     key = "k_cmp" if branch == "cmp" else "k"
     message = rf"^{key}: expected no gradient with impl='flex' on a CPU, where FlexAttention has no backward"
     with pytest.raises(ValueError, match=message):
-        attention(q, k.requires_grad_(), v, *blocks, config=CONFIG, impl="flex")
+        attention(q, k.requires_grad_(), v, *blocks, config=SMALL, impl="flex")
     message = r"^q: expected float32, bfloat16 or float16 with impl='flex', got torch.float64"
     with pytest.raises(ValueError, match=message):
-        attention(*(x.double() for x in (q, k, v)), *blocks, config=CONFIG, impl="flex")
+        attention(*(x.double() for x in (q, k, v)), *blocks, config=SMALL, impl="flex")

@@ -7,7 +7,7 @@ import torch
 
 from flexnsa import selected_attention
 from flexnsa.attention.sdpa.key_major import HEADROOM
-from tests.cases import SMALL
+from tests.support.inputs import SMALL
 
 
 @pytest.mark.parametrize("factor", [2, 50])

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from expand import mask_bytes, pairs_by_columns, pairs_by_rows
 
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
@@ -14,6 +13,7 @@ from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals, interval_block_mask, tiles_touched
 from flexnsa.masks.window import window_intervals
 from flexnsa.positions import Positions
+from tests.support.block_masks import mask_bytes, pairs_by_columns, pairs_by_rows
 
 TILES = [(128, 128), (32, 16), (16, 48)]
 

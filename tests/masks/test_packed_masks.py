@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from expand import mask_bytes
 
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
@@ -11,6 +10,7 @@ from flexnsa.masks.compressed import compressed_mask
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.selected import selected_mask
 from flexnsa.masks.window import window_mask
+from tests.support.block_masks import mask_bytes
 
 CONFIG = NSAConfig()
 

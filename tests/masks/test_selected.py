@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from expand import mask_bytes, pairs_by_columns, pairs_by_rows
 from torch import Tensor
 
 from flexnsa.config import NSAConfig
 from flexnsa.masks.selected import SelectedMask, selected_mask
 from flexnsa.positions import Positions
+from tests.support.block_masks import mask_bytes, pairs_by_columns, pairs_by_rows
 
 CONFIG = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4)
 

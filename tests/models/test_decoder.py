@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flexnsa import NSAConfig, next_token_targets
-from flexnsa.models import PRESETS, DecoderConfig, DecoderLM, DenseAttention, generate, preset
+from flexnsa.models import DecoderConfig, DecoderLM, generate, preset
 
 NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
 CONFIG = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=6, nsa=NSA)
@@ -171,48 +171,6 @@ def test_model_built_on_the_meta_device_is_the_model_built_at_once(attention: st
     assert torch.equal(model(tokens), at_once(tokens))
 
 
-@pytest.mark.parametrize(("name", "num_layers"), [("small", 5), ("large", 4), ("m7c-125m", 12)])
-def test_dense_presets_have_the_parameters_that_the_architecture_says(name: str, num_layers: int):
-    config = preset(name, attention="dense", num_layers=num_layers)
-    with torch.device("meta"):
-        model = DecoderLM(config)
-    dim, heads, kv_heads, head_dim = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
-    attention = dim * head_dim * (2 * heads + 2 * kv_heads)
-    assert _size(model) == num_layers * (attention + 8 * dim * dim + 2 * dim) + 2 * 256 * dim + dim
-
-
-def test_nsa_preset_adds_keys_values_gates_and_compression_to_its_twin():
-    with torch.device("meta"):
-        nsa, dense = (DecoderLM(preset("large", attention=attention)) for attention in ("nsa", "dense"))
-    attention = nsa.layers[0].get_submodule("attention")
-    assert isinstance(attention, nn.Module)
-    compression = sum(_size(attention.get_submodule(name)) for name in ("phi_k", "phi_v"))
-    keys_and_values, gates = 2 * 2 * 768 * 2 * 64, 768 * 12 * 3
-    assert _size(nsa) - _size(dense) == 5 * (keys_and_values + gates + compression)
-
-
-def test_presets_are_the_published_sizes():
-    assert set(PRESETS) == {"small", "large", "m7c-125m", "m7c-cpu"}
-    for name in ("large", "m7c-125m", "m7c-cpu"):
-        config = PRESETS[name]
-        assert (config.dim, config.num_heads, config.num_kv_heads, config.head_dim) == (768, 12, 2, 64)
-        assert config.nsa == NSAConfig()
-        assert config.is_checkpointed(0) == (name != "large")
-    assert preset("large", num_layers=10).num_layers == 10
-
-
-def test_dense_attention_is_the_explicit_softmax():
-    attention = DenseAttention(16, 4, 2, 6, v_head_dim=4).double()
-    x = torch.randn(2, 9, 16, dtype=torch.float64)
-    q, k = (_turned(linear(x).unflatten(-1, (-1, 6))) for linear in (attention.w_q, attention.w_k))
-    v = attention.w_v(x).unflatten(-1, (-1, 4))
-    k, v = k.repeat_interleave(2, dim=2), v.repeat_interleave(2, dim=2)
-    scores = torch.einsum("bthd,bshd->bhts", q, k) / 6**0.5
-    visible = torch.arange(9)[:, None] >= torch.arange(9)
-    out = torch.einsum("bhts,bshd->bthd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
-    torch.testing.assert_close(attention(x), attention.w_o(out.flatten(2)))
-
-
 def test_round_trip_through_plain_values():
     config = replace(CONFIG, checkpointing=(0, 1), branches=("cmp", "win"))
     assert DecoderConfig.from_dict(config.to_dict()) == config
@@ -261,15 +219,3 @@ def _tokens(batch: int, length: int) -> Tensor:
 
 def _loss(model: DecoderLM, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _turned(x_BSHD: Tensor) -> Tensor:
-    """RoPE as complex numbers."""
-    half = x_BSHD.shape[-1] // 2
-    angle = torch.arange(x_BSHD.shape[1])[:, None] * 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    pairs = torch.complex(x_BSHD[..., :half], x_BSHD[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    return torch.cat([pairs.real, pairs.imag], dim=-1)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import literal
 import pytest
 import torch
-from cases import SMALL, Inputs, attend, attend_with_aux, make_inputs
 
 from flexnsa import (
     NSAConfig,
@@ -15,6 +13,8 @@ from flexnsa import (
     selected_attention,
     sliding_window_attention,
 )
+from tests.support import literal
+from tests.support.inputs import Inputs, attend, attend_with_aux, make_inputs
 
 CONFIGS = {
     "paper's proportions": NSAConfig(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SMALL
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexnsa import NSAConfig
@@ -19,6 +18,7 @@ from flexnsa.memory import estimate_decoding, estimate_training, parameter_count
 from flexnsa.memory.training import Precision
 from flexnsa.memory.work import Work
 from flexnsa.models import DecoderConfig, DecoderLM, preset
+from tests.support.inputs import SMALL
 
 TINY = DecoderConfig(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, nsa=SMALL)
 MODELS = {
@@ -69,7 +69,7 @@ def test_estimate_is_within_a_tenth(name: str, precision: Precision) -> None:
 
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
 def test_flex_saves_what_the_recorded_gpu_measured(branch: str) -> None:
-    record = json.loads((Path(__file__).parents[1] / "benchmarks/results/h200.json").read_text())
+    record = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200.json").read_text())
     points = [point for point in record["points"] if point["name"] == f"{branch} branch"]
     assert points
     setting = {name: record["setting"][name] for name in ("num_heads", "num_kv_heads", "head_dim")}

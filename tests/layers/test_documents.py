@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SMALL, largest
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSAConfig, compressed_attention, sliding_window_attention
 from flexnsa.attention import reference
 from flexnsa.attention.implementations import IMPLEMENTATIONS
 from flexnsa.attention.seam import Call
+from tests.support.comparison import largest
+from tests.support.inputs import SMALL
 
 PACKS = 200
 SHARES = 8

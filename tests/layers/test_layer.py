@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import SMALL
 from torch import nn
 
 from flexnsa import NativeSparseAttention
 from flexnsa.layers.gating import Gate
 from flexnsa.layers.rope import apply_rope, rope_tables
+from tests.support.inputs import SMALL
 
 
 def layer(**options: object) -> NativeSparseAttention:

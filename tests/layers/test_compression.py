@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import SMALL
 from torch import Tensor, nn
 
 from flexnsa import LinearCompressor, MeanCompressor, MLPCompressor, NSAConfig
 from flexnsa.geometry import num_compressed
+from tests.support.inputs import SMALL
 
 CONFIGS = [
     SMALL,

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import SMALL, Inputs, assert_as_exact_as_plain, attend, make_inputs
 from torch import Tensor
 
 from flexnsa import (
@@ -22,6 +21,8 @@ from flexnsa import (
     selected_attention,
     sliding_window_attention,
 )
+from tests.support.comparison import assert_as_exact_as_plain
+from tests.support.inputs import SMALL, Inputs, attend, make_inputs
 
 IMPLS = ["sdpa"]
 PAPER = NSAConfig(num_selected_blocks=6, window_size=200)
@@ -225,41 +226,3 @@ def test_memory_layout_does_not_matter(impl: str, layout: str) -> None:
     (out, grads), (expected, expected_grads) = run(viewed), run(dense)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(grads, expected_grads)
-
-
-class TestTheComparisonItself:
-    """The comparison is worth nothing if it passes what is wrong."""
-
-    def run(self, config: NSAConfig) -> dict[str, Tensor]:
-        x = make_inputs(77, dtype=FP32)
-        return {"out": sliding_window_attention(x.q, x.k_win, x.v_win, config=config, impl="reference")[0]}
-
-    def exact(self) -> dict[str, Tensor]:
-        x = make_inputs(77, dtype=FP32).to(torch.float64)
-        return {"out": sliding_window_attention(x.q, x.k_win, x.v_win, config=SMALL, impl="reference")[0]}
-
-    def test_passes_the_plain_formula(self) -> None:
-        assert_as_exact_as_plain(self.run(SMALL), self.run(SMALL), self.exact(), factor=1)
-
-    @pytest.mark.parametrize("wrong", [23, 25])
-    def test_rejects_a_window_off_by_one(self, wrong: int) -> None:
-        got = self.run(replace(SMALL, window_size=wrong))
-        with pytest.raises(AssertionError, match="out: rms error"):
-            assert_as_exact_as_plain(got, self.run(SMALL), self.exact(), factor=2)
-
-    def test_rejects_half_the_precision(self) -> None:
-        got = {"out": self.run(SMALL)["out"].bfloat16().float()}
-        with pytest.raises(AssertionError, match="out: rms error"):
-            assert_as_exact_as_plain(got, self.run(SMALL), self.exact(), factor=3)
-
-    def test_rejects_one_wrong_element(self) -> None:
-        got = self.run(SMALL)
-        got["out"].view(-1)[100] += 1e-5
-        with pytest.raises(AssertionError, match="out: max error"):
-            assert_as_exact_as_plain(got, self.run(SMALL), self.exact(), factor=3)
-
-    def test_rejects_nan(self) -> None:
-        got = self.run(SMALL)
-        got["out"].view(-1)[100] = torch.nan
-        with pytest.raises(AssertionError, match="finite"):
-            assert_as_exact_as_plain(got, self.run(SMALL), self.exact(), factor=3)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import SMALL, attend, make_inputs
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention
 from flexnsa.measure.memory import saved_for_backward
+from tests.support.inputs import SMALL, attend, make_inputs
 
 
 def bytes_saved(run: Callable[[], Tensor]) -> int:

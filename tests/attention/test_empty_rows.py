@@ -1,0 +1,62 @@
+"""A query without a key: output 0, lse ``-inf``, gradients 0, never NaN; nor do large scores overflow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexnsa import compressed_attention, select_blocks, selected_attention
+from tests.support.inputs import SMALL, attend, make_inputs
+
+impls = pytest.mark.parametrize("impl", ["reference", "sdpa"])
+
+
+@impls
+@pytest.mark.parametrize("seq_len", [1, 7, 8, 30])
+def test_before_the_first_compressed_token(impl: str, seq_len: int) -> None:
+    x = make_inputs(seq_len).to(torch.float64)
+    out, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, config=SMALL, impl=impl)
+    empty = slice(0, min(7, seq_len))
+    assert (out[:, :, empty] == 0).all()
+    assert (lse[:, :, empty] == -torch.inf).all()
+    assert lse[:, :, 7:].isfinite().all()
+    loss = out.sum() + lse.where(lse.isfinite(), 0.0).sum()
+    grads = torch.autograd.grad(loss, (x.q, x.k_cmp, x.v_cmp))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert (grads[0][:, :, empty] == 0).all()
+
+
+@impls
+def test_where_no_block_is_selected(impl: str) -> None:
+    x = make_inputs(40).to(torch.float64)
+    blocks = select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl)
+    blocks[:, 1, ::2] = -1
+    out, lse = selected_attention(x.q, x.k, x.v, blocks, config=SMALL, impl=impl)
+    assert (out[:, 2:, ::2] == 0).all()
+    assert (lse[:, 2:, ::2] == -torch.inf).all()
+    assert lse[:, 2:, 1::2].isfinite().all()
+    grads = torch.autograd.grad(out.sum() + lse.where(lse.isfinite(), 0.0).sum(), (x.q, x.k, x.v))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert (grads[0][:, 2:, ::2] == 0).all()
+    assert (grads[0][:, 2:, 1::2] != 0).any()
+
+
+@impls
+def test_nothing_selected_at_all(impl: str) -> None:
+    x = make_inputs(20).to(torch.float64)
+    blocks = torch.full((1, 2, 20, 4), -1, dtype=torch.int32)
+    out, lse = selected_attention(x.q, x.k, x.v, blocks, config=SMALL, impl=impl)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert all((grad == 0).all() for grad in torch.autograd.grad(out.sum(), (x.q, x.k, x.v)))
+
+
+@impls
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_scores_do_not_overflow(impl: str, dtype: torch.dtype) -> None:
+    x = make_inputs(77, dtype=dtype)
+    x = x.replace(q=x.q * 100, k=x.k * 100, k_cmp=x.k_cmp * 100, k_win=x.k_win * 100).to(dtype)
+    out = attend(x, impl=impl)
+    grads = torch.autograd.grad(out.float().square().sum(), list(x.named().values()))
+    assert out.isfinite().all()
+    assert all(grad.isfinite().all() for grad in grads)

@@ -1,0 +1,46 @@
+"""The same inputs give the same bits, and are left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.inputs import Inputs, attend, make_inputs
+
+impls = pytest.mark.parametrize("impl", ["reference", "sdpa"])
+
+
+@impls
+def test_twice_the_same_bits(impl: str) -> None:
+    x = make_inputs(300, batch=2, group=4, dtype=torch.float32).to(torch.float32)
+
+    def run() -> list[Tensor]:
+        out = attend(x, impl=impl)
+        return [out, *torch.autograd.grad(out.square().sum(), list(x.named().values()))]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@impls
+def test_inputs_are_left_alone(impl: str) -> None:
+    x = make_inputs(77, dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in x.named().items()}
+    leaves = x.to(torch.float32)
+    attend(leaves, impl=impl).sum().backward()
+    for name, tensor in leaves.named().items():
+        assert torch.equal(tensor.detach(), before[name]), name
+
+
+@impls
+def test_gradients_do_not_depend_on_what_else_requires_one(impl: str) -> None:
+    x = make_inputs(50).to(torch.float64)
+    every = dict(zip(x.named(), torch.autograd.grad(attend(x, impl=impl).sum(), list(x.named().values())), strict=True))
+    for name, tensor in x.named().items():
+        only = Inputs(**{n: t if n == name else t.detach() for n, t in x.named().items()})
+        torch.testing.assert_close(torch.autograd.grad(attend(only, impl=impl).sum(), tensor)[0], every[name])

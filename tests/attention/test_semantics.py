@@ -1,0 +1,144 @@
+"""What the attention means, in statements that need no oracle: who sees whom, and what equals what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexnsa import (
+    compressed_attention,
+    native_sparse_attention,
+    select_blocks,
+    selected_attention,
+    sliding_window_attention,
+)
+from flexnsa.geometry import num_compressed
+from tests.support import literal
+from tests.support.inputs import SMALL, Inputs, attend, make_inputs
+
+IMPLS = ["reference", "sdpa"]
+SEQ_LEN = 3 * SMALL.window_size + 5
+
+impls = pytest.mark.parametrize("impl", IMPLS)
+
+
+def changed_rows(before: Tensor, after: Tensor) -> Tensor:
+    """Which queries of which head came out differently, ``(B, H, S)``; results are fp64."""
+    return (before - after).abs().amax(-1) > 1e-9
+
+
+class TestCausality:
+    @impls
+    @pytest.mark.parametrize("t", [1, 7, 8, 16, 24, 25, 60])
+    def test_changing_the_future_changes_nothing_before_it(self, impl: str, t: int) -> None:
+        x = make_inputs(SEQ_LEN)
+        other = make_inputs(SEQ_LEN, seed=1)
+        first_cmp = num_compressed(t, SMALL)  # later compressed tokens contain a token that is not before t
+
+        def future(name: str, tensor: Tensor) -> Tensor:
+            cut = first_cmp if name.endswith("_cmp") else t
+            return torch.cat([tensor[:, :, :cut], other.named()[name][:, :, cut:]], dim=2)
+
+        changed = Inputs(**{name: future(name, tensor) for name, tensor in x.named().items()})
+        out, after = attend(x, impl=impl), attend(changed, impl=impl)
+        torch.testing.assert_close(after[:, :, :t], out[:, :, :t])
+        assert changed_rows(out, after)[:, :, t:].all()
+
+    @impls
+    def test_a_prefix_gives_the_prefix_of_the_output(self, impl: str) -> None:
+        x = make_inputs(SEQ_LEN)
+        whole = attend(x, impl=impl)
+        for length in (1, 8, 33, 60):
+            keys = num_compressed(length, SMALL)
+            prefix = {n: t[:, :, : keys if n.endswith("_cmp") else length] for n, t in x.named().items()}
+            torch.testing.assert_close(attend(Inputs(**prefix), impl=impl), whole[:, :, :length])
+
+
+class TestWhoSeesWhom:
+    """Changing one key and its value changes exactly the rows that may see it."""
+
+    def check(self, attention: Callable[[Tensor, Tensor], Tensor], k: Tensor, v: Tensor, visible: Tensor) -> None:
+        """``visible``: bool ``(B, Hkv, S, keys)``."""
+        before = attention(k, v)
+        group = before.shape[1] // k.shape[1]
+        for s in range(k.shape[2]):
+            other_k, other_v = k.clone(), v.clone()
+            other_k[:, :, s] += torch.randn_like(k[:, :, s])
+            other_v[:, :, s] += torch.randn_like(v[:, :, s])
+            changed = changed_rows(before, attention(other_k, other_v))
+            assert torch.equal(changed, visible[..., s].repeat_interleave(group, dim=1)), f"key {s}"
+
+    @impls
+    def test_compressed(self, impl: str) -> None:
+        x = make_inputs(SEQ_LEN, batch=2)
+        keys = x.k_cmp.shape[2]
+        rows = [[i in literal.compressed_keys(t, keys, SMALL) for i in range(keys)] for t in range(SEQ_LEN)]
+        visible = torch.tensor(rows).expand(2, 2, -1, -1)
+        self.check(lambda k, v: compressed_attention(x.q, k, v, config=SMALL, impl=impl)[0], x.k_cmp, x.v_cmp, visible)
+
+    @impls
+    def test_window(self, impl: str) -> None:
+        x = make_inputs(SEQ_LEN, batch=2)
+        rows = [[s in literal.window_keys(t, SMALL) for s in range(SEQ_LEN)] for t in range(SEQ_LEN)]
+        visible = torch.tensor(rows).expand(2, 2, -1, -1)
+        self.check(
+            lambda k, v: sliding_window_attention(x.q, k, v, config=SMALL, impl=impl)[0], x.k_win, x.v_win, visible
+        )
+
+    @impls
+    def test_selected(self, impl: str) -> None:
+        x = make_inputs(SEQ_LEN, batch=2)
+        blocks = select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl)
+        visible = torch.zeros(2, 2, SEQ_LEN, SEQ_LEN, dtype=torch.bool)
+        for b, h, t in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(SEQ_LEN)).tolist():
+            visible[b, h, t, literal.selected_keys(t, blocks[b, h, t].tolist(), SMALL)] = True
+        self.check(lambda k, v: selected_attention(x.q, k, v, blocks, config=SMALL, impl=impl)[0], x.k, x.v, visible)
+
+    @impls
+    def test_heads_of_a_group_share_their_keys_and_no_others(self, impl: str) -> None:
+        x = make_inputs(SEQ_LEN, kv_heads=3, group=2)
+        before = attend(x, impl=impl)
+        for head in range(3):
+            changed = {}
+            for name in ("k", "v", "k_cmp", "v_cmp", "k_win", "v_win"):
+                changed[name] = x.named()[name].clone()
+                changed[name][:, head] += 1.0
+            rows = changed_rows(before, attend(x.replace(**changed), impl=impl))[0]
+            assert rows[2 * head : 2 * head + 2].all()
+            assert not rows[: 2 * head].any()
+            assert not rows[2 * head + 2 :].any()
+
+    @impls
+    def test_sequences_of_a_batch_do_not_meet(self, impl: str) -> None:
+        x = make_inputs(SEQ_LEN, batch=3)
+        whole = attend(x, impl=impl)
+        for b in range(3):
+            alone = Inputs(**{name: tensor[b : b + 1] for name, tensor in x.named().items()})
+            torch.testing.assert_close(attend(alone, impl=impl), whole[b : b + 1])
+
+    @impls
+    def test_each_branch_reads_its_own_keys_and_its_own_gate(self, impl: str) -> None:
+        """With two gates shut, only the keys of the third matter (block_indices fixed, as k_cmp chooses them)."""
+        x = make_inputs(SEQ_LEN)
+        blocks = select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl)
+        for branch, names in enumerate((("k_cmp", "v_cmp"), ("k", "v"), ("k_win", "v_win"))):
+            gates = F.one_hot(torch.tensor(branch), 3).to(x.gates).expand_as(x.gates)
+            open_one = x.replace(gates=gates)
+            before = attend(open_one, impl=impl, block_indices=blocks)
+            for name in ("k_cmp", "v_cmp", "k", "v", "k_win", "v_win"):
+                other = open_one.replace(**{name: torch.randn_like(x.named()[name])})
+                changed = changed_rows(before, attend(other, impl=impl, block_indices=blocks)).any()
+                assert changed == (name in names), (branch, name)
+
+    @impls
+    def test_window_keys_default_to_the_selection_keys(self, impl: str) -> None:
+        x = make_inputs(40)
+        shared = x.replace(k_win=x.k, v_win=x.v)
+        omitted = {name: t for name, t in x.named().items() if name not in ("k_win", "v_win")}
+        out = native_sparse_attention(**omitted, config=SMALL, impl=impl)
+        assert isinstance(out, Tensor)
+        assert torch.equal(out, attend(shared, impl=impl))

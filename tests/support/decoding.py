@@ -1,0 +1,59 @@
+"""A small layer, tokens for it, and how they are decoded in steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexnsa import NativeSparseAttention, NSACache, NSAConfig
+from flexnsa.geometry import BRANCHES
+from tests.support.inputs import SMALL
+
+BRANCH_SETS = [BRANCHES, ("cmp",), ("slc",), ("win",)]
+CONFIGS = {
+    "paper's proportions": SMALL,
+    "no overlap": NSAConfig(
+        compress_block_size=4, compress_stride=4, select_block_size=8, num_selected_blocks=4, window_size=5
+    ),
+    "all sizes 1": NSAConfig(
+        compress_block_size=1,
+        compress_stride=1,
+        select_block_size=1,
+        num_selected_blocks=3,
+        num_init_blocks=1,
+        num_local_blocks=1,
+        window_size=1,
+    ),
+    "compressed longer than selected": NSAConfig(
+        compress_block_size=12, compress_stride=2, select_block_size=4, num_selected_blocks=5, window_size=7
+    ),
+}
+
+
+def make_layer(impl: str = "sdpa", **options: Any) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    options = {"config": SMALL, "v_head_dim": 12, "impl": impl} | options
+    return NativeSparseAttention(32, 4, 2, 8, **options).requires_grad_(False)
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randn(batch, length, 32, generator=torch.Generator().manual_seed(1))
+
+
+def decode(layer: NativeSparseAttention, x: Tensor, chunks: list[int], cache: NSACache | None = None) -> Tensor:
+    cache = layer.new_cache(len(x), x.shape[1]) if cache is None else cache
+    return torch.cat([layer(part, cache=cache) for part in x.split(chunks, dim=1)], dim=1)
+
+
+def chunks_of(size: int, length: int) -> list[int]:
+    return [size] * (length // size) + [length % size] * (length % size > 0)
+
+
+def assert_equal_to_whole(out: Tensor, whole: Tensor) -> None:
+    torch.testing.assert_close(out, whole, rtol=0, atol=1e-5)
+
+
+def assert_same_state(cache: NSACache, before: dict[str, Tensor]) -> None:
+    assert all(torch.equal(value, before[name]) for name, value in cache.state_dict().items())

@@ -1,0 +1,31 @@
+"""Tests that cannot run or cannot fail: more mistakes of earlier implementations."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_no_test_is_skipped_or_expected_to_fail() -> None:
+    """137 of 275 tests were skipped. What needs a GPU is deselected by its marker, and counted.
+
+    ``importorskip`` remains: Triton has no builds for some systems.
+    """
+    excuses = re.compile(r"skip|skipif|xfail|skipTest")
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        names = {n.attr for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)}
+        assert not [name for name in names if excuses.fullmatch(name)], file
+
+
+def test_continuous_integration_can_fail() -> None:
+    """CI piped pytest into tee, whose status is always 0."""
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "set -euo pipefail" in script
+    commands = [line for line in script.splitlines() if not line.lstrip().startswith("#")]
+    assert any("make test" in line for line in commands)
+    for line in commands + (ROOT / "Makefile").read_text().splitlines():
+        if "pytest" in line or "make test" in line:
+            assert not re.search(r"\||;|\bset \+e\b", line), line
