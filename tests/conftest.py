@@ -1,4 +1,4 @@
-"""What holds for all tests: one thread, a fixed seed, and GPU tests deselected, and counted, where there is no GPU."""
+"""What holds for all tests: one thread, a fixed seed; deselected, and counted, is what cannot run here."""
 
 from __future__ import annotations
 
@@ -15,17 +15,26 @@ hypothesis.settings.load_profile("ci")
 torch.set_num_threads(1)
 
 
-def pytest_report_header() -> str:
-    return "gpu tests: " + ("selected" if torch.cuda.is_available() else "deselected, no CUDA device here")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--toolkit", metavar="DIR", help="toolkit that emits kernels without a GPU, for tests/emitted")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    gpu = "selected" if torch.cuda.is_available() else "deselected, no CUDA device here"
+    emitted = "selected" if config.getoption("--toolkit") else "deselected, no --toolkit"
+    return [f"gpu tests: {gpu}", f"emitted kernels: {emitted}"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item not in gpu]
+    without_gpu, without_toolkit = not torch.cuda.is_available(), not config.getoption("--toolkit")
+    selected, deselected = [], []
+    for item in items:
+        wants_gpu, wants_toolkit = item.get_closest_marker("gpu"), "toolkit" in getattr(item, "fixturenames", ())
+        cannot_run = (wants_gpu and without_gpu) or (wants_toolkit and without_toolkit)
+        (deselected if cannot_run else selected).append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = selected
 
 
 @pytest.fixture(autouse=True)

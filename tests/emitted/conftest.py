@@ -2,28 +2,23 @@
 
 ``DIR`` holds a toolkit that emits Inductor's kernels without a GPU, as the modules ``emit``, ``cubin`` and
 ``interpret``. It gives the whole process a pretended device, so these tests want a process of their own; without the
-option they are not collected.
+option they are deselected, and counted.
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--toolkit", metavar="DIR", help="toolkit that emits, compiles and interprets kernels")
+@pytest.fixture(scope="session")
+def toolkit(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """``emit``, ``compile_all`` and ``interpreted``: make a module of kernels, compile them, run them."""
+    sys.path.insert(0, request.config.getoption("--toolkit"))
+    from cubin import compile_all  # pyright: ignore[reportMissingImports]
+    from emit import emit  # pyright: ignore[reportMissingImports]
+    from interpret import interpreted  # pyright: ignore[reportMissingImports]
 
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if config.getoption("--toolkit", default=None) is None and collection_path.name.startswith("test_"):
-        return True
-    return None
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    toolkit = config.getoption("--toolkit", default=None)
-    if toolkit is not None:
-        sys.path.insert(0, toolkit)
+    return SimpleNamespace(emit=emit, compile_all=compile_all, interpreted=interpreted)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cubin import compile_all  # pyright: ignore[reportMissingImports]
-from emit import emit  # pyright: ignore[reportMissingImports]
-from interpret import interpreted  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from flexnsa import NativeSparseAttention, NSAConfig
+from flexnsa import NativeSparseAttention
 from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS, REFERENCE
 from flexnsa.attention.seam import Call, Implementation
 from flexnsa.masks.user_mods import ScoreMod
 from flexnsa.positions import Positions
+from tests.support.inputs import SMALL
 
-SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)
 HEADS, DIMS, CAPACITY = 2, (32, 16), 301
 BRANCHES = ("cmp", "slc", "win")
 
@@ -79,15 +77,15 @@ def distance_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Te
     ],
 )
 def test_kernels_match_the_oracle(
-    branch: str, batch: int, count: int, groups: int, dtype: torch.dtype, mod: Any
+    branch: str, batch: int, count: int, groups: int, dtype: torch.dtype, mod: Any, toolkit: SimpleNamespace
 ) -> None:
     def make() -> tuple[Tensor, ...]:
         return arguments(branch, batch, count, groups, dtype)
 
-    module = emit(attention(CACHED_IMPLEMENTATIONS["flex"], branch, mod), make, backward=False).check()
+    module = toolkit.emit(attention(CACHED_IMPLEMENTATIONS["flex"], branch, mod), make, backward=False).check()
     assert "SPLIT_KV" in module.source("inference")
     inputs = make()
-    out, lse, *_ = interpreted(module)(*inputs)
+    out, lse, *_ = toolkit.interpreted(module)(*inputs)
     exact = [x.double() for x in inputs[:3]]
     want_out, want_lse, *_ = attention(REFERENCE, branch, mod)(*exact, *inputs[3:])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -97,7 +95,7 @@ def test_kernels_match_the_oracle(
     assert (lse - want_lse).masked_fill(empty, 0).abs().max() <= tolerance * want_lse[~empty].abs().max()
 
 
-def test_a_step_of_the_layer_copies_nothing_of_the_cache_and_spills_nothing() -> None:
+def test_a_step_of_the_layer_copies_nothing_of_the_cache_and_spills_nothing(toolkit: SimpleNamespace) -> None:
     batch, capacity, step = 2, 4096, {}
 
     def make() -> tuple[Any, ...]:
@@ -112,11 +110,11 @@ def test_a_step_of_the_layer_copies_nothing_of_the_cache_and_spills_nothing() ->
     def run(x: Tensor, *_: Any) -> Tensor:
         return step["layer"](x, cache=step["cache"])
 
-    module = emit(run, make, backward=False).check()
+    module = toolkit.emit(run, make, backward=False).check()
     allocated = [line for line in module.source("inference").splitlines() if "= empty_strided" in line]
     assert allocated
     assert not [line for line in allocated if f"{capacity + 1}" in line or f"{capacity // 16}, 128" in line]
     kernels = [kernel for kernel in module.kernels if kernel.kind == "template"]
-    resources = compile_all(kernels)
+    resources = toolkit.compile_all(kernels)
     assert len(resources) == 3
     assert all(r.stack == 0 for r in resources)

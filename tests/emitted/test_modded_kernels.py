@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
-from emit import emit  # pyright: ignore[reportMissingImports]
-from interpret import interpreted  # pyright: ignore[reportMissingImports]
-from test_kernels import BRANCHES, SMALL
+from test_kernels import BRANCHES, TWO_BLOCKS
 from test_packed_kernels import GROUPS, SCALE, arguments
 from torch import Tensor
 
@@ -29,23 +28,23 @@ def attention(branch: str, implementation: Implementation) -> Callable[..., tupl
         bias: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *blocks: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         score_mod = merge_mods(mods.chain(mods.soft_cap(2.0), mods.distance_bias(bias)), mods.banned_span(0, 12))
-        positions = document_positions(ids, SMALL)
+        positions = document_positions(ids, TWO_BLOCKS)
         function = getattr(implementation, names[branch])
-        attended = function(q, k, v, *blocks, Call(SMALL, SCALE, score_mod, positions, positions))
+        attended = function(q, k, v, *blocks, Call(TWO_BLOCKS, SCALE, score_mod, positions, positions))
         return attended.out, attended.lse
 
     return run
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_modded_kernels_agree_with_the_oracle(branch: str) -> None:
+def test_modded_kernels_agree_with_the_oracle(branch: str, toolkit: SimpleNamespace) -> None:
     def make() -> tuple[Tensor, ...]:
         return torch.randn(GROUPS, 9, requires_grad=True), *arguments(branch, LENGTHS)
 
-    module = emit(attention(branch, FLEX), make)
+    module = toolkit.emit(attention(branch, FLEX), make)
     inputs = make()
     exact = [x.detach().double().requires_grad_() for x in inputs[:4]]
-    out, lse = interpreted(module.check())(*inputs)
+    out, lse = toolkit.interpreted(module.check())(*inputs)
     true_out, true_lse = attention(branch, REFERENCE)(*exact, *inputs[4:])
     assert true_lse is not None
     empty = true_lse == -torch.inf

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
-from emit import emit  # pyright: ignore[reportMissingImports]
-from interpret import interpreted  # pyright: ignore[reportMissingImports]
-from test_kernels import BRANCHES, SMALL, dense
+from test_kernels import BRANCHES, TWO_BLOCKS
 from torch import Tensor
 
 from flexnsa.attention.implementations import FLEX
 from flexnsa.attention.seam import Call
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.document import document_positions
+from tests.support.dense import dense_attention, visible_keys
 
 PACKS = {
     "unaligned starts": (19, 33, 17),
@@ -28,9 +28,9 @@ def attention(branch: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The branch as a function of its tensors, in which the mask is made too."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-        positions = document_positions(ids, SMALL)
+        positions = document_positions(ids, TWO_BLOCKS)
         function = {"cmp": FLEX.compressed, "slc": FLEX.selected, "win": FLEX.window}[branch]
-        attended = function(q, k, v, *blocks, Call(SMALL, SCALE, None, positions, positions))
+        attended = function(q, k, v, *blocks, Call(TWO_BLOCKS, SCALE, None, positions, positions))
         return attended.out, attended.lse
 
     return run
@@ -38,49 +38,31 @@ def attention(branch: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 def arguments(branch: str, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
     seq_len = sum(lengths)
-    num_keys = num_compressed(seq_len, SMALL) if branch == "cmp" else seq_len
+    num_keys = num_compressed(seq_len, TWO_BLOCKS) if branch == "cmp" else seq_len
     shapes = (GROUPS, seq_len, 32), (1, num_keys, 32), (1, num_keys, 16)
     q, k, v = (torch.randn(1, *shape, requires_grad=True) for shape in shapes)
     ids = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])[None]
     if branch != "slc":
         return q, k, v, ids
-    own = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]) // SMALL.select_block_size
+    own = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]) // TWO_BLOCKS.select_block_size
     blocks = torch.stack([torch.zeros_like(own), torch.where(own > 0, own, -1)], -1)
     return q, k, v, ids, blocks[None, None]
 
 
-def visible(branch: str, lengths: tuple[int, ...]) -> Tensor:
-    """Which keys each query sees: block by block what it would see alone."""
-    parts = []
-    for length in lengths:
-        t, s = torch.arange(length)[:, None], torch.arange(length)
-        if branch == "cmp":
-            first = torch.arange(num_compressed(length, SMALL)) * SMALL.compress_stride
-            parts.append(first + SMALL.compress_block_size - 1 <= t)
-        elif branch == "win":
-            parts.append((s <= t) & (s > t - SMALL.window_size))
-        else:
-            block = s // SMALL.select_block_size
-            parts.append(((block == 0) | (block == t // SMALL.select_block_size)) & (s <= t))
-    keep = torch.block_diag(*parts).bool()
-    num_keys = num_compressed(sum(lengths), SMALL) if branch == "cmp" else sum(lengths)
-    return torch.nn.functional.pad(keep, (0, num_keys - keep.shape[1]))
-
-
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("pack", PACKS)
-def test_packed_kernels_compute_each_document_alone(pack: str, branch: str) -> None:
+def test_packed_kernels_compute_each_document_alone(pack: str, branch: str, toolkit: SimpleNamespace) -> None:
     lengths = PACKS[pack]
-    module = emit(attention(branch), lambda: arguments(branch, lengths))
+    module = toolkit.emit(attention(branch), lambda: arguments(branch, lengths))
     inputs = arguments(branch, lengths)
     exact = [x.detach().double().requires_grad_() for x in inputs[:3]]
-    keep = visible(branch, lengths)
+    keep = visible_keys(branch, lengths, TWO_BLOCKS, *inputs[4:])
 
-    out, lse = interpreted(module.check())(*inputs)
-    empty = ~keep.any(-1)
-    assert torch.equal(lse == -torch.inf, empty.expand_as(lse))
-    got = (out, lse.masked_fill(empty, 0.0))
-    want = dense(exact[0], exact[1], exact[2], keep, SCALE)
+    out, lse = toolkit.interpreted(module.check())(*inputs)
+    true_out, true_lse = dense_attention(exact[0], exact[1], exact[2], keep, SCALE)
+    empty = true_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    got, want = (out, lse.masked_fill(empty, 0.0)), (true_out, true_lse.masked_fill(empty, 0.0))
     seeds = [torch.randn_like(x) for x in got]
     got += torch.autograd.grad(got, inputs[:3], seeds)
     want += torch.autograd.grad(want, exact, [x.double() for x in seeds])
@@ -89,11 +71,11 @@ def test_packed_kernels_compute_each_document_alone(pack: str, branch: str) -> N
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_one_graph_serves_every_pack(branch: str) -> None:
+def test_one_graph_serves_every_pack(branch: str, toolkit: SimpleNamespace) -> None:
     first, *others = PACKS.values()
     total = max(map(sum, PACKS.values()))
     filled = [(*lengths, total - sum(lengths)) if sum(lengths) < total else lengths for lengths in others]
     whole = (*first, total - sum(first)) if sum(first) < total else first
     more = [lambda lengths=lengths: arguments(branch, lengths) for lengths in filled]
-    module = emit(attention(branch), lambda: arguments(branch, whole), more_args_fns=more)
+    module = toolkit.emit(attention(branch), lambda: arguments(branch, whole), more_args_fns=more)
     assert module.check().source("backward") is not None
