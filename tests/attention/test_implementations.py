@@ -1,0 +1,36 @@
+"""What the implementations in the table owe one another, whichever cell computes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS, REFERENCE, attend
+from flexnsa.attention.sdpa.branches import GATHERED_QUERIES
+from flexnsa.attention.seam import Call, Keys
+from flexnsa.positions import Positions
+from tests.support.inputs import SMALL, make_inputs
+
+
+@pytest.mark.parametrize("count", [1, 3, GATHERED_QUERIES, GATHERED_QUERIES + 1])
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_a_cached_step_never_gives_importance_for_the_log_sum_exp(impl: str, count: int) -> None:
+    """For few queries sdpa has no lse: it scores the blocks in passing, and that is nobody's ``lse_cmp``."""
+    length = 75
+    x = make_inputs(length, batch=2)
+    last = Positions.of_sequence(length).at(slice(length - count, None))
+    call = Call(SMALL, 0.25, positions=last, window_positions=last)
+    keys = Keys(x.k_cmp, x.v_cmp, x.k, x.v, x.k_win, x.v_win)
+    q, gates = x.q[:, :, -count:], x.gates[:, :, -count:]
+
+    out, aux = attend(CACHED_IMPLEMENTATIONS[impl], q, keys, gates, call)
+    exact, exact_aux = attend(REFERENCE, q, keys, gates, call)
+
+    torch.testing.assert_close(out, exact)
+    assert aux.block_indices is not None
+    assert exact_aux.block_indices is not None
+    assert torch.equal(aux.block_indices, exact_aux.block_indices)
+    if impl == "sdpa" and count <= GATHERED_QUERIES:
+        assert aux.lse_cmp is None
+    else:
+        torch.testing.assert_close(aux.lse_cmp, exact_aux.lse_cmp)
