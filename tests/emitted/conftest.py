@@ -16,7 +16,7 @@ import pytest
 @pytest.fixture(scope="session")
 def toolkit(request: pytest.FixtureRequest) -> SimpleNamespace:
     """``emit``, ``compile_all`` and ``interpreted``: make a module of kernels, compile them, run them."""
-    sys.path.insert(0, request.config.getoption("--toolkit"))
+    sys.path.insert(0, str(request.config.getoption("--toolkit")))
     from cubin import compile_all  # pyright: ignore[reportMissingImports]
     from emit import emit  # pyright: ignore[reportMissingImports]
     from interpret import interpreted  # pyright: ignore[reportMissingImports]
