@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from public_calls import CALLS
 from torch import Tensor
-from wrong_calls import Drawn, calls
 
 import flexnsa
 from flexnsa import NSAConfig, mods
 from flexnsa.attention.flex import branches as flex
 from flexnsa.attention.flex import kernels as flex_kernels
+from tests.support.public_calls import CALLS
+from tests.support.wrong_calls import Drawn, calls
 
 
 class Reached(Exception):  # noqa: N818  (not an error)

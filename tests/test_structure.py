@@ -12,15 +12,16 @@ import sys
 from collections.abc import Iterable
 
 import pytest
-from import_graph import ROOT, below, find_circle, import_graph, imported_names, rooms, sources
+
+from tests.support.import_graph import ROOT, below, find_circle, import_graph, imported_names, rooms, sources
 
 FLOORS = (
     # integers, and where rows stand
-    "flexnsa/config flexnsa/geometry flexnsa/positions flexnsa/custom_ops flexnsa/validation",
+    "flexnsa/config flexnsa/geometry flexnsa/errors flexnsa/positions flexnsa/custom_ops flexnsa/validation",
     "flexnsa/masks",
     "flexnsa/mods flexnsa/packing",
     # attention: the contract, what implementations share, the implementations, the table of them
-    "flexnsa/attention/__init__ flexnsa/attention/seam",
+    "flexnsa/attention/__init__ flexnsa/attention/seam flexnsa/attention/compilation flexnsa/attention/footprint",
     "flexnsa/attention/scoring flexnsa/attention/selection flexnsa/attention/threads",
     "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton",
     "flexnsa/attention/implementations",

@@ -14,7 +14,7 @@ from flexnsa import (
     sliding_window_attention,
 )
 from tests.support import literal
-from tests.support.inputs import Inputs, attend, attend_with_aux, make_inputs
+from tests.support.inputs import SMALL, Inputs, attend, attend_with_aux, make_inputs
 
 CONFIGS = {
     "paper's proportions": NSAConfig(

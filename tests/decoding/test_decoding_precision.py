@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexnsa import NativeSparseAttention
 from flexnsa.functional import block_importance
-from tests.cases import SMALL
+from tests.support.inputs import SMALL
 
 SEQ_LEN, PREFILL = 160, 140
 

@@ -11,7 +11,7 @@ from torch import Tensor, func
 from torch.autograd import forward_ad
 
 from flexnsa import NativeSparseAttention, mods
-from tests.cases import SMALL, attend, make_inputs
+from tests.support.inputs import SMALL, attend, make_inputs
 
 Function = Callable[[Tensor], Tensor]
 X = make_inputs(40, kv_heads=1, key_dim=4, value_dim=4)

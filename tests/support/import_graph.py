@@ -11,7 +11,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDERS = ("flexnsa", "benchmarks", "plots", "examples", "tests")
 
 Graph = Mapping[str, set[str]]

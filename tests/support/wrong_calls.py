@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import SMALL
 from hypothesis import strategies as st
-from public_calls import Call, near, shift
 from torch import Tensor
 
 from flexnsa import NSAConfig
 from flexnsa.validation import describe
+from tests.support.inputs import SMALL
+from tests.support.public_calls import Call, near, shift
 
 
 class Foreign:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import SMALL, make_inputs
 from torch import Tensor
 
 from flexnsa import native_sparse_attention, selected_attention
 from flexnsa.validation import arguments
+from tests.support.inputs import SMALL, make_inputs
 
 X = {name: x.detach() for name, x in make_inputs(77, batch=2, dtype=torch.float32).named().items()}
 M = 5  # blocks of 77 tokens

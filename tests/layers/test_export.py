@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import SMALL
 from torch.export import Dim, export
 
 from flexnsa import NativeSparseAttention
+from tests.support.inputs import SMALL
 
 
 @torch.no_grad()

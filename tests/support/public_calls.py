@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from cases import SMALL, make_inputs
 from torch import Tensor
 
 import flexnsa
@@ -25,6 +24,7 @@ from flexnsa.models import (
     preset,
 )
 from flexnsa.training import TrainConfig
+from tests.support.inputs import SMALL, make_inputs
 
 X = {name: x.float() for name, x in make_inputs(20, batch=2, dtype=torch.float32).named().items()}
 BLOCKS = flexnsa.select_blocks(X["q"], X["k_cmp"], config=SMALL)
