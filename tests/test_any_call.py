@@ -42,12 +42,16 @@ def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "compile_once", compile_once)
 
 
+HEALTH_CHECKS: tuple[HealthCheck, ...] = tuple(HealthCheck.__members__.values())
+"""None applies: calls are slow to make, and most are refused."""
+
+
 @pytest.mark.usefixtures("nothing_is_compiled")
 @pytest.mark.parametrize("name", CALLS)
 def test_any_call_is_right_or_names_the_argument(name: str) -> None:
     call = CALLS[name]
 
-    @settings(suppress_health_check=list(HealthCheck), deadline=None)
+    @settings(suppress_health_check=HEALTH_CHECKS, deadline=None)
     @given(calls(call))
     def check(drawn: Drawn) -> None:
         states = [] if call.state is None else [call.state()]

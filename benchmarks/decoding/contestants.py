@@ -13,12 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness.setting import Setting
 from flexnsa import NativeSparseAttention
-from flexnsa.functional import attend, implementation
-from flexnsa.layers.rope import rotate
+from flexnsa.attention.implementations import attend, choose_implementation
+from flexnsa.attention.seam import Call, Keys
+from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.models import DenseAttention
 from flexnsa.positions import Positions
 
-Call = Callable[[], object]
+Timed = Callable[[], object]
 
 
 def place(setting: Setting, layer: nn.Module) -> Any:
@@ -43,8 +44,8 @@ class Sparse:
         self.lse = lse if setting.impl == "flex" else None
         chosen = setting.config.num_selected_blocks
         self.blocks = torch.zeros(batch, setting.num_kv_heads, 1, chosen, dtype=torch.int32, device=setting.device)
-        self.attention = implementation(setting.impl, self.q, cached=True)
-        self.options: dict[str, Any] = {"config": setting.config, "scale": setting.head_dim**-0.5}
+        self.implementation = choose_implementation(setting.impl, self.q, cached=True)
+        self.scale = setting.head_dim**-0.5
         self.compiled_layer = setting.compile(self.layer)
 
     def go_to(self, context: int) -> None:
@@ -54,7 +55,7 @@ class Sparse:
         last = context // self.setting.config.select_block_size
         self.blocks.copy_(torch.linspace(0, last, self.blocks.shape[-1], device=self.blocks.device))
 
-    def calls(self) -> dict[str, dict[str, Call]]:
+    def calls(self) -> dict[str, dict[str, Timed]]:
         """What to time, by part and mode."""
         return {
             "layer": {
@@ -68,49 +69,34 @@ class Sparse:
             "win": {"compiled": self.setting.compile(self._window)},
         }
 
-    def _positions(self) -> Positions:
-        zero = torch.zeros_like(self.token)
-        return Positions(self.token, zero, zero)
+    def _call(self) -> Call:
+        zero, config = torch.zeros_like(self.token), self.setting.config
+        window = Positions(self.token.clamp_max(config.window_size - 1), zero, zero)
+        return Call(config, self.scale, None, Positions(self.token, zero, zero), window)
 
-    def _window_keys(self) -> tuple[Tensor, Tensor, Positions]:
-        zero = torch.zeros_like(self.token)
-        positions = Positions(self.token.clamp_max(self.setting.config.window_size - 1), zero, zero)
-        return self.cache.buffers["k_win"][:, :, :-1], self.cache.buffers["v_win"][:, :, :-1], positions
+    def _window_keys(self) -> tuple[Tensor, Tensor]:
+        return self.cache.buffers["k_win"][:, :, :-1], self.cache.buffers["v_win"][:, :, :-1]
 
     def _attention(self) -> Tensor:
-        k_win, v_win, window_positions = self._window_keys()
-        buffers = self.cache.buffers
-        out, _ = attend(
-            self.attention,
-            self.q,
-            buffers["k_slc"],
-            buffers["v_slc"],
-            self.gates,
-            k_cmp=buffers["k_cmp"],
-            v_cmp=buffers["v_cmp"],
-            k_win=k_win,
-            v_win=v_win,
-            positions=self._positions(),
-            window_positions=window_positions,
-            **self.options,
-        )
+        k_win, v_win = self._window_keys()
+        kept = {name: self.cache.buffers[name] for name in ("k_cmp", "v_cmp", "k_slc", "v_slc")}
+        keys = Keys(**kept, k_win=k_win, v_win=v_win)
+        out, _ = attend(self.implementation, self.q, keys, self.gates, self._call())
         return out
 
     def _compressed(self) -> Tensor:
         k, v = self.cache.buffers["k_cmp"], self.cache.buffers["v_cmp"]
-        return self.attention.compressed_attention(self.q, k, v, self._positions(), **self.options)[0]
+        return self.implementation.compressed(self.q, k, v, self._call()).out
 
     def _select(self) -> Tensor:
-        k_cmp = self.cache.buffers["k_cmp"]
-        return self.attention.select_blocks(self.q, k_cmp, self.lse, self._positions(), **self.options)
+        return self.implementation.select(self.q, self.cache.buffers["k_cmp"], self._call(), self.lse, None)
 
     def _selected(self) -> Tensor:
         k, v = self.cache.buffers["k_slc"], self.cache.buffers["v_slc"]
-        return self.attention.selected_attention(self.q, k, v, self.blocks, self._positions(), **self.options)[0]
+        return self.implementation.selected(self.q, k, v, self.blocks, self._call()).out
 
     def _window(self) -> Tensor:
-        k, v, positions = self._window_keys()
-        return self.attention.sliding_window_attention(self.q, k, v, positions, **self.options)[0]
+        return self.implementation.window(self.q, *self._window_keys(), self._call()).out
 
 
 class Dense:
@@ -133,7 +119,7 @@ class Dense:
         self.context = context
         self.token.fill_(context)
 
-    def calls(self) -> dict[str, dict[str, Call]]:
+    def calls(self) -> dict[str, dict[str, Timed]]:
         """What to time: SDPA is a kernel already, and what is around it in a layer is compiled."""
         return {
             "layer": {"compiled": lambda: self.w_o(self._attend(self.project()).transpose(1, 2).flatten(2))},
@@ -147,9 +133,10 @@ class Dense:
             linear(self.x).unflatten(-1, (-1, self.setting.head_dim)).transpose(1, 2)
             for linear in (layer.w_q, layer.w_k, layer.w_v)
         )
-        self.k[:, :, self.token] = rotate(k, self.token, layer.rope_base)
+        tables = rope_tables(self.token, self.setting.head_dim, layer.rope_base)
+        self.k[:, :, self.token] = apply_rope(k, tables)
         self.v[:, :, self.token] = v
-        return rotate(q, self.token, layer.rope_base)
+        return apply_rope(q, tables)
 
     def _attend(self, q: Tensor) -> Tensor:
         k, v = (x[:, :, : self.context + 1] for x in (self.k, self.v))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.decoding.check import check_decoding
-from benchmarks.decoding.contestants import Call, Dense, Sparse
+from benchmarks.decoding.contestants import Dense, Sparse, Timed
 from benchmarks.decoding.graphs import capture
 from benchmarks.harness import options
 from benchmarks.harness.session import Point, Session
@@ -28,12 +28,12 @@ WIDTH = 2560
 """Of the paper's model."""
 
 
-def wall_ms(session: Session, call: Call, steps: int = 20, rounds: int = 5) -> float:
+def wall_ms(session: Session, call: Timed, steps: int = 20, rounds: int = 5) -> float:
     """Time steps one after the other."""
     return session.wall.median(lambda: [call() for _ in range(steps)], rounds) / steps
 
 
-def graph_ms(session: Session, call: Call, rounds: int = 40) -> float:
+def graph_ms(session: Session, call: Timed, rounds: int = 40) -> float:
     """Time replays of one step, captured in a CUDA graph."""
     graph, _ = capture(call)
     return session.clock.median(graph.replay, rounds)

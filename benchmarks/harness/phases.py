@@ -11,9 +11,9 @@ from torch import Tensor
 from benchmarks.harness.contestants import Contestant, Maker, dense_inputs
 from benchmarks.harness.setting import Setting
 from flexnsa import compressed_attention, select_blocks, selected_attention, sliding_window_attention
+from flexnsa.attention.implementations import combine
 from flexnsa.attention.selection import top_blocks
 from flexnsa.geometry import num_compressed
-from flexnsa.layers.gating import combine
 from flexnsa.masks.selected import selected_mask
 from flexnsa.positions import Positions
 

@@ -20,10 +20,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from benchmarks.harness import options
 from flexnsa import NSAConfig
-from flexnsa.attention.flex import branches as flex
 from flexnsa.geometry import num_compressed
+from flexnsa.masks.compressed import compressed_mask
 from flexnsa.masks.document import document_positions
+from flexnsa.masks.intervals import DENSE_TILE
 from flexnsa.masks.selected import selected_mask
+from flexnsa.masks.window import window_mask
 from flexnsa.measure.clock import Clock
 from flexnsa.measure.recording import Recording
 from flexnsa.positions import Positions
@@ -96,12 +98,12 @@ def measure(
     seq_len: int, positions: Positions | None, kv_heads: int, config: NSAConfig, device: torch.device
 ) -> tuple[list[int], float, list[int]]:
     """Build all masks; give their bytes, the seconds it took, and the longest lists of queries in backward."""
-    num_keys = (num_compressed(seq_len, config) // flex.TILE + 1) * flex.TILE
+    num_keys = (num_compressed(seq_len, config) // DENSE_TILE + 1) * DENSE_TILE
     blocks = spread_blocks(positions or Positions.of_sequence(seq_len, device), kv_heads, config)
     clock = Clock("wall", device.type)
     start = clock.start()
-    cmp = flex._compressed_mask(positions, seq_len, num_keys, config, device)
-    win = flex._window_mask(positions, seq_len, seq_len, config, device)
+    cmp = compressed_mask(positions, seq_len, num_keys, config, device)
+    win = window_mask(positions, seq_len, seq_len, config, device)
     slc = selected_mask(blocks, positions, seq_len, rows=ROWS, config=config)
     seconds = clock.since(start) / 1e3
     sizes = [total_bytes(tensors(mask)) for mask in (cmp, win)]

@@ -20,12 +20,13 @@ from torch import Tensor
 from benchmarks.harness import options
 from benchmarks.harness.setting import Setting
 from flexnsa import block_importance
+from flexnsa.attention.seam import Call
 from flexnsa.attention.selection import top_blocks as best_blocks
 from flexnsa.attention.triton import select as scoring_triton
 from flexnsa.attention.triton.importance import Band, Scores, Tiles, importance
 from flexnsa.attention.triton.log_sum_exp import log_sum_exp
 from flexnsa.attention.triton.select import chunks, select_blocks_triton
-from flexnsa.attention.triton.top_blocks import top_blocks
+from flexnsa.attention.triton.top_blocks import write_top_blocks
 from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.measure.clock import Clock
 from flexnsa.measure.memory import MIB, AllocatorProbe
@@ -82,7 +83,7 @@ class Selection:
         """Select by the kernel, with ``num_warps`` warps a query."""
 
         def select(scores: Scores, first_row: int) -> None:
-            top_blocks(scores, self.positions, self.out, first_row, config=CONFIG, num_warps=num_warps)
+            write_top_blocks(scores, self.positions, self.out, first_row, config=CONFIG, num_warps=num_warps)
 
         return select
 
@@ -97,7 +98,7 @@ class Selection:
 def check(seq_len: int = 8192, step: int = 512) -> dict[str, float]:
     """Compare kernels and formula; raise if the selection is not the exact top-n of the importance."""
     case = Selection(seq_len)
-    selected = select_blocks_triton(case.q, case.k, None, None, config=CONFIG, scale=SCALE)
+    selected = select_blocks_triton(case.q, case.k, None, Call(CONFIG, SCALE))
     worst, same = 0.0, 0
     for first_row in range(0, seq_len, step):
         rows, end = slice(first_row, first_row + step), first_row + step
@@ -167,9 +168,7 @@ def measure(seq_len: int, best: Tiles) -> dict[str, Any]:
         "log_sum_exp_ms": milliseconds(lambda: log_sum_exp(case.q, case.k, case.positions, config=CONFIG, scale=SCALE)),
     }
     with AllocatorProbe("cuda") as probe:
-        row["operator_ms"] = milliseconds(
-            lambda: select_blocks_triton(case.q, case.k, case.lse, None, config=CONFIG, scale=SCALE)
-        )
+        row["operator_ms"] = milliseconds(lambda: select_blocks_triton(case.q, case.k, case.lse, Call(CONFIG, SCALE)))
         probe.mark("operator")
     return row | {"peak_mb": probe.peak["operator"] / MIB}
 

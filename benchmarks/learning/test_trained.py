@@ -8,21 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-import flexnsa.layers.attention
 from benchmarks.learning.trained import NSA, describe, observe, read_blocks
+from flexnsa.attention.implementations import IMPLEMENTATIONS, SDPA
 from flexnsa.models import DecoderLM
 
 
 def test_observed_selection_is_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: Any = flexnsa.layers.attention.native_sparse_attention
     selected: list[torch.Tensor] = []
 
-    def with_selection(*arguments: Any, **options: Any) -> Any:
-        out, aux = whole(*arguments, **options, return_aux=True)
-        selected.append(aux.block_indices[0])
-        return out
+    def select(*arguments: Any) -> torch.Tensor:
+        block_indices = SDPA.select(*arguments)
+        selected.append(block_indices[0])
+        return block_indices
 
-    monkeypatch.setattr(flexnsa.layers.attention, "native_sparse_attention", with_selection)
+    monkeypatch.setitem(IMPLEMENTATIONS, "sdpa", replace(SDPA, select=select))
     torch.manual_seed(0)
     tokens = torch.randint(32, 127, (300,))
     seen = observe(DecoderLM(replace(NSA, num_layers=2)), tokens)

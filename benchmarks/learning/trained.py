@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from benchmarks.harness import options
 from flexnsa import NativeSparseAttention, NSAConfig, select_blocks
-from flexnsa.geometry import BRANCHES, num_compressed
-from flexnsa.layers.rope import rotate
+from flexnsa.geometry import BRANCHES
+from flexnsa.layers.rope import apply_rope
 from flexnsa.measure.clock import Clock
 from flexnsa.measure.recording import Recording
 from flexnsa.measure.table import format_table
@@ -105,9 +105,8 @@ def _selection(layer: NativeSparseAttention, x: Tensor) -> Tensor:
     q, k_cmp = (
         layer.get_submodule(name)(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for name in ("w_q", "w_k_cmp")
     )
-    starts = torch.arange(num_compressed(x.shape[1], layer.config)) * layer.config.compress_stride
-    q = rotate(q, torch.arange(x.shape[1]), layer.rope_base)
-    k_cmp = rotate(layer.phi_k(k_cmp), starts, layer.rope_base)
+    layout = layer.layout(x.shape[1])
+    q, k_cmp = apply_rope(q, layout.tokens), apply_rope(layer.phi_k(k_cmp), layout.blocks)
     return select_blocks(q, k_cmp, config=layer.config)
 
 

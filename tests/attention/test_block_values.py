@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from flexnsa import native_sparse_attention, selected_attention
 from flexnsa.validation import arguments
 from tests.support.inputs import SMALL, make_inputs
 
-X = {name: x.detach() for name, x in make_inputs(77, batch=2, dtype=torch.float32).named().items()}
+X: dict[str, Any] = {name: x.detach() for name, x in make_inputs(77, batch=2, dtype=torch.float32).named().items()}
 M = 5  # blocks of 77 tokens
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 40 + [2] * 28, [0] * 50 + [1] * 27])
 impls = pytest.mark.parametrize("impl", ["flex", "sdpa", "reference"])
@@ -75,6 +77,7 @@ def test_any_finite_scale_is_a_scale(impl: str, scale: float) -> None:
 
 def test_scale_0_weighs_all_keys_alike() -> None:
     first = native_sparse_attention(**X, config=SMALL, scale=0.0)
-    other = native_sparse_attention(**X | {"q": torch.randn_like(X["q"])}, config=SMALL, scale=0.0)
+    changed: dict[str, Any] = X | {"q": torch.randn_like(X["q"])}
+    other = native_sparse_attention(**changed, config=SMALL, scale=0.0)
     assert isinstance(first, Tensor)
     torch.testing.assert_close(first, other)

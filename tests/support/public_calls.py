@@ -91,6 +91,7 @@ def model_caches(model: DecoderLM) -> list[Any]:
 
 OPTIONS = {"config": SMALL, "scale": 0.25, "document_ids": IDS, "score_mod": shift, "mask_mod": near, "impl": "sdpa"}
 DECODER_FIELDS = tuple(f.name for f in fields(DecoderConfig))
+V_HEAD_DIM = ("v_head_dim",)
 OPTIONAL = ("scale", "document_ids", "score_mod", "mask_mod")
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "v_head_dim": 6}
 SIZES = {"num_kv_heads": 2, "head_dim": 16, "config": SMALL}
@@ -201,7 +202,6 @@ CALLS: dict[str, Call] = {
         {"state": new_cache().state_dict()},
         state=new_cache,
     ),
-    "NSACache.reset": Call(lambda cache: cache.reset(), {}, state=new_cache),
     # packing
     "document_ids_from_cu_seqlens": Call(
         packing.document_ids_from_cu_seqlens,
@@ -228,7 +228,7 @@ CALLS: dict[str, Call] = {
     "banned_span": Call(mods.banned_span, {"first": 4, "stop": 8}),
     # models
     "DecoderConfig": Call(
-        DecoderConfig, {f.name: getattr(TINY, f.name) for f in fields(DecoderConfig)}, optional=("v_head_dim",)
+        DecoderConfig, {name: getattr(TINY, name) for name in DECODER_FIELDS} | {"v_head_dim": 6}, optional=V_HEAD_DIM
     ),
     "DecoderConfig.from_dict": Call(DecoderConfig.from_dict, {"values": TINY.to_dict()}, also=DECODER_FIELDS),
     "DecoderConfig.is_checkpointed": Call(TINY.is_checkpointed, {"layer": 0}),
@@ -247,7 +247,7 @@ CALLS: dict[str, Call] = {
             lambda out, call: out.shape[:2] == call["tokens"].shape,
             ("lengths",),
             lambda model=model: model_caches(model),
-            ("x",),
+            ("x", "caches"),
         )
         for model in (MODEL, DENSE)
     },
