@@ -5,13 +5,16 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types bench bench-smoke bench-gpu record plots ci clean
+.PHONY: help demo examples test lint format types bench bench-smoke bench-gpu record plots dist ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: .venv/.installed  ## train NSA and its dense twin on real text; parity, memory and time; one picture
 	$(BIN)/python -m flexnsa demo
+
+examples: .venv/.installed  ## run every file of examples/ at its full size
+	for example in examples/*.py; do echo "== $$example" && $(BIN)/python $$example || exit; done
 
 test: .venv/.installed  ## run the tests
 	$(BIN)/python -m pytest -n auto
@@ -48,6 +51,17 @@ record: .venv/.installed  ## measure what the plots show of a CPU: memory, throu
 plots: .venv/.installed  ## draw every figure whose measurements are recorded in benchmarks/results
 	$(BIN)/python -m plots
 
+# The wheel is built from the sdist. It has to work with torch alone, so it is tried in an environment of its own.
+dist: .venv/.installed  ## build sdist and wheel, and run the first sample of README.md from the wheel in an empty environment
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/flexnsa-*
+	$(MAKE) --no-print-directory dist/empty/.torch
+	dist/empty/bin/pip install --quiet --constraint constraints.txt dist/flexnsa-*.whl
+	awk '/^```python$$/ { sample = 1; next } sample && /^```$$/ { exit } sample' README.md >dist/first_sample.py
+	dist/empty/bin/python -I dist/first_sample.py
+	rm -rf dist/empty
+
 ci: .ci/run  ## what continuous integration runs
 	$<
 
@@ -55,12 +69,12 @@ clean:  ## remove the environment, caches and outputs
 	rm -rf .venv .pytest_cache .ruff_cache .benchmarks runs demo dist
 
 # PyPI's torch for Linux brings gigabytes of CUDA: where there is no NVIDIA driver, the CPU build goes in first.
-.venv/.torch: constraints.txt
+%/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexnsa needs Python 3.11 or later, and $(PYTHON) is " + sys.version.split()[0] + "; say: make PYTHON=/path/to/python3.11")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $*
 	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
-		echo "$(BIN)/pip install torch, CPU build"; \
-		$(BIN)/pip install --quiet --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch \
+		echo "$*/bin/pip install torch, CPU build"; \
+		$*/bin/pip install --quiet --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch \
 			|| echo "$(CPU_WHEELS) does not answer: taking torch from the default index"; \
 	fi
 	@touch $@
