@@ -1,0 +1,78 @@
+"""What the pages say: their samples run, links and commands lead somewhere, and the tables are what was recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexnsa.cli import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BRANDS = {"flexnsa": "NSA", "cuDNN": "cuDNN SDPA", "FlashAttention-2": "flash SDPA", "FlexAttention": "dense Flex"}
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+@every_page
+def test_samples_run_from_top_to_bottom(page: Path) -> None:
+    names: dict[str, Any] = {}
+    for sample in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        exec(compile(sample, page.name, "exec"), names)
+
+
+@every_page
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", text):
+        target, _, heading = "".join(link).partition("#")
+        if not target.startswith("https://"):
+            file = page.parent / target if target else page
+            assert file.exists(), target
+            assert not heading or heading in anchors(file.read_text()), heading
+
+
+@every_page
+def test_commands_exist(page: Path) -> None:
+    text = page.read_text()
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE):
+        assert target in targets
+    for command in re.findall(r"python -m\s+flexnsa\s+([a-z]\S*?)[`\s]", text):
+        assert command in COMMANDS
+    for name in re.findall(r"python -m\s+benchmarks\s+([a-z]\S*?)[`\s]", text):
+        module = ROOT / "benchmarks" / name.replace(".", "/")
+        assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file(), name
+    for path in re.findall(r"(?:pytest|python) ([\w/]+\.py)", text):
+        assert (ROOT / path).is_file()
+
+
+@pytest.mark.parametrize("page", [PAGES[0], ROOT / "docs" / "performance.md"], ids=lambda page: page.stem)
+def test_the_table_of_the_h200_is_what_was_recorded(page: Path) -> None:
+    recorded = {
+        (point["name"], point["seq_len"]): point
+        for point in json.loads((ROOT / "benchmarks/results/h200.json").read_text())["points"]
+        if point["kind"] == "whole"
+    }
+    rows = re.findall(r"^\| \W*(flexnsa|dense, \w[\w-]+)\W* \| (.*? GiB) \|$", page.read_text(), re.MULTILINE)
+    assert len(rows) == len(BRANDS)
+    for label, cells in rows:
+        name = BRANDS[label.removeprefix("dense, ")]
+        *times, memory = cells.split(" | ") if page == PAGES[0] else cells.rpartition(" | ")[0].split(" | ")
+        points = [recorded[name, 1024 * k] for k in (8, 16, 32, 64)]
+        if page == PAGES[0]:
+            assert times == [f"{point['forward_ms'] + point['backward_ms']:.1f}" for point in points]
+        else:
+            assert times == [f"{point['forward_ms']:.1f} / {point['backward_ms']:.1f}" for point in points]
+            assert cells.endswith(f"| {recorded[name, 131072]['peak_mib'] / 1024:.1f} GiB")
+        assert memory == f"{points[-1]['peak_mib'] / 1024:.1f} GiB"
+
+
+def anchors(text: str) -> set[str]:
+    """Give the names under which GitHub finds the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
