@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
@@ -52,7 +53,7 @@ class NSAConfig:
 
     def to_ints(self) -> tuple[int, ...]:
         """Write the config as whole numbers, for operators of :mod:`torch.library`, which take no dataclass."""
-        return astuple(self)
+        return tuple(map(operator.index, astuple(self)))  # constants to a compiler, even where it traces any sizes
 
     @classmethod
     def from_ints(cls, sizes: Sequence[int]) -> NSAConfig:
