@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from flexnsa import NativeSparseAttention, NSAConfig, compressed_attention, slid
 from flexnsa.attention import reference
 from flexnsa.attention.implementations import IMPLEMENTATIONS
 from flexnsa.attention.seam import Call
-from tests.support.comparison import largest
+from tests.support.comparison import assert_as_exact_as_plain, largest
 from tests.support.inputs import SMALL
 
 PACKS = 200
@@ -52,6 +53,12 @@ class Choices:
         """Have an implementation select here."""
         monkeypatch.setitem(IMPLEMENTATIONS, impl, replace(IMPLEMENTATIONS[impl], select=self.select))
 
+    def alone(self, layer: NativeSparseAttention, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """Let the documents choose, one by one; give what the layer makes of them."""
+        out = torch.cat([layer(document) for document in x.split(lengths, dim=1)], dim=1)
+        self.packed = True
+        return out
+
     def select(self, q: Tensor, k_cmp: Tensor, call: Call, lse: Tensor | None, importance: Tensor | None) -> Tensor:
         own = self._select(q, k_cmp, call, lse, importance)
         if not self.packed:
@@ -76,8 +83,7 @@ def packed_and_alone(
     """Outputs of the pack, and of its documents one by one."""
     with monkeypatch.context() as patch:
         choices = Choices(layer.impl, patch)
-        alone = torch.cat([layer(document) for document in x.split(lengths, dim=1)], dim=1)
-        choices.packed = True
+        alone = choices.alone(layer, x, lengths)
         return layer(x, document_ids=ids_of(lengths)), alone
 
 
@@ -90,7 +96,11 @@ def gradients(out: Tensor, x: Tensor, layer: NativeSparseAttention, seed: Tensor
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("impl", ["reference", "sdpa"])
 def test_packed_equals_separate(impl: str, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of parameters are sums over tokens, some of which cancel: their errors compare with the largest."""
+    """Gradients of parameters are sums over tokens, some of which cancel: their errors compare with the largest.
+
+    In which order a product adds up a thousand tokens is up to the CPU. Where that differs by more than 1e-6, the pack
+    must be as exact as its documents are.
+    """
     layer = make_layer(impl)
     for seed in range(share, PACKS, SHARES):
         lengths = random_pack(seed)
@@ -101,8 +111,11 @@ def test_packed_equals_separate(impl: str, share: int, monkeypatch: pytest.Monke
         (x_packed, packed_grads), (x_alone, alone_grads) = (gradients(y, x, layer, weight) for y in (packed, alone))
         assert largest(x_packed - x_alone) <= 1e-6 * largest(x_alone), lengths
         most = max(map(largest, alone_grads.values()))
-        for name, grad in packed_grads.items():
-            assert largest(grad - alone_grads[name]) <= 1e-6 * most, (name, lengths)
+        if max(largest(grad - alone_grads[name]) for name, grad in packed_grads.items()) > 1e-6 * most:
+            exact_layer, x_exact = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+            exact, _ = packed_and_alone(exact_layer, x_exact, lengths, monkeypatch)
+            _, exact_grads = gradients(exact, x_exact, exact_layer, weight.double())
+            assert_as_exact_as_plain(packed_grads, alone_grads, exact_grads, factor=3)
 
 
 @pytest.mark.parametrize("compression", ["mean", "linear", "mlp"])
@@ -129,9 +142,8 @@ def test_flex_on_a_cpu_equals_the_oracle_alone_and_compiles_once(monkeypatch: py
         x = torch.randn(1, 500, 16)
         with monkeypatch.context() as patch:
             choices = Choices("reference", patch)
-            alone = torch.cat([oracle(document) for document in x.split(lengths, dim=1)], dim=1)
+            alone = choices.alone(oracle, x, lengths)
             choices.serve("flex", patch)
-            choices.packed = True
             with torch._dynamo.config.patch(error_on_recompile=seed > 0):
                 packed = layer(x, document_ids=ids_of(lengths))
         assert largest(packed - alone) <= 1e-6 * largest(alone), lengths
