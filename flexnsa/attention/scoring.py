@@ -49,7 +49,7 @@ def group_probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions:
     # Hidden keys may give anything, infinity included; they are cheaper to hide in the sum than in each head.
     shift = lse[..., None] * unit
     # What a mod returns may be a tensor that it captured, or one number seen as many: it is read only.
-    scores = scores.sub_(shift) if call.score_mod is None else scores - shift
+    scores = scores.sub_(shift) if call.score_mod is None else (scores - shift).to(scores.dtype)
     probs = scores.exp_() if natural else scores.exp2_()
     return probs.sum(2).masked_fill_(hidden[:, None], 0)
 
