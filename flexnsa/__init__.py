@@ -1,5 +1,6 @@
 """Native Sparse Attention (arXiv 2502.11089) as FlexAttention block masks: exact, linear in memory, compiled."""
 
+from flexnsa.argument_checks import check_block_indices
 from flexnsa.attention.seam import NSAAux
 from flexnsa.config import NSAConfig
 from flexnsa.decoding.cache import NSACache
@@ -24,7 +25,6 @@ from flexnsa.packing import (
     position_ids_from_document_ids,
     unpack_padded,
 )
-from flexnsa.validation.arguments import check_block_indices
 
 __all__ = [
     "LinearCompressor",

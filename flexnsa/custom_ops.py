@@ -24,18 +24,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def opaque_operator(name: str, device: str = "default") -> Callable[[Callable[P, T]], OpaqueOperator[P, T]]:
+def opaque_operator(name: str) -> Callable[[Callable[P, T]], OpaqueOperator[P, T]]:
     """Register a function of tensors and numbers as ``flexnsa::name``; it mutates nothing and returns no view.
 
     Autocast stops at its door: inside, precision is chosen by the function alone.
-
-    Args:
-        name: of the operator.
-        device: the only type of device that it runs on, as ``"cuda"``; by default any.
     """
 
     def register(function: Callable[P, T]) -> OpaqueOperator[P, T]:
-        return OpaqueOperator(name, device, function)
+        return OpaqueOperator(name, function)
 
     return register
 
@@ -47,7 +43,7 @@ class OpaqueOperator(Generic[P, T]):
     place that sees every tangent. (``torch.library.custom_op`` leaves no room there.)
     """
 
-    def __init__(self, name: str, device: str, function: Callable[P, T]) -> None:
+    def __init__(self, name: str, function: Callable[P, T]) -> None:
         @_disable_dynamo
         def kernel(*args: Any) -> T:
             with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
@@ -56,7 +52,7 @@ class OpaqueOperator(Generic[P, T]):
         self.name = f"{_LIBRARY.ns}::{name}"
         schema = torch.library.infer_schema(function, mutates_args=())
         torch.library.define(self.name, schema, lib=_LIBRARY, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(self.name, device, kernel, lib=_LIBRARY)
+        torch.library.impl(self.name, "default", kernel, lib=_LIBRARY)
         _LIBRARY.impl(name, self._with_derivatives, "Autograd")
         self._operator = getattr(torch.ops.flexnsa, name).default
         self.register_autograd(self._no_backward, setup_context=lambda *_: None)

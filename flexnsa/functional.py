@@ -7,16 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexnsa.attention.implementations import attend, choose_implementation, prepare_mods
-from flexnsa.attention.scoring import block_scores, group_probabilities
-from flexnsa.attention.seam import Call, Implementation, Keys, NSAAux
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
-from flexnsa.masks.document import document_positions
-from flexnsa.masks.user_mods import MaskMod, ScoreMod
-from flexnsa.positions import Positions
-from flexnsa.validation import check_floating, check_positive_int, check_tensor, check_type, describe
-from flexnsa.validation.arguments import (
+from flexnsa.argument_checks import (
     Sizes,
     check_branches,
     check_compressed_keys,
@@ -26,6 +17,15 @@ from flexnsa.validation.arguments import (
     check_scale,
     checked_selection,
 )
+from flexnsa.attention.implementations import attend, choose_implementation, prepare_mods
+from flexnsa.attention.scoring import block_scores, group_probabilities
+from flexnsa.attention.seam import Call, Implementation, Keys, NSAAux
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
+from flexnsa.masks.document import document_positions
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.positions import Positions
+from flexnsa.validation import check_floating, check_positive_int, check_tensor, check_type, describe
 
 
 def native_sparse_attention(

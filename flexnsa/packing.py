@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flexnsa.argument_checks import check_document_ids
 from flexnsa.validation import (
     LARGEST_SIZE,
     check_has_values,
@@ -25,7 +26,6 @@ from flexnsa.validation import (
     is_dense,
     may_look,
 )
-from flexnsa.validation.arguments import check_document_ids
 
 IGNORED = -100
 """The target that ``torch.nn.functional.cross_entropy`` leaves out."""

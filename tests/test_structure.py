@@ -17,7 +17,8 @@ from tests.support.import_graph import ROOT, below, find_circle, import_graph, i
 
 FLOORS = (
     # integers, and where rows stand
-    "flexnsa/config flexnsa/geometry flexnsa/errors flexnsa/positions flexnsa/custom_ops flexnsa/validation",
+    "flexnsa/config flexnsa/geometry flexnsa/positions flexnsa/custom_ops flexnsa/errors"
+    " flexnsa/validation flexnsa/argument_checks",
     "flexnsa/masks",
     "flexnsa/mods flexnsa/packing",
     # attention: the contract, what implementations share, the implementations, the table of them
@@ -49,6 +50,7 @@ IMPLEMENTATIONS = ("reference", "sdpa", "flex", "triton")
 ALLOWED_ANY = {
     "def _save(ctx: Any, inputs: tuple[Any, ...]": "torch.library gives its context and an operator's inputs untyped",
     "def _backward(ctx: Any": "torch.library gives its context untyped",
+    "kwargs: dict[str, Any] = {": "torch types kernel options without those that this package needs",
     "launch: Any = ": "a Triton kernel that is given its grid has no type",
 }
 """How lines begin that say ``Any`` between the public functions and a kernel, and why they must."""

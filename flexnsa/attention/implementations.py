@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flexnsa.argument_checks import check_mods
 from flexnsa.attention import reference
 from flexnsa.attention.flex import branches as flex
 from flexnsa.attention.flex import decoding as flex_decoding
@@ -19,7 +20,6 @@ from flexnsa.attention.triton import select as triton
 from flexnsa.geometry import BRANCHES
 from flexnsa.masks.user_mods import MaskMod, ScoreMod, merge_mods
 from flexnsa.validation import check_choice
-from flexnsa.validation.arguments import check_mods
 
 REFERENCE = Implementation(reference.compressed, reference.select, reference.selected, reference.window)
 SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window)

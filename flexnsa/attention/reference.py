@@ -13,10 +13,9 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Attended, Call, Compressed
+from flexnsa.attention.seam import Attended, Call, Compressed, ScoreMod
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within
-from flexnsa.masks.user_mods import ScoreMod
 from flexnsa.positions import Positions, positions_of
 
 P = ParamSpec("P")

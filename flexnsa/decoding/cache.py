@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexnsa.argument_checks import check_branches
 from flexnsa.config import NSAConfig
 from flexnsa.decoding.read_counter import ReadCounter
 from flexnsa.decoding.steps import Slots, Step, locate, ring_slots_before
 from flexnsa.geometry import BRANCHES
 from flexnsa.validation import (
+    LARGEST_SIZE,
     check_device,
     check_dtype,
     check_int,
@@ -28,7 +30,6 @@ from flexnsa.validation import (
     check_type,
     may_look,
 )
-from flexnsa.validation.arguments import check_branches
 
 
 class NSACache:
@@ -208,7 +209,7 @@ class NSACache:
         if isinstance(lengths, Tensor):
             check_integers("lengths", lengths, (self.batch_size,), like=self.lengths, as_of="the cache")
         else:
-            check_int("lengths", lengths, 0, self.max_seq_len)
+            check_int("lengths", lengths, -LARGEST_SIZE)
         wanted = torch.as_tensor(lengths, device=self.device).expand_as(self.lengths)
         possible = (wanted >= 0) & (wanted <= self.lengths)
         for kind in {_kind(name) for name in self.buffers} & self.sizes.reach.keys():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from flexnsa.argument_checks import check_branches, check_document_ids
 from flexnsa.attention.implementations import IMPLEMENTATIONS, choose_implementation, prepare_mods
 from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
@@ -27,7 +28,6 @@ from flexnsa.validation import (
     check_type,
     describe,
 )
-from flexnsa.validation.arguments import check_branches, check_document_ids
 
 
 class NativeSparseAttention(nn.Module):

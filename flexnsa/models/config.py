@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+from flexnsa.argument_checks import check_branches
 from flexnsa.attention.implementations import IMPLEMENTATIONS
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
@@ -18,7 +19,6 @@ from flexnsa.validation import (
     check_type,
     describe,
 )
-from flexnsa.validation.arguments import check_branches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from flexnsa.argument_checks import check_document_ids
 from flexnsa.checkpointing import keep_selection
 from flexnsa.decoding.cache import NSACache
 from flexnsa.layers.attention import NativeSparseAttention
@@ -19,7 +20,6 @@ from flexnsa.models.config import DecoderConfig
 from flexnsa.models.dense import DenseAttention, DenseCache, DenseLayout
 from flexnsa.models.generation import generate_tokens
 from flexnsa.validation import check_lengths, check_tokens, check_type, describe
-from flexnsa.validation.arguments import check_document_ids
 
 
 class DecoderLM(nn.Module):

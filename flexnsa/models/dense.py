@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flexnsa.argument_checks import check_document_ids
 from flexnsa.config import NSAConfig
 from flexnsa.functional import sliding_window_attention
 from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables
@@ -24,7 +25,6 @@ from flexnsa.validation import (
     check_type,
     describe,
 )
-from flexnsa.validation.arguments import check_document_ids
 
 
 class DenseCache:

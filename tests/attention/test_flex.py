@@ -166,7 +166,7 @@ def test_what_a_cpu_cannot_do_is_said_by_name(name: str) -> None:
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_what_a_cpu_cannot_do_is_said(branch: str) -> None:
     q, k, v = inputs(branch, 1, 1, 1, 33, (16, 16), torch.float32)
-    blocks = (torch.zeros(1, 1, 33, 4, dtype=torch.int32),) if branch == "slc" else ()
+    blocks = (torch.tensor([0, -1, -1, -1], dtype=torch.int32).repeat(1, 1, 33, 1),) if branch == "slc" else ()
     attention = {"cmp": compressed_attention, "slc": selected_attention, "win": sliding_window_attention}[branch]
     key = "k_cmp" if branch == "cmp" else "k"
     message = rf"^{key}: expected no gradient with impl='flex' on a CPU, where FlexAttention has no backward"

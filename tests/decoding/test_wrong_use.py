@@ -40,7 +40,7 @@ WRONG_USE: list[tuple[Callable[[NSACache], object], str]] = [
     (lambda cache: cache.begin(0), "num_tokens: expected at least 1, got 0"),
     (lambda cache: cache.crop(19.5), "lengths: expected an int, got 19.5"),  # pyright: ignore[reportArgumentType]
     (lambda cache: cache.crop(True), "lengths: expected an int, got True"),
-    (lambda cache: cache.crop(10**30), "lengths: expected at most 40"),
+    (lambda cache: cache.crop(10**30), "lengths: expected at most"),
     (lambda cache: cache.crop(torch.tensor([19.5, 33.0])), "lengths: expected dtype torch.int32"),
     (lambda cache: cache.crop(torch.tensor([2**32 + 20, 33])), r"lengths: expected 0, or up to .*, got 4294967316"),
     (lambda cache: cache.reorder(torch.tensor([1.0, 0.0])), "rows: expected dtype torch.int32"),

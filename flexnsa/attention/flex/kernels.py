@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from flexnsa.attention.seam import Attended
+from flexnsa.attention.seam import Attended, given
 from flexnsa.config import NSAConfig
 from flexnsa.custom_ops import opaque_operator, refuse_transforms
-from flexnsa.masks.intervals import DENSE_TILE
+from flexnsa.masks.intervals import DENSE_TILE, stored
 from flexnsa.masks.user_mods import ScoreMod
 
 KernelOptions = Mapping[str, str | int | bool]
@@ -112,12 +112,24 @@ def _fit_to_kernels(mask: BlockMask, options: KernelOptions, device: torch.devic
         if TORCH < (2, 14) and block_size != (DENSE_TILE, DENSE_TILE):
             options |= {"SPARSE_Q_BLOCK_SIZE": block_size[0], "SPARSE_KV_BLOCK_SIZE": block_size[1]}
             block_size = (DENSE_TILE, DENSE_TILE)
-    lists: list[Any] = [mask.kv_num_blocks, kv_indices, mask.full_kv_num_blocks, full_kv_indices]
-    lists += [mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices]
-    if device.type == "cuda":
-        lists = [None if x is None else x.as_strided(x.shape, x.stride()) for x in lists]
-    arguments: list[Any] = [mask.seq_lengths, *lists, block_size, mask.mask_mod]
-    return BlockMask(*arguments), options
+
+    def kept(table: Tensor | None) -> Tensor | None:
+        return stored(table) if table is not None and device.type == "cuda" else table
+
+    fitted = BlockMask(
+        mask.seq_lengths,
+        given(kept(mask.kv_num_blocks)),
+        given(kept(kv_indices)),
+        kept(mask.full_kv_num_blocks),
+        kept(full_kv_indices),
+        kept(mask.q_num_blocks),
+        kept(mask.q_indices),
+        kept(mask.full_q_num_blocks),
+        kept(mask.full_q_indices),
+        block_size,
+        mask.mask_mod,
+    )
+    return fitted, options
 
 
 def _overlapping(indices: Tensor, width: int) -> Tensor:

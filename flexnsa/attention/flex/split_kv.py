@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexnsa.attention.compilation import compile_once
-from flexnsa.attention.flex.kernels import fold_heads, unfold_heads
+from flexnsa.attention.flex.kernels import KernelOptions, fold_heads, unfold_heads
 from flexnsa.attention.seam import Attended, Call, Compressed
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.decoding import cached_interval_mask, cached_selected_mask
@@ -83,8 +83,14 @@ def _attend(
     batch, heads, count = operator.index(q.shape[0]), operator.index(k.shape[1]), operator.index(q.shape[2])
     (rows, tile), groups = mask.BLOCK_SIZE, _groups(q, k)
     splits = max(1, min(most_tiles, PROGRAMS // (batch * heads * count)))
-    options: dict[str, Any] = {"BACKEND": "TRITON_DECODE", "SPLIT_KV": splits, "BLOCK_M": rows}
-    options |= {"BLOCK_N": min(tile & -tile, TILE), "num_warps": WARPS, "num_stages": STAGES}
+    options: KernelOptions = {
+        "BACKEND": "TRITON_DECODE",
+        "SPLIT_KV": splits,
+        "BLOCK_M": rows,
+        "BLOCK_N": min(tile & -tile, TILE),
+        "num_warps": WARPS,
+        "num_stages": STAGES,
+    }
     kwargs: dict[str, Any] = {"score_mod": kernel_mod, "block_mask": mask, "scale": scale, "kernel_options": options}
     out, aux = flex_attention(fold_heads(q, rows, groups), k, v, return_aux=AuxRequest(lse=True), **kwargs)
     return unfold_heads(Attended(out, aux.lse), rows, groups)

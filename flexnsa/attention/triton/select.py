@@ -70,7 +70,7 @@ def select_blocks_triton(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Cal
     return _select_blocks_triton(q.detach(), k_cmp.detach(), lse, *rows, call.config.to_ints(), call.scale)
 
 
-@opaque_operator("select_blocks_triton", "cuda")
+@opaque_operator("select_blocks_triton")
 def _select_blocks_triton(
     q: Tensor,
     k_cmp: Tensor,
