@@ -147,6 +147,8 @@ class DenseAttention(nn.Module):
         elif lengths is not None:
             raise ValueError(f"lengths: expected None without a cache, got {describe(lengths)}")
         else:
+            if document_ids is not None:
+                check_document_ids(document_ids, *x.shape[:2], like=x)
             layout = self.layout(x.shape[1], document_ids) if layout is None else layout
             q, k, v = self._project(x, layout.tokens)
             if layout.document_ids is not None or score_mod is not None or mask_mod is not None:
