@@ -1,0 +1,235 @@
+"""Selected attention as one operator of tensors and numbers, which ``torch.compile`` does not look into.
+
+The operator also returns the lists of queries that the forward pass built, for the backward pass to go by.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexnsa.config import NSAConfig
+from flexnsa.masks.positions import Positions
+from flexnsa.operators import opaque_operator
+
+WORKSPACE_BYTES = 2 * 2**30
+"""Of partial rows and sums at a time: more heads wait for their turn. One head with a chunk of queries is the least."""
+CHUNK = 8192
+"""Queries that share lists, at most: enough for the keys to be read rarely."""
+LEAST_CHUNK = 256
+LIST_ROWS = 4096
+"""(query, head) rows that one program takes, at most: many programs for a block that many queries selected."""
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    positions: Positions | None,
+    *,
+    config: NSAConfig,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the past tokens of the selected blocks (NSA paper, section 3.3.2).
+
+    Products of float32 inputs are exact (IEEE) unless ``torch.set_float32_matmul_precision`` allows TensorFloat-32.
+    Repeated calls give equal bits, gradients included.
+
+    Args:
+        q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
+        k: ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``.
+        v: ``(B, Hkv, S, Dv)``.
+        block_indices: int32 ``(B, Hkv, T, n)``, unique in a row; what is no block of the query's past is left out.
+        positions: where the queries stand among the keys, tokens increasing; None is one whole sequence from token 0.
+        config: gives the block size.
+        scale: factor of the scores.
+
+    Returns:
+        ``out (B, Hq, T, Dv)`` in the dtype and the memory order of q, and the natural log-sum-exp, float32
+        ``(B, Hq, T)``, which is differentiable too; 0 and ``-inf`` for a query without keys.
+
+    Raises:
+        ValueError: a dtype, head dimension or device that the kernels do not take.
+    """
+    _check(q, k, v)
+    group, n = operator.index(q.shape[1] // k.shape[1]), operator.index(block_indices.shape[-1])
+    dims = operator.index(q.shape[-1]), operator.index(v.shape[-1])
+    places = (None, None) if positions is None else (positions.token, positions.start)
+    chunk, capacity = _chunk(group * n * max(dims) * q.element_size()), max(1, LIST_ROWS // group)
+    size = operator.index(config.select_block_size)
+    out, lse, _, _ = _selected_attention(q, k, v, block_indices, *places, scale, size, chunk, capacity)
+    return out, lse
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{name}: impl='triton' expects float32, bfloat16 or float16, got {x.dtype}")
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] > 256:
+            raise ValueError(f"{name}: impl='triton' expects a head dimension of at most 256, got {x.shape[-1]}")
+
+
+def _chunk(bytes_of_query: int) -> int:
+    """Take as many queries as fit the workspace with the partial rows of one kv head: a power of two."""
+    chunk = CHUNK
+    while chunk > LEAST_CHUNK and chunk * bytes_of_query > WORKSPACE_BYTES // 2:
+        chunk //= 2
+    return chunk
+
+
+@opaque_operator("selected_attention_triton")
+def _selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,
+    scale: float,
+    block_size: int,
+    chunk: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Give out, lse, and the two tensors of the lists."""
+    import triton
+
+    from flexnsa.attention.triton.selected_forward import forward, forward_bytes
+    from flexnsa.attention.triton.selected_lists import build_lists
+    from flexnsa.attention.triton.tiles import forward_tiles, shared_memory
+
+    if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise ValueError(f"q: impl='triton' expects a CUDA device, got {q.device}")
+    selection = _selection(block_indices, token, start, block_size, k.shape[2])
+    lists = build_lists(selection, chunk, capacity)
+    out, lse = _outputs(q, v.shape[-1])
+    q, k, v = (_with_rows(x) for x in (q, k, v))
+    options: dict[str, Any] = {"scale": scale, "precision": _precision()}
+    options["tiles"] = forward_tiles(q.dtype, q.shape[-1], v.shape[-1], block_size, shared_memory(q.device))
+    for part in _parts(k, forward_bytes(q, k, v, block_indices.shape[-1], chunk)):
+        tensors = (_of_heads(x, k, part) for x in (q, k, v))
+        results = (_of_heads(x, k, part) for x in (out, lse))
+        forward(*tensors, selection.of_heads(*part), lists.of_heads(*part), *results, **options)
+    return out, lse, lists.order, lists.copies
+
+
+@opaque_operator("selected_attention_triton_backward")
+def _selected_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    order: Tensor,
+    copies: Tensor,
+    scale: float,
+    block_size: int,
+    chunk: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flexnsa.attention.triton.selected_backward import backward, backward_bytes
+    from flexnsa.attention.triton.selected_lists import Lists
+    from flexnsa.attention.triton.tiles import backward_tiles, shared_memory
+
+    selection = _selection(block_indices, token, start, block_size, k.shape[2])
+    lists = Lists(order, copies, chunk, capacity)
+    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    q, k, v, out, grad_out = (_with_rows(x) for x in (q, k, v, out, grad_out))
+    lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    options: dict[str, Any] = {"scale": scale, "precision": _precision()}
+    options["tiles"] = backward_tiles(q.dtype, q.shape[-1], v.shape[-1], block_size, shared_memory(q.device))
+    for part in _parts(k, backward_bytes(q, k, v, block_indices.shape[-1], chunk, capacity, block_size)):
+        tensors = (_of_heads(x, k, part) for x in (q, k, v))
+        given = (out, lse, grad_out, grad_lse, *grads)
+        results = (None if x is None else _of_heads(x, k, part) for x in given)
+        backward(*tensors, selection.of_heads(*part), lists.of_heads(*part), *results, **options)
+    return grads
+
+
+def _selection(
+    block_indices: Tensor, token: Tensor | None, start: Tensor | None, block_size: int, num_keys: int
+) -> Any:
+    from flexnsa.attention.triton.selected_lists import Selection
+
+    if token is not None and start is not None:
+        token, start = (x.to(torch.int32).contiguous() for x in torch.broadcast_tensors(token, start))
+    return Selection(block_indices.contiguous(), token, start, block_size, num_keys)
+
+
+def _outputs(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Make room for out, in the memory order of q, and for lse."""
+    batch, heads, length, _ = q.shape
+    if q.stride(1) < q.stride(2):
+        out = q.new_empty(batch, length, heads, dim).transpose(1, 2)
+    else:
+        out = q.new_empty(batch, heads, length, dim)
+    return out, q.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Kernels take any strides but of the last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _precision() -> str:
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _parts(k: Tensor, bytes_of_head: int) -> Iterator[tuple[slice, slice]]:
+    """Cut ``(B, Hkv)`` into what fits the workspace: some rows of the batch at a time, or some heads of one row."""
+    batch, heads = k.shape[:2]
+    at_once = max(1, WORKSPACE_BYTES // bytes_of_head)
+    rows = max(1, at_once // heads)
+    for row in range(0, batch, rows):
+        for head in range(0, heads, min(at_once, heads)):
+            yield slice(row, min(row + rows, batch)), slice(head, min(head + at_once, heads))
+
+
+def _of_heads(x: Tensor, k: Tensor, part: tuple[slice, slice]) -> Tensor:
+    """Take from ``x (B, Hq or Hkv, ...)`` the heads that belong to a part of those of k."""
+    group = x.shape[1] // k.shape[1]
+    return x[part[0], part[1].start * group : part[1].stop * group]
+
+
+@_selected_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, token: Tensor | None, *numbers: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from flexnsa.attention.triton.selected_lists import empty_lists, num_bins
+
+    _, _, block_size, chunk, capacity = numbers
+    bins = num_bins(k.shape[2], block_size, placed=token is not None)
+    lists = empty_lists(block_indices, bins, chunk, capacity)
+    return *_outputs(q, v.shape[-1]), lists.order, lists.copies
+
+
+@_selected_attention_backward.register_fake
+def _(grad_out: Tensor, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale, ctx.block_size, ctx.chunk, ctx.capacity = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(saved[6])
+    numbers = (ctx.scale, ctx.block_size, ctx.chunk, ctx.capacity)
+    return *_selected_attention_backward(grad_out, grad_lse, *saved, *numbers), *(None,) * 7
+
+
+_selected_attention.register_autograd(_backward, setup_context=_save)
