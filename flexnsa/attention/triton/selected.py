@@ -97,13 +97,13 @@ def _selected_attention(
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Give out, lse, and the two tensors of the lists."""
-    import triton
+    from triton import knobs
 
     from flexnsa.attention.triton.selected_forward import forward, forward_bytes
     from flexnsa.attention.triton.selected_lists import build_lists
     from flexnsa.attention.triton.tiles import forward_tiles, shared_memory
 
-    if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if q.device.type != "cuda" and not knobs.runtime.interpret:
         raise ValueError(f"q: impl='triton' expects a CUDA device, got {q.device}")
     selection = _selection(block_indices, token, start, block_size, k.shape[2])
     lists = build_lists(selection, chunk, capacity)
@@ -112,9 +112,9 @@ def _selected_attention(
     options: dict[str, Any] = {"scale": scale, "precision": _precision()}
     options["tiles"] = forward_tiles(q.dtype, q.shape[-1], v.shape[-1], block_size, shared_memory(q.device))
     for part in _parts(k, forward_bytes(q, k, v, block_indices.shape[-1], chunk)):
-        tensors = (_of_heads(x, k, part) for x in (q, k, v))
-        results = (_of_heads(x, k, part) for x in (out, lse))
-        forward(*tensors, selection.of_heads(*part), lists.of_heads(*part), *results, **options)
+        q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
+        some = selection.of_heads(*part), lists.of_heads(*part)
+        forward(q_part, k_part, v_part, *some, out_part, lse_part, **options)
     return out, lse, lists.order, lists.copies
 
 
@@ -143,16 +143,16 @@ def _selected_attention_backward(
 
     selection = _selection(block_indices, token, start, block_size, k.shape[2])
     lists = Lists(order, copies, chunk, capacity)
-    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     q, k, v, out, grad_out = (_with_rows(x) for x in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     options: dict[str, Any] = {"scale": scale, "precision": _precision()}
     options["tiles"] = backward_tiles(q.dtype, q.shape[-1], v.shape[-1], block_size, shared_memory(q.device))
     for part in _parts(k, backward_bytes(q, k, v, block_indices.shape[-1], chunk, capacity, block_size)):
-        tensors = (_of_heads(x, k, part) for x in (q, k, v))
-        given = (out, lse, grad_out, grad_lse, *grads)
-        results = (None if x is None else _of_heads(x, k, part) for x in given)
-        backward(*tensors, selection.of_heads(*part), lists.of_heads(*part), *results, **options)
+        q_part, k_part, v_part, *given = (_of_heads(x, k, part) for x in (q, k, v, out, lse, grad_out, *grads))
+        some = selection.of_heads(*part), lists.of_heads(*part)
+        grad_lse_part = None if grad_lse is None else _of_heads(grad_lse, k, part)
+        backward(q_part, k_part, v_part, *some, *given, grad_lse=grad_lse_part, **options)
     return grads
 
 

@@ -23,10 +23,8 @@ from flexnsa.attention.triton.selected_pairs import (
     has_parity,
     load_row,
     needs_mask,
-    queries_of_tile,
     row_of_tile,
     sees,
-    tiles_of_query,
 )
 from flexnsa.attention.triton.selected_sums import row_stats, sum_shared, sum_slots
 from flexnsa.attention.triton.tiles import Tiles, columns, launch, padded
@@ -49,11 +47,11 @@ def backward(
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
-    grad_lse: Tensor | None,
     grad_q: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
     *,
+    grad_lse: Tensor | None,
     scale: float,
     precision: str,
     tiles: Tiles,
@@ -91,7 +89,7 @@ def backward(
                 q, k, v, grad_out, stats, *queries, lists.order, lists.copies, part, *sums,
                 *strides(q, kv_heads), *k.stride()[:3], *v.stride()[:3], *strides(grad_out, kv_heads),
                 *sizes, *tables, parity, scale, scale * LOG2_E,
-                **shape, DV=d_v, LOW=low, HIGH=high, BDV=padded(d_v), BM=tiles.rows, BN=padded(size),
+                **shape, DV=d_v, LOW=low, HIGH=high, BDV=padded(d_v), **tiles.of_group(group), BN=padded(size),
                 PRECISION=precision, WIDE=wide, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
                 **tiles.limit(),
             )  # fmt: skip
@@ -122,6 +120,7 @@ def _backward_parts(
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_copies, num_shared, parity, scale, qk_scale,
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    QUERIES: tl.constexpr, SPREAD: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one copy, and the part that it has in dq of its pairs."""
@@ -166,12 +165,12 @@ def _backward_parts(
         key = tl.where(real_key, key, 2147483647)
 
         r = tl.arange(0, BM)
-        ahead = tl.load(order_ptr + tl.minimum(row_of_tile(0, r, BM, G)[0], count - 1))
-        for i in range(tl.cdiv(count, queries_of_tile(BM, G)) * tiles_of_query(BM, G)):
-            at, head, real = row_of_tile(i, r, BM, G)
+        ahead = tl.load(order_ptr + tl.minimum(row_of_tile(0, r, QUERIES, SPREAD, G)[0], count - 1))
+        for i in range(tl.cdiv(count, QUERIES) * SPREAD):
+            at, head, real = row_of_tile(i, r, QUERIES, SPREAD, G)
             real = real & (at < count)
             pair = ahead
-            ahead = tl.load(order_ptr + tl.minimum(row_of_tile(i + 1, r, BM, G)[0], count - 1))
+            ahead = tl.load(order_ptr + tl.minimum(row_of_tile(i + 1, r, QUERIES, SPREAD, G)[0], count - 1))
             t = pair // n
             if WIDE:
                 q_row = (q_ptr + (t.to(tl.int64) * q_st + head.to(tl.int64) * q_sg))[:, None]
@@ -191,7 +190,7 @@ def _backward_parts(
             if HIGH > 0:
                 s = tl.dot(k_high, tl.trans(q_high), s, input_precision=PRECISION)
             p = tl.exp2(s * qk_scale)
-            if i // tiles_of_query(BM, G) * queries_of_tile(BM, G) < masked:
+            if i // SPREAD * QUERIES < masked:
                 pair_again = tl.load(order_ptr + tl.minimum(at, count - 1))
                 seen = sees(pair_again, key, idx_ptr, token_ptr, start_ptr, t0, n, SIZE, PLACED)
                 p = tl.where(tl.trans(seen), p, 0.0)

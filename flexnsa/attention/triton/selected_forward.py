@@ -23,10 +23,8 @@ from flexnsa.attention.triton.selected_pairs import (
     locate,
     needs_mask,
     place,
-    queries_of_tile,
     row_of_tile,
     sees,
-    tiles_of_query,
 )
 from flexnsa.attention.triton.tiles import Tiles, columns, launch, padded
 
@@ -79,7 +77,7 @@ def forward(
             q, k, v, *queries, lists.order, lists.copies, part_out, part_lse,
             *strides(q, kv_heads), *k.stride()[:3], *v.stride()[:3],
             *sizes, *lists.copies.shape[2:5:2], scale * LOG2_E,
-            **shape, DK=dk, LOW=low, HIGH=high, BM=tiles.rows, BN=padded(selection.block_size), PRECISION=precision,
+            **shape, DK=dk, LOW=low, HIGH=high, **tiles.of_group(group), BN=padded(selection.block_size), PRECISION=precision,
             WIDE=is_wide(q, group, chunk), num_warps=tiles.num_warps, num_stages=tiles.num_stages, **tiles.limit(),
         )  # fmt: skip
         launch(_combine, (triton.cdiv(chunk * group, tiles.second_rows), batch * kv_heads))(
@@ -97,6 +95,7 @@ def _forward_parts(
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_copies, qk_scale,
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    QUERIES: tl.constexpr, SPREAD: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of one copy to its keys alone: the normalised output and the base-2 log-sum-exp."""
@@ -136,13 +135,13 @@ def _forward_parts(
         key = tl.where(real_key, key, 2147483647)
 
         r = tl.arange(0, BM)
-        ahead = tl.load(order_ptr + tl.minimum(row_of_tile(0, r, BM, G)[0], count - 1))
-        for i in range(tl.cdiv(count, queries_of_tile(BM, G)) * tiles_of_query(BM, G)):
-            at, head, real = row_of_tile(i, r, BM, G)
+        ahead = tl.load(order_ptr + tl.minimum(row_of_tile(0, r, QUERIES, SPREAD, G)[0], count - 1))
+        for i in range(tl.cdiv(count, QUERIES) * SPREAD):
+            at, head, real = row_of_tile(i, r, QUERIES, SPREAD, G)
             real = real & (at < count)
             pair = ahead
             # The next tile's queries are looked up a tile early, so that their rows can be asked for in time.
-            ahead = tl.load(order_ptr + tl.minimum(row_of_tile(i + 1, r, BM, G)[0], count - 1))
+            ahead = tl.load(order_ptr + tl.minimum(row_of_tile(i + 1, r, QUERIES, SPREAD, G)[0], count - 1))
             t = pair // n
             if WIDE:
                 q_row = (q_ptr + (t.to(tl.int64) * q_st + head.to(tl.int64) * q_sg))[:, None]
@@ -151,7 +150,7 @@ def _forward_parts(
             s = tl.dot(load_row(q_row, low, DK, LOW), k_low, input_precision=PRECISION)
             if HIGH > 0:
                 s = tl.dot(load_row(q_row, high, DK, LOW + HIGH), k_high, s, input_precision=PRECISION)
-            if i // tiles_of_query(BM, G) * queries_of_tile(BM, G) < masked:
+            if i // SPREAD * QUERIES < masked:
                 seen = sees(pair, key, idx_ptr, token_ptr, start_ptr, t0, n, SIZE, PLACED)
                 s = tl.where(seen, s, float("-inf"))
             top = tl.max(s, 1) * qk_scale

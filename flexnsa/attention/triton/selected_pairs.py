@@ -66,28 +66,14 @@ def needs_mask(
 
 
 @triton.jit
-def queries_of_tile(BM: tl.constexpr, G: tl.constexpr):
-    """Queries that a tile of ``BM`` rows holds; of a group of more than ``BM`` heads it holds some, of one query."""
-    return BM // G if G < BM else 1
-
-
-@triton.jit
-def tiles_of_query(BM: tl.constexpr, G: tl.constexpr):
-    """Tiles that the heads of one query are spread over."""
-    return (G + BM - 1) // BM
-
-
-@triton.jit
-def row_of_tile(i, r, BM: tl.constexpr, G: tl.constexpr):
+def row_of_tile(i, r, QUERIES: tl.constexpr, SPREAD: tl.constexpr, G: tl.constexpr):
     """Place in the list, head in the group, and whether there is such a head, of row ``r`` of tile ``i`` of a list.
 
     A thread holds every eighth row or so: with the query as the faster index these are few queries, and few registers.
     """
-    QUERIES: tl.constexpr = queries_of_tile(BM, G)
-    TILES: tl.constexpr = tiles_of_query(BM, G)
-    HEADS: tl.constexpr = (G + TILES - 1) // TILES
-    head = i % TILES * HEADS + r // QUERIES
-    return i // TILES * QUERIES + r % QUERIES, tl.minimum(head, G - 1), (r // QUERIES < HEADS) & (head < G)
+    HEADS: tl.constexpr = (G + SPREAD - 1) // SPREAD
+    head = i % SPREAD * HEADS + r // QUERIES
+    return i // SPREAD * QUERIES + r % QUERIES, tl.minimum(head, G - 1), (r // QUERIES < HEADS) & (head < G)
 
 
 @triton.jit

@@ -29,6 +29,10 @@ class Tiles:
     halve: bool = False
     second_rows: int = 16
 
+    def of_group(self, group: int) -> dict[str, int]:
+        """Give the rows as the queries of a tile, and the tiles that the heads of one query are spread over."""
+        return {"BM": self.rows, "QUERIES": max(1, self.rows // group), "SPREAD": -(-group // self.rows)}
+
     def limit(self) -> dict[str, Any]:
         """Give the launch option that limits registers, if any."""
         return {} if self.max_registers is None else {"maxnreg": self.max_registers}
