@@ -89,9 +89,8 @@ def backward(
                 q, k, v, grad_out, stats, *queries, lists.order, lists.copies, part, *sums,
                 *strides(q, kv_heads), *k.stride()[:3], *v.stride()[:3], *strides(grad_out, kv_heads),
                 *sizes, *tables, parity, scale, scale * LOG2_E,
-                **shape, DV=d_v, LOW=low, HIGH=high, BDV=padded(d_v), **tiles.of_group(group), BN=padded(size),
-                PRECISION=precision, WIDE=wide, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-                **tiles.limit(),
+                **shape, DV=d_v, LOW=low, HIGH=high, BDV=padded(d_v), BN=padded(size), PRECISION=precision,
+                WIDE=wide, **tiles.of_group(group), **tiles.launch_options(),
             )  # fmt: skip
         for parity in parities:
             launch(sum_shared, (num_copies * (padded(size) // 16), heads))(
@@ -120,7 +119,7 @@ def _backward_parts(
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_copies, num_shared, parity, scale, qk_scale,
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    QUERIES: tl.constexpr, SPREAD: tl.constexpr,
+    QUERIES: tl.constexpr, SPREAD: tl.constexpr, EVICTION: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one copy, and the part that it has in dq of its pairs."""
@@ -202,10 +201,12 @@ def _backward_parts(
                 dk_high = tl.dot(ds, q_high, dk_high, input_precision=PRECISION)
             dq_row = dq_ptr + (pair.to(tl.int64) * G + head)[:, None] * DK
             dq = tl.dot(tl.trans(ds), k_low, input_precision=PRECISION) * scale
-            tl.store(dq_row + low, dq.to(dq_ptr.dtype.element_ty), mask=real[:, None] & (low < DK))
+            dq = dq.to(dq_ptr.dtype.element_ty)
+            tl.store(dq_row + low, dq, mask=real[:, None] & (low < DK), eviction_policy=EVICTION)
             if HIGH > 0:
                 dq = tl.dot(tl.trans(ds), k_high, input_precision=PRECISION) * scale
-                tl.store(dq_row + high, dq.to(dq_ptr.dtype.element_ty), mask=real[:, None] & (high < DK))
+                dq = dq.to(dq_ptr.dtype.element_ty)
+                tl.store(dq_row + high, dq, mask=real[:, None] & (high < DK), eviction_policy=EVICTION)
 
         # A bin's only copy adds to what earlier chunks left; of several each leaves its own to sum_shared.
         slot = tl.load(copies_ptr + 3 * num_copies)

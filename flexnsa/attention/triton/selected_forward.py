@@ -77,8 +77,8 @@ def forward(
             q, k, v, *queries, lists.order, lists.copies, part_out, part_lse,
             *strides(q, kv_heads), *k.stride()[:3], *v.stride()[:3],
             *sizes, *lists.copies.shape[2:5:2], scale * LOG2_E,
-            **shape, DK=dk, LOW=low, HIGH=high, **tiles.of_group(group), BN=padded(selection.block_size), PRECISION=precision,
-            WIDE=is_wide(q, group, chunk), num_warps=tiles.num_warps, num_stages=tiles.num_stages, **tiles.limit(),
+            **shape, DK=dk, LOW=low, HIGH=high, BN=padded(selection.block_size), PRECISION=precision,
+            WIDE=is_wide(q, group, chunk), **tiles.of_group(group), **tiles.launch_options(),
         )  # fmt: skip
         launch(_combine, (triton.cdiv(chunk * group, tiles.second_rows), batch * kv_heads))(
             part_out, part_lse, *queries, out, lse, *strides(out, kv_heads), *sizes,
@@ -95,7 +95,7 @@ def _forward_parts(
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_copies, qk_scale,
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    QUERIES: tl.constexpr, SPREAD: tl.constexpr,
+    QUERIES: tl.constexpr, SPREAD: tl.constexpr, EVICTION: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of one copy to its keys alone: the normalised output and the base-2 log-sum-exp."""
@@ -163,7 +163,7 @@ def _forward_parts(
             row = pair.to(tl.int64) * G + head
             tl.store(pl_ptr + row, tl.where(total == 0.0, float("-inf"), top + tl.log2(some)), mask=real)
             to = po_ptr + row[:, None] * DV + v_col
-            tl.store(to, o.to(po_ptr.dtype.element_ty), mask=real[:, None] & (v_col < DV))
+            tl.store(to, o.to(po_ptr.dtype.element_ty), mask=real[:, None] & (v_col < DV), eviction_policy=EVICTION)
 
 
 @triton.jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"])

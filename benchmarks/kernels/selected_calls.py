@@ -1,0 +1,373 @@
+"""Calls of the selected branch that the benchmark checks and times; imported after processes have been forked."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.selected_plans import VARIANTS, Shape, Variant
+from flexnsa.attention import reference
+from flexnsa.attention.triton import selected, selected_lists, tiles
+from flexnsa.config import NSAConfig
+from flexnsa.masks.document import document_positions
+from flexnsa.masks.positions import Positions
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+MIB = 2**20
+Attention = Callable[..., tuple[Tensor, Tensor]]
+
+
+def config_of(shape: Shape) -> NSAConfig:
+    size = shape.block_size
+    return NSAConfig(
+        compress_block_size=size, compress_stride=size, select_block_size=size, num_selected_blocks=shape.num_selected
+    )
+
+
+def positions_of(shape: Shape) -> Positions | None:
+    """Documents of unequal lengths that begin anywhere."""
+    if shape.documents == 1:
+        return None
+    cuts = torch.randperm(shape.length - 1, generator=torch.Generator().manual_seed(0))[: shape.documents - 1] + 1
+    ids = torch.zeros(1, shape.length, dtype=torch.int64)
+    ids[0, cuts] = 1
+    return document_positions(ids.cumsum(1).expand(shape.batch, -1).to(DEVICE), config_of(shape))
+
+
+def random_selection(shape: Shape, positions: Positions | None, seed: int = 0) -> Tensor:
+    """Block 0, the query's own, the one before, and others of its past, evenly."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    where = positions or Positions.of_sequence(shape.length, DEVICE)
+    own = (where.token - where.start).expand(shape.batch, -1)[..., None] // shape.block_size
+    blocks, n = -(-shape.length // shape.block_size), shape.num_selected
+    block = torch.arange(blocks, device=DEVICE)
+    chosen = torch.empty(shape.batch, shape.kv_heads, shape.length, n, dtype=torch.int32, device=DEVICE)
+    for head in range(shape.kv_heads):
+        for first in range(0, shape.length, 4096):
+            here = own[:, first : first + 4096]
+            worth = torch.rand(*here.shape[:2], blocks, device=DEVICE, generator=generator)
+            worth = torch.where((block == 0) | (block == here) | (block == here - 1), 2.0, worth)
+            best = worth.masked_fill(block > here, -1.0).topk(min(n, blocks), -1)
+            picked = torch.where(best.values < 0, blocks, best.indices).sort(-1).values
+            picked = torch.where(picked == blocks, -1, picked).int()
+            chosen[:, head, first : first + 4096] = torch.nn.functional.pad(picked, (0, n - picked.shape[-1]), value=-1)
+    return chosen
+
+
+class Inputs:
+    """Tensors of one call and the gradients of what it returns."""
+
+    def __init__(self, shape: Shape, dims: tuple[int, int] | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+        dk, dv = dims or (shape.dim, shape.dim)
+        dtype = dtype if DEVICE == "cuda" else torch.float32  # the interpreter has no products of bfloat16
+        generator = torch.Generator(DEVICE).manual_seed(0)
+
+        def draw(heads: int, dim: int) -> Tensor:
+            size = (shape.batch, heads, shape.length, dim)
+            return torch.randn(size, device=DEVICE, dtype=dtype, generator=generator).requires_grad_()
+
+        self.qkv = draw(shape.q_heads, dk), draw(shape.kv_heads, dk), draw(shape.kv_heads, dv)
+        self.grad_out = draw(shape.q_heads, dv).detach()
+        self.positions = positions_of(shape)
+        self.block_indices = random_selection(shape, self.positions)
+        self.options = {"config": config_of(shape), "scale": dk**-0.5}
+
+    def forward(
+        self, attention: Attention, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Out, lse and what to differentiate by."""
+        qkv = self.qkv if dtype is None else tuple(x.detach().to(dtype).requires_grad_() for x in self.qkv)
+        return *attention(*qkv, self.block_indices, self.positions, **self.options), qkv
+
+    def all(self, attention: Attention, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Out, lse and the gradients of q, k, v, lse having one too."""
+        out, lse, qkv = self.forward(attention, dtype)
+        loss = (out * self.grad_out.to(out.dtype)).sum() + torch.where(lse.isfinite(), lse, 0.0).sin().sum()
+        return {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), torch.autograd.grad(loss, qkv), strict=True))
+
+
+@contextmanager
+def applied(variant: Variant) -> Iterator[None]:
+    """Let the operator run by a variant."""
+    with ExitStack() as stack:
+        for name in ("forward", "backward"):
+            choose, changes = getattr(tiles, f"{name}_tiles"), getattr(variant, name)
+
+            def chosen(*args: Any, choose: Any = choose, changes: Any = changes) -> Any:
+                return replace(choose(*args), **changes)
+
+            stack.enter_context(mock.patch.object(tiles, f"{name}_tiles", chosen))
+        for name, value in variant.limits.items():
+            stack.enter_context(mock.patch.object(selected, name, value))
+        yield
+
+
+def wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def warm(job: tuple[Shape, Variant]) -> tuple[Shape, Variant, str]:
+    """Compile the kernels of a shape: sizes that they are not compiled for may be small."""
+    shape, variant = job
+    try:
+        with applied(variant):
+            x = Inputs(replace(shape, length=min(shape.length, 1024), batch=1))
+            out, _, qkv = x.forward(selected.selected_attention)
+            torch.autograd.grad(out, qkv, x.grad_out)
+            wait()
+    except Exception as error:
+        return shape, variant, f"{type(error).__name__}: {str(error)[:200]}"
+    return shape, variant, ""
+
+
+SAMPLES: dict[str, dict[str, Any]] = {
+    "bf16 G16": {"group": 16, "dims": (128, 128)},
+    "bf16 G6 D64 batch 2": {"group": 6, "dims": (64, 64), "batch": 2},
+    "bf16 G16 documents": {"group": 16, "dims": (128, 128), "documents": 9},
+    "bf16 G4": {"group": 4, "dims": (128, 128)},
+    "bf16 G1": {"group": 1, "dims": (128, 128)},
+    "bf16 G8 192/128": {"group": 8, "dims": (192, 128)},
+    "fp32 G4": {"group": 4, "dims": (64, 64), "dtype": torch.float32},
+    "fp32 G4 128 documents": {"group": 4, "dims": (128, 128), "dtype": torch.float32, "documents": 5},
+    "fp16 G2 80/96": {"group": 2, "dims": (80, 96), "dtype": torch.float16},
+    "bf16 G32 256": {"group": 32, "dims": (256, 256)},
+    "bf16 G3 blocks of 32": {"group": 3, "dims": (64, 64), "block_size": 32},
+    "bf16 G5 blocks of 128": {"group": 5, "dims": (128, 128), "block_size": 128},
+    "fp32 G2 192/128 blocks of 16": {"group": 2, "dims": (192, 128), "dtype": torch.float32, "block_size": 16},
+    "bf16 G80": {"group": 80, "dims": (64, 64)},
+}
+
+
+def checked_samples(*, smoke: bool) -> list[str]:
+    return list(SAMPLES)[:3] if smoke else list(SAMPLES)
+
+
+def check_sample(name: str) -> dict[str, Any]:
+    """Errors relative to float64 beside those of plain PyTorch, and whether a second run had equal bits."""
+    sample = {"block_size": 64, "batch": 1, "documents": 1, "dtype": torch.bfloat16} | SAMPLES[name]
+    smoke = DEVICE == "cpu"
+    shape = Shape(
+        name,
+        130 if smoke else 1999,
+        sample["group"] * (1 if smoke else 2),
+        1 if smoke else 2,
+        batch=sample["batch"],
+        block_size=sample["block_size"],
+        num_selected=3 if smoke else 8,
+        documents=sample["documents"],
+    )
+    x = Inputs(shape, sample["dims"], sample["dtype"])
+    with mock.patch.multiple(selected, CHUNK=512, LEAST_CHUNK=256, LIST_ROWS=1024):
+        ours, again = (x.all(selected.selected_attention) for _ in range(2))
+    exact, plain = (x.all(reference.selected_attention, dtype) for dtype in (torch.float64, None))
+    point: dict[str, Any] = {"repeats": all(torch.equal(ours[key], again[key]) for key in ours)}
+    point["right"] = point["repeats"]
+    for key, truth in {key: x.detach() for key, x in exact.items()}.items():
+        some = truth.isfinite()
+        error, plain_error = (
+            float((y[key].detach().double() - truth)[some].norm() / truth[some].norm()) for y in (ours, plain)
+        )
+        factor = 2 if key in ("out", "lse") else 3
+        point["right"] &= torch.equal(some, ours[key].isfinite()) and error <= factor * plain_error + 5e-7
+        point[key] = f"{error:.1e} (plain {plain_error:.1e})"
+    return point
+
+
+def check_compiled(*, smoke: bool) -> dict[str, Any]:
+    """Compile one graph, forward and backward, for all lengths; equal bits to eager calls."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, token: Tensor | None) -> Tensor:
+        where = None if token is None else Positions(token, torch.zeros_like(token), token)
+        out, lse = selected.selected_attention(q * 2, k, v, chosen, where, config=config, scale=0.1)
+        return out.float().square().sum() + lse.sum()
+
+    same = []
+    for placed in (False, True):
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager" if smoke else "inductor")
+        for number, length in enumerate((96, 128, 160) if smoke else (640, 1000, 2048)):
+            shape = Shape("", length, 4, 2, 16 if smoke else 64, batch=2, num_selected=4)
+            config, x = config_of(shape), Inputs(shape)
+            token = torch.arange(length, dtype=torch.int32, device=DEVICE)[None] if placed else None
+            with torch._dynamo.config.patch(error_on_recompile=number > 0):
+                grads = torch.autograd.grad(compiled(*x.qkv, x.block_indices, token), x.qkv)
+            eager = torch.autograd.grad(call(*x.qkv, x.block_indices, token), x.qkv)
+            same += [torch.equal(a, b) for a, b in zip(grads, eager, strict=True)]
+    return {"right": all(same)}
+
+
+def check_long(length: int, *, smoke: bool) -> dict[str, Any]:
+    """Compare sampled queries and keys of 64 / 4 heads of 128 with a direct computation in float64."""
+    shape = Shape("long", length, 64, 4)
+    shape = shape.small(length) if smoke else shape
+    x = Inputs(shape)
+    start = time.perf_counter()
+    out, lse, qkv = x.forward(selected.selected_attention)
+    grads = torch.autograd.grad(out, qkv, x.grad_out)
+    wait()
+    point: dict[str, Any] = {"seconds": time.perf_counter() - start}
+    if DEVICE == "cuda":
+        point["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+    size, scale, group = shape.block_size, x.options["scale"], shape.q_heads // shape.kv_heads
+    errors: dict[str, list[float]] = {"out": [], "lse": [], "dq": [], "dk": [], "dv": []}
+
+    def add(key: str, got: Tensor, truth: Tensor) -> None:
+        errors[key].append(float((got.detach().double() - truth).norm() / truth.norm()))
+
+    heads = range(shape.kv_heads)
+    q, k, v = (y.detach() for y in qkv)
+    for head in (0, heads[-1]):
+        rows = slice(head * group, (head + 1) * group)
+        for t in (length - 1, length // 2 + 1, size + 3):
+            chosen = x.block_indices[0, head, t].long()
+            keys = (chosen[chosen >= 0, None] * size + torch.arange(size, device=DEVICE)).flatten()
+            keys = keys[keys <= t]
+            qt, kt, vt, grad = (
+                y.double() for y in (q[0, rows, t], k[0, head, keys], v[0, head, keys], x.grad_out[0, rows, t])
+            )
+            scores = qt @ kt.T * scale
+            p = scores.softmax(-1)
+            add("out", out[0, rows, t], p @ vt)
+            add("lse", lse[0, rows, t], scores.logsumexp(-1))
+            ds = p * (grad @ vt.T - (grad * (p @ vt)).sum(-1, keepdim=True))
+            add("dq", grads[0][0, rows, t], ds @ kt * scale)
+        for block in (-(-length // size) - 1, length // size // 2, 1):
+            queries = (x.block_indices[0, head] == block).any(-1).nonzero().flatten()
+            keys = torch.arange(block * size, min(block * size + size, length), device=DEVICE)
+            qt, grad, ot = (y[0, rows][:, queries].double() for y in (q, x.grad_out, out.detach()))
+            kt, vt = k[0, head, keys].double(), v[0, head, keys].double()
+            p = (qt @ kt.T * scale - lse[0, rows][:, queries, None].double()).exp() * (keys <= queries[:, None])
+            ds = p * (grad @ vt.T - (grad * ot).sum(-1, keepdim=True))
+            add("dk", grads[1][0, head, keys], (ds.mT @ qt).sum(0) * scale)
+            add("dv", grads[2][0, head, keys], (p.mT @ grad).sum(0))
+    return (
+        point
+        | {key: f"{max(values):.1e}" for key, values in errors.items()}
+        | {"right": all(value < 1e-2 for values in errors.values() for value in values)}
+    )
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 5) -> float:
+    """Median time; the cache is flushed before each call."""
+    call()
+    if DEVICE == "cpu":
+        return -1.0
+    flush = torch.empty(256 * MIB, dtype=torch.int8, device=DEVICE)
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return round(statistics.median(times), 3)
+
+
+def peak(call: Callable[[], object]) -> int:
+    """MiB that a call takes above what there was."""
+    if DEVICE == "cpu":
+        call()
+        return -1
+    wait()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    wait()
+    del result
+    return round((torch.cuda.max_memory_allocated() - before) / MIB)
+
+
+def by_kernel(call: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of each kernel in one call, the longest first."""
+    if DEVICE == "cpu":
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        wait()
+    rows = {event.key[:40]: event.device_time_total / 1e3 for event in profile.key_averages()}
+    return {
+        name: round(value, 3) for name, value in sorted(rows.items(), key=lambda row: -row[1])[:12] if value > 0.004
+    }
+
+
+def times_of(x: Inputs, attention: Attention, *, brief: bool) -> dict[str, Any]:
+    def forward() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return x.forward(attention)[:2]
+
+    point: dict[str, Any] = {"forward": milliseconds(forward)}
+    out, _, qkv = x.forward(attention)
+
+    def backward() -> object:
+        return torch.autograd.grad(out, qkv, x.grad_out, retain_graph=True)
+
+    point["backward"] = milliseconds(backward)
+    if not brief:
+        point |= {"forward MiB": peak(forward), "backward MiB": peak(backward)}
+        point |= {"forward kernels": by_kernel(forward), "backward kernels": by_kernel(backward)}
+    return point
+
+
+def measure_ours(shape: Shape, variant: Variant, *, brief: bool = False) -> dict[str, Any]:
+    """Time of lists, forward and backward, memory, and the time of each kernel."""
+    x = Inputs(shape)
+    with applied(variant):
+        point = times_of(x, selected.selected_attention, brief=brief)
+        if not brief:
+            selection = selected._selection(x.block_indices, *_places(x), shape.block_size, shape.length)
+            capacity = max(1, selected.LIST_ROWS // (shape.q_heads // shape.kv_heads))
+            point["lists"] = milliseconds(lambda: selected_lists.build_lists(selection, selected.CHUNK, capacity))
+    return point
+
+
+def _places(x: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if x.positions is None else (x.positions.token, x.positions.start)
+
+
+def flex(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """FlexAttention's form of the branch."""
+    return importlib.import_module("flexnsa.attention.flex").selected_attention(*args, **options)
+
+
+def fla(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *_: Any, config: NSAConfig, scale: float) -> Any:
+    """flash-linear-attention, whose tensors are token-major."""
+    parallel_nsa = importlib.import_module("fla.ops.nsa").parallel_nsa
+    chosen = block_indices.transpose(1, 2).contiguous()
+    counts = (chosen >= 0).sum(-1)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    size = config.select_block_size
+    out = parallel_nsa(
+        q, k, v, block_indices=chosen.clamp_min(0).long(), block_counts=counts, block_size=size, scale=scale
+    )
+    return out.transpose(1, 2), out
+
+
+def topk_sparse(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *_: Any, config: NSAConfig, scale: float
+) -> Any:
+    """native-sparse-attention-triton, which takes one row of packed sequences."""
+    attention = importlib.import_module("native_sparse_attention.ops").topk_sparse_attention
+    ends = torch.tensor([0, q.shape[2]], dtype=torch.int32, device=q.device)
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    out = attention(q, k, v, block_indices[0], config.select_block_size, ends, scale)
+    return out.transpose(0, 1)[None], out
+
+
+PEERS: dict[str, Attention] = {"FlexAttention": flex, "fla": fla, "native-sparse-attention-triton": topk_sparse}
+
+
+def measure_peer(shape: Shape, name: str) -> dict[str, Any]:
+    """Time and memory of another implementation, layout changes included."""
+    return times_of(Inputs(shape), PEERS[name], brief=shape.name not in (VARIANTS[0].name, "G16 8k"))
