@@ -101,7 +101,7 @@ def _selected_attention(
 
     from flexnsa.attention.triton.selected_forward import forward, forward_bytes
     from flexnsa.attention.triton.selected_lists import build_lists
-    from flexnsa.attention.triton.tiles import forward_tiles, shared_memory
+    from flexnsa.attention.triton.tiles import device_of, forward_tiles
 
     if q.device.type != "cuda" and not knobs.runtime.interpret:
         raise ValueError(f"q: impl='triton' expects a CUDA device, got {q.device}")
@@ -110,7 +110,7 @@ def _selected_attention(
     out, lse = _outputs(q, v.shape[-1])
     q, k, v = (_with_rows(x) for x in (q, k, v))
     options: dict[str, Any] = {"scale": scale, "precision": _precision()}
-    options["tiles"] = forward_tiles(q.dtype, q.shape[-1], v.shape[-1], block_size, shared_memory(q.device))
+    options["tiles"] = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
     for part in _parts(k, forward_bytes(q, k, v, block_indices.shape[-1], chunk)):
         q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
         some = selection.of_heads(*part), lists.of_heads(*part)
@@ -139,7 +139,7 @@ def _selected_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flexnsa.attention.triton.selected_backward import backward, backward_bytes
     from flexnsa.attention.triton.selected_lists import Lists
-    from flexnsa.attention.triton.tiles import backward_tiles, shared_memory
+    from flexnsa.attention.triton.tiles import backward_tiles, device_of
 
     selection = _selection(block_indices, token, start, block_size, k.shape[2])
     lists = Lists(order, copies, chunk, capacity)
@@ -147,7 +147,7 @@ def _selected_attention_backward(
     q, k, v, out, grad_out = (_with_rows(x) for x in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     options: dict[str, Any] = {"scale": scale, "precision": _precision()}
-    options["tiles"] = backward_tiles(q.dtype, q.shape[-1], v.shape[-1], block_size, shared_memory(q.device))
+    options["tiles"] = backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
     for part in _parts(k, backward_bytes(q, k, v, block_indices.shape[-1], chunk, capacity, block_size)):
         q_part, k_part, v_part, *given = (_of_heads(x, k, part) for x in (q, k, v, out, lse, grad_out, *grads))
         some = selection.of_heads(*part), lists.of_heads(*part)

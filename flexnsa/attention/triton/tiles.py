@@ -60,54 +60,73 @@ def columns(dim: int, *, halve: bool) -> tuple[int, int]:
     return whole // 2, padded(dim - whole // 2)
 
 
-def shared_memory(device: torch.device) -> int:
-    """Give the bytes of shared memory of one program: 163 KiB on an A100, 99 on an RTX 4090, 227 on an H200."""
-    if device.type != "cuda":
-        return 227 * 1024  # the interpreter knows no limit
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What tiles depend on: bytes of shared memory of one program, and the major number of the compute capability."""
+
+    shared_memory: int
+    generation: int
 
 
-def forward_tiles(dtype: torch.dtype, dk: int, dv: int, block_size: int, shared: int) -> Tiles:
+def device_of(x: torch.Tensor) -> Device:
+    """Describe the device of a tensor; the interpreter on a CPU passes for a Hopper."""
+    if x.device.type != "cuda":
+        return Device(227 * 1024, 9)
+    properties = torch.cuda.get_device_properties(x.device)
+    return Device(properties.shared_memory_per_block_optin, properties.major)
+
+
+def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_size: int) -> Tiles:
     """Choose the tiles of the forward pass: the first that fit.
 
     Raises:
-        ValueError: none fit ``shared`` bytes.
+        ValueError: none fit.
     """
-    if dtype == torch.float32:
-        candidates = [Tiles(32, 4, 1), Tiles(16, 4, 1)]
-    else:
-        limit = 168 if dv <= 128 and block_size <= 64 else None  # leaves room for three programs, spills nothing
-        candidates = [Tiles(64, 4, 2, limit), Tiles(64, 4, 1), Tiles(32, 4, 1), Tiles(16, 4, 1)]
-    return _first_that_fits(candidates, dtype, dk, dv, block_size, shared, streams=(dk,))
+    candidates = [Tiles(16, 4, 1)]
+    if dtype != torch.float32:
+        # On Hopper fewer registers than the compiler would take leave room for a third program, and nothing spills.
+        limit = 168 if device.generation == 9 and dv <= 128 and block_size <= 64 else None
+        candidates = [Tiles(64, 4, 2, limit), Tiles(64, 4, 1, limit), Tiles(32, 4, 1), *candidates]
+    return _first_that_fits(candidates, device, dtype, dk, dv, block_size, streams=(dk,))
 
 
-def backward_tiles(dtype: torch.dtype, dk: int, dv: int, block_size: int, shared: int) -> Tiles:
+def backward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_size: int) -> Tiles:
     """Choose the tiles of the backward pass: the first that fit.
 
     Raises:
-        ValueError: none fit ``shared`` bytes.
+        ValueError: none fit.
     """
     sums = padded(block_size) * (sum(columns(dk, halve=True)) + padded(dv))
-    warps = max(4, min(16, sums // 4096))  # sums of dk and dv take at most 128 registers of a thread
-    if dtype == torch.float32:
-        candidates = [Tiles(32, warps, 1, halve=True), Tiles(16, warps, 1, halve=True)]
-    else:
-        candidates = [Tiles(rows, warps, stages, halve=True) for rows, stages in ((64, 2), (64, 1), (32, 1), (16, 1))]
-        if sums <= 64 * 128:
-            candidates.insert(0, Tiles(128, warps, 2, halve=True))
-    return _first_that_fits(candidates, dtype, dk, dv, block_size, shared, streams=(dk, dv))
+    asynchronous = device.generation >= 9 and dtype != torch.float32
+    warps = max(4, min(16, sums // (4096 if asynchronous else 2048)))  # dk and dv: up to 128, or 64 numbers a thread
+    candidates = [Tiles(16, warps, 1, halve=True)]
+    if dtype != torch.float32:
+        candidates = [Tiles(32, warps, 2, halve=True), Tiles(32, warps, 1, halve=True), *candidates]
+    if asynchronous:
+        candidates = [Tiles(64, warps, 2, halve=True), Tiles(64, warps, 1, halve=True), *candidates]
+    if asynchronous and device.generation == 9 and sums <= 64 * 128:
+        candidates = [Tiles(128, warps, 2, halve=True), *candidates]
+    return _first_that_fits(candidates, device, dtype, dk, dv, block_size, streams=(dk, dv))
 
 
 def _first_that_fits(
-    candidates: list[Tiles], dtype: torch.dtype, dk: int, dv: int, block_size: int, shared: int, streams: Sequence[int]
+    candidates: list[Tiles],
+    device: Device,
+    dtype: torch.dtype,
+    dk: int,
+    dv: int,
+    block_size: int,
+    streams: Sequence[int],
 ) -> Tiles:
-    """Count keys, values, the rows in flight and a tile of probabilities, all of which lie in shared memory."""
+    """Count keys, values, the rows in flight and a tile of probabilities, all of which may lie in shared memory."""
     keys = padded(block_size)
+    key_columns = sum(columns(dk, halve=True)) + padded(dv)
+    row_columns = sum(sum(columns(dim, halve=True)) for dim in streams)
     for tiles in candidates:
-        rows = tiles.rows * (keys + tiles.num_stages * sum(sum(columns(dim, halve=True)) for dim in streams))
-        if (keys * (sum(columns(dk, halve=True)) + padded(dv)) + rows) * dtype.itemsize <= shared:
+        numbers = keys * key_columns + tiles.rows * (keys + tiles.num_stages * row_columns)
+        if numbers * dtype.itemsize <= device.shared_memory:
             return tiles
     raise ValueError(
         f"k: impl='triton' expects blocks of {block_size} keys of {dk} and values of {dv} numbers of {dtype} to fit "
-        f"{shared} bytes of shared memory, which they do not on this device; use impl='flex'"
+        f"{device.shared_memory} bytes of shared memory, which they do not here; use impl='flex'"
     )

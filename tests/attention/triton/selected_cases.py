@@ -110,10 +110,10 @@ CASES = {
     "g4-fp16": Case(group=4, documents=(33,), dims=(80, 64), dtype=FP16),
     "g6-paper-block": Case(group=6, documents=(200,), block_size=64, dims=(64, 64), dtype=BF16, num_selected=2),
     "g8-192-128": Case(group=8, documents=(70,), block_size=32, dims=(192, 128), num_selected=2),
-    "g16-bf16": Case(group=16, documents=(150,), block_size=64, dims=(128, 128), dtype=BF16, num_selected=2),
+    "g16-bf16": Case(group=16, documents=(129,), block_size=64, dims=(128, 128), dtype=BF16, num_selected=2),
     "g32-dv24": Case(group=32, documents=(40,), dims=(96, 24)),
     "g4-256": Case(group=4, documents=(50,), dims=(256, 256), dtype=FP16, batch=2, kv_heads=2),
-    "g1-long": Case(group=1, documents=(1001,), num_selected=3, kv_heads=2),
+    "g1-long": Case(group=1, documents=(1001,), num_selected=3, block_size=48),
     "g3-block-48-holes": Case(group=3, documents=(170,), block_size=48, missing=0.5, dims=(16, 80)),
     "g5-block-128": Case(group=5, documents=(290,), block_size=128, num_selected=2),
     "g4-block-8-unhalved": Case(group=4, documents=(50,), block_size=8, dims=(32, 32), halve=False),
@@ -125,10 +125,9 @@ CASES = {
     "lse-alone": Case(group=2, documents=(60,), lse_only=True),
     "chunks-and-copies": Case(
         group=4,
-        documents=(200,),
-        kv_heads=2,
+        documents=(140,),
         dims=(32, 48),
-        limits=(("CHUNK", 64), ("LEAST_CHUNK", 64), ("LIST_ROWS", 32), ("SCRATCH_BYTES", 1)),
+        limits=(("CHUNK", 64), ("LEAST_CHUNK", 64), ("LIST_ROWS", 48), ("SCRATCH_BYTES", 1)),
     ),
     "one-head-at-a-time": Case(group=2, documents=(70,), batch=2, kv_heads=3, limits=(("WORKSPACE_BYTES", 2**18),)),
     "one-row-at-a-time": Case(group=2, documents=(70,), batch=3, kv_heads=2, limits=(("WORKSPACE_BYTES", 2**20),)),
@@ -136,7 +135,7 @@ CASES = {
     "documents-bf16-g8": Case(group=8, documents=(3, 70, 64, 65, 1, 40), block_size=64, dims=(64, 64), dtype=BF16),
     "documents-garbage-chunks": Case(
         group=6,
-        documents=(40, 100, 5, 60),
+        documents=(40, 70, 5, 20),
         garbage=True,
         batch=2,
         limits=(("CHUNK", 64), ("LEAST_CHUNK", 64), ("LIST_ROWS", 72)),
@@ -149,7 +148,7 @@ CASES = {
 
 
 def run(case: Case, device: str = "cpu") -> dict[str, Any]:
-    """Call the operator, forward and backward, twice; tell whether all bits were the same."""
+    """Call the operator, forward and backward; on a GPU also tell whether repeated calls have the same bits."""
     from flexnsa.attention.triton import selected, selected_lists, tiles
 
     def choose(*_: object) -> tiles.Tiles:
@@ -160,8 +159,11 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
             stack.enter_context(mock.patch.object(selected_lists if name == "SCRATCH_BYTES" else selected, name, value))
         if device == "cpu":  # the interpreter is the faster, the more rows it takes at a time
             stack.enter_context(mock.patch.multiple(tiles, forward_tiles=choose, backward_tiles=choose))
-        first, second = (attend(selected.selected_attention, case, device=device) for _ in range(2))
-    same = all(torch.equal(x, second[name]) for name, x in first.items())
+        # Programs of the interpreter come one after the other: there a second call could not differ.
+        first, *others = (
+            attend(selected.selected_attention, case, device=device) for _ in range(1 if device == "cpu" else 3)
+        )
+    same = all(torch.equal(x, other[name]) for other in others for name, x in first.items())
     return {"results": {name: x.cpu() for name, x in first.items()}, "same": same}
 
 

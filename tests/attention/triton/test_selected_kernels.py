@@ -45,16 +45,16 @@ def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
 
 
 def check(name: str, got: dict[str, Any]) -> None:
-    """Demand the oracle's results to the precision of plain PyTorch, and equal bits at a second call."""
+    """Demand the oracle's results to the precision of plain PyTorch, and equal bits at every call."""
     exact, plain = (attend(reference.selected_attention, CASES[name], dtype) for dtype in (torch.float64, None))
     for names, factor in ((("out", "lse"), 2), (("dq", "dk", "dv"), 3)):
         parts = ({key: results[key] for key in names} for results in (got["results"], plain, exact))
         assert_as_exact_as_plain(*parts, factor=factor)
-    assert got["same"], "a second call gave other bits"
+    assert got["same"], "another call gave other bits"
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernels_match_float64_and_repeat_their_bits(name: str, interpret: Interpret) -> None:
+def test_interpreted_kernels_match_float64(name: str, interpret: Interpret) -> None:
     check(name, interpret(name))
 
 
@@ -92,3 +92,23 @@ def test_what_the_kernels_cannot_take_is_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             selected.selected_attention(*bad, chosen, None, config=config, scale=1.0)
+
+
+KIB = 1024
+DEVICES = {"A100": (163, 8), "RTX 4090": (99, 8), "H200": (227, 9), "B200": (227, 10)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_device_has_tiles(device: str, dtype: torch.dtype, dim: int) -> None:
+    tiles = pytest.importorskip("flexnsa.attention.triton.tiles")
+    shared, generation = DEVICES[device]
+    for choose in (tiles.forward_tiles, tiles.backward_tiles):
+        assert choose(tiles.Device(shared * KIB, generation), dtype, dim, dim, 64).rows >= 16
+
+
+def test_blocks_that_do_not_fit_a_device_are_refused_by_name() -> None:
+    tiles = pytest.importorskip("flexnsa.attention.triton.tiles")
+    with pytest.raises(ValueError, match=r"k: impl='triton' expects blocks of 64 keys of 256 .* to fit 101376 bytes"):
+        tiles.backward_tiles(tiles.Device(99 * KIB, 8), torch.float32, 256, 256, 64)
