@@ -20,7 +20,7 @@ class Shape:
     num_selected: int = 16
     documents: int = 1
 
-    def small(self, length: int = 128) -> Shape:
+    def small(self, length: int = 64) -> Shape:
         """The same in small, for a CPU."""
         group = self.q_heads // self.kv_heads
         return replace(self, length=length, q_heads=group, kv_heads=1, dim=16, batch=1, block_size=16, num_selected=4)

@@ -47,9 +47,9 @@ def launch(kernel: Any, grid: Sequence[Any]) -> Any:
     return kernel[grid]
 
 
-def padded(size: int) -> int:
-    """Round up to what a product can be wide."""
-    return max(16, 1 << (size - 1).bit_length())
+def padded(size: int, least: int = 16) -> int:
+    """Round up to a power of two; a product is 16 wide at least."""
+    return max(least, 1 << (size - 1).bit_length())
 
 
 def columns(dim: int, *, halve: bool) -> tuple[int, int]:
@@ -85,7 +85,7 @@ def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_si
     candidates = [Tiles(16, 4, 1)]
     if dtype != torch.float32:
         # On Hopper fewer registers than the compiler would take leave room for a third program, and nothing spills.
-        limit = 168 if device.generation == 9 and dv <= 128 and block_size <= 64 else None
+        limit = 168 if device.generation == 9 and max(dk, dv) <= 128 and block_size <= 64 else None
         candidates = [Tiles(64, 4, 2, limit), Tiles(64, 4, 1, limit), Tiles(32, 4, 1), *candidates]
     return _first_that_fits(candidates, device, dtype, dk, dv, block_size, streams=(dk,))
 
@@ -98,7 +98,8 @@ def backward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_s
     """
     sums = padded(block_size) * (sum(columns(dk, halve=True)) + padded(dv))
     asynchronous = device.generation >= 9 and dtype != torch.float32
-    warps = max(4, min(16, sums // (4096 if asynchronous else 2048)))  # dk and dv: up to 128, or 64 numbers a thread
+    # Of dk and dv a thread holds at most 128 numbers, or 64 where products take their operands from registers.
+    warps = min(16, max(4, padded(-(-sums // (4096 if asynchronous else 2048)), least=1)))
     candidates = [Tiles(16, warps, 1, halve=True)]
     if dtype != torch.float32:
         candidates = [Tiles(32, warps, 2, halve=True), Tiles(32, warps, 1, halve=True), *candidates]
@@ -122,9 +123,11 @@ def _first_that_fits(
     keys = padded(block_size)
     key_columns = sum(columns(dk, halve=True)) + padded(dv)
     row_columns = sum(sum(columns(dim, halve=True)) for dim in streams)
+    # What is compiled for Blackwell keeps transposed operands there as well.
+    spare = 1.5 if device.generation >= 10 and dtype != torch.float32 else 1.0
     for tiles in candidates:
         numbers = keys * key_columns + tiles.rows * (keys + tiles.num_stages * row_columns)
-        if numbers * dtype.itemsize <= device.shared_memory:
+        if spare * numbers * dtype.itemsize <= device.shared_memory:
             return tiles
     raise ValueError(
         f"k: impl='triton' expects blocks of {block_size} keys of {dk} and values of {dv} numbers of {dtype} to fit "

@@ -99,13 +99,24 @@ DEVICES = {"A100": (163, 8), "RTX 4090": (99, 8), "H200": (227, 9), "B200": (227
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_every_device_has_tiles(device: str, dtype: torch.dtype, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [
+        (torch.float32, (64, 64)),
+        (torch.float32, (128, 128)),
+        (torch.bfloat16, (64, 64)),
+        (torch.bfloat16, (128, 128)),
+        (torch.bfloat16, (192, 128)),
+        (torch.bfloat16, (256, 256)),
+    ],
+)
+def test_every_device_has_tiles(device: str, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     tiles = pytest.importorskip("flexnsa.attention.triton.tiles")
     shared, generation = DEVICES[device]
     for choose in (tiles.forward_tiles, tiles.backward_tiles):
-        assert choose(tiles.Device(shared * KIB, generation), dtype, dim, dim, 64).rows >= 16
+        chosen = choose(tiles.Device(shared * KIB, generation), dtype, *dims, 64)
+        assert chosen.rows >= 16
+        assert chosen.num_warps in (4, 8, 16)  # Triton takes powers of two
 
 
 def test_blocks_that_do_not_fit_a_device_are_refused_by_name() -> None:
