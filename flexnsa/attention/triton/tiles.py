@@ -103,7 +103,8 @@ def backward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_s
     candidates = [Tiles(16, warps, 1, halve=True)]
     if dtype != torch.float32:
         candidates = [Tiles(32, warps, 2, halve=True), Tiles(32, warps, 1, halve=True), *candidates]
-    if asynchronous:
+    # 64 rows and this much beside them are more than Blackwell's tensor memory, and are compiled to nothing at all.
+    if asynchronous and (device.generation == 9 or sums <= 64 * 320):
         candidates = [Tiles(64, warps, 2, halve=True), Tiles(64, warps, 1, halve=True), *candidates]
     if asynchronous and device.generation == 9 and sums <= 64 * 128:
         candidates = [Tiles(128, warps, 2, halve=True), *candidates]

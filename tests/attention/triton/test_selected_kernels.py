@@ -119,6 +119,12 @@ def test_every_device_has_tiles(device: str, dtype: torch.dtype, dims: tuple[int
         assert chosen.num_warps in (4, 8, 16)  # Triton takes powers of two
 
 
+def test_wide_heads_stay_within_the_tensor_memory_of_blackwell() -> None:
+    """Triton 3.6 and 3.7 compile 64 rows of 256 and 256 columns to an empty kernel, without a word."""
+    tiles = pytest.importorskip("flexnsa.attention.triton.tiles")
+    assert tiles.backward_tiles(tiles.Device(227 * KIB, 10), torch.bfloat16, 256, 256, 64).rows <= 32
+
+
 def test_blocks_that_do_not_fit_a_device_are_refused_by_name() -> None:
     tiles = pytest.importorskip("flexnsa.attention.triton.tiles")
     with pytest.raises(ValueError, match=r"k: impl='triton' expects blocks of 64 keys of 256 .* to fit 101376 bytes"):
