@@ -60,7 +60,7 @@ def compile_ahead(jobs: list[tuple[Shape, Variant]], *, smoke: bool) -> None:
 
 def check(record: Record, deadline: Deadline, *, smoke: bool) -> None:
     """Compare with float64, and repeat."""
-    from benchmarks.kernels.selected_calls import check_compiled, check_sample, checked_samples
+    from benchmarks.kernels.selected_checks import check_compiled, check_sample, checked_samples
 
     for sample in checked_samples(smoke=smoke):
         if deadline.is_over:
@@ -141,7 +141,7 @@ def main() -> None:
         return point
 
     if options.long is not None:
-        from benchmarks.kernels.selected_calls import check_long
+        from benchmarks.kernels.selected_checks import check_long
 
         record("long", f"{options.long} tokens", lambda: check_long(options.long, smoke=options.smoke))
         return
