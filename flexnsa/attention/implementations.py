@@ -16,7 +16,8 @@ from flexnsa.attention.flex.kernels import check_input
 from flexnsa.attention.sdpa import branches as sdpa
 from flexnsa.attention.sdpa import decoding as sdpa_decoding
 from flexnsa.attention.seam import Call, Implementation, Keys, NSAAux, given
-from flexnsa.attention.triton import select as triton
+from flexnsa.attention.triton import select as triton_select
+from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.geometry import BRANCHES
 from flexnsa.masks.user_mods import MaskMod, ScoreMod, merge_mods
 from flexnsa.validation import check_choice
@@ -24,17 +25,19 @@ from flexnsa.validation import check_choice
 REFERENCE = Implementation(reference.compressed, reference.select, reference.selected, reference.window)
 SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window)
 FLEX = Implementation(
-    flex.compressed, triton.select, flex.selected, flex.window, check_input=check_input, cpu_backward=False
+    flex.compressed, triton_select.select, flex.selected, flex.window, check_input=check_input, cpu_backward=False
+)
+TRITON = replace(
+    FLEX, selected=triton_selected.selected, check_input=triton_selected.check_input, takes_mods=False
 )
 
-IMPLEMENTATIONS = {"flex": FLEX, "sdpa": SDPA, "reference": REFERENCE}
+IMPLEMENTATIONS = {"flex": FLEX, "triton": TRITON, "sdpa": SDPA, "reference": REFERENCE}
+FLEX_CACHED = replace(
+    FLEX, compressed=flex_decoding.compressed, selected=flex_decoding.selected, window=flex_decoding.window
+)
 CACHED_IMPLEMENTATIONS = {
-    "flex": replace(
-        FLEX,
-        compressed=flex_decoding.compressed,
-        selected=flex_decoding.selected,
-        window=flex_decoding.window,
-    ),
+    "flex": FLEX_CACHED,
+    "triton": FLEX_CACHED,  # its kernels pay for many queries that stand at different tokens, as steps need not
     "sdpa": Implementation(
         sdpa_decoding.compressed, sdpa_decoding.select, sdpa_decoding.selected, sdpa_decoding.window
     ),

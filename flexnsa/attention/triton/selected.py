@@ -12,67 +12,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.config import NSAConfig
-from flexnsa.masks.positions import Positions
-from flexnsa.operators import opaque_operator
+from flexnsa.attention.seam import Attended, Call
+from flexnsa.custom_ops import opaque_operator
 
 WORKSPACE_BYTES = 2 * 2**30
 """Of partial rows and sums at a time: more heads wait for their turn. One head with a chunk of queries is the least."""
 CHUNK = 8192
 """Queries that share lists, at most: enough for the keys to be read rarely."""
 LEAST_CHUNK = 256
+LEAST_DIM, LARGEST_DIM = 16, 256
 LIST_ROWS = 4096
 """(query, head) rows that one program takes, at most: many programs for a block that many queries selected."""
 
 
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    positions: Positions | None,
-    *,
-    config: NSAConfig,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
     """Attend to the past tokens of the selected blocks (NSA paper, section 3.3.2).
 
     Products of float32 inputs are exact (IEEE) unless ``torch.set_float32_matmul_precision`` allows TensorFloat-32.
-    Repeated calls give equal bits, gradients included.
+    Repeated calls give equal bits, gradients included. The queries' tokens increase strictly.
 
     Args:
         q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
         k: ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``.
         v: ``(B, Hkv, S, Dv)``.
         block_indices: int32 ``(B, Hkv, T, n)``, unique in a row; what is no block of the query's past is left out.
-        positions: where the queries stand among the keys, tokens increasing; None is one whole sequence from token 0.
-        config: gives the block size.
-        scale: factor of the scores.
+        call: see :class:`flexnsa.attention.seam.Call`.
 
     Returns:
-        ``out (B, Hq, T, Dv)`` in the dtype and the memory order of q, and the natural log-sum-exp, float32
-        ``(B, Hq, T)``, which is differentiable too; 0 and ``-inf`` for a query without keys.
+        The output in the memory order of q, and the log-sum-exp, which is differentiable too.
 
     Raises:
-        ValueError: a dtype, head dimension or device that the kernels do not take.
+        ValueError: there is a score_mod.
     """
-    _check(q, k, v)
+    if call.score_mod is not None:
+        raise ValueError("score_mod: expected None with impl='triton', got a function; use impl='flex'")
+    positions, config = call.positions, call.config
     group, n = operator.index(q.shape[1] // k.shape[1]), operator.index(block_indices.shape[-1])
     dims = operator.index(q.shape[-1]), operator.index(v.shape[-1])
-    places = (None, None) if positions is None else (positions.token, positions.start)
+    token, start = (None, None) if positions is None else (positions.token, positions.start)
     chunk, capacity = _chunk(group * n * max(dims) * q.element_size()), max(1, LIST_ROWS // group)
     size = operator.index(config.select_block_size)
-    out, lse, _, _ = _selected_attention(q, k, v, block_indices, *places, scale, size, chunk, capacity)
-    return out, lse
+    out, lse, _, _ = _selected_attention(q, k, v, block_indices, token, start, call.scale, size, chunk, capacity)
+    return Attended(out, lse)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name}: impl='triton' expects float32, bfloat16 or float16, got {x.dtype}")
-    for name, x in (("q", q), ("v", v)):
-        if x.shape[-1] > 256:
-            raise ValueError(f"{name}: impl='triton' expects a head dimension of at most 256, got {x.shape[-1]}")
+def check_input(name: str, x: Tensor) -> None:
+    """Refuse what the kernels cannot take, in words that say so.
+
+    Raises:
+        ValueError: a dtype, head dimension or device for which there is no kernel.
+    """
+    if x.device.type != "cuda":
+        raise ValueError(f"{name}: expected a CUDA device with impl='triton', got {x.device}")
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{name}: expected float32, bfloat16 or float16 with impl='triton', got {x.dtype}")
+    if x.dim() == 4 and not LEAST_DIM <= x.shape[-1] <= LARGEST_DIM:
+        expected = f"a head dimension of {LEAST_DIM} .. {LARGEST_DIM}"
+        raise ValueError(f"{name}: expected {expected} with impl='triton', got {x.shape[-1]}")
 
 
 def _chunk(bytes_of_query: int) -> int:
