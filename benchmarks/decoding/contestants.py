@@ -44,7 +44,7 @@ class Sparse:
         self.lse = lse if setting.impl == "flex" else None
         chosen = setting.config.num_selected_blocks
         self.blocks = torch.zeros(batch, setting.num_kv_heads, 1, chosen, dtype=torch.int32, device=setting.device)
-        self.implementation = choose_implementation(setting.impl, self.q, cached=True)
+        self.implementation = choose_implementation(setting.impl, self.q, modded=False, cached=True)
         self.scale = setting.head_dim**-0.5
         self.compiled_layer = setting.compile(self.layer)
 

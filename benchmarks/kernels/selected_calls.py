@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.selected_plans import Shape, Variant
+from flexnsa.attention.flex import branches
+from flexnsa.attention.seam import Call
 from flexnsa.attention.triton import selected, selected_lists, tiles
 from flexnsa.config import NSAConfig
 from flexnsa.masks.document import document_positions
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 MIB = 2**20
-Attention = Callable[..., tuple[Tensor, Tensor]]
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def config_of(shape: Shape) -> NSAConfig:
@@ -78,14 +80,16 @@ class Inputs:
         self.grad_out = draw(shape.q_heads, dv).detach()
         self.positions = positions_of(shape)
         self.block_indices = random_selection(shape, self.positions)
-        self.options = {"config": config_of(shape), "scale": dk**-0.5}
+        self.call = Call(config_of(shape), dk**-0.5, positions=self.positions)
 
     def forward(
         self, attention: Attention, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Out, lse and what to differentiate by."""
         qkv = self.qkv if dtype is None else tuple(x.detach().to(dtype).requires_grad_() for x in self.qkv)
-        return *attention(*qkv, self.block_indices, self.positions, **self.options), qkv
+        out, lse = attention(*qkv, self.block_indices, self.call)
+        assert lse is not None
+        return out, lse, qkv
 
     def all(self, attention: Attention, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Out, lse and the gradients of q, k, v, lse having one too."""
@@ -121,7 +125,7 @@ def warm(job: tuple[Shape, Variant]) -> tuple[Shape, Variant, str]:
     try:
         with applied(variant):
             x = Inputs(replace(shape, length=min(shape.length, 1024), batch=1))
-            out, _, qkv = x.forward(selected.selected_attention)
+            out, _, qkv = x.forward(selected.selected)
             torch.autograd.grad(out, qkv, x.grad_out)
             wait()
     except Exception as error:
@@ -196,9 +200,9 @@ def measure_ours(shape: Shape, variant: Variant, *, brief: bool = False) -> dict
     """Time of lists, forward and backward, memory, and the time of each kernel."""
     x = Inputs(shape)
     with applied(variant):
-        point = times_of(x, selected.selected_attention, brief=brief)
+        point = times_of(x, selected.selected, brief=brief)
         if not brief:
-            selection = selected._selection(x.block_indices, *_places(x), shape.block_size, shape.length)
+            selection = selected.selection_of(x.block_indices, *_places(x), shape.block_size, shape.length)
             capacity = max(1, selected.LIST_ROWS // (shape.q_heads // shape.kv_heads))
             point["lists"] = milliseconds(lambda: selected_lists.build_lists(selection, selected.CHUNK, capacity))
     return point
@@ -208,32 +212,30 @@ def _places(x: Inputs) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if x.positions is None else (x.positions.token, x.positions.start)
 
 
-def flex(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def flex(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Any:
     """FlexAttention's form of the branch."""
-    return importlib.import_module("flexnsa.attention.flex").selected_attention(*args, **options)
+    return branches.selected(q, k, v, block_indices, call)
 
 
-def fla(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *_: Any, config: NSAConfig, scale: float) -> Any:
+def fla(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Any:
     """flash-linear-attention, whose tensors are token-major."""
     parallel_nsa = importlib.import_module("fla.ops.nsa").parallel_nsa
     chosen = block_indices.transpose(1, 2).contiguous()
     counts = (chosen >= 0).sum(-1)
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    size = config.select_block_size
+    size, scale = call.config.select_block_size, call.scale
     out = parallel_nsa(
         q, k, v, block_indices=chosen.clamp_min(0).long(), block_counts=counts, block_size=size, scale=scale
     )
     return out.transpose(1, 2), out
 
 
-def topk_sparse(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *_: Any, config: NSAConfig, scale: float
-) -> Any:
+def topk_sparse(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Any:
     """native-sparse-attention-triton, which takes one row of packed sequences."""
     attention = importlib.import_module("native_sparse_attention.ops").topk_sparse_attention
     ends = torch.tensor([0, q.shape[2]], dtype=torch.int32, device=q.device)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-    out = attention(q, k, v, block_indices[0], config.select_block_size, ends, scale)
+    out = attention(q, k, v, block_indices[0], call.config.select_block_size, ends, call.scale)
     return out.transpose(0, 1)[None], out
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from benchmarks.kernels.selected_calls import DEVICE, Inputs, config_of, wait
 from benchmarks.kernels.selected_plans import Shape
 from flexnsa.attention import reference
+from flexnsa.attention.seam import Call, given
 from flexnsa.attention.triton import selected
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 SAMPLES: dict[str, dict[str, Any]] = {
     "bf16 G16": {"group": 16, "dims": (128, 128)},
@@ -53,8 +54,8 @@ def check_sample(name: str) -> dict[str, Any]:
     )
     x = Inputs(shape, sample["dims"], sample["dtype"])
     with mock.patch.multiple(selected, CHUNK=512, LEAST_CHUNK=256, LIST_ROWS=1024):
-        ours, again = (x.all(selected.selected_attention) for _ in range(2))
-    exact, plain = (x.all(reference.selected_attention, dtype) for dtype in (torch.float64, None))
+        ours, again = (x.all(selected.selected) for _ in range(2))
+    exact, plain = (x.all(reference.selected, dtype) for dtype in (torch.float64, None))
     point: dict[str, Any] = {"repeats": all(torch.equal(ours[key], again[key]) for key in ours)}
     point["right"] = point["repeats"]
     for key, truth in {key: x.detach() for key, x in exact.items()}.items():
@@ -73,8 +74,8 @@ def check_compiled(*, smoke: bool) -> dict[str, Any]:
 
     def call(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, token: Tensor | None) -> Tensor:
         where = None if token is None else Positions(token, torch.zeros_like(token), token)
-        out, lse = selected.selected_attention(q * 2, k, v, chosen, where, config=config, scale=0.1)
-        return out.float().square().sum() + lse.sum()
+        out, lse = selected.selected(q * 2, k, v, chosen, Call(config, 0.1, positions=where))
+        return out.float().square().sum() + given(lse).sum()
 
     same = []
     for placed in (False, True):
@@ -96,13 +97,13 @@ def check_long(length: int, *, smoke: bool) -> dict[str, Any]:
     shape = shape.small(length) if smoke else shape
     x = Inputs(shape)
     start = time.perf_counter()
-    out, lse, qkv = x.forward(selected.selected_attention)
+    out, lse, qkv = x.forward(selected.selected)
     grads = torch.autograd.grad(out, qkv, x.grad_out)
     wait()
     point: dict[str, Any] = {"seconds": time.perf_counter() - start}
     if DEVICE == "cuda":
         point["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-    size, scale, group = shape.block_size, x.options["scale"], shape.q_heads // shape.kv_heads
+    size, scale, group = shape.block_size, x.call.scale, shape.q_heads // shape.kv_heads
     errors: dict[str, list[float]] = {"out": [], "lse": [], "dq": [], "dk": [], "dv": []}
 
     def add(key: str, got: Tensor, truth: Tensor) -> None:

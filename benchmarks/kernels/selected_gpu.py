@@ -126,7 +126,7 @@ def main() -> None:
         compile_ahead([(shape, variant) for shape in shapes for variant in variants], smoke=options.smoke)
         print(f"compiled at {deadline.spent:.0f} s", flush=True)
 
-    from flexnsa.cli.recording import Recording
+    from flexnsa.measure.recording import Recording
 
     recording = Recording(options.out, (__doc__ or "").splitlines()[0])
 

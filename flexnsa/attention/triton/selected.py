@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flexnsa.attention.seam import Attended, Call
 from flexnsa.custom_ops import opaque_operator
+
+if TYPE_CHECKING:
+    from flexnsa.attention.triton.selected_lists import Selection
 
 WORKSPACE_BYTES = 2 * 2**30
 """Of partial rows and sums at a time: more heads wait for their turn. One head with a chunk of queries is the least."""
@@ -50,7 +53,7 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     group, n = operator.index(q.shape[1] // k.shape[1]), operator.index(block_indices.shape[-1])
     dims = operator.index(q.shape[-1]), operator.index(v.shape[-1])
     token, start = (None, None) if positions is None else (positions.token, positions.start)
-    chunk, capacity = _chunk(group * n * max(dims) * q.element_size()), max(1, LIST_ROWS // group)
+    chunk, capacity = chunk_of(group * n * max(dims) * q.element_size()), max(1, LIST_ROWS // group)
     size = operator.index(config.select_block_size)
     out, lse, _, _ = _selected_attention(q, k, v, block_indices, token, start, call.scale, size, chunk, capacity)
     return Attended(out, lse)
@@ -71,7 +74,7 @@ def check_input(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: expected {expected} with impl='triton', got {x.shape[-1]}")
 
 
-def _chunk(bytes_of_query: int) -> int:
+def chunk_of(bytes_of_query: int) -> int:
     """Take as many queries as fit the workspace with the partial rows of one kv head: a power of two."""
     chunk = CHUNK
     while chunk > LEAST_CHUNK and chunk * bytes_of_query > WORKSPACE_BYTES // 2:
@@ -101,16 +104,15 @@ def _selected_attention(
 
     if q.device.type != "cuda" and not knobs.runtime.interpret:
         raise ValueError(f"q: impl='triton' expects a CUDA device, got {q.device}")
-    selection = _selection(block_indices, token, start, block_size, k.shape[2])
+    selection = selection_of(block_indices, token, start, block_size, k.shape[2])
     lists = build_lists(selection, chunk, capacity)
     out, lse = _outputs(q, v.shape[-1])
     q, k, v = (_with_rows(x) for x in (q, k, v))
-    options: dict[str, Any] = {"scale": scale, "precision": _precision()}
-    options["tiles"] = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
-    for part in _parts(k, forward_bytes(q, k, v, block_indices.shape[-1], chunk)):
+    tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
+    for part in parts_of(k, forward_bytes(q, k, v, block_indices.shape[-1], chunk)):
         q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
         some = selection.of_heads(*part), lists.of_heads(*part)
-        forward(q_part, k_part, v_part, *some, out_part, lse_part, **options)
+        forward(q_part, k_part, v_part, *some, out_part, lse_part, scale=scale, precision=_precision(), tiles=tiles)
     return out, lse, lists.order, lists.copies
 
 
@@ -137,24 +139,25 @@ def _selected_attention_backward(
     from flexnsa.attention.triton.selected_lists import Lists
     from flexnsa.attention.triton.tiles import backward_tiles, device_of
 
-    selection = _selection(block_indices, token, start, block_size, k.shape[2])
+    selection = selection_of(block_indices, token, start, block_size, k.shape[2])
     lists = Lists(order, copies, chunk, capacity)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     q, k, v, out, grad_out = (_with_rows(x) for x in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
-    options: dict[str, Any] = {"scale": scale, "precision": _precision()}
-    options["tiles"] = backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
-    for part in _parts(k, backward_bytes(q, k, v, block_indices.shape[-1], chunk, capacity, block_size)):
+    tiles = backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
+    for part in parts_of(k, backward_bytes(q, k, v, block_indices.shape[-1], chunk, capacity, block_size)):
         q_part, k_part, v_part, *given = (_of_heads(x, k, part) for x in (q, k, v, out, lse, grad_out, *grads))
         some = selection.of_heads(*part), lists.of_heads(*part)
         grad_lse_part = None if grad_lse is None else _of_heads(grad_lse, k, part)
-        backward(q_part, k_part, v_part, *some, *given, grad_lse=grad_lse_part, **options)
+        options = {"grad_lse": grad_lse_part, "scale": scale, "precision": _precision(), "tiles": tiles}
+        backward(q_part, k_part, v_part, *some, *given, **options)
     return grads
 
 
-def _selection(
+def selection_of(
     block_indices: Tensor, token: Tensor | None, start: Tensor | None, block_size: int, num_keys: int
-) -> Any:
+) -> Selection:
+    """Say for the lists who selected what."""
     from flexnsa.attention.triton.selected_lists import Selection
 
     if token is not None and start is not None:
@@ -181,7 +184,7 @@ def _precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _parts(k: Tensor, bytes_of_head: int) -> Iterator[tuple[slice, slice]]:
+def parts_of(k: Tensor, bytes_of_head: int) -> Iterator[tuple[slice, slice]]:
     """Cut ``(B, Hkv)`` into what fits the workspace: some rows of the batch at a time, or some heads of one row."""
     batch, heads = k.shape[:2]
     at_once = max(1, WORKSPACE_BYTES // bytes_of_head)
@@ -199,18 +202,33 @@ def _of_heads(x: Tensor, k: Tensor, part: tuple[slice, slice]) -> Tensor:
 
 @_selected_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, token: Tensor | None, *numbers: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    block_size: int,
+    chunk: int,
+    capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from flexnsa.attention.triton.selected_lists import empty_lists, num_bins
 
-    _, _, block_size, chunk, capacity = numbers
     bins = num_bins(k.shape[2], block_size, placed=token is not None)
     lists = empty_lists(block_indices, bins, chunk, capacity)
     return *_outputs(q, v.shape[-1]), lists.order, lists.copies
 
 
 @_selected_attention_backward.register_fake
-def _(grad_out: Tensor, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+def _(
+    grad_out: Tensor,  # noqa: ARG001
+    grad_lse: Tensor | None,  # noqa: ARG001
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -221,11 +239,26 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    if grad_out is None:
-        grad_out = torch.zeros_like(saved[6])
-    numbers = (ctx.scale, ctx.block_size, ctx.chunk, ctx.capacity)
-    return *_selected_attention_backward(grad_out, grad_lse, *saved, *numbers), *(None,) * 7
+    q, k, v, block_indices, token, start, out, lse, order, copies = ctx.saved_tensors
+    grads = _selected_attention_backward(
+        torch.zeros_like(out) if grad_out is None else grad_out,
+        grad_lse,
+        q,
+        k,
+        v,
+        block_indices,
+        token,
+        start,
+        out,
+        lse,
+        order,
+        copies,
+        ctx.scale,
+        ctx.block_size,
+        ctx.chunk,
+        ctx.capacity,
+    )
+    return *grads, *(None,) * 7
 
 
 _selected_attention.register_autograd(_backward, setup_context=_save)

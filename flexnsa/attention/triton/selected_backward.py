@@ -9,7 +9,7 @@ one after the other. So everything is added in an order that does not change, an
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 import triton
@@ -60,18 +60,18 @@ def backward(
     (batch, q_heads, num_queries, d_k), (kv_heads, num_keys), d_v = q.shape, k.shape[1:3], v.shape[-1]
     group, n, size = q_heads // kv_heads, selection.block_indices.shape[-1], selection.block_size
     chunk = min(lists.chunk, num_queries)
-    new: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     heads = batch * kv_heads
-    dk, dv = torch.zeros(heads, num_keys, d_k, **new), torch.zeros(heads, num_keys, d_v, **new)
+    dk, dv = new(heads, num_keys, d_k).zero_(), new(heads, num_keys, d_v).zero_()
     num_shared = max_shared(chunk * n, lists.capacity)
-    dk_shared, dv_shared = (torch.empty(heads, num_shared, size, d, **new) for d in (d_k, d_v))
+    dk_shared, dv_shared = (new(heads, num_shared, size, d) for d in (d_k, d_v))
     part = torch.empty(heads, chunk, n, group, d_k, dtype=q.dtype, device=q.device)
-    stats = torch.empty(heads, num_queries, group, 2, **new)
+    stats = new(heads, num_queries, group, 2)
 
     num_copies = max_copies(selection.num_bins, chunk * n, lists.capacity)
     low, high = columns(d_k, halve=tiles.halve)
     placed = selection.token is not None
-    shape: dict[str, Any] = {"n": n, "G": group, "DK": d_k, "SIZE": size, "PLACED": placed}
+    shape: dict[str, object] = {"n": n, "G": group, "DK": d_k, "SIZE": size, "PLACED": placed}
     parities = (0, 1) if placed else (0,)
     wide = is_wide(q, group, chunk) or is_wide(grad_out, group, chunk)
     queries = (selection.block_indices, *selection.places())

@@ -9,8 +9,6 @@ query. Traffic does not depend on the size of the group, and every product has a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -68,7 +66,7 @@ def forward(
     part_lse = torch.empty(batch * kv_heads, chunk, n, group, dtype=torch.float32, device=q.device)
     num_copies = max_copies(selection.num_bins, chunk * n, lists.capacity)
     low, high = columns(dk, halve=False)
-    shape: dict[str, Any] = {"n": n, "G": group, "DV": dv, "SIZE": selection.block_size, "BDV": padded(dv)}
+    shape: dict[str, object] = {"n": n, "G": group, "DV": dv, "SIZE": selection.block_size, "BDV": padded(dv)}
     shape |= {"PLACED": selection.token is not None}
     queries = (selection.block_indices, *selection.places())
     for index in range(lists.copies.shape[2]):

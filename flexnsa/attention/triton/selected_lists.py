@@ -13,7 +13,6 @@ block does. Two bins a run are enough, however many documents there are (:mod:`f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -125,7 +124,7 @@ def build_lists(selection: Selection, chunk: int, capacity: int) -> Lists:
     total, begin = torch.empty(2, batch * heads, at_once, bins, **new)
 
     tile = max(WORD, 1024 // triton.next_power_of_2(n))
-    sizes: dict[str, Any] = {"n": n, "NP": triton.next_power_of_2(n), "QUERIES": tile, "SIZE": selection.block_size}
+    sizes: dict[str, object] = {"n": n, "NP": triton.next_power_of_2(n), "QUERIES": tile, "SIZE": selection.block_size}
     sizes |= {"PLACED": selection.token is not None}
     pairs = (selection.block_indices, *selection.places(), heads, num_queries, selection.num_keys)
     for first in range(0, num_chunks, at_once):

@@ -35,14 +35,14 @@ class Tiles:
         """Give the rows as the queries of a tile, and the tiles that the heads of one query are spread over."""
         return {"BM": self.rows, "QUERIES": max(1, self.rows // group), "SPREAD": -(-group // self.rows)}
 
-    def launch_options(self) -> dict[str, Any]:
+    def launch_options(self) -> dict[str, object]:
         """Give warps, stages, the limit of registers if there is one, and what the cache is asked to do."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        options |= {"EVICTION": "evict_first" if self.stream else ""}
+        options: dict[str, object] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options["EVICTION"] = "evict_first" if self.stream else ""
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
-def launch(kernel: Any, grid: Sequence[Any]) -> Any:
+def launch(kernel: Any, grid: Sequence[object]) -> Any:
     """Give the launcher of a kernel over a grid of programs, which a type checker takes for what the kernel is."""
     return kernel[grid]
 

@@ -11,23 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_as_exact_as_plain
-from selected_cases import CASES, attend, run
 
+from flexnsa import selected_attention
 from flexnsa.attention import reference
+from flexnsa.attention.seam import Call
 from flexnsa.attention.triton import selected
 from flexnsa.config import NSAConfig
+from flexnsa.mods import soft_cap
+from tests.support.comparison import assert_as_exact_as_plain
+from tests.support.triton_selected import CASES, attend, run
 
 Interpret = Callable[[str], dict[str, Any]]
-SCRIPT = Path(__file__).with_name("selected_cases.py")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
     """A process that runs cases by name, one after the other."""
     pytest.importorskip("triton")
-    command = [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("interpreted"))]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(SCRIPT.parents[3])}
+    command = [sys.executable, "-m", "tests.support.triton_selected", str(tmp_path_factory.mktemp("interpreted"))]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     with subprocess.Popen(command, env=environment, **pipe) as process:
 
@@ -46,7 +49,7 @@ def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
 
 def check(name: str, got: dict[str, Any]) -> None:
     """Demand the oracle's results to the precision of plain PyTorch, and equal bits at every call."""
-    exact, plain = (attend(reference.selected_attention, CASES[name], dtype) for dtype in (torch.float64, None))
+    exact, plain = (attend(reference.selected, CASES[name], dtype) for dtype in (torch.float64, None))
     for names, factor in ((("out", "lse"), 2), (("dq", "dk", "dv"), 3)):
         parts = ({key: results[key] for key in names} for results in (got["results"], plain, exact))
         assert_as_exact_as_plain(*parts, factor=factor)
@@ -71,7 +74,7 @@ def test_compiled_kernels_match_float64_and_repeat_their_bits(name: str) -> None
 @pytest.mark.parametrize(("heads", "bytes_of_head"), [(4, 2**20), (3, 2**29), (5, 2**31), (2, 2**33)])
 def test_parts_hold_every_head_once_within_the_workspace(heads: int, bytes_of_head: int) -> None:
     k = torch.arange(3 * heads).view(3, heads)
-    parts = [k[part] for part in selected._parts(k, bytes_of_head)]
+    parts = [k[part] for part in selected.parts_of(k, bytes_of_head)]
     assert sorted(torch.cat([x.flatten() for x in parts]).tolist()) == list(range(3 * heads))
     assert all(x.numel() == 1 or x.numel() * bytes_of_head <= selected.WORKSPACE_BYTES for x in parts)
     assert all(len(x) == 1 or x.shape[1] == heads for x in parts)
@@ -79,19 +82,19 @@ def test_parts_hold_every_head_once_within_the_workspace(heads: int, bytes_of_he
 
 @pytest.mark.parametrize("bytes_of_query", [16 * 16 * 128 * 2, 64 * 32 * 256 * 4])
 def test_partial_rows_of_a_chunk_take_at_most_half_the_workspace(bytes_of_query: int) -> None:
-    assert selected._chunk(bytes_of_query) * bytes_of_query <= selected.WORKSPACE_BYTES // 2
+    assert selected.chunk_of(bytes_of_query) * bytes_of_query <= selected.WORKSPACE_BYTES // 2
 
 
 def test_what_the_kernels_cannot_take_is_refused_by_name() -> None:
-    config, chosen = NSAConfig(), torch.zeros(1, 1, 8, 16, dtype=torch.int32)
+    config, chosen = NSAConfig(), torch.zeros(1, 1, 8, 16, dtype=torch.int32).fill_(-1)
     x = torch.zeros(1, 1, 8, 16)
-    for bad, message in (
-        ((x.double(), x.double(), x.double()), r"q: impl='triton' expects float32, bfloat16 or float16, got .*float64"),
-        ((x, x, torch.zeros(1, 1, 8, 257)), r"v: impl='triton' expects a head dimension of at most 256, got 257"),
-        ((x, x, x), r"q: impl='triton' expects a CUDA device, got cpu"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            selected.selected_attention(*bad, chosen, None, config=config, scale=1.0)
+    with pytest.raises(ValueError, match=r"^q: expected a CUDA device with impl='triton', got cpu"):
+        selected_attention(x, x, x, chosen, config=config, impl="triton")
+    with pytest.raises(ValueError, match=r"^impl: expected 'flex', .* with a score_mod or mask_mod, got 'triton'"):
+        selected_attention(x, x, x, chosen, config=config, impl="triton", score_mod=soft_cap(3.0))
+    call = Call(config, 1.0, soft_cap(3.0))
+    with pytest.raises(ValueError, match=r"^score_mod: expected None with impl='triton'"):
+        selected.selected(x, x, x, chosen, call)
 
 
 KIB = 1024

@@ -16,8 +16,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
-from flexnsa.masks.positions import Positions
+from flexnsa.positions import Positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +161,7 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
         if device == "cpu":  # the interpreter is the faster, the more rows it takes at a time
             stack.enter_context(mock.patch.multiple(tiles, forward_tiles=choose, backward_tiles=choose))
         # Programs of the interpreter come one after the other: there a second call could not differ.
-        first, *others = (
-            attend(selected.selected_attention, case, device=device) for _ in range(1 if device == "cpu" else 3)
-        )
+        first, *others = (attend(selected.selected, case, device=device) for _ in range(1 if device == "cpu" else 3))
     same = all(torch.equal(x, other[name]) for other in others for name, x in first.items())
     return {"results": {name: x.cpu() for name, x in first.items()}, "same": same}
 
@@ -176,7 +175,7 @@ def attend(attention: Any, case: Case, dtype: torch.dtype | None = None, device:
     where = case.positions()
     if where is not None:
         where = Positions(*(p.to(device) for p in (where.token, where.start, where.cmp_start)))
-    out, lse = attention(*qkv, chosen, where, config=case.config, scale=case.scale)
+    out, lse = attention(*qkv, chosen, Call(case.config, case.scale, positions=where))
     seen = lse > -torch.inf
     loss = (torch.where(seen, lse, 0.0) * grad_lse.to(lse.dtype)).sum()
     if not case.lse_only:
@@ -207,13 +206,13 @@ def compile_operator() -> dict[str, Any]:
     """Trace forward and backward once for several lengths, with and without documents."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from flexnsa.attention.triton.selected import selected_attention
+    from flexnsa.attention.triton.selected import selected as selected_attention
 
     counter = CompileCounterWithBackend("aot_eager")
 
     def call(q: Tensor, k: Tensor, chosen: Tensor, token: Tensor | None) -> Tensor:
         where = None if token is None else Positions(token, torch.zeros_like(token), token)
-        out, lse = selected_attention(q * 1.0, k, k, chosen, where, config=CASES["documents"].config, scale=0.5)
+        out, lse = selected_attention(q * 1.0, k, k, chosen, Call(CASES["documents"].config, 0.5, positions=where))
         return out.square().sum() + lse.sum()
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
