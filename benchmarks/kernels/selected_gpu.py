@@ -1,8 +1,8 @@
 """The selected branch in Triton on a GPU: first whether it is right, then its time and memory, then which tiles win.
 
-    python -m benchmarks.kernels.selected_gpu --out selected.json --seconds 400
-    python -m benchmarks.kernels.selected_gpu --out tuned.json --seconds 400 --tune
-    python -m benchmarks.kernels.selected_gpu --out long.json --seconds 300 --long 524288
+    python -m benchmarks.kernels.selected_gpu --json selected.json --seconds 400
+    python -m benchmarks.kernels.selected_gpu --json tuned.json --seconds 400 --tune
+    python -m benchmarks.kernels.selected_gpu --json long.json --seconds 300 --long 524288
 
 What matters most comes first, and every point is in the file as soon as it exists. Kernels are compiled by several
 processes beforehand. With ``--smoke`` and ``TRITON_INTERPRET=1`` all of it runs on a CPU, at sizes that prove nothing.
@@ -16,7 +16,7 @@ import argparse
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,10 @@ def tune(record: Record, deadline: Deadline, shapes: list[Shape]) -> None:
         print(f"best {name:24s} {which:8s} {milliseconds:8.3f} ms  {variant}", flush=True)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run what the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--tune", action="store_true", help="try all tiles instead")
     parser.add_argument("--long", type=int, help="check sampled rows at this length instead, forward and backward")
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--shapes", nargs="+", help="names of shapes, instead of all")
     parser.add_argument("--smoke", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.smoke:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     deadline = Deadline(options.seconds)
@@ -128,7 +128,7 @@ def main() -> None:
 
     from flexnsa.measure.recording import Recording
 
-    recording = Recording(options.out, (__doc__ or "").splitlines()[0])
+    recording = Recording(options.json, (__doc__ or "").splitlines()[0])
 
     def record(kind: str, name: str, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         point: dict[str, Any] = {"kind": kind, "name": name}
