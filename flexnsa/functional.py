@@ -74,7 +74,8 @@ def native_sparse_attention(
         mask_mod: ``(b, h, q_idx, kv_idx)`` to bool, likewise: False bans a key that the branch would show. A query all
             of whose keys are banned has output 0.
         branches: any of ``cmp``, ``slc``, ``win``; the others are neither computed nor added.
-        impl: ``"flex"``, ``"sdpa"`` or ``"reference"``; ``"auto"`` is flex on CUDA and sdpa elsewhere.
+        impl: ``"flex"``, ``"triton"``, ``"sdpa"`` or ``"reference"``; ``"auto"`` is sdpa where there is no CUDA, and
+            there triton, or flex with a mod or a head dimension above 256.
         return_aux: return ``(out, NSAAux)``.
 
     Returns:
@@ -335,7 +336,8 @@ def _prepare(
     impl: str,
 ) -> tuple[Implementation, Call]:
     """Choose the implementation, and say what its branches share; the queries are one for every key."""
-    implementation, scale = choose_implementation(impl, q), check_scale(q, scale)
+    modded = score_mod is not None or mask_mod is not None
+    implementation, scale = choose_implementation(impl, q, modded=modded), check_scale(q, scale)
     mod = prepare_mods(score_mod, mask_mod, q, q.shape[1], implementation)
     positions = None
     if document_ids is not None:

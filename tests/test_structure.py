@@ -51,6 +51,7 @@ ALLOWED_ANY = {
     "def _save(ctx: Any, inputs: tuple[Any, ...]": "torch.library gives its context and an operator's inputs untyped",
     "def _backward(ctx: Any": "torch.library gives its context untyped",
     "kwargs: dict[str, Any] = {": "torch types kernel options without those that this package needs",
+    "def launch(kernel: Any": "a Triton kernel that is given its grid has no type",
     "launch: Any = ": "a Triton kernel that is given its grid has no type",
 }
 """How lines begin that say ``Any`` between the public functions and a kernel, and why they must."""

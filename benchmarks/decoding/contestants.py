@@ -41,10 +41,10 @@ class Sparse:
         self.gates = torch.rand(batch, setting.num_heads, 1, 3, dtype=setting.dtype, device=setting.device)
         self.token = torch.zeros(batch, 1, dtype=torch.int32, device=setting.device)
         lse = torch.full((batch, setting.num_heads, 1), 8.0, device=setting.device)
-        self.lse = lse if setting.impl == "flex" else None
+        self.lse = lse if setting.impl in ("flex", "triton") else None
         chosen = setting.config.num_selected_blocks
         self.blocks = torch.zeros(batch, setting.num_kv_heads, 1, chosen, dtype=torch.int32, device=setting.device)
-        self.implementation = choose_implementation(setting.impl, self.q, cached=True)
+        self.implementation = choose_implementation(setting.impl, self.q, modded=False, cached=True)
         self.scale = setting.head_dim**-0.5
         self.compiled_layer = setting.compile(self.layer)
 

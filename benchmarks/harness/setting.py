@@ -35,7 +35,7 @@ class Setting:
     config: NSAConfig = field(default_factory=NSAConfig)
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
-    impl: str = "flex"
+    impl: str = "triton"
     backend: str | None = "inductor"
 
     @property

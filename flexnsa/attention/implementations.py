@@ -16,7 +16,8 @@ from flexnsa.attention.flex.kernels import check_input
 from flexnsa.attention.sdpa import branches as sdpa
 from flexnsa.attention.sdpa import decoding as sdpa_decoding
 from flexnsa.attention.seam import Call, Implementation, Keys, NSAAux, given
-from flexnsa.attention.triton import select as triton
+from flexnsa.attention.triton import select as triton_select
+from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.geometry import BRANCHES
 from flexnsa.masks.user_mods import MaskMod, ScoreMod, merge_mods
 from flexnsa.validation import check_choice
@@ -24,17 +25,17 @@ from flexnsa.validation import check_choice
 REFERENCE = Implementation(reference.compressed, reference.select, reference.selected, reference.window)
 SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window)
 FLEX = Implementation(
-    flex.compressed, triton.select, flex.selected, flex.window, check_input=check_input, cpu_backward=False
+    flex.compressed, triton_select.select, flex.selected, flex.window, check_input=check_input, cpu_backward=False
 )
+TRITON = replace(FLEX, selected=triton_selected.selected, check_input=triton_selected.check_input, takes_mods=False)
 
-IMPLEMENTATIONS = {"flex": FLEX, "sdpa": SDPA, "reference": REFERENCE}
+IMPLEMENTATIONS = {"flex": FLEX, "triton": TRITON, "sdpa": SDPA, "reference": REFERENCE}
+FLEX_CACHED = replace(
+    FLEX, compressed=flex_decoding.compressed, selected=flex_decoding.selected, window=flex_decoding.window
+)
 CACHED_IMPLEMENTATIONS = {
-    "flex": replace(
-        FLEX,
-        compressed=flex_decoding.compressed,
-        selected=flex_decoding.selected,
-        window=flex_decoding.window,
-    ),
+    "flex": FLEX_CACHED,
+    "triton": FLEX_CACHED,  # its kernels pay for many queries that stand at different tokens, as steps need not
     "sdpa": Implementation(
         sdpa_decoding.compressed, sdpa_decoding.select, sdpa_decoding.selected, sdpa_decoding.window
     ),
@@ -43,16 +44,29 @@ CACHED_IMPLEMENTATIONS = {
 """Where the keys are a cache."""
 
 
-def choose_implementation(impl: str, x: Tensor, *, cached: bool = False) -> Implementation:
-    """Choose who computes the branches of ``x``; ``"auto"`` is flex on CUDA and sdpa elsewhere.
+def choose_implementation(impl: str, x: Tensor, *, modded: bool, cached: bool = False) -> Implementation:
+    """Choose who computes the branches of ``x``.
+
+    ``"auto"`` is sdpa where there is no CUDA. There it is triton, except for what its kernels do not take and flex
+    does: mods, and head dimensions above 256.
+
+    Args:
+        impl: the name.
+        x: queries ``(B, Hq, T, Dk)``, or the input of a layer ``(B, S, dim)``.
+        modded: whether the user gave a score_mod or mask_mod.
+        cached: whether the keys are a cache.
 
     Raises:
-        ValueError: there is no such implementation.
+        ValueError: there is no such implementation, or it takes no mods.
     """
     check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
     if impl == "auto":
-        impl = "flex" if x.device.type == "cuda" else "sdpa"
-    return (CACHED_IMPLEMENTATIONS if cached else IMPLEMENTATIONS)[impl]
+        wide = x.dim() == 4 and x.shape[-1] > triton_selected.LARGEST_DIM
+        impl = "sdpa" if x.device.type != "cuda" else "flex" if modded or wide else "triton"
+    chosen = (CACHED_IMPLEMENTATIONS if cached else IMPLEMENTATIONS)[impl]
+    if modded and not chosen.takes_mods:
+        raise ValueError(f"impl: expected 'flex', 'sdpa' or 'reference' with a score_mod or mask_mod, got {impl!r}")
+    return chosen
 
 
 def prepare_mods(

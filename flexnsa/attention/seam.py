@@ -112,6 +112,7 @@ class Implementation:
         window: see ``WindowBranch``.
         check_input: see ``InputCheck``.
         cpu_backward: whether there is a backward pass on a CPU.
+        takes_mods: whether a score_mod may be given.
     """
 
     compressed: CompressedBranch
@@ -120,6 +121,7 @@ class Implementation:
     window: WindowBranch
     check_input: InputCheck = accept
     cpu_backward: bool = True
+    takes_mods: bool = True
 
     def check(self, **inputs: Tensor | None) -> None:
         """Refuse inputs that no branch could take, by their names, before any work is done."""

@@ -193,7 +193,7 @@ class NativeSparseAttention(nn.Module):
 
     def _attend_row(self, x: Tensor, layout: RowLayout, score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> Tensor:
         """Attend within whole rows; the heads' outputs ``(B, Hq, S, Dv)``."""
-        implementation = choose_implementation(self.impl, x)
+        implementation = choose_implementation(self.impl, x, modded=score_mod is not None or mask_mod is not None)
         if not torch.compiler.is_compiling():
             implementation.check(x=x, **dict(self.named_parameters()))
         mod = prepare_mods(score_mod, mask_mod, x, self.num_heads, implementation)
@@ -211,7 +211,9 @@ class NativeSparseAttention(nn.Module):
         mask_mod: MaskMod | None,
     ) -> Tensor:
         """Put tokens into the cache and attend from them to all of it; the heads' outputs ``(B, Hq, T, Dv)``."""
-        implementation = choose_implementation(self.impl, x, cached=True)
+        implementation = choose_implementation(
+            self.impl, x, modded=score_mod is not None or mask_mod is not None, cached=True
+        )
         mod = prepare_mods(score_mod, mask_mod, x, self.num_heads, implementation)
         step = cache.begin(x.shape[1], lengths, ordered=mod is not None)
         heads, compressors = self._project(x), self._compressors()

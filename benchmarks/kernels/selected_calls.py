@@ -1,0 +1,247 @@
+"""Calls of the selected branch that the benchmark times: their inputs, and clocks and memory of a device."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.selected_plans import Shape, Variant
+from flexnsa.attention.flex import branches
+from flexnsa.attention.seam import Call
+from flexnsa.attention.triton import selected, selected_lists, tiles
+from flexnsa.config import NSAConfig
+from flexnsa.masks.document import document_positions
+from flexnsa.positions import Positions
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+MIB = 2**20
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def config_of(shape: Shape) -> NSAConfig:
+    size = shape.block_size
+    return NSAConfig(
+        compress_block_size=size, compress_stride=size, select_block_size=size, num_selected_blocks=shape.num_selected
+    )
+
+
+def positions_of(shape: Shape) -> Positions | None:
+    """Documents of unequal lengths that begin anywhere."""
+    if shape.documents == 1:
+        return None
+    cuts = torch.randperm(shape.length - 1, generator=torch.Generator().manual_seed(0))[: shape.documents - 1] + 1
+    ids = torch.zeros(1, shape.length, dtype=torch.int64)
+    ids[0, cuts] = 1
+    return document_positions(ids.cumsum(1).expand(shape.batch, -1).to(DEVICE), config_of(shape))
+
+
+def random_selection(shape: Shape, positions: Positions | None, seed: int = 0) -> Tensor:
+    """Block 0, the query's own, the one before, and others of its past, evenly."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    where = positions or Positions.of_sequence(shape.length, DEVICE)
+    own = (where.token - where.start).expand(shape.batch, -1)[..., None] // shape.block_size
+    blocks, n = -(-shape.length // shape.block_size), shape.num_selected
+    block = torch.arange(blocks, device=DEVICE)
+    chosen = torch.empty(shape.batch, shape.kv_heads, shape.length, n, dtype=torch.int32, device=DEVICE)
+    for head in range(shape.kv_heads):
+        for first in range(0, shape.length, 4096):
+            here = own[:, first : first + 4096]
+            worth = torch.rand(*here.shape[:2], blocks, device=DEVICE, generator=generator)
+            worth = torch.where((block == 0) | (block == here) | (block == here - 1), 2.0, worth)
+            best = worth.masked_fill(block > here, -1.0).topk(min(n, blocks), -1)
+            picked = torch.where(best.values < 0, blocks, best.indices).sort(-1).values
+            picked = torch.where(picked == blocks, -1, picked).int()
+            chosen[:, head, first : first + 4096] = torch.nn.functional.pad(picked, (0, n - picked.shape[-1]), value=-1)
+    return chosen
+
+
+class Inputs:
+    """Tensors of one call and the gradients of what it returns."""
+
+    def __init__(self, shape: Shape, dims: tuple[int, int] | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+        dk, dv = dims or (shape.dim, shape.dim)
+        dtype = dtype if DEVICE == "cuda" else torch.float32  # the interpreter has no products of bfloat16
+        generator = torch.Generator(DEVICE).manual_seed(0)
+
+        def draw(heads: int, dim: int) -> Tensor:
+            size = (shape.batch, heads, shape.length, dim)
+            return torch.randn(size, device=DEVICE, dtype=dtype, generator=generator).requires_grad_()
+
+        self.qkv = draw(shape.q_heads, dk), draw(shape.kv_heads, dk), draw(shape.kv_heads, dv)
+        self.grad_out = draw(shape.q_heads, dv).detach()
+        self.positions = positions_of(shape)
+        self.block_indices = random_selection(shape, self.positions)
+        self.call = Call(config_of(shape), dk**-0.5, positions=self.positions)
+
+    def forward(
+        self, attention: Attention, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Out, lse and what to differentiate by."""
+        qkv = self.qkv if dtype is None else tuple(x.detach().to(dtype).requires_grad_() for x in self.qkv)
+        out, lse = attention(*qkv, self.block_indices, self.call)
+        assert lse is not None
+        return out, lse, qkv
+
+    def all(self, attention: Attention, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Out, lse and the gradients of q, k, v, lse having one too."""
+        out, lse, qkv = self.forward(attention, dtype)
+        loss = (out * self.grad_out.to(out.dtype)).sum() + torch.where(lse.isfinite(), lse, 0.0).sin().sum()
+        return {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), torch.autograd.grad(loss, qkv), strict=True))
+
+
+@contextmanager
+def applied(variant: Variant) -> Iterator[None]:
+    """Let the operator run by a variant."""
+    with ExitStack() as stack:
+        for name in ("forward", "backward"):
+            choose, changes = getattr(tiles, f"{name}_tiles"), getattr(variant, name)
+
+            def chosen(*args: Any, choose: Any = choose, changes: Any = changes) -> Any:
+                return replace(choose(*args), **changes)
+
+            stack.enter_context(mock.patch.object(tiles, f"{name}_tiles", chosen))
+        for name, value in variant.limits.items():
+            stack.enter_context(mock.patch.object(selected, name, value))
+        yield
+
+
+def wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def warm(job: tuple[Shape, Variant]) -> tuple[Shape, Variant, str]:
+    """Compile the kernels of a shape: sizes that they are not compiled for may be small."""
+    shape, variant = job
+    try:
+        with applied(variant):
+            x = Inputs(replace(shape, length=min(shape.length, 1024), batch=1))
+            out, _, qkv = x.forward(selected.selected)
+            torch.autograd.grad(out, qkv, x.grad_out)
+            wait()
+    except Exception as error:
+        return shape, variant, f"{type(error).__name__}: {str(error)[:200]}"
+    return shape, variant, ""
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 5) -> float:
+    """Median time; the cache is flushed before each call."""
+    call()
+    if DEVICE == "cpu":
+        return -1.0
+    flush = torch.empty(256 * MIB, dtype=torch.int8, device=DEVICE)
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return round(statistics.median(times), 3)
+
+
+def peak(call: Callable[[], object]) -> int:
+    """MiB that a call takes above what there was."""
+    if DEVICE == "cpu":
+        call()
+        return -1
+    wait()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    wait()
+    del result
+    return round((torch.cuda.max_memory_allocated() - before) / MIB)
+
+
+def by_kernel(call: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of each kernel in one call, the longest first."""
+    if DEVICE == "cpu":
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        wait()
+    rows = {event.key[:40]: event.device_time_total / 1e3 for event in profile.key_averages()}
+    return {
+        name: round(value, 3) for name, value in sorted(rows.items(), key=lambda row: -row[1])[:12] if value > 0.004
+    }
+
+
+def times_of(x: Inputs, attention: Attention, *, brief: bool) -> dict[str, Any]:
+    def forward() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return x.forward(attention)[:2]
+
+    point: dict[str, Any] = {"forward": milliseconds(forward)}
+    out, _, qkv = x.forward(attention)
+
+    def backward() -> object:
+        return torch.autograd.grad(out, qkv, x.grad_out, retain_graph=True)
+
+    point["backward"] = milliseconds(backward)
+    if not brief:
+        point |= {"forward MiB": peak(forward), "backward MiB": peak(backward)}
+        point |= {"forward kernels": by_kernel(forward), "backward kernels": by_kernel(backward)}
+    return point
+
+
+def measure_ours(shape: Shape, variant: Variant, *, brief: bool = False) -> dict[str, Any]:
+    """Time of lists, forward and backward, memory, and the time of each kernel."""
+    x = Inputs(shape)
+    with applied(variant):
+        point = times_of(x, selected.selected, brief=brief)
+        if not brief:
+            selection = selected.selection_of(x.block_indices, *_places(x), shape.block_size, shape.length)
+            capacity = max(1, selected.LIST_ROWS // (shape.q_heads // shape.kv_heads))
+            point["lists"] = milliseconds(lambda: selected_lists.build_lists(selection, selected.CHUNK, capacity))
+    return point
+
+
+def _places(x: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if x.positions is None else (x.positions.token, x.positions.start)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Any:
+    """FlexAttention's form of the branch."""
+    return branches.selected(q, k, v, block_indices, call)
+
+
+def fla(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Any:
+    """flash-linear-attention, whose tensors are token-major."""
+    parallel_nsa = importlib.import_module("fla.ops.nsa").parallel_nsa
+    chosen = block_indices.transpose(1, 2).contiguous()
+    counts = (chosen >= 0).sum(-1)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    size, scale = call.config.select_block_size, call.scale
+    out = parallel_nsa(
+        q, k, v, block_indices=chosen.clamp_min(0).long(), block_counts=counts, block_size=size, scale=scale
+    )
+    return out.transpose(1, 2), out
+
+
+def topk_sparse(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Any:
+    """native-sparse-attention-triton, which takes one row of packed sequences."""
+    attention = importlib.import_module("native_sparse_attention.ops").topk_sparse_attention
+    ends = torch.tensor([0, q.shape[2]], dtype=torch.int32, device=q.device)
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    out = attention(q, k, v, block_indices[0], call.config.select_block_size, ends, call.scale)
+    return out.transpose(0, 1)[None], out
+
+
+PEERS: dict[str, Attention] = {"FlexAttention": flex, "fla": fla, "native-sparse-attention-triton": topk_sparse}
+
+
+def measure_peer(shape: Shape, name: str) -> dict[str, Any]:
+    """Time and memory of another implementation, layout changes included."""
+    return times_of(Inputs(shape), PEERS[name], brief=False)

@@ -1,0 +1,1 @@
+"""Training as a user does it: whole steps of whole models."""

@@ -1,0 +1,105 @@
+"""Measure training: tokens a second and peak memory of a decoder with NSA and of its dense twin, whole steps.
+
+    python -m benchmarks training.throughput --json training.json                  # on a GPU: 4k to 64k tokens a row
+    python -m benchmarks training.throughput --device cpu --tiny --lengths 128     # rehearse
+
+A step is forward, backward and AdamW, bf16 under autocast, the model compiled and nothing checkpointed. Rows fill
+``--tokens`` a step. Seconds of the first step are those of compilation. A point that is recorded is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.harness import options
+from flexnsa import NSAConfig
+from flexnsa.measure.recording import Recording
+from flexnsa.models import DecoderConfig, DecoderLM, preset
+
+MODELS = {
+    "m7c-125m": preset("m7c-125m", checkpointing=False),
+    "16 heads of 128": DecoderConfig(dim=2048, num_layers=12, num_heads=16, num_kv_heads=4, head_dim=128),
+    "tiny": DecoderConfig(
+        dim=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        nsa=NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4),
+    ),
+}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = options.parser(__doc__, json=options.RESULTS / "training.json", seconds=500)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 16384, 65536, 4096])
+    parser.add_argument("--models", nargs="+", default=["m7c-125m", "16 heads of 128"], choices=MODELS)
+    parser.add_argument("--tokens", type=int, default=65536, help="of a step; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=8, help="timed ones; default: %(default)s")
+    parser.add_argument("--tiny", action="store_true", help="a model of toy size, eager: a rehearsal")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
+    started = time.monotonic()
+    models = ["tiny"] if arguments.tiny else arguments.models
+    for name in models:
+        for length in arguments.lengths:
+            for attention in ("nsa", "dense"):
+                key = {"model": name, "attention": attention, "seq_len": length}
+                done = any(key.items() <= point.items() for point in recording.points)
+                if done or time.monotonic() - started > arguments.seconds:
+                    continue
+                config = replace(MODELS[name], attention=attention)
+                point = key | measure(config, length, arguments)
+                recording.add(point, key)
+                print(*(f"{field} {value}" for field, value in point.items()), flush=True)
+
+
+def measure(config: DecoderConfig, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train a fresh model for a few steps."""
+    torch.manual_seed(0)
+    device, cuda = arguments.device, arguments.device == "cuda"
+    model = DecoderLM(config).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
+    forward = model if arguments.tiny else torch.compile(model)
+    batch = max(1, (length if arguments.tiny else arguments.tokens) // length)
+    tokens = torch.randint(config.vocab_size, (batch, length + 1), device=device)
+
+    def step() -> float:
+        start = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16):
+            logits = forward(tokens[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        first, _, *seconds = (step() for _ in range(arguments.steps + 2))
+    except torch.OutOfMemoryError:
+        return {"batch": batch, "error": "out of memory"}
+    finally:
+        torch._dynamo.reset()
+    point = {"batch": batch, "first_step_s": first, "step_ms": 1e3 * statistics.median(seconds)}
+    point["tokens_per_s"] = batch * length / statistics.median(seconds)
+    return point | ({"peak_mib": torch.cuda.max_memory_allocated() / 2**20} if cuda else {})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Selected attention as one operator of tensors and numbers, which ``torch.compile`` does not look into.
+
+The operator also returns the lists of queries that the forward pass built, for the backward pass to go by.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention.seam import Attended, Call
+from flexnsa.custom_ops import opaque_operator
+
+if TYPE_CHECKING:
+    from flexnsa.attention.triton.selected_lists import Selection
+
+WORKSPACE_BYTES = 2 * 2**30
+"""Of partial rows and sums at a time: more heads wait for their turn. One head with a chunk of queries is the least."""
+CHUNK = 8192
+"""Queries that share lists, at most: enough for the keys to be read rarely."""
+LEAST_CHUNK = 256
+LEAST_DIM, LARGEST_DIM = 16, 256
+LIST_ROWS = 4096
+"""(query, head) rows that one program takes, at most: many programs for a block that many queries selected."""
+
+
+def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
+    """Attend to the past tokens of the selected blocks (NSA paper, section 3.3.2).
+
+    Products of float32 inputs are exact (IEEE) unless ``torch.set_float32_matmul_precision`` allows TensorFloat-32.
+    Repeated calls give equal bits, gradients included. The queries' tokens increase strictly.
+
+    Args:
+        q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
+        k: ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``.
+        v: ``(B, Hkv, S, Dv)``.
+        block_indices: int32 ``(B, Hkv, T, n)``, unique in a row; what is no block of the query's past is left out.
+        call: see :class:`flexnsa.attention.seam.Call`.
+
+    Returns:
+        The output in the memory order of q, and the log-sum-exp, which is differentiable too.
+
+    Raises:
+        ValueError: there is a score_mod.
+    """
+    if call.score_mod is not None:
+        raise ValueError("score_mod: expected None with impl='triton', got a function; use impl='flex'")
+    positions, config = call.positions, call.config
+    group, n = operator.index(q.shape[1] // k.shape[1]), operator.index(block_indices.shape[-1])
+    dims = operator.index(q.shape[-1]), operator.index(v.shape[-1])
+    token, start = (None, None) if positions is None else (positions.token, positions.start)
+    chunk, capacity = chunk_of(group * n * max(dims) * q.element_size()), max(1, LIST_ROWS // group)
+    size = operator.index(config.select_block_size)
+    out, lse, _, _ = _selected_attention(q, k, v, block_indices, token, start, call.scale, size, chunk, capacity)
+    return Attended(out, lse)
+
+
+def check_input(name: str, x: Tensor) -> None:
+    """Refuse what the kernels cannot take, in words that say so.
+
+    Raises:
+        ValueError: a dtype, head dimension or device for which there is no kernel.
+    """
+    if x.device.type != "cuda":
+        raise ValueError(f"{name}: expected a CUDA device with impl='triton', got {x.device}")
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{name}: expected float32, bfloat16 or float16 with impl='triton', got {x.dtype}")
+    if x.dim() == 4 and not LEAST_DIM <= x.shape[-1] <= LARGEST_DIM:
+        expected = f"a head dimension of {LEAST_DIM} .. {LARGEST_DIM}"
+        raise ValueError(f"{name}: expected {expected} with impl='triton', got {x.shape[-1]}")
+
+
+def chunk_of(bytes_of_query: int) -> int:
+    """Take as many queries as fit the workspace with the partial rows of one kv head: a power of two."""
+    chunk = CHUNK
+    while chunk > LEAST_CHUNK and chunk * bytes_of_query > WORKSPACE_BYTES // 2:
+        chunk //= 2
+    return chunk
+
+
+@opaque_operator("selected_attention_triton")
+def _selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,
+    scale: float,
+    block_size: int,
+    chunk: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Give out, lse, and the two tensors of the lists."""
+    from triton import knobs
+
+    from flexnsa.attention.triton.selected_forward import forward, forward_bytes
+    from flexnsa.attention.triton.selected_lists import build_lists
+    from flexnsa.attention.triton.tiles import device_of, forward_tiles
+
+    if q.device.type != "cuda" and not knobs.runtime.interpret:
+        raise ValueError(f"q: impl='triton' expects a CUDA device, got {q.device}")
+    selection = selection_of(block_indices, token, start, block_size, k.shape[2])
+    lists = build_lists(selection, chunk, capacity)
+    out, lse = _outputs(q, v.shape[-1])
+    q, k, v = (_with_rows(x) for x in (q, k, v))
+    tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
+    for part in parts_of(k, forward_bytes(q, k, v, block_indices.shape[-1], chunk)):
+        q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
+        some = selection.of_heads(*part), lists.of_heads(*part)
+        forward(q_part, k_part, v_part, *some, out_part, lse_part, scale=scale, precision=_precision(), tiles=tiles)
+    return out, lse, lists.order, lists.copies
+
+
+@opaque_operator("selected_attention_triton_backward")
+def _selected_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    order: Tensor,
+    copies: Tensor,
+    scale: float,
+    block_size: int,
+    chunk: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flexnsa.attention.triton.selected_backward import backward, backward_bytes
+    from flexnsa.attention.triton.selected_lists import Lists
+    from flexnsa.attention.triton.tiles import backward_tiles, device_of
+
+    selection = selection_of(block_indices, token, start, block_size, k.shape[2])
+    lists = Lists(order, copies, chunk, capacity)
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    q, k, v, out, grad_out = (_with_rows(x) for x in (q, k, v, out, grad_out))
+    lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    tiles = backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
+    for part in parts_of(k, backward_bytes(q, k, v, block_indices.shape[-1], chunk, capacity, block_size)):
+        q_part, k_part, v_part, *given = (_of_heads(x, k, part) for x in (q, k, v, out, lse, grad_out, *grads))
+        some = selection.of_heads(*part), lists.of_heads(*part)
+        grad_lse_part = None if grad_lse is None else _of_heads(grad_lse, k, part)
+        options = {"grad_lse": grad_lse_part, "scale": scale, "precision": _precision(), "tiles": tiles}
+        backward(q_part, k_part, v_part, *some, *given, **options)
+    return grads
+
+
+def selection_of(
+    block_indices: Tensor, token: Tensor | None, start: Tensor | None, block_size: int, num_keys: int
+) -> Selection:
+    """Say for the lists who selected what."""
+    from flexnsa.attention.triton.selected_lists import Selection
+
+    if token is not None and start is not None:
+        token, start = (x.to(torch.int32).contiguous() for x in torch.broadcast_tensors(token, start))
+    return Selection(block_indices.contiguous(), token, start, block_size, num_keys)
+
+
+def _outputs(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Make room for out, in the memory order of q, and for lse."""
+    batch, heads, length, _ = q.shape
+    if q.stride(1) < q.stride(2):
+        out = q.new_empty(batch, length, heads, dim).transpose(1, 2)
+    else:
+        out = q.new_empty(batch, heads, length, dim)
+    return out, q.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Kernels take any strides but of the last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _precision() -> str:
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def parts_of(k: Tensor, bytes_of_head: int) -> Iterator[tuple[slice, slice]]:
+    """Cut ``(B, Hkv)`` into what fits the workspace: some rows of the batch at a time, or some heads of one row."""
+    batch, heads = k.shape[:2]
+    at_once = max(1, WORKSPACE_BYTES // bytes_of_head)
+    rows = max(1, at_once // heads)
+    for row in range(0, batch, rows):
+        for head in range(0, heads, min(at_once, heads)):
+            yield slice(row, min(row + rows, batch)), slice(head, min(head + at_once, heads))
+
+
+def _of_heads(x: Tensor, k: Tensor, part: tuple[slice, slice]) -> Tensor:
+    """Take from ``x (B, Hq or Hkv, ...)`` the heads that belong to a part of those of k."""
+    group = x.shape[1] // k.shape[1]
+    return x[part[0], part[1].start * group : part[1].stop * group]
+
+
+@_selected_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    block_size: int,
+    chunk: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from flexnsa.attention.triton.selected_lists import empty_lists, num_bins
+
+    bins = num_bins(k.shape[2], block_size, placed=token is not None)
+    lists = empty_lists(block_indices, bins, chunk, capacity)
+    return *_outputs(q, v.shape[-1]), lists.order, lists.copies
+
+
+@_selected_attention_backward.register_fake
+def _(
+    grad_out: Tensor,  # noqa: ARG001
+    grad_lse: Tensor | None,  # noqa: ARG001
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale, ctx.block_size, ctx.chunk, ctx.capacity = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    q, k, v, block_indices, token, start, out, lse, order, copies = ctx.saved_tensors
+    grads = _selected_attention_backward(
+        torch.zeros_like(out) if grad_out is None else grad_out,
+        grad_lse,
+        q,
+        k,
+        v,
+        block_indices,
+        token,
+        start,
+        out,
+        lse,
+        order,
+        copies,
+        ctx.scale,
+        ctx.block_size,
+        ctx.chunk,
+        ctx.capacity,
+    )
+    return *grads, *(None,) * 7
+
+
+_selected_attention.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,121 @@
+# pyright: reportGeneralTypeIssues=false
+"""What stands before and behind the products of the backward pass: sums over columns, copies and slots."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexnsa.attention.triton.selected_pairs import first_key, has_parity, locate, place
+
+
+@triton.jit(do_not_specialize=["kv_heads", "num_queries"])
+def row_stats(
+    do_ptr, out_ptr, lse_ptr, dlse_ptr, stats_ptr, d_sb, d_sh, d_sg, d_st, o_sb, o_sh, o_sg, o_st,
+    kv_heads, num_queries, scale, G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
+):  # fmt: skip
+    """Pairs (-lse / scale, dlse - sum(do * out)), ``(B * Hkv, T, G, 2)``: where the accumulators of S and dP begin.
+
+    A row without keys has lse = -inf, and is given what makes its probabilities 0.
+    """
+    bh = tl.program_id(1).to(tl.int64)
+    b = bh // kv_heads
+    h = bh % kv_heads
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    t = (row // G).to(tl.int64)
+    g = (row % G).to(tl.int64)
+    inside = t < num_queries
+    col = tl.arange(0, BDV)[None, :]
+    mask = inside[:, None] & (col < DV)
+    do_row = do_ptr + b * d_sb + h * d_sh + t * d_st + g * d_sg
+    out_row = out_ptr + b * o_sb + h * o_sh + t * o_st + g * o_sg
+    do = tl.load(do_row[:, None] + col, mask=mask, other=0.0).to(tl.float32)
+    out = tl.load(out_row[:, None] + col, mask=mask, other=0.0).to(tl.float32)
+    delta = -tl.sum(do * out, 1)
+    at = (bh * G + g) * num_queries + t
+    if HAS_GRAD_LSE:
+        delta += tl.load(dlse_ptr + at, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
+    stats_ptr += (bh * num_queries * G + row) * 2
+    tl.store(stats_ptr, tl.where(lse == float("-inf"), -1e30, -lse / scale), mask=inside)
+    tl.store(stats_ptr + 1, delta, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_copies", "num_shared",
+        "parity",
+    ]
+)  # fmt: skip
+def sum_shared(
+    idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, copies_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
+    kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_copies, num_shared, parity,
+    n: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
+    BN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add the copies of a bin_id that has several, in their order; ``ROWS`` keys a program."""
+    bh = tl.program_id(1).to(tl.int64)
+    copies_ptr += (bh * num_chunks + index) * 5 * num_copies + tl.program_id(0) // (BN // ROWS)
+    copies = tl.load(copies_ptr + 4 * num_copies)
+    if (copies > 0) & has_parity(tl.load(copies_ptr), parity, PLACED):
+        t0 = chunk * index
+        at = (bh // kv_heads) * p_sb
+        idx_ptr += (bh * num_queries + t0) * n
+        order_ptr += (bh * num_queries + t0) * n + tl.load(copies_ptr + 2 * num_copies)
+        first = first_key(
+            tl.load(copies_ptr), tl.load(order_ptr), idx_ptr, token_ptr + at, start_ptr + at, t0, num_keys,
+            n, SIZE, PLACED,
+        )  # fmt: skip
+        slot = tl.load(copies_ptr + 3 * num_copies)
+        row = tl.program_id(0) % (BN // ROWS) * ROWS + tl.arange(0, ROWS)
+        key = first + row
+        real = (row < SIZE) & (key >= 0) & (key < num_keys)
+        if PLACED:
+            end = tl.load(copies_ptr + copies - 1 + 2 * num_copies) + tl.load(copies_ptr + copies - 1 + num_copies)
+            last = tl.load(order_ptr + end - tl.load(copies_ptr + 2 * num_copies) - 1) // n
+            real = real & (key <= tl.load(token_ptr + at + t0 + last))
+        real = real[:, None]
+        k_col = tl.arange(0, BDK)[None, :]
+        v_col = tl.arange(0, BDV)[None, :]
+        to = (bh * num_keys + key)[:, None]
+        dk = tl.load(dk_ptr + to * DK + k_col, mask=real & (k_col < DK), other=0.0)
+        dv = tl.load(dv_ptr + to * DV + v_col, mask=real & (v_col < DV), other=0.0)
+        for i in range(copies):
+            part = ((bh * num_shared + slot + i) * SIZE + row)[:, None]
+            dk += tl.load(dk_shared_ptr + part * DK + k_col, mask=real & (k_col < DK), other=0.0)
+            dv += tl.load(dv_shared_ptr + part * DV + v_col, mask=real & (v_col < DV), other=0.0)
+        tl.store(dk_ptr + to * DK + k_col, dk, mask=real & (k_col < DK))
+        tl.store(dv_ptr + to * DV + v_col, dv, mask=real & (v_col < DV))
+
+
+@triton.jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
+def sum_slots(
+    part_ptr, idx_ptr, token_ptr, start_ptr, p_sb, dq_ptr, d_sb, d_sh, d_sg, d_st,
+    kv_heads, num_queries, num_keys, chunk, index,
+    n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
+    BDK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Sum dq over the slots; ``BR`` (query, head) a program."""
+    bh = tl.program_id(1).to(tl.int64)
+    b = bh // kv_heads
+    h = bh % kv_heads
+    t0 = chunk * index
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    query = row // G
+    t = t0 + query
+    g = row % G
+    inside = (query < chunk) & (t < num_queries)
+    token, start = place(token_ptr + b * p_sb, start_ptr + b * p_sb, t, num_queries, PLACED)
+    col = tl.arange(0, BDK)[None, :]
+    part_ptr += bh * tl.minimum(chunk, num_queries) * n * G * DK
+    idx_ptr += (bh * num_queries + t0) * n
+    part = query.to(tl.int64) * (n * G) + g
+    acc = tl.zeros([BR, BDK], tl.float32)
+    for slot in tl.static_range(n):
+        block = tl.load(idx_ptr + query * n + slot, mask=inside, other=-1)
+        _, _, listed = locate(block, token, start, num_keys, SIZE, PLACED)
+        part_row = (part + slot * G)[:, None] * DK + col
+        acc += tl.load(part_ptr + part_row, mask=(inside & listed)[:, None] & (col < DK), other=0.0).to(tl.float32)
+    dq_row = dq_ptr + b * d_sb + h * d_sh + g.to(tl.int64) * d_sg + t.to(tl.int64) * d_st
+    tl.store(dq_row[:, None] + col, acc.to(dq_ptr.dtype.element_ty), mask=inside[:, None] & (col < DK))

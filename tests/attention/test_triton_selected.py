@@ -1,0 +1,134 @@
+"""The selected branch in Triton, run by Triton's interpreter, against the oracle in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexnsa import selected_attention
+from flexnsa.attention import reference
+from flexnsa.attention.seam import Call
+from flexnsa.attention.triton import selected
+from flexnsa.config import NSAConfig
+from flexnsa.mods import soft_cap
+from tests.support.comparison import assert_as_exact_as_plain
+from tests.support.triton_selected import CASES, attend, run
+
+Interpret = Callable[[str], dict[str, Any]]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
+    """A process that runs cases by name, one after the other."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.support.triton_selected", str(tmp_path_factory.mktemp("interpreted"))]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    with subprocess.Popen(command, env=environment, **pipe) as process:
+
+        def ask(name: str) -> dict[str, Any]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(name + "\n")
+            answer = process.stdout.readline().strip()
+            assert answer, f"the interpreter ended with {process.wait()}; what it said is above"
+            return torch.load(answer)
+
+        yield ask
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def check(name: str, got: dict[str, Any]) -> None:
+    """Demand the oracle's results to the precision of plain PyTorch, and equal bits at every call."""
+    exact, plain = (attend(reference.selected, CASES[name], dtype) for dtype in (torch.float64, None))
+    for names, factor in ((("out", "lse"), 2), (("dq", "dk", "dv"), 3)):
+        parts = ({key: results[key] for key in names} for results in (got["results"], plain, exact))
+        assert_as_exact_as_plain(*parts, factor=factor)
+    assert got["same"], "another call gave other bits"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernels_match_float64(name: str, interpret: Interpret) -> None:
+    check(name, interpret(name))
+
+
+def test_one_graph_of_each_kind_serves_every_length(interpret: Interpret) -> None:
+    assert interpret("compiled") == {"same": True, "graphs": [1, 1]}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_kernels_match_float64_and_repeat_their_bits(name: str) -> None:
+    check(name, run(CASES[name], "cuda"))
+
+
+@pytest.mark.parametrize(("heads", "bytes_of_head"), [(4, 2**20), (3, 2**29), (5, 2**31), (2, 2**33)])
+def test_parts_hold_every_head_once_within_the_workspace(heads: int, bytes_of_head: int) -> None:
+    k = torch.arange(3 * heads).view(3, heads)
+    parts = [k[part] for part in selected.parts_of(k, bytes_of_head)]
+    assert sorted(torch.cat([x.flatten() for x in parts]).tolist()) == list(range(3 * heads))
+    assert all(x.numel() == 1 or x.numel() * bytes_of_head <= selected.WORKSPACE_BYTES for x in parts)
+    assert all(len(x) == 1 or x.shape[1] == heads for x in parts)
+
+
+@pytest.mark.parametrize("bytes_of_query", [16 * 16 * 128 * 2, 64 * 32 * 256 * 4])
+def test_partial_rows_of_a_chunk_take_at_most_half_the_workspace(bytes_of_query: int) -> None:
+    assert selected.chunk_of(bytes_of_query) * bytes_of_query <= selected.WORKSPACE_BYTES // 2
+
+
+def test_what_the_kernels_cannot_take_is_refused_by_name() -> None:
+    config, chosen = NSAConfig(), torch.zeros(1, 1, 8, 16, dtype=torch.int32).fill_(-1)
+    x = torch.zeros(1, 1, 8, 16)
+    with pytest.raises(ValueError, match=r"^q: expected a CUDA device with impl='triton', got cpu"):
+        selected_attention(x, x, x, chosen, config=config, impl="triton")
+    with pytest.raises(ValueError, match=r"^impl: expected 'flex', .* with a score_mod or mask_mod, got 'triton'"):
+        selected_attention(x, x, x, chosen, config=config, impl="triton", score_mod=soft_cap(3.0))
+    call = Call(config, 1.0, soft_cap(3.0))
+    with pytest.raises(ValueError, match=r"^score_mod: expected None with impl='triton'"):
+        selected.selected(x, x, x, chosen, call)
+
+
+KIB = 1024
+DEVICES = {"A100": (163, 8), "RTX 4090": (99, 8), "H200": (227, 9), "B200": (227, 10)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [
+        (torch.float32, (64, 64)),
+        (torch.float32, (128, 128)),
+        (torch.bfloat16, (64, 64)),
+        (torch.bfloat16, (128, 128)),
+        (torch.bfloat16, (192, 128)),
+        (torch.bfloat16, (256, 256)),
+    ],
+)
+def test_every_device_has_tiles(device: str, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    tiles = pytest.importorskip("flexnsa.attention.triton.tiles")
+    shared, generation = DEVICES[device]
+    for choose in (tiles.forward_tiles, tiles.backward_tiles):
+        chosen = choose(tiles.Device(shared * KIB, generation), dtype, *dims, 64)
+        assert chosen.rows >= 16
+        assert chosen.num_warps in (4, 8, 16)  # Triton takes powers of two
+
+
+def test_wide_heads_stay_within_the_tensor_memory_of_blackwell() -> None:
+    """Triton 3.6 and 3.7 compile 64 rows of 256 and 256 columns to an empty kernel, without a word."""
+    tiles = pytest.importorskip("flexnsa.attention.triton.tiles")
+    assert tiles.backward_tiles(tiles.Device(227 * KIB, 10), torch.bfloat16, 256, 256, 64).rows <= 32
+
+
+def test_blocks_that_do_not_fit_a_device_are_refused_by_name() -> None:
+    tiles = pytest.importorskip("flexnsa.attention.triton.tiles")
+    with pytest.raises(ValueError, match=r"k: impl='triton' expects blocks of 64 keys of 256 .* to fit 101376 bytes"):
+        tiles.backward_tiles(tiles.Device(99 * KIB, 8), torch.float32, 256, 256, 64)

@@ -1,0 +1,241 @@
+"""Calls of the selected branch in Triton, and the process in which Triton's interpreter runs them.
+
+The interpreter is chosen when Triton is first imported, so it needs a process of its own: this file is its script. It
+reads names of cases from its input and answers each with the file in which the results are.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention.seam import Call
+from flexnsa.config import NSAConfig
+from flexnsa.positions import Positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call: documents packed one after the other; ``garbage`` puts into the selection what is no block."""
+
+    group: int
+    dims: tuple[int, int] = (16, 16)
+    documents: tuple[int, ...] = (100,)
+    block_size: int = 16
+    num_selected: int = 4
+    batch: int = 1
+    kv_heads: int = 1
+    dtype: torch.dtype = torch.float32
+    every: int = 1
+    order: str = "bhtd"
+    missing: float = 0.1
+    garbage: bool = False
+    lse_only: bool = False
+    rows: int = 128
+    halve: bool = True
+    limits: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def config(self) -> NSAConfig:
+        sizes = {"compress_block_size": self.block_size, "compress_stride": self.block_size}
+        sizes |= {"select_block_size": self.block_size, "num_selected_blocks": self.num_selected}
+        return NSAConfig(**sizes, num_init_blocks=0, num_local_blocks=0)
+
+    @property
+    def scale(self) -> float:
+        return self.dims[0] ** -0.5
+
+    def positions(self) -> Positions | None:
+        """None if every token of one document is a query; else every so manieth token, not the first."""
+        if len(self.documents) == 1 and self.every == 1:
+            return None
+        lengths = torch.tensor(self.documents, dtype=torch.int32)
+        start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).int()
+        token = torch.arange(len(start), dtype=torch.int32)
+        token, start = (x[self.every - 1 :: self.every][None] for x in (token, start))
+        return Positions(token, start, torch.zeros_like(start))
+
+    def tensors(self, device: str = "cpu") -> dict[str, Tensor]:
+        """Draw q, k, v, block_indices and the gradients of out and lse."""
+        generator = torch.Generator().manual_seed(0)
+        keys = sum(self.documents)
+        where = self.positions() or Positions.of_sequence(keys)
+        queries, q_heads = where.token.shape[1], self.kv_heads * self.group
+
+        def rand(heads: int, length: int, dim: int) -> Tensor:
+            if self.order == "sliced":  # rows that are neither packed nor aligned
+                x = torch.randn(self.batch, heads, length + 3, dim + 5, generator=generator)[:, :, 2:-1, 3:-2]
+                return x.to(self.dtype).to(device)
+            if self.order == "bthd":
+                x = torch.randn(self.batch, length, heads, dim, generator=generator).to(self.dtype).to(device)
+                return x.transpose(1, 2)
+            return torch.randn(self.batch, heads, length, dim, generator=generator).to(self.dtype).to(device)
+
+        blocks = -(-keys // self.block_size)
+        own = (where.token - where.start)[:, None, :, None] // self.block_size
+        worth = torch.rand(self.batch, self.kv_heads, queries, blocks, generator=generator)
+        block = torch.arange(blocks)
+        worth = torch.where((block == own) & (worth < 0.9), 2.0, worth).masked_fill(block > own, -1.0)
+        worth = worth.masked_fill(torch.rand(worth.shape, generator=generator) < self.missing, -1.0)
+        worth[:, :, queries // 2] = -1.0
+        best = worth.topk(min(self.num_selected, blocks), -1)
+        chosen = torch.where(best.values < 0, blocks, best.indices).sort(-1).values
+        chosen = torch.where(chosen == blocks, -1, chosen).int()
+        chosen = torch.nn.functional.pad(chosen, (0, self.num_selected - chosen.shape[-1]), value=-1)
+        if self.garbage:
+            junk = torch.tensor([2**31 - 1, blocks + 5, -(2**31), -7, blocks - 1, 10**6])
+            junk = junk[torch.randint(6, chosen.shape[:-1], generator=generator)].int()
+            chosen[..., -1] = torch.where((chosen == junk[..., None]).any(-1), -1, junk)
+        return {
+            "q": rand(q_heads, queries, self.dims[0]),
+            "k": rand(self.kv_heads, keys, self.dims[0]),
+            "v": rand(self.kv_heads, keys, self.dims[1]),
+            "block_indices": chosen.to(device),
+            "grad_out": rand(q_heads, queries, self.dims[1]),
+            "grad_lse": torch.randn(self.batch, q_heads, queries, generator=generator).to(device),
+        }
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CASES = {
+    "one-token": Case(group=4, documents=(1,), num_selected=2, missing=0),
+    "g1-block-less-one": Case(group=1, documents=(15,), kv_heads=3, dims=(24, 16)),
+    "g2-one-block-bf16": Case(group=2, documents=(16,), dims=(64, 64), dtype=BF16, batch=2),
+    "g4-fp16": Case(group=4, documents=(33,), dims=(80, 64), dtype=FP16),
+    "g6-paper-block": Case(group=6, documents=(200,), block_size=64, dims=(64, 64), dtype=BF16, num_selected=2),
+    "g8-192-128": Case(group=8, documents=(70,), block_size=32, dims=(192, 128), num_selected=2),
+    "g16-bf16": Case(group=16, documents=(129,), block_size=64, dims=(128, 128), dtype=BF16, num_selected=2),
+    "g32-dv24": Case(group=32, documents=(40,), dims=(96, 24)),
+    "g4-256": Case(group=4, documents=(50,), dims=(256, 256), dtype=FP16, batch=2, kv_heads=2),
+    "g1-long": Case(group=1, documents=(1001,), num_selected=3, block_size=48),
+    "g3-block-48-holes": Case(group=3, documents=(170,), block_size=48, missing=0.5, dims=(16, 80)),
+    "g5-block-128": Case(group=5, documents=(290,), block_size=128, num_selected=2),
+    "g4-block-8-unhalved": Case(group=4, documents=(50,), block_size=8, dims=(32, 32), halve=False),
+    "more-blocks-than-there-are": Case(group=2, documents=(60,), num_selected=7, missing=0),
+    "heads-of-two-tiles": Case(group=24, documents=(37,), rows=16, dims=(24, 80), dtype=BF16),
+    "token-major": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="bthd", dims=(32, 16)),
+    "sliced-rows": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="sliced", dims=(24, 80)),
+    "garbage": Case(group=2, documents=(90,), garbage=True, kv_heads=2),
+    "lse-alone": Case(group=2, documents=(60,), lse_only=True),
+    "chunks-and-copies": Case(
+        group=4,
+        documents=(140,),
+        dims=(32, 48),
+        limits=(("CHUNK", 64), ("LEAST_CHUNK", 64), ("LIST_ROWS", 48), ("SCRATCH_BYTES", 1)),
+    ),
+    "one-head-at-a-time": Case(group=2, documents=(70,), batch=2, kv_heads=3, limits=(("WORKSPACE_BYTES", 2**18),)),
+    "one-row-at-a-time": Case(group=2, documents=(70,), batch=3, kv_heads=2, limits=(("WORKSPACE_BYTES", 2**20),)),
+    "documents": Case(group=2, documents=(40, 3, 7, 50, 1, 33, 16, 30), kv_heads=2, dims=(32, 16)),
+    "documents-bf16-g8": Case(group=8, documents=(3, 70, 64, 65, 1, 40), block_size=64, dims=(64, 64), dtype=BF16),
+    "documents-garbage-chunks": Case(
+        group=6,
+        documents=(40, 70, 5, 20),
+        garbage=True,
+        batch=2,
+        limits=(("CHUNK", 64), ("LEAST_CHUNK", 64), ("LIST_ROWS", 72)),
+    ),
+    "some-of-the-tokens": Case(group=4, documents=(130,), every=3, batch=2),
+    "some-tokens-of-documents": Case(
+        group=1, documents=(50, 9, 64, 70), every=5, kv_heads=2, limits=(("LIST_ROWS", 4),)
+    ),
+}
+
+
+def run(case: Case, device: str = "cpu") -> dict[str, Any]:
+    """Call the operator, forward and backward; on a GPU also tell whether repeated calls have the same bits."""
+    from flexnsa.attention.triton import selected, selected_lists, tiles
+
+    def choose(*_: object) -> tiles.Tiles:
+        return tiles.Tiles(case.rows, 4, 1, halve=case.halve, second_rows=512)
+
+    with ExitStack() as stack:
+        for name, value in case.limits:
+            stack.enter_context(mock.patch.object(selected_lists if name == "SCRATCH_BYTES" else selected, name, value))
+        if device == "cpu":  # the interpreter is the faster, the more rows it takes at a time
+            stack.enter_context(mock.patch.multiple(tiles, forward_tiles=choose, backward_tiles=choose))
+        # Programs of the interpreter come one after the other: there a second call could not differ.
+        first, *others = (attend(selected.selected, case, device=device) for _ in range(1 if device == "cpu" else 3))
+    same = all(torch.equal(x, other[name]) for other in others for name, x in first.items())
+    return {"results": {name: x.cpu() for name, x in first.items()}, "same": same}
+
+
+def attend(attention: Any, case: Case, dtype: torch.dtype | None = None, device: str = "cpu") -> dict[str, Tensor]:
+    """Out, lse and the gradients of q, k and v by one implementation, at ``dtype`` or that of the case."""
+    x = case.tensors(device)
+    chosen, grad_lse = x.pop("block_indices"), x.pop("grad_lse")
+    x = {name: value if dtype is None else value.to(dtype) for name, value in x.items()}
+    qkv = [x[name].detach().requires_grad_() for name in ("q", "k", "v")]
+    where = case.positions()
+    if where is not None:
+        where = Positions(*(p.to(device) for p in (where.token, where.start, where.cmp_start)))
+    out, lse = attention(*qkv, chosen, Call(case.config, case.scale, positions=where))
+    seen = lse > -torch.inf
+    loss = (torch.where(seen, lse, 0.0) * grad_lse.to(lse.dtype)).sum()
+    if not case.lse_only:
+        loss = loss + (out.to(lse.dtype) * x["grad_out"].to(lse.dtype)).sum()
+    grads = torch.autograd.grad(loss, qkv, materialize_grads=True)
+    return {"out": out.detach(), "lse": lse.detach()} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+
+def widen_bfloat16() -> None:
+    """Teach the interpreter bfloat16 products: it keeps such numbers as 16-bit integers, and multiplies those."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot = InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype("uint32") << 16).view("float32"), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
+    setattr(InterpreterBuilder, "create_dot", create_dot)  # noqa: B010
+
+
+def compile_operator() -> dict[str, Any]:
+    """Trace forward and backward once for several lengths, with and without documents."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from flexnsa.attention.triton.selected import selected as selected_attention
+
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def call(q: Tensor, k: Tensor, chosen: Tensor, token: Tensor | None) -> Tensor:
+        where = None if token is None else Positions(token, torch.zeros_like(token), token)
+        out, lse = selected_attention(q * 1.0, k, k, chosen, Call(CASES["documents"].config, 0.5, positions=where))
+        return out.square().sum() + lse.sum()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    same, graphs = [], []
+    for placed in (False, True):
+        counter.clear()
+        for length in (20, 27, 36):
+            q = torch.randn(2, 2, length, 16, requires_grad=True)
+            k = torch.randn(2, 1, length, 16, requires_grad=True)
+            chosen = torch.zeros(2, 1, length, 4, dtype=torch.int32) - torch.tensor([0, 1, 1, 1], dtype=torch.int32)
+            token = torch.arange(length, dtype=torch.int32)[None] if placed else None
+            gradients = [torch.autograd.grad(f(q, k, chosen, token), (q, k)) for f in (compiled, call)]
+            same += [torch.equal(a, b) for a, b in zip(*gradients, strict=True)]
+        graphs.append(counter.frame_count)
+    return {"same": all(same), "graphs": graphs}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    widen_bfloat16()
+    folder = Path(sys.argv[1])
+    for line in sys.stdin:
+        wanted = line.strip()
+        answer = compile_operator() if wanted == "compiled" else run(CASES[wanted])
+        torch.save(answer, folder / f"{wanted}.pt")
+        print(folder / f"{wanted}.pt", flush=True)
