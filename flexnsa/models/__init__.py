@@ -4,6 +4,7 @@ from flexnsa.models.config import PRESETS, DecoderConfig, preset
 from flexnsa.models.decoder import DecoderLM
 from flexnsa.models.dense import DenseAttention, DenseCache
 from flexnsa.models.generation import generate, generate_tokens
+from flexnsa.models.loss import linear_cross_entropy
 from flexnsa.models.sampling import Sampling
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "Sampling",
     "generate",
     "generate_tokens",
+    "linear_cross_entropy",
     "preset",
 ]
