@@ -129,7 +129,26 @@ def test_compiles_whole_for_any_number_of_rows(autocast: bool) -> None:
 def test_operator_is_registered_as_the_compiler_expects() -> None:
     hidden, weight, targets = make()
     rows = (hidden.detach().flatten(0, 1).requires_grad_(), weight, targets.flatten())
-    torch.library.opcheck(loss._loss_and_gradients, (*rows, -100, torch.float32, True, True))
+    torch.library.opcheck(torch.ops.flexnsa.linear_cross_entropy.default, (*rows, -100, torch.float32, True, True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_on_a_gpu_it_is_as_close_to_fp64(dtype: torch.dtype, autocast: torch.dtype | None) -> None:
+    """The weight's gradient is summed in fp32 by the product itself there."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(*size, 256, device="cuda").to(dtype).requires_grad_() for size in ((2, 300), (512,)))
+    targets = torch.randint(512, (2, 300), device="cuda")
+    inputs = (hidden, weight, targets)
+    exact = results(
+        plain, (hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), targets)
+    )
+    with torch.autocast("cuda", autocast, enabled=autocast is not None):
+        ours, theirs = (results(f, inputs) for f in (linear_cross_entropy, plain))
+    for found, other, want, times in zip(ours, theirs, exact, (2, 3, 3), strict=True):
+        rounding = torch.finfo(torch.float32).eps * want.abs().max().item()
+        assert error(found, want) <= times * error(other, want) + 4 * rounding
 
 
 def test_chunks_fit_the_workspace_and_are_whole_tiles() -> None:
