@@ -25,7 +25,9 @@ def test_observed_selection_is_the_layers_own(monkeypatch: pytest.MonkeyPatch) -
     torch.manual_seed(0)
     tokens = torch.randint(32, 127, (300,))
     seen = observe(DecoderLM(replace(NSA, num_layers=2)), tokens)
-    assert [torch.equal(layer.blocks, blocks) for layer, blocks in zip(seen, selected, strict=True)] == [True, True]
+    of_layers, of_observation = selected[: len(seen)], selected[len(seen) :]
+    assert len(of_observation) == len(seen)
+    assert [torch.equal(layer.blocks, blocks) for layer, blocks in zip(seen, of_layers, strict=True)] == [True, True]
 
     recorded = describe(seen, tokens)
     for layer, words in zip(seen, recorded["blocks"], strict=True):
