@@ -195,6 +195,8 @@ def _check_prompts(model: LanguageModel, prompts: Tensor, lengths: Tensor | None
 
 
 def _check_stops(stop_tokens: StopTokens) -> list[tuple[int, ...]]:
+    if isinstance(stop_tokens, str | bytes) or not isinstance(stop_tokens, Iterable):
+        raise TypeError(f"stop_tokens: expected tokens or sequences of them, got {describe(stop_tokens)}")
     stops = []
     for stop in stop_tokens:
         sequence = stop if isinstance(stop, Sequence) else (stop,)

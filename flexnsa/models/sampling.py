@@ -30,7 +30,8 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature != torch.inf:  # which takes every token as likely as any other
+        # Infinite, it takes every token for as likely as any other.
+        if not isinstance(self.temperature, float) or self.temperature != torch.inf:
             check_number("temperature", self.temperature)
         if self.temperature < 0:
             raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
