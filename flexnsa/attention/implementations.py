@@ -114,9 +114,14 @@ def attend(
     Returns:
         ``out (B, Hq, T, Dv)`` in the dtype of q, and what the branches gave.
     """
-    implementation.check(
-        q=q, k_cmp=keys.k_cmp, v_cmp=keys.v_cmp, k=keys.k_slc, v=keys.v_slc, k_win=keys.k_win, v_win=keys.v_win
-    )
+    read = {
+        "cmp": {"k_cmp": keys.k_cmp, "v_cmp": keys.v_cmp},
+        "slc": {"k": keys.k_slc, "v": keys.v_slc},
+        "win": {"k_win": keys.k_win, "v_win": keys.v_win},
+    }
+    implementation.check(q=q)
+    for tag in branches:
+        implementation.check(**read[tag])
     compressed = None
     outputs: dict[str, Tensor] = {}
     if "cmp" in branches:

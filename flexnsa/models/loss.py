@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexnsa.custom_ops import opaque_operator
 from flexnsa.packing import IGNORED
-from flexnsa.validation import check_choice, check_tensor
+from flexnsa.validation import LARGEST_SIZE, check_choice, check_int, check_tensor, describe
 
 WORKSPACE_BYTES = 2**30
 """Most bytes that the logits of a chunk and their copies take."""
@@ -43,6 +43,7 @@ def linear_cross_entropy(
         TypeError: an argument is no tensor.
         ValueError: an argument does not fit the others, or (on a CPU) a target is out of range.
     """
+    check_int("ignore_index", ignore_index, -LARGEST_SIZE)
     _check(hidden, weight, targets, reduction)
     dtype = product_dtype(hidden)
     if weight.dtype != hidden.dtype and dtype == hidden.dtype:
@@ -165,8 +166,10 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_save)
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> None:
     check_choice("reduction", reduction, ("mean", "sum"))
     check_tensor("weight", weight, ("V", "D"))
+    if not isinstance(hidden, Tensor):
+        raise TypeError(f"hidden: expected a tensor (..., {weight.shape[1]}), got {describe(hidden)}")
     check_tensor("hidden", hidden, (*map(str, range(hidden.dim() - 1)), weight.shape[1]))
-    check_tensor("targets", targets, hidden.shape[:-1], dtype=targets.dtype)
+    check_tensor("targets", targets, hidden.shape[:-1], dtype=getattr(targets, "dtype", None))
     if targets.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"targets: expected dtype torch.int32 or torch.int64, got {targets.dtype}")
     for name, value in (("weight", weight), ("targets", targets)):

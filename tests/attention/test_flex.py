@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,16 @@ def test_what_a_cpu_cannot_do_is_said_by_name(name: str) -> None:
     arguments = {key: x.double() for key, x in named.items()}
     with pytest.raises(ValueError, match=r"^q: expected float32, bfloat16 or float16 with impl='flex', got .*float64"):
         native_sparse_attention(**arguments, config=SMALL, impl="flex")
+
+
+def test_what_no_branch_reads_may_be_anything() -> None:
+    x = make_inputs(33, dtype=torch.float32)
+    read = {name: tensor.detach() for name, tensor in x.named().items()}
+    unread: dict[str, Any] = {name: read[name].clone().requires_grad_() for name in ("k", "v", "k_cmp", "v_cmp")}
+    arguments = read | unread
+    out = native_sparse_attention(**arguments, config=SMALL, branches=("win",), impl="flex")
+    expected = native_sparse_attention(**read, config=SMALL, branches=("win",), impl="sdpa")
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("branch", BRANCHES)

@@ -177,3 +177,16 @@ def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None
     arguments: dict[str, Any] = dict(zip(("hidden", "weight", "targets"), make(), strict=True))
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**arguments | change)
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "targets"])
+@pytest.mark.parametrize("value", [None, 3, [1, 2]])
+def test_what_is_no_tensor_is_named(name: str, value: Any) -> None:
+    arguments: dict[str, Any] = dict(zip(("hidden", "weight", "targets"), make(), strict=True))
+    with pytest.raises(TypeError, match=rf"^{name}: expected a tensor .*, got "):
+        linear_cross_entropy(**arguments | {name: value})
+
+
+def test_an_ignored_index_is_an_int() -> None:
+    with pytest.raises(TypeError, match=r"^ignore_index: expected an int, got 'none'"):
+        linear_cross_entropy(*make(), ignore_index="none")  # pyright: ignore[reportArgumentType]
