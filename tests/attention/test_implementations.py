@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS, REFERENCE, attend
+from flexnsa.attention.implementations import (
+    CACHED_IMPLEMENTATIONS,
+    IMPLEMENTATIONS,
+    REFERENCE,
+    attend,
+    choose_implementation,
+)
 from flexnsa.attention.sdpa.branches import GATHERED_QUERIES
 from flexnsa.attention.seam import Call, Keys
 from flexnsa.positions import Positions
@@ -34,3 +41,21 @@ def test_a_cached_step_never_gives_importance_for_the_log_sum_exp(impl: str, cou
         assert aux.lse_cmp is None
     else:
         torch.testing.assert_close(aux.lse_cmp, exact_aux.lse_cmp)
+
+
+@pytest.mark.parametrize(
+    ("device", "dim", "modded", "chosen"),
+    [
+        ("cpu", 64, False, "sdpa"),
+        ("cpu", 64, True, "sdpa"),
+        ("cuda", 64, False, "triton"),
+        ("cuda", 256, False, "triton"),
+        ("cuda", 64, True, "flex"),
+        ("cuda", 257, False, "flex"),
+    ],
+)
+def test_auto_takes_what_can_do_what_was_asked(device: str, dim: int, modded: bool, chosen: str) -> None:
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 8, dim, device=device)
+    assert choose_implementation("auto", q, modded=modded) is IMPLEMENTATIONS[chosen]
+    assert choose_implementation("auto", q, modded=modded, cached=True) is CACHED_IMPLEMENTATIONS[chosen]
