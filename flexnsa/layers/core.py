@@ -17,7 +17,7 @@ from flexnsa.attention.implementations import attend
 from flexnsa.attention.seam import Call, Implementation, Keys, NSAAux
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables
+from flexnsa.layers.rope import RopeTables, apply_rope, stored_rope_tables
 from flexnsa.masks.document import document_positions, first_tokens
 from flexnsa.positions import Positions
 
@@ -92,7 +92,7 @@ def row_layout(
         blocks = first_tokens(positions, length, config)
         token = positions.token - positions.start
         block = token.gather(1, blocks.to(torch.int64))
-    tokens, block_tables = (rope_tables(x, head_dim, rope_base, dtype=dtype) for x in (token, block))
+    tokens, block_tables = (stored_rope_tables(x, head_dim, rope_base, dtype=dtype) for x in (token, block))
     return RowLayout(tokens, block_tables, blocks, positions, positions)
 
 

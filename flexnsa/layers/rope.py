@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexnsa.custom_ops import opaque_operator
+
 
 class RopeTables(NamedTuple):
     """Cosines and sines of the angles of ``T`` positions, ``(T, D / 2)`` or ``(B, 1, T, D / 2)``."""
@@ -32,6 +34,30 @@ def rope_tables(
     if positions.dim() == 2:
         angle = angle[:, None]
     return RopeTables(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def stored_rope_tables(
+    positions: Tensor, dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.float32
+) -> RopeTables:
+    """Give the tables that many layers read, as :func:`rope_tables` does.
+
+    A compiler would compute powers and sines anew wherever they are read, and again in backward, instead of keeping
+    them; into this it does not look.
+    """
+    return RopeTables(*_stored_tables(positions, dim, base, dtype))
+
+
+@opaque_operator("rope_tables")
+def _stored_tables(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos, sin = rope_tables(positions, dim, base, dtype=dtype)
+    return cos, sin
+
+
+@_stored_tables.register_fake
+def _(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    heads = [1] if positions.dim() == 2 else []
+    shape = (*positions.shape[:-1], *heads, positions.shape[-1], dim // 2)
+    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
 def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:

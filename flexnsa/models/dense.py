@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from flexnsa.argument_checks import check_document_ids
 from flexnsa.config import NSAConfig
 from flexnsa.functional import sliding_window_attention
-from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables
+from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables, stored_rope_tables
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.packing import position_ids_from_document_ids
 from flexnsa.validation import (
@@ -168,11 +168,11 @@ class DenseAttention(nn.Module):
         else:
             check_document_ids(document_ids, "B", seq_len, like=weight)
             position = position_ids_from_document_ids(document_ids)
-        return DenseLayout(self._tables(position), document_ids)
+        tables = stored_rope_tables(position, self.head_dim, self.rope_base, dtype=self._table_dtype())
+        return DenseLayout(tables, document_ids)
 
-    def _tables(self, position: Tensor) -> RopeTables:
-        dtype = torch.promote_types(self.w_q.weight.dtype, torch.float32)
-        return rope_tables(position, self.head_dim, self.rope_base, dtype=dtype)
+    def _table_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.w_q.weight.dtype, torch.float32)
 
     def _check_cache(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> None:
         check_type("cache", cache, DenseCache)
@@ -189,7 +189,8 @@ class DenseAttention(nn.Module):
     def _attend_next(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
         """Attend from tokens that follow those of the cache, which then holds them too."""
         position = cache.lengths[:, None] + torch.arange(x.shape[1], device=x.device)
-        q, k, v = self._project(x, self._tables(position))
+        tables = rope_tables(position, self.head_dim, self.rope_base, dtype=self._table_dtype())
+        q, k, v = self._project(x, tables)
         visible = cache.append(k, v, lengths)
         k, v = cache.k[:, :, :-1], cache.v[:, :, :-1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
