@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=output_folder, default="runs/train", help="folder of the log and the checkpoint")
     parser.add_argument("--preset", choices=PRESETS, default="small", help="default: %(default)s")
     add_device_option(parser)
-    parser.add_argument("--compile", action="store_true", help="run the model through torch.compile")
+    parser.add_argument("--compile", action="store_true", help="run the layers through torch.compile")
     parser.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,

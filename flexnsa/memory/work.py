@@ -10,6 +10,7 @@ from flexnsa.attention.sdpa.footprint import FOOTPRINT as SDPA
 from flexnsa.geometry import num_compressed
 from flexnsa.memory.weights import DENSE, LINEAR, compressor_maps, layer_weights, v_dim
 from flexnsa.models.config import DecoderConfig
+from flexnsa.models.loss import rows_at_once
 
 FOOTPRINTS = {"sdpa": SDPA, "flex": FLEX}
 """The implementations whose memory is known in closed form."""
@@ -54,9 +55,12 @@ class Work:
         return 8 * self.batch * self.length
 
     def saved_outside(self) -> int:
-        """What is saved outside of the layers: tokens, the last norm, the input of the head."""
-        cast = 2 * self.config.dim * self.config.vocab_size if self.activation == 2 else 0
-        return self.embedded() + self.norm() + self.residual * self.activation // 4 + cast
+        """What is saved outside of the layers: tokens, the last norm, the gradients of the head and of its input."""
+        return self.embedded() + self.norm() + self.residual + self.head()
+
+    def head(self) -> int:
+        """The gradient of the head's weight, fp32."""
+        return 4 * self.config.dim * self.config.vocab_size
 
     def rotary_tables(self) -> int:
         """Cosines and sines of tokens and of compressed tokens, fp32, which all layers share."""
@@ -118,17 +122,25 @@ class Work:
         A layer that saves holds the most after its last operation. One that does not lets go of everything at its end:
         its largest moment is inside.
         """
-        logits = self.batch * self.length * self.config.vocab_size * self.activation
-        if saves:  # what autocast has cast is not what is saved: the normed input of the head waits for its end
-            return logits + (self.residual if self.activation == 2 else 0)
+        # The head's input, which the loss does not keep; where the norm is not one kernel, it is its normed copy.
+        loss = self.loss() + self.residual
+        if saves:
+            return loss
         mlp = 3 * self.residual + 8 * self.residual * self.activation // 4
         attention = 2 * self.residual + self.attention() + 3 * self.sizes.queries
-        return max(logits, max(mlp, attention) - self.norm())
+        return max(loss, max(mlp, attention) - self.norm() - self.residual - self.head())
+
+    def loss(self) -> int:
+        """One chunk of logits, the products that make it, and under autocast the head as it is cast."""
+        rows = min(self.batch * self.length, rows_at_once(self.config.vocab_size, self.activation))
+        if self.activation == 4:
+            return 4 * rows * (self.config.vocab_size + self.config.dim)
+        cast = 2 * self.config.dim * self.config.vocab_size
+        return cast + rows * (6 * self.config.vocab_size + 6 * self.config.dim)
 
     def head_excess(self) -> int:
-        """Gradients of the logits and of the head's input; or of the last norm, which in parts makes three of one."""
-        logits = self.batch * self.length * self.config.vocab_size * self.activation
-        return max(logits + self.residual, (2 if self.fused_norm else 3) * self.residual)
+        """The gradient of the head's input scaled; or those of the last norm, which in parts makes three of one."""
+        return max(self.residual, (1 if self.fused_norm else 2) * self.residual - self.head())
 
     def backward_excess(self) -> list[int]:
         """What the moments of a layer's backward hold above all that the layer saved."""

@@ -19,6 +19,7 @@ from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.models.config import DecoderConfig
 from flexnsa.models.dense import DenseAttention, DenseCache, DenseLayout
 from flexnsa.models.generation import generate_tokens
+from flexnsa.models.loss import linear_cross_entropy
 from flexnsa.validation import check_lengths, check_tokens, check_type, describe
 
 
@@ -40,7 +41,15 @@ class DecoderLM(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self._run_layer = run_layer
         self.reset_parameters()
+
+    def compile_layers(self, **options: Any) -> None:
+        """Have whole rows go through ``torch.compile(**options)`` layer by layer, all layers through the same code.
+
+        So compiling takes as long as one layer takes. Checkpointing is compiled along with the layer.
+        """
+        self._run_layer = torch.compile(run_layer, **options)
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew, so that the first loss is about ``ln(vocab_size)`` at any depth.
@@ -57,16 +66,21 @@ class DecoderLM(nn.Module):
         self,
         tokens: Tensor,
         *,
+        targets: Tensor | None = None,
+        reduction: str = "mean",
         document_ids: Tensor | None = None,
         score_mod: ScoreMod | None = None,
         mask_mod: MaskMod | None = None,
         caches: Sequence[NSACache | DenseCache] | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Predict the next token at every position.
+        """Predict the next token at every position, or give the loss of predicting the given ones.
 
         Args:
             tokens: int64 or int32 ``(B, S)``; with caches, the tokens that follow those in the caches.
+            targets: int64 or int32 ``(B, S)``, -100 where there is nothing to predict. The loss takes memory for a
+                chunk of logits only; see :func:`flexnsa.models.linear_cross_entropy`.
+            reduction: of the loss, ``"mean"`` or ``"sum"``.
             document_ids: int ``(B, S)``, never decreasing along a row: each document of a packed row then stands alone.
                 :func:`flexnsa.next_token_targets` gives what its tokens have to predict.
             score_mod: as in :func:`flexnsa.native_sparse_attention`, the same in every layer.
@@ -75,7 +89,7 @@ class DecoderLM(nn.Module):
             lengths: int ``(B,)``, with caches only: tokens of each row that are real, the others being padding.
 
         Returns:
-            logits ``(B, S, vocab_size)``.
+            logits ``(B, S, vocab_size)``; given targets, the loss in nats, a scalar of fp32 or wider.
 
         Raises:
             TypeError: an argument is not of its kind.
@@ -92,13 +106,13 @@ class DecoderLM(nn.Module):
         for index, layer in enumerate(self.layers):
             if caches is not None:
                 x = layer(x, cache=caches[index], **options)
-            elif self.training and self.config.is_checkpointed(index):
-                x = checkpoint(
-                    layer, x, use_reentrant=False, preserve_rng_state=False, context_fn=keep_selection, **options
-                )
             else:
-                x = layer(x, **options)
-        return self.head(self.norm(x))
+                checkpointed = self.training and self.config.is_checkpointed(index)
+                x = self._run_layer(layer, x, checkpointed=checkpointed, **options)
+        x = self.norm(x)
+        if targets is None:
+            return self.head(x)
+        return linear_cross_entropy(x, self.head.weight, targets, reduction=reduction)
 
     def _check(self, tokens: Tensor, caches: Any, lengths: Tensor | None) -> None:
         check_tokens("tokens", tokens, self.embedding.weight)
@@ -156,6 +170,14 @@ class DecoderLayer(nn.Module):
         """Map the residual stream ``(B, S, dim)`` to the next; the options are those of the attention."""
         x = x + self.attention(self.attention_norm(x), **options)
         return x + self.mlp(self.mlp_norm(x))
+
+
+def run_layer(layer: nn.Module, x: Tensor, *, checkpointed: bool, **options: Any) -> Tensor:
+    """Call the layer; checkpointed, it keeps its input and its selection for backward, and computes all else anew."""
+    if not checkpointed:
+        return layer(x, **options)
+    contexts: dict[str, Any] = {"preserve_rng_state": False, "context_fn": keep_selection}
+    return cast("Tensor", checkpoint(layer, x, use_reentrant=False, **contexts, **options))
 
 
 class MLP(nn.Module):

@@ -44,14 +44,19 @@ def run(trainer: Trainer, folder: Path) -> int | None:
     with locked(folder), stop_requests() as stop:
         if checkpoint.exists():
             load_checkpoint(checkpoint, trainer)
-        saved = trainer.step
+        first = saved = trainer.step
         log = JSONLog(folder / LOG_NAME, resume_step=trainer.step)
         bar = tqdm(total=config.steps, initial=trainer.step, unit="step", dynamic_ncols=True)
         with closing(log), bar:
+            if trainer.compiled:
+                bar.write("compiling one decoder layer, forward and backward, which all layers share ...")
             while trainer.step < config.steps and not stop:
                 start = time.perf_counter()
                 result = trainer.train_step()
-                record = asdict(result) | throughput(trainer, time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                if trainer.compiled and result.step == first:
+                    bar.write(f"compiled, with the first step, in {seconds:.1f} s")
+                record = asdict(result) | throughput(trainer, seconds)
                 done = trainer.step
                 if done % config.eval_every == 0 or done == config.steps:
                     record["validation_bits_per_byte"] = trainer.validation_bits_per_byte()

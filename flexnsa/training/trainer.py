@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training.config import TrainConfig
@@ -35,7 +33,7 @@ class Trainer:
         model: byte-level model, on the device to train on.
         corpus: text to train and validate on.
         config: hyper-parameters.
-        compiled: run the model through ``torch.compile``.
+        compiled: run the layers of the model through ``torch.compile``, all through the same code.
 
     Raises:
         ValueError: the text is shorter than a row, or the model's attention cannot be trained on its device.
@@ -51,7 +49,9 @@ class Trainer:
         _check_trainable(model.config, self.device)
         self.optimizer = build_optimizer(model, config)
         self.step = 0
-        self._forward: Callable[..., Tensor] = torch.compile(model) if compiled else model
+        self.compiled = compiled
+        if compiled:
+            model.compile_layers()
 
     def configs(self) -> dict[str, Any]:
         """Give what decides the numbers of the run, as plain values."""
@@ -89,8 +89,7 @@ class Trainer:
     def loss(self, batch: Batch) -> Tensor:
         """Give the summed cross-entropy, in nats, of predicting each target from its document so far."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            logits = self._forward(batch.tokens, document_ids=batch.document_ids)
-        return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
+            return self.model(batch.tokens, targets=batch.targets, reduction="sum", document_ids=batch.document_ids)
 
     @torch.no_grad()
     def validation_bits_per_byte(self) -> float:

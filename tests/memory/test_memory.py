@@ -27,6 +27,7 @@ MODELS = {
     "tiny, checkpointed": (replace(TINY, checkpointing=True), 256),
     "tiny, mean of blocks, no window": (replace(TINY, compression="mean", branches=("cmp", "slc")), 256),
     "tiny, one key head, narrow values": (replace(TINY, num_kv_heads=1, v_head_dim=8), 256),
+    "tiny, wide head": (replace(TINY, num_layers=1, vocab_size=8192), 256),
     "large, one layer": (preset("large", num_layers=1), 512),
 }
 
@@ -40,7 +41,7 @@ def measure(config: DecoderConfig, seq_len: int, precision: Precision) -> dict[s
         probe.mark("model")
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
         with saved_for_backward(list(model.parameters())) as saved, autocast:
-            loss = model(own).mean()
+            loss = model(own, targets=own)
         saved_bytes = saved.total
         probe.mark("forward")
         loss.backward()

@@ -100,7 +100,9 @@ def test_bf16_autocast_runs_in_bf16_and_stays_close_to_fp32(text_folder: Path, a
     config = TrainConfig(batch_size=2, seq_len=40, pack=pack)
     full = _trainer(corpus, replace(MODEL, attention=attention), config)
     half = _trainer(corpus, replace(MODEL, attention=attention), replace(config, precision="bf16"))
-    half.model.head.register_forward_hook(lambda _module, _input, output: dtypes.append(output.dtype))
+    half.model.get_submodule("layers.1.mlp.down").register_forward_hook(
+        lambda _module, _input, output: dtypes.append(output.dtype)
+    )
     assert half.train_step().loss == pytest.approx(full.train_step().loss, abs=0.02)
     assert dtypes == [torch.bfloat16]
     assert {parameter.dtype for parameter in half.model.parameters()} == {torch.float32}

@@ -1,0 +1,79 @@
+"""Layers compiled one by one: once for all of them, with the results of the model as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import GraphModule
+from torch.profiler import ProfilerActivity, profile
+
+from flexnsa import NSAConfig
+from flexnsa.checkpointing import SELECTION_OPERATORS
+from flexnsa.models import DecoderConfig, DecoderLM
+
+NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
+LAYERS = 3
+
+
+def make(attention: Any, **changes: Any) -> tuple[DecoderLM, Tensor, Tensor]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"dim": 32, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    model = DecoderLM(DecoderConfig(**sizes, nsa=NSA, attention=attention, **changes))
+    return model, torch.randint(256, (2, 40)), torch.randint(256, (2, 40))
+
+
+def loss_and_gradients(model: Callable[..., Tensor], tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    loss = model(tokens, targets=targets)
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def occurrences(code: list[GraphModule], *operators: str) -> int:
+    return sum(any(name in str(node.target) for name in operators) for graph in code for node in graph.graph.nodes)
+
+
+def recording(code: list[GraphModule]) -> Callable[..., Any]:
+    """Give a backend that keeps the graphs of forward and backward, cut as Inductor cuts them."""
+
+    def keep(graph: GraphModule, _inputs: Any) -> GraphModule:
+        code.append(graph)
+        return graph
+
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_all_checkpointed_layers_share_one_compilation_and_select_once(attention: str) -> None:
+    model, tokens, targets = make(attention, checkpointing=True)
+    plain = loss_and_gradients(model, tokens, targets)
+
+    torch._dynamo.reset()
+    counters.clear()
+    code: list[GraphModule] = []
+    model.compile_layers(backend=recording(code), fullgraph=True)
+    compiled = loss_and_gradients(model, tokens, targets)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:  # a compiler at work would be counted too
+        loss_and_gradients(model, tokens, targets)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert len(code) == 2  # forward and backward
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-6)
+
+    selections = {name.removesuffix(".default").replace(".", "::") for name in SELECTION_OPERATORS}
+    ran = sum(event.count for event in profiled.key_averages() if event.key in selections)
+    assert ran == (LAYERS if attention == "nsa" else 0)
+
+
+def test_rotary_tables_are_computed_once_by_a_model_compiled_whole() -> None:
+    model, tokens, targets = make("dense")
+    torch._dynamo.reset()
+    code: list[GraphModule] = []
+    loss_and_gradients(torch.compile(model, backend=recording(code), fullgraph=True), tokens, targets)
+    assert len(code) == 2
+    assert occurrences(code, "flexnsa.rope_tables") == 1
+    assert occurrences(code, "aten.sin", "aten.cos") == 0
