@@ -101,7 +101,7 @@ def test_where_tokens_stand_is_found_out_once(
     packed: bool, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = counted(monkeypatch, core, "document_positions")
-    tables = counted(monkeypatch, core, "rope_tables")
+    tables = counted(monkeypatch, core, "stored_rope_tables")
     ids = torch.arange(3).repeat_interleave(torch.tensor([20, 90, 40])).expand(2, -1)
     train(checkpointing, document_ids=ids if packed else None)
     assert len(documents) == packed
