@@ -24,7 +24,8 @@ FLOORS = (
     # attention: the contract, what implementations share, the implementations, the table of them
     "flexnsa/attention/__init__ flexnsa/attention/seam flexnsa/attention/compilation flexnsa/attention/footprint",
     "flexnsa/attention/scoring flexnsa/attention/selection flexnsa/attention/threads",
-    "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton",
+    "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton"
+    " flexnsa/attention/cudnn",
     "flexnsa/attention/implementations",
     "flexnsa/functional",
     # modules
@@ -45,7 +46,7 @@ FLOORS = (
 )
 """From the ground up. A file imports from its own floor and those below it."""
 
-IMPLEMENTATIONS = ("reference", "sdpa", "flex", "triton")
+IMPLEMENTATIONS = ("reference", "sdpa", "flex", "triton", "cudnn")
 
 ALLOWED_ANY = {
     "def _save(ctx: Any, inputs: tuple[Any, ...]": "torch.library gives its context and an operator's inputs untyped",

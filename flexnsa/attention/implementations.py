@@ -10,12 +10,13 @@ from torch import Tensor
 
 from flexnsa.argument_checks import check_mods
 from flexnsa.attention import reference
+from flexnsa.attention.cudnn import compressed as cudnn
 from flexnsa.attention.flex import branches as flex
 from flexnsa.attention.flex import decoding as flex_decoding
 from flexnsa.attention.flex.kernels import check_input
 from flexnsa.attention.sdpa import branches as sdpa
 from flexnsa.attention.sdpa import decoding as sdpa_decoding
-from flexnsa.attention.seam import Call, Implementation, Keys, NSAAux, given
+from flexnsa.attention.seam import Call, Compressed, Implementation, Keys, NSAAux, given
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.geometry import BRANCHES
@@ -27,7 +28,21 @@ SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window)
 FLEX = Implementation(
     flex.compressed, triton_select.select, flex.selected, flex.window, check_input=check_input, cpu_backward=False
 )
-TRITON = replace(FLEX, selected=triton_selected.selected, check_input=triton_selected.check_input, takes_mods=False)
+
+
+def _fastest_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
+    """Attend to the compressed tokens by cuDNN where it can, by FlexAttention elsewhere."""
+    attend_to = cudnn.compressed if cudnn.fits(q, v_cmp, call) else flex.compressed
+    return attend_to(q, k_cmp, v_cmp, call)
+
+
+TRITON = replace(
+    FLEX,
+    compressed=_fastest_compressed,
+    selected=triton_selected.selected,
+    check_input=triton_selected.check_input,
+    takes_mods=False,
+)
 
 IMPLEMENTATIONS = {"flex": FLEX, "triton": TRITON, "sdpa": SDPA, "reference": REFERENCE}
 FLEX_CACHED = replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
 from flexnsa.layers.core import Compressors, Heads, RowKeys, RowLayout, attend_heads, row_layout
 from flexnsa.layers.gating import Gate
+from flexnsa.layers.projection import project
 from flexnsa.layers.rope import rope_tables
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.validation import (
@@ -258,16 +260,23 @@ class NativeSparseAttention(nn.Module):
 
     def _project(self, x: Tensor) -> Heads:
         """Project to the heads of all branches, and their gates."""
-        k, v = ({tag: self._heads(f"w_{kind}_{tag}", x) for tag in self.branches} for kind in "kv")
-        return Heads(self._heads("w_q", x), k, v, self._gates(x))
+        maps = {"q": self.w_q, "gate": self.gate.linear}
+        for tag in self.branches:
+            maps |= {f"{kind}_{tag}": cast("nn.Linear", self.get_submodule(f"w_{kind}_{tag}")) for kind in "kv"}
+        projected = dict(zip(maps, project(x, list(maps.values())), strict=True))
+        q, gates = _split_heads(projected["q"], self.num_heads), self._gates(x, projected["gate"])
+        k, v = (
+            {tag: _split_heads(projected[f"{kind}_{tag}"], self.num_kv_heads) for tag in self.branches} for kind in "kv"
+        )
+        return Heads(q, k, v, gates)
 
-    def _heads(self, projection: str, x: Tensor) -> Tensor:
-        """Project and split into heads, ``(B, H, S, D)``."""
-        heads = self.num_heads if projection == "w_q" else self.num_kv_heads
-        return self.get_submodule(projection)(x).unflatten(-1, (heads, -1)).transpose(1, 2)
-
-    def _gates(self, x: Tensor) -> Tensor:
+    def _gates(self, x: Tensor, logits: Tensor) -> Tensor:
         """Put the gates of the layer's branches in their columns; a branch that does not exist has 0."""
-        gates = dict(zip(self.branches, self.gate(x).unbind(-1), strict=True))
+        gates = dict(zip(self.branches, self.gate(x, logits).unbind(-1), strict=True))
         shut = torch.zeros_like(gates[self.branches[0]])
         return torch.stack([gates.get(tag, shut) for tag in BRANCHES], dim=-1)
+
+
+def _split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Split ``(B, S, num_heads * D)`` into ``(B, num_heads, S, D)``."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)

@@ -35,7 +35,7 @@ class Gate(nn.Module):
         """Draw the weights anew, small enough to leave every gate open."""
         nn.init.normal_(self.linear.weight, std=0.02)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Give the gates of each head and branch, ``(B, num_heads, S, num_branches)``."""
-        logits = self.linear(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        return logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
+        """Give the gates of each head and branch; ``logits`` is what the linear map gives for x, where it is known."""
+        each = (self.linear(x) if logits is None else logits).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return each.sigmoid() if self.kind == "sigmoid" else each.softmax(-1)

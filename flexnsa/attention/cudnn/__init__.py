@@ -1,0 +1,1 @@
+"""What plain attention can compute of a branch, by the kernels that torch brings along."""

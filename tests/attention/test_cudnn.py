@@ -1,0 +1,117 @@
+"""The compressed branch as interleaved plain attention: by torch's flash kernel on a CPU, by cuDNN on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexnsa import NativeSparseAttention, NSAConfig
+from flexnsa.attention import reference
+from flexnsa.attention.cudnn import compressed as cudnn
+from flexnsa.attention.implementations import TRITON
+from flexnsa.attention.seam import Call, CompressedBranch, given
+from flexnsa.geometry import num_compressed
+from flexnsa.layers.projection import project, project_together
+from tests.support.comparison import assert_as_exact_as_plain
+from tests.support.inputs import SMALL
+
+NO_OVERLAP = NSAConfig(compress_block_size=4, compress_stride=4, select_block_size=16)
+CASES = [
+    pytest.param(SMALL, 11, 2, 1, id="one run, and no more"),
+    pytest.param(SMALL, 13, 2, 1, id="one run and two tokens"),
+    pytest.param(SMALL, 75, 6, 2, id="whole runs"),
+    pytest.param(SMALL, 77, 6, 2, id="two tokens over"),
+    pytest.param(SMALL, 64, 4, 4, id="a head each"),
+    pytest.param(NSAConfig(), 131, 16, 1, id="the paper's blocks"),
+    pytest.param(NO_OVERLAP, 50, 4, 2, id="blocks side by side"),
+]
+
+
+def everything(branch: CompressedBranch, tensors: dict[str, Tensor], call: Call) -> dict[str, Tensor]:
+    """Output, log-sum-exp and the gradients of both; tokens that see nothing have no gradient of their lse."""
+    q, k, v, *upstream = (x.detach().clone(memory_format=torch.preserve_format) for x in tensors.values())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse, _ = branch(q, k, v, call)
+    lse = given(lse)
+    value = (out * upstream[0]).sum() + (lse.masked_fill(lse == -torch.inf, 0) * upstream[1]).sum()
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *torch.autograd.grad(value, leaves)), strict=True))
+
+
+def draw(config: NSAConfig, seq_len: int, heads: int, kv_heads: int, device: str = "cpu") -> dict[str, Tensor]:
+    """Queries in the order of a projection, ``(B, S, H, D)``; in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    length = num_compressed(seq_len, config)
+    shapes = {"q": (heads, seq_len), "k": (kv_heads, length), "v": (kv_heads, length), "upstream": (heads, seq_len)}
+    drawn = {
+        name: torch.randn(2, length, heads, 16, generator=generator).transpose(1, 2)
+        for name, (heads, length) in shapes.items()
+    }
+    drawn["upstream of lse"] = torch.randn(2, heads, seq_len, generator=generator)
+    return {name: x.to(device) for name, x in drawn.items()}
+
+
+@pytest.mark.parametrize(("config", "seq_len", "heads", "kv_heads"), CASES)
+def test_interleaved_causal_attention_is_the_compressed_branch(
+    config: NSAConfig, seq_len: int, heads: int, kv_heads: int
+) -> None:
+    tensors, call = draw(config, seq_len, heads, kv_heads), Call(config, 0.25)
+    doubles = {name: x.double() for name, x in tensors.items()}
+    assert_as_exact_as_plain(
+        everything(cudnn.compressed, tensors, call),
+        everything(reference.compressed, tensors, call),
+        everything(reference.compressed, doubles, call),
+        factor=3,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("config", "seq_len", "heads", "kv_heads"), CASES)
+def test_cudnn_on_a_gpu(config: NSAConfig, seq_len: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    tensors, call = draw(config, seq_len, heads, kv_heads, "cuda"), Call(config, 0.25)
+    rounded = {name: x.to(dtype) for name, x in tensors.items()}
+    assert cudnn.fits(rounded["q"], rounded["v"], call)
+    assert_as_exact_as_plain(
+        everything(TRITON.compressed, rounded, call),
+        everything(reference.compressed, rounded, call),
+        everything(reference.compressed, {name: x.double() for name, x in rounded.items()}, call),
+        factor=3,
+    )
+
+
+def test_only_a_gpu_takes_it_and_only_what_it_knows() -> None:
+    tensors = draw(SMALL, 77, 4, 2)
+    assert not cudnn.fits(tensors["q"].bfloat16(), tensors["v"].bfloat16(), Call(SMALL, 0.25))
+
+
+@pytest.mark.gpu
+def test_what_is_left_to_flex() -> None:
+    tensors = {name: x.bfloat16() for name, x in draw(SMALL, 77, 4, 2, "cuda").items()}
+    q, v, call = tensors["q"], tensors["v"], Call(SMALL, 0.25)
+    assert cudnn.fits(q, v, call)
+    assert not cudnn.fits(q.float(), v.float(), call)
+    assert not cudnn.fits(q, v[..., :8], call)
+    assert not cudnn.fits(q[:, :, :10], v, call)
+    assert not cudnn.fits(q, v, replace(call, score_mod=lambda score, *_: score))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not cudnn.fits(q, v, call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_one_product_gives_what_many_give_and_leaves_hooks_alone() -> None:
+    layer = NativeSparseAttention(32, 6, 2, 8, config=SMALL)
+    linears = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)][:8]
+    assert len(linears) == 8
+    x = torch.randn(2, 10, 32)
+    together = project_together(x, [linear.weight for linear in linears])
+    for got, linear in zip(together, linears, strict=True):
+        torch.testing.assert_close(got, linear(x), rtol=1e-5, atol=1e-6)
+        assert got.stride(1) % 64 == 0
+    seen: list[object] = []
+    linears[1].register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    assert project(x, linears)[1] is seen[0]
