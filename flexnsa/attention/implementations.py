@@ -19,6 +19,7 @@ from flexnsa.attention.sdpa import decoding as sdpa_decoding
 from flexnsa.attention.seam import Call, Compressed, Implementation, Keys, NSAAux, given
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
+from flexnsa.attention.triton import window as triton_window
 from flexnsa.geometry import BRANCHES
 from flexnsa.masks.user_mods import MaskMod, ScoreMod, merge_mods
 from flexnsa.validation import check_choice
@@ -40,6 +41,7 @@ TRITON = replace(
     FLEX,
     compressed=_fastest_compressed,
     selected=triton_selected.selected,
+    window=triton_window.window,
     check_input=triton_selected.check_input,
     takes_mods=False,
 )

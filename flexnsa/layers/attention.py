@@ -260,10 +260,14 @@ class NativeSparseAttention(nn.Module):
 
     def _project(self, x: Tensor) -> Heads:
         """Project to the heads of all branches, and their gates."""
+        kinds = [f"{kind}_{tag}" for kind in "kv" for tag in self.branches]
         maps = {"q": self.w_q, "gate": self.gate.linear}
-        for tag in self.branches:
-            maps |= {f"{kind}_{tag}": cast("nn.Linear", self.get_submodule(f"w_{kind}_{tag}")) for kind in "kv"}
-        projected = dict(zip(maps, project(x, list(maps.values())), strict=True))
+        maps |= {name: cast("nn.Linear", self.get_submodule(f"w_{name}")) for name in kinds}
+        # What is turned leaves nothing for backward; the rest is kept, and must not keep the other alive.
+        turned = [name for name in maps if name in ("q", "k_slc", "k_win")]
+        projected: dict[str, Tensor] = {}
+        for names in (turned, [name for name in maps if name not in turned]):
+            projected |= zip(names, project(x, [maps[name] for name in names]), strict=True)
         q, gates = _split_heads(projected["q"], self.num_heads), self._gates(x, projected["gate"])
         k, v = (
             {tag: _split_heads(projected[f"{kind}_{tag}"], self.num_kv_heads) for tag in self.branches} for kind in "kv"

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flexnsa.attention.operators import outputs, with_rows
 from flexnsa.attention.seam import Attended, Call
+from flexnsa.attention.triton.operators import precision, require_device
 from flexnsa.custom_ops import opaque_operator
 
 if TYPE_CHECKING:
@@ -96,23 +98,20 @@ def _selected_attention(
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Give out, lse, and the two tensors of the lists."""
-    from triton import knobs
-
     from flexnsa.attention.triton.selected_forward import forward, forward_bytes
     from flexnsa.attention.triton.selected_lists import build_lists
     from flexnsa.attention.triton.tiles import device_of, forward_tiles
 
-    if q.device.type != "cuda" and not knobs.runtime.interpret:
-        raise ValueError(f"q: impl='triton' expects a CUDA device, got {q.device}")
+    require_device(q)
     selection = selection_of(block_indices, token, start, block_size, k.shape[2])
     lists = build_lists(selection, chunk, capacity)
-    out, lse = _outputs(q, v.shape[-1])
-    q, k, v = (_with_rows(x) for x in (q, k, v))
+    out, lse = outputs(q, v.shape[-1])
+    q, k, v = (with_rows(x) for x in (q, k, v))
     tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
     for part in parts_of(k, forward_bytes(q, k, v, block_indices.shape[-1], chunk)):
         q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
         some = selection.of_heads(*part), lists.of_heads(*part)
-        forward(q_part, k_part, v_part, *some, out_part, lse_part, scale=scale, precision=_precision(), tiles=tiles)
+        forward(q_part, k_part, v_part, *some, out_part, lse_part, scale=scale, precision=precision(), tiles=tiles)
     return out, lse, lists.order, lists.copies
 
 
@@ -142,14 +141,14 @@ def _selected_attention_backward(
     selection = selection_of(block_indices, token, start, block_size, k.shape[2])
     lists = Lists(order, copies, chunk, capacity)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    q, k, v, out, grad_out = (_with_rows(x) for x in (q, k, v, out, grad_out))
+    q, k, v, out, grad_out = (with_rows(x) for x in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     tiles = backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
     for part in parts_of(k, backward_bytes(q, k, v, block_indices.shape[-1], chunk, capacity, block_size)):
         q_part, k_part, v_part, *given = (_of_heads(x, k, part) for x in (q, k, v, out, lse, grad_out, *grads))
         some = selection.of_heads(*part), lists.of_heads(*part)
         grad_lse_part = None if grad_lse is None else _of_heads(grad_lse, k, part)
-        options = {"grad_lse": grad_lse_part, "scale": scale, "precision": _precision(), "tiles": tiles}
+        options = {"grad_lse": grad_lse_part, "scale": scale, "precision": precision(), "tiles": tiles}
         backward(q_part, k_part, v_part, *some, *given, **options)
     return grads
 
@@ -163,25 +162,6 @@ def selection_of(
     if token is not None and start is not None:
         token, start = (x.to(torch.int32).contiguous() for x in torch.broadcast_tensors(token, start))
     return Selection(block_indices.contiguous(), token, start, block_size, num_keys)
-
-
-def _outputs(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Make room for out, in the memory order of q, and for lse."""
-    batch, heads, length, _ = q.shape
-    if q.stride(1) < q.stride(2):
-        out = q.new_empty(batch, length, heads, dim).transpose(1, 2)
-    else:
-        out = q.new_empty(batch, heads, length, dim)
-    return out, q.new_empty(batch, heads, length, dtype=torch.float32)
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    """Kernels take any strides but of the last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _precision() -> str:
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def parts_of(k: Tensor, bytes_of_head: int) -> Iterator[tuple[slice, slice]]:
@@ -215,9 +195,9 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from flexnsa.attention.triton.selected_lists import empty_lists, num_bins
 
-    bins = num_bins(k.shape[2], block_size, placed=token is not None)
+    bins = num_bins(k.shape[2], block_size, has_positions=token is not None)
     lists = empty_lists(block_indices, bins, chunk, capacity)
-    return *_outputs(q, v.shape[-1]), lists.order, lists.copies
+    return *outputs(q, v.shape[-1]), lists.order, lists.copies
 
 
 @_selected_attention_backward.register_fake

@@ -1,0 +1,146 @@
+"""The window as one operator of tensors and numbers, which ``torch.compile`` does not look into."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention.operators import outputs, with_rows
+from flexnsa.attention.seam import Attended, Call
+from flexnsa.attention.triton.operators import precision, require_device
+from flexnsa.custom_ops import opaque_operator
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
+    """Attend to the last ``window_size`` tokens, the query's own included (NSA paper, section 3.3.3).
+
+    Repeated calls give equal bits, gradients included. The queries' tokens never decrease.
+
+    Args:
+        q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
+        k: ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``.
+        v: ``(B, Hkv, S, Dv)``.
+        call: see :class:`flexnsa.attention.seam.Call`.
+
+    Returns:
+        The output in the memory order of q, and the log-sum-exp, which is differentiable too.
+
+    Raises:
+        ValueError: there is a score_mod.
+    """
+    if call.score_mod is not None:
+        raise ValueError("score_mod: expected None with impl='triton', got a function; use impl='flex'")
+    positions = call.window_positions
+    token, start = (None, None) if positions is None else (positions.token, positions.start)
+    return Attended(*_window_attention(q, k, v, token, start, call.scale, operator.index(call.config.window_size)))
+
+
+@opaque_operator("window_attention_triton")
+def _window_attention(
+    q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, start: Tensor | None, scale: float, window_size: int
+) -> tuple[Tensor, Tensor]:
+    from flexnsa.attention.triton import window_kernels as kernels
+    from flexnsa.attention.triton.tiles import device_of, launch, window_forward_tiles
+
+    require_device(q)
+    out, lse = outputs(q, v.shape[-1])
+    q, k, v = (with_rows(x) for x in (q, k, v))
+    tiles = window_forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1])
+    batch, heads, length, _ = q.shape
+    launch(kernels.forward, (-(-length // tiles.queries), batch * heads))(
+        q, k, v, *_places(token, start, q), out, lse,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        heads, length, k.shape[2], scale * 1.4426950408889634,
+        **_shape(q, k, v, token, window_size), **tiles.options(),
+    )  # fmt: skip
+    return out, lse
+
+
+@opaque_operator("window_attention_triton_backward")
+def _window_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    window_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flexnsa.attention.triton import window_kernels as kernels
+    from flexnsa.attention.triton.tiles import device_of, launch, window_backward_tiles
+
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    q, k, v, out, grad_out = (with_rows(x) for x in (q, k, v, out, grad_out))
+    lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    delta = torch.empty_like(lse)
+    of_queries, of_keys = window_backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1])
+    places, shape = _places(token, start, q), _shape(q, k, v, token, window_size)
+    (batch, heads, length, _), (kv_heads, num_keys) = q.shape, k.shape[1:3]
+    read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
+    launch(kernels.backward_queries, (-(-length // of_queries.queries), batch * heads))(
+        q, k, v, *places, out, lse, grad_out, lse if grad_lse is None else grad_lse, delta, dq,
+        *read, *out.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3], heads, length, num_keys, scale,
+        **shape, HAS_GRAD_LSE=grad_lse is not None, **of_queries.options(),
+    )  # fmt: skip
+    launch(kernels.backward_keys, (-(-num_keys // of_keys.keys), batch * kv_heads))(
+        q, k, v, *places, lse, grad_out, delta, dk, dv,
+        *read, *grad_out.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], kv_heads, length, num_keys, scale,
+        **shape, **of_keys.options(),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _places(token: Tensor | None, start: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Give where the queries stand, and how far apart the rows of the batch are; anything where nobody asks."""
+    if token is None or start is None:
+        return q, q, 0
+    tokens, starts = (x.to(torch.int32).contiguous() for x in torch.broadcast_tensors(token, start))
+    return tokens, starts, tokens.shape[1] if len(tokens) > 1 else 0
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, window_size: int) -> dict[str, object]:
+    from flexnsa.attention.triton.tiles import padded
+
+    dk, dv = q.shape[-1], v.shape[-1]
+    sizes: dict[str, object] = {"G": q.shape[1] // k.shape[1], "DK": dk, "DV": dv, "WINDOW": window_size}
+    return sizes | {"HAS_POSITIONS": token is not None, "BDK": padded(dk), "BDV": padded(dv), "PRECISION": precision()}
+
+
+@_window_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return outputs(q, v.shape[-1])
+
+
+@_window_attention_backward.register_fake
+def _(
+    grad_out: Tensor,  # noqa: ARG001
+    grad_lse: Tensor | None,  # noqa: ARG001
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale, ctx.window_size = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, token, start, out, lse = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    grads = _window_attention_backward(grad_out, grad_lse, q, k, v, token, start, out, lse, ctx.scale, ctx.window_size)
+    return (*grads, *(None,) * 4)
+
+
+_window_attention.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,223 @@
+# pyright: reportGeneralTypeIssues=false
+"""Attention to the last tokens: each tile of queries reads one run of keys, and each tile of keys one run of queries.
+
+Tokens never decrease along the queries, so the keys of a tile reach from the first one that its first query sees to
+the last one that its last query sees. Between them lie those that all of its queries see, which need no mask.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
+def forward(
+    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, p_sb, out_ptr, lse_ptr,
+    q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st,
+    num_heads, num_queries, num_keys, qk_scale,
+    G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Run along the keys of a tile of queries with a running maximum: the output and the natural log-sum-exp."""
+    bh = tl.program_id(1).to(tl.int64)
+    b = bh // num_heads
+    h = bh % num_heads
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = row < num_queries
+    low, high = keys_of(row, token_ptr + b * p_sb, start_ptr + b * p_sb, num_queries, num_keys, WINDOW, HAS_POSITIONS)
+    q = load_rows(q_ptr + b * q_sb + h * q_sh, row, q_st, inside, DK, BDK)
+    k_ptr += b * k_sb + (h // G) * k_sh
+    v_ptr += b * v_sb + (h // G) * v_sh
+
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BDV], tl.float32)
+    begin, full, rest, end = runs(low, high, BN)
+    for part in tl.static_range(3):
+        first = begin if part == 0 else full if part == 1 else rest
+        last = full if part == 0 else rest if part == 1 else end
+        for key0 in tl.range(first, last, BN):
+            key = key0 + tl.arange(0, BN)
+            real = (key < num_keys) | (part == 1)
+            k = load_rows(k_ptr, key, k_st, real, DK, BDK)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
+            if part != 1:
+                s = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), s, float("-inf"))
+            new_top = tl.maximum(top, tl.max(s, 1))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: -inf - -inf would be NaN
+            p = tl.exp2(s - shift[:, None])
+            decay = tl.exp2(top - shift)
+            total = total * decay + tl.sum(p, 1)
+            v = load_rows(v_ptr, key, v_st, real, DV, BDV)
+            acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+            top = new_top
+
+    some = tl.where(total == 0.0, 1.0, total)
+    lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(some)) * 0.6931471805599453)
+    tl.store(lse_ptr + bh * num_queries + row, lse, mask=inside)
+    store_rows(out_ptr + b * o_sb + h * o_sh, row, o_st, inside, acc / some[:, None], DV, BDV)
+
+
+@triton.jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
+def backward_queries(
+    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, p_sb, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr,
+    q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st, d_sb, d_sh, d_st, g_sb, g_sh, g_st,
+    num_heads, num_queries, num_keys, scale,
+    G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
+):  # fmt: skip
+    """Give the gradient of a tile of queries, and ``delta = sum(do * out) - dlse`` for that of the keys."""
+    bh = tl.program_id(1).to(tl.int64)
+    b = bh // num_heads
+    h = bh % num_heads
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = row < num_queries
+    low, high = keys_of(row, token_ptr + b * p_sb, start_ptr + b * p_sb, num_queries, num_keys, WINDOW, HAS_POSITIONS)
+    q = load_rows(q_ptr + b * q_sb + h * q_sh, row, q_st, inside, DK, BDK)
+    do = load_rows(do_ptr + b * d_sb + h * d_sh, row, d_st, inside, DV, BDV)
+    out = load_rows(out_ptr + b * o_sb + h * o_sh, row, o_st, inside, DV, BDV)
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+    if HAS_GRAD_LSE:
+        delta -= tl.load(dlse_ptr + bh * num_queries + row, mask=inside, other=0.0)
+    tl.store(delta_ptr + bh * num_queries + row, delta, mask=inside)
+    lse = finite(tl.load(lse_ptr + bh * num_queries + row, mask=inside, other=0.0))
+    k_ptr += b * k_sb + (h // G) * k_sh
+    v_ptr += b * v_sb + (h // G) * v_sh
+
+    acc = tl.zeros([BM, BDK], tl.float32)
+    begin, full, rest, end = runs(low, high, BN)
+    for part in tl.static_range(3):
+        first = begin if part == 0 else full if part == 1 else rest
+        last = full if part == 0 else rest if part == 1 else end
+        for key0 in tl.range(first, last, BN):
+            key = key0 + tl.arange(0, BN)
+            real = (key < num_keys) | (part == 1)
+            k = load_rows(k_ptr, key, k_st, real, DK, BDK)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            p = tl.exp2((s * scale - lse[:, None]) * 1.4426950408889634)
+            if part != 1:
+                p = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), p, 0.0)
+            v = load_rows(v_ptr, key, v_st, real, DV, BDV)
+            ds = p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+            acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+    store_rows(dq_ptr + b * g_sb + h * g_sh, row, g_st, inside, acc * scale, DK, BDK)
+
+
+@triton.jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys"])
+def backward_keys(
+    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, p_sb, lse_ptr, do_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, d_sb, d_sh, d_st, gk_sb, gk_sh, gk_st, gv_sb, gv_sh, gv_st,
+    kv_heads, num_queries, num_keys, scale,
+    G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Give the gradients of a tile of keys and values, from all heads of the group one after the other."""
+    bh = tl.program_id(1).to(tl.int64)
+    b = bh // kv_heads
+    h = bh % kv_heads
+    key0 = tl.program_id(0) * BN
+    key = key0 + tl.arange(0, BN)
+    real = key < num_keys
+    k = load_rows(k_ptr + b * k_sb + h * k_sh, key, k_st, real, DK, BDK)
+    v = load_rows(v_ptr + b * v_sb + h * v_sh, key, v_st, real, DV, BDV)
+    token_ptr += b * p_sb
+    start_ptr += b * p_sb
+    row0 = first_row_at(key0, token_ptr, num_queries, HAS_POSITIONS)
+    tiles = tl.cdiv(first_row_at(key0 + BN - 1 + WINDOW, token_ptr, num_queries, HAS_POSITIONS) - row0, BM)
+    q_ptr += b * q_sb + h * G * q_sh
+    do_ptr += b * d_sb + h * G * d_sh
+    lse_ptr += bh * G * num_queries
+    delta_ptr += bh * G * num_queries
+
+    dk = tl.zeros([BN, BDK], tl.float32)
+    dv = tl.zeros([BN, BDV], tl.float32)
+    for i in tl.range(0, G * tiles):
+        head = (i // tiles).to(tl.int64)
+        row = row0 + (i % tiles) * BM + tl.arange(0, BM)
+        inside = row < num_queries
+        q = load_rows(q_ptr + head * q_sh, row, q_st, inside, DK, BDK)
+        do = load_rows(do_ptr + head * d_sh, row, d_st, inside, DV, BDV)
+        lse = finite(tl.load(lse_ptr + head * num_queries + row, mask=inside, other=0.0))
+        delta = tl.load(delta_ptr + head * num_queries + row, mask=inside, other=0.0)
+        low, high = keys_of(row, token_ptr, start_ptr, num_queries, num_keys, WINDOW, HAS_POSITIONS)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        p = tl.exp2((s * scale - lse[None, :]) * 1.4426950408889634)
+        p = tl.where((key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]), p, 0.0)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    store_rows(dk_ptr + b * gk_sb + h * gk_sh, key, gk_st, real, dk * scale, DK, BDK)
+    store_rows(dv_ptr + b * gv_sb + h * gv_sh, key, gv_st, real, dv, DV, BDV)
+
+
+@triton.jit
+def keys_of(row, token_ptr, start_ptr, num_queries, num_keys, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr):
+    """Give the keys ``low .. high - 1`` that each query sees; none for a row that is no query."""
+    token = row
+    start = tl.zeros_like(row)
+    if HAS_POSITIONS:
+        there = tl.minimum(row, num_queries - 1)
+        token = tl.load(token_ptr + there)
+        start = tl.load(start_ptr + there)
+    low = tl.maximum(tl.maximum(start, token - (WINDOW - 1)), 0)
+    high = tl.minimum(token + 1, num_keys)
+    return low, tl.where(row < num_queries, high, low)
+
+
+@triton.jit
+def runs(low, high, BN: tl.constexpr):
+    """Cut the keys of a tile of queries: ``begin``, those that all see from ``full`` to ``rest``, ``end``.
+
+    A row without keys belongs to no run, but then no key is one that all rows see.
+    """
+    some = high > low
+    begin = tl.min(tl.where(some, low, 2147483647))
+    end = tl.max(tl.where(some, high, 0))
+    begin = tl.minimum(begin, end)
+    full = begin + tl.cdiv(tl.max(low) - begin, BN) * BN
+    full = tl.maximum(tl.minimum(full, begin + tl.cdiv(end - begin, BN) * BN), begin)
+    rest = full + tl.maximum(tl.min(high) - full, 0) // BN * BN
+    return begin, full, rest, end
+
+
+@triton.jit
+def first_row_at(token, token_ptr, num_queries, HAS_POSITIONS: tl.constexpr):
+    """Give the first query that stands at a token or after it, by bisection."""
+    if HAS_POSITIONS:
+        low = tl.zeros_like(token)
+        high = num_queries + low
+        while low < high:
+            middle = (low + high) // 2
+            before = tl.load(token_ptr + middle) < token
+            low = tl.where(before, middle + 1, low)
+            high = tl.where(before, high, middle)
+        return low
+    else:  # noqa: RET505  (a kernel needs both)
+        return tl.minimum(token, num_queries)
+
+
+@triton.jit
+def finite(lse):
+    """Replace the log-sum-exp of no keys by one that makes all probabilities 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit
+def load_rows(ptr, row, stride, inside, D: tl.constexpr, BD: tl.constexpr):
+    """Load rows of ``D`` numbers as rows of ``BD``, 0 where there is none."""
+    col = tl.arange(0, BD)[None, :]
+    ptrs = ptr + row.to(tl.int64)[:, None] * stride + col
+    if D == BD:
+        return tl.load(ptrs, mask=inside[:, None], other=0.0)
+    else:  # noqa: RET505  (a kernel needs both)
+        return tl.load(ptrs, mask=inside[:, None] & (col < D), other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, row, stride, inside, x, D: tl.constexpr, BD: tl.constexpr):
+    """Store the first ``D`` of ``BD`` columns."""
+    col = tl.arange(0, BD)[None, :]
+    ptrs = ptr + row.to(tl.int64)[:, None] * stride + col
+    tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=inside[:, None] & (col < D))
