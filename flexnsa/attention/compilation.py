@@ -26,16 +26,20 @@ def compile_once(branch: Callable[P, T]) -> Callable[P, T]:
 
 
 def _call_compiled(branch: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    # Not at the top: to import this package is not to import a compiler.
+    from torch import _dynamo  # pyright: ignore[reportPrivateUsage]
+
     # Batch and lengths may vary from call to call. Heads, head dimensions and block sizes are architecture: tiles are
     # chosen from them, so each choice is compiled anew, and so is each mod: more variants than a compiler expects.
     for x in args[:3]:
         if isinstance(x, Tensor) and x.dim() == 4:
-            torch._dynamo.mark_static(x, 1)
-            torch._dynamo.mark_static(x, 3)
-    with torch._dynamo.config.patch(specialize_int=True, specialize_float=True, recompile_limit=MAX_VARIANTS):
+            _dynamo.mark_static(x, 1)
+            _dynamo.mark_static(x, 3)
+    options = {"specialize_int": True, "specialize_float": True, "recompile_limit": MAX_VARIANTS}
+    with _dynamo.config.patch(options):  # pyright: ignore[reportUnknownMemberType]
         return _compiled(branch)(*args, **kwargs)
 
 
 @functools.cache
 def _compiled(branch: Callable[P, T]) -> Callable[P, T]:
-    return torch.compile(branch, fullgraph=True)
+    return torch.compile(branch, fullgraph=True)  # pyright: ignore[reportUnknownMemberType]

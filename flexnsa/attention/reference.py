@@ -62,7 +62,7 @@ def _modified(score_mod: ScoreMod | None, scores: Tensor, query: Tensor, key: Te
     batch, heads = (torch.arange(size, device=scores.device) for size in scores.shape[:2])
     key = torch.minimum(key.clamp_min(0), query)  # a key that is hidden anyway has a position that exists
     pairs = (scores, batch[:, None, None, None], heads[:, None, None], query[:, None], key[:, None])
-    modified = torch.vmap(score_mod)(*(x.flatten() for x in torch.broadcast_tensors(*pairs)))
+    modified = torch.vmap(score_mod)(*(x.expand_as(scores).flatten() for x in pairs))
     return modified.view_as(scores).to(scores.dtype)
 
 
@@ -138,7 +138,7 @@ def block_importance(q: Tensor, k_cmp: Tensor, call: Call, *, num_blocks: int) -
         -1, own.clamp(max=num_keys)[:, None].expand_as(probs).to(torch.int64)
     )
     scores = probs @ _overlap_weights(num_keys, num_blocks, call.config, probs)
-    return scores.unflatten(1, (k_cmp.shape[1], -1)).sum(2)
+    return torch.unflatten(scores, 1, (k_cmp.shape[1], -1)).sum(2)
 
 
 def select(

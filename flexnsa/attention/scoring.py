@@ -34,17 +34,17 @@ def group_probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions:
     unit = 1.0 if natural else LOG2_E
     group = q.shape[1] // k_cmp.shape[1]
     # The heads of a group share their keys.
-    q_BKRD = (q.float() * (call.scale * unit)).unflatten(1, (-1, group)).flatten(2, 3)
-    scores = (q_BKRD @ k_cmp.float().mT).unflatten(2, (group, -1))
+    q_BKRD = torch.unflatten(q.float() * (call.scale * unit), 1, (-1, group)).flatten(2, 3)
+    scores = torch.unflatten(q_BKRD @ k_cmp.float().mT, 2, (group, -1))
     if call.score_mod is not None:
         place = compressed_positions(key.view(1, 1, 1, -1), positions, call.config)
         modified = apply_score_mod(call.score_mod, scores.flatten(1, 2), query_positions(positions), place)
-        scores = modified.unflatten(1, (-1, group))
+        scores = torch.unflatten(modified, 1, (-1, group))
     if lse is None:
         scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
         empty = (scores == -torch.inf).all(-1, keepdim=True)
         return scores.softmax(-1).masked_fill_(empty, 0).sum(2)
-    lse = lse.unflatten(1, (k_cmp.shape[1], -1))
+    lse = torch.unflatten(lse, 1, (k_cmp.shape[1], -1))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing has probabilities 0, not NaN
     # Hidden keys may give anything, infinity included; they are cheaper to hide in the sum than in each head.
     shift = lse[..., None] * unit

@@ -148,7 +148,8 @@ def _select(
     probabilities: Probabilities,
     chunk: int,
 ) -> Tensor:
-    config, chosen = call.config, []
+    config = call.config
+    chosen: list[Tensor] = []
     for at in range(0, q.shape[2], chunk):
         rows = slice(at, at + chunk)
         here = positions.at(rows)

@@ -18,7 +18,7 @@ ROWS = 384
 
 def grouped(k: Tensor, *tensors: Tensor) -> Iterator[Tensor]:
     """View what query heads own, ``(B, Hq, ...)``, by the key heads ``(B, Hkv, ...)`` that they share."""
-    return (x.unflatten(1, (k.shape[1], -1)) for x in tensors)
+    return (torch.unflatten(x, 1, (k.shape[1], -1)) for x in tensors)
 
 
 def repeated(k: Tensor, *tensors: Tensor) -> Iterator[Tensor]:
@@ -79,7 +79,7 @@ def _thread_setters() -> tuple[Callable[[int], object], ...]:
     Nothing where torch computes without OpenMP or where a library does not tell what it is linked with, as on Windows:
     there heads go one after the other.
     """
-    library = ctypes.CDLL(torch._C.__file__)
+    library = ctypes.CDLL(torch._C.__file__)  # pyright: ignore[reportPrivateUsage]
     names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
     found = tuple(getattr(library, name) for name in names if hasattr(library, name))
     return found if hasattr(library, names[0]) else ()

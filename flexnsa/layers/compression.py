@@ -24,7 +24,7 @@ def _segments(x: Tensor, config: NSAConfig) -> Tensor:
     """
     stride = config.compress_stride
     count = x.shape[2] // stride + 1
-    return F.pad(x, (0, 0, 0, 2 * stride))[:, :, : count * stride].unflatten(2, (count, stride))
+    return torch.unflatten(F.pad(x, (0, 0, 0, 2 * stride))[:, :, : count * stride], 2, (count, stride))
 
 
 def _add_neighbours(parts: Tensor, count: int) -> Tensor:
@@ -37,7 +37,7 @@ def _blocks(x: Tensor, first_tokens: Tensor, config: NSAConfig) -> Tensor:
     """Lay out the blocks of packed documents, which may begin anywhere, ``(B, Hkv, N, l, D)``."""
     token = first_tokens[..., None] + torch.arange(config.compress_block_size, device=x.device)
     index = token.flatten(1)[:, None, :, None].to(torch.int64).expand(-1, x.shape[1], -1, x.shape[3])
-    return x.gather(2, index).unflatten(2, token.shape[1:])
+    return torch.unflatten(x.gather(2, index), 2, token.shape[1:])
 
 
 class MeanCompressor(nn.Module):
@@ -127,8 +127,8 @@ class _BlockLinear(nn.Module):
         if first_tokens is not None:
             return F.linear(_blocks(x, first_tokens, self.config).flatten(3), self.weight) + position
         parts = self.config.compress_block_size // self.config.compress_stride
-        weight = self.weight.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)  # (parts * out, d * D)
-        mapped = F.linear(_segments(x, self.config).flatten(3), weight).unflatten(-1, (parts, -1))
+        weight = torch.unflatten(self.weight, 1, (parts, -1)).transpose(0, 1).flatten(0, 1)  # (parts * out, d * D)
+        mapped = torch.unflatten(F.linear(_segments(x, self.config).flatten(3), weight), -1, (parts, -1))
         return _add_neighbours(mapped, num_compressed(x.shape[2], self.config)) + position
 
 

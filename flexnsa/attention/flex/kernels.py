@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from flexnsa.config import NSAConfig
 from flexnsa.custom_ops import opaque_operator, refuse_transforms
 from flexnsa.masks.intervals import DENSE_TILE, stored
 from flexnsa.masks.user_mods import ScoreMod
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import FlexKernelOptions
 
 KernelOptions = Mapping[str, str | int | bool]
 """What FlexAttention is told of tiles, warps and stages."""
@@ -65,13 +69,19 @@ def attend(
     coordinates.
     """
     mask, options = _fit_to_kernels(mask, options, q.device)
-    kwargs: dict[str, Any] = {"block_mask": mask, "scale": scale, "kernel_options": options, "score_mod": score_mod}
-    kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
+    attention = functools.partial(
+        flex_attention,
+        score_mod=score_mod,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=cast("FlexKernelOptions", options),
+    )
     if q.device.type == "cpu":
         # The CPU kernel's choice of tiles reads the shape beneath a view of q: this copy is no view. It also refuses
         # tensors that require a gradient where nobody asks for one.
-        return Attended(_unfused(flex_attention(_unfused(q).detach(), k.detach(), v.detach(), **kwargs)), None)
-    out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **kwargs)
+        return Attended(_unfused(attention(_unfused(q).detach(), k.detach(), v.detach())), None)
+    out, aux = attention(q, k, v, return_aux=AuxRequest(lse=True))
     return Attended(out, aux.lse)
 
 
@@ -160,7 +170,7 @@ def selected_options(rows: int, keys: int, dtype: torch.dtype) -> KernelOptions:
 
 def fold_heads(q: Tensor, rows: int, groups: int) -> Tensor:
     """Lay the heads of a group below each other: ``(B, Hq, T, D)`` to ``(B, Hkv, T * rows, D)``, padded with zeros."""
-    grouped = q.unflatten(1, (-1, groups)).transpose(2, 3)
+    grouped = torch.unflatten(q, 1, (-1, groups)).transpose(2, 3)
     return F.pad(grouped, (0, 0, 0, rows - groups)).flatten(2, 3)
 
 
@@ -168,6 +178,6 @@ def unfold_heads(folded: Attended, rows: int, groups: int) -> Attended:
     """Undo :func:`fold_heads` of an output and its log-sum-exp."""
 
     def unfold(x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, rows))[:, :, :, :groups].transpose(2, 3).flatten(1, 2)
+        return torch.unflatten(x, 2, (-1, rows))[:, :, :, :groups].transpose(2, 3).flatten(1, 2)
 
     return Attended(unfold(folded.out), None if folded.lse is None else unfold(folded.lse))

@@ -8,7 +8,7 @@ The heads of a group share their keys, so they are the rows of a query's tile.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -22,6 +22,9 @@ from flexnsa.masks.intervals import tiles_touched
 from flexnsa.masks.user_mods import ScoreMod, mod_of_compressed, mod_of_tokens
 from flexnsa.masks.window import window_intervals
 from flexnsa.positions import positions_of
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import FlexKernelOptions
 
 MAX_ROWS = 127
 """Rows of queries that the decoding kernel takes."""
@@ -91,8 +94,16 @@ def _attend(
         "num_warps": WARPS,
         "num_stages": STAGES,
     }
-    kwargs: dict[str, Any] = {"score_mod": kernel_mod, "block_mask": mask, "scale": scale, "kernel_options": options}
-    out, aux = flex_attention(fold_heads(q, rows, groups), k, v, return_aux=AuxRequest(lse=True), **kwargs)
+    out, aux = flex_attention(
+        fold_heads(q, rows, groups),
+        k,
+        v,
+        score_mod=kernel_mod,
+        block_mask=mask,
+        scale=scale,
+        kernel_options=cast("FlexKernelOptions", options),
+        return_aux=AuxRequest(lse=True),
+    )
     return unfold_heads(Attended(out, aux.lse), rows, groups)
 
 

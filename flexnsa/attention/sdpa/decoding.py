@@ -9,6 +9,7 @@ from the device; without that a CPU would read all slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +82,7 @@ def _attend_and_score(
     keys, hidden = _seen(compressed_intervals(Positions(token, zero, zero), config))
     dtype = torch.promote_types(q.dtype, torch.float32)
     rows = q.to(dtype).mul(scale).reshape(*k_cmp.shape[:2], -1, q.shape[3])
-    scores = (rows @ k_cmp[:, :, keys].to(dtype).mT).unflatten(2, (-1, q.shape[2]))
+    scores = torch.unflatten(rows @ k_cmp[:, :, keys].to(dtype).mT, 2, (-1, q.shape[2]))
     if hidden is not None:
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
     probs = scores.softmax(-1)
@@ -129,11 +130,11 @@ def _attend_to_blocks(
     key, visible = selected_keys(block_indices, token, torch.zeros_like(token), block_size)
     head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)
     row = torch.where(visible, key, 0).add_(head * k.shape[2]).flatten(1, 2)
-    grouped = q.unflatten(1, (k.shape[1], -1)).transpose(2, 3).flatten(1, 2)  # (B, Hkv * T, G, D)
+    grouped = torch.unflatten(q, 1, (k.shape[1], -1)).transpose(2, 3).flatten(1, 2)  # (B, Hkv * T, G, D)
     out = F.scaled_dot_product_attention(
         grouped, gather_rows(k, row), gather_rows(v, row), attn_mask=visible.flatten(1, 2)[:, :, None], scale=scale
     )
-    return out.unflatten(1, (k.shape[1], -1)).transpose(2, 3).reshape(*q.shape[:3], -1)
+    return torch.unflatten(out, 1, (k.shape[1], -1)).transpose(2, 3).reshape(*q.shape[:3], -1)
 
 
 @_attend_to_interval.register_fake
@@ -144,7 +145,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:  # noqa: ARG001
 
 def _seen(visible: Intervals) -> tuple[slice, Tensor | None]:
     """Give the keys that some query sees, at least one, and ``(B, T, K)`` which of them each does not; None: none."""
-    lo, hi = visible.lo.flatten().tolist(), visible.hi.flatten().tolist()
+    lo = cast("list[int]", visible.lo.flatten().tolist())  # pyright: ignore[reportUnknownMemberType]
+    hi = cast("list[int]", visible.hi.flatten().tolist())  # pyright: ignore[reportUnknownMemberType]
     first, last = min(lo), max(*hi, min(lo) + 1)
     if max(lo) == first and min(hi) == last:
         return slice(first, last), None

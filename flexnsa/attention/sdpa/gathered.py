@@ -21,7 +21,7 @@ def gathered_attention(
     key, visible = selected_keys(block_indices, token, start, block_size)
     head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)
     row = torch.where(visible, key, 0) + head * k.shape[2]
-    q_BKTGD = q.unflatten(1, (k.shape[1], -1)).transpose(2, 3)
+    q_BKTGD = torch.unflatten(q, 1, (k.shape[1], -1)).transpose(2, 3)
     with torch.autocast(q.device.type, enabled=False):
         out, lse = _attend(q_BKTGD, gather_rows(k, row), gather_rows(v, row), visible[..., None, :], scale)
     return out.transpose(2, 3).flatten(1, 2), lse.transpose(2, 3).flatten(1, 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import e, log2
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -56,7 +56,8 @@ def _chunks(lo: Tensor, hi: Tensor, size: int) -> list[_Chunk]:
         lo[:, stops - 1].amax(0),
         hi[:, starts].amin(0),
     )
-    return [_Chunk(*row) for row in torch.stack([x.long() for x in ends], 1).tolist()]
+    chunks = cast("list[list[int]]", torch.stack([x.long() for x in ends], 1).tolist())  # pyright: ignore[reportUnknownMemberType]
+    return [_Chunk(*chunk) for chunk in chunks]
 
 
 def _fold(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,7 +78,7 @@ def _scores(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, chunk: _Chunk, workspa
     scores = workspace[: shape[0] * shape[1] * shape[2]].view(shape)
     torch.bmm(q, k[:, chunk.first : chunk.last].mT, out=scores)
     lo, hi = (x[..., chunk.start : chunk.stop].flatten(0, 1)[:, None, :, None] for x in (lo, hi))
-    per_row = scores.unflatten(1, (-1, chunk.stop - chunk.start))  # (B * Hkv, G, c, keys)
+    per_row = torch.unflatten(scores, 1, (-1, chunk.stop - chunk.start))  # (B * Hkv, G, c, keys)
     for part in chunk.ragged():
         key = torch.arange(chunk.first + part.start, chunk.first + part.stop, dtype=lo.dtype, device=lo.device)
         per_row[..., part].masked_fill_((key < lo) | (key >= hi), -torch.inf)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import e, log2
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,10 +43,11 @@ def _tiles(block_indices: Tensor, token: Tensor, start: Tensor, num_keys: int, b
     first = _first_keys(block_indices, start[:, None], block_size)
     first = first.masked_fill((block_indices < 0) | (first > token[:, None]), num_keys)  # padding and the future last
     first, order = first.flatten().sort(stable=True)
-    blocks, counts = first.unique_consecutive(return_counts=True)
+    found = cast("tuple[Tensor, Tensor]", first.unique_consecutive(return_counts=True))  # pyright: ignore[reportUnknownMemberType]
+    blocks = cast("list[list[int]]", torch.stack(found, 1).tolist())  # pyright: ignore[reportUnknownMemberType]
     rows = order.div_(block_indices.shape[-1], rounding_mode="floor")
     stop = 0
-    for key, count in zip(blocks.tolist(), counts.tolist(), strict=True):
+    for key, count in blocks:
         at, stop = stop, stop + count
         if key >= num_keys:
             break
@@ -129,7 +130,7 @@ def _add_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
     if len(left) % PARTIAL_SUMS:
         total.addmm_(left.T, right)
     else:
-        left, right = (x.unflatten(0, (PARTIAL_SUMS, -1)) for x in (left, right))
+        left, right = (torch.unflatten(x, 0, (PARTIAL_SUMS, -1)) for x in (left, right))
         total.add_(torch.bmm(left.mT, right).sum(0))
 
 
@@ -168,7 +169,7 @@ def key_major_attention(
                 _raise_references(probs, tile, queries, parts)
             torch.mm(probs.exp2_(), values[tile.keys], out=parts.room(tile))
             parts.add(tile)
-        weighted, total = parts.all.transpose(0, 1).split((v.shape[-1], 1), dim=-1)
+        weighted, total = torch.split(parts.all.transpose(0, 1), [v.shape[-1], 1], dim=-1)
         torch.div(weighted, total.clamp_min(torch.finfo(dtype).tiny), out=out)
         lse.copy_((total.squeeze(-1).double().log2() - queries.all[..., -1].T) / LOG2_E)
 

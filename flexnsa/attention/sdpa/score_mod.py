@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from flexnsa.attention.sdpa.gathered import gather_rows, selected_keys
 from flexnsa.attention.seam import Attended
@@ -116,7 +116,7 @@ def _attend(
     group = q.shape[1] // heads
     keys = "bksd" if k.dim() == 4 else "bkcsd"
     with torch.autocast(q.device.type, enabled=False):
-        grouped = (q.to(dtype) * scale).unflatten(1, (heads, group))
+        grouped = torch.unflatten(q.to(dtype) * scale, 1, (heads, group))
         scores = torch.einsum(f"bkgcd,{keys}->bkgcs", grouped, k.to(dtype)).flatten(1, 2)
         visible, key = (x if x.shape[1] == 1 else x.repeat_interleave(group, dim=1) for x in (visible, key))
         scores = apply_score_mod(score_mod, scores, query, key).masked_fill(~visible, -torch.inf)
@@ -126,7 +126,7 @@ def _attend(
         probs = (scores - shift).exp()
         total = probs.sum(-1, keepdim=True)
         lse = torch.where(total > 0, shift + total.clamp_min(0.5).log(), -torch.inf).squeeze(-1)
-        probs = (probs / total.clamp_min(0.5)).unflatten(1, (heads, group))
+        probs = torch.unflatten(probs / total.clamp_min(0.5), 1, (heads, group))
         out = torch.einsum(f"bkgcs,{keys}->bkgcd", probs, v.to(dtype))
     return Attended(out.flatten(1, 2).to(q.dtype), lse)
 
@@ -134,15 +134,13 @@ def _attend(
 def _uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     # Not as a decorator: that would import the compiler with the package.
     reason = "with a mod, impl='sdpa' is not compiled; impl='flex' is"
-    return cast("Callable[P, T]", torch.compiler.disable(function, reason=reason))
+    return cast("Callable[P, T]", torch.compiler.disable(function, reason=reason))  # pyright: ignore[reportUnknownMemberType]
 
 
 def _run(attend: Callable[..., Attended], *arguments: object) -> Attended:
     if not torch.is_grad_enabled() or in_transform():
         return attend(*arguments)
-    attended = checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
-    assert isinstance(attended, Attended)
-    return attended
+    return cast("Attended", checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False))
 
 
 def _in_chunks(chunk: Callable[[slice], Attended], length: int, size: int) -> Attended:

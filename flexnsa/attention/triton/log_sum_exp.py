@@ -2,77 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from flexnsa.attention.triton.visible import count_visible
+from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp_kernel
+from flexnsa.attention.triton.tiles import cdiv, padded
 from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
-
-
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
-def log_sum_exp_kernel(
-    q_ptr,
-    k_ptr,
-    token_ptr,
-    start_ptr,
-    cmp_start_ptr,
-    out_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_t,
-    k_stride_b,
-    k_stride_h,
-    k_stride_n,
-    position_stride_b,
-    num_queries,
-    num_keys,
-    scale_log2,
-    Q_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Run along the visible keys of one tile of queries of one head, with a running maximum."""
-    num_tiles = tl.cdiv(num_queries, BLOCK_T)
-    first_row = tl.program_id(0) % num_tiles * BLOCK_T
-    batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
-    batch = batch_head // Q_HEADS
-    head = batch_head % Q_HEADS
-    row = tl.minimum(first_row + tl.arange(0, BLOCK_T), num_queries - 1)
-    position = batch * position_stride_b + row
-    low = tl.load(cmp_start_ptr + position)
-    high = low + count_visible(token_ptr + position, start_ptr + position, LENGTH, STRIDE)
-
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    q_ptrs = q_ptr + batch * q_stride_b + head * q_stride_h + row.to(tl.int64)[:, None] * q_stride_t + dim
-    k_ptrs = k_ptr + batch * k_stride_b + (head // GROUP) * k_stride_h + dim
-    q = tl.load(q_ptrs, mask=dim < HEAD_DIM, other=0.0)
-
-    top = tl.full((BLOCK_T,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_T,), tl.float32)
-    for first_key in range(tl.min(low), tl.minimum(tl.max(high), num_keys), BLOCK_N):
-        key = first_key + tl.arange(0, BLOCK_N)
-        inside = (key[:, None] < num_keys) & (dim < HEAD_DIM)
-        k = tl.load(k_ptrs + key.to(tl.int64)[:, None] * k_stride_n, mask=inside, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        score = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, axis=1))
-        # A row that has seen no key yet keeps -inf as its maximum: -inf - -inf is NaN.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(score - shift[:, None]), axis=1)
-        top = new_top
-    lse = tl.where(total > 0, (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453, float("-inf"))
-    local_row = first_row + tl.arange(0, BLOCK_T)
-    tl.store(out_ptr + batch_head * num_queries + local_row, lse, mask=local_row < num_queries)
 
 
 def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions, *, config: NSAConfig, scale: float) -> Tensor:
@@ -90,11 +26,10 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions, *, config: NSACo
     """
     batch, q_heads, num_queries, head_dim = q.shape
     out = torch.empty(batch, q_heads, num_queries, dtype=torch.float32, device=q.device)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = padded(head_dim)
     small = q.dtype == torch.float32 or block_d > 128
     block_t, block_n = (32, 32) if small else (128, 128)
-    launch: Any = log_sum_exp_kernel[(batch * q_heads * triton.cdiv(num_queries, block_t),)]
-    launch(
+    log_sum_exp_kernel[(batch * q_heads * cdiv(num_queries, block_t),)](
         q,
         k_cmp,
         positions.token,

@@ -151,8 +151,8 @@ def launch_selection(
     else:
         # Positions are on the device; the compressed keys bound the length of any document without asking it.
         width = max(1, num_blocks(num_keys * config.compress_stride + config.compress_block_size - 1, config))
-        rows = torch.broadcast_tensors(positions.token, positions.start, positions.cmp_start)
-        positions = Positions(*(x.contiguous() for x in rows))
+        rows = (positions.token, positions.start, positions.cmp_start)
+        positions = Positions(*(x.expand(max(map(len, rows)), -1).contiguous() for x in rows))
     check_width(width or num_blocks(num_queries, config))
     q, k_cmp = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cmp))
     if lse is None:

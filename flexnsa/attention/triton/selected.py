@@ -160,7 +160,8 @@ def selection_of(
     from flexnsa.attention.triton.selected_lists import Selection
 
     if token is not None and start is not None:
-        token, start = (x.to(torch.int32).contiguous() for x in torch.broadcast_tensors(token, start))
+        rows = max(len(token), len(start))
+        token, start = (x.to(torch.int32).expand(rows, -1).contiguous() for x in (token, start))
     return Selection(block_indices.contiguous(), token, start, block_size, num_keys)
 
 

@@ -1,4 +1,3 @@
-# pyright: reportGeneralTypeIssues=false
 """Selected attention, forward: every key block meets the queries that selected it.
 
 A program owns one copy of a bin (:mod:`flexnsa.attention.triton.selected_lists`): its keys and values stay on chip,
@@ -10,21 +9,11 @@ query. Traffic does not depend on the size of the group, and every product has a
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from flexnsa.attention.triton.kernels.selected_forward import combine, forward_parts
 from flexnsa.attention.triton.selected_lists import Lists, Selection, max_copies
-from flexnsa.attention.triton.selected_pairs import (
-    first_key,
-    load_row,
-    locate,
-    needs_mask,
-    place,
-    row_of_tile,
-    sees,
-)
-from flexnsa.attention.triton.tiles import Tiles, columns, launch, padded
+from flexnsa.attention.triton.tiles import Tiles, cdiv, columns, padded
 
 LOG2_E = 1.4426950408889634
 
@@ -71,145 +60,14 @@ def forward(
     queries = (selection.block_indices, *selection.places())
     for index in range(lists.copies.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
-        launch(_forward_parts, (num_copies, batch * kv_heads))(
+        forward_parts[(num_copies, batch * kv_heads)](
             q, k, v, *queries, lists.order, lists.copies, part_out, part_lse,
             *strides(q, kv_heads), *k.stride()[:3], *v.stride()[:3],
             *sizes, *lists.copies.shape[2:5:2], scale * LOG2_E,
             **shape, DK=dk, LOW=low, HIGH=high, BN=padded(selection.block_size), PRECISION=precision,
             WIDE=is_wide(q, group, chunk), **tiles.of_group(group), **tiles.launch_options(),
         )  # fmt: skip
-        launch(_combine, (triton.cdiv(chunk * group, tiles.second_rows), batch * kv_heads))(
+        combine[(cdiv(chunk * group, tiles.second_rows), batch * kv_heads)](
             part_out, part_lse, *queries, out, lse, *strides(out, kv_heads), *sizes,
             **shape, BR=tiles.second_rows, num_warps=4,
         )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_copies"]
-)
-def _forward_parts(
-    q_ptr, k_ptr, v_ptr, idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, copies_ptr, po_ptr, pl_ptr,
-    q_sb, q_sh, q_sg, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st,
-    kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_copies, qk_scale,
-    n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    QUERIES: tl.constexpr, SPREAD: tl.constexpr, EVICTION: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Attend with the queries of one copy to its keys alone: the normalised output and the base-2 log-sum-exp."""
-    bh = tl.program_id(1).to(tl.int64)
-    copies_ptr += (bh * num_chunks + index) * 5 * num_copies + tl.program_id(0)
-    count = tl.load(copies_ptr + num_copies)
-    if count > 0:
-        b = bh // kv_heads
-        h = bh % kv_heads
-        t0 = chunk * index
-        rows = tl.minimum(chunk, num_queries)
-        q_ptr += b * q_sb + h * q_sh + t0.to(tl.int64) * q_st
-        k_ptr += b * k_sb + h * k_sh
-        v_ptr += b * v_sb + h * v_sh
-        token_ptr += b * p_sb
-        start_ptr += b * p_sb
-        idx_ptr += (bh * num_queries + t0) * n
-        order_ptr += (bh * num_queries + t0) * n + tl.load(copies_ptr + 2 * num_copies)
-        po_ptr += bh * rows * n * G * DV
-        pl_ptr += bh * rows * n * G
-
-        first = first_key(
-            tl.load(copies_ptr), tl.load(order_ptr), idx_ptr, token_ptr, start_ptr, t0, num_keys, n, SIZE, PLACED
-        )
-        masked = needs_mask(order_ptr, token_ptr, t0, first, num_keys, n, SIZE, BN, PLACED)
-        key = first + tl.arange(0, BN)
-        real_key = (key < first + SIZE) & (key >= 0) & (key < num_keys)
-        low = tl.arange(0, LOW)[None, :]
-        v_col = tl.arange(0, BDV)[None, :]
-        k_row = k_ptr + key.to(tl.int64)[:, None] * k_st
-        v_row = v_ptr + key.to(tl.int64)[:, None] * v_st
-        k_low = tl.trans(tl.load(k_row + low, mask=real_key[:, None] & (low < DK), other=0.0))
-        if HIGH > 0:
-            high = LOW + tl.arange(0, HIGH)[None, :]
-            k_high = tl.trans(tl.load(k_row + high, mask=real_key[:, None] & (high < DK), other=0.0))
-        v = tl.load(v_row + v_col, mask=real_key[:, None] & (v_col < DV), other=0.0)
-        key = tl.where(real_key, key, 2147483647)
-
-        r = tl.arange(0, BM)
-        ahead = tl.load(order_ptr + tl.minimum(row_of_tile(0, r, QUERIES, SPREAD, G)[0], count - 1))
-        for i in range(tl.cdiv(count, QUERIES) * SPREAD):
-            at, head, real = row_of_tile(i, r, QUERIES, SPREAD, G)
-            real = real & (at < count)
-            pair = ahead
-            # The next tile's queries are looked up a tile early, so that their rows can be asked for in time.
-            ahead = tl.load(order_ptr + tl.minimum(row_of_tile(i + 1, r, QUERIES, SPREAD, G)[0], count - 1))
-            t = pair // n
-            if WIDE:
-                q_row = (q_ptr + (t.to(tl.int64) * q_st + head.to(tl.int64) * q_sg))[:, None]
-            else:
-                q_row = (q_ptr + (t * q_st + head * q_sg))[:, None]
-            s = tl.dot(load_row(q_row, low, DK, LOW), k_low, input_precision=PRECISION)
-            if HIGH > 0:
-                s = tl.dot(load_row(q_row, high, DK, LOW + HIGH), k_high, s, input_precision=PRECISION)
-            if i // SPREAD * QUERIES < masked:
-                seen = sees(pair, key, idx_ptr, token_ptr, start_ptr, t0, n, SIZE, PLACED)
-                s = tl.where(seen, s, float("-inf"))
-            top = tl.max(s, 1) * qk_scale
-            top = tl.where(top == float("-inf"), 0.0, top)
-            p = tl.exp2(s * qk_scale - top[:, None])
-            total = tl.sum(p, 1)
-            o = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-            some = tl.where(total == 0.0, 1.0, total)
-            o *= (1.0 / some)[:, None]
-            row = pair.to(tl.int64) * G + head
-            tl.store(pl_ptr + row, tl.where(total == 0.0, float("-inf"), top + tl.log2(some)), mask=real)
-            to = po_ptr + row[:, None] * DV + v_col
-            tl.store(to, o.to(po_ptr.dtype.element_ty), mask=real[:, None] & (v_col < DV), eviction_policy=EVICTION)
-
-
-@triton.jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
-def _combine(
-    po_ptr, pl_ptr, idx_ptr, token_ptr, start_ptr, p_sb, out_ptr, lse_ptr, o_sb, o_sh, o_sg, o_st,
-    kv_heads, num_queries, num_keys, chunk, index,
-    n: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr, BDV: tl.constexpr,
-    BR: tl.constexpr,
-):  # fmt: skip
-    """Join partial rows by their share of the probability, ``exp(lse of the pair)``; ``BR`` (query, head) a program."""
-    bh = tl.program_id(1).to(tl.int64)
-    b = bh // kv_heads
-    h = bh % kv_heads
-    t0 = chunk * index
-    rows = tl.minimum(chunk, num_queries)
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
-    query = row // G
-    t = t0 + query
-    g = row % G
-    inside = (query < chunk) & (t < num_queries)
-    token, start = place(token_ptr + b * p_sb, start_ptr + b * p_sb, t, num_queries, PLACED)
-    col = tl.arange(0, BDV)[None, :]
-    po_ptr += bh * rows * n * G * DV
-    pl_ptr += bh * rows * n * G
-    idx_ptr += (bh * num_queries + t0) * n
-    part = query.to(tl.int64) * (n * G) + g
-
-    top = tl.full([BR], float("-inf"), tl.float32)
-    for slot in tl.static_range(n):
-        block = tl.load(idx_ptr + query * n + slot, mask=inside, other=-1)
-        _, _, listed = locate(block, token, start, num_keys, SIZE, PLACED)
-        top = tl.maximum(top, tl.load(pl_ptr + part + slot * G, mask=inside & listed, other=float("-inf")))
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros([BR], tl.float32)
-    acc = tl.zeros([BR, BDV], tl.float32)
-    for slot in tl.static_range(n):
-        block = tl.load(idx_ptr + query * n + slot, mask=inside, other=-1)
-        _, _, listed = locate(block, token, start, num_keys, SIZE, PLACED)
-        listed = listed & inside
-        share = tl.exp2(tl.load(pl_ptr + part + slot * G, mask=listed, other=float("-inf")) - top)
-        part_row = (part + slot * G)[:, None] * DV + col
-        o = tl.load(po_ptr + part_row, mask=listed[:, None] & (col < DV), other=0.0)
-        acc += share[:, None] * o.to(tl.float32)
-        total += share
-    some = tl.where(total == 0.0, 1.0, total)
-    lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(some)) * 0.6931471805599453)
-    tl.store(lse_ptr + (bh * G + g) * num_queries + t, lse, mask=inside)
-    out_row = out_ptr + b * o_sb + h * o_sh + g.to(tl.int64) * o_sg + t.to(tl.int64) * o_st
-    tl.store(
-        out_row[:, None] + col, (acc / some[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None] & (col < DV)
-    )

@@ -1,15 +1,15 @@
-# pyright: reportGeneralTypeIssues=false
+# pyright: standard, reportGeneralTypeIssues=false
 """What stands before and behind the products of the backward pass: sums over columns, copies and slots."""
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from flexnsa.attention.triton.selected_pairs import first_key, has_parity, locate, place
+from flexnsa.attention.triton.kernels.selected_pairs import first_key, has_parity, locate, place
+from flexnsa.attention.triton.typed import jit
 
 
-@triton.jit(do_not_specialize=["kv_heads", "num_queries"])
+@jit(do_not_specialize=["kv_heads", "num_queries"])
 def row_stats(
     do_ptr, out_ptr, lse_ptr, dlse_ptr, stats_ptr, d_sb, d_sh, d_sg, d_st, o_sb, o_sh, o_sg, o_st,
     kv_heads, num_queries, scale, G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr,
@@ -42,7 +42,7 @@ def row_stats(
     tl.store(stats_ptr + 1, delta, mask=inside)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=[
         "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_copies", "num_shared",
         "parity",
@@ -89,7 +89,7 @@ def sum_shared(
         tl.store(dv_ptr + to * DV + v_col, dv, mask=real & (v_col < DV))
 
 
-@triton.jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
+@jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
 def sum_slots(
     part_ptr, idx_ptr, token_ptr, start_ptr, p_sb, dq_ptr, d_sb, d_sh, d_sg, d_st,
     kv_heads, num_queries, num_keys, chunk, index,

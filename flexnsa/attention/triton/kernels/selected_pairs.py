@@ -1,13 +1,14 @@
-# pyright: reportGeneralTypeIssues=false
+# pyright: standard, reportGeneralTypeIssues=false
 """What the kernels of the selected branch know of pairs, bins and tiles; :mod:`selected_lists` says what these are."""
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from flexnsa.attention.triton.typed import jit
 
-@triton.jit
+
+@jit
 def place(token_ptr, start_ptr, t, num_queries, PLACED: tl.constexpr):
     """Token and first key of the document of the queries ``t``, of which some may be beyond the last."""
     if PLACED:
@@ -20,7 +21,7 @@ def place(token_ptr, start_ptr, t, num_queries, PLACED: tl.constexpr):
     return token, start
 
 
-@triton.jit
+@jit
 def locate(block, token, start, num_keys, SIZE: tl.constexpr, PLACED: tl.constexpr):
     """First key and bin of a selected block, and whether its query can see any of it; any int is a safe block."""
     seen = (block >= 0) & (token >= start) & (block <= (token - start) // SIZE)
@@ -36,7 +37,7 @@ def locate(block, token, start, num_keys, SIZE: tl.constexpr, PLACED: tl.constex
     return first, bin_id, seen
 
 
-@triton.jit
+@jit
 def first_key(
     bin_id, pair, idx_ptr, token_ptr, start_ptr, t0, num_keys, n: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr
 ):
@@ -51,7 +52,7 @@ def first_key(
     return first
 
 
-@triton.jit
+@jit
 def needs_mask(
     order_ptr, token_ptr, t0, first, num_keys,
     n: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr, PLACED: tl.constexpr,
@@ -65,7 +66,7 @@ def needs_mask(
     return tl.where((BN > SIZE) | (first < 0) | (first + BN > num_keys), 2147483647, count)
 
 
-@triton.jit
+@jit
 def row_of_tile(i, r, QUERIES: tl.constexpr, SPREAD: tl.constexpr, G: tl.constexpr):
     """Place in the list, head in the group, and whether there is such a head, of row ``r`` of tile ``i`` of a list.
 
@@ -76,7 +77,7 @@ def row_of_tile(i, r, QUERIES: tl.constexpr, SPREAD: tl.constexpr, G: tl.constex
     return i // SPREAD * QUERIES + r % QUERIES, tl.minimum(head, G - 1), (r // QUERIES < HEADS) & (head < G)
 
 
-@triton.jit
+@jit
 def sees(
     pair, key, idx_ptr, token_ptr, start_ptr, t0, n: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr
 ):  # fmt: skip
@@ -90,7 +91,7 @@ def sees(
     return seen
 
 
-@triton.jit
+@jit
 def has_parity(bin_id, parity, PLACED: tl.constexpr):
     """Whether a bin's turn has come to add to the sums of its keys.
 
@@ -99,7 +100,7 @@ def has_parity(bin_id, parity, PLACED: tl.constexpr):
     return bin_id % 2 == parity if PLACED else bin_id >= 0
 
 
-@triton.jit
+@jit
 def load_row(row, column, WIDTH: tl.constexpr, END: tl.constexpr):
     """Load the columns below ``WIDTH`` of rows, without a mask if those asked for end before."""
     return tl.load(row + column) if END <= WIDTH else tl.load(row + column, mask=column < WIDTH, other=0.0)

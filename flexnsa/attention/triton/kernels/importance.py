@@ -1,0 +1,135 @@
+# pyright: standard
+"""Importance of a tile of blocks for a tile of queries; :mod:`flexnsa.attention.triton.importance` says how."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from flexnsa.attention.triton.kernels.visible import count_visible
+from flexnsa.attention.triton.typed import jit
+
+
+@jit
+def add_heads(
+    own, passed, keys, key, visible, num_heads, q_ptrs, lse_ptrs, q_stride_h, lse_stride_h, scale_log2,
+    HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, NUM_OFFSETS: tl.constexpr, OWN: tl.constexpr,
+    PASSED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add the probabilities that the first ``num_heads`` heads of the group give to the keys."""
+    dim = tl.arange(0, keys[0].shape[1])[None, :]
+    for _ in range(num_heads):
+        q = tl.load(q_ptrs, mask=dim < HEAD_DIM, other=0.0)
+        lse_log2 = tl.load(lse_ptrs) * 1.4426950408889634
+        for o in tl.static_range(NUM_OFFSETS):  # pyright: ignore[reportGeneralTypeIssues]
+            score = tl.dot(q, tl.trans(keys[o]), input_precision="ieee")
+            p = tl.exp2(tl.fma(score, scale_log2, -lse_log2[:, None]))
+            if MASKED:
+                shown = key[None, :] + o < visible[:, None]
+                if FIRST < 0:
+                    shown &= key[None, :] + o >= 0
+                p = tl.where(shown, p, 0.0)
+            # Explicit fma: with and without masks must round alike, or equal scores would not tie.
+            own = tl.fma(p, tl.full(p.shape, OWN[o], tl.float32), own)
+            if PASSED[o] > 0:
+                passed = tl.fma(p, tl.full(p.shape, PASSED[o], tl.float32), passed)
+        q_ptrs += q_stride_h
+        lse_ptrs += lse_stride_h
+    return own, passed
+
+
+@jit(do_not_specialize=["first_row", "num_rows", "num_keys", "width"])
+def importance_kernel(
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    token_ptr,
+    start_ptr,
+    cmp_start_ptr,
+    own_ptr,
+    passed_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_t,
+    k_stride_b,
+    k_stride_h,
+    k_stride_n,
+    lse_stride_b,
+    lse_stride_h,
+    position_stride_b,
+    first_row,
+    num_rows,
+    num_keys,
+    width,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    LENGTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    RATIO: tl.constexpr,
+    FIRST: tl.constexpr,
+    NUM_OFFSETS: tl.constexpr,
+    OWN: tl.constexpr,
+    PASSED: tl.constexpr,
+    HAS_PASSED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Score one tile of queries against one tile of blocks of one kv head."""
+    num_tiles_j = tl.cdiv(width, BLOCK_J)
+    num_tiles_t = tl.cdiv(num_rows, BLOCK_T)
+    first_block = tl.program_id(0) % num_tiles_j * BLOCK_J
+    tile_t = tl.program_id(0) // num_tiles_j % num_tiles_t
+    batch_head = (tl.program_id(0) // num_tiles_j // num_tiles_t).to(tl.int64)
+    batch = batch_head // KV_HEADS
+    kv_head = batch_head % KV_HEADS
+
+    # Rows past the end repeat the last one, so that only the stores need a mask.
+    local_row = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = first_row + tl.minimum(local_row, num_rows - 1)
+    position = batch * position_stride_b + row
+    visible = count_visible(token_ptr + position, start_ptr + position, LENGTH, STRIDE)
+    key = (first_block + tl.arange(0, BLOCK_J)) * RATIO + FIRST
+    if first_block * RATIO + FIRST >= tl.max(visible):
+        return
+
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    q_base = q_ptr + batch * q_stride_b + kv_head * GROUP * q_stride_h
+    q_ptrs = q_base + row.to(tl.int64)[:, None] * q_stride_t + dim
+    lse_ptrs = lse_ptr + batch * lse_stride_b + kv_head * GROUP * lse_stride_h + row
+    k_ptrs = k_ptr + batch * k_stride_b + kv_head * k_stride_h + dim
+
+    own = tl.zeros((BLOCK_T, BLOCK_J), tl.float32)
+    passed = tl.zeros((BLOCK_T, BLOCK_J), tl.float32)
+    cmp_start = tl.load(cmp_start_ptr + position)
+    document = tl.min(cmp_start)
+    last_document = tl.max(cmp_start)
+    # Block grids restart with each document: a tile of queries goes through the documents that it holds, mostly one.
+    while document <= last_document:
+        keys = ()
+        for o in tl.static_range(NUM_OFFSETS):
+            index = document + key + o
+            inside = (key + o >= 0) & (index < num_keys)
+            ptrs = k_ptrs + index.to(tl.int64)[:, None] * k_stride_n
+            keys += (tl.load(ptrs, mask=inside[:, None] & (dim < HEAD_DIM), other=0.0),)
+        visible_here = tl.where(cmp_start == document, visible, 0)
+        whole = (first_block * RATIO + FIRST >= 0) & (tl.min(visible_here) >= (first_block + BLOCK_J) * RATIO)
+        num_whole = tl.where(whole, GROUP, 0)
+        # One of the two loops runs. Masks first: they would otherwise hold registers in the loop that needs none.
+        own, passed = add_heads(
+            own, passed, keys, key, visible_here, GROUP - num_whole, q_ptrs, lse_ptrs, q_stride_h, lse_stride_h,
+            scale_log2, HEAD_DIM, FIRST, NUM_OFFSETS, OWN, PASSED, True,
+        )  # fmt: skip
+        own, passed = add_heads(
+            own, passed, keys, key, visible_here, num_whole, q_ptrs, lse_ptrs, q_stride_h, lse_stride_h,
+            scale_log2, HEAD_DIM, FIRST, NUM_OFFSETS, OWN, PASSED, False,
+        )  # fmt: skip
+        document = tl.min(tl.where(cmp_start > document, cmp_start, 2147483647))
+
+    block = first_block + tl.arange(0, BLOCK_J)[None, :]
+    cell = (batch_head * num_rows + local_row[:, None]) * tl.multiple_of(width, 16) + block
+    stored = (local_row[:, None] < num_rows) & (block < width)
+    tl.store(own_ptr + cell, own, mask=stored)
+    if HAS_PASSED:
+        tl.store(passed_ptr + cell, passed, mask=stored)
