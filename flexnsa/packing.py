@@ -2,7 +2,7 @@
 
 - ``document_ids`` ``(B, S)``: the document of each token, never decreasing along a row. What attention takes.
 - ``cu_seqlens`` ``(D + 1,)``: where documents begin in one long row, and its end. What varlen kernels take.
-- ``position_ids`` ``(B, S)``: the place of each token in its document, from 0.
+- ``position_ids`` ``(B, S)``: the position of each token in its document, from 0.
 - ``attention_mask`` ``(B, S)``: which tokens of padded rows are real; one run a row, padding on any side.
 
 Values are checked on a CPU, outside of a compiler; elsewhere looking at them would cost a synchronisation. Those

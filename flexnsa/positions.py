@@ -1,7 +1,8 @@
-"""Where the queries stand: the one description of rows that every mask starts from."""
+"""Where the queries stand: the one description of them that every mask starts from."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Row coordinates of ``T`` queries, each int32 ``(B or 1, T)`` and non-decreasing along ``T``.
+    """Coordinates of ``T`` queries in their sequences, each int32 ``(B or 1, T)`` and non-decreasing along ``T``.
 
     Args:
         token: index of the query's own token in the key sequence.
@@ -22,9 +23,18 @@ class Positions:
     start: Tensor
     cmp_start: Tensor
 
-    def at(self, rows: slice) -> Positions:
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Token, start and cmp_start, as an operator takes them."""
+        return self.token, self.start, self.cmp_start
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Positions:
+        """Change the three tensors alike."""
+        return Positions(change(self.token), change(self.start), change(self.cmp_start))
+
+    def at(self, queries: slice) -> Positions:
         """Keep some of the queries."""
-        return Positions(self.token[:, rows], self.start[:, rows], self.cmp_start[:, rows])
+        return self.map(lambda x: x[:, queries])
 
     @classmethod
     def of_sequence(cls, seq_len: int, device: torch.device | str | None = None) -> Positions:

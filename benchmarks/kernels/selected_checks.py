@@ -78,12 +78,12 @@ def check_compiled(*, smoke: bool) -> dict[str, Any]:
         return out.float().square().sum() + given(lse).sum()
 
     same = []
-    for placed in (False, True):
+    for positioned in (False, True):
         compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager" if smoke else "inductor")
         for number, length in enumerate((96, 128, 160) if smoke else (640, 1000, 2048)):
             shape = Shape("", length, 4, 2, 16 if smoke else 64, batch=2, num_selected=4)
             config, x = config_of(shape), Inputs(shape)
-            token = torch.arange(length, dtype=torch.int32, device=DEVICE)[None] if placed else None
+            token = torch.arange(length, dtype=torch.int32, device=DEVICE)[None] if positioned else None
             with torch._dynamo.config.patch(error_on_recompile=number > 0):
                 grads = torch.autograd.grad(compiled(*x.qkv, x.block_indices, token), x.qkv)
             eager = torch.autograd.grad(call(*x.qkv, x.block_indices, token), x.qkv)

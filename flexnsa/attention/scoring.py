@@ -37,8 +37,8 @@ def group_probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions:
     q_BKRD = torch.unflatten(q.float() * (call.scale * unit), 1, (-1, group)).flatten(2, 3)
     scores = torch.unflatten(q_BKRD @ k_cmp.float().mT, 2, (group, -1))
     if call.score_mod is not None:
-        place = compressed_positions(key.view(1, 1, 1, -1), positions, call.config)
-        modified = apply_score_mod(call.score_mod, scores.flatten(1, 2), query_positions(positions), place)
+        kv_idx = compressed_positions(key.view(1, 1, 1, -1), positions, call.config)
+        modified = apply_score_mod(call.score_mod, scores.flatten(1, 2), query_positions(positions), kv_idx)
         scores = torch.unflatten(modified, 1, (-1, group))
     if lse is None:
         scores = scores.masked_fill(hidden[:, None, None], -torch.inf)

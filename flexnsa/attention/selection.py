@@ -57,8 +57,7 @@ def select_in_chunks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -
     """
     positions = positions_of(q, call.positions)
     q, k_cmp, lse = q.detach(), k_cmp.detach(), None if lse is None else lse.detach()
-    rows = (positions.token, positions.start, positions.cmp_start)
-    return _select_in_chunks(q, k_cmp, lse, *rows, call.config.to_ints(), call.scale)
+    return _select_in_chunks(q, k_cmp, lse, *positions.tensors, call.config.to_ints(), call.scale)
 
 
 def select_with_mod(
@@ -101,8 +100,8 @@ def _select_in_chunks(
     chosen = token.new_empty(*k_cmp.shape[:2], q.shape[2], call.config.num_selected_blocks)
 
     def select(q: Tensor, k_cmp: Tensor, chosen: Tensor, *others: Tensor) -> None:
-        rows, lse = Positions(*(x[:, 0] for x in others[:3])), [x.flatten(1, 2) for x in others[3:]]
-        chosen.copy_(_select(q.flatten(1, 2), k_cmp, lse[0] if lse else None, rows, call, group_probabilities, CHUNK))
+        here, lse = Positions(*(x[:, 0] for x in others[:3])), [x.flatten(1, 2) for x in others[3:]]
+        chosen.copy_(_select(q.flatten(1, 2), k_cmp, lse[0] if lse else None, here, call, group_probabilities, CHUNK))
 
     per_token, per_head = (
         repeated(k_cmp, token, start, cmp_start),
@@ -151,10 +150,10 @@ def _select(
     config = call.config
     chosen: list[Tensor] = []
     for at in range(0, q.shape[2], chunk):
-        rows = slice(at, at + chunk)
-        here = positions.at(rows)
+        queries = slice(at, at + chunk)
+        here = positions.at(queries)
         k_past = k_cmp[:, :, : _keys_until(here, k_cmp.shape[2], config)]
-        probs = probabilities(q[:, :, rows], k_past, None if lse is None else lse[:, :, rows], here, call)
+        probs = probabilities(q[:, :, queries], k_past, None if lse is None else lse[:, :, queries], here, call)
         width = blocks_within(k_past.shape[2], config)
         chosen.append(top_blocks(block_scores(probs, here, num_blocks=width, config=config), here, config=config))
     return torch.cat(chosen, dim=2)

@@ -1,9 +1,10 @@
 """What a layer keeps of the tokens it has seen, so that the next one reads ``S/d + n*l' + w`` keys instead of ``S``.
 
-Selected keys are kept for all tokens, compressed ones for all blocks, the window's for the last few, and so are the
-raw keys and values from which the next compressed token will be made. Nothing is ever allocated after construction.
-Each kind of row has its slot: token ``p`` is in slot ``p`` of a full buffer, in slot ``p % size`` of a ring. Rows of
-a batch may have different lengths. One slot more, at the end of each buffer, takes what must not be kept: padding.
+Selected keys are kept for all tokens, compressed ones for all blocks, the window's for the last few, and so is the
+*tail*: the raw keys and values from which the next compressed token will be made. Nothing is ever allocated after
+construction. A token has a slot in each buffer: token ``p`` is in slot ``p`` of a full buffer, and in slot ``p % size``
+of a ring buffer, which keeps the last tokens only. One slot more, at the end of each buffer, takes what must not be
+kept: padding. A row is one sequence of the batch; rows may have different lengths.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class NSACache:
         v_head_dim: ``Dv``, by default ``head_dim``.
         config: sizes of the branches.
         branches: of the layer; the others take no memory.
-        max_rewind: tokens that :meth:`crop` can always take back; each costs a row of the window and of the tail.
+        max_rewind: tokens that :meth:`crop` can always take back; each costs a slot of the window and of the tail.
         dtype: of the keys and values.
         device: of everything.
 
@@ -96,7 +97,7 @@ class NSACache:
         }
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.reached = torch.zeros_like(self.lengths)
-        """Most tokens that a row has had: what the rings have overwritten follows from it."""
+        """Most tokens that a row has had since it was empty, those taken back included: older ones are overwritten."""
         self.reads: ReadCounter | None = None
         """Set it to count what the steps read."""
         self._rows = torch.arange(batch_size, device=device)[:, None]
@@ -158,7 +159,7 @@ class NSACache:
         return locate(before, end, self._zero, num_tokens, self.sizes, ordered=ordered)
 
     def store(self, name: str, rows: Tensor, step: Step) -> None:
-        """Put the step's rows ``(B, Hkv, T or E, D)`` where they belong."""
+        """Put the step's keys or values ``rows (B, Hkv, T or E, D)`` into their slots."""
         self.buffers[name][self._rows, :, step.slots[_kind(name)]] = rows.transpose(1, 2)
 
     def all(self, name: str) -> Tensor:
@@ -166,21 +167,21 @@ class NSACache:
         return self.buffers[name]
 
     def keep(self, name: str, rows: Tensor, step: Step) -> None:
-        """Put the step's rows into a ring when the step ends."""
+        """Put the step's keys or values into a ring buffer when the step ends."""
         step.recent[name] = rows
 
     def extend(self, name: str, rows: Tensor, step: Step) -> Tensor:
-        """Give the tokens that a step looks back at and its own behind them, in order; keep its own for the ring.
+        """Give the tokens that a step looks back at and its own behind them, in order; keep its own for later.
 
-        Where the step reads the window in place, give the ring with its own tokens in it, in no order.
+        Where the step reads the window in place, give the ring buffer with its own tokens in it, in no order.
         """
         kind = _kind(name)
         if kind == "win" and step.window_in_place:
             self.store(name, rows, step)
-            self._reach(step)  # even if the step fails, the ring has forgotten a token
+            self._update_reached(step)  # even if the step fails, the buffer has forgotten a token
             return self.buffers[name][:, :, :-1]
         self.keep(name, rows, step)
-        slots = ring_slots_before(step, self.sizes.reach[kind], self.sizes.size(kind))
+        slots = ring_slots_before(step, self.sizes.lookback[kind], self.sizes.size(kind))
         return torch.cat((self.buffers[name][self._rows, :, slots].transpose(1, 2), rows), dim=2)
 
     def end(self, step: Step) -> None:
@@ -188,7 +189,7 @@ class NSACache:
         for name, rows in step.recent.items():
             self.store(name, rows, step)
         self.lengths.copy_(step.after[:, 0])
-        self._reach(step)
+        self._update_reached(step)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -200,7 +201,7 @@ class NSACache:
     def crop(self, lengths: int | Tensor) -> None:
         """Go back to the first tokens of each row: ``lengths``, one for all or int ``(B,)``.
 
-        Always possible are 0, the last ``max_rewind`` tokens, and any length while no ring has overwritten a token.
+        Always possible are 0, the last ``max_rewind`` tokens, and any length while nothing has been overwritten.
 
         Raises:
             TypeError: neither an int nor a tensor.
@@ -212,9 +213,9 @@ class NSACache:
             check_int("lengths", lengths, -LARGEST_SIZE)
         wanted = torch.as_tensor(lengths, device=self.device).expand_as(self.lengths)
         possible = (wanted >= 0) & (wanted <= self.lengths)
-        for kind in {_kind(name) for name in self.buffers} & self.sizes.reach.keys():
+        for kind in {_kind(name) for name in self.buffers} & self.sizes.lookback.keys():
             oldest = self.reached - self.sizes.size(kind)
-            possible &= (wanted == 0) | ((wanted - self.sizes.reach[kind]).clamp_min(0) >= oldest)
+            possible &= (wanted == 0) | ((wanted - self.sizes.lookback[kind]).clamp_min(0) >= oldest)
         if not possible.all():
             row = int(possible.logical_not().nonzero()[0])
             raise ValueError(
@@ -290,7 +291,7 @@ class NSACache:
             )
         self._longest = longest
 
-    def _reach(self, step: Step) -> None:
+    def _update_reached(self, step: Step) -> None:
         self.reached.copy_(torch.maximum(self.reached, step.after[:, 0]))
 
 

@@ -42,9 +42,9 @@ class ReadCounter:
             past = (own + 1 - block_indices * size).clamp(0, size)
             counts["slc"] = int(torch.where(block_indices >= 0, past, 0).sum())
         for tag, count in counts.items():
-            rows = [x for name in (f"k_{tag}", f"v_{tag}") if (x := getattr(keys, name)) is not None]
+            read = [x for name in (f"k_{tag}", f"v_{tag}") if (x := getattr(keys, name)) is not None]
             self.keys[tag] += count
-            self.bytes[tag] += count * sum(x.shape[3] * x.itemsize for x in rows)
+            self.bytes[tag] += count * sum(x.shape[3] * x.itemsize for x in read)
 
 
 def _width(intervals: Intervals) -> int:

@@ -1,7 +1,7 @@
-"""Where the tokens of a decoding step stand, and in which slots of a cache their rows go.
+"""Where the tokens of a decoding step stand, and in which slots of a cache their keys and values go.
 
-Token ``p`` is in slot ``p`` of a full buffer and in slot ``p % size`` of a ring, which holds the last tokens only. One
-slot more, at the end of each buffer, takes what must not be kept.
+Token ``p`` is in slot ``p`` of a full buffer and in slot ``p % size`` of a ring buffer, which holds the last tokens
+only. One slot more, at the end of each buffer, takes what must not be kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Slots:
 
     Args:
         max_seq_len: tokens of a full buffer.
-        max_rewind: tokens that a ring holds beyond those that the next step looks back at.
+        max_rewind: tokens that a ring buffer holds beyond those that the next step looks back at.
         config: of the branches.
     """
 
@@ -31,8 +31,8 @@ class Slots:
     config: NSAConfig
 
     @property
-    def reach(self) -> dict[str, int]:
-        """Tokens before a step that it looks back at, by ring."""
+    def lookback(self) -> dict[str, int]:
+        """Tokens before a step that it looks back at, by the ring buffer that holds them."""
         return {"tail": self.config.compress_block_size - 1, "win": self.config.window_size - 1}
 
     def size(self, kind: str) -> int:
@@ -41,7 +41,7 @@ class Slots:
             return self.max_seq_len
         if kind == "cmp":
             return num_compressed(self.max_seq_len, self.config)
-        return self.reach[kind] + self.max_rewind
+        return self.lookback[kind] + self.max_rewind
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class Step:
         after: int32 ``(B, 1)``, the lengths after it.
         positions: of the queries among all tokens of their row.
         window_positions: of the queries among the window's keys.
-        window_in_place: whether these are the ring with the step's token in it, not its tokens in order and the step's.
+        window_in_place: whether these are the ring buffer itself, the new token in it, and not a copy of both in order.
         block: int32 ``(B, E)``, the compressed tokens that ``T`` tokens can complete, ``E = ceil(T / d)``.
         first_tokens: int32 ``(B, E)``, where their blocks begin among the tokens of the tail and the step's.
-        slots: by kind of buffer, int64 ``(B, T)`` or ``(B, E)``: where the new rows go.
+        slots: by kind of buffer, int64 ``(B, T)`` or ``(B, E)``: where the new keys and values go.
         lost: bool ``(B, T)``, tokens for which there was no room.
         emits: whether there may be a block to compress; False only where that can be told without waiting.
-        recent: by name, rows that go into a ring when the step ends; until then it is needed as it is.
+        recent: by name, what goes into a ring buffer when the step ends; until then it is needed as it is.
     """
 
     before: Tensor
@@ -86,26 +86,26 @@ def locate(before: Tensor, end: Tensor, zero: Tensor, num_tokens: int, sizes: Sl
         sizes: of the buffers.
         ordered: whether somebody will ask where the keys of the window stand.
     """
-    config, reach = sizes.config, sizes.reach
+    config, lookback = sizes.config, sizes.lookback
     stride = config.compress_stride
     after = end.clamp_max(sizes.max_seq_len)
-    place = before + torch.arange(num_tokens, dtype=torch.int32, device=before.device)
-    new = place < after
+    position = before + torch.arange(num_tokens, dtype=torch.int32, device=before.device)
+    new = position < after
     block = _count_compressed(before, config)
     if num_tokens > stride:
         block = block + torch.arange(-(-num_tokens // stride), dtype=torch.int32, device=before.device)
     complete = block < _count_compressed(after, config)
 
     # Padding stands where the last token does, so that positions never decrease nor run out of the buffers.
-    token = torch.minimum(place, after - 1)
+    token = torch.minimum(position, after - 1)
     zero = zero.expand_as(token)
-    # One token overwrites the one that leaves the window. The ring then is the window, in an order that attention does
-    # not see, and need not be copied.
+    # One token overwrites the one that leaves the window. The buffer then is the window, in an order that attention
+    # does not see, and need not be copied.
     in_place = num_tokens == 1 and sizes.max_rewind == 1 and not ordered
     if in_place:
-        window_positions = Positions(token.clamp_max(reach["win"]), zero, zero)
+        window_positions = Positions(token.clamp_max(lookback["win"]), zero, zero)
     else:
-        first = reach["win"] - before  # of the row's tokens, among the window's
+        first = lookback["win"] - before  # of the row's tokens, among the window's
         window_positions = Positions(token + first, first.expand_as(token), zero)
     return Step(
         before=before,
@@ -114,28 +114,28 @@ def locate(before: Tensor, end: Tensor, zero: Tensor, num_tokens: int, sizes: Sl
         window_positions=window_positions,
         window_in_place=in_place,
         block=block,
-        first_tokens=(block * stride - before + reach["tail"]).clamp_max(num_tokens - 1),
+        first_tokens=(block * stride - before + lookback["tail"]).clamp_max(num_tokens - 1),
         slots={
-            "slc": torch.where(new, place, sizes.size("slc")).long(),
+            "slc": torch.where(new, position, sizes.size("slc")).long(),
             "cmp": torch.where(complete, block, sizes.size("cmp")).long(),
-            **{kind: _ring_slots(place, new, after, sizes.size(kind)) for kind in reach},
+            **{kind: _ring_slots(position, new, after, sizes.size(kind)) for kind in lookback},
         },
-        lost=(place >= after) & (place < end),
+        lost=(position >= after) & (position < end),
         emits=torch.compiler.is_compiling() or before.device.type != "cpu" or bool(complete.any()),
     )
 
 
-def ring_slots_before(step: Step, reach: int, size: int) -> Tensor:
-    """Find the last ``reach`` tokens before a step in a ring of ``size`` slots, int64 ``(B, reach)``."""
-    back = torch.arange(-reach, 0, dtype=torch.int32, device=step.before.device)
+def ring_slots_before(step: Step, lookback: int, size: int) -> Tensor:
+    """Find the last ``lookback`` tokens before a step in a ring buffer of ``size`` slots, int64 ``(B, lookback)``."""
+    back = torch.arange(-lookback, 0, dtype=torch.int32, device=step.before.device)
     return (step.before + back).remainder(size).long()
 
 
-def _ring_slots(place: Tensor, new: Tensor, after: Tensor, size: int) -> Tensor:
-    """Give the slots of new tokens; of more than a ring holds, the last ones get one."""
-    if place.shape[1] > size:
-        new = new & (place >= after - size)
-    return torch.where(new, place % size, size).long()
+def _ring_slots(position: Tensor, new: Tensor, after: Tensor, size: int) -> Tensor:
+    """Give the slots of new tokens; of more than a ring buffer holds, the last ones get one."""
+    if position.shape[1] > size:
+        new = new & (position >= after - size)
+    return torch.where(new, position % size, size).long()
 
 
 def _count_compressed(lengths: Tensor, config: NSAConfig) -> Tensor:

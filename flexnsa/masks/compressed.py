@@ -32,6 +32,6 @@ def compressed_mask(
     def complete(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
         return kv_idx * stride + length - 1 <= q_idx
 
-    rows = positions or Positions.of_sequence(seq_len, device)
+    queries = positions or Positions.of_sequence(seq_len, device)
     mask_mod = complete if positions is None else None
-    return interval_block_mask(compressed_intervals(rows, config), num_keys, widths=None, mask_mod=mask_mod)
+    return interval_block_mask(compressed_intervals(queries, config), num_keys, widths=None, mask_mod=mask_mod)

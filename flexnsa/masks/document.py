@@ -29,9 +29,9 @@ def first_tokens(positions: Positions, num_compressed: int, config: NSAConfig) -
     Documents never have more compressed tokens than the undivided sequence; the list ends in zeros, seen by no query.
     """
     completes = _completes_block(positions.token - positions.start, config)
-    place = torch.where(completes, completes.cumsum(1) - 1, num_compressed)
+    slot = torch.where(completes, completes.cumsum(1) - 1, num_compressed)
     first = positions.token - (config.compress_block_size - 1)
-    listed = torch.zeros_like(first[:, :1]).repeat(1, num_compressed + 1).scatter(1, place, first)
+    listed = torch.zeros_like(first[:, :1]).repeat(1, num_compressed + 1).scatter(1, slot, first)
     return listed[:, :num_compressed]
 
 
@@ -41,6 +41,6 @@ def _document_start(document_ids: Tensor, token: Tensor) -> Tensor:
 
 
 def _completes_block(own_position: Tensor, config: NSAConfig) -> Tensor:
-    """Tell whether a token, at its place in its document, is the last of a compressed token."""
+    """Tell whether a token, by its position in its document, is the last of a compressed token."""
     beyond = own_position - (config.compress_block_size - 1)
     return (beyond >= 0) & (beyond % config.compress_stride == 0)

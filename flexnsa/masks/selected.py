@@ -1,13 +1,14 @@
 """The blocks that each query selected, as a BlockMask of linear size whose backward is balanced.
 
-FlexAttention's backward walks, for each key block, the list of query tiles that use it. As a rectangle over blocks
-that list is quadratic, and block 0, which every query selects, is one serial loop over the whole sequence. So each
-block is split into *copies*: at most ``C = select_block_size * num_selected_blocks`` queries share one, and the keys
-are gathered copy by copy. ``T`` queries then need at most ``bins + T // select_block_size`` copies, a static bound.
+A *bin* is one run of ``select_block_size`` keys that is gathered as a whole. Without documents it is a block. With
+them, a block that lies inside one aligned run of that length uses the bin of the run, and a block that crosses a
+boundary between two runs, because its document starts anywhere, has the bin of that boundary for itself. However many
+documents there are, two bins per run are enough.
 
-A *bin* is one gatherable run of ``select_block_size`` tokens. A block that lies inside one aligned run of that length
-uses the bin of the run. A block that crosses a boundary between two runs, because its document starts anywhere, has
-the bin of that boundary for itself. However many documents there are, two bins per run are enough.
+FlexAttention's backward walks, for each bin, the list of query tiles that use it. As a rectangle over bins that list
+is quadratic, and that of block 0, which every query selects, is one serial loop over the whole sequence. So a bin is
+gathered several times: a *copy* of it serves at most ``C = select_block_size * num_selected_blocks`` queries. ``T``
+queries then need at most ``bins + T // select_block_size`` copies, a static bound.
 """
 
 from __future__ import annotations
@@ -138,12 +139,12 @@ def _balance(bins: Tensor, num_bins: int, capacity: int) -> _Copies:
     )
     first_pair = order.gather(-1, offset.clamp_max(num_pairs - 1).long()).long()
 
-    place = torch.arange(num_pairs, dtype=torch.int32, device=bins.device).expand_as(order)
-    rank_plus_start = torch.empty_like(order).scatter(-1, order.long(), place)
+    index = torch.arange(num_pairs, dtype=torch.int32, device=bins.device).expand_as(order)
+    index_in_order = torch.empty_like(order).scatter(-1, order.long(), index)
     bin_of_pair = pairs.clamp_max(num_bins - 1).long()
-    rank = rank_plus_start - bin_start.gather(-1, bin_of_pair)
+    rank = index_in_order - bin_start.gather(-1, bin_of_pair)
     of_pair = copy_start.gather(-1, bin_of_pair) + rank // capacity
-    # Pairs that select nothing stand in the unused tail of their row; keep them in range all the same.
+    # Pairs that select nothing stand behind the last bin; keep them in range all the same.
     of_pair = of_pair.clamp(0, num_copies - 1).unflatten(-1, bins.shape[-2:])
     return _Copies(of_pair, first_pair, num_queries, queries)
 

@@ -121,12 +121,12 @@ def _lifted(
     groups: int,
 ) -> ScoreMod:
     """Turn a kernel's row into a query head and a position, and its key into a position by ``key_position``."""
-    place = None if positions is None else by_query(stored(query_positions(positions)))
+    own = None if positions is None else by_query(stored(query_positions(positions)))
 
     def kernel_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         query = q_idx // rows
         head = h if rows == 1 else h * groups + (q_idx % rows).clamp_max(groups - 1)
-        q_position = query if place is None else place(b, query)
+        q_position = query if own is None else own(b, query)
         kv_position = key_position(b, h, query, kv_idx).clamp_min(0)
         return score_mod(score, b, head, q_position, torch.minimum(kv_position, q_position))
 

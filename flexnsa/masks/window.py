@@ -28,7 +28,7 @@ def window_mask(
     def recent(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
         return (kv_idx <= q_idx) & (q_idx < kv_idx + window)
 
-    rows = positions or Positions.of_sequence(seq_len, device)
+    queries = positions or Positions.of_sequence(seq_len, device)
     mask_mod = recent if positions is None else None
     widest = tiles_touched(DENSE_TILE + window - 1, DENSE_TILE)
-    return interval_block_mask(window_intervals(rows, config), num_keys, widths=(widest, widest), mask_mod=mask_mod)
+    return interval_block_mask(window_intervals(queries, config), num_keys, widths=(widest, widest), mask_mod=mask_mod)

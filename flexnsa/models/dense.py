@@ -59,16 +59,16 @@ class DenseCache:
         Raises:
             ValueError: there is no room for them.
         """
-        place = self.lengths[:, None] + torch.arange(k.shape[2], device=k.device)
+        position = self.lengths[:, None] + torch.arange(k.shape[2], device=k.device)
         end = self.lengths + (k.shape[2] if lengths is None else lengths)
         if not torch.compiler.is_compiling() and int(end.max()) > self.max_seq_len:
             raise ValueError(f"x: expected to fit a cache of {self.max_seq_len} tokens, got {int(end.max())}")
-        slot = torch.where(place < end[:, None], place, self.max_seq_len)
+        slot = torch.where(position < end[:, None], position, self.max_seq_len)
         rows = torch.arange(len(slot), device=k.device)[:, None]
         for buffer, new in ((self.k, k), (self.v, v)):
             buffer[rows, :, slot] = new.transpose(1, 2)
         self.lengths.copy_(end)
-        return (torch.arange(self.max_seq_len, device=k.device) <= place[..., None])[:, None]
+        return (torch.arange(self.max_seq_len, device=k.device) <= position[..., None])[:, None]
 
 
 class DenseLayout(NamedTuple):

@@ -34,7 +34,7 @@ def test_a_step_that_fails_half_way_was_never_taken(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_token_that_fails_half_way_has_left_the_window_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keys are in the ring already, in the place of the oldest, so no step can go back that far."""
+    """Its keys are in the ring buffer already, in the slot of the oldest, so no step can go back that far."""
     layer = make_layer()
     x = tokens(2, 90)
     cache = layer.new_cache(2, 90)

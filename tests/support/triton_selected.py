@@ -217,13 +217,13 @@ def compile_operator() -> dict[str, Any]:
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     same, graphs = [], []
-    for placed in (False, True):
+    for positioned in (False, True):
         counter.clear()
         for length in (20, 27, 36):
             q = torch.randn(2, 2, length, 16, requires_grad=True)
             k = torch.randn(2, 1, length, 16, requires_grad=True)
             chosen = torch.zeros(2, 1, length, 4, dtype=torch.int32) - torch.tensor([0, 1, 1, 1], dtype=torch.int32)
-            token = torch.arange(length, dtype=torch.int32)[None] if placed else None
+            token = torch.arange(length, dtype=torch.int32)[None] if positioned else None
             gradients = [torch.autograd.grad(f(q, k, chosen, token), (q, k)) for f in (compiled, call)]
             same += [torch.equal(a, b) for a, b in zip(*gradients, strict=True)]
         graphs.append(counter.frame_count)

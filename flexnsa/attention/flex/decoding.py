@@ -79,7 +79,7 @@ def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call
 
 
 def _fits_tile(q: Tensor, groups: int, call: Call) -> bool:
-    """Tell whether the heads of a group can be queries at the same place.
+    """Tell whether the heads of a group can be queries at the same position.
 
     To a score_mod such rows would all be one head; with one, heads stay apart.
     """
@@ -90,9 +90,6 @@ def _repeated(call: Call, times: int) -> Call:
     """Let each query stand where it does several times in a row."""
 
     def repeat(positions: Positions | None) -> Positions | None:
-        if positions is None:
-            return None
-        rows = (positions.token, positions.start, positions.cmp_start)
-        return Positions(*(x.repeat_interleave(times, dim=1) for x in rows))
+        return positions and positions.map(lambda x: x.repeat_interleave(times, dim=1))
 
     return replace(call, positions=repeat(call.positions), window_positions=repeat(call.window_positions))

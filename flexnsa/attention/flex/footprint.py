@@ -12,7 +12,7 @@ def _saved(tag: str, sizes: AttentionSizes) -> int:
         return sizes.outputs + sizes.lse + _repeated_keys(sizes)
     if tag == "win":
         return sizes.outputs + sizes.lse + sizes.keys(sizes.seq_len)
-    # Queries, outputs and log-sum-exp with the heads folded into rows, keys by copy, and the output unfolded.
+    # Queries, outputs and log-sum-exp with the heads folded into rows, keys as gathered, and the output unfolded.
     counts = 4 * sizes.batch * sizes.num_kv_heads * sizes.seq_len
     rows = _folded(sizes.queries + sizes.outputs + sizes.lse, sizes)
     return sizes.outputs + rows + _copied_keys(sizes) + sizes.indices + counts + _transposed_lists(sizes)
@@ -26,7 +26,7 @@ def _backward(tag: str, sizes: AttentionSizes) -> int:
 
 
 def _repeated_keys(sizes: AttentionSizes) -> int:
-    """Compressed keys and values, a copy for each query head, whole tiles."""
+    """Compressed keys and values, once for each query head, whole tiles."""
     return sizes.group * sizes.keys((sizes.length("cmp") // DENSE_TILE + 1) * DENSE_TILE)
 
 
@@ -42,7 +42,7 @@ def _copies(sizes: AttentionSizes) -> int:
 
 
 def _copied_keys(sizes: AttentionSizes) -> int:
-    """Keys and values gathered copy by copy."""
+    """Keys and values as they are gathered."""
     return sizes.keys(_copies(sizes) * sizes.config.select_block_size)
 
 

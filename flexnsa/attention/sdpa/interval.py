@@ -122,14 +122,14 @@ def interval_attention(
         for chunk in chunks:
             if chunk.first >= chunk.last:
                 continue
-            rows = slice(chunk.start, chunk.stop)
-            probs = _scores(_fold(q[..., rows, :], dtype), k_acc, lo, hi, chunk, workspace)
+            queries = slice(chunk.start, chunk.stop)
+            probs = _scores(_fold(q[..., queries, :], dtype), k_acc, lo, hi, chunk, workspace)
             top = probs.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
             total = probs.sub_(top).exp2_().sum(-1, keepdim=True)
             values = torch.bmm(probs, v_acc[:, chunk.first : chunk.last]).div_(total.clamp_min(torch.finfo(dtype).tiny))
-            out[..., rows, :] = values.view_as(out[..., rows, :])
+            out[..., queries, :] = values.view_as(out[..., queries, :])
             lse_c = torch.where(total > 0, (top + total.double().log2()) / LOG2_E, -torch.inf)
-            lse[..., rows] = lse_c.view_as(lse[..., rows])
+            lse[..., queries] = lse_c.view_as(lse[..., queries])
 
     side_by_side(attend, (*grouped(k, q, out, lse), k, v, *repeated(k, lo, hi)), heads_at_once(q, k, chunk_size))
     return out, lse
@@ -164,15 +164,16 @@ def _interval_attention_backward(
         for chunk in chunks:
             if chunk.first >= chunk.last:
                 continue
-            rows, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.last)
-            q_c, out_c, grad_out_c = (_fold(x[..., rows, :], dtype) for x in (q, out, grad_out))
-            lse_c, grad_lse_c = (_fold(x[..., rows, None], dtype) for x in (lse_2, grad_lse))
+            queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.last)
+            q_c, out_c, grad_out_c = (_fold(x[..., queries, :], dtype) for x in (q, out, grad_out))
+            lse_c, grad_lse_c = (_fold(x[..., queries, None], dtype) for x in (lse_2, grad_lse))
             probs = _scores(q_c, k_acc, lo, hi, chunk, workspace).sub_(lse_c).exp2_()
             grad_v_acc[:, keys].baddbmm_(probs.mT, grad_out_c)
             row_term = (grad_out_c * out_c).sum(-1, keepdim=True).sub_(grad_lse_c)
             grad_scores = grad_workspace[: probs.numel()].view_as(probs)
             torch.bmm(grad_out_c, v_acc[:, keys].mT, out=grad_scores).sub_(row_term).mul_(probs)
-            grad_q[..., rows, :] = torch.bmm(grad_scores, k_acc[:, keys]).div_(LOG2_E).view_as(grad_q[..., rows, :])
+            grad_q_c = torch.bmm(grad_scores, k_acc[:, keys]).div_(LOG2_E)
+            grad_q[..., queries, :] = grad_q_c.view_as(grad_q[..., queries, :])
             grad_k_acc[:, keys].baddbmm_(grad_scores.mT, q_c)
         grad_k.copy_(grad_k_acc[:, : k.shape[2]].mul_(scale).view_as(grad_k))
         grad_v.copy_(grad_v_acc[:, : v.shape[2]].view_as(grad_v))

@@ -145,7 +145,7 @@ def key_major_attention(
         k: ``(B, Hkv, S, Dk)``.
         v: ``(B, Hkv, S, Dv)``.
         block_indices: int32 ``(B, Hkv, T, n)``, ascending in a row, -1 where there is none.
-        token: int ``(B or 1, T)``, never decreasing: each query's place among the keys.
+        token: int ``(B or 1, T)``, never decreasing: each query's own token among the keys.
         start: int ``(B or 1, T)``: the key at which block 0 of the query begins.
         scale: factor on the scores.
         block_size: keys a block.

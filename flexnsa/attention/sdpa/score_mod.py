@@ -56,14 +56,14 @@ def interval_attention(
         ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
     """
 
-    def chunk(rows: slice) -> Attended:
-        here = positions.at(rows)
-        lo, hi = visible.lo[:, None, rows, None], visible.hi[:, None, rows, None]
+    def chunk(queries: slice) -> Attended:
+        here = positions.at(queries)
+        lo, hi = visible.lo[:, None, queries, None], visible.hi[:, None, queries, None]
         first = int(lo.min())
         keys = slice(first, max(first, int(hi.max())))
         key = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=k.device).view(1, 1, 1, -1)
         seen = (lo <= key) & (key < hi)
-        arguments = (q[:, :, rows], k[:, :, keys], v[:, :, keys], seen, query_positions(here))
+        arguments = (q[:, :, queries], k[:, :, keys], v[:, :, keys], seen, query_positions(here))
         return _run(_attend, *arguments, key_positions(key, here), score_mod, scale)
 
     return _uncompiled(_in_chunks)(chunk, q.shape[2], INTERVAL_CHUNK)
@@ -85,13 +85,13 @@ def selected_attention(
         key, seen = selected_keys(chosen, here.token, here.start, block_size)
         head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)
         row = torch.where(seen, key, 0) + head * k.shape[2]
-        place = token_positions(key, here)
+        kv_idx = token_positions(key, here)
         return _attend(
-            q, gather_rows(k, row), gather_rows(v, row), seen, query_positions(here), place, score_mod, scale
+            q, gather_rows(k, row), gather_rows(v, row), seen, query_positions(here), kv_idx, score_mod, scale
         )
 
-    def chunk(rows: slice) -> Attended:
-        return _run(attend, q[:, :, rows], k, v, block_indices[:, :, rows], positions.at(rows))
+    def chunk(queries: slice) -> Attended:
+        return _run(attend, q[:, :, queries], k, v, block_indices[:, :, queries], positions.at(queries))
 
     numbers = k.shape[0] * k.shape[1] * block_indices.shape[-1] * block_size * max(k.shape[-1], v.shape[-1])
     return _uncompiled(_in_chunks)(chunk, q.shape[2], max(1, GATHERED_NUMBERS // numbers))

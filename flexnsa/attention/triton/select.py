@@ -65,9 +65,9 @@ def select(
 def select_blocks_triton(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> Tensor:
     """Select by the Triton kernels; arguments and result as of :func:`select`."""
     positions = call.positions
-    rows = (None, None, None) if positions is None else (positions.token, positions.start, positions.cmp_start)
+    where = (None, None, None) if positions is None else positions.tensors
     lse = None if lse is None else lse.detach()
-    return _select_blocks_triton(q.detach(), k_cmp.detach(), lse, *rows, call.config.to_ints(), call.scale)
+    return _select_blocks_triton(q.detach(), k_cmp.detach(), lse, *where, call.config.to_ints(), call.scale)
 
 
 @opaque_operator("select_blocks_triton")
@@ -151,8 +151,8 @@ def launch_selection(
     else:
         # Positions are on the device; the compressed keys bound the length of any document without asking it.
         width = max(1, num_blocks(num_keys * config.compress_stride + config.compress_block_size - 1, config))
-        rows = (positions.token, positions.start, positions.cmp_start)
-        positions = Positions(*(x.expand(max(map(len, rows)), -1).contiguous() for x in rows))
+        rows = max(map(len, positions.tensors))
+        positions = positions.map(lambda x: x.expand(rows, -1).contiguous())
     check_width(width or num_blocks(num_queries, config))
     q, k_cmp = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cmp))
     if lse is None:

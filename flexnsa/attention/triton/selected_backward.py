@@ -60,11 +60,11 @@ def backward(
 
     num_copies = max_copies(selection.num_bins, chunk * n, lists.capacity)
     low, high = columns(d_k, halve=tiles.halve)
-    placed = selection.token is not None
-    shape: dict[str, object] = {"n": n, "G": group, "DK": d_k, "SIZE": size, "PLACED": placed}
-    parities = (0, 1) if placed else (0,)
+    has_positions = selection.token is not None
+    shape: dict[str, object] = {"n": n, "G": group, "DK": d_k, "SIZE": size, "HAS_POSITIONS": has_positions}
+    parities = (0, 1) if has_positions else (0,)
     wide = is_wide(q, group, chunk) or is_wide(grad_out, group, chunk)
-    queries = (selection.block_indices, *selection.places())
+    queries = (selection.block_indices, *selection.positions())
     row_stats[(cdiv(num_queries * group, 32), heads)](
         grad_out, out, lse, lse if grad_lse is None else grad_lse, stats,
         *strides(grad_out, kv_heads), *strides(out, kv_heads), kv_heads, num_queries, scale,
@@ -85,8 +85,8 @@ def backward(
         for parity in parities:
             sum_shared[(num_copies * (padded(size) // 16), heads)](
                 *queries, lists.order, lists.copies, *sums, *sizes, *tables, parity,
-                n=n, DK=d_k, DV=d_v, SIZE=size, PLACED=placed, BN=padded(size), BDK=padded(d_k), BDV=padded(d_v),
-                ROWS=16, num_warps=4,
+                n=n, DK=d_k, DV=d_v, SIZE=size, HAS_POSITIONS=has_positions, BN=padded(size),
+                BDK=padded(d_k), BDV=padded(d_v), ROWS=16, num_warps=4,
             )  # fmt: skip
         sum_slots[(cdiv(chunk * group, tiles.second_rows), heads)](
             part, *queries, grad_q, *strides(grad_q, kv_heads), *sizes,

@@ -56,8 +56,8 @@ def forward(
     num_copies = max_copies(selection.num_bins, chunk * n, lists.capacity)
     low, high = columns(dk, halve=False)
     shape: dict[str, object] = {"n": n, "G": group, "DV": dv, "SIZE": selection.block_size, "BDV": padded(dv)}
-    shape |= {"PLACED": selection.token is not None}
-    queries = (selection.block_indices, *selection.places())
+    shape |= {"HAS_POSITIONS": selection.token is not None}
+    queries = (selection.block_indices, *selection.positions())
     for index in range(lists.copies.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
         forward_parts[(num_copies, batch * kv_heads)](

@@ -4,7 +4,7 @@ Queries come in *chunks*, each with lists of its own. A *pair* is a query of a c
 ``query * n + slot``; a *bin* is one run of keys that a program can load at once; a *copy* is a bin with at most
 ``capacity`` of the queries that want it, so that block 0, which all want, is not one long loop.
 
-Without positions a bin_id is a block. With them a block begins anywhere: if all that its query sees of it lies in one
+Without positions a bin is a block. With them a block begins anywhere: if all that its query sees of it lies in one
 aligned run of ``block_size`` keys, its bin is that run; else the bin is the boundary that it crosses, which no other
 block does. Two bins a run are enough, however many documents there are (:mod:`flexnsa.masks.selected`).
 """
@@ -46,9 +46,9 @@ class Selection:
     @property
     def num_bins(self) -> int:
         """Bins that there may be."""
-        return num_bins(self.num_keys, self.block_size, placed=self.token is not None)
+        return num_bins(self.num_keys, self.block_size, has_positions=self.token is not None)
 
-    def places(self) -> tuple[Tensor, Tensor, int]:
+    def positions(self) -> tuple[Tensor, Tensor, int]:
         """Token and start as a kernel takes them, with their stride of the batch."""
         if self.token is None or self.start is None:
             return self.block_indices, self.block_indices, 0
@@ -67,7 +67,7 @@ class Lists:
     Args:
         order: int32 ``(B, Hkv, T * n)``: the pairs of one chunk after the other; by bin, then by query.
         copies: int32 ``(B, Hkv, chunks, 5, V)``: of each copy its bin, its queries (0 for the unused copies at the
-            end), where in the chunk's order they begin, its place among the copies of bins that have several (-1 if
+            end), where in the chunk's order they begin, its index among the copies of bins that have several (-1 if
             it is its bin's only one), and the number of such copies if it is the first of them, else 0.
         chunk: queries a chunk.
         capacity: queries of a copy, at most.
@@ -83,10 +83,10 @@ class Lists:
         return replace(self, order=self.order[batch, heads], copies=self.copies[batch, heads])
 
 
-def num_bins(num_keys: int, block_size: int, *, placed: bool) -> int:
-    """Count the bins that ``num_keys`` keys may need; ``placed`` queries may begin before the first key."""
+def num_bins(num_keys: int, block_size: int, *, has_positions: bool) -> int:
+    """Count the bins that ``num_keys`` keys may need; documents may begin before the first key."""
     runs = (num_keys + block_size - 1) // block_size
-    return 2 * (runs + 1) if placed else runs
+    return 2 * (runs + 1) if has_positions else runs
 
 
 def max_copies(bins: int, num_pairs: int, capacity: int) -> int:
@@ -121,8 +121,8 @@ def build_lists(selection: Selection, chunk: int, capacity: int) -> Lists:
 
     tile = max(WORD, 1024 // padded(n, least=1))
     sizes: dict[str, object] = {"n": n, "NP": padded(n, least=1), "QUERIES": tile, "SIZE": selection.block_size}
-    sizes |= {"PLACED": selection.token is not None}
-    pairs = (selection.block_indices, *selection.places(), heads, num_queries, selection.num_keys)
+    sizes |= {"HAS_POSITIONS": selection.token is not None}
+    pairs = (selection.block_indices, *selection.positions(), heads, num_queries, selection.num_keys)
     for first in range(0, num_chunks, at_once):
         some = min(at_once, num_chunks - first)
         marks = lists.order.new_zeros(batch * heads, some, words, bins)

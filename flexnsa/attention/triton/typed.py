@@ -9,7 +9,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 class Kernel(Protocol):
-    """``kernel[grid](*arguments)`` runs one program for each place of the grid."""
+    """``kernel[grid](*arguments)`` runs one program for each point of the grid."""
 
     def __getitem__(self, grid: tuple[int, ...], /) -> Callable[..., object]: ...
 

@@ -27,16 +27,16 @@ def backward_parts(
     dq_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
     q_sb, q_sh, q_sg, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, d_sb, d_sh, d_sg, d_st,
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_copies, num_shared, parity, scale, qk_scale,
-    n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    QUERIES: tl.constexpr, SPREAD: tl.constexpr, EVICTION: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, EVICTION: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one copy, and the part that it has in dq of its pairs."""
     bh = tl.program_id(1).to(tl.int64)
     copies_ptr += (bh * num_chunks + index) * 5 * num_copies + tl.program_id(0)
     count = tl.load(copies_ptr + num_copies)
-    if (count > 0) & has_parity(tl.load(copies_ptr), parity, PLACED):
+    if (count > 0) & has_parity(tl.load(copies_ptr), parity, HAS_POSITIONS):
         b = bh // kv_heads
         h = bh % kv_heads
         t0 = chunk * index
@@ -52,9 +52,9 @@ def backward_parts(
         dq_ptr += bh * tl.minimum(chunk, num_queries) * n * G * DK
 
         first = first_key(
-            tl.load(copies_ptr), tl.load(order_ptr), idx_ptr, token_ptr, start_ptr, t0, num_keys, n, SIZE, PLACED
+            tl.load(copies_ptr), tl.load(order_ptr), idx_ptr, token_ptr, start_ptr, t0, num_keys, n, SIZE, HAS_POSITIONS
         )
-        masked = needs_mask(order_ptr, token_ptr, t0, first, num_keys, n, SIZE, BN, PLACED)
+        masked = needs_mask(order_ptr, token_ptr, t0, first, num_keys, n, SIZE, BN, HAS_POSITIONS)
         key = first + tl.arange(0, BN)
         real_key = (key < first + SIZE) & (key >= 0) & (key < num_keys)
         # Keys, queries and what derives from them have their columns in two parts: the tile of dq is then narrower
@@ -101,7 +101,7 @@ def backward_parts(
             p = tl.exp2(s * qk_scale)
             if i // SPREAD * QUERIES < masked:
                 pair_again = tl.load(order_ptr + tl.minimum(at, count - 1))
-                seen = sees(pair_again, key, idx_ptr, token_ptr, start_ptr, t0, n, SIZE, PLACED)
+                seen = sees(pair_again, key, idx_ptr, token_ptr, start_ptr, t0, n, SIZE, HAS_POSITIONS)
                 p = tl.where(tl.trans(seen), p, 0.0)
             dp = tl.dot(v, tl.trans(do), tl.broadcast_to(delta[None, :], [BN, BM]), input_precision=PRECISION)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -126,7 +126,7 @@ def backward_parts(
             to = ((bh * num_shared + slot) * SIZE + col)[:, None]
             dk_ptr = dk_shared_ptr
             dv_ptr = dv_shared_ptr
-        elif PLACED:
+        elif HAS_POSITIONS:
             real_key = real_key & (key <= tl.load(token_ptr + t0 + tl.load(order_ptr + count - 1) // n))
         real_key = real_key[:, None]
         _leave(dk_ptr + to * DK + low, dk_low, real_key & (low < DK), slot)

@@ -7,10 +7,10 @@ import triton.language as tl
 
 from flexnsa.attention.triton.kernels.selected_pairs import (
     first_key,
+    load_positions,
     load_row,
     locate,
     needs_mask,
-    place,
     row_of_tile,
     sees,
 )
@@ -22,10 +22,10 @@ def forward_parts(
     q_ptr, k_ptr, v_ptr, idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, copies_ptr, po_ptr, pl_ptr,
     q_sb, q_sh, q_sg, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st,
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_copies, qk_scale,
-    n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    QUERIES: tl.constexpr, SPREAD: tl.constexpr, EVICTION: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, EVICTION: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of one copy to its keys alone: the normalised output and the base-2 log-sum-exp."""
     bh = tl.program_id(1).to(tl.int64)
@@ -47,9 +47,9 @@ def forward_parts(
         pl_ptr += bh * rows * n * G
 
         first = first_key(
-            tl.load(copies_ptr), tl.load(order_ptr), idx_ptr, token_ptr, start_ptr, t0, num_keys, n, SIZE, PLACED
+            tl.load(copies_ptr), tl.load(order_ptr), idx_ptr, token_ptr, start_ptr, t0, num_keys, n, SIZE, HAS_POSITIONS
         )
-        masked = needs_mask(order_ptr, token_ptr, t0, first, num_keys, n, SIZE, BN, PLACED)
+        masked = needs_mask(order_ptr, token_ptr, t0, first, num_keys, n, SIZE, BN, HAS_POSITIONS)
         key = first + tl.arange(0, BN)
         real_key = (key < first + SIZE) & (key >= 0) & (key < num_keys)
         low = tl.arange(0, LOW)[None, :]
@@ -80,7 +80,7 @@ def forward_parts(
             if HIGH > 0:
                 s = tl.dot(load_row(q_row, high, DK, LOW + HIGH), k_high, s, input_precision=PRECISION)
             if i // SPREAD * QUERIES < masked:
-                seen = sees(pair, key, idx_ptr, token_ptr, start_ptr, t0, n, SIZE, PLACED)
+                seen = sees(pair, key, idx_ptr, token_ptr, start_ptr, t0, n, SIZE, HAS_POSITIONS)
                 s = tl.where(seen, s, float("-inf"))
             top = tl.max(s, 1) * qk_scale
             top = tl.where(top == float("-inf"), 0.0, top)
@@ -99,8 +99,8 @@ def forward_parts(
 def combine(
     po_ptr, pl_ptr, idx_ptr, token_ptr, start_ptr, p_sb, out_ptr, lse_ptr, o_sb, o_sh, o_sg, o_st,
     kv_heads, num_queries, num_keys, chunk, index,
-    n: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr, BDV: tl.constexpr,
-    BR: tl.constexpr,
+    n: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    BDV: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Join partial rows by their share of the probability, ``exp(lse of the pair)``; ``BR`` (query, head) a program."""
     bh = tl.program_id(1).to(tl.int64)
@@ -113,7 +113,7 @@ def combine(
     t = t0 + query
     g = row % G
     inside = (query < chunk) & (t < num_queries)
-    token, start = place(token_ptr + b * p_sb, start_ptr + b * p_sb, t, num_queries, PLACED)
+    token, start = load_positions(token_ptr + b * p_sb, start_ptr + b * p_sb, t, num_queries, HAS_POSITIONS)
     col = tl.arange(0, BDV)[None, :]
     po_ptr += bh * rows * n * G * DV
     pl_ptr += bh * rows * n * G
@@ -123,14 +123,14 @@ def combine(
     top = tl.full([BR], float("-inf"), tl.float32)
     for slot in tl.static_range(n):
         block = tl.load(idx_ptr + query * n + slot, mask=inside, other=-1)
-        _, _, listed = locate(block, token, start, num_keys, SIZE, PLACED)
+        _, _, listed = locate(block, token, start, num_keys, SIZE, HAS_POSITIONS)
         top = tl.maximum(top, tl.load(pl_ptr + part + slot * G, mask=inside & listed, other=float("-inf")))
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([BR], tl.float32)
     acc = tl.zeros([BR, BDV], tl.float32)
     for slot in tl.static_range(n):
         block = tl.load(idx_ptr + query * n + slot, mask=inside, other=-1)
-        _, _, listed = locate(block, token, start, num_keys, SIZE, PLACED)
+        _, _, listed = locate(block, token, start, num_keys, SIZE, HAS_POSITIONS)
         listed = listed & inside
         share = tl.exp2(tl.load(pl_ptr + part + slot * G, mask=listed, other=float("-inf")) - top)
         part_row = (part + slot * G)[:, None] * DV + col

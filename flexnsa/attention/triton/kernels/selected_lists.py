@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.selected_pairs import locate, place
+from flexnsa.attention.triton.kernels.selected_pairs import load_positions, locate
 from flexnsa.attention.triton.typed import jit
 
 
 @jit
 def _tile_of_pairs(
     idx_ptr, token_ptr, start_ptr, p_sb, heads, num_queries, num_keys, first_chunk, chunk,
-    n: tl.constexpr, NP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
+    n: tl.constexpr, NP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """Queries of the chunk, slots, bins and whether they are to be listed, of a tile of pairs."""
     bh = tl.program_id(2).to(tl.int64)
@@ -22,20 +22,20 @@ def _tile_of_pairs(
     inside = ((query < chunk) & (t < num_queries))[:, None] & (slot < n)
     block = tl.load(idx_ptr + (bh * num_queries + t)[:, None] * n + slot, mask=inside, other=-1)
     at = (bh // heads) * p_sb
-    token, start = place(token_ptr + at, start_ptr + at, t, num_queries, PLACED)
-    _, bin_id, seen = locate(block, token[:, None], start[:, None], num_keys, SIZE, PLACED)
+    token, start = load_positions(token_ptr + at, start_ptr + at, t, num_queries, HAS_POSITIONS)
+    _, bin_id, seen = locate(block, token[:, None], start[:, None], num_keys, SIZE, HAS_POSITIONS)
     return query[:, None], slot, bin_id, inside & seen
 
 
 @jit(do_not_specialize=["p_sb", "heads", "num_queries", "num_keys", "first_chunk", "chunk", "words", "bins"])
 def mark(
     idx_ptr, token_ptr, start_ptr, p_sb, heads, num_queries, num_keys, marks_ptr, first_chunk, chunk, words, bins,
-    n: tl.constexpr, NP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
+    n: tl.constexpr, NP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """Set the bit of every query in the words of its bins: whatever comes first, the result is the same."""
     query, _, bin_id, listed = _tile_of_pairs(
         idx_ptr, token_ptr, start_ptr, p_sb, heads, num_queries, num_keys, first_chunk, chunk,
-        n, NP, QUERIES, SIZE, PLACED,
+        n, NP, QUERIES, SIZE, HAS_POSITIONS,
     )  # fmt: skip
     table = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     bit = tl.broadcast_to(1 << (query % 32), [QUERIES, NP])
@@ -107,17 +107,17 @@ def cut(
 def scatter(
     idx_ptr, token_ptr, start_ptr, p_sb, heads, num_queries, num_keys, marks_ptr, first_chunk, chunk, words, bins,
     before_ptr, begin_ptr, order_ptr,
-    n: tl.constexpr, NP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
+    n: tl.constexpr, NP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Put every pair in its place: behind the bins, the words and the bits of its word that are before it."""
+    """Put every pair in order: behind the bins, the words and the bits of its word that are before it."""
     query, slot, bin_id, listed = _tile_of_pairs(
         idx_ptr, token_ptr, start_ptr, p_sb, heads, num_queries, num_keys, first_chunk, chunk,
-        n, NP, QUERIES, SIZE, PLACED,
+        n, NP, QUERIES, SIZE, HAS_POSITIONS,
     )  # fmt: skip
     table = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     word = (table * words + query // 32) * bins + bin_id
     earlier = tl.load(marks_ptr + word, mask=listed, other=0) & ((1 << (query % 32)) - 1)
-    place = tl.load(begin_ptr + table * bins + bin_id, mask=listed, other=0)
-    place += tl.load(before_ptr + word, mask=listed, other=0) + _ones(earlier)
+    rank = tl.load(begin_ptr + table * bins + bin_id, mask=listed, other=0)
+    rank += tl.load(before_ptr + word, mask=listed, other=0) + _ones(earlier)
     first_query = tl.program_id(2).to(tl.int64) * num_queries + (first_chunk + tl.program_id(1)) * chunk
-    tl.store(order_ptr + first_query * n + place, query * n + slot, mask=listed)
+    tl.store(order_ptr + first_query * n + rank, query * n + slot, mask=listed)

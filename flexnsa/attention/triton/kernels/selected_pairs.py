@@ -9,9 +9,9 @@ from flexnsa.attention.triton.typed import jit
 
 
 @jit
-def place(token_ptr, start_ptr, t, num_queries, PLACED: tl.constexpr):
+def load_positions(token_ptr, start_ptr, t, num_queries, HAS_POSITIONS: tl.constexpr):
     """Token and first key of the document of the queries ``t``, of which some may be beyond the last."""
-    if PLACED:
+    if HAS_POSITIONS:
         t = tl.minimum(t, num_queries - 1)
         token = tl.load(token_ptr + t)
         start = tl.load(start_ptr + t)
@@ -22,12 +22,12 @@ def place(token_ptr, start_ptr, t, num_queries, PLACED: tl.constexpr):
 
 
 @jit
-def locate(block, token, start, num_keys, SIZE: tl.constexpr, PLACED: tl.constexpr):
+def locate(block, token, start, num_keys, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr):
     """First key and bin of a selected block, and whether its query can see any of it; any int is a safe block."""
     seen = (block >= 0) & (token >= start) & (block <= (token - start) // SIZE)
     first = start + tl.where(seen, block, 0) * SIZE
     seen = seen & (first < num_keys)
-    if PLACED:
+    if HAS_POSITIONS:
         seen = seen & (first + SIZE > 0)
         shifted = tl.where(seen, first, 0) + SIZE  # a block may begin before key 0: runs count from the one before
         last = tl.minimum(shifted + SIZE - 1, token + SIZE)
@@ -39,13 +39,14 @@ def locate(block, token, start, num_keys, SIZE: tl.constexpr, PLACED: tl.constex
 
 @jit
 def first_key(
-    bin_id, pair, idx_ptr, token_ptr, start_ptr, t0, num_keys, n: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr
-):
+    bin_id, pair, idx_ptr, token_ptr, start_ptr, t0, num_keys,
+    n: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+):  # fmt: skip
     """First key of a bin: of its run, or of the block that crosses it, as one ``pair`` of the chunk selected it."""
-    if PLACED:
+    if HAS_POSITIONS:
         t = t0 + pair // n
         block = tl.load(idx_ptr + pair)
-        crossing, _, _ = locate(block, tl.load(token_ptr + t), tl.load(start_ptr + t), num_keys, SIZE, PLACED)
+        crossing, _, _ = locate(block, tl.load(token_ptr + t), tl.load(start_ptr + t), num_keys, SIZE, HAS_POSITIONS)
         first = tl.where(bin_id % 2 == 1, crossing, (bin_id // 2 - 1) * SIZE)
     else:
         first = bin_id * SIZE
@@ -55,20 +56,20 @@ def first_key(
 @jit
 def needs_mask(
     order_ptr, token_ptr, t0, first, num_keys,
-    n: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr, PLACED: tl.constexpr,
+    n: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """How many of a list's first queries may not see the whole tile of keys: they come in order, each once.
 
     A query behind the tile's last key sees all of it: a document that begins inside a run has left it by then.
     """
     t = t0 + tl.load(order_ptr) // n
-    count = first + SIZE - tl.load(token_ptr + t) if PLACED else first + SIZE - 1 - t
+    count = first + SIZE - tl.load(token_ptr + t) if HAS_POSITIONS else first + SIZE - 1 - t
     return tl.where((BN > SIZE) | (first < 0) | (first + BN > num_keys), 2147483647, count)
 
 
 @jit
 def row_of_tile(i, r, QUERIES: tl.constexpr, SPREAD: tl.constexpr, G: tl.constexpr):
-    """Place in the list, head in the group, and whether there is such a head, of row ``r`` of tile ``i`` of a list.
+    """Index in the list, head in the group, and whether there is such a head, of row ``r`` of tile ``i`` of a list.
 
     A thread holds every eighth row or so: with the query as the faster index these are few queries, and few registers.
     """
@@ -79,11 +80,11 @@ def row_of_tile(i, r, QUERIES: tl.constexpr, SPREAD: tl.constexpr, G: tl.constex
 
 @jit
 def sees(
-    pair, key, idx_ptr, token_ptr, start_ptr, t0, n: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr
+    pair, key, idx_ptr, token_ptr, start_ptr, t0, n: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr
 ):  # fmt: skip
     """Which keys the query of each pair sees, ``(pairs, keys)``; a key that does not exist has the largest int."""
     t = t0 + pair // n
-    if PLACED:
+    if HAS_POSITIONS:
         lowest = tl.load(start_ptr + t) + tl.load(idx_ptr + pair) * SIZE
         seen = (key[None, :] <= tl.load(token_ptr + t)[:, None]) & (key[None, :] >= lowest[:, None])
     else:
@@ -92,12 +93,12 @@ def sees(
 
 
 @jit
-def has_parity(bin_id, parity, PLACED: tl.constexpr):
+def has_parity(bin_id, parity, HAS_POSITIONS: tl.constexpr):
     """Whether a bin's turn has come to add to the sums of its keys.
 
     Runs share no keys, and neither do boundaries, up to the last key that is seen; but a run and a boundary do.
     """
-    return bin_id % 2 == parity if PLACED else bin_id >= 0
+    return bin_id % 2 == parity if HAS_POSITIONS else bin_id >= 0
 
 
 @jit

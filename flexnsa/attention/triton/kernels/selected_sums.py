@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.selected_pairs import first_key, has_parity, locate, place
+from flexnsa.attention.triton.kernels.selected_pairs import first_key, has_parity, load_positions, locate
 from flexnsa.attention.triton.typed import jit
 
 
@@ -51,27 +51,27 @@ def row_stats(
 def sum_shared(
     idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, copies_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_copies, num_shared, parity,
-    n: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
+    n: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     BN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add the copies of a bin_id that has several, in their order; ``ROWS`` keys a program."""
+    """Add the copies of a bin that has several, in their order; ``ROWS`` keys a program."""
     bh = tl.program_id(1).to(tl.int64)
     copies_ptr += (bh * num_chunks + index) * 5 * num_copies + tl.program_id(0) // (BN // ROWS)
     copies = tl.load(copies_ptr + 4 * num_copies)
-    if (copies > 0) & has_parity(tl.load(copies_ptr), parity, PLACED):
+    if (copies > 0) & has_parity(tl.load(copies_ptr), parity, HAS_POSITIONS):
         t0 = chunk * index
         at = (bh // kv_heads) * p_sb
         idx_ptr += (bh * num_queries + t0) * n
         order_ptr += (bh * num_queries + t0) * n + tl.load(copies_ptr + 2 * num_copies)
         first = first_key(
             tl.load(copies_ptr), tl.load(order_ptr), idx_ptr, token_ptr + at, start_ptr + at, t0, num_keys,
-            n, SIZE, PLACED,
+            n, SIZE, HAS_POSITIONS,
         )  # fmt: skip
         slot = tl.load(copies_ptr + 3 * num_copies)
         row = tl.program_id(0) % (BN // ROWS) * ROWS + tl.arange(0, ROWS)
         key = first + row
         real = (row < SIZE) & (key >= 0) & (key < num_keys)
-        if PLACED:
+        if HAS_POSITIONS:
             end = tl.load(copies_ptr + copies - 1 + 2 * num_copies) + tl.load(copies_ptr + copies - 1 + num_copies)
             last = tl.load(order_ptr + end - tl.load(copies_ptr + 2 * num_copies) - 1) // n
             real = real & (key <= tl.load(token_ptr + at + t0 + last))
@@ -93,7 +93,7 @@ def sum_shared(
 def sum_slots(
     part_ptr, idx_ptr, token_ptr, start_ptr, p_sb, dq_ptr, d_sb, d_sh, d_sg, d_st,
     kv_heads, num_queries, num_keys, chunk, index,
-    n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
+    n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     BDK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Sum dq over the slots; ``BR`` (query, head) a program."""
@@ -106,7 +106,7 @@ def sum_slots(
     t = t0 + query
     g = row % G
     inside = (query < chunk) & (t < num_queries)
-    token, start = place(token_ptr + b * p_sb, start_ptr + b * p_sb, t, num_queries, PLACED)
+    token, start = load_positions(token_ptr + b * p_sb, start_ptr + b * p_sb, t, num_queries, HAS_POSITIONS)
     col = tl.arange(0, BDK)[None, :]
     part_ptr += bh * tl.minimum(chunk, num_queries) * n * G * DK
     idx_ptr += (bh * num_queries + t0) * n
@@ -114,7 +114,7 @@ def sum_slots(
     acc = tl.zeros([BR, BDK], tl.float32)
     for slot in tl.static_range(n):
         block = tl.load(idx_ptr + query * n + slot, mask=inside, other=-1)
-        _, _, listed = locate(block, token, start, num_keys, SIZE, PLACED)
+        _, _, listed = locate(block, token, start, num_keys, SIZE, HAS_POSITIONS)
         part_row = (part + slot * G)[:, None] * DK + col
         acc += tl.load(part_ptr + part_row, mask=(inside & listed)[:, None] & (col < DK), other=0.0).to(tl.float32)
     dq_row = dq_ptr + b * d_sb + h * d_sh + g.to(tl.int64) * d_sg + t.to(tl.int64) * d_st
