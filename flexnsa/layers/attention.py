@@ -18,7 +18,7 @@ from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
 from flexnsa.layers.core import Compressors, Heads, RowKeys, RowLayout, attend_heads, row_layout
 from flexnsa.layers.gating import Gate
-from flexnsa.layers.projection import project
+from flexnsa.layers.projection import project, split_heads
 from flexnsa.layers.rope import rope_tables
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.validation import (
@@ -268,9 +268,9 @@ class NativeSparseAttention(nn.Module):
         projected: dict[str, Tensor] = {}
         for names in (turned, [name for name in maps if name not in turned]):
             projected |= zip(names, project(x, [maps[name] for name in names]), strict=True)
-        q, gates = _split_heads(projected["q"], self.num_heads), self._gates(x, projected["gate"])
+        q, gates = split_heads(projected["q"], self.num_heads), self._gates(x, projected["gate"])
         k, v = (
-            {tag: _split_heads(projected[f"{kind}_{tag}"], self.num_kv_heads) for tag in self.branches} for kind in "kv"
+            {tag: split_heads(projected[f"{kind}_{tag}"], self.num_kv_heads) for tag in self.branches} for kind in "kv"
         )
         return Heads(q, k, v, gates)
 
@@ -279,8 +279,3 @@ class NativeSparseAttention(nn.Module):
         gates = dict(zip(self.branches, self.gate(x, logits).unbind(-1), strict=True))
         shut = torch.zeros_like(gates[self.branches[0]])
         return torch.stack([gates.get(tag, shut) for tag in BRANCHES], dim=-1)
-
-
-def _split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Split ``(B, S, num_heads * D)`` into ``(B, num_heads, S, D)``."""
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from flexnsa.layers.projection import split_heads
 from flexnsa.validation import check_choice
 
 GATES = ("sigmoid", "softmax")
@@ -37,5 +38,5 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
         """Give the gates of each head and branch; ``logits`` is what the linear map gives for x, where it is known."""
-        each = (self.linear(x) if logits is None else logits).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        each = split_heads(self.linear(x) if logits is None else logits, self.num_heads)
         return each.sigmoid() if self.kind == "sigmoid" else each.softmax(-1)

@@ -29,9 +29,16 @@ def project_together(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     sizes = [len(weight) for weight in weights]
     padding = weights[0].new_zeros(-sum(sizes) % ROW_MULTIPLE, weights[0].shape[1])
     product = F.linear(x, torch.cat([*weights, padding]))
-    return list(product.split([*sizes, len(padding)], dim=-1))[: len(sizes)]
+    return list(torch.split(product, [*sizes, len(padding)], dim=-1))[: len(sizes)]
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Split ``(B, S, num_heads * D)`` into ``(B, num_heads, S, D)``."""
+    return torch.unflatten(x, -1, (num_heads, -1)).transpose(1, 2)
 
 
 def _is_plain(linear: nn.Linear) -> bool:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return type(linear) is nn.Linear and linear.bias is None and not any(getattr(linear, name) for name in hooks)
+    if type(linear) is not nn.Linear or linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        return False
+    return not any(getattr(linear, name) for name in hooks)

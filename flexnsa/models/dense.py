@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from flexnsa.argument_checks import check_document_ids
 from flexnsa.config import NSAConfig
 from flexnsa.functional import sliding_window_attention
+from flexnsa.layers.projection import split_heads
 from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables, stored_rope_tables
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.packing import position_ids_from_document_ids
@@ -197,10 +198,6 @@ class DenseAttention(nn.Module):
 
     def _project(self, x: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
         """Give q, k and v ``(B, H, S, D)``, the first two turned at their positions."""
-        q = _split_heads(self.w_q(x), self.num_heads)
-        k, v = (_split_heads(linear(x), self.num_kv_heads) for linear in (self.w_k, self.w_v))
+        q = split_heads(self.w_q(x), self.num_heads)
+        k, v = (split_heads(linear(x), self.num_kv_heads) for linear in (self.w_k, self.w_v))
         return apply_rope(q, tables), apply_rope(k, tables), v
-
-
-def _split_heads(x: Tensor, num_heads: int) -> Tensor:
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)

@@ -38,7 +38,7 @@ def fits(q: Tensor, v_cmp: Tensor, call: Call) -> bool:
         and q.shape[-1] in DIMS
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.device.type == "cuda"
-        and torch.cuda.get_device_properties(q.device).major >= 9
+        and torch.cuda.get_device_capability(q.device)[0] >= 9
         and not torch.are_deterministic_algorithms_enabled()
     )
 
@@ -77,7 +77,7 @@ class _Part(NamedTuple):
     def queries(self, x: Tensor, stride: int) -> Tensor:
         """View ``(B, H, S, ...)`` as rows of queries to the same keys, ``(rows, H, T, ...)``."""
         x = x[self.rows, :, self.tokens]
-        return x[0].unflatten(1, (-1, stride)).movedim(2, 0) if self.causal else x
+        return torch.unflatten(x[0], 1, (-1, stride)).movedim(2, 0) if self.causal else x
 
     def keys(self, x: Tensor) -> Tensor:
         """View the keys ``(B, H, N, D)`` that these queries see."""

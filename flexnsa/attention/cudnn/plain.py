@@ -80,5 +80,5 @@ def _spread(x: Tensor, q: Tensor) -> Tensor:
 
 def _sum_shared(grad: Tensor, x: Tensor) -> Tensor:
     """Undo :func:`_spread` of a gradient."""
-    shared = grad.unflatten(0, (x.shape[0], -1)).unflatten(2, (x.shape[1], -1))
+    shared = torch.unflatten(torch.unflatten(grad, 0, (x.shape[0], -1)), 2, (x.shape[1], -1))
     return shared.sum((1, 3), dtype=torch.float32)
