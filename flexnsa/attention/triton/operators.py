@@ -8,10 +8,17 @@ from torch import Tensor
 
 def require_device(q: Tensor) -> None:
     """Demand a device that runs the kernels; Triton's interpreter takes any."""
-    from triton import knobs
+    from flexnsa.attention.triton.typed import is_interpreted
 
-    if q.device.type != "cuda" and not knobs.runtime.interpret:
+    if q.device.type != "cuda" and not is_interpreted():
         raise ValueError(f"q: impl='triton' expects a CUDA device, got {q.device}")
+
+
+def rows_of(token: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Lay positions ``(B or 1, T)`` out as the kernels read them."""
+    rows = max(len(token), len(start))
+    tokens, starts = (x.to(torch.int32).expand(rows, -1).contiguous() for x in (token, start))
+    return tokens, starts
 
 
 def precision() -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexnsa.attention.operators import outputs, with_rows
 from flexnsa.attention.seam import Attended, Call
-from flexnsa.attention.triton.operators import precision, require_device
+from flexnsa.attention.triton.operators import precision, require_device, rows_of
 from flexnsa.custom_ops import opaque_operator
 
 if TYPE_CHECKING:
@@ -160,8 +160,7 @@ def selection_of(
     from flexnsa.attention.triton.selected_lists import Selection
 
     if token is not None and start is not None:
-        rows = max(len(token), len(start))
-        token, start = (x.to(torch.int32).expand(rows, -1).contiguous() for x in (token, start))
+        token, start = rows_of(token, start)
     return Selection(block_indices.contiguous(), token, start, block_size, num_keys)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexnsa.attention.operators import outputs, with_rows
 from flexnsa.attention.seam import Attended, Call
-from flexnsa.attention.triton.operators import precision, require_device
+from flexnsa.attention.triton.operators import precision, require_device, rows_of
 from flexnsa.custom_ops import opaque_operator
 
 
@@ -42,15 +42,15 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
 def _window_attention(
     q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, start: Tensor | None, scale: float, window_size: int
 ) -> tuple[Tensor, Tensor]:
-    from flexnsa.attention.triton import window_kernels as kernels
-    from flexnsa.attention.triton.tiles import device_of, launch, window_forward_tiles
+    from flexnsa.attention.triton.kernels import window as kernels
+    from flexnsa.attention.triton.tiles import device_of, window_forward_tiles
 
     require_device(q)
     out, lse = outputs(q, v.shape[-1])
     q, k, v = (with_rows(x) for x in (q, k, v))
     tiles = window_forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1])
     batch, heads, length, _ = q.shape
-    launch(kernels.forward, (-(-length // tiles.queries), batch * heads))(
+    kernels.forward[(-(-length // tiles.queries), batch * heads)](
         q, k, v, *_places(token, start, q), out, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         heads, length, k.shape[2], scale * 1.4426950408889634,
@@ -73,8 +73,8 @@ def _window_attention_backward(
     scale: float,
     window_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flexnsa.attention.triton import window_kernels as kernels
-    from flexnsa.attention.triton.tiles import device_of, launch, window_backward_tiles
+    from flexnsa.attention.triton.kernels import window as kernels
+    from flexnsa.attention.triton.tiles import device_of, window_backward_tiles
 
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     q, k, v, out, grad_out = (with_rows(x) for x in (q, k, v, out, grad_out))
@@ -84,12 +84,12 @@ def _window_attention_backward(
     places, shape = _places(token, start, q), _shape(q, k, v, token, window_size)
     (batch, heads, length, _), (kv_heads, num_keys) = q.shape, k.shape[1:3]
     read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
-    launch(kernels.backward_queries, (-(-length // of_queries.queries), batch * heads))(
+    kernels.backward_queries[(-(-length // of_queries.queries), batch * heads)](
         q, k, v, *places, out, lse, grad_out, lse if grad_lse is None else grad_lse, delta, dq,
         *read, *out.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3], heads, length, num_keys, scale,
         **shape, HAS_GRAD_LSE=grad_lse is not None, **of_queries.options(),
     )  # fmt: skip
-    launch(kernels.backward_keys, (-(-num_keys // of_keys.keys), batch * kv_heads))(
+    kernels.backward_keys[(-(-num_keys // of_keys.keys), batch * kv_heads)](
         q, k, v, *places, lse, grad_out, delta, dk, dv,
         *read, *grad_out.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], kv_heads, length, num_keys, scale,
         **shape, **of_keys.options(),
@@ -101,7 +101,7 @@ def _places(token: Tensor | None, start: Tensor | None, q: Tensor) -> tuple[Tens
     """Give where the queries stand, and how far apart the rows of the batch are; anything where nobody asks."""
     if token is None or start is None:
         return q, q, 0
-    tokens, starts = (x.to(torch.int32).contiguous() for x in torch.broadcast_tensors(token, start))
+    tokens, starts = rows_of(token, start)
     return tokens, starts, tokens.shape[1] if len(tokens) > 1 else 0
 
 

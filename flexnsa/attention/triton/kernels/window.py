@@ -1,4 +1,4 @@
-# pyright: reportGeneralTypeIssues=false
+# pyright: standard
 """Attention to the last tokens: each tile of queries reads one run of keys, and each tile of keys one run of queries.
 
 Tokens never decrease along the queries, so the keys of a tile reach from the first one that its first query sees to
@@ -7,11 +7,12 @@ the last one that its last query sees. Between them lie those that all of its qu
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from flexnsa.attention.triton.typed import jit
 
-@triton.jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
+
+@jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
 def forward(
     q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, p_sb, out_ptr, lse_ptr,
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st,
@@ -59,7 +60,7 @@ def forward(
     store_rows(out_ptr + b * o_sb + h * o_sh, row, o_st, inside, acc / some[:, None], DV, BDV)
 
 
-@triton.jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
+@jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
 def backward_queries(
     q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, p_sb, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr,
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st, d_sb, d_sh, d_st, g_sb, g_sh, g_st,
@@ -105,7 +106,7 @@ def backward_queries(
     store_rows(dq_ptr + b * g_sb + h * g_sh, row, g_st, inside, acc * scale, DK, BDK)
 
 
-@triton.jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys"])
+@jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys"])
 def backward_keys(
     q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, p_sb, lse_ptr, do_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, d_sb, d_sh, d_st, gk_sb, gk_sh, gk_st, gv_sb, gv_sh, gv_st,
@@ -152,11 +153,11 @@ def backward_keys(
     store_rows(dv_ptr + b * gv_sb + h * gv_sh, key, gv_st, real, dv, DV, BDV)
 
 
-@triton.jit
+@jit
 def keys_of(row, token_ptr, start_ptr, num_queries, num_keys, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr):
     """Give the keys ``low .. high - 1`` that each query sees; none for a row that is no query."""
     token = row
-    start = tl.zeros_like(row)
+    start = row * 0
     if HAS_POSITIONS:
         there = tl.minimum(row, num_queries - 1)
         token = tl.load(token_ptr + there)
@@ -166,7 +167,7 @@ def keys_of(row, token_ptr, start_ptr, num_queries, num_keys, WINDOW: tl.constex
     return low, tl.where(row < num_queries, high, low)
 
 
-@triton.jit
+@jit
 def runs(low, high, BN: tl.constexpr):
     """Cut the keys of a tile of queries: ``begin``, those that all see from ``full`` to ``rest``, ``end``.
 
@@ -182,11 +183,11 @@ def runs(low, high, BN: tl.constexpr):
     return begin, full, rest, end
 
 
-@triton.jit
+@jit
 def first_row_at(token, token_ptr, num_queries, HAS_POSITIONS: tl.constexpr):
     """Give the first query that stands at a token or after it, by bisection."""
     if HAS_POSITIONS:
-        low = tl.zeros_like(token)
+        low = token * 0
         high = num_queries + low
         while low < high:
             middle = (low + high) // 2
@@ -198,13 +199,13 @@ def first_row_at(token, token_ptr, num_queries, HAS_POSITIONS: tl.constexpr):
         return tl.minimum(token, num_queries)
 
 
-@triton.jit
+@jit
 def finite(lse):
     """Replace the log-sum-exp of no keys by one that makes all probabilities 0."""
     return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
-@triton.jit
+@jit
 def load_rows(ptr, row, stride, inside, D: tl.constexpr, BD: tl.constexpr):
     """Load rows of ``D`` numbers as rows of ``BD``, 0 where there is none."""
     col = tl.arange(0, BD)[None, :]
@@ -215,7 +216,7 @@ def load_rows(ptr, row, stride, inside, D: tl.constexpr, BD: tl.constexpr):
         return tl.load(ptrs, mask=inside[:, None] & (col < D), other=0.0)
 
 
-@triton.jit
+@jit
 def store_rows(ptr, row, stride, inside, x, D: tl.constexpr, BD: tl.constexpr):
     """Store the first ``D`` of ``BD`` columns."""
     col = tl.arange(0, BD)[None, :]
