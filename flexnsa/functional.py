@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +29,48 @@ from flexnsa.positions import Positions
 from flexnsa.validation import check_floating, check_positive_int, check_tensor, check_type, describe
 
 
+@overload
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    gates: Tensor,
+    *,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    config: NSAConfig,
+    scale: float | None = None,
+    block_indices: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    branches: Sequence[str] = BRANCHES,
+    impl: str = "auto",
+    return_aux: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    gates: Tensor,
+    *,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    config: NSAConfig,
+    scale: float | None = None,
+    block_indices: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    branches: Sequence[str] = BRANCHES,
+    impl: str = "auto",
+    return_aux: Literal[True],
+) -> tuple[Tensor, NSAAux]: ...
 def native_sparse_attention(
     q: Tensor,
     k: Tensor | None,

@@ -33,7 +33,7 @@ HALF = {name: tensor[:, :, :20] for name, tensor in X.named().items()}
 
 
 def nsa(**changes: Any) -> Tensor:
-    return native_sparse_attention(**{**X.named(), "config": SMALL, **changes})  # pyright: ignore[reportReturnType]
+    return native_sparse_attention(**{**X.named(), "config": SMALL, **changes})
 
 
 def blocks(*row: int) -> Tensor:

@@ -37,11 +37,9 @@ def inputs(
 
 def attend(tensors: Sequence[Tensor], config: NSAConfig, impl: str = "auto") -> Tensor:
     q, k, v, gates, k_cmp, v_cmp, k_win, v_win = tensors
-    out = native_sparse_attention(
+    return native_sparse_attention(
         q, k, v, gates, k_cmp=k_cmp, v_cmp=v_cmp, k_win=k_win, v_win=v_win, config=config, impl=impl
     )
-    assert isinstance(out, Tensor)
-    return out
 
 
 def error(result: Tensor, exact: Tensor) -> float:

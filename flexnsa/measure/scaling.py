@@ -86,11 +86,9 @@ def _problem(attention: str, seq_len: int) -> tuple[Callable[..., Tensor], list[
 
 def _nsa(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *others: Tensor) -> Tensor:
     k_cmp, v_cmp, k_win, v_win = others
-    out = native_sparse_attention(
+    return native_sparse_attention(
         q, k, v, gates, k_cmp=k_cmp, v_cmp=v_cmp, k_win=k_win, v_win=v_win, config=CONFIG, impl="sdpa"
     )
-    assert isinstance(out, Tensor)
-    return out
 
 
 def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import assert_type
+
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexnsa.attention.implementations import (
@@ -14,7 +17,8 @@ from flexnsa.attention.implementations import (
     choose_implementation,
 )
 from flexnsa.attention.sdpa.branches import GATHERED_QUERIES
-from flexnsa.attention.seam import Call, Keys
+from flexnsa.attention.seam import Call, Keys, NSAAux
+from flexnsa.functional import native_sparse_attention
 from flexnsa.positions import Positions
 from tests.support.inputs import SMALL, make_inputs
 
@@ -41,6 +45,17 @@ def test_a_cached_step_never_gives_importance_for_the_log_sum_exp(impl: str, cou
         assert aux.lse_cmp is None
     else:
         torch.testing.assert_close(aux.lse_cmp, exact_aux.lse_cmp)
+
+
+def test_what_comes_back_is_known_before_the_call() -> None:
+    """A type checker reads this file too."""
+    x = make_inputs(20)
+    assert_type(native_sparse_attention(x.q, x.k, x.v, x.gates, k_cmp=x.k_cmp, v_cmp=x.v_cmp, config=SMALL), Tensor)
+    out, aux = native_sparse_attention(
+        x.q, x.k, x.v, x.gates, k_cmp=x.k_cmp, v_cmp=x.v_cmp, config=SMALL, return_aux=True
+    )
+    assert assert_type(out, Tensor).shape == x.q.shape
+    assert isinstance(assert_type(aux, NSAAux), NSAAux)
 
 
 @pytest.mark.parametrize(

@@ -140,5 +140,4 @@ class TestWhoSeesWhom:
         shared = x.replace(k_win=x.k, v_win=x.v)
         omitted = {name: t for name, t in x.named().items() if name not in ("k_win", "v_win")}
         out = native_sparse_attention(**omitted, config=SMALL, impl=impl)
-        assert isinstance(out, Tensor)
         assert torch.equal(out, attend(shared, impl=impl))

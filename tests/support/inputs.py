@@ -74,13 +74,9 @@ def make_inputs(
 
 def attend(x: Inputs, **options: Any) -> Tensor:
     """All three branches, by default in the small configuration."""
-    out = native_sparse_attention(**x.named(), **{"config": SMALL, **options})
-    assert isinstance(out, Tensor)
-    return out
+    return native_sparse_attention(**x.named(), **{"config": SMALL, **options})
 
 
 def attend_with_aux(x: Inputs, **options: Any) -> tuple[Tensor, NSAAux]:
     """As :func:`attend`, with what the branches gave."""
-    out = native_sparse_attention(**x.named(), **{"config": SMALL, **options}, return_aux=True)
-    assert isinstance(out, tuple)
-    return out
+    return native_sparse_attention(**x.named(), **{"config": SMALL, **options}, return_aux=True)
