@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 from flexnsa.validation import check_int
 
@@ -53,7 +53,8 @@ class NSAConfig:
 
     def to_ints(self) -> tuple[int, ...]:
         """Write the config as whole numbers, for operators of :mod:`torch.library`, which take no dataclass."""
-        return tuple(map(operator.index, astuple(self)))  # constants to a compiler, even where it traces any sizes
+        # Constants to a compiler, even where it traces any sizes. Not by astuple, whose deepcopy torch 2.11 refuses.
+        return tuple(operator.index(getattr(self, field.name)) for field in fields(self))
 
     @classmethod
     def from_ints(cls, sizes: Sequence[int]) -> NSAConfig:
