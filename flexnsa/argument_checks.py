@@ -32,6 +32,16 @@ def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
     return tuple(tag for tag in BRANCHES if tag in branches)
 
 
+def check_recompute(recompute: Sequence[str], branches: Sequence[str]) -> tuple[str, ...]:
+    """Demand some of the branches that there are, or none, and put them in order."""
+    if not isinstance(recompute, Sequence):
+        raise TypeError(f"recompute: expected a sequence of {branches}, got {describe(recompute)}")
+    known = [tag for tag in recompute if isinstance(tag, str) and tag in branches]
+    if isinstance(recompute, str) or len({*known}) < len(recompute):
+        raise ValueError(f"recompute: expected some of {branches}, each once, or none, got {describe(recompute)}")
+    return tuple(tag for tag in branches if tag in recompute)
+
+
 class Sizes(NamedTuple):
     """What all branches share: a number, or a word for it while it is not known."""
 

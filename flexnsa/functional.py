@@ -15,6 +15,7 @@ from flexnsa.argument_checks import (
     check_document_ids,
     check_keys,
     check_queries,
+    check_recompute,
     check_scale,
     checked_selection,
 )
@@ -90,6 +91,7 @@ def native_sparse_attention(
     branches: Sequence[str] = BRANCHES,
     impl: str = "auto",
     return_aux: bool = False,
+    recompute: Sequence[str] = (),
 ) -> Tensor | tuple[Tensor, NSAAux]:
     """Causal Native Sparse Attention: the gated sum of three branches (NSA paper, Eq. 5).
 
@@ -120,6 +122,8 @@ def native_sparse_attention(
         impl: ``"flex"``, ``"triton"``, ``"sdpa"`` or ``"reference"``; ``"auto"`` is sdpa where there is no CUDA, and
             there triton, or flex with a mod or a head dimension above 256.
         return_aux: return ``(out, NSAAux)``.
+        recompute: any of ``branches``, to run once more in backward: neither their outputs nor what their kernels keep
+            then waits for it, only q, keys, values and gates. Blocks are selected once all the same.
 
     Returns:
         ``out (B, Hq, S, Dv)`` in the dtype of q.
@@ -130,6 +134,7 @@ def native_sparse_attention(
     """
     check_type("config", config, NSAConfig)
     branches = check_branches(branches)
+    recompute = check_recompute(recompute, branches)
     check_type("return_aux", return_aux, bool)
     check_queries(q)
     check_tensor("gates", gates, (*q.shape[:3], len(BRANCHES)), like=q, dtype=getattr(gates, "dtype", None))
@@ -153,7 +158,9 @@ def native_sparse_attention(
         block_indices = checked_selection(q, block_indices, sizes.heads, config)
     implementation, call = _prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
     keys = Keys(k_cmp, v_cmp, k, v, k_win, v_win)
-    out, aux = attend(implementation, q, keys, gates, call, block_indices=block_indices, branches=branches)
+    out, aux = attend(
+        implementation, q, keys, gates, call, block_indices=block_indices, branches=branches, recompute=recompute
+    )
     return (out, aux) if return_aux else out
 
 

@@ -35,11 +35,13 @@ def inputs(
     ]
 
 
-def attend(tensors: Sequence[Tensor], config: NSAConfig, impl: str = "auto") -> Tensor:
+def attend(tensors: Sequence[Tensor], config: NSAConfig, impl: str = "auto", recompute: Sequence[str] = ()) -> Tensor:
     q, k, v, gates, k_cmp, v_cmp, k_win, v_win = tensors
-    return native_sparse_attention(
-        q, k, v, gates, k_cmp=k_cmp, v_cmp=v_cmp, k_win=k_win, v_win=v_win, config=config, impl=impl
-    )
+    windows = {"k_win": k_win, "v_win": v_win}
+    options: dict[str, Any] = {"config": config, "impl": impl, "recompute": recompute}
+    out = native_sparse_attention(q, k, v, gates, k_cmp=k_cmp, v_cmp=v_cmp, **windows, **options)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def error(result: Tensor, exact: Tensor) -> float:
@@ -96,6 +98,32 @@ def test_one_graph_serves_every_length_and_documents_stand_alone() -> None:
     x = torch.randn(1, sum(lengths), 64, device="cuda")
     alone = torch.cat([oracle(part) for part in x.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(layer(x, document_ids=ids), alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["flex", "triton"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_branches_that_run_again_give_the_same_gradients_and_save_less(impl: str, compiled: bool) -> None:
+    config, dims = NSAConfig(), (64, 64)
+    tensors = inputs(6, 2048, dims, torch.bfloat16, config)
+    upstream = torch.randn(*tensors[0].shape[:3], dims[1], device="cuda", dtype=torch.bfloat16)
+    gradients, saved = {}, {}
+    for tags in ((), ("cmp", "slc", "win")):
+
+        def run(*tensors: Tensor, tags: tuple[str, ...] = tags) -> Tensor:
+            return attend(tensors, config, impl, recompute=tags)
+
+        call = torch.compile(run, fullgraph=True, dynamic=False) if compiled else run
+        call(*tensors)  # masks that stay are not saved by the call
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = call(*tensors)
+        saved[tags] = torch.cuda.memory_allocated() - before
+        gradients[tags] = torch.autograd.grad(out, tensors, upstream)
+        del out
+    outputs = 3 * upstream.numel() * upstream.element_size()
+    assert saved[()] - saved["cmp", "slc", "win"] >= outputs
+    for plain, again in zip(gradients[()], gradients["cmp", "slc", "win"], strict=True):
+        assert error(again, plain) <= 2e-2
 
 
 def test_memory_of_a_training_step_is_linear() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from benchmarks.harness.contestants import Contestant, Maker, dense_inputs
 from benchmarks.harness.setting import Setting
 from flexnsa import compressed_attention, select_blocks, selected_attention, sliding_window_attention
-from flexnsa.attention.implementations import combine
+from flexnsa.attention.implementations import gated
 from flexnsa.attention.selection import top_blocks
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.selected import selected_mask
@@ -115,7 +117,7 @@ def gate_phase(setting: Setting, length: int) -> Contestant:
         setting.draw(setting.num_heads, length, 3),
         *(setting.draw(setting.num_heads, length) for _ in range(3)),
     )
-    call = setting.compile(lambda gates, c, s, w: combine(gates, {"cmp": c, "slc": s, "win": w}))
+    call = setting.compile(lambda gates, *outputs: reduce(add, map(gated, gates.unbind(-1), outputs)))
     return Contestant("gate", call, inputs, inputs)
 
 

@@ -55,6 +55,10 @@ class AttentionSizes:
         """Keys and values of one branch."""
         return self.per_head(self.num_kv_heads, self.head_dim + self.v_head_dim, length)
 
+    def inputs(self, tag: str) -> int:
+        """What a branch reads beside q: all that it saves if it is run again in backward."""
+        return self.keys(self.length(tag)) + (self.indices if tag == "slc" else 0)
+
     def per_head(self, heads: int, dim: int, length: int) -> int:
         """``(B, heads, length, dim)``."""
         return self.activation * self.batch * heads * length * dim

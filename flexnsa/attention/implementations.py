@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from flexnsa.argument_checks import check_mods
 from flexnsa.attention import reference
@@ -16,13 +20,15 @@ from flexnsa.attention.flex import decoding as flex_decoding
 from flexnsa.attention.flex.kernels import check_input
 from flexnsa.attention.sdpa import branches as sdpa
 from flexnsa.attention.sdpa import decoding as sdpa_decoding
-from flexnsa.attention.seam import Call, Compressed, Implementation, Keys, NSAAux, given
+from flexnsa.attention.seam import Attended, Call, Compressed, Implementation, Keys, NSAAux, given
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import window as triton_window
 from flexnsa.geometry import BRANCHES
 from flexnsa.masks.user_mods import MaskMod, ScoreMod, merge_mods
 from flexnsa.validation import check_choice
+
+B = TypeVar("B", Attended, Compressed)
 
 REFERENCE = Implementation(reference.compressed, reference.select, reference.selected, reference.window)
 SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window)
@@ -116,6 +122,7 @@ def attend(
     *,
     block_indices: Tensor | None = None,
     branches: Sequence[str] = BRANCHES,
+    recompute: Sequence[str] = (),
 ) -> tuple[Tensor, NSAAux]:
     """Run the branches and add them up: the one way into attention. The arguments are taken to be right.
 
@@ -127,6 +134,7 @@ def attend(
         call: what the branches share.
         block_indices: int32 ``(B, Hkv, T, n)``, ascending, padded right with -1; None to select.
         branches: those to compute.
+        recompute: those of which only the inputs are kept for backward. The selection is kept in any case.
 
     Returns:
         ``out (B, Hq, T, Dv)`` in the dtype of q, and what the branches gave.
@@ -139,24 +147,42 @@ def attend(
     implementation.check(q=q)
     for tag in branches:
         implementation.check(**read[tag])
-    compressed = None
+    gate = dict(zip(BRANCHES, gates.unbind(-1), strict=True))
     outputs: dict[str, Tensor] = {}
+    products: dict[str, Tensor] = {}
+
+    def run(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
+        if tag in recompute and torch.is_grad_enabled():
+            products[tag], attended = _recomputed(branch, gate[tag], (q, *inputs), call)
+        else:
+            attended = branch(q, *inputs, call)
+        outputs[tag] = attended.out
+        return attended
+
+    lse = importance = None
     if "cmp" in branches:
-        compressed = implementation.compressed(q, given(keys.k_cmp), given(keys.v_cmp), call)
-        outputs["cmp"] = compressed.out
-    lse, importance = (None, None) if compressed is None else (compressed.lse, compressed.importance)
+        _, lse, importance = run("cmp", implementation.compressed, given(keys.k_cmp), given(keys.v_cmp))
     if "slc" in branches:
         if block_indices is None:
             block_indices = implementation.select(q, given(keys.k_cmp), call, lse, importance)
-        outputs["slc"] = implementation.selected(q, given(keys.k_slc), given(keys.v_slc), block_indices, call).out
+        run("slc", implementation.selected, given(keys.k_slc), given(keys.v_slc), block_indices)
     if "win" in branches:
-        outputs["win"] = implementation.window(q, given(keys.k_win), given(keys.v_win), call).out
+        run("win", implementation.window, given(keys.k_win), given(keys.v_win))
     aux = NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse)
-    return combine(gates, outputs), aux
+    terms = (products[tag] if tag in products else gated(gate[tag], out) for tag, out in outputs.items())
+    return functools.reduce(operator.add, terms), aux
 
 
-def combine(gates: Tensor, outputs: dict[str, Tensor]) -> Tensor:
-    """Add up the branches, each ``(B, Hq, S, Dv)``, weighted by its column of ``gates (B, Hq, S, 3)`` (Eq. 5)."""
-    columns = dict(zip(BRANCHES, gates.unbind(-1), strict=True))
-    first, *others = (columns[tag].to(out.dtype)[..., None] * out for tag, out in outputs.items())
-    return sum(others, first)
+def gated(gate: Tensor, out: Tensor) -> Tensor:
+    """Weigh the output of a branch ``(B, Hq, S, Dv)`` by its gate ``(B, Hq, S)``: a term of the sum (Eq. 5)."""
+    return gate.to(out.dtype)[..., None] * out
+
+
+def _recomputed(branch: Callable[..., B], gate: Tensor, inputs: Sequence[Tensor], call: Call) -> tuple[Tensor, B]:
+    """Run a branch that is run again in backward, and weigh it: the gradient of its gate needs its output too."""
+
+    def run(gate: Tensor, *inputs: Tensor) -> tuple[Tensor, B]:
+        attended = branch(*inputs, call)
+        return gated(gate, attended.out), attended
+
+    return cast("tuple[Tensor, B]", checkpoint(run, gate, *inputs, use_reentrant=False, preserve_rng_state=False))

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import torch
 
+from flexnsa.cli.options import add_recompute_option
 from flexnsa.measure.table import format_table
 from flexnsa.memory import IMPLEMENTATIONS, DecodingEstimate, MemoryEstimate, estimate_decoding, estimate_training
 from flexnsa.models import PRESETS, DecoderConfig
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="recompute every layer in backward; default: of the preset",
     )
+    add_recompute_option(parser)
     parser.add_argument("--attention", choices=("nsa", "dense"), default="nsa", help="default: %(default)s")
     parser.add_argument(
         "--impl",
@@ -102,7 +104,10 @@ def decoding_table(token: DecodingEstimate, attention: str) -> str:
 
 def _config(arguments: argparse.Namespace) -> DecoderConfig:
     changes = {name: getattr(arguments, name) for name in ("num_layers", "checkpointing", "attention")}
-    return replace(PRESETS[arguments.preset], **{name: value for name, value in changes.items() if value is not None})
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if "recompute" in arguments:
+        changes["recompute"] = tuple(arguments.recompute)
+    return replace(PRESETS[arguments.preset], **changes)
 
 
 def _size(text: str) -> int:

@@ -58,6 +58,12 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_recompute_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--recompute``; left out, it leaves no trace in the namespace."""
+    explanation = "branches to run again in backward instead of keeping what they give: of cmp, slc and win"
+    parser.add_argument("--recompute", nargs="+", default=argparse.SUPPRESS, metavar="TAG", help=explanation)
+
+
 def device(name: str) -> torch.device:
     """Read a ``--device``, one that this machine has."""
     if name == "auto":

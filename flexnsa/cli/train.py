@@ -8,12 +8,20 @@ from pathlib import Path
 
 import torch
 
-from flexnsa.cli.options import add_config_options, add_device_option, config_options, output_folder, require
+from flexnsa.cli.options import (
+    add_config_options,
+    add_device_option,
+    add_recompute_option,
+    config_options,
+    output_folder,
+    require,
+)
 from flexnsa.config import NSAConfig
 from flexnsa.models import PRESETS, DecoderConfig, DecoderLM
 from flexnsa.training import TRAIN_PRESETS, TrainConfig, Trainer, read_corpus, run
 
-_NOT_OPTIONS = ("nsa", "branches", "vocab_size", "checkpointing")
+_NOT_OPTIONS = ("nsa", "branches", "vocab_size", "checkpointing", "recompute")
+_LISTS = ("branches", "recompute")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fill rows with whole documents, kept apart: what stands between blank lines (default: cut rows anywhere)",
     )
     parser.add_argument("--branches", nargs="+", default=argparse.SUPPRESS, metavar="TAG", help="of cmp, slc and win")
+    add_recompute_option(parser)
     add_config_options(parser, "model", DecoderConfig, skip=_NOT_OPTIONS)
     add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig)
     add_config_options(parser, "training", TrainConfig, skip=("pack",))
@@ -60,6 +69,5 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
 def _model_config(arguments: argparse.Namespace) -> DecoderConfig:
     base = PRESETS[arguments.preset]
     overrides = config_options(arguments, DecoderConfig, skip=("nsa",))
-    if "branches" in overrides:
-        overrides["branches"] = tuple(overrides["branches"])
+    overrides |= {name: tuple(overrides[name]) for name in _LISTS if name in overrides}
     return replace(base, nsa=replace(base.nsa, **config_options(arguments, NSAConfig)), **overrides)

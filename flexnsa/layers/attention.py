@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from flexnsa.argument_checks import check_branches, check_document_ids
+from flexnsa.argument_checks import check_branches, check_document_ids, check_recompute
 from flexnsa.attention.implementations import IMPLEMENTATIONS, choose_implementation, prepare_mods
 from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
@@ -52,6 +52,7 @@ class NativeSparseAttention(nn.Module):
         rope_base: base of the rotary frequencies.
         branches: any of ``cmp``, ``slc``, ``win``.
         impl: as in :func:`flexnsa.native_sparse_attention`.
+        recompute: as in :func:`flexnsa.native_sparse_attention`; no number depends on it.
 
     Raises:
         TypeError: an argument is not of its kind.
@@ -72,6 +73,7 @@ class NativeSparseAttention(nn.Module):
         rope_base: float = 10_000.0,
         branches: Sequence[str] = BRANCHES,
         impl: str = "auto",
+        recompute: Sequence[str] = (),
     ) -> None:
         super().__init__()
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -89,6 +91,7 @@ class NativeSparseAttention(nn.Module):
         self.config = config
         self.rope_base = rope_base
         self.branches = check_branches(branches)
+        self.recompute = check_recompute(recompute, self.branches)
         self.impl = impl
 
         self.w_q = nn.Linear(dim, num_heads * head_dim, bias=False)
@@ -201,7 +204,8 @@ class NativeSparseAttention(nn.Module):
         mod = prepare_mods(score_mod, mask_mod, x, self.num_heads, implementation)
         call = Call(self.config, self.head_dim**-0.5, mod, layout.positions, layout.window_positions)
         heads, compressors = self._project(x), self._compressors()
-        out, _, _ = attend_heads(heads, layout, compressors, RowKeys(), implementation, call, self.branches)
+        choice = self.branches, self.recompute
+        out, _, _ = attend_heads(heads, layout, compressors, RowKeys(), implementation, call, *choice)
         return out
 
     def _attend_step(

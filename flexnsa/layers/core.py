@@ -133,6 +133,7 @@ def attend_heads(
     implementation: Implementation,
     call: Call,
     branches: Sequence[str],
+    recompute: Sequence[str] = (),
 ) -> tuple[Tensor, Keys, NSAAux]:
     """Attend from projected heads.
 
@@ -144,6 +145,7 @@ def attend_heads(
         implementation: who computes the branches.
         call: what these share.
         branches: those to compute; heads has their keys and values.
+        recompute: those to run again in backward instead of keeping what they give.
 
     Returns:
         The heads' outputs ``(B, Hq, T, Dv)``, the keys and values that were read, and what the branches gave.
@@ -171,5 +173,5 @@ def attend_heads(
         read["k_win"] = source.of_window("k_win", apply_rope(heads.k["win"], layout.tokens))
         read["v_win"] = source.of_window("v_win", heads.v["win"])
     keys = Keys(**read)
-    out, aux = attend(implementation, q, keys, heads.gates, call, branches=branches)
+    out, aux = attend(implementation, q, keys, heads.gates, call, branches=branches, recompute=recompute)
     return out, keys, aux

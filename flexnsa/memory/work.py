@@ -113,8 +113,17 @@ class Work:
 
     def attention(self) -> int:
         """q, and what each branch saves beside it."""
+        again = sum(self.rebuilt(tag) for tag in self.config.recompute)
+        return self.attention_of_forward() - again
+
+    def attention_of_forward(self) -> int:
+        """q, and what each branch gives and reads, be it saved or not."""
         saved = FOOTPRINTS[self.impl].saved
         return self.sizes.queries + sum(saved(tag, self.sizes) for tag in self.config.branches)
+
+    def rebuilt(self, tag: str) -> int:
+        """What a branch that is run again leaves to backward, beside its inputs, when its turn comes."""
+        return FOOTPRINTS[self.impl].saved(tag, self.sizes) - self.sizes.inputs(tag)
 
     def forward_excess(self, saves: bool) -> int:
         """What the largest moment of forward holds above what is saved at its end.
@@ -127,7 +136,7 @@ class Work:
         if saves:
             return loss
         mlp = 3 * self.residual + 8 * self.residual * self.activation // 4
-        attention = 2 * self.residual + self.attention() + 3 * self.sizes.queries
+        attention = 2 * self.residual + self.attention_of_forward() + 3 * self.sizes.queries
         return max(loss, max(mlp, attention) - self.norm() - self.residual - self.head())
 
     def loss(self) -> int:
@@ -161,12 +170,24 @@ class Work:
         if config.attention == "dense":
             moments.append(outside + 2 * sizes.queries + 3 * sizes.keys(self.length))
         else:
-            gradients = (len(config.branches) - 1) * sizes.outputs
-            for tag in reversed(config.branches):
-                moments.append(outside + gradients + FOOTPRINTS[self.impl].backward(tag, sizes))
-                # Its output and that one's gradient are freed. The gradient of q stays; those of the others add to it.
-                gradients += (sizes.queries if tag == config.branches[-1] else 0) - 2 * sizes.outputs
+            moments += [outside + excess for excess in self.attention_excess()]
         # All but the first norm is behind: its input and gradients remain, and the gradient of every weight.
         projections = sum(weights.values()) - sum(saved.values())
         moments.append(projections + self.norm() + 4 * self.residual + sizes.queries)
+        return moments
+
+    def attention_excess(self) -> list[int]:
+        """What each branch's backward holds above all that the attention saved, the last branch first.
+
+        The gradients of the outputs that were kept are computed at once, that of an output computed anew in its turn.
+        """
+        config, sizes = self.config, self.sizes
+        above = (len(config.branches) - len(config.recompute) - (not config.recompute)) * sizes.outputs
+        moments = []
+        for tag in reversed(config.branches):
+            again = tag in config.recompute
+            own = sizes.outputs + self.rebuilt(tag) if again else 0
+            moments.append(above + own + FOOTPRINTS[self.impl].backward(tag, sizes))
+            # Its output and that one's gradient are freed. The gradient of q stays; those of the others add to it.
+            above += (sizes.queries if tag == config.branches[-1] else 0) - (0 if again else 2 * sizes.outputs)
         return moments

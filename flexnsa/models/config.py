@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from flexnsa.argument_checks import check_branches
+from flexnsa.argument_checks import check_branches, check_recompute
 from flexnsa.attention.implementations import IMPLEMENTATIONS
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
@@ -41,6 +41,8 @@ class DecoderConfig:
         impl: implementation of the attention functions.
         rope_base: base of the rotary frequencies.
         checkpointing: recompute layers in backward: all, none, or those in the half-open range ``(first, last)``.
+        recompute: branches to run once more in backward instead of keeping what they give; in a layer that is
+            checkpointed, after all of it has been run again. For ``attention="nsa"`` alone.
 
     Raises:
         TypeError: a size is not an int.
@@ -62,6 +64,7 @@ class DecoderConfig:
     impl: str = "auto"
     rope_base: float = 10_000.0
     checkpointing: bool | tuple[int, int] = False
+    recompute: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "vocab_size"):
@@ -78,7 +81,9 @@ class DecoderConfig:
         check_choice("compression", self.compression, tuple(COMPRESSORS))
         check_choice("impl", self.impl, ("auto", *IMPLEMENTATIONS))
         check_positive_number("rope_base", self.rope_base)
-        check_gate(self.gate, len(check_branches(self.branches)))
+        branches = check_branches(self.branches)
+        check_gate(self.gate, len(branches))
+        check_recompute(self.recompute, branches)
         self._check_checkpointing()
 
     def _check_checkpointing(self) -> None:
@@ -105,17 +110,23 @@ class DecoderConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DecoderConfig:
-        """Undo :meth:`to_dict`, also after a round trip through JSON, which knows no tuples.
+        """Undo :meth:`to_dict`, also of an earlier version, and after a round trip through JSON, which knows no tuples.
 
         Raises:
             TypeError: not a dict, or a field is not of its kind.
             ValueError: a field is missing, unknown or out of range.
         """
+        check_type("values", values, dict)
+        values = _ADDED | values
         _check_keys("values", values, cls)
         _check_keys("values['nsa']", values["nsa"], NSAConfig)
         read: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
         read["nsa"] = NSAConfig(**values["nsa"])
         return cls(**read)
+
+
+_ADDED: dict[str, Any] = {"recompute": ()}
+"""Fields that the first version had not, as it would have set them."""
 
 
 def _check_keys(name: str, values: Any, cls: type) -> None:

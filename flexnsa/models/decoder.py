@@ -212,4 +212,5 @@ def build_attention(config: DecoderConfig) -> NativeSparseAttention | DenseAtten
         rope_base=config.rope_base,
         branches=config.branches,
         impl=config.impl,
+        recompute=config.recompute,
     )

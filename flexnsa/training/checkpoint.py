@@ -17,6 +17,8 @@ from flexnsa.errors import FileError
 if TYPE_CHECKING:
     from flexnsa.training.trainer import Trainer
 
+FREE = {"recompute"}
+"""Fields that no number depends on: a run may go on with others."""
 _REMEDY = "restore it from a copy, or move it away to begin anew"
 
 
@@ -139,7 +141,7 @@ def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _require_equal(name: str, saved: Any, asked: Any, path: Path) -> None:
     if isinstance(saved, dict) and isinstance(asked, dict):
-        for key in saved.keys() | asked.keys():
+        for key in (saved.keys() | asked.keys()) - FREE:
             _require_equal(key, saved.get(key), asked.get(key), path)
     elif saved != asked:
         raise FileError(f"{name}: expected {saved!r}, as in the checkpoint {str(path)!r}, got {asked!r}")

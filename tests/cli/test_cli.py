@@ -12,6 +12,8 @@ from flexnsa.cli import COMMANDS, main
 from flexnsa.cli.options import add_device_option, require
 from flexnsa.measure.growth import fit_power_law
 from flexnsa.measure.table import format_table
+from flexnsa.training.log import read_log
+from tests.cli.tiny_run import train, write_text
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,27 @@ def test_wrong_sizes_of_an_estimate_are_named(arguments: str, message: str, caps
     assert leaving.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_branches_that_run_again_are_an_option_of_training_and_of_its_estimate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = write_text(tmp_path / "text")
+    losses = {}
+    for name, options in {"plain": (), "again": ("--recompute", "win", "cmp")}.items():
+        train(tmp_path / name, text, *options)
+        losses[name] = [entry["loss"] for entry in read_log(tmp_path / name / "log.jsonl") if "loss" in entry]
+    assert losses["again"] == losses["plain"] != []
+    with pytest.raises(SystemExit):
+        train(tmp_path / "wrong", text, "--recompute", "all")
+    assert "--recompute: expected some of ('cmp', 'slc', 'win')" in capsys.readouterr().err
+
+    sizes = []
+    for options in ([], ["--recompute", "slc", "win"]):
+        main(["estimate", "--impl", "flex", *options])
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "saved for backward" in line]
+        sizes.append(float(line.split()[-1].replace(",", "")))
+    assert sizes[1] < sizes[0]
 
 
 def test_estimate_of_a_dense_model_is_what_nsa_is_compared_with(capsys: pytest.CaptureFixture[str]):

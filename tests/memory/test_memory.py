@@ -28,6 +28,10 @@ MODELS = {
     "tiny, mean of blocks, no window": (replace(TINY, compression="mean", branches=("cmp", "slc")), 256),
     "tiny, one key head, narrow values": (replace(TINY, num_kv_heads=1, v_head_dim=8), 256),
     "tiny, wide head": (replace(TINY, num_layers=1, vocab_size=8192), 256),
+    "tiny, branches run again": (replace(TINY, recompute=("cmp", "slc", "win")), 256),
+    "tiny, checkpointed and run again": (replace(TINY, checkpointing=True, recompute=("win",)), 256),
+    "large, window run again": (preset("large", num_layers=1, recompute=("win",)), 512),
+    "large, branches run again": (preset("large", num_layers=1, recompute=("cmp", "slc", "win")), 1024),
     "large, one layer": (preset("large", num_layers=1), 512),
 }
 

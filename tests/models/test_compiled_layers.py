@@ -69,6 +69,26 @@ def test_all_checkpointed_layers_share_one_compilation_and_select_once(attention
     assert ran == (LAYERS if attention == "nsa" else 0)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_branches_run_again_in_compiled_layers_and_blocks_are_selected_once(checkpointing: bool) -> None:
+    model, tokens, targets = make("nsa")
+    plain = loss_and_gradients(model, tokens, targets)
+    again, *_ = make("nsa", recompute=("slc", "win"), checkpointing=checkpointing)
+    again.load_state_dict(model.state_dict())
+    eager = loss_and_gradients(again, tokens, targets)
+    assert all(torch.equal(a, b) for a, b in zip(eager, plain, strict=True))
+
+    torch._dynamo.reset()
+    counters.clear()
+    code: list[GraphModule] = []
+    again.compile_layers(backend=recording(code), fullgraph=True)
+    torch.testing.assert_close(loss_and_gradients(again, tokens, targets), plain, rtol=1e-4, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert occurrences(code, "flexnsa.selected_attention.default") == 2
+    assert occurrences(code, "flexnsa.interval_attention.default") == 2 + 1 + checkpointing
+    assert occurrences(code, *SELECTION_OPERATORS) == 1
+
+
 def test_rotary_tables_are_computed_once_by_a_model_compiled_whole() -> None:
     model, tokens, targets = make("dense")
     torch._dynamo.reset()

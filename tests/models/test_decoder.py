@@ -1,5 +1,6 @@
 """The decoder LM: sizes, first loss, gradients, causality, and both attentions behind one interface."""
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -172,8 +173,8 @@ def test_model_built_on_the_meta_device_is_the_model_built_at_once(attention: st
 
 
 def test_round_trip_through_plain_values():
-    config = replace(CONFIG, checkpointing=(0, 1), branches=("cmp", "win"))
-    assert DecoderConfig.from_dict(config.to_dict()) == config
+    config = replace(CONFIG, checkpointing=(0, 1), branches=("cmp", "win"), recompute=("win",))
+    assert DecoderConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,7 @@ def test_round_trip_through_plain_values():
         ({"num_kv_heads": 3}, r"^num_kv_heads: expected a divisor of num_heads=4, got 3"),
         ({"head_dim": 7}, r"^head_dim: expected an even number, .* got 7"),
         ({"attention": "linear"}, r"^attention: expected one of 'nsa', 'dense', got 'linear'"),
+        ({"branches": ("cmp", "slc"), "recompute": ("win",)}, r"^recompute: expected some of \('cmp', 'slc'\), .*win"),
         ({"checkpointing": (1, 5)}, r"^checkpointing: expected .* 0\.\.2, got \(1, 5\)"),
     ],
 )

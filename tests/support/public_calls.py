@@ -112,7 +112,8 @@ CALLS: dict[str, Call] = {
     "NSAConfig": Call(NSAConfig, config_fields(NSAConfig)),
     "native_sparse_attention": Call(
         flexnsa.native_sparse_attention,
-        {**X, **OPTIONS, "block_indices": BLOCKS, "branches": ("cmp", "slc", "win"), "return_aux": True},
+        {**X, **OPTIONS, "block_indices": BLOCKS, "branches": ("cmp", "slc", "win"), "return_aux": True}
+        | {"recompute": ("win",)},
         like_q,
         (*OPTIONAL, "block_indices", "k_win", "v_win"),
     ),
@@ -154,7 +155,7 @@ CALLS: dict[str, Call] = {
     "NativeSparseAttention": Call(
         flexnsa.NativeSparseAttention,
         {"dim": 16, **HEADS, "config": SMALL, "compression": "mlp", "gate": "softmax", "rope_base": 100.0}
-        | {"branches": ("cmp", "slc", "win"), "impl": "sdpa"},
+        | {"branches": ("cmp", "slc", "win"), "impl": "sdpa", "recompute": ("win",)},
         optional=("v_head_dim",),
     ),
     "NativeSparseAttention.forward": Call(
