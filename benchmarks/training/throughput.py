@@ -3,8 +3,9 @@
     python -m benchmarks training.throughput --json training.json                  # on a GPU: 4k to 64k tokens a row
     python -m benchmarks training.throughput --device cpu --tiny --lengths 128     # rehearse
 
-A step is forward, backward and AdamW, bf16 under autocast, the model compiled and nothing checkpointed. Rows fill
-``--tokens`` a step. Seconds of the first step are those of compilation. A point that is recorded is not measured again.
+A step is forward, loss, backward and AdamW, bf16 under autocast, nothing checkpointed. Rows fill ``--tokens`` a step.
+Seconds of the first step are those of compilation: of one layer for all of them, or with ``--compile model`` of all.
+Kernels of a step are those that the GPU ran in one. A point that is recorded is not measured again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 
 from benchmarks.harness import options
 from flexnsa import NSAConfig
+from flexnsa.measure.launches import count_launches
+from flexnsa.measure.memory import MIB
 from flexnsa.measure.recording import Recording
 from flexnsa.models import DecoderConfig, DecoderLM, preset
 
@@ -43,19 +46,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=["m7c-125m", "16 heads of 128"], choices=MODELS)
     parser.add_argument("--tokens", type=int, default=65536, help="of a step; default: %(default)s")
     parser.add_argument("--steps", type=int, default=8, help="timed ones; default: %(default)s")
-    parser.add_argument("--tiny", action="store_true", help="a model of toy size, eager: a rehearsal")
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--compile", choices=("layers", "model", "nothing"), default="layers", help="default: %(default)s"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a model of toy size, nothing compiled: a rehearsal")
+    arguments = parser.parse_args(argv)
+    if arguments.tiny:
+        arguments.models, arguments.compile, arguments.tokens = ["tiny"], "nothing", 1
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
     started = time.monotonic()
-    models = ["tiny"] if arguments.tiny else arguments.models
-    for name in models:
+    for name in arguments.models:
         for length in arguments.lengths:
             for attention in ("nsa", "dense"):
-                key = {"model": name, "attention": attention, "seq_len": length}
+                key = {"model": name, "attention": attention, "seq_len": length, "compile": arguments.compile}
                 done = any(key.items() <= point.items() for point in recording.points)
                 if done or time.monotonic() - started > arguments.seconds:
                     continue
@@ -71,15 +79,16 @@ def measure(config: DecoderConfig, length: int, arguments: argparse.Namespace) -
     device, cuda = arguments.device, arguments.device == "cuda"
     model = DecoderLM(config).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
-    forward = model if arguments.tiny else torch.compile(model)
-    batch = max(1, (length if arguments.tiny else arguments.tokens) // length)
+    if arguments.compile == "layers":
+        model.compile_layers()
+    forward = torch.compile(model) if arguments.compile == "model" else model
+    batch = max(1, arguments.tokens // length)
     tokens = torch.randint(config.vocab_size, (batch, length + 1), device=device)
 
     def step() -> float:
         start = time.perf_counter()
         with torch.autocast(device, torch.bfloat16):
-            logits = forward(tokens[:, :-1])
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            loss = forward(tokens[:, :-1], targets=tokens[:, 1:])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -92,13 +101,18 @@ def measure(config: DecoderConfig, length: int, arguments: argparse.Namespace) -
         torch.cuda.reset_peak_memory_stats()
     try:
         first, _, *seconds = (step() for _ in range(arguments.steps + 2))
+        gpu = _on_gpu(step) if cuda else {}
     except torch.OutOfMemoryError:
         return {"batch": batch, "error": "out of memory"}
     finally:
         torch._dynamo.reset()
     point = {"batch": batch, "first_step_s": first, "step_ms": 1e3 * statistics.median(seconds)}
-    point["tokens_per_s"] = batch * length / statistics.median(seconds)
-    return point | ({"peak_mib": torch.cuda.max_memory_allocated() / 2**20} if cuda else {})
+    return point | {"tokens_per_s": batch * length / statistics.median(seconds)} | gpu
+
+
+def _on_gpu(step: Callable[[], object]) -> dict[str, Any]:
+    """Memory of the steps so far, and kernels of another."""
+    return {"peak_mib": torch.cuda.max_memory_allocated() / MIB, "kernels_a_step": count_launches(step)}
 
 
 if __name__ == "__main__":
