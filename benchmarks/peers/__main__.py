@@ -26,6 +26,7 @@ from benchmarks.harness import options
 from benchmarks.harness.contestants import Contestant, Maker
 from benchmarks.harness.session import Session
 from benchmarks.harness.setting import Setting, published
+from benchmarks.peers.autotuned import compile_configs_at_once
 from benchmarks.peers.problem import Adapter, Problem
 from benchmarks.peers.table import DIFFERENCES, TABLE, missing
 from benchmarks.peers.trial import attempt
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     passed = _trials(setting, recording, arguments)
     print(f"tried at {time.monotonic() - started:.0f} s", flush=True)
+    if setting.device == "cuda":  # what fla tunes anew is compiled for each length
+        compile_configs_at_once(os.cpu_count() or 1)
     session = Session(setting, recording, arguments.seconds - (time.monotonic() - started))
     for length in arguments.lengths:
         for kind, adapters in TABLE.items():
