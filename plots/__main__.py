@@ -5,7 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from plots import decoding, estimator, masks, mods, peak_memory, phases, step_time, trained_selection, training_loss
+from plots import (
+    decoding,
+    estimator,
+    masks,
+    mods,
+    peak_memory,
+    phases,
+    roofline,
+    step_time,
+    trained_selection,
+    training_loss,
+)
 from plots.records import NotRecordedError, Results
 from plots.style import save
 
@@ -15,6 +26,7 @@ FIGURES = {
     "step_time_gpu": step_time.on_gpu,
     "step_time_cpu": step_time.on_cpu,
     "phases_gpu": phases.on_gpu,
+    "roofline_gpu": roofline.on_gpu,
     "estimator": estimator.on_cpu,
     "estimator_gpu": estimator.on_gpu,
     "masks": masks.draw,

@@ -33,7 +33,7 @@ from flexnsa.measure.growth import growth_of
 from flexnsa.measure.recording import Recording
 
 TABLES = {"whole": WHOLE, "phase": PHASES}
-UNCOMPILED = ("cuDNN SDPA", "flash SDPA", "math SDPA", "score", "fla: selected branch")
+UNCOMPILED = ("cuDNN SDPA", "flash SDPA", "math SDPA", "score", "lists", "fla: selected branch")
 LONGEST_MATH = 8192
 """Longer, the scores of math SDPA alone take more than 30 GiB; its curve is known by then."""
 

@@ -76,6 +76,21 @@ def mask_phase(setting: Setting, length: int) -> Contestant:
     return Contestant("mask", setting.compile(build), (random_blocks(setting, length),), ())
 
 
+def lists_phase(setting: Setting, length: int) -> Contestant:
+    """The queries of every key block, part of the selected branch's forward in Triton."""
+    from flexnsa.attention.triton.selected import LIST_ROWS, chunk_of, selection_of
+    from flexnsa.attention.triton.selected_lists import Lists, build_lists
+
+    config, group = setting.config, setting.num_heads // setting.num_kv_heads
+    partial_rows = group * config.num_selected_blocks * setting.head_dim * setting.dtype.itemsize
+
+    def build(block_indices: Tensor) -> Lists:
+        selection = selection_of(block_indices, None, None, config.select_block_size, length)
+        return build_lists(selection, chunk_of(partial_rows), max(1, LIST_ROWS // group))
+
+    return Contestant("lists", build, (random_blocks(setting, length),), ())
+
+
 def selected_phase(setting: Setting, length: int) -> Contestant:
     """The selected branch, its mask included."""
     inputs = dense_inputs(setting, length)
@@ -127,6 +142,7 @@ PHASES: dict[str, Maker] = {
     "score": scoring_phase,
     "score and select": selection_phase,
     "mask": mask_phase,
+    "lists": lists_phase,
     "slc branch": selected_phase,
     "win branch": window_phase,
     "gate": gate_phase,
