@@ -37,10 +37,10 @@ Key = tuple[str, str]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = options.parser(__doc__, json=options.RESULTS / "peers.json", seconds=300)
+    parser = options.parser(__doc__, json=options.RESULTS / "peers_h200.json", seconds=300)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 65536, 32768, 16384])
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of contestants; default: all that are installed")
+    parser.add_argument("--only", nargs="+", choices=DIFFERENCES, help="default: all that are installed")
     parser.add_argument("--tiny", action="store_true", help="4 heads of 16, fp32: a rehearsal")
     return parser.parse_args(argv)
 
