@@ -49,6 +49,7 @@ def native_sparse_attention(
     mask_mod: MaskMod | None = None,
     branches: Sequence[str] = BRANCHES,
     impl: str = "auto",
+    recompute: Sequence[str] = (),
     return_aux: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -70,6 +71,7 @@ def native_sparse_attention(
     mask_mod: MaskMod | None = None,
     branches: Sequence[str] = BRANCHES,
     impl: str = "auto",
+    recompute: Sequence[str] = (),
     return_aux: Literal[True],
 ) -> tuple[Tensor, NSAAux]: ...
 def native_sparse_attention(
@@ -90,8 +92,8 @@ def native_sparse_attention(
     mask_mod: MaskMod | None = None,
     branches: Sequence[str] = BRANCHES,
     impl: str = "auto",
-    return_aux: bool = False,
     recompute: Sequence[str] = (),
+    return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, NSAAux]:
     """Causal Native Sparse Attention: the gated sum of three branches (NSA paper, Eq. 5).
 

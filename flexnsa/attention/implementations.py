@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from flexnsa.argument_checks import check_mods
 from flexnsa.attention import reference
