@@ -68,6 +68,7 @@ NOT_STRICT = {
     f"{KERNELS}/selected_sums",
     f"{KERNELS}/top_blocks",
     f"{KERNELS}/visible",
+    f"{KERNELS}/window",
 }
 """Files of attention and layers that no type checker reads strictly: Python has no types for what a kernel computes."""
 

@@ -1,4 +1,4 @@
-"""The selected branch in Triton, run by Triton's interpreter, against the oracle in float64."""
+"""The selected branch and the window in Triton, run by Triton's interpreter, against the oracle in float64."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
 
 def check(name: str, got: dict[str, Any]) -> None:
     """Demand the oracle's results to the precision of plain PyTorch, and equal bits at every call."""
-    exact, plain = (attend(reference.selected, CASES[name], dtype) for dtype in (torch.float64, None))
+    exact, plain = (attend(reference.selected, reference.window, CASES[name], dtype) for dtype in (torch.float64, None))
     for names, factor in ((("out", "lse"), 2), (("dq", "dk", "dv"), 3)):
         parts = ({key: results[key] for key in names} for results in (got["results"], plain, exact))
         assert_as_exact_as_plain(*parts, factor=factor)

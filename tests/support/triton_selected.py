@@ -16,14 +16,17 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Call
+from flexnsa.attention.seam import Call, SelectedBranch, WindowBranch
 from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call: documents packed one after the other; ``garbage`` puts into the selection what is no block."""
+    """One call: documents packed one after the other; ``garbage`` puts into the selection what is no block.
+
+    With a ``window_size`` it is one of the window and not of the selected branch.
+    """
 
     group: int
     dims: tuple[int, int] = (16, 16)
@@ -41,12 +44,13 @@ class Case:
     rows: int = 128
     halve: bool = True
     limits: tuple[tuple[str, int], ...] = ()
+    window_size: int | None = None
 
     @property
     def config(self) -> NSAConfig:
         sizes = {"compress_block_size": self.block_size, "compress_stride": self.block_size}
         sizes |= {"select_block_size": self.block_size, "num_selected_blocks": self.num_selected}
-        return NSAConfig(**sizes, num_init_blocks=0, num_local_blocks=0)
+        return NSAConfig(**sizes, num_init_blocks=0, num_local_blocks=0, window_size=self.window_size or 1)
 
     @property
     def scale(self) -> float:
@@ -145,12 +149,24 @@ CASES = {
     "some-tokens-of-documents": Case(
         group=1, documents=(50, 9, 64, 70), every=5, kv_heads=2, limits=(("LIST_ROWS", 4),)
     ),
+    "window": Case(group=3, documents=(77,), kv_heads=2, batch=2, window_size=24),
+    "window-of-one": Case(group=2, documents=(40,), dims=(16, 48), window_size=1),
+    "window-longer-than-all": Case(group=1, documents=(100,), dims=(24, 16), kv_heads=2, window_size=500),
+    "window-of-tiles-bf16": Case(group=2, documents=(400,), dims=(64, 64), dtype=BF16, window_size=150),
+    "window-128-fp16": Case(group=2, documents=(300,), dims=(128, 96), dtype=FP16, window_size=100, order="bthd"),
+    "window-192-128": Case(group=2, documents=(90,), dims=(192, 128), window_size=33),
+    "window-256": Case(group=2, documents=(90,), dims=(256, 256), dtype=BF16, window_size=33),
+    "window-sliced-rows": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="sliced", window_size=20),
+    "window-lse-alone": Case(group=2, documents=(60,), lse_only=True, window_size=20),
+    "window-documents": Case(group=2, documents=(40, 3, 7, 50, 1, 33, 16, 30), kv_heads=2, window_size=24),
+    "window-some-of-the-tokens": Case(group=4, documents=(230,), every=3, batch=2, window_size=70),
+    "window-some-tokens-of-documents": Case(group=1, documents=(50, 9, 64, 70), every=5, kv_heads=2, window_size=30),
 }
 
 
 def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     """Call the operator, forward and backward; on a GPU also tell whether repeated calls have the same bits."""
-    from flexnsa.attention.triton import selected, selected_lists, tiles
+    from flexnsa.attention.triton import selected, selected_lists, tiles, window
 
     def choose(*_: object) -> tiles.Tiles:
         return tiles.Tiles(case.rows, 4, 1, halve=case.halve, second_rows=512)
@@ -161,12 +177,16 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
         if device == "cpu":  # the interpreter is the faster, the more rows it takes at a time
             stack.enter_context(mock.patch.multiple(tiles, forward_tiles=choose, backward_tiles=choose))
         # Programs of the interpreter come one after the other: there a second call could not differ.
-        first, *others = (attend(selected.selected, case, device=device) for _ in range(1 if device == "cpu" else 3))
+        first, *others = (
+            attend(selected.selected, window.window, case, device=device) for _ in range(1 if device == "cpu" else 3)
+        )
     same = all(torch.equal(x, other[name]) for other in others for name, x in first.items())
     return {"results": {name: x.cpu() for name, x in first.items()}, "same": same}
 
 
-def attend(attention: Any, case: Case, dtype: torch.dtype | None = None, device: str = "cpu") -> dict[str, Tensor]:
+def attend(
+    selected: SelectedBranch, window: WindowBranch, case: Case, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> dict[str, Tensor]:
     """Out, lse and the gradients of q, k and v by one implementation, at ``dtype`` or that of the case."""
     x = case.tensors(device)
     chosen, grad_lse = x.pop("block_indices"), x.pop("grad_lse")
@@ -175,7 +195,9 @@ def attend(attention: Any, case: Case, dtype: torch.dtype | None = None, device:
     where = case.positions()
     if where is not None:
         where = Positions(*(p.to(device) for p in (where.token, where.start, where.cmp_start)))
-    out, lse = attention(*qkv, chosen, Call(case.config, case.scale, positions=where))
+    call = Call(case.config, case.scale, positions=where, window_positions=where)
+    out, lse = selected(*qkv, chosen, call) if case.window_size is None else window(*qkv, call)
+    assert lse is not None
     seen = lse > -torch.inf
     loss = (torch.where(seen, lse, 0.0) * grad_lse.to(lse.dtype)).sum()
     if not case.lse_only:
@@ -206,14 +228,16 @@ def compile_operator() -> dict[str, Any]:
     """Trace forward and backward once for several lengths, with and without documents."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from flexnsa.attention.triton.selected import selected as selected_attention
+    from flexnsa.attention.triton import selected, window
 
     counter = CompileCounterWithBackend("aot_eager")
 
     def call(q: Tensor, k: Tensor, chosen: Tensor, token: Tensor | None) -> Tensor:
         where = None if token is None else Positions(token, torch.zeros_like(token), token)
-        out, lse = selected_attention(q * 1.0, k, k, chosen, Call(CASES["documents"].config, 0.5, positions=where))
-        return out.square().sum() + lse.sum()
+        shared = Call(CASES["window-documents"].config, 0.5, positions=where, window_positions=where)
+        q = q * 1.0
+        both = selected.selected(q, k, k, chosen, shared), window.window(q, k, k, shared)
+        return torch.cat([torch.cat([out.square(), lse[..., None]], -1) for out, lse in both if lse is not None]).sum()
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     same, graphs = [], []
