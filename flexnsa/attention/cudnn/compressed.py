@@ -19,7 +19,7 @@ from flexnsa.attention.operators import outputs
 from flexnsa.attention.seam import Call, Compressed, given
 from flexnsa.custom_ops import opaque_operator
 
-LEAST_LENGTH = 16384
+LEAST_LENGTH = 32768
 """Shorter sequences have so few compressed tokens that FlexAttention, in one kernel, is as fast."""
 DIMS = (64, 128)
 """Of heads, for which cuDNN's kernels on a Hopper were measured."""

@@ -40,10 +40,10 @@ def backward(
     grad_k, grad_v = _sum_shared(grad_k, k), _sum_shared(grad_v, v)
     if grad_lse is not None:
         # The derivative of a log-sum-exp are probabilities: dq = scale dlse sum_j P_ij k_j and dk so.
-        # The one is what attention to k in place of v gives, the other what it hands back to v.
+        # The one is what attention to k in place of v gives, the other what attention hands back to any v.
         mean_key, _ = _attend(q, keys, keys, scale, causal)
         weight = (scale * grad_lse)[..., None]
-        _, _, from_lse = _differentiate((weight * q).to(q.dtype), q, keys, keys, mean_key, lse, scale, causal)
+        _, _, from_lse = _differentiate((weight * q).to(q.dtype), q, keys, values, out, lse, scale, causal)
         grad_q = grad_q + (weight * mean_key).to(q.dtype)
         grad_k = grad_k + _sum_shared(from_lse, k)
     return grad_q, grad_k, grad_v

@@ -28,6 +28,8 @@ LEAST_CHUNK = 256
 LEAST_DIM, LARGEST_DIM = 16, 256
 LIST_ROWS = 4096
 """(query, head) rows that one program takes, at most: many programs for a block that many queries selected."""
+FLOAT32_LIST_ROWS = 512
+"""The same for float32, whose sums are exact enough only if they are not too long."""
 
 
 def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
@@ -55,7 +57,9 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     group, n = operator.index(q.shape[1] // k.shape[1]), operator.index(block_indices.shape[-1])
     dims = operator.index(q.shape[-1]), operator.index(v.shape[-1])
     token, start = (None, None) if positions is None else (positions.token, positions.start)
-    chunk, capacity = chunk_of(group * n * max(dims) * q.element_size()), max(1, LIST_ROWS // group)
+    chunk = chunk_of(group * n * max(dims) * q.element_size())
+    rows = min(LIST_ROWS, FLOAT32_LIST_ROWS) if q.dtype == torch.float32 else LIST_ROWS
+    capacity = max(1, rows // group)
     size = operator.index(config.select_block_size)
     out, lse, _, _ = _selected_attention(q, k, v, block_indices, token, start, call.scale, size, chunk, capacity)
     return Attended(out, lse)
