@@ -19,6 +19,7 @@ from torch import Tensor
 from flexnsa.attention.seam import Call, SelectedBranch, WindowBranch
 from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
+from tests.support.inputs import spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,8 @@ class Case:
             if self.order == "bthd":
                 x = torch.randn(self.batch, length, heads, dim, generator=generator).to(self.dtype).to(device)
                 return x.transpose(1, 2)
-            return torch.randn(self.batch, heads, length, dim, generator=generator).to(self.dtype).to(device)
+            x = torch.randn(self.batch, heads, length, dim, generator=generator).to(self.dtype).to(device)
+            return spread(x) if self.order == "spread" else x
 
         blocks = -(-keys // self.block_size)
         own = (where.token - where.start)[:, None, :, None] // self.block_size
@@ -126,6 +128,7 @@ CASES = {
     "heads-of-two-tiles": Case(group=24, documents=(37,), rows=16, dims=(24, 80), dtype=BF16),
     "token-major": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="bthd", dims=(32, 16)),
     "sliced-rows": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="sliced", dims=(24, 80)),
+    "rows-beyond-32-bits": Case(group=2, documents=(40,), batch=2, kv_heads=2, order="spread", dtype=FP16),
     "garbage": Case(group=2, documents=(90,), garbage=True, kv_heads=2),
     "lse-alone": Case(group=2, documents=(60,), lse_only=True),
     "chunks-and-copies": Case(

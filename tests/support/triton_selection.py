@@ -18,6 +18,7 @@ from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.positions import Positions
+from tests.support.inputs import spread
 
 
 def sizes(length: int, stride: int, block: int, selected: int, init: int = 1, local: int = 1) -> NSAConfig:
@@ -45,6 +46,7 @@ class Case:
     num_queries: int | None = None
     zero: bool = False
     scratch_bytes: int = 2**20
+    spread: bool = False
 
     @property
     def scale(self) -> float:
@@ -74,7 +76,8 @@ class Case:
         num_keys = sum(num_compressed(length, self.config) for length in self.documents)
         q = torch.randn(self.batch, num_queries, self.kv_heads * self.group, self.head_dim, generator=generator)
         k = torch.randn(self.batch, self.kv_heads, num_keys, self.head_dim, generator=generator)
-        return (q * (not self.zero)).to(self.dtype).transpose(1, 2), k.to(self.dtype)
+        q, k = (q * (not self.zero)).to(self.dtype).transpose(1, 2), k.to(self.dtype)
+        return (spread(q), spread(k)) if self.spread else (q, k)
 
 
 PAPER = sizes(32, 16, 64, 4, local=2)
@@ -97,6 +100,12 @@ CASES = {
         config=PAPER, documents=(777,), group=16, num_queries=1, batch=2, kv_heads=2, dtype=torch.bfloat16
     ),
     "decoding-g6-dim24": Case(config=sizes(8, 8, 8, 5), documents=(75, 20), group=6, num_queries=2, head_dim=24),
+    "rows-beyond-32-bits": Case(
+        config=sizes(8, 4, 16, 3), documents=(60,), group=2, kv_heads=2, dtype=torch.float16, spread=True
+    ),
+    "decoding-rows-beyond-32-bits": Case(
+        config=sizes(8, 4, 16, 3), documents=(301,), group=4, num_queries=3, dtype=torch.float16, spread=True
+    ),
     "decoding-key-over-three-blocks": Case(config=sizes(16, 4, 8, 5), documents=(77,), group=3, num_queries=8),
 }
 

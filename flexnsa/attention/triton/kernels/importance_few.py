@@ -62,7 +62,8 @@ def importance_few_kernel(
 
     head = tl.arange(0, BLOCK_G)
     dim = tl.arange(0, BLOCK_D)[None, :]
-    q_ptrs = q_ptr + batch * q_stride_b + (first_head + head[:, None]) * q_stride_h + row * q_stride_t + dim
+    q_base = q_ptr + batch * q_stride_b + row.to(tl.int64) * q_stride_t
+    q_ptrs = q_base + (first_head + head[:, None]) * q_stride_h + dim
     q = tl.load(q_ptrs, mask=(head[:, None] < GROUP) & (dim < HEAD_DIM), other=0.0)
     # A head that is padding has probabilities exp(-inf).
     lse_ptrs = lse_ptr + batch * lse_stride_b + (first_head + head) * lse_stride_h + row
