@@ -5,7 +5,7 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples test lint format types bench bench-smoke bench-gpu record plots dist ci clean
+.PHONY: help demo examples test emitted lint format types bench bench-smoke bench-gpu record plots dist ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -18,6 +18,9 @@ examples: .venv/.installed  ## run every file of examples/ at its full size
 
 test: .venv/.installed  ## run the tests
 	$(BIN)/python -m pytest -n auto
+
+emitted: .venv/.installed  ## compile the CUDA kernels for several GPUs and run them in an interpreter; no GPU needed
+	$(BIN)/python -m pytest -n auto tests/emitted
 
 lint: .venv/.installed  ## check style and formatting
 	$(BIN)/ruff check .

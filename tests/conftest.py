@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import hypothesis
 import pytest
 import torch
@@ -14,27 +16,31 @@ hypothesis.settings.load_profile("ci")
 # The tests' operations are so small that a second thread costs more than it brings, many times more on a busy machine.
 torch.set_num_threads(1)
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--toolkit", metavar="DIR", help="toolkit that emits kernels without a GPU, for tests/emitted")
+EMITTED = Path(__file__).parent / "emitted"
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     gpu = "selected" if torch.cuda.is_available() else "deselected, no CUDA device here"
-    emitted = "selected" if config.getoption("--toolkit") else "deselected, no --toolkit"
-    return [f"gpu tests: {gpu}", f"emitted kernels: {emitted}"]
+    emitted = "selected" if _are_emitted_alone(config) else "deselected, they run alone: pytest tests/emitted"
+    return [f"gpu tests: {gpu}", f"tests of emitted kernels: {emitted}"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    without_gpu, without_toolkit = not torch.cuda.is_available(), not config.getoption("--toolkit")
+    without_gpu, without_emitted = not torch.cuda.is_available(), not _are_emitted_alone(config)
     selected, deselected = [], []
     for item in items:
-        wants_gpu, wants_toolkit = item.get_closest_marker("gpu"), "toolkit" in getattr(item, "fixturenames", ())
-        cannot_run = (wants_gpu and without_gpu) or (wants_toolkit and without_toolkit)
+        wants_gpu, is_emitted = item.get_closest_marker("gpu"), item.path.is_relative_to(EMITTED)
+        cannot_run = (wants_gpu and without_gpu) or (is_emitted and without_emitted)
         (deselected if cannot_run else selected).append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
+
+
+def _are_emitted_alone(config: pytest.Config) -> bool:
+    """Tell whether only tests of emitted kernels were asked for: they pretend to their process that it has a GPU."""
+    places = ((config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args)
+    return all(place.is_relative_to(EMITTED) for place in places)
 
 
 @pytest.fixture(autouse=True)

@@ -1,24 +1,20 @@
-"""The CUDA kernels without a GPU: ``pytest tests/emitted --toolkit DIR``.
+"""The CUDA kernels without a GPU: ``pytest tests/emitted``, on Linux with a CPU build of PyTorch and a C++ compiler.
 
-``DIR`` holds a toolkit that emits Inductor's kernels without a GPU, as the modules ``emit``, ``cubin`` and
-``interpret``. It gives the whole process a pretended device, so these tests want a process of their own; without the
-option they are deselected, and counted.
+These tests pretend to their whole process that it has an H200 (:mod:`tests.emitted.pretended_gpu`). So they run where
+nothing else does, and are deselected, and counted, beside other tests.
+
+What they prove: functions compile without a graph break; kernels fit the device, and their arithmetic, masks and grids
+are right. What they do not: time, races and whatever else only hardware shows, and the rounding of tensor cores.
 """
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 
+from tests.emitted.pretended_gpu import pretend
+from tests.emitted.targets import TARGETS
 
-@pytest.fixture(scope="session")
-def toolkit(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """``emit``, ``compile_all`` and ``interpreted``: make a module of kernels, compile them, run them."""
-    sys.path.insert(0, str(request.config.getoption("--toolkit")))
-    from cubin import compile_all  # pyright: ignore[reportMissingImports]
-    from emit import emit  # pyright: ignore[reportMissingImports]
-    from interpret import interpreted  # pyright: ignore[reportMissingImports]
 
-    return SimpleNamespace(emit=emit, compile_all=compile_all, interpreted=interpreted)
+@pytest.fixture(scope="session", autouse=True)
+def _on_hopper() -> None:
+    pretend(TARGETS["sm_90"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +10,13 @@ from torch import Tensor
 
 from flexnsa import NativeSparseAttention
 from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS, REFERENCE
-from flexnsa.attention.seam import Call, Implementation
-from flexnsa.masks.user_mods import ScoreMod
-from flexnsa.positions import Positions
+from tests.emitted.calls import BRANCHES, cached_attention
+from tests.emitted.emit import emit
+from tests.emitted.interpreted import interpreted
+from tests.emitted.machine_code import resources
 from tests.support.inputs import SMALL
 
 HEADS, DIMS, CAPACITY = 2, (32, 16), 301
-BRANCHES = ("cmp", "slc", "win")
 
 
 def tokens(batch: int, count: int) -> list[list[int]]:
@@ -46,22 +44,6 @@ def arguments(branch: str, batch: int, count: int, groups: int, dtype: torch.dty
     )
 
 
-def attention(implementation: Implementation, branch: str, mod: ScoreMod | None) -> Callable[..., Any]:
-    def run(q: Tensor, k: Tensor, v: Tensor, token: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        zero = torch.zeros_like(token)
-        positions = Positions(token, zero, zero)
-        call = Call(SMALL, 0.3, mod, positions, positions)
-        if branch == "slc":
-            attended = implementation.selected(q, k, v, chosen, call)
-        elif branch == "win":
-            attended = implementation.window(q, k, v, call)
-        else:
-            attended = implementation.compressed(q, k, v, call)
-        return attended.out, attended.lse, chosen  # every argument is a graph's input
-
-    return run
-
-
 def distance_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
     return score - 0.01 * (h + 1) * (q_idx - kv_idx)
 
@@ -77,17 +59,17 @@ def distance_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Te
     ],
 )
 def test_kernels_match_the_oracle(
-    branch: str, batch: int, count: int, groups: int, dtype: torch.dtype, mod: Any, toolkit: SimpleNamespace
+    branch: str, batch: int, count: int, groups: int, dtype: torch.dtype, mod: Any
 ) -> None:
     def make() -> tuple[Tensor, ...]:
         return arguments(branch, batch, count, groups, dtype)
 
-    module = toolkit.emit(attention(CACHED_IMPLEMENTATIONS["flex"], branch, mod), make, backward=False).check()
+    module = emit(cached_attention(CACHED_IMPLEMENTATIONS["flex"], branch, mod), make, backward=False)
     assert "SPLIT_KV" in module.source("inference")
     inputs = make()
-    out, lse, *_ = toolkit.interpreted(module)(*inputs)
+    out, lse, *_ = interpreted(module)(*inputs)
     exact = [x.double() for x in inputs[:3]]
-    want_out, want_lse, *_ = attention(REFERENCE, branch, mod)(*exact, *inputs[3:])
+    want_out, want_lse, *_ = cached_attention(REFERENCE, branch, mod)(*exact, *inputs[3:])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     empty = want_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty)
@@ -95,7 +77,7 @@ def test_kernels_match_the_oracle(
     assert (lse - want_lse).masked_fill(empty, 0).abs().max() <= tolerance * want_lse[~empty].abs().max()
 
 
-def test_a_step_of_the_layer_copies_nothing_of_the_cache_and_spills_nothing(toolkit: SimpleNamespace) -> None:
+def test_a_step_of_the_layer_copies_nothing_of_the_cache_and_spills_nothing() -> None:
     batch, capacity, step = 2, 4096, {}
 
     def make() -> tuple[Any, ...]:
@@ -110,11 +92,10 @@ def test_a_step_of_the_layer_copies_nothing_of_the_cache_and_spills_nothing(tool
     def run(x: Tensor, *_: Any) -> Tensor:
         return step["layer"](x, cache=step["cache"])
 
-    module = toolkit.emit(run, make, backward=False).check()
+    module = emit(run, make, backward=False)
     allocated = [line for line in module.source("inference").splitlines() if "= empty_strided" in line]
     assert allocated
     assert not [line for line in allocated if f"{capacity + 1}" in line or f"{capacity // 16}, 128" in line]
-    kernels = [kernel for kernel in module.kernels if kernel.kind == "template"]
-    resources = toolkit.compile_all(kernels)
-    assert len(resources) == 3
-    assert all(r.stack == 0 for r in resources)
+    kernels = [kernel for kernel in module.kernels if kernel.is_template]
+    assert len(kernels) == 3
+    assert all(resources(kernel).spilled == 0 for kernel in kernels)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
-from test_kernels import BRANCHES, TWO_BLOCKS
-from test_packed_kernels import GROUPS, SCALE, arguments
 from torch import Tensor
 
 from flexnsa import mods
@@ -16,6 +13,10 @@ from flexnsa.attention.implementations import FLEX, REFERENCE
 from flexnsa.attention.seam import Call, Implementation
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import merge_mods
+from tests.emitted.calls import BRANCHES, TWO_BLOCKS
+from tests.emitted.emit import emit
+from tests.emitted.interpreted import interpreted
+from tests.emitted.test_packed_kernels import GROUPS, SCALE, arguments
 
 LENGTHS = (19, 1, 49)
 
@@ -37,14 +38,14 @@ def attention(branch: str, implementation: Implementation) -> Callable[..., tupl
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_modded_kernels_agree_with_the_oracle(branch: str, toolkit: SimpleNamespace) -> None:
+def test_modded_kernels_agree_with_the_oracle(branch: str) -> None:
     def make() -> tuple[Tensor, ...]:
         return torch.randn(GROUPS, 9, requires_grad=True), *arguments(branch, LENGTHS)
 
-    module = toolkit.emit(attention(branch, FLEX), make)
+    module = emit(attention(branch, FLEX), make)
     inputs = make()
     exact = [x.detach().double().requires_grad_() for x in inputs[:4]]
-    out, lse = toolkit.interpreted(module.check())(*inputs)
+    out, lse = interpreted(module)(*inputs)
     true_out, true_lse = attention(branch, REFERENCE)(*exact, *inputs[4:])
     assert true_lse is not None
     empty = true_lse == -torch.inf

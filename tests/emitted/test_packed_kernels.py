@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
-from test_kernels import BRANCHES, TWO_BLOCKS
 from torch import Tensor
 
 from flexnsa.attention.implementations import FLEX
 from flexnsa.attention.seam import Call
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.document import document_positions
+from tests.emitted.calls import BRANCHES, TWO_BLOCKS
+from tests.emitted.emit import emit
+from tests.emitted.interpreted import interpreted
 from tests.support.dense import dense_attention, visible_keys
 
 PACKS = {
@@ -51,14 +52,14 @@ def arguments(branch: str, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("pack", PACKS)
-def test_packed_kernels_compute_each_document_alone(pack: str, branch: str, toolkit: SimpleNamespace) -> None:
+def test_packed_kernels_compute_each_document_alone(pack: str, branch: str) -> None:
     lengths = PACKS[pack]
-    module = toolkit.emit(attention(branch), lambda: arguments(branch, lengths))
+    module = emit(attention(branch), lambda: arguments(branch, lengths))
     inputs = arguments(branch, lengths)
     exact = [x.detach().double().requires_grad_() for x in inputs[:3]]
     keep = visible_keys(branch, lengths, TWO_BLOCKS, *inputs[4:])
 
-    out, lse = toolkit.interpreted(module.check())(*inputs)
+    out, lse = interpreted(module)(*inputs)
     true_out, true_lse = dense_attention(exact[0], exact[1], exact[2], keep, SCALE)
     empty = true_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty)
@@ -71,11 +72,11 @@ def test_packed_kernels_compute_each_document_alone(pack: str, branch: str, tool
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_one_graph_serves_every_pack(branch: str, toolkit: SimpleNamespace) -> None:
+def test_one_graph_serves_every_pack(branch: str) -> None:
     first, *others = PACKS.values()
     total = max(map(sum, PACKS.values()))
     filled = [(*lengths, total - sum(lengths)) if sum(lengths) < total else lengths for lengths in others]
     whole = (*first, total - sum(first)) if sum(first) < total else first
     more = [lambda lengths=lengths: arguments(branch, lengths) for lengths in filled]
-    module = toolkit.emit(attention(branch), lambda: arguments(branch, whole), more_args_fns=more)
-    assert module.check().source("backward") is not None
+    module = emit(attention(branch), lambda: arguments(branch, whole), others=more)
+    assert module.source("backward")

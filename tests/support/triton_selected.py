@@ -20,6 +20,7 @@ from flexnsa.attention.seam import Call, SelectedBranch, WindowBranch
 from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
 from tests.support.inputs import spread
+from tests.support.interpreter import teach_bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,24 +210,6 @@ def attend(
     return {"out": out.detach(), "lse": lse.detach()} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
 
-def widen_bfloat16() -> None:
-    """Teach the interpreter bfloat16 products: it keeps such numbers as 16-bit integers, and multiplies those."""
-    from triton import language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    dot = InterpreterBuilder.create_dot
-
-    def widened(handle: Any) -> Any:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        return TensorHandle((handle.data.astype("uint32") << 16).view("float32"), tl.float32)
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, widened(a), widened(b), *rest)
-
-    setattr(InterpreterBuilder, "create_dot", create_dot)  # noqa: B010
-
-
 def compile_operator() -> dict[str, Any]:
     """Trace forward and backward once for several lengths, with and without documents."""
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -259,7 +242,7 @@ def compile_operator() -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    widen_bfloat16()
+    teach_bfloat16()
     folder = Path(sys.argv[1])
     for line in sys.stdin:
         wanted = line.strip()

@@ -19,6 +19,7 @@ from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.positions import Positions
 from tests.support.inputs import spread
+from tests.support.interpreter import teach_bfloat16
 
 
 def sizes(length: int, stride: int, block: int, selected: int, init: int = 1, local: int = 1) -> NSAConfig:
@@ -148,24 +149,6 @@ def select(case: Case, importance: Tensor) -> Tensor:
     return torch.where(chosen < importance.shape[-1], chosen, -1).int()
 
 
-def widen_bfloat16() -> None:
-    """Teach the interpreter bfloat16 products: it keeps such numbers as 16-bit integers, and multiplies those."""
-    from triton import language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    dot = InterpreterBuilder.create_dot
-
-    def widened(handle: Any) -> Any:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        return TensorHandle((handle.data.astype("uint32") << 16).view("float32"), tl.float32)
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, widened(a), widened(b), *rest)
-
-    setattr(InterpreterBuilder, "create_dot", create_dot)  # noqa: B010
-
-
 def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     """Run every kernel on one case; on the CPU only in the process that interprets them."""
     from flexnsa.attention.triton import select as scoring_triton
@@ -221,7 +204,7 @@ def compile_operator() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    widen_bfloat16()
+    teach_bfloat16()
     results: dict[str, Any] = {"compiled": compile_operator()}
     for case_name, one_case in CASES.items():
         results[case_name] = run_kernels(one_case)

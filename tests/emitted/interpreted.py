@@ -1,0 +1,56 @@
+"""Run emitted modules on a CPU, forward and backward: every kernel in Triton's interpreter, on the grid it would have.
+
+Each module runs in a process of its own (:mod:`tests.emitted.interpreter`), because the interpreter is chosen when
+Triton is first imported, and the process that emits needs the compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tests.emitted.modules import Emitted, Module
+
+ROOT = Path(__file__).parents[2]
+
+
+def interpreted(emitted: Emitted) -> Callable[..., Any]:
+    """Give the emitted function for tensors on a CPU, differentiable, of the shapes that it was emitted for."""
+    assert emitted.graph is not None
+    assert emitted.structure is not None
+    graph, structure = emitted.graph, emitted.structure
+    for module in emitted.modules:
+        module.run = _run
+
+    def call(*args: Any) -> Any:
+        arguments = pytree.tree_leaves(args)
+        inputs = [arguments[place] if dim is None else arguments[place].size(dim) for place, dim in emitted.inputs]
+        values = {"graph": graph(*inputs), "arguments": arguments}
+        return pytree.tree_unflatten([values[origin][number] for origin, number in emitted.outputs], structure)
+
+    return call
+
+
+def _run(module: Module, args: list[Any]) -> Sequence[Any]:
+    """Run a module in its process, also for what it does to its arguments."""
+    given = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    args.clear()  # a generated module takes its arguments over
+    with tempfile.TemporaryDirectory() as folder:
+        request, answer = Path(folder, "request.pt"), Path(folder, "answer.pt")
+        torch.save((module.source, module.constants, given), request)
+        environment = os.environ | {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_CACHE_DIR": folder, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "tests.emitted.interpreter", str(request), str(answer)]
+        subprocess.run(command, env=environment, check=True)
+        outputs, changed = torch.load(answer)
+    for number, value in changed.items():
+        given[number].copy_(value)
+    return outputs

@@ -1,0 +1,99 @@
+"""Compile kernels to machine code of the pretended device, and say what that takes of it.
+
+Triton and the assembler that it brings are cross compilers. Names, alignment and options are those of a real launch.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from tests.emitted.modules import Kernel
+
+USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:\d+ LOCAL:(?P<local>\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a kernel needs.
+
+    Args:
+        kernel: its name.
+        num_warps: warps of a program.
+        num_stages: tiles in flight.
+        registers: of a thread; 255 is the most.
+        spilled: bytes of a thread that found no register.
+        shared: bytes of shared memory of a program.
+        columns: of Blackwell's tensor memory, of 512 that a program can have.
+    """
+
+    kernel: str
+    num_warps: int
+    num_stages: int
+    registers: int
+    spilled: int
+    shared: int
+    columns: int
+
+
+def resources(kernel: Kernel) -> Resources:
+    """Compile the first configuration of a kernel that Inductor wrote."""
+    import triton
+    from triton.compiler import ASTSource
+    from triton.runtime import driver
+
+    tuner = kernel.autotuner
+    config = tuner.configs[0]
+    meta = tuner._create_compile_meta(config)
+    source = ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0])
+    options = tuner._create_compile_options(config, meta)
+    return _of_binary(kernel.name, triton.compile(source, driver.active.get_current_target(), options))
+
+
+@contextmanager
+def compiling_launches() -> Iterator[dict[Resources, None]]:
+    """Compile the Triton kernels that are launched, on fake tensors, and do not run them: a set, in their order."""
+    from triton.runtime.jit import JITFunction, MockTensor
+
+    found, original = dict[Resources, None](), JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:  # noqa: ARG001
+        args = tuple(MockTensor(x.dtype) if isinstance(x, Tensor) else x for x in args)
+        binary = original(self, *args, grid=grid, warmup=True, **kwargs)
+        found[_of_binary(self.__name__, binary)] = None
+        return binary
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield found
+
+
+def _of_binary(name: str, binary: Any) -> Resources:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        text = subprocess.check_output([tool, "--dump-resource-usage", file.name], text=True)
+    usage = USAGE.search(text)
+    if usage is None:
+        raise ValueError(f"{tool} says nothing of resources: {text[-500:]}")
+    metadata = binary.metadata
+    return Resources(
+        kernel=name,
+        num_warps=metadata.num_warps,
+        num_stages=metadata.num_stages,
+        registers=int(usage["registers"]),
+        spilled=int(usage["stack"]) + int(usage["local"]),
+        shared=metadata.shared,
+        columns=metadata.tmem_size or 0 if hasattr(metadata, "tmem_size") else 0,
+    )
