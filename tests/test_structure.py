@@ -25,7 +25,7 @@ FLOORS = (
     # attention: the contract, what implementations share, the implementations, the table of them
     "flexnsa/attention/__init__ flexnsa/attention/seam flexnsa/attention/compilation flexnsa/attention/operators"
     " flexnsa/attention/footprint",
-    "flexnsa/attention/scoring flexnsa/attention/selection flexnsa/attention/threads",
+    "flexnsa/attention/scoring flexnsa/attention/selection flexnsa/attention/threads flexnsa/attention/tiles",
     "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton"
     " flexnsa/attention/cudnn",
     "flexnsa/attention/implementations",

@@ -17,7 +17,8 @@ from torch import Tensor
 from benchmarks.kernels.selected_plans import Shape, Variant
 from flexnsa.attention.flex import branches
 from flexnsa.attention.seam import Call
-from flexnsa.attention.triton import selected, selected_lists, tiles
+from flexnsa.attention.tiles import selected as tiles
+from flexnsa.attention.triton import selected, selected_lists
 from flexnsa.config import NSAConfig
 from flexnsa.masks.document import document_positions
 from flexnsa.positions import Positions

@@ -93,7 +93,9 @@ def _select_few(shape: Shape) -> None:
 
 
 def _selected(shape: Shape, token: Tensor | None = None) -> None:
-    from flexnsa.attention.triton import selected, tiles
+    from flexnsa.attention.tiles.device import device_of
+    from flexnsa.attention.tiles.selected import backward_tiles, forward_tiles
+    from flexnsa.attention.triton import selected
     from flexnsa.attention.triton.selected_backward import backward
     from flexnsa.attention.triton.selected_forward import forward
     from flexnsa.attention.triton.selected_lists import build_lists
@@ -105,12 +107,11 @@ def _selected(shape: Shape, token: Tensor | None = None) -> None:
     blocks = new(1, KV_HEADS, LENGTH, CONFIG.num_selected_blocks, dtype=torch.int32)
     selection = selected.selection_of(blocks, token, token, size, LENGTH)
     lists = build_lists(selection, selected.CHUNK, selected.LIST_ROWS // GROUP)
-    chosen = (tiles.device_of(q), shape.dtype, *shape.dims, size)
+    chosen = (device_of(q), shape.dtype, *shape.dims, size)
     options: dict[str, Any] = {"scale": shape.scale, "precision": "ieee"}
-    forward(q, k, v, selection, lists, out, lse, tiles=tiles.forward_tiles(*chosen), **options)
+    forward(q, k, v, selection, lists, out, lse, tiles=forward_tiles(*chosen), **options)
     grads = (out, *map(torch.empty_like, (q, k, v)))
-    tiles_of_backward = tiles.backward_tiles(*chosen)
-    backward(q, k, v, selection, lists, out, lse, *grads, grad_lse=lse, tiles=tiles_of_backward, **options)
+    backward(q, k, v, selection, lists, out, lse, *grads, grad_lse=lse, tiles=backward_tiles(*chosen), **options)
 
 
 def _selected_of_documents(shape: Shape) -> None:

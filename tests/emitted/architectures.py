@@ -52,7 +52,8 @@ def survey(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
         tasks = [(target, dtype, tuple(dims)) for target in targets for dtype in dtypes]
-        for rows in pool.map(_compile_all, *zip(*tasks, strict=True)):
+        for (target, dtype, _), rows in zip(tasks, pool.map(_compile_all, *zip(*tasks, strict=True)), strict=True):
+            print(f"{target} {dtype}: {sum(row.is_good for row in rows)} of {len(rows)} are good", file=sys.stderr)
             yield from rows
 
 

@@ -170,7 +170,8 @@ CASES = {
 
 def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     """Call the operator, forward and backward; on a GPU also tell whether repeated calls have the same bits."""
-    from flexnsa.attention.triton import selected, selected_lists, tiles, window
+    from flexnsa.attention.tiles import selected as tiles
+    from flexnsa.attention.triton import selected, selected_lists, window
 
     def choose(*_: object) -> tiles.Tiles:
         return tiles.Tiles(case.rows, 4, 1, halve=case.halve, second_rows=512)

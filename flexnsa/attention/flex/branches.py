@@ -19,13 +19,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexnsa.attention.compilation import compile_once
 from flexnsa.attention.flex.kernels import (
     attend,
-    check_tiles,
-    dense_options,
+    check_blocks,
+    check_heads,
     fold_heads,
-    selected_options,
+    sizes_of_tiles,
     unfold_heads,
 )
 from flexnsa.attention.seam import Attended, Call, Compressed
+from flexnsa.attention.tiles.flex import dense_tiles, sparse_tiles
 from flexnsa.config import NSAConfig
 from flexnsa.masks.compressed import compressed_mask
 from flexnsa.masks.intervals import DENSE_TILE, stored
@@ -46,7 +47,11 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
 
     Returns:
         The output, and the log-sum-exp of the scores, which is None on a CPU, where FlexAttention cannot give it.
+
+    Raises:
+        ValueError: the device has no tile for heads of this size.
     """
+    check_heads(q, v_cmp)
     num_keys = (k_cmp.shape[2] // DENSE_TILE + 1) * DENSE_TILE
     mask = _interval_mask(compressed_mask, q, num_keys, call.positions, call.config)
     return Compressed(*compile_once(_compressed)(q, k_cmp, v_cmp, mask, call))
@@ -63,9 +68,10 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
         call: see :func:`compressed`; so is what is returned.
 
     Raises:
-        ValueError: the device has no tile for blocks of this size.
+        ValueError: the device has no tile for blocks or heads of this size.
     """
-    check_tiles(q, call.config)
+    check_blocks(q, call.config)
+    check_heads(q, v)
     return compile_once(_selected)(q, k, v, block_indices, call)
 
 
@@ -76,8 +82,9 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
         q: ``(B, Hq, T, Dk)``.
         k: ``(B, Hkv, S, Dk)``.
         v: ``(B, Hkv, S, Dv)``.
-        call: see :func:`compressed`; so is what is returned.
+        call: see :func:`compressed`; so is what is returned and raised.
     """
+    check_heads(q, v)
     mask = _interval_mask(window_mask, q, k.shape[2], call.window_positions, call.config)
     return compile_once(_window)(q, k, v, mask, call)
 
@@ -88,7 +95,7 @@ def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, mask: BlockMask, call: 
     padding = mask.seq_lengths[1] - k_cmp.shape[2]
     k, v = (F.pad(x, (0, 0, 0, padding)).repeat_interleave(groups, dim=1) for x in (k_cmp, v_cmp))
     kernel_mod = call.score_mod and mod_of_compressed(call.score_mod, call.positions, config=call.config)
-    options = {**dense_options(q, v, stages=3), "BLOCKS_ARE_CONTIGUOUS": True}
+    options = {**dense_tiles(*sizes_of_tiles(q, v), stages=3), "BLOCKS_ARE_CONTIGUOUS": True}
     return attend(q, k, v, mask, call.scale, options, kernel_mod)
 
 
@@ -100,14 +107,15 @@ def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call
         call.score_mod, call.positions, tokens=stored(mask.tokens), rows=rows, groups=groups
     )
     k, v = (_gather(x, mask.tokens) for x in (k, v))
-    options = selected_options(*mask.block_mask.BLOCK_SIZE, q.dtype)
+    options = sparse_tiles(*sizes_of_tiles(q, v), *mask.block_mask.BLOCK_SIZE)
     folded = attend(fold_heads(q, rows, groups), k, v, mask.block_mask, call.scale, options, kernel_mod)
     return unfold_heads(folded, rows, groups)
 
 
 def _window(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, call: Call) -> Attended:
     kernel_mod = call.score_mod and mod_of_tokens(call.score_mod, call.window_positions)
-    return attend(q, k, v, mask, call.scale, dense_options(q, v, stages=2), kernel_mod)
+    options = dense_tiles(*sizes_of_tiles(q, v), stages=2)
+    return attend(q, k, v, mask, call.scale, options, kernel_mod)
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.attention.compilation import compile_once
 from flexnsa.attention.flex import branches, split_kv
-from flexnsa.attention.flex.kernels import attend, check_tiles, fold_heads, selected_options, unfold_heads
+from flexnsa.attention.flex.kernels import attend, check_blocks, check_heads, fold_heads, sizes_of_tiles, unfold_heads
 from flexnsa.attention.seam import Attended, Call, Compressed
+from flexnsa.attention.tiles.flex import dense_tiles, sparse_tiles
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.decoding import cached_selected_mask
 from flexnsa.masks.intervals import DENSE_TILE, interval_block_mask
@@ -25,6 +26,7 @@ from flexnsa.positions import Positions, positions_of
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
     """As :func:`flexnsa.attention.flex.branches.compressed`."""
+    check_heads(q, v_cmp)
     if split_kv.is_decoding(q, k_cmp):
         return split_kv.compressed(q, k_cmp, v_cmp, call)
     groups = q.shape[1] // k_cmp.shape[1]
@@ -38,6 +40,7 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
 
 def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
     """As :func:`flexnsa.attention.flex.branches.window`."""
+    check_heads(q, v)
     if split_kv.is_decoding(q, k):
         return split_kv.window(q, k, v, call)
     groups = q.shape[1] // k.shape[1]
@@ -49,7 +52,8 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
 
 def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
     """As :func:`flexnsa.attention.flex.branches.selected`, for positions that all start at 0."""
-    check_tiles(q, call.config)
+    check_blocks(q, call.config)
+    check_heads(q, v)
     if split_kv.is_decoding(q, k):
         return split_kv.selected(q, k, v, block_indices, call)
     return compile_once(_selected)(q, k, v, block_indices, call)
@@ -64,7 +68,7 @@ def _in_place(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Attended:
 
 def _contiguous(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Attended:
     # As they lie: to repeat or pad the keys, which pays in training, would copy all of them for a token.
-    return attend(q, k, v, mask, scale, {"BLOCKS_ARE_CONTIGUOUS": True})
+    return attend(q, k, v, mask, scale, {**dense_tiles(*sizes_of_tiles(q, v)), "BLOCKS_ARE_CONTIGUOUS": True})
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
@@ -72,7 +76,7 @@ def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call
     rows = -(-groups // 16) * 16 if q.is_cuda else groups  # tensor cores want 16 rows, a CPU any number
     token = positions_of(q, call.positions).token
     mask = cached_selected_mask(block_indices, token, k.shape[2], rows=rows, config=call.config)
-    options = selected_options(*mask.BLOCK_SIZE, q.dtype)
+    options = sparse_tiles(*sizes_of_tiles(q, v), *mask.BLOCK_SIZE)
     kernel_mod = call.score_mod and mod_of_tokens(call.score_mod, call.positions, rows=rows, groups=groups)
     folded = attend(fold_heads(q, rows, groups), k, v, mask, call.scale, options, kernel_mod)
     return unfold_heads(folded, rows, groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import operator
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexnsa.attention.seam import Attended, given
+from flexnsa.attention.tiles.device import Device, device_of
+from flexnsa.attention.tiles.flex import KernelOptions, dense_tiles
 from flexnsa.config import NSAConfig
 from flexnsa.custom_ops import opaque_operator, refuse_transforms
 from flexnsa.masks.intervals import DENSE_TILE, stored
@@ -19,9 +21,6 @@ from flexnsa.masks.user_mods import ScoreMod
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
-
-KernelOptions = Mapping[str, str | int | bool]
-"""What FlexAttention is told of tiles, warps and stages."""
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -45,13 +44,24 @@ def check_input(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: expected a head dimension of at least 16 with impl='flex', got {x.shape[-1]}")
 
 
-def check_tiles(q: Tensor, config: NSAConfig) -> None:
+def check_blocks(q: Tensor, config: NSAConfig) -> None:
     """Refuse blocks that tensor cores cannot tile."""
     if q.is_cuda and config.select_block_size % 16:
         raise ValueError(
             "select_block_size: expected a multiple of 16, the smallest tile of the tensor cores, "
             f"got {config.select_block_size}"
         )
+
+
+def check_heads(q: Tensor, v: Tensor) -> None:
+    """Refuse heads of which the device cannot hold the smallest tiles."""
+    if q.is_cuda:
+        dense_tiles(*sizes_of_tiles(q, v))
+
+
+def sizes_of_tiles(q: Tensor, v: Tensor) -> tuple[Device, torch.dtype, int, int]:
+    """Give what the tiles of :mod:`flexnsa.attention.tiles.flex` depend on; a compiler takes it for constant."""
+    return device_of(q), q.dtype, operator.index(q.shape[-1]), operator.index(v.shape[-1])
 
 
 def attend(
@@ -65,8 +75,7 @@ def attend(
 ) -> Attended:
     """Call FlexAttention: the output, and the natural log-sum-exp where the device can give it.
 
-    ``options`` are those of :func:`dense_options` or :func:`selected_options`; ``score_mod`` is in the kernel's own
-    coordinates.
+    ``options`` are those of :mod:`flexnsa.attention.tiles.flex`; ``score_mod`` is in the kernel's own coordinates.
     """
     mask, options = _fit_to_kernels(mask, options, q.device)
     attention = functools.partial(
@@ -146,26 +155,6 @@ def _overlapping(indices: Tensor, width: int) -> Tensor:
     """View lists ``(B, H, R, n)`` as ``(B, H, R, width)``: behind its own entries, each shows those of the next."""
     flat = F.pad(indices.flatten(), (0, width))
     return flat.as_strided((*indices.shape[:3], width), indices.stride())
-
-
-def dense_options(q: Tensor, v: Tensor, stages: int) -> KernelOptions:
-    """Choose smaller tiles than FlexAttention's own where those spill registers, pipelined as far as none spills."""
-    if q.dtype.itemsize > 2 or max(q.shape[-1], v.shape[-1]) > 128:
-        return {}
-    tiles = {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32}
-    return tiles | {"fwd_num_warps": 8, "bwd_num_warps": 4, "bwd_num_stages": stages}
-
-
-def selected_options(rows: int, keys: int, dtype: torch.dtype) -> KernelOptions:
-    """Choose the kernels' tiles within sparse tiles of ``rows`` by ``keys``, as measured on an H200.
-
-    Such tiles are small: one warp each, and many, beats fewer large programs. 4-byte numbers fill more registers.
-    """
-    warps = 1 if dtype.itemsize == 2 else 4
-    forward = {"fwd_BLOCK_M": rows & -rows, "fwd_BLOCK_N": min(keys & -keys, 64)}  # the powers of two in them
-    backward = {"bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 16, "bwd_BLOCK_M2": 16, "bwd_BLOCK_N2": 16}
-    launch = {"fwd_num_warps": warps, "fwd_num_stages": 2, "bwd_num_warps": warps, "bwd_num_stages": 3}
-    return forward | backward | launch
 
 
 def fold_heads(q: Tensor, rows: int, groups: int) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexnsa.attention.compilation import compile_once
-from flexnsa.attention.flex.kernels import KernelOptions, fold_heads, unfold_heads
+from flexnsa.attention.flex.kernels import fold_heads, sizes_of_tiles, unfold_heads
 from flexnsa.attention.seam import Attended, Call, Compressed
+from flexnsa.attention.tiles.flex import KernelOptions, decoding_tiles
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.decoding import cached_interval_mask, cached_selected_mask
 from flexnsa.masks.intervals import tiles_touched
@@ -32,7 +33,6 @@ PROGRAMS = 512
 """Programs to divide a step among: a few for each multiprocessor of the largest GPUs."""
 TILE = 64
 """Keys of a tile in the dense branches."""
-WARPS, STAGES = 4, 2
 
 
 def is_decoding(q: Tensor, k: Tensor) -> bool:
@@ -86,14 +86,8 @@ def _attend(
     batch, heads, count = operator.index(q.shape[0]), operator.index(k.shape[1]), operator.index(q.shape[2])
     (rows, tile), groups = mask.BLOCK_SIZE, _groups(q, k)
     splits = max(1, min(most_tiles, PROGRAMS // (batch * heads * count)))
-    options: KernelOptions = {
-        "BACKEND": "TRITON_DECODE",
-        "SPLIT_KV": splits,
-        "BLOCK_M": rows,
-        "BLOCK_N": min(tile & -tile, TILE),
-        "num_warps": WARPS,
-        "num_stages": STAGES,
-    }
+    tiles = decoding_tiles(*sizes_of_tiles(q, v), rows, tile)
+    options: KernelOptions = {"BACKEND": "TRITON_DECODE", "SPLIT_KV": splits, **tiles}
     out, aux = flex_attention(
         fold_heads(q, rows, groups),
         k,

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from flexnsa.attention.tiles.device import cdiv, device_of, padded
+from flexnsa.attention.tiles.scoring import ImportanceTiles, importance_tiles
 from flexnsa.attention.triton.kernels.importance import importance_kernel
-from flexnsa.attention.triton.tiles import cdiv, padded
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import overlap_band
 from flexnsa.positions import Positions
@@ -43,24 +43,6 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """Launch parameters of the importance kernel: queries and blocks of one program, warps, stages of the q loads."""
-
-    queries: int
-    blocks: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-
-    @classmethod
-    def choose(cls, head_dim: int, dtype: torch.dtype) -> Tiles:
-        """Choose tiles whose keys stay in shared memory beside the queries; in 16 bits the fastest of 12 on an H200."""
-        if dtype == torch.float32 or head_dim > 128:
-            return cls(queries=32, blocks=16, num_warps=4, num_stages=2)
-        return cls(queries=64, blocks=64, num_warps=4, num_stages=1)
-
-
-@dataclass(frozen=True, slots=True)
 class Scores:
     """Importance of ``width`` blocks for ``num_rows`` queries; ``own`` and ``passed`` are ``(B * Hkv, rows, width)``.
 
@@ -85,7 +67,7 @@ def importance(
     *,
     config: NSAConfig,
     scale: float,
-    tiles: Tiles | None = None,
+    tiles: ImportanceTiles | None = None,
 ) -> None:
     """Fill ``scores`` with the importance of blocks for the queries ``first_row .. first_row + scores.num_rows``.
 
@@ -98,12 +80,12 @@ def importance(
         first_row: the query that ``scores`` starts with.
         config: the sizes.
         scale: factor on the attention scores.
-        tiles: launch parameters; chosen from head dim and dtype where None.
+        tiles: launch parameters; chosen by the device where None.
     """
     batch, q_heads, _, head_dim = q.shape
     kv_heads, num_keys = k_cmp.shape[1:3]
-    tiles = tiles or Tiles.choose(head_dim, q.dtype)
     band = scores.band
+    tiles = tiles or importance_tiles(device_of(q), q.dtype, head_dim, len(band.own))
     num_tiles = cdiv(scores.num_rows, tiles.queries) * cdiv(scores.width, tiles.blocks)
     importance_kernel[(batch * kv_heads * num_tiles,)](
         q,

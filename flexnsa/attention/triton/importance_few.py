@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.importance import Scores
 from flexnsa.attention.triton.kernels.importance_few import importance_few_kernel
-from flexnsa.attention.triton.tiles import cdiv, padded
 from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexnsa.attention.tiles.device import cdiv, device_of, padded
+from flexnsa.attention.tiles.scoring import log_sum_exp_tiles
 from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp_kernel
-from flexnsa.attention.triton.tiles import cdiv, padded
 from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
 
@@ -26,10 +27,8 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions, *, config: NSACo
     """
     batch, q_heads, num_queries, head_dim = q.shape
     out = torch.empty(batch, q_heads, num_queries, dtype=torch.float32, device=q.device)
-    block_d = padded(head_dim)
-    small = q.dtype == torch.float32 or block_d > 128
-    block_t, block_n = (32, 32) if small else (128, 128)
-    log_sum_exp_kernel[(batch * q_heads * cdiv(num_queries, block_t),)](
+    tiles = log_sum_exp_tiles(device_of(q), q.dtype, head_dim)
+    log_sum_exp_kernel[(batch * q_heads * cdiv(num_queries, tiles.queries),)](
         q,
         k_cmp,
         positions.token,
@@ -47,10 +46,10 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions, *, config: NSACo
         HEAD_DIM=head_dim,
         LENGTH=config.compress_block_size,
         STRIDE=config.compress_stride,
-        BLOCK_T=block_t,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        num_warps=4 if small else 8,
+        BLOCK_T=tiles.queries,
+        BLOCK_N=tiles.keys,
+        BLOCK_D=padded(head_dim),
+        num_warps=tiles.num_warps,
         num_stages=2,
     )
     return out

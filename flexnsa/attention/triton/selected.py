@@ -102,9 +102,10 @@ def _selected_attention(
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Give out, lse, and the two tensors of the lists."""
+    from flexnsa.attention.tiles.device import device_of
+    from flexnsa.attention.tiles.selected import forward_tiles
     from flexnsa.attention.triton.selected_forward import forward, forward_bytes
     from flexnsa.attention.triton.selected_lists import build_lists
-    from flexnsa.attention.triton.tiles import device_of, forward_tiles
 
     require_device(q)
     selection = selection_of(block_indices, token, start, block_size, k.shape[2])
@@ -138,9 +139,10 @@ def _selected_attention_backward(
     chunk: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    from flexnsa.attention.tiles.device import device_of
+    from flexnsa.attention.tiles.selected import backward_tiles
     from flexnsa.attention.triton.selected_backward import backward, backward_bytes
     from flexnsa.attention.triton.selected_lists import Lists
-    from flexnsa.attention.triton.tiles import backward_tiles, device_of
 
     selection = selection_of(block_indices, token, start, block_size, k.shape[2])
     lists = Lists(order, copies, chunk, capacity)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexnsa.attention.tiles.device import cdiv, padded
+from flexnsa.attention.tiles.selected import Tiles, columns
 from flexnsa.attention.triton.kernels.selected_forward import combine, forward_parts
 from flexnsa.attention.triton.selected_lists import Lists, Selection, max_copies
-from flexnsa.attention.triton.tiles import Tiles, cdiv, columns, padded
 
 LOG2_E = 1.4426950408889634
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.kernels.selected_lists import count_queries, cut, mark, scatter
-from flexnsa.attention.triton.tiles import cdiv, padded
 
 SCRATCH_BYTES = 64 * 2**20
 """Of the marks that are counted at a time; one chunk of one head may take more."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flexnsa.attention.tiles.device import padded
 from flexnsa.attention.triton.importance import Scores
 from flexnsa.attention.triton.kernels.top_blocks import top_blocks_kernel
-from flexnsa.attention.triton.tiles import padded
 from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
 

@@ -42,8 +42,9 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
 def _window_attention(
     q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, start: Tensor | None, scale: float, window_size: int
 ) -> tuple[Tensor, Tensor]:
+    from flexnsa.attention.tiles.device import device_of
+    from flexnsa.attention.tiles.window import window_forward_tiles
     from flexnsa.attention.triton.kernels import window as kernels
-    from flexnsa.attention.triton.tiles import device_of, window_forward_tiles
 
     require_device(q)
     out, lse = outputs(q, v.shape[-1])
@@ -73,8 +74,9 @@ def _window_attention_backward(
     scale: float,
     window_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    from flexnsa.attention.tiles.device import device_of
+    from flexnsa.attention.tiles.window import window_backward_tiles
     from flexnsa.attention.triton.kernels import window as kernels
-    from flexnsa.attention.triton.tiles import device_of, window_backward_tiles
 
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     q, k, v, out, grad_out = (with_rows(x) for x in (q, k, v, out, grad_out))
@@ -106,7 +108,7 @@ def _places(token: Tensor | None, start: Tensor | None, q: Tensor) -> tuple[Tens
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, window_size: int) -> dict[str, object]:
-    from flexnsa.attention.triton.tiles import padded
+    from flexnsa.attention.tiles.device import padded
 
     dk, dv = q.shape[-1], v.shape[-1]
     sizes: dict[str, object] = {"G": q.shape[1] // k.shape[1], "DK": dk, "DV": dv, "WINDOW": window_size}

@@ -1,12 +1,13 @@
-"""Which tiles a device runs the selected branch with: the one place that knows devices."""
+"""Tiles of the selected branch in Triton."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
+
+from flexnsa.attention.tiles.device import BLACKWELL, HOPPER, Device, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,39 +43,12 @@ class Tiles:
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
-def cdiv(x: int, y: int) -> int:
-    """Divide and round up."""
-    return -(-x // y)
-
-
-def padded(size: int, least: int = 16) -> int:
-    """Round up to a power of two; a product is 16 wide at least."""
-    return max(least, 1 << (size - 1).bit_length())
-
-
 def columns(dim: int, *, halve: bool) -> tuple[int, int]:
     """Cut ``dim`` columns into two powers of two, the second 0 where one is enough, so that 192 is 128 + 64."""
     whole = padded(dim)
     if whole == 16 or (whole == dim and not halve):
         return whole, 0
     return whole // 2, padded(dim - whole // 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What tiles depend on: bytes of shared memory of one program, and the major number of the compute capability."""
-
-    shared_memory: int
-    generation: int
-
-
-def device_of(x: torch.Tensor) -> Device:
-    """Describe the device of a tensor; the interpreter on a CPU passes for a Hopper."""
-    if x.device.type != "cuda":
-        return Device(227 * 1024, 9)
-    properties = torch.cuda.get_device_properties(x.device)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    shared = cast("int", properties.shared_memory_per_block_optin)  # pyright: ignore[reportUnknownMemberType]
-    return Device(shared, torch.cuda.get_device_capability(x.device)[0])
 
 
 def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_size: int) -> Tiles:
@@ -86,7 +60,7 @@ def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_si
     candidates = [Tiles(16, 4, 1)]
     if dtype != torch.float32:
         # On Hopper fewer registers than the compiler would take leave room for a third program, and nothing spills.
-        limit = 168 if device.generation == 9 and max(dk, dv) <= 128 and block_size <= 64 else None
+        limit = 168 if device.generation == HOPPER and max(dk, dv) <= 128 and block_size <= 64 else None
         candidates = [Tiles(64, 4, 2, limit), Tiles(64, 4, 1, limit), Tiles(32, 4, 1), *candidates]
     return _first_that_fits(candidates, device, dtype, dk, dv, block_size, streams=(dk,))
 
@@ -98,16 +72,16 @@ def backward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_s
         ValueError: none fit.
     """
     sums = padded(block_size) * (sum(columns(dk, halve=True)) + padded(dv))
-    asynchronous = device.generation >= 9 and dtype != torch.float32
+    asynchronous = device.generation >= HOPPER and dtype != torch.float32
     # Of dk and dv a thread holds at most 128 numbers, or 64 where products take their operands from registers.
     warps = min(16, max(4, padded(-(-sums // (4096 if asynchronous else 2048)), least=1)))
     candidates = [Tiles(16, warps, 1, halve=True)]
     if dtype != torch.float32:
         candidates = [Tiles(32, warps, 2, halve=True), Tiles(32, warps, 1, halve=True), *candidates]
     # 64 rows and this much beside them are more than Blackwell's tensor memory, and are compiled to nothing at all.
-    if asynchronous and (device.generation == 9 or sums <= 64 * 320):
+    if asynchronous and (device.generation == HOPPER or sums <= 64 * 320):
         candidates = [Tiles(64, warps, 2, halve=True), Tiles(64, warps, 1, halve=True), *candidates]
-    if asynchronous and device.generation == 9 and sums <= 64 * 128:
+    if asynchronous and device.generation == HOPPER and sums <= 64 * 128:
         candidates = [Tiles(128, warps, 2, halve=True), *candidates]
     return _first_that_fits(candidates, device, dtype, dk, dv, block_size, streams=(dk, dv))
 
@@ -126,7 +100,7 @@ def _first_that_fits(
     key_columns = sum(columns(dk, halve=True)) + padded(dv)
     row_columns = sum(sum(columns(dim, halve=True)) for dim in streams)
     # What is compiled for Blackwell keeps transposed operands there as well.
-    spare = 1.5 if device.generation >= 10 and dtype != torch.float32 else 1.0
+    spare = 1.5 if device.generation >= BLACKWELL and dtype != torch.float32 else 1.0
     for tiles in candidates:
         numbers = keys * key_columns + tiles.rows * (keys + tiles.num_stages * row_columns)
         if spare * numbers * dtype.itemsize <= device.shared_memory:
@@ -135,37 +109,3 @@ def _first_that_fits(
         f"k: impl='triton' expects blocks of {block_size} keys of {dk} and values of {dv} numbers of {dtype} to fit "
         f"{device.shared_memory} bytes of shared memory, which they do not here; use impl='flex'"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class WindowTiles:
-    """How a kernel of the window is cut: queries and keys of a tile, warps of a program, tiles in flight."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-    def options(self) -> dict[str, int]:
-        """Give what a launch is told."""
-        return {"BM": self.queries, "BN": self.keys, "num_warps": self.num_warps, "num_stages": self.num_stages}
-
-
-def window_forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int) -> WindowTiles:
-    """Choose the tiles of the window's forward pass."""
-    if _is_large(device, dtype, dk, dv):
-        return WindowTiles(32, 32, 4, 1)
-    return WindowTiles(64, 64, 4, 3) if max(dk, dv) > 64 else WindowTiles(128, 64, 8, 3)
-
-
-def window_backward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int) -> tuple[WindowTiles, WindowTiles]:
-    """Choose the tiles for the gradient of queries, and for those of keys."""
-    if _is_large(device, dtype, dk, dv):
-        return WindowTiles(32, 32, 4, 1), WindowTiles(32, 32, 4, 1)
-    of_keys = WindowTiles(64, 64, 4, 2) if max(dk, dv) > 64 else WindowTiles(32, 128, 4, 3)
-    return WindowTiles(64, 64, 4, 2), of_keys
-
-
-def _is_large(device: Device, dtype: torch.dtype, dk: int, dv: int) -> bool:
-    """Tell whether tiles of 128 rows would not fit the registers, or the shared memory."""
-    return dtype == torch.float32 or max(dk, dv) > 128 or device.shared_memory < 128 * 3 * (dk + dv)

@@ -1,0 +1,133 @@
+"""Tiles of FlexAttention's kernels.
+
+Its own choices know some head dimensions of some devices, and elsewhere may not fit. Here stands what is wanted of a
+generation, and where a device has too little for that, the next smaller tile is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from flexnsa.attention.tiles.device import Device, padded
+
+KernelOptions = Mapping[str, str | int | bool]
+"""What FlexAttention is told of tiles, warps and stages."""
+
+
+class Tile(NamedTuple):
+    """Rows of queries, keys that they meet at a time, and how many tiles of such keys are in flight."""
+
+    rows: int
+    keys: int
+    stages: int
+
+
+FORWARD: Mapping[tuple[int, int], Mapping[int, Tile]] = {
+    (8, 2): {64: Tile(128, 64, 3), 128: Tile(128, 64, 3), 256: Tile(64, 32, 3)},
+    (8, 4): {64: Tile(128, 32, 3), 128: Tile(128, 32, 3), 256: Tile(64, 16, 3)},
+    (9, 2): {64: Tile(128, 128, 3), 128: Tile(128, 64, 3), 256: Tile(64, 32, 3)},
+    (9, 4): {64: Tile(128, 32, 3), 128: Tile(32, 64, 3), 256: Tile(32, 32, 3)},
+    (10, 2): {64: Tile(128, 128, 3), 128: Tile(128, 64, 3), 192: Tile(128, 128, 1), 256: Tile(64, 32, 3)},
+    (10, 4): {64: Tile(128, 32, 3), 128: Tile(32, 64, 3), 192: Tile(32, 64, 2), 256: Tile(32, 32, 3)},
+}
+"""Wanted of a generation and the bytes of a number, by head dimension of the keys; else ``OTHER``."""
+OTHER = Tile(64, 64, 3)
+SMALLER = (Tile(128, 64, 2), Tile(64, 64, 2), Tile(64, 32, 2), Tile(32, 32, 2), Tile(32, 16, 2), Tile(16, 16, 1))
+
+NARROW_BACKWARD = Tile(64, 32, 3)
+"""Where 16-bit heads are no wider than 128: FlexAttention's own spill registers."""
+WIDE_BACKWARD = {8: Tile(64, 64, 2), 9: Tile(64, 64, 2), 10: Tile(64, 64, 1)}
+SMALLER_BACKWARD = (Tile(64, 64, 1), Tile(64, 32, 1), Tile(32, 32, 1), Tile(16, 16, 1))
+SPARE = 1024
+"""Bytes for sums and what else is small."""
+
+
+def dense_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, stages: int = 3) -> KernelOptions:
+    """Choose the tiles of a branch whose masks have tiles of 128; ``stages`` are those of narrow heads in backward.
+
+    Raises:
+        ValueError: none fit the device.
+    """
+    size, generation = dtype.itemsize, min(max(device.generation, 8), 10)
+    narrow = size == 2 and max(dk, dv) <= 128
+    wanted = FORWARD[generation, size].get(dk, OTHER)
+    forward = _first_that_fits((wanted, *SMALLER), _forward_bytes, device, dtype, dk, dv)
+    if size > 2:
+        wanted = SMALLER_BACKWARD[-1]
+    else:
+        wanted = NARROW_BACKWARD._replace(stages=stages) if narrow else WIDE_BACKWARD[generation]
+    backward = _first_that_fits((wanted, *SMALLER_BACKWARD), _backward_bytes, device, dtype, dk, dv)
+    return {
+        **_forward_options(forward, 8 if narrow and forward.rows >= 64 else 4),
+        **_backward_options(backward, 4),
+    }
+
+
+def sparse_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, rows: int, keys: int) -> KernelOptions:
+    """Choose the tiles of a branch whose masks have tiles of ``rows`` by ``keys``, as measured on an H200.
+
+    Such tiles are small: one warp each, and many, beats fewer large programs. 4-byte numbers fill more registers.
+
+    Raises:
+        ValueError: none fit the device.
+    """
+    warps = 1 if dtype.itemsize == 2 else 4
+    forward = _first_that_fits(_within(rows, keys), _forward_bytes, device, dtype, dk, dv)
+    backward = _first_that_fits((Tile(16, 16, 3), Tile(16, 16, 1)), _backward_bytes, device, dtype, dk, dv)
+    return {**_forward_options(forward, warps), **_backward_options(backward, warps)}
+
+
+def decoding_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, rows: int, keys: int) -> KernelOptions:
+    """Choose the tiles of the kernel for few queries, in tiles of a mask of ``rows`` by ``keys``.
+
+    Raises:
+        ValueError: none fit the device.
+    """
+    tile = _first_that_fits(_within(rows, keys), _forward_bytes, device, dtype, dk, dv)
+    return {"BLOCK_M": rows, "BLOCK_N": tile.keys, "num_warps": 4, "num_stages": tile.stages}
+
+
+def _forward_options(tile: Tile, warps: int) -> dict[str, int]:
+    sizes = {"fwd_BLOCK_M": tile.rows, "fwd_BLOCK_N": tile.keys}
+    return sizes | {"fwd_num_warps": warps, "fwd_num_stages": tile.stages}
+
+
+def _backward_options(tile: Tile, warps: int) -> dict[str, int]:
+    """Let the same tile stay, and the same stream past it: keys and queries for dk, dv; queries and keys for dq."""
+    sizes = {"bwd_BLOCK_N1": tile.rows, "bwd_BLOCK_M1": tile.keys, "bwd_BLOCK_M2": tile.rows, "bwd_BLOCK_N2": tile.keys}
+    return sizes | {"bwd_num_warps": warps, "bwd_num_stages": tile.stages}
+
+
+def _within(rows: int, keys: int) -> tuple[Tile, ...]:
+    """Give tiles of powers of two in ``rows`` and ``keys``, the largest first."""
+    rows, widest = rows & -rows, min(keys & -keys, 64)
+    widths = [widest, *(width for width in (32, 16) if width < widest)]
+    return tuple(Tile(rows, width, stages) for stages in (2, 1) for width in widths)
+
+
+def _forward_bytes(tile: Tile, dk: int, dv: int) -> int:
+    return tile.rows * padded(dk) + tile.stages * tile.keys * (padded(dk) + padded(dv))
+
+
+def _backward_bytes(tile: Tile, dk: int, dv: int) -> int:
+    return (tile.rows + tile.stages * tile.keys) * (padded(dk) + padded(dv))
+
+
+def _first_that_fits(
+    candidates: Sequence[Tile],
+    numbers_of: Callable[[Tile, int, int], int],
+    device: Device,
+    dtype: torch.dtype,
+    dk: int,
+    dv: int,
+) -> Tile:
+    for tile in candidates:
+        if numbers_of(tile, dk, dv) * dtype.itemsize + SPARE <= device.shared_memory:
+            return tile
+    raise ValueError(
+        f"k: impl='flex' expects a tile of keys of {dk} and values of {dv} numbers of {dtype} to fit "
+        f"{device.shared_memory} bytes of shared memory, which none does here"
+    )

@@ -1,0 +1,69 @@
+"""Tiles of the kernels that score blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flexnsa.attention.tiles.device import Device, padded
+
+
+@dataclass(frozen=True, slots=True)
+class ImportanceTiles:
+    """Launch parameters of the importance kernel: queries and blocks of one program, warps, stages of the q loads."""
+
+    queries: int
+    blocks: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_block: int) -> ImportanceTiles:
+    """Choose tiles whose keys stay in shared memory beside the queries; in 16 bits the fastest of 12 on an H200.
+
+    Raises:
+        ValueError: none fit the device.
+    """
+    candidates = [
+        ImportanceTiles(queries=32, blocks=16, num_warps=4, num_stages=2),
+        ImportanceTiles(queries=16, blocks=16, num_warps=4, num_stages=1),
+    ]
+    if dtype != torch.float32 and head_dim <= 128:
+        narrow = (ImportanceTiles(64, blocks, num_warps=4, num_stages=1) for blocks in (64, 32, 16))
+        candidates = [*narrow, *candidates]
+    for tiles in candidates:
+        rows = tiles.blocks * keys_of_block + tiles.queries * tiles.num_stages
+        if rows * padded(head_dim) * dtype.itemsize <= device.shared_memory:
+            return tiles
+    raise ValueError(
+        f"q: expected {16 * keys_of_block} compressed keys of {head_dim} numbers of {dtype}, those of 16 selection "
+        f"blocks, to fit {device.shared_memory} bytes of shared memory, which they do not here"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LogSumExpTiles:
+    """Launch parameters of the log-sum-exp kernel: queries and keys of one program, and warps; two stages."""
+
+    queries: int
+    keys: int
+    num_warps: int
+
+
+def log_sum_exp_tiles(device: Device, dtype: torch.dtype, head_dim: int) -> LogSumExpTiles:
+    """Choose tiles of queries beside which two of keys fit.
+
+    Raises:
+        ValueError: none fit the device.
+    """
+    wide = dtype == torch.float32 or padded(head_dim) > 128
+    candidates = [LogSumExpTiles(32, 32, 4), LogSumExpTiles(16, 16, 4)]
+    for tiles in candidates if wide else [LogSumExpTiles(128, 128, 8), LogSumExpTiles(64, 64, 4), *candidates]:
+        if (tiles.queries + 2 * tiles.keys) * padded(head_dim) * dtype.itemsize <= device.shared_memory:
+            return tiles
+    raise ValueError(
+        f"q: expected 48 rows of {head_dim} numbers of {dtype} to fit {device.shared_memory} bytes of shared memory, "
+        "which they do not here"
+    )
