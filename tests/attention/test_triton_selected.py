@@ -15,8 +15,6 @@ import torch
 from flexnsa import selected_attention
 from flexnsa.attention import reference
 from flexnsa.attention.seam import Call
-from flexnsa.attention.tiles import selected as tiles
-from flexnsa.attention.tiles.device import Device
 from flexnsa.attention.triton import selected
 from flexnsa.config import NSAConfig
 from flexnsa.mods import soft_cap
@@ -97,37 +95,3 @@ def test_what_the_kernels_cannot_take_is_refused_by_name() -> None:
     call = Call(config, 1.0, soft_cap(3.0))
     with pytest.raises(ValueError, match=r"^score_mod: expected None with impl='triton'"):
         selected.selected(x, x, x, chosen, call)
-
-
-KIB = 1024
-DEVICES = {"A100": (163, 8), "RTX 4090": (99, 8), "H200": (227, 9), "B200": (227, 10)}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("dtype", "dims"),
-    [
-        (torch.float32, (64, 64)),
-        (torch.float32, (128, 128)),
-        (torch.bfloat16, (64, 64)),
-        (torch.bfloat16, (128, 128)),
-        (torch.bfloat16, (192, 128)),
-        (torch.bfloat16, (256, 256)),
-    ],
-)
-def test_every_device_has_tiles(device: str, dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    shared, generation = DEVICES[device]
-    for choose in (tiles.forward_tiles, tiles.backward_tiles):
-        chosen = choose(Device(shared * KIB, generation), dtype, *dims, 64)
-        assert chosen.rows >= 16
-        assert chosen.num_warps in (4, 8, 16)  # Triton takes powers of two
-
-
-def test_wide_heads_stay_within_the_tensor_memory_of_blackwell() -> None:
-    """Triton 3.6 and 3.7 compile 64 rows of 256 and 256 columns to an empty kernel, without a word."""
-    assert tiles.backward_tiles(Device(227 * KIB, 10), torch.bfloat16, 256, 256, 64).rows <= 32
-
-
-def test_blocks_that_do_not_fit_a_device_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"k: impl='triton' expects blocks of 64 keys of 256 .* to fit 101376 bytes"):
-        tiles.backward_tiles(Device(99 * KIB, 8), torch.float32, 256, 256, 64)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from flexnsa.attention.tiles.device import Device, padded
+from flexnsa.attention.tiles.device import AMPERE, BLACKWELL, HOPPER, Device, padded
 
 KernelOptions = Mapping[str, str | int | bool]
 """What FlexAttention is told of tiles, warps and stages."""
@@ -26,12 +26,12 @@ class Tile(NamedTuple):
 
 
 FORWARD: Mapping[tuple[int, int], Mapping[int, Tile]] = {
-    (8, 2): {64: Tile(128, 64, 3), 128: Tile(128, 64, 3), 256: Tile(64, 32, 3)},
-    (8, 4): {64: Tile(128, 32, 3), 128: Tile(128, 32, 3), 256: Tile(64, 16, 3)},
-    (9, 2): {64: Tile(128, 128, 3), 128: Tile(128, 64, 3), 256: Tile(64, 32, 3)},
-    (9, 4): {64: Tile(128, 32, 3), 128: Tile(32, 64, 3), 256: Tile(32, 32, 3)},
-    (10, 2): {64: Tile(128, 128, 3), 128: Tile(128, 64, 3), 192: Tile(128, 128, 1), 256: Tile(64, 32, 3)},
-    (10, 4): {64: Tile(128, 32, 3), 128: Tile(32, 64, 3), 192: Tile(32, 64, 2), 256: Tile(32, 32, 3)},
+    (AMPERE, 2): {64: Tile(128, 64, 3), 128: Tile(128, 64, 3), 256: Tile(64, 32, 3)},
+    (AMPERE, 4): {64: Tile(128, 32, 3), 128: Tile(128, 32, 3), 256: Tile(64, 16, 3)},
+    (HOPPER, 2): {64: Tile(128, 128, 3), 128: Tile(128, 64, 3), 256: Tile(64, 32, 3)},
+    (HOPPER, 4): {64: Tile(128, 32, 3), 128: Tile(32, 64, 3), 256: Tile(32, 32, 3)},
+    (BLACKWELL, 2): {64: Tile(128, 128, 3), 128: Tile(128, 64, 3), 192: Tile(128, 128, 1), 256: Tile(64, 32, 3)},
+    (BLACKWELL, 4): {64: Tile(128, 32, 3), 128: Tile(32, 64, 3), 192: Tile(32, 64, 2), 256: Tile(32, 32, 3)},
 }
 """Wanted of a generation and the bytes of a number, by head dimension of the keys; else ``OTHER``."""
 OTHER = Tile(64, 64, 3)
@@ -39,7 +39,7 @@ SMALLER = (Tile(128, 64, 2), Tile(64, 64, 2), Tile(64, 32, 2), Tile(32, 32, 2), 
 
 NARROW_BACKWARD = Tile(64, 32, 3)
 """Where 16-bit heads are no wider than 128: FlexAttention's own spill registers."""
-WIDE_BACKWARD = {8: Tile(64, 64, 2), 9: Tile(64, 64, 2), 10: Tile(64, 64, 1)}
+WIDE_BACKWARD = {AMPERE: Tile(64, 64, 2), HOPPER: Tile(64, 64, 2), BLACKWELL: Tile(64, 64, 1)}
 SMALLER_BACKWARD = (Tile(64, 64, 1), Tile(64, 32, 1), Tile(32, 32, 1), Tile(16, 16, 1))
 SPARE = 1024
 """Bytes for sums and what else is small."""
@@ -51,7 +51,7 @@ def dense_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, stages: in
     Raises:
         ValueError: none fit the device.
     """
-    size, generation = dtype.itemsize, min(max(device.generation, 8), 10)
+    size, generation = dtype.itemsize, device.generation
     narrow = size == 2 and max(dk, dv) <= 128
     wanted = FORWARD[generation, size].get(dk, OTHER)
     forward = _first_that_fits((wanted, *SMALLER), _forward_bytes, device, dtype, dk, dv)
