@@ -22,6 +22,7 @@ from flexnsa.attention.flex.kernels import (
     check_blocks,
     check_heads,
     fold_heads,
+    rows_of_query,
     sizes_of_tiles,
     unfold_heads,
 )
@@ -71,7 +72,7 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
         ValueError: the device has no tile for blocks or heads of this size.
     """
     check_blocks(q, call.config)
-    check_heads(q, v)
+    check_heads(q, v, rows_of_query(q, k))
     return compile_once(_selected)(q, k, v, block_indices, call)
 
 
@@ -100,8 +101,7 @@ def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, mask: BlockMask, call: 
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
-    groups = operator.index(q.shape[1] // k.shape[1])  # a constant to a compiler, as tiles have to be
-    rows = -(-groups // 16) * 16 if q.is_cuda else groups  # tensor cores want 16 rows, a CPU any number
+    groups, rows = operator.index(q.shape[1] // k.shape[1]), rows_of_query(q, k)
     mask = selected_mask(block_indices, call.positions, k.shape[2], rows=rows, config=call.config)
     kernel_mod = call.score_mod and mod_of_tokens(
         call.score_mod, call.positions, tokens=stored(mask.tokens), rows=rows, groups=groups

@@ -14,7 +14,15 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.attention.compilation import compile_once
 from flexnsa.attention.flex import branches, split_kv
-from flexnsa.attention.flex.kernels import attend, check_blocks, check_heads, fold_heads, sizes_of_tiles, unfold_heads
+from flexnsa.attention.flex.kernels import (
+    attend,
+    check_blocks,
+    check_heads,
+    fold_heads,
+    rows_of_query,
+    sizes_of_tiles,
+    unfold_heads,
+)
 from flexnsa.attention.seam import Attended, Call, Compressed
 from flexnsa.attention.tiles.flex import dense_tiles, sparse_tiles
 from flexnsa.masks.compressed import compressed_intervals
@@ -53,7 +61,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
 def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
     """As :func:`flexnsa.attention.flex.branches.selected`, for positions that all start at 0."""
     check_blocks(q, call.config)
-    check_heads(q, v)
+    check_heads(q, v, rows_of_query(q, k))
     if split_kv.is_decoding(q, k):
         return split_kv.selected(q, k, v, block_indices, call)
     return compile_once(_selected)(q, k, v, block_indices, call)
@@ -72,8 +80,7 @@ def _contiguous(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) 
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
-    groups = q.shape[1] // k.shape[1]
-    rows = -(-groups // 16) * 16 if q.is_cuda else groups  # tensor cores want 16 rows, a CPU any number
+    groups, rows = q.shape[1] // k.shape[1], rows_of_query(q, k)
     token = positions_of(q, call.positions).token
     mask = cached_selected_mask(block_indices, token, k.shape[2], rows=rows, config=call.config)
     options = sparse_tiles(*sizes_of_tiles(q, v), *mask.BLOCK_SIZE)

@@ -53,10 +53,26 @@ def check_blocks(q: Tensor, config: NSAConfig) -> None:
         )
 
 
-def check_heads(q: Tensor, v: Tensor) -> None:
-    """Refuse heads of which the device cannot hold the smallest tiles."""
-    if q.is_cuda:
-        dense_tiles(*sizes_of_tiles(q, v))
+def check_heads(q: Tensor, v: Tensor, rows: int = 1) -> None:
+    """Refuse heads of which the device cannot hold the smallest tiles, and those too long for the kernels' integers.
+
+    Args:
+        q: ``(B, H, T, Dk)``.
+        v: ``(B, H, S, Dv)``.
+        rows: of a query, where heads are folded into rows.
+
+    Raises:
+        ValueError: the device has no tile of them, or one head has 2^31 numbers.
+    """
+    if not q.is_cuda:
+        return
+    dense_tiles(*sizes_of_tiles(q, v))
+    longest = max(q.shape[2] * rows, v.shape[2])
+    if not _reaches(longest, max(q.shape[-1], v.shape[-1])):
+        raise ValueError(
+            f"q: expected fewer than 2^31 numbers in one head with impl='flex' and torch {torch.__version__}, "
+            f"got {longest} rows of {max(q.shape[-1], v.shape[-1])}"
+        )
 
 
 def sizes_of_tiles(q: Tensor, v: Tensor) -> tuple[Device, torch.dtype, int, int]:
@@ -78,6 +94,7 @@ def attend(
     ``options`` are those of :mod:`flexnsa.attention.tiles.flex`; ``score_mod`` is in the kernel's own coordinates.
     """
     mask, options = _fit_to_kernels(mask, options, q.device)
+    q, k, v = (x if _reaches(x.shape[2], x.stride(2)) or not x.is_cuda else x.contiguous() for x in (q, k, v))
     attention = functools.partial(
         flex_attention,
         score_mod=score_mod,
@@ -92,6 +109,11 @@ def attend(
         return Attended(_unfused(attention(_unfused(q).detach(), k.detach(), v.detach())), None)
     out, aux = attention(q, k, v, return_aux=AuxRequest(lse=True))
     return Attended(out, aux.lse)
+
+
+def _reaches(rows: int, stride: int) -> bool:
+    """Tell whether the kernels find the last of a head's rows: before 2.14 they multiply row and stride in 32 bits."""
+    return TORCH >= (2, 14) or rows * stride < 2**31
 
 
 @opaque_operator("unfused")
@@ -155,6 +177,12 @@ def _overlapping(indices: Tensor, width: int) -> Tensor:
     """View lists ``(B, H, R, n)`` as ``(B, H, R, width)``: behind its own entries, each shows those of the next."""
     flat = F.pad(indices.flatten(), (0, width))
     return flat.as_strided((*indices.shape[:3], width), indices.stride())
+
+
+def rows_of_query(q: Tensor, k: Tensor) -> int:
+    """Count the rows that the heads of a group take: tensor cores want a multiple of 16, a CPU any number."""
+    groups = operator.index(q.shape[1] // k.shape[1])  # a constant to a compiler, as tiles have to be
+    return -(-groups // 16) * 16 if q.is_cuda else groups
 
 
 def fold_heads(q: Tensor, rows: int, groups: int) -> Tensor:

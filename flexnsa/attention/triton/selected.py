@@ -26,6 +26,8 @@ CHUNK = 8192
 """Queries that share lists, at most: enough for the keys to be read rarely."""
 LEAST_CHUNK = 256
 LEAST_DIM, LARGEST_DIM = 16, 256
+MOST_HEADS = 65535
+"""Programs of CUDA's second and third dimension."""
 LIST_ROWS = 4096
 """(query, head) rows that one program takes, at most: many programs for a block that many queries selected."""
 FLOAT32_LIST_ROWS = 512
@@ -49,8 +51,10 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
         The output in the memory order of q, and the log-sum-exp, which is differentiable too.
 
     Raises:
-        ValueError: there is a score_mod.
+        ValueError: there is a score_mod, or there are too many rows of the batch and kv heads.
     """
+    if k.shape[0] * k.shape[1] > MOST_HEADS:
+        raise ValueError(f"k: expected at most {MOST_HEADS} heads in all with impl='triton', got {tuple(k.shape[:2])}")
     if call.score_mod is not None:
         raise ValueError("score_mod: expected None with impl='triton', got a function; use impl='flex'")
     positions, config = call.positions, call.config
