@@ -48,10 +48,10 @@ def test_kernels_compute_attention_and_its_gradients(branch: str, groups: int, d
         assert (a - b).abs().max() <= tolerance * b.abs().max(), name
 
 
-@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_kernels_compile_without_spills(branch: str, dim: int, capsys: pytest.CaptureFixture[str]) -> None:
-    config, groups = NSAConfig(), 16
+def test_kernels_of_narrow_heads_compile_without_spills(branch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As those of 128 numbers do, by :mod:`test_architectures`."""
+    config, groups, dim = NSAConfig(), 16, 64
     module = emit(
         attention(branch, config, dim**-0.5),
         lambda: arguments(branch, config, groups, 4096, (dim, dim), torch.bfloat16, heads=4),

@@ -35,14 +35,18 @@ FORWARD: Mapping[tuple[int, int], Mapping[int, Tile]] = {
 }
 """Wanted of a generation and the bytes of a number, by head dimension of the keys; else ``OTHER``."""
 OTHER = Tile(64, 64, 3)
-SMALLER = (Tile(128, 64, 2), Tile(64, 64, 2), Tile(64, 32, 2), Tile(32, 32, 2), Tile(32, 16, 2), Tile(16, 16, 1))
+SMALLER = {
+    2: (Tile(128, 64, 2), Tile(64, 64, 2), Tile(64, 32, 2), Tile(32, 32, 2), Tile(32, 16, 2), Tile(16, 16, 1)),
+    4: (Tile(32, 32, 2), Tile(32, 16, 2), Tile(16, 16, 1)),
+}
+"""By bytes of a number. In float32 larger ones spill kilobytes of registers."""
 
 NARROW_BACKWARD = Tile(64, 32, 3)
 """Where 16-bit heads are no wider than 128: FlexAttention's own spill registers."""
 WIDE_BACKWARD = {AMPERE: Tile(64, 64, 2), HOPPER: Tile(64, 64, 2), BLACKWELL: Tile(64, 64, 1)}
 SMALLER_BACKWARD = (Tile(64, 64, 1), Tile(64, 32, 1), Tile(32, 32, 1), Tile(16, 16, 1))
 SPARE = 1024
-"""Bytes for sums and what else is small."""
+"""Bytes for sums and whatever else is small."""
 
 
 def dense_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, stages: int = 3) -> KernelOptions:
@@ -54,16 +58,14 @@ def dense_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, stages: in
     size, generation = dtype.itemsize, device.generation
     narrow = size == 2 and max(dk, dv) <= 128
     wanted = FORWARD[generation, size].get(dk, OTHER)
-    forward = _first_that_fits((wanted, *SMALLER), _forward_bytes, device, dtype, dk, dv)
+    forward = _first_that_fits((wanted, *SMALLER[size]), _forward_bytes, device, dtype, dk, dv)
     if size > 2:
         wanted = SMALLER_BACKWARD[-1]
     else:
         wanted = NARROW_BACKWARD._replace(stages=stages) if narrow else WIDE_BACKWARD[generation]
     backward = _first_that_fits((wanted, *SMALLER_BACKWARD), _backward_bytes, device, dtype, dk, dv)
-    return {
-        **_forward_options(forward, 8 if narrow and forward.rows >= 64 else 4),
-        **_backward_options(backward, 4),
-    }
+    warps = 8 if forward.rows >= (64 if narrow else 128) and size == 2 else 4
+    return {**_forward_options(forward, warps), **_backward_options(backward, 4)}
 
 
 def sparse_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, rows: int, keys: int) -> KernelOptions:
@@ -108,24 +110,35 @@ def _within(rows: int, keys: int) -> tuple[Tile, ...]:
     return tuple(Tile(rows, width, stages) for stages in (2, 1) for width in widths)
 
 
-def _forward_bytes(tile: Tile, dk: int, dv: int) -> int:
-    return tile.rows * padded(dk) + tile.stages * tile.keys * (padded(dk) + padded(dv))
+def _forward_bytes(tile: Tile, device: Device, dtype: torch.dtype, dk: int, dv: int) -> int:
+    """Count queries, keys and values in flight, and in float32 the probabilities, which do not stay in registers."""
+    numbers = tile.rows * padded(dk) + _buffers(tile, device, dtype) * tile.keys * (padded(dk) + padded(dv))
+    probabilities = tile.rows * tile.keys if dtype.itemsize > 2 else 0
+    return (numbers + probabilities) * dtype.itemsize
 
 
-def _backward_bytes(tile: Tile, dk: int, dv: int) -> int:
-    return (tile.rows + tile.stages * tile.keys) * (padded(dk) + padded(dv))
+def _backward_bytes(tile: Tile, device: Device, dtype: torch.dtype, dk: int, dv: int) -> int:
+    """Count the tile that stays, and what streams past it."""
+    rows = tile.rows + _buffers(tile, device, dtype) * tile.keys
+    return rows * (padded(dk) + padded(dv)) * dtype.itemsize
+
+
+def _buffers(tile: Tile, device: Device, dtype: torch.dtype) -> int:
+    """Count the tiles in shared memory: products of Hopper and later read theirs from there, others from registers."""
+    reads_from_there = device.generation >= HOPPER and dtype.itemsize == 2
+    return tile.stages if reads_from_there else max(1, tile.stages - 1)
 
 
 def _first_that_fits(
     candidates: Sequence[Tile],
-    numbers_of: Callable[[Tile, int, int], int],
+    bytes_of: Callable[[Tile, Device, torch.dtype, int, int], int],
     device: Device,
     dtype: torch.dtype,
     dk: int,
     dv: int,
 ) -> Tile:
     for tile in candidates:
-        if numbers_of(tile, dk, dv) * dtype.itemsize + SPARE <= device.shared_memory:
+        if bytes_of(tile, device, dtype, dk, dv) + SPARE <= device.shared_memory:
             return tile
     raise ValueError(
         f"k: impl='flex' expects a tile of keys of {dk} and values of {dv} numbers of {dtype} to fit "
