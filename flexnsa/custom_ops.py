@@ -72,6 +72,29 @@ class OpaqueOperator(Generic[P, T]):
         members = {name: staticmethod(member) for name, member in members.items()}
         self._function: Any = type(self.name, (_SingleLevelFunction,), members)
 
+    def register_backward(self, backward: OpaqueOperator[..., tuple[Tensor, ...]]) -> None:
+        """Let another operator give the gradients of the first inputs; the others have none.
+
+        It takes the gradients of the results that are floating (the first is always a tensor, another None where
+        nothing depends on it), then the inputs that are tensors or None, the results, and the inputs that are numbers.
+        """
+
+        def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+            tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]
+            ctx.save_for_backward(*tensors, *output)
+            ctx.numbers = inputs[len(tensors) :]
+            ctx.set_materialize_grads(False)
+
+        def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            saved = ctx.saved_tensors  # to be read once only, where it is checkpointed
+            results = saved[-len(grads) :]
+            first, *others = (grad for grad, x in zip(grads, results, strict=True) if x.is_floating_point())
+            first = torch.zeros_like(results[0]) if first is None else first
+            found = backward(first, *others, *saved, *ctx.numbers)
+            return *found, *(None,) * (len(saved) - len(results) + len(ctx.numbers) - len(found))
+
+        self.register_autograd(differentiate, setup_context=save)
+
     def _with_derivatives(self, *args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
         if any(unpack_dual(x).tangent is not None for x in tensors):

@@ -50,12 +50,6 @@ FLOORS = (
 
 IMPLEMENTATIONS = ("reference", "sdpa", "flex", "triton", "cudnn")
 
-ALLOWED_ANY = {
-    "def _save(ctx: Any, inputs: tuple[Any, ...]": "torch.library gives its context and an operator's inputs untyped",
-    "def _backward(ctx: Any": "torch.library gives its context untyped",
-}
-"""How lines begin that say ``Any`` between the public functions and a kernel, and why they must."""
-
 KERNELS = "flexnsa/attention/triton/kernels"
 NOT_STRICT = {
     f"{KERNELS}/importance",
@@ -134,17 +128,7 @@ def test_masks_know_nothing_of_scores() -> None:
 def test_a_tensor_can_be_followed_from_the_public_functions_to_a_kernel(place: str) -> None:
     files = below(place, names=sources())
     assert files
-    _assert_none(
-        f"{name}: {line}"
-        for name in sorted(files)
-        for line in _lines_that_say_any(name)
-        if not line.startswith(tuple(ALLOWED_ANY))
-    )
-
-
-def test_every_allowed_any_is_still_needed() -> None:
-    lines = [line for name in below("flexnsa", names=sources()) for line in _lines_that_say_any(name)]
-    assert not [allowed for allowed in ALLOWED_ANY if not any(line.startswith(allowed) for line in lines)]
+    _assert_none(f"{name}: {line}" for name in sorted(files) for line in _lines_that_say_any(name))
 
 
 def test_attention_and_layers_are_typed_strictly_but_for_the_bodies_of_kernels() -> None:

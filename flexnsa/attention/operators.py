@@ -16,6 +16,36 @@ def outputs(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(batch, heads, length, dtype=torch.float32)
 
 
+def gradients(
+    grad_out: Tensor,  # noqa: ARG001
+    grad_lse: Tensor | None,  # noqa: ARG001
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make room for the gradients of q, k and v, each in the memory order of its tensor."""
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def contiguous_outputs(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    """Make room for out and for lse, in fp32 or wider."""
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    return out, q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def contiguous_gradients(
+    grad_out: Tensor,  # noqa: ARG001
+    grad_lse: Tensor | None,  # noqa: ARG001
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make room for the gradients of q, k and v."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
 def with_rows(x: Tensor) -> Tensor:
     """Kernels take any strides but of the last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,17 +162,4 @@ def _(
     return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.size, ctx.stride = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    grads = _interleaved_attention_backward(grad_out, grad_lse, q, k, v, out, lse, ctx.scale, ctx.size, ctx.stride)
-    return (*grads, None, None, None)
-
-
-_interleaved_attention.register_autograd(_backward, setup_context=_save)
+_interleaved_attention.register_backward(_interleaved_attention_backward)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import e, log2
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from flexnsa.attention.operators import contiguous_gradients, contiguous_outputs
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, side_by_side
 from flexnsa.custom_ops import opaque_operator
 
@@ -138,7 +139,7 @@ def interval_attention(
 @opaque_operator("interval_attention_backward")
 def _interval_attention_backward(
     grad_out: Tensor,
-    grad_lse: Tensor,
+    grad_lse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -150,6 +151,7 @@ def _interval_attention_backward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = lse.dtype
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
     grad_q, grad_k, grad_v = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     def differentiate(*views: Tensor) -> None:
@@ -184,26 +186,6 @@ def _interval_attention_backward(
     return grad_q, grad_k, grad_v
 
 
-@interval_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    out = q.new_empty(*q.shape[:3], v.shape[-1])
-    return out, q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-@_interval_attention_backward.register_fake
-def _(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.chunk_size = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, lo, hi, out, lse = ctx.saved_tensors
-    grads = _interval_attention_backward(grad_out, grad_lse, q, k, v, lo, hi, out, lse, ctx.scale, ctx.chunk_size)
-    return (*grads, None, None, None, None)
-
-
-interval_attention.register_autograd(_backward, setup_context=_save)
+interval_attention.register_fake(contiguous_outputs)
+_interval_attention_backward.register_fake(contiguous_gradients)
+interval_attention.register_backward(_interval_attention_backward)

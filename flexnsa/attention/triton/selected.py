@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flexnsa.attention.operators import outputs, with_rows
+from flexnsa.attention.operators import gradients, outputs, with_rows
 from flexnsa.attention.seam import Attended, Call
 from flexnsa.attention.triton.operators import precision, require_device, rows_of
 from flexnsa.custom_ops import opaque_operator
@@ -210,45 +210,5 @@ def _(
     return *outputs(q, v.shape[-1]), lists.order, lists.copies
 
 
-@_selected_attention_backward.register_fake
-def _(
-    grad_out: Tensor,  # noqa: ARG001
-    grad_lse: Tensor | None,  # noqa: ARG001
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.scale, ctx.block_size, ctx.chunk, ctx.capacity = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-    q, k, v, block_indices, token, start, out, lse, order, copies = ctx.saved_tensors
-    grads = _selected_attention_backward(
-        torch.zeros_like(out) if grad_out is None else grad_out,
-        grad_lse,
-        q,
-        k,
-        v,
-        block_indices,
-        token,
-        start,
-        out,
-        lse,
-        order,
-        copies,
-        ctx.scale,
-        ctx.block_size,
-        ctx.chunk,
-        ctx.capacity,
-    )
-    return *grads, *(None,) * 7
-
-
-_selected_attention.register_autograd(_backward, setup_context=_save)
+_selected_attention_backward.register_fake(gradients)
+_selected_attention.register_backward(_selected_attention_backward)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexnsa.attention.operators import outputs, with_rows
+from flexnsa.attention.operators import gradients, outputs, with_rows
 from flexnsa.attention.seam import Attended, Call
 from flexnsa.attention.triton.operators import precision, require_device, rows_of
 from flexnsa.custom_ops import opaque_operator
@@ -120,29 +119,5 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # 
     return outputs(q, v.shape[-1])
 
 
-@_window_attention_backward.register_fake
-def _(
-    grad_out: Tensor,  # noqa: ARG001
-    grad_lse: Tensor | None,  # noqa: ARG001
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.scale, ctx.window_size = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, token, start, out, lse = ctx.saved_tensors
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    grads = _window_attention_backward(grad_out, grad_lse, q, k, v, token, start, out, lse, ctx.scale, ctx.window_size)
-    return (*grads, *(None,) * 4)
-
-
-_window_attention.register_autograd(_backward, setup_context=_save)
+_window_attention_backward.register_fake(gradients)
+_window_attention.register_backward(_window_attention_backward)
