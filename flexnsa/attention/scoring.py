@@ -17,7 +17,7 @@ from flexnsa.masks.user_mods import apply_score_mod, compressed_positions, query
 from flexnsa.positions import Positions
 
 LOG2_E = log2(e)
-"""Where lse is at hand, probabilities are powers of two, which a CPU computes three times as fast as those of e."""
+"""Probabilities are powers of two wherever that is possible: a CPU computes them three times as fast as those of e."""
 
 
 def group_probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions, call: Call) -> Tensor:

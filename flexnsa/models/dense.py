@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flexnsa.argument_checks import check_document_ids
+from flexnsa.attention.implementations import choose_implementation, prepare_mods
+from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
-from flexnsa.functional import sliding_window_attention
 from flexnsa.layers.projection import split_heads
 from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables, stored_rope_tables
+from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
-from flexnsa.packing import position_ids_from_document_ids
+from flexnsa.positions import Positions
 from flexnsa.validation import (
     check_device,
     check_dtype,
@@ -73,10 +75,10 @@ class DenseCache:
 
 
 class DenseLayout(NamedTuple):
-    """Where tokens stand, the same in every layer: rotary tables, and the documents of packed rows ``(B, S)``."""
+    """Where tokens stand, the same in every layer: rotary tables, and positions in the documents of packed rows."""
 
     tokens: RopeTables
-    document_ids: Tensor | None
+    positions: Positions | None
 
 
 class DenseAttention(nn.Module):
@@ -152,11 +154,8 @@ class DenseAttention(nn.Module):
                 check_document_ids(document_ids, *x.shape[:2], like=x)
             layout = self.layout(x.shape[1], document_ids) if layout is None else layout
             q, k, v = self._project(x, layout.tokens)
-            if layout.document_ids is not None or score_mod is not None or mask_mod is not None:
-                # A window of all tokens: unlike flash attention, it knows documents and mods, in linear memory.
-                config = NSAConfig(window_size=x.shape[1])
-                options = {"document_ids": layout.document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
-                out, _ = sliding_window_attention(q, k, v, config=config, **options)
+            if layout.positions is not None or score_mod is not None or mask_mod is not None:
+                out = self._attend_in_window(q, k, v, layout.positions, score_mod, mask_mod)
             else:
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.w_o(out.transpose(1, 2).flatten(2))
@@ -165,12 +164,13 @@ class DenseAttention(nn.Module):
         """Lay out rows of ``seq_len`` tokens, for all layers of a model."""
         weight = self.w_q.weight
         if document_ids is None:
-            position = torch.arange(seq_len, device=weight.device)
+            positions, position = None, torch.arange(seq_len, device=weight.device)
         else:
             check_document_ids(document_ids, "B", seq_len, like=weight)
-            position = position_ids_from_document_ids(document_ids)
+            positions = document_positions(document_ids, NSAConfig())
+            position = positions.token - positions.start
         tables = stored_rope_tables(position, self.head_dim, self.rope_base, dtype=self._table_dtype())
-        return DenseLayout(tables, document_ids)
+        return DenseLayout(tables, positions)
 
     def _table_dtype(self) -> torch.dtype:
         return torch.promote_types(self.w_q.weight.dtype, torch.float32)
@@ -186,6 +186,22 @@ class DenseAttention(nn.Module):
             raise ValueError("cache: expected torch.no_grad(), because what it holds has no gradient, got training")
         if lengths is not None:
             check_lengths(lengths, x)
+
+    def _attend_in_window(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions | None,
+        score_mod: ScoreMod | None,
+        mask_mod: MaskMod | None,
+    ) -> Tensor:
+        """Attend by a window of all tokens: unlike flash attention, it knows documents and mods, in linear memory."""
+        implementation = choose_implementation("auto", q, modded=score_mod is not None or mask_mod is not None)
+        mod = prepare_mods(score_mod, mask_mod, q, self.num_heads, implementation)
+        implementation.check(q=q, k=k, v=v)
+        call = Call(NSAConfig(window_size=q.shape[2]), self.head_dim**-0.5, mod, window_positions=positions)
+        return implementation.window(q, k, v, call).out
 
     def _attend_next(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
         """Attend from tokens that follow those of the cache, which then holds them too."""

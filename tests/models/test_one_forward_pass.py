@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
-from flexnsa import mods
+from flexnsa import functional, mods
 from flexnsa.attention import selection
 from flexnsa.attention.implementations import IMPLEMENTATIONS, SDPA
 from flexnsa.attention.seam import Attended, Call
 from flexnsa.layers import core
-from flexnsa.models import DecoderConfig, DecoderLM, decoder
+from flexnsa.models import DecoderConfig, DecoderLM, decoder, dense
 from tests.support.inputs import SMALL
 
 LAYERS = 3
@@ -106,3 +106,11 @@ def test_where_tokens_stand_is_found_out_once(
     train(checkpointing, document_ids=ids if packed else None)
     assert len(documents) == packed
     assert len(tables) == 2  # of tokens and of compressed tokens
+
+
+def test_where_tokens_of_the_dense_twin_stand_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, elsewhere = (counted(monkeypatch, module, "document_positions") for module in (dense, functional))
+    model = DecoderLM(replace(CONFIG, attention="dense"))
+    model(torch.randint(256, (2, 150)), document_ids=torch.arange(150).expand(2, -1) // 40)
+    assert len(here) == 1
+    assert not elsewhere

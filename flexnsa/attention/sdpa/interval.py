@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import e, log2
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from flexnsa.attention.operators import contiguous_gradients, contiguous_outputs
+from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, side_by_side
 from flexnsa.custom_ops import opaque_operator
 
 ALIGNED = 16
 """A chunk reads a multiple of so many keys: rows of scores of odd length cost a tenth of the time."""
-LOG2_E = log2(e)
-"""Probabilities are powers of two inside, which a CPU computes three times as fast as those of e."""
 
 
 @dataclass(frozen=True, slots=True)

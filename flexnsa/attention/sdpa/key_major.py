@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import e, log2
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from flexnsa.attention.operators import contiguous_gradients, contiguous_outputs
+from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.threads import grouped, repeated, side_by_side
 from flexnsa.custom_ops import opaque_operator
 
@@ -26,8 +26,6 @@ HEADROOM = 64.0
 """A score may exceed the reference by so much, in powers of two: far from where fp32 overflows, rarely reached."""
 PARTIAL_SUMS = 4
 """Sums over the rows of a tile are taken in so many parts."""
-LOG2_E = log2(e)
-"""Probabilities are powers of two inside, which a CPU computes three times as fast as those of e."""
 
 
 @dataclass(frozen=True, slots=True)
