@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flexnsa import NSAConfig
 from flexnsa.cli import main
 from flexnsa.models import DecoderConfig, DecoderLM, Sampling
+from tests.support.inputs import TINY
 
-NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
-CONFIG = DecoderConfig(dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, nsa=NSA)
+CONFIG = DecoderConfig(dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, nsa=TINY)
 
 
 @pytest.fixture

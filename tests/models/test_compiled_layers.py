@@ -14,18 +14,17 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 from torch.profiler import ProfilerActivity, profile
 
-from flexnsa import NSAConfig
 from flexnsa.checkpointing import SELECTION_OPERATORS
 from flexnsa.models import DecoderConfig, DecoderLM
+from tests.support.inputs import TINY
 
-NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
 LAYERS = 3
 
 
 def make(attention: Any, **changes: Any) -> tuple[DecoderLM, Tensor, Tensor]:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"dim": 32, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    model = DecoderLM(DecoderConfig(**sizes, nsa=NSA, attention=attention, **changes))
+    model = DecoderLM(DecoderConfig(**sizes, nsa=TINY, attention=attention, **changes))
     return model, torch.randint(256, (2, 40)), torch.randint(256, (2, 40))
 
 

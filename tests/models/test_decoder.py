@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flexnsa import NSAConfig, next_token_targets
+from flexnsa import next_token_targets
 from flexnsa.models import DecoderConfig, DecoderLM, generate, preset
+from tests.support.inputs import TINY
 
-NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
-CONFIG = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=6, nsa=NSA)
+CONFIG = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=6, nsa=TINY)
 KINDS = {
     "dense": {"attention": "dense"},
     "nsa": {},
@@ -22,14 +21,6 @@ KINDS = {
     "slc alone": {"branches": ("slc",)},
     "win alone": {"branches": ("win",)},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("kind", KINDS)

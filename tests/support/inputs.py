@@ -13,6 +13,8 @@ from flexnsa.geometry import num_compressed
 
 SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)
 """The proportions of the paper's configuration, a quarter of its size."""
+TINY = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
+"""For models and texts of a few tokens."""
 
 
 @dataclass(frozen=True)

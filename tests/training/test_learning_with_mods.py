@@ -9,13 +9,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import flexnsa
-from flexnsa import NSAConfig, mods
+from flexnsa import mods
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import read_corpus
 from flexnsa.training.rows import PackedDocuments
+from tests.support.inputs import TINY
 
-NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
-MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=NSA)
+MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
 
 
 def test_a_soft_capped_alibi_model_learns_from_packed_text():

@@ -15,16 +15,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from flexnsa import NSAConfig
 from flexnsa.errors import FileError
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import TrainConfig, Trainer, read_corpus, run
 from flexnsa.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from flexnsa.training.lock import locked
 from flexnsa.training.log import JSONLog, read_log
+from tests.support.inputs import TINY
 
-NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
-MODEL = DecoderConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, nsa=NSA)
+MODEL = DecoderConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, nsa=TINY)
 TRAINING = TrainConfig(
     steps=12, batch_size=2, seq_len=40, warmup_steps=2, eval_every=5, eval_sequences=4, checkpoint_every=4
 )
@@ -172,7 +171,7 @@ def test_failed_write_leaves_the_previous_checkpoint(
         (MODEL, replace(TRAINING, lr=0.5), r"^lr: expected 0.001, as in the checkpoint .* got 0.5"),
         (MODEL, replace(TRAINING, pack=True), r"^pack: expected False, as in the checkpoint .* got True"),
         (replace(MODEL, attention="dense"), TRAINING, r"^attention: expected 'nsa', .* got 'dense'"),
-        (replace(MODEL, nsa=replace(NSA, window_size=9)), TRAINING, r"^window_size: expected 8, .* got 9"),
+        (replace(MODEL, nsa=replace(TINY, window_size=9)), TRAINING, r"^window_size: expected 8, .* got 9"),
     ],
 )
 def test_checkpoint_of_another_run_is_refused(

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexnsa import NSAConfig
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import Corpus, TrainConfig, Trainer, read_corpus
 from flexnsa.training.rows import Batch
+from tests.support.inputs import TINY
 
-NSA = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)
-MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=NSA)
+MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
