@@ -203,13 +203,13 @@ def measure_ours(shape: Shape, variant: Variant, *, brief: bool = False) -> dict
     with applied(variant):
         point = times_of(x, selected.selected, brief=brief)
         if not brief:
-            selection = selected.selection_of(x.block_indices, *_places(x), shape.block_size, shape.length)
+            selection = selected.selection_of(x.block_indices, *_token_and_start(x), shape.block_size, shape.length)
             capacity = max(1, selected.LIST_ROWS // (shape.q_heads // shape.kv_heads))
             point["lists"] = milliseconds(lambda: selected_lists.build_lists(selection, selected.CHUNK, capacity))
     return point
 
 
-def _places(x: Inputs) -> tuple[Tensor | None, Tensor | None]:
+def _token_and_start(x: Inputs) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if x.positions is None else (x.positions.token, x.positions.start)
 
 

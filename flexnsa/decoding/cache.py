@@ -9,7 +9,7 @@ kept: padding. A row is one sequence of the batch; rows may have different lengt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from flexnsa.argument_checks import check_branches
 from flexnsa.config import NSAConfig
 from flexnsa.decoding.read_counter import ReadCounter
-from flexnsa.decoding.steps import Slots, Step, locate, ring_slots_before
+from flexnsa.decoding.steps import Slots, Step, buffer_names, kind_of, locate, ring_slots_before
 from flexnsa.geometry import BRANCHES
 from flexnsa.validation import (
     LARGEST_SIZE,
@@ -88,12 +88,12 @@ class NSACache:
             name: torch.zeros(
                 batch_size,
                 num_kv_heads,
-                self.sizes.size(_kind(name)) + 1,
+                self.sizes.size(kind_of(name)) + 1,
                 self.head_dim if name[0] == "k" else self.v_head_dim,
                 dtype=dtype,
                 device=device,
             )
-            for name in _names(self.branches)
+            for name in buffer_names(self.branches)
         }
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.reached = torch.zeros_like(self.lengths)
@@ -160,7 +160,7 @@ class NSACache:
 
     def store(self, name: str, rows: Tensor, step: Step) -> None:
         """Put the step's keys or values ``rows (B, Hkv, T or E, D)`` into their slots."""
-        self.buffers[name][self._rows, :, step.slots[_kind(name)]] = rows.transpose(1, 2)
+        self.buffers[name][self._rows, :, step.slots[kind_of(name)]] = rows.transpose(1, 2)
 
     def all(self, name: str) -> Tensor:
         """Give a full buffer; the slots of the future and the spare one, seen by no query, hold anything finite."""
@@ -175,7 +175,7 @@ class NSACache:
 
         Where the step reads the window in place, give the ring buffer with its own tokens in it, in no order.
         """
-        kind = _kind(name)
+        kind = kind_of(name)
         if kind == "win" and step.window_in_place:
             self.store(name, rows, step)
             self._update_reached(step)  # even if the step fails, the buffer has forgotten a token
@@ -213,7 +213,7 @@ class NSACache:
             check_int("lengths", lengths, -LARGEST_SIZE)
         wanted = torch.as_tensor(lengths, device=self.device).expand_as(self.lengths)
         possible = (wanted >= 0) & (wanted <= self.lengths)
-        for kind in {_kind(name) for name in self.buffers} & self.sizes.lookback.keys():
+        for kind in {kind_of(name) for name in self.buffers} & self.sizes.lookback.keys():
             oldest = self.reached - self.sizes.size(kind)
             possible &= (wanted == 0) | ((wanted - self.sizes.lookback[kind]).clamp_min(0) >= oldest)
         if not possible.all():
@@ -293,46 +293,3 @@ class NSACache:
 
     def _update_reached(self, step: Step) -> None:
         self.reached.copy_(torch.maximum(self.reached, step.after[:, 0]))
-
-
-class CachedKeys:
-    """The keys of a cache and of one step; see :class:`flexnsa.layers.core.KeySource`."""
-
-    def __init__(self, cache: NSACache, step: Step) -> None:
-        self.cache, self.step = cache, step
-
-    def of_tokens(self, name: str, new: Tensor) -> Tensor:
-        """Store them, and give all slots; what is in those of the future is seen by no query."""
-        self.cache.store(name, new, self.step)
-        return self.cache.all(name)
-
-    def of_window(self, name: str, new: Tensor) -> Tensor:
-        """Give the last tokens and the new ones; see :meth:`NSACache.extend`."""
-        return self.cache.extend(name, new, self.step)
-
-    def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add to the tail, compress the blocks that are now complete, if any, and give all compressed ones."""
-        tail = name.replace("cmp", "tail")
-        if self.step.emits:
-            self.cache.store(name, compress(self.cache.extend(tail, new, self.step)), self.step)
-        else:
-            self.cache.keep(tail, new, self.step)
-        return self.cache.all(name)
-
-
-def _names(branches: tuple[str, ...]) -> list[str]:
-    """List the buffers that a layer needs; without the compressed branch, selection still wants compressed keys."""
-    names = []
-    if "cmp" in branches or "slc" in branches:
-        names += ["k_cmp", "k_tail"]
-    if "cmp" in branches:
-        names += ["v_cmp", "v_tail"]
-    for tag in ("slc", "win"):
-        if tag in branches:
-            names += [f"k_{tag}", f"v_{tag}"]
-    return names
-
-
-def _kind(name: str) -> str:
-    """Give ``slc`` for ``k_slc``."""
-    return name.partition("_")[2]

@@ -16,6 +16,24 @@ from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
 
 
+def buffer_names(branches: tuple[str, ...]) -> list[str]:
+    """List the buffers that a layer needs; without the compressed branch, selection still wants compressed keys."""
+    names = []
+    if "cmp" in branches or "slc" in branches:
+        names += ["k_cmp", "k_tail"]
+    if "cmp" in branches:
+        names += ["v_cmp", "v_tail"]
+    for tag in ("slc", "win"):
+        if tag in branches:
+            names += [f"k_{tag}", f"v_{tag}"]
+    return names
+
+
+def kind_of(name: str) -> str:
+    """Give ``slc`` for ``k_slc``."""
+    return name.partition("_")[2]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
     """Sizes of the buffers of a cache.

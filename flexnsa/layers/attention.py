@@ -12,7 +12,8 @@ from flexnsa.argument_checks import check_branches, check_document_ids, check_re
 from flexnsa.attention.implementations import IMPLEMENTATIONS, choose_implementation, prepare_mods
 from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
-from flexnsa.decoding.cache import CachedKeys, NSACache
+from flexnsa.decoding.cache import NSACache
+from flexnsa.decoding.cached_keys import CachedKeys
 from flexnsa.decoding.steps import Step
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS, MeanCompressor

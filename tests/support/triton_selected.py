@@ -196,18 +196,17 @@ def attend(
     x = case.tensors(device)
     chosen, grad_lse = x.pop("block_indices"), x.pop("grad_lse")
     x = {name: value if dtype is None else value.to(dtype) for name, value in x.items()}
-    qkv = [x[name].detach().requires_grad_() for name in ("q", "k", "v")]
+    q, k, v = (x[name].detach().requires_grad_() for name in ("q", "k", "v"))
     where = case.positions()
-    if where is not None:
-        where = Positions(*(p.to(device) for p in (where.token, where.start, where.cmp_start)))
+    where = where and where.map(lambda p: p.to(device))
     call = Call(case.config, case.scale, positions=where, window_positions=where)
-    out, lse = selected(*qkv, chosen, call) if case.window_size is None else window(*qkv, call)
+    out, lse = selected(q, k, v, chosen, call) if case.window_size is None else window(q, k, v, call)
     assert lse is not None
     seen = lse > -torch.inf
     loss = (torch.where(seen, lse, 0.0) * grad_lse.to(lse.dtype)).sum()
     if not case.lse_only:
         loss = loss + (out.to(lse.dtype) * x["grad_out"].to(lse.dtype)).sum()
-    grads = torch.autograd.grad(loss, qkv, materialize_grads=True)
+    grads = torch.autograd.grad(loss, (q, k, v), materialize_grads=True)
     return {"out": out.detach(), "lse": lse.detach()} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
 

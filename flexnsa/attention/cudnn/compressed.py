@@ -1,8 +1,8 @@
 """The compressed branch of whole sequences as plain causal attention, which the fastest kernels of all compute.
 
 Compressed tokens become visible one by one, each to a run of ``d`` more queries: the run that begins at token ``l - 1``
-sees one of them, the next run two. So the queries at the same place of their runs attend causally, and the ``d`` places
-are ``d`` such attentions to the same keys.
+sees one of them, the next run two. So the first queries of all runs attend causally, and so do the second ones: these
+are ``d`` attentions to the same keys.
 """
 
 from __future__ import annotations

@@ -21,6 +21,14 @@ def rows_of(token: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, starts
 
 
+def position_arguments(token: Tensor | None, start: Tensor | None, unread: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Give positions and their stride of the batch as kernels take them; where there are none, what nobody reads."""
+    if token is None or start is None:
+        return unread, unread, 0
+    tokens, starts = rows_of(token, start)
+    return tokens, starts, tokens.shape[1] if len(tokens) > 1 else 0
+
+
 def precision() -> str:
     """Say how products of float32 are computed: exactly unless the user allows TensorFloat-32."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.kernels.selected_lists import count_queries, cut, mark, scatter
+from flexnsa.attention.triton.operators import position_arguments
 
 SCRATCH_BYTES = 64 * 2**20
 """Of the marks that are counted at a time; one chunk of one head may take more."""
@@ -50,9 +51,7 @@ class Selection:
 
     def positions(self) -> tuple[Tensor, Tensor, int]:
         """Token and start as a kernel takes them, with their stride of the batch."""
-        if self.token is None or self.start is None:
-            return self.block_indices, self.block_indices, 0
-        return self.token, self.start, self.token.stride(0) if self.token.shape[0] > 1 else 0
+        return position_arguments(self.token, self.start, self.block_indices)
 
     def of_heads(self, batch: slice, heads: slice) -> Selection:
         """Keep some rows of the batch, or some heads of one."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexnsa.attention.operators import gradients, outputs, with_rows
 from flexnsa.attention.seam import Attended, Call
-from flexnsa.attention.triton.operators import precision, require_device, rows_of
+from flexnsa.attention.triton.operators import position_arguments, precision, require_device
 from flexnsa.custom_ops import opaque_operator
 
 
@@ -51,7 +51,7 @@ def _window_attention(
     tiles = window_forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1])
     batch, heads, length, _ = q.shape
     kernels.forward[(-(-length // tiles.queries), batch * heads)](
-        q, k, v, *_places(token, start, q), out, lse,
+        q, k, v, *position_arguments(token, start, q), out, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         heads, length, k.shape[2], scale * 1.4426950408889634,
         **_shape(q, k, v, token, window_size), **tiles.options(),
@@ -82,28 +82,20 @@ def _window_attention_backward(
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     delta = torch.empty_like(lse)
     of_queries, of_keys = window_backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1])
-    places, shape = _places(token, start, q), _shape(q, k, v, token, window_size)
+    positions, shape = position_arguments(token, start, q), _shape(q, k, v, token, window_size)
     (batch, heads, length, _), (kv_heads, num_keys) = q.shape, k.shape[1:3]
     read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
     kernels.backward_queries[(-(-length // of_queries.queries), batch * heads)](
-        q, k, v, *places, out, lse, grad_out, lse if grad_lse is None else grad_lse, delta, dq,
+        q, k, v, *positions, out, lse, grad_out, lse if grad_lse is None else grad_lse, delta, dq,
         *read, *out.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3], heads, length, num_keys, scale,
         **shape, HAS_GRAD_LSE=grad_lse is not None, **of_queries.options(),
     )  # fmt: skip
     kernels.backward_keys[(-(-num_keys // of_keys.keys), batch * kv_heads)](
-        q, k, v, *places, lse, grad_out, delta, dk, dv,
+        q, k, v, *positions, lse, grad_out, delta, dk, dv,
         *read, *grad_out.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], kv_heads, length, num_keys, scale,
         **shape, **of_keys.options(),
     )  # fmt: skip
     return dq, dk, dv
-
-
-def _places(token: Tensor | None, start: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Give where the queries stand, and how far apart the rows of the batch are; anything where nobody asks."""
-    if token is None or start is None:
-        return q, q, 0
-    tokens, starts = rows_of(token, start)
-    return tokens, starts, tokens.shape[1] if len(tokens) > 1 else 0
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, window_size: int) -> dict[str, object]:
