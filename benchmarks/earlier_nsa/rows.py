@@ -178,7 +178,7 @@ def estimate(row: Row, device: str, precision: Precision) -> dict[str, float]:
         seq_len=row.seq_len,
         batch_size=row.batch,
         precision=precision,
-        impl="flex" if device == "cuda" else "sdpa",
+        impl="triton" if device == "cuda" else "sdpa",
         fused_norm=device == "cuda",
     )
     return {

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import torch
 
+from flexnsa.attention.triton.selected import LARGEST_DIM
 from flexnsa.cli.options import add_recompute_option
 from flexnsa.measure.table import format_table
 from flexnsa.memory import IMPLEMENTATIONS, DecodingEstimate, MemoryEstimate, estimate_decoding, estimate_training
@@ -35,10 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", choices=("nsa", "dense"), default="nsa", help="default: %(default)s")
     parser.add_argument(
         "--impl",
-        choices=IMPLEMENTATIONS,
-        default="flex" if torch.cuda.is_available() else "sdpa",
-        help="flex trains on CUDA; default, what would run here: %(default)s",
+        choices=("auto", *IMPLEMENTATIONS),
+        default="auto",
+        help="flex and triton train on CUDA; default: %(default)s, what would run here",
     )
+    parser.add_argument("--compile", action="store_true", help="of layers that run through torch.compile")
     parser.add_argument("--budget", type=_size, help="such as 65GiB: leave with status 1 if training takes more")
 
 
@@ -48,20 +50,22 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     batch_size = training.batch_size if arguments.batch_size is None else arguments.batch_size
     precision = arguments.precision or training.precision
     config = _config(arguments)
+    impl = _implementation(arguments.impl, config)
     step = estimate_training(
         config,
         seq_len=arguments.seq_len,
         batch_size=batch_size,
         precision=precision,
-        impl=arguments.impl,
-        fused_norm=arguments.impl == "flex",
+        impl=impl,
+        fused_norm=impl != "sdpa",
         optimizer=True,
+        compiled=arguments.compile,
     )
     token = estimate_decoding(config, seq_len=arguments.seq_len, batch_size=batch_size)
     print(
         f"{arguments.preset}: {config.num_layers} layers of width {config.dim}, {config.attention} attention, "
-        f"B={batch_size}, S={arguments.seq_len:,}, {precision}, impl={arguments.impl}, "
-        f"checkpointing {'on' if config.checkpointing else 'off'}\n"
+        f"B={batch_size}, S={arguments.seq_len:,}, {precision}, impl={impl}, "
+        f"checkpointing {'on' if config.checkpointing else 'off'}{', compiled' if arguments.compile else ''}\n"
     )
     print(training_table(step, config) + "\n\n" + decoding_table(token, config.attention))
     if arguments.budget is not None:
@@ -108,6 +112,15 @@ def _config(arguments: argparse.Namespace) -> DecoderConfig:
     if "recompute" in arguments:
         changes["recompute"] = tuple(arguments.recompute)
     return replace(PRESETS[arguments.preset], **changes)
+
+
+def _implementation(name: str, config: DecoderConfig) -> str:
+    """Say which one ``"auto"`` would be here."""
+    if name != "auto":
+        return name
+    if not torch.cuda.is_available():
+        return "sdpa"
+    return "triton" if max(config.head_dim, config.v_head_dim or 0) <= LARGEST_DIM else "flex"
 
 
 def _size(text: str) -> int:

@@ -36,6 +36,7 @@ def estimate_training(
     impl: str = "sdpa",
     fused_norm: bool = False,
     optimizer: bool = False,
+    compiled: bool = False,
 ) -> MemoryEstimate:
     """Estimate the memory of one forward and backward pass of :class:`flexnsa.models.DecoderLM`.
 
@@ -44,9 +45,10 @@ def estimate_training(
         seq_len: tokens of a sequence.
         batch_size: sequences.
         precision: ``"fp32"``, or ``"bf16"`` for autocast; parameters are fp32 either way.
-        impl: ``"sdpa"`` or ``"flex"``; dense attention ignores it.
+        impl: ``"sdpa"``, or ``"flex"`` or ``"triton"`` on a GPU; dense attention ignores it.
         fused_norm: RMSNorm is one kernel that keeps its input alone, as on CUDA; elsewhere it keeps a normed copy too.
         optimizer: count AdamW's two moments in the peak.
+        compiled: layers run through ``torch.compile``, which keeps each number once and no sum that it can add again.
 
     Raises:
         ValueError: an argument is out of range.
@@ -58,7 +60,8 @@ def estimate_training(
     check_choice("impl", impl, IMPLEMENTATIONS)
     check_type("fused_norm", fused_norm, bool)
     check_type("optimizer", optimizer, bool)
-    work = Work(config, batch_size, seq_len, 2 if precision == "bf16" else 4, impl, fused_norm)
+    check_type("compiled", compiled, bool)
+    work = Work(config, batch_size, seq_len, 2 if precision == "bf16" else 4, impl, fused_norm, compiled)
     parameters = 4 * parameter_count(config)
     moments = 2 * parameters if optimizer else 0
     saved_by = work.saved_by()
@@ -69,7 +72,7 @@ def estimate_training(
     saved = sum(held) + work.saved_outside() + (tables if layer in held else 0)
     kept = saved + (0 if layer in held else tables)
     # Autocast keeps what it has cast to the end of forward, also where a checkpointed layer does not.
-    cached = saved_by["weights, cast"] * sum(map(config.is_checkpointed, range(config.num_layers)))
+    cached = work.autocast_cache() * sum(map(config.is_checkpointed, range(config.num_layers)))
     return MemoryEstimate(
         parameters=parameters,
         optimizer=2 * parameters,

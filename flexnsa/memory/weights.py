@@ -8,6 +8,8 @@ from flexnsa.validation import check_type
 # The maps that every token goes through, of a layer with NSA and of its dense twin.
 LINEAR = ("queries", "keys and values", "gates", "output", "MLP")
 DENSE = ("queries", "keys and values", "output", "MLP")
+JOINED = ("queries", "keys and values", "gates")
+"""Of NSA, the maps that a GPU computes as one product or two."""
 
 
 def parameter_count(config: DecoderConfig) -> int:

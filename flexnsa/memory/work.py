@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from flexnsa.attention.cudnn import footprint as cudnn
 from flexnsa.attention.flex.footprint import FOOTPRINT as FLEX
-from flexnsa.attention.footprint import AttentionSizes
+from flexnsa.attention.footprint import AttentionSizes, Footprint
 from flexnsa.attention.sdpa.footprint import FOOTPRINT as SDPA
+from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
 from flexnsa.geometry import num_compressed
-from flexnsa.memory.weights import DENSE, LINEAR, compressor_maps, layer_weights, v_dim
+from flexnsa.memory.weights import DENSE, JOINED, LINEAR, compressor_maps, layer_weights, v_dim
 from flexnsa.models.config import DecoderConfig
 from flexnsa.models.loss import rows_at_once
 
-FOOTPRINTS = {"sdpa": SDPA, "flex": FLEX}
-"""The implementations whose memory is known in closed form."""
+
+def _of_triton(tag: str, sizes: AttentionSizes) -> Footprint:
+    if tag != "cmp":
+        return TRITON
+    return cudnn.FOOTPRINT if cudnn.fits(sizes) else FLEX
+
+
+FOOTPRINTS: dict[str, Callable[[str, AttentionSizes], Footprint]] = {
+    "sdpa": lambda _tag, _sizes: SDPA,
+    "flex": lambda _tag, _sizes: FLEX,
+    "triton": _of_triton,
+}
+"""The implementations whose memory is known in closed form: by branch, as they are composed of kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +40,7 @@ class Work:
     activation: int
     impl: str
     fused_norm: bool
+    compiled: bool = False
 
     @property
     def residual(self) -> int:
@@ -48,7 +63,28 @@ class Work:
 
     def norm(self) -> int:
         """Input of a norm, its scale, and where it is not one kernel the normed input."""
-        return self.residual * (1 if self.fused_norm else 2) + self.residual // self.config.dim
+        fused = self.fused_norm or self.compiled
+        return self.residual * (1 if fused else 2) + self.residual // self.config.dim
+
+    def second_norm(self) -> int:
+        """As :meth:`norm`; what is compiled computes its input anew, from that of the first and what attention adds."""
+        if not self.compiled:
+            return self.norm()
+        return self.residual * self.activation // 4 + self.residual // self.config.dim
+
+    def copies_of_input(self) -> int:
+        """Copies of the normed input that the projections save.
+
+        They read the same one, but autocast casts it anew for each product: for every map on a CPU, on a GPU for the
+        values that are kept as they are and for all else.
+        """
+        if self.activation == 4 or self.compiled:
+            return 1
+        if self.config.attention == "dense":
+            return 3
+        if self.impl == "sdpa":
+            return 2 + 2 * len(self.config.branches)
+        return 1 + any(tag != "cmp" for tag in self.config.branches)
 
     def embedded(self) -> int:
         """Token numbers."""
@@ -75,16 +111,14 @@ class Work:
     def saved_by(self) -> dict[str, int]:
         """Split what one layer saves by what it is for."""
         config, nsa = self.config, self.config.attention == "nsa"
-        branches = config.branches if nsa else ("slc",)
         sizes = self.sizes
-        # fp32: every projection reads the same normed input. Autocast casts it anew for each.
-        inputs = 1 if self.activation == 4 else 1 + 2 * len(branches) + nsa
+        inputs = self.copies_of_input() + 1
         saved = {
-            "norms": 2 * self.norm(),
-            "inputs of projections": (inputs + 1) * self.residual * self.activation // 4 + sizes.outputs,
+            "norms": self.norm() + self.second_norm(),
+            "inputs of projections": inputs * self.residual * self.activation // 4 + sizes.outputs,
             "MLP": 8 * self.residual * self.activation // 4,
         }
-        saved["weights, cast"] = self.cast(*(LINEAR if nsa else DENSE))
+        saved["weights, cast"] = self.cast(*(LINEAR if nsa else DENSE)) + self.joined()
         if not nsa:
             saved["attention"] = sizes.queries + sizes.keys(self.length) + sizes.outputs + sizes.lse
             return saved
@@ -97,6 +131,17 @@ class Work:
         """The copies that autocast makes of the named weights; it makes none in fp32."""
         weights = layer_weights(self.config)
         return 2 * sum(weights.get(name, 0) for name in names) if self.activation == 2 else 0
+
+    def joined(self) -> int:
+        """The weights of the projections that a GPU joins to read their input once; cast, they count as such."""
+        joined = self.config.attention == "nsa" and self.impl != "sdpa" and self.activation == 4
+        return 4 * sum(layer_weights(self.config)[name] for name in JOINED) if joined else 0
+
+    def autocast_cache(self) -> int:
+        """What autocast keeps of its casts to the end of forward: those of parameters, which joined weights are not."""
+        joined = self.config.attention == "nsa" and self.impl != "sdpa"
+        names = LINEAR if self.config.attention == "nsa" else DENSE
+        return self.cast(*(name for name in names if not (joined and name in JOINED)))
 
     def compression(self) -> int:
         """Segments, both sides of the hidden layer, and the weights of the first one rearranged (fp32: once)."""
@@ -118,12 +163,16 @@ class Work:
 
     def attention_of_forward(self) -> int:
         """q, and what each branch gives and reads, be it saved or not."""
-        saved = FOOTPRINTS[self.impl].saved
-        return self.sizes.queries + sum(saved(tag, self.sizes) for tag in self.config.branches)
+        sizes = self.sizes
+        return sizes.queries + sum(self.footprint(tag).saved(tag, sizes) for tag in self.config.branches)
+
+    def footprint(self, tag: str) -> Footprint:
+        """That of a branch."""
+        return FOOTPRINTS[self.impl](tag, self.sizes)
 
     def rebuilt(self, tag: str) -> int:
         """What a branch that is run again leaves to backward, beside its inputs, when its turn comes."""
-        return FOOTPRINTS[self.impl].saved(tag, self.sizes) - self.sizes.inputs(tag)
+        return self.footprint(tag).saved(tag, self.sizes) - self.sizes.inputs(tag)
 
     def forward_excess(self, saves: bool) -> int:
         """What the largest moment of forward holds above what is saved at its end.
@@ -161,7 +210,7 @@ class Work:
         # The MLP and its norm are behind, so are its weights as autocast had cast them; their gradients stay.
         saved = self.saved_by()
         done = saved["MLP"] + self.residual * self.activation // 4 + self.cast("MLP")
-        outside = above - done - self.norm() - self.cast("output") + weights["MLP"] + weights["output"]
+        outside = above - done - self.second_norm() - self.cast("output") + weights["MLP"] + weights["output"]
         if self.activation == 4:
             moments = [above + wide + matrix]
         else:  # the gradient of a weight is as narrow as its cast, then stands beside the one in fp32
@@ -187,7 +236,7 @@ class Work:
         for tag in reversed(config.branches):
             again = tag in config.recompute
             own = sizes.outputs + self.rebuilt(tag) if again else 0
-            moments.append(above + own + FOOTPRINTS[self.impl].backward(tag, sizes))
+            moments.append(above + own + self.footprint(tag).backward(tag, sizes))
             # Its output and that one's gradient are freed. The gradient of q stays; those of the others add to it.
             above += (sizes.queries if tag == config.branches[-1] else 0) - (0 if again else 2 * sizes.outputs)
         return moments

@@ -77,6 +77,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--precision": WORDS,
         "--checkpointing": FLAG,
         "--recompute": BRANCHES,
+        "--compile": FLAG,
         "--attention": WORDS,
         "--impl": WORDS,
         "--budget": ["1GiB", "0KB", ".5tb", "9" * 400 + "MB", "1e3GB", "", "x", "-1GB"],

@@ -96,6 +96,17 @@ def test_branches_that_run_again_are_an_option_of_training_and_of_its_estimate(
     assert sizes[1] < sizes[0]
 
 
+@pytest.mark.parametrize(("cuda", "impl"), [(False, "sdpa"), (True, "triton")])
+def test_estimate_is_of_what_would_run_here(
+    cuda: bool, impl: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    main(["estimate", "--impl", "auto", "--compile"])
+    default, _, _ = capsys.readouterr().out.partition("\n")
+    assert f"impl={impl}" in default
+    assert default.endswith("compiled")
+
+
 def test_estimate_of_a_dense_model_is_what_nsa_is_compared_with(capsys: pytest.CaptureFixture[str]):
     tables = {}
     for attention in ("nsa", "dense"):

@@ -13,11 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexnsa import NSAConfig
 from flexnsa.attention.flex.footprint import FOOTPRINT as FLEX
+from flexnsa.attention.footprint import AttentionSizes
+from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
 from flexnsa.measure.memory import AllocatorProbe, saved_for_backward
 from flexnsa.memory import estimate_decoding, estimate_training, parameter_count
 from flexnsa.memory.training import Precision
 from flexnsa.memory.work import Work
-from flexnsa.models import DecoderConfig, DecoderLM, preset
+from flexnsa.models import PRESETS, DecoderConfig, DecoderLM, preset
 from tests.support.inputs import SMALL
 
 TINY = DecoderConfig(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, nsa=SMALL)
@@ -89,6 +91,56 @@ def test_flex_saves_what_the_recorded_gpu_measured(branch: str) -> None:
         assert estimated == {quantity: pytest.approx(point[quantity], rel=0.001) for quantity in estimated}
 
 
+def test_triton_allocates_what_the_recorded_gpu_measured() -> None:
+    record = json.loads((Path(__file__).parents[2] / "benchmarks/results/selected_h200.json").read_text())
+    points = [p for p in record["points"] if p["kind"] == "time" and "documents" not in p["name"]]
+    assert points
+    for point in points:
+        model, length = point["name"].split()
+        seq_len = 1024 * int(length.removesuffix("k"))
+        heads, group, dim = (12, 6, 64) if model == "m7c-125m" else (60 if model == "G6" else 64, int(model[1:]), 128)
+        sizes = AttentionSizes(
+            config=NSAConfig(),
+            batch=4 if point["name"] == "m7c-125m 8k" else 1,
+            seq_len=seq_len,
+            num_heads=heads,
+            num_kv_heads=heads // group,
+            head_dim=dim,
+            v_head_dim=dim,
+            activation=2,
+        )
+        estimated = TRITON.backward("slc", sizes) / 2**20
+        assert estimated == pytest.approx(point["backward MiB"], rel=0.001), point["name"]
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_training_peaks_of_the_recorded_gpu_are_estimated(attention: str) -> None:
+    record = json.loads((Path(__file__).parents[2] / "benchmarks/results/training_h200.json").read_text())
+    points = [p for p in record["points"] if p["attention"] == attention and p["model"] in PRESETS and "peak_mib" in p]
+    assert points
+    for point in points:
+        config = preset(point["model"], attention=attention, checkpointing=False)
+        sizes: dict[str, Any] = {"seq_len": point["seq_len"], "batch_size": point["batch"], "precision": "bf16"}
+        figures = estimate_training(config, **sizes, impl="triton", fused_norm=True, optimizer=True, compiled=True)
+        peak = max(figures.peak_forward, figures.peak_training) / 2**20
+        assert peak == pytest.approx(point["peak_mib"], rel=0.1), point
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["tiny", "tiny, dense", "tiny, branches run again", "large, window run again"])
+def test_what_compiled_layers_save_is_estimated(name: str, precision: Precision) -> None:
+    config, seq_len = MODELS[name]
+    torch._dynamo.reset()
+    model, tokens = DecoderLM(config), torch.randint(config.vocab_size, (1, seq_len))
+    # A backend that cuts a graph into forward and backward as Inductor does, and generates no code.
+    model.compile_layers(fullgraph=True, backend="aot_eager_decomp_partition")
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    with saved_for_backward(list(model.parameters())) as saved, autocast:
+        model(tokens, targets=tokens)
+    estimated = estimate_training(config, seq_len=seq_len, precision=precision, compiled=True)
+    assert estimated.saved / saved.total == pytest.approx(1, abs=0.1)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_counted_exactly(name: str) -> None:
     config, _ = MODELS[name]
@@ -128,7 +180,7 @@ def test_one_decoded_token_reads_what_the_branches_show() -> None:
         ({"seq_len": 0}, "seq_len: expected"),
         ({"batch_size": -1}, "batch_size: expected"),
         ({"precision": "fp8"}, "precision: expected one of 'fp32', 'bf16', got 'fp8'"),
-        ({"impl": "reference"}, "impl: expected one of 'sdpa', 'flex', got 'reference'"),
+        ({"impl": "reference"}, "impl: expected one of 'sdpa', 'flex', 'triton', got 'reference'"),
     ],
 )
 def test_wrong_arguments_are_named(wrong: dict[str, Any], message: str) -> None:

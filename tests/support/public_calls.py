@@ -292,7 +292,7 @@ CALLS: dict[str, Call] = {
     "estimate_training": Call(
         estimate_training,
         {"config": TINY, "seq_len": 64, "batch_size": 2, "precision": "bf16", "impl": "flex"}
-        | {"fused_norm": True, "optimizer": True},
+        | {"fused_norm": True, "optimizer": True, "compiled": True},
     ),
     "estimate_decoding": Call(
         estimate_decoding, {"config": TINY, "seq_len": 64, "batch_size": 2, "precision": "bf16"}

@@ -203,7 +203,8 @@ def _(
     chunk: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from flexnsa.attention.triton.selected_lists import empty_lists, num_bins
+    from flexnsa.attention.triton.selected_lists import empty_lists
+    from flexnsa.attention.triton.selected_sizes import num_bins
 
     bins = num_bins(k.shape[2], block_size, has_positions=token is not None)
     lists = empty_lists(block_indices, bins, chunk, capacity)

@@ -18,7 +18,8 @@ from flexnsa.attention.tiles.selected import Tiles, columns
 from flexnsa.attention.triton.kernels.selected_backward import backward_parts
 from flexnsa.attention.triton.kernels.selected_sums import row_stats, sum_shared, sum_slots
 from flexnsa.attention.triton.selected_forward import LOG2_E, is_wide, strides
-from flexnsa.attention.triton.selected_lists import Lists, Selection, max_copies, max_shared
+from flexnsa.attention.triton.selected_lists import Lists, Selection
+from flexnsa.attention.triton.selected_sizes import max_copies, max_shared
 
 
 def backward_bytes(q: Tensor, k: Tensor, v: Tensor, n: int, chunk: int, capacity: int, block_size: int) -> int:

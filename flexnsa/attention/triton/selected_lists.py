@@ -19,6 +19,7 @@ from torch import Tensor
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.kernels.selected_lists import count_queries, cut, mark, scatter
 from flexnsa.attention.triton.operators import position_arguments
+from flexnsa.attention.triton.selected_sizes import max_copies, num_bins
 
 SCRATCH_BYTES = 64 * 2**20
 """Of the marks that are counted at a time; one chunk of one head may take more."""
@@ -80,22 +81,6 @@ class Lists:
     def of_heads(self, batch: slice, heads: slice) -> Lists:
         """Keep some rows of the batch, or some heads of one."""
         return replace(self, order=self.order[batch, heads], copies=self.copies[batch, heads])
-
-
-def num_bins(num_keys: int, block_size: int, *, has_positions: bool) -> int:
-    """Count the bins that ``num_keys`` keys may need; documents may begin before the first key."""
-    runs = (num_keys + block_size - 1) // block_size
-    return 2 * (runs + 1) if has_positions else runs
-
-
-def max_copies(bins: int, num_pairs: int, capacity: int) -> int:
-    """Bound the copies of a chunk: at most one short one a bin, and as many full ones as the pairs fill."""
-    return bins + num_pairs // capacity
-
-
-def max_shared(num_pairs: int, capacity: int) -> int:
-    """Bound the copies of bins that have several: each such bin fills all but one, at least half of them."""
-    return max(1, 2 * (num_pairs // capacity))
 
 
 def empty_lists(block_indices: Tensor, bins: int, chunk: int, capacity: int) -> Lists:

@@ -1,0 +1,46 @@
+"""What :mod:`flexnsa.attention.triton` saves for backward, and what backward allocates: selected branch and window."""
+
+from __future__ import annotations
+
+from flexnsa.attention.footprint import AttentionSizes, Footprint
+from flexnsa.attention.triton.selected import LIST_ROWS, WORKSPACE_BYTES, chunk_of
+from flexnsa.attention.triton.selected_sizes import max_copies, max_shared, num_bins
+
+
+def _saved(tag: str, sizes: AttentionSizes) -> int:
+    return sizes.inputs(tag) + sizes.outputs + sizes.lse + (_lists(sizes) if tag == "slc" else 0)
+
+
+def _backward(tag: str, sizes: AttentionSizes) -> int:
+    gradients = sizes.queries + sizes.keys(sizes.seq_len)
+    return gradients + (_workspace(sizes) if tag == "slc" else sizes.lse)
+
+
+def _lists(sizes: AttentionSizes) -> int:
+    """Pairs by bin, which are as many as indices, and five numbers of every copy."""
+    chunk = _chunk(sizes)
+    bins = num_bins(sizes.seq_len, sizes.config.select_block_size, has_positions=False)
+    copies = max_copies(bins, chunk * sizes.config.num_selected_blocks, _capacity(sizes))
+    return sizes.indices + 4 * sizes.batch * sizes.num_kv_heads * -(-sizes.seq_len // chunk) * 5 * copies
+
+
+def _workspace(sizes: AttentionSizes) -> int:
+    """Partial rows of a chunk, fp32 sums of keys and values with those of shared copies, and two numbers a query."""
+    pairs = min(_chunk(sizes), sizes.seq_len) * sizes.config.num_selected_blocks
+    keys = sizes.seq_len + max_shared(pairs, _capacity(sizes)) * sizes.config.select_block_size
+    of_head = pairs * sizes.group * sizes.head_dim * sizes.activation + 4 * keys * (sizes.head_dim + sizes.v_head_dim)
+    heads = sizes.batch * sizes.num_kv_heads
+    at_once = min(heads, max(1, WORKSPACE_BYTES // of_head))
+    return at_once * (of_head + 2 * sizes.lse // heads)
+
+
+def _chunk(sizes: AttentionSizes) -> int:
+    widest = max(sizes.head_dim, sizes.v_head_dim)
+    return chunk_of(sizes.group * sizes.config.num_selected_blocks * widest * sizes.activation)
+
+
+def _capacity(sizes: AttentionSizes) -> int:
+    return max(1, LIST_ROWS // sizes.group)
+
+
+FOOTPRINT = Footprint(_saved, _backward)
