@@ -87,6 +87,18 @@ def test_only_a_gpu_takes_it_and_only_what_it_knows() -> None:
 
 
 @pytest.mark.gpu
+def test_gradients_do_not_depend_on_where_those_of_the_output_lie() -> None:
+    tensors = {name: x.bfloat16() for name, x in draw(NSAConfig(), 257, 4, 2, "cuda").items()}
+    call = Call(NSAConfig(), 0.25)
+    expected = everything(cudnn.compressed, tensors, call)
+    upstream = tensors["upstream"]
+    for other in (upstream.contiguous(), upstream.mT.contiguous().mT, upstream.flip(2).flip(2)):
+        got = everything(cudnn.compressed, tensors | {"upstream": other}, call)
+        for name, x in expected.items():
+            torch.testing.assert_close(got[name], x, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.gpu
 def test_a_compiled_call_and_an_eager_one_agree() -> None:
     call = Call(NSAConfig(), 0.125)
     shapes = {"q": (2, 4, cudnn.LEAST_LENGTH + 5, 64), "k": (2, 2, 1023, 64), "v": (2, 2, 1023, 64)}

@@ -65,11 +65,21 @@ def _differentiate(
     if q.device.type == "cpu":
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad_out, q, k, v, out, lse, 0.0, causal, scale=scale)
+    q, out, grad_out = _laid_out_alike(q, out, grad_out)
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the seed and offset of dropout
     lengths = (None, None, q.shape[2], k.shape[2])
     return aten._scaled_dot_product_cudnn_attention_backward(
         grad_out, q, k, v, out, lse[..., None], unused, unused, None, *lengths, 0.0, causal, scale=scale
     )
+
+
+def _laid_out_alike(q: Tensor, out: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give all three the same strides: torch keeps cuDNN's plan for those of q, and reads the others by it unasked."""
+    if grad_out.stride() != q.stride():
+        grad_out = torch.empty_like(q).copy_(grad_out)
+    if q.stride() == out.stride() == grad_out.stride():
+        return q, out, grad_out
+    return q.contiguous(), out.contiguous(), grad_out.contiguous()
 
 
 def _spread(x: Tensor, q: Tensor) -> Tensor:
