@@ -268,10 +268,11 @@ class NativeSparseAttention(nn.Module):
         kinds = [f"{kind}_{tag}" for kind in "kv" for tag in self.branches]
         maps = {"q": self.w_q, "gate": self.gate.linear}
         maps |= {name: cast("nn.Linear", self.get_submodule(f"w_{name}")) for name in kinds}
-        # What is turned leaves nothing for backward; the rest is kept, and must not keep the other alive.
-        turned = [name for name in maps if name in ("q", "k_slc", "k_win")]
+        # These values are kept for backward as they are. All else is turned, compressed or squashed first, and in one
+        # product with them would be kept too.
+        kept = [name for name in maps if name in ("v_slc", "v_win")]
         projected: dict[str, Tensor] = {}
-        for names in (turned, [name for name in maps if name not in turned]):
+        for names in filter(None, ([name for name in maps if name not in kept], kept)):
             projected |= zip(names, project(x, [maps[name] for name in names]), strict=True)
         q, gates = split_heads(projected["q"], self.num_heads), self._gates(x, projected["gate"])
         k, v = (

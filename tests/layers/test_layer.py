@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 from flexnsa import NativeSparseAttention
+from flexnsa.layers import attention, projection
 from flexnsa.layers.gating import Gate
+from flexnsa.layers.projection import project_together
 from flexnsa.layers.rope import apply_rope, rope_tables
+from flexnsa.measure.memory import saved_for_backward
 from tests.support.inputs import SMALL
 
 
@@ -144,6 +147,26 @@ class TestRotate:
         turned = rotate(x, positions)
         for b in range(2):
             torch.testing.assert_close(turned[b : b + 1], rotate(x[b : b + 1], positions[b]))
+
+
+@pytest.mark.parametrize("branches", [("cmp", "slc", "win"), ("slc",), ("cmp",)])
+def test_projections_as_one_product_keep_no_more_for_backward(
+    branches: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = NativeSparseAttention(32, 6, 2, 8, config=SMALL, branches=branches), torch.randn(2, 200, 32)
+
+    def together(x: torch.Tensor, linears: list[nn.Linear]) -> list[torch.Tensor]:
+        return project_together(x, [linear.weight for linear in linears])
+
+    monkeypatch.setattr(projection, "ROW_MULTIPLE", 1)
+    kept: list[int] = []
+    for project in (attention.project, together):
+        monkeypatch.setattr(attention, "project", project)
+        with saved_for_backward(list(layer.parameters())) as saved:
+            layer(x)
+        kept.append(saved.total)
+    rows = 6 * 8 + len(branches) * (2 * 2 * 8 + 6)  # of the weights, which stand below each other for it
+    assert kept[1] <= kept[0] + 4 * rows * 32
 
 
 class TestGate:
