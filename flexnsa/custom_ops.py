@@ -49,7 +49,7 @@ class OpaqueOperator(Generic[P, T]):
             with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
                 return function(*args)  # pyright: ignore[reportCallIssue]  (keywords have become positions)
 
-        self.name = f"{_LIBRARY.ns}::{name}"
+        self.name, self.function = f"{_LIBRARY.ns}::{name}", function
         schema = torch.library.infer_schema(function, mutates_args=())
         torch.library.define(self.name, schema, lib=_LIBRARY, tags=torch.Tag.pt2_compliant_tag)
         torch.library.impl(self.name, "default", kernel, lib=_LIBRARY)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexnsa.attention.tiles import flex, scoring, selected
+from flexnsa.attention.tiles import flex, scoring, selected, window
 from flexnsa.attention.tiles.device import AMPERE, BLACKWELL, HOPPER, Device, generation_of, padded
 
 KIB = 1024
@@ -58,6 +58,10 @@ def test_the_other_kernels_of_an_h200_keep_their_tiles() -> None:
     assert sparse.items() >= {"bwd_BLOCK_N1": 16, "bwd_num_warps": 1, "bwd_num_stages": 3}.items()
     decoding = {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
     assert flex.decoding_tiles(H200, BF16, 128, 128, rows=16, keys=64) == decoding
+    assert window.window_forward_tiles(H200, BF16, 128, 128) == window.WindowTiles(64, 64, 4, 3)
+    of_keys = window.WindowTiles(32, 128, 4, 3)
+    of_both = (window.WindowTiles(64, 64, 4, 2), of_keys)
+    assert window.window_backward_tiles(H200, BF16, 64, 64, placed=False) == of_both
     assert scoring.importance_tiles(H200, BF16, 128, 4) == scoring.ImportanceTiles(64, 64, 4, 1)
     assert scoring.importance_tiles(H200, FP32, 128, 4) == scoring.ImportanceTiles(32, 16, 4, 2)
     assert scoring.log_sum_exp_tiles(H200, BF16, 128) == scoring.LogSumExpTiles(128, 128, 8)
@@ -67,11 +71,13 @@ def test_the_other_kernels_of_an_h200_keep_their_tiles() -> None:
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_the_selected_branch_and_scoring_have_tiles(device: Device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+def test_kernels_of_our_own_have_tiles(device: Device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     importance = scoring.importance_tiles(device, dtype, dims[0], 4)
     held = importance.blocks * 4 + importance.queries * importance.num_stages
     assert held * padded(dims[0]) * dtype.itemsize <= device.shared_memory
     assert scoring.log_sum_exp_tiles(device, dtype, dims[0]).queries >= 16
+    assert window.window_forward_tiles(device, dtype, *dims).keys >= 16
+    assert all(tiles.keys >= 16 for tiles in window.window_backward_tiles(device, dtype, *dims, placed=True))
     if dtype == FP32 and dims[0] > 128:
         return  # refused where they do not fit
     for choose in (selected.forward_tiles, selected.backward_tiles):
@@ -92,5 +98,7 @@ def test_what_does_not_fit_a_device_is_refused_by_name() -> None:
         flex.dense_tiles(RTX_4090, FP32, 1024, 1024)
     with pytest.raises(ValueError, match=r"q: expected 1024 compressed keys of 256 .* to fit 101376 bytes"):
         scoring.importance_tiles(RTX_4090, FP32, 256, 64)
+    with pytest.raises(ValueError, match=r"k_win: impl='triton' expects .* keys of 2048 .* 101376 bytes"):
+        window.window_forward_tiles(RTX_4090, FP32, 2048, 2048)
     with pytest.raises(ValueError, match=r"q: expected 48 rows of 1024 .* to fit 101376 bytes"):
         scoring.log_sum_exp_tiles(RTX_4090, FP32, 1024)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexnsa.attention.implementations import FLEX_CACHED
+from flexnsa.attention.seam import Attended, Call, given
+from flexnsa.attention.triton import select as triton_select
+from flexnsa.attention.triton import selected as triton_selected
+from flexnsa.attention.triton import window as triton_window
 from flexnsa.config import NSAConfig
+from flexnsa.custom_ops import OpaqueOperator
 from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
 from tests.emitted.calls import BRANCHES, arguments, attention, cached_attention
@@ -46,7 +50,7 @@ def calls(shape: Shape) -> Iterator[tuple[str, Compile]]:
         yield f"flex {branch}", partial(_flex, branch, shape)
         for queries in (FEW, MANY):
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
-    for function in (_select, _select_few, _selected, _selected_of_documents):
+    for function in (_select, _select_few, _selected, _selected_of_documents, _window, _window_of_documents):
         yield function.__name__.removeprefix("_").replace("_", " "), partial(_own, function, shape)
 
 
@@ -67,52 +71,54 @@ def _flex_cached(branch: str, queries: int, shape: Shape) -> list[tuple[str, Res
     return [(kernel.direction, resources(kernel)) for kernel in kernels if kernel.is_template]
 
 
-def _own(launch: Callable[[Shape], None], shape: Shape) -> list[tuple[str, Resources]]:
+def _own(attend: Callable[[Shape], None], shape: Shape) -> list[tuple[str, Resources]]:
+    """Compile what is launched by a function that is called on fake tensors."""
+    for module in (triton_select, triton_selected, triton_window):
+        for operator in vars(module).values():
+            if isinstance(operator, OpaqueOperator):  # on fakes, too, run what runs on a device
+                torch.library.register_fake(operator.name, operator.function, allow_override=True)
     with FakeTensorMode(), torch.device("cuda"), compiling_launches() as found:
-        launch(shape)
-    return [(needed.kernel.removeprefix("_"), needed) for needed in found]
+        attend(shape)
+    return [(needed.kernel, needed) for needed in found]
 
 
-def _queries_and_compressed(shape: Shape, queries: int) -> tuple[Tensor, Tensor]:
+def _select(shape: Shape, queries: int = LENGTH, positions: Positions | None = None) -> None:
     q = torch.empty(1, KV_HEADS * GROUP, queries, shape.dims[0], dtype=shape.dtype)
-    return q, q.new_empty(1, KV_HEADS, num_compressed(LENGTH, CONFIG), shape.dims[0])
-
-
-def _select(shape: Shape) -> None:
-    from flexnsa.attention.triton.select import launch_selection
-
-    launch_selection(*_queries_and_compressed(shape, LENGTH), None, None, config=CONFIG, scale=shape.scale)
+    k_cmp = q.new_empty(1, KV_HEADS, num_compressed(LENGTH, CONFIG), shape.dims[0])
+    triton_select.select(q, k_cmp, Call(CONFIG, shape.scale, positions=positions), None, None)
 
 
 def _select_few(shape: Shape) -> None:
-    from flexnsa.attention.triton.select import launch_selection
-
-    token = torch.zeros(1, FEW, dtype=torch.int32)
-    positions = Positions(token, token, token)
-    launch_selection(*_queries_and_compressed(shape, FEW), None, positions, config=CONFIG, scale=shape.scale)
+    _select(shape, FEW, _positions(FEW))
 
 
-def _selected(shape: Shape, token: Tensor | None = None) -> None:
-    from flexnsa.attention.tiles.device import device_of
-    from flexnsa.attention.tiles.selected import backward_tiles, forward_tiles
-    from flexnsa.attention.triton import selected
-    from flexnsa.attention.triton.selected_backward import backward
-    from flexnsa.attention.triton.selected_forward import forward
-    from flexnsa.attention.triton.selected_lists import build_lists
-
-    new = partial(torch.empty, dtype=shape.dtype)
-    q, out = (new(1, KV_HEADS * GROUP, LENGTH, dim) for dim in shape.dims)
-    k, v = (new(1, KV_HEADS, LENGTH, dim) for dim in shape.dims)
-    lse, size = new(1, KV_HEADS * GROUP, LENGTH, dtype=torch.float32), CONFIG.select_block_size
-    blocks = new(1, KV_HEADS, LENGTH, CONFIG.num_selected_blocks, dtype=torch.int32)
-    selection = selected.selection_of(blocks, token, token, size, LENGTH)
-    lists = build_lists(selection, selected.CHUNK, selected.LIST_ROWS // GROUP)
-    chosen = (device_of(q), shape.dtype, *shape.dims, size)
-    options: dict[str, Any] = {"scale": shape.scale, "precision": "ieee"}
-    forward(q, k, v, selection, lists, out, lse, tiles=forward_tiles(*chosen), **options)
-    grads = (out, *map(torch.empty_like, (q, k, v)))
-    backward(q, k, v, selection, lists, out, lse, *grads, grad_lse=lse, tiles=backward_tiles(*chosen), **options)
+def _selected(shape: Shape, positions: Positions | None = None) -> None:
+    q, k, v = _whole_sequence(shape)
+    blocks = torch.empty(1, KV_HEADS, LENGTH, CONFIG.num_selected_blocks, dtype=torch.int32)
+    _differentiate(triton_selected.selected(q, k, v, blocks, Call(CONFIG, shape.scale, positions=positions)))
 
 
 def _selected_of_documents(shape: Shape) -> None:
-    _selected(shape, torch.zeros(1, LENGTH, dtype=torch.int32))
+    _selected(shape, _positions(LENGTH))
+
+
+def _window(shape: Shape, positions: Positions | None = None) -> None:
+    _differentiate(triton_window.window(*_whole_sequence(shape), Call(CONFIG, shape.scale, window_positions=positions)))
+
+
+def _window_of_documents(shape: Shape) -> None:
+    _window(shape, _positions(LENGTH))
+
+
+def _whole_sequence(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    (dk, dv), new = shape.dims, partial(torch.empty, dtype=shape.dtype, requires_grad=True)
+    return new(1, KV_HEADS * GROUP, LENGTH, dk), new(1, KV_HEADS, LENGTH, dk), new(1, KV_HEADS, LENGTH, dv)
+
+
+def _positions(queries: int) -> Positions:
+    row = torch.zeros(1, queries, dtype=torch.int32)
+    return Positions(row, row, row)
+
+
+def _differentiate(attended: Attended) -> None:
+    (attended.out.float().sum() + given(attended.lse).sum()).backward()

@@ -156,6 +156,7 @@ CASES = {
     "window": Case(group=3, documents=(77,), kv_heads=2, batch=2, window_size=24),
     "window-of-one": Case(group=2, documents=(40,), dims=(16, 48), window_size=1),
     "window-longer-than-all": Case(group=1, documents=(100,), dims=(24, 16), kv_heads=2, window_size=500),
+    "window-rows-beyond-32-bits": Case(group=2, documents=(40,), kv_heads=2, order="spread", dtype=FP16, window_size=9),
     "window-of-tiles-bf16": Case(group=2, documents=(400,), dims=(64, 64), dtype=BF16, window_size=150),
     "window-128-fp16": Case(group=2, documents=(300,), dims=(128, 96), dtype=FP16, window_size=100, order="bthd"),
     "window-192-128": Case(group=2, documents=(90,), dims=(192, 128), window_size=33),

@@ -17,6 +17,10 @@ class Device:
     shared_memory: int
     generation: int
 
+    def buffers(self, stages: int, dtype: torch.dtype) -> int:
+        """Count the tiles in flight that lie in shared memory: on Hopper and later 16-bit products read them there."""
+        return stages if self.generation >= HOPPER and dtype.itemsize == 2 else max(1, stages - 1)
+
 
 class _Properties(Protocol):
     """What is asked of torch's properties of a device, which have no types."""

@@ -112,21 +112,15 @@ def _within(rows: int, keys: int) -> tuple[Tile, ...]:
 
 def _forward_bytes(tile: Tile, device: Device, dtype: torch.dtype, dk: int, dv: int) -> int:
     """Count queries, keys and values in flight, and in float32 the probabilities, which do not stay in registers."""
-    numbers = tile.rows * padded(dk) + _buffers(tile, device, dtype) * tile.keys * (padded(dk) + padded(dv))
+    numbers = tile.rows * padded(dk) + device.buffers(tile.stages, dtype) * tile.keys * (padded(dk) + padded(dv))
     probabilities = tile.rows * tile.keys if dtype.itemsize > 2 else 0
     return (numbers + probabilities) * dtype.itemsize
 
 
 def _backward_bytes(tile: Tile, device: Device, dtype: torch.dtype, dk: int, dv: int) -> int:
     """Count the tile that stays, and what streams past it."""
-    rows = tile.rows + _buffers(tile, device, dtype) * tile.keys
+    rows = tile.rows + device.buffers(tile.stages, dtype) * tile.keys
     return rows * (padded(dk) + padded(dv)) * dtype.itemsize
-
-
-def _buffers(tile: Tile, device: Device, dtype: torch.dtype) -> int:
-    """Count the tiles in shared memory: products of Hopper and later read theirs from there, others from registers."""
-    reads_from_there = device.generation >= HOPPER and dtype.itemsize == 2
-    return tile.stages if reads_from_there else max(1, tile.stages - 1)
 
 
 def _first_that_fits(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from flexnsa.attention.tiles.device import Device
+from flexnsa.attention.tiles.device import Device, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +25,61 @@ class WindowTiles:
 
 
 def window_forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int) -> WindowTiles:
-    """Choose the tiles of the window's forward pass."""
-    if _is_large(device, dtype, dk, dv):
-        return WindowTiles(32, 32, 4, 1)
-    return WindowTiles(64, 64, 4, 3) if max(dk, dv) > 64 else WindowTiles(128, 64, 8, 3)
+    """Choose the tiles of the window's forward pass: the first that fit.
+
+    Raises:
+        ValueError: none fit.
+    """
+    candidates = [WindowTiles(32, 32, 4, 1), WindowTiles(16, 16, 4, 1)]
+    if dtype != torch.float32 and max(dk, dv) <= 128:
+        wide = max(dk, dv) > 64
+        stages = (WindowTiles(64, 64, 4, n) if wide else WindowTiles(128, 64, 8, n) for n in (3, 2))
+        candidates = [*stages, *candidates]
+    return _first_that_fits(candidates, device, dtype, dk, dv)
 
 
-def window_backward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int) -> tuple[WindowTiles, WindowTiles]:
-    """Choose the tiles for the gradient of queries, and for those of keys."""
-    if _is_large(device, dtype, dk, dv):
-        return WindowTiles(32, 32, 4, 1), WindowTiles(32, 32, 4, 1)
-    of_keys = WindowTiles(64, 64, 4, 2) if max(dk, dv) > 64 else WindowTiles(32, 128, 4, 3)
-    return WindowTiles(64, 64, 4, 2), of_keys
+def window_backward_tiles(
+    device: Device, dtype: torch.dtype, dk: int, dv: int, *, placed: bool
+) -> tuple[WindowTiles, WindowTiles]:
+    """Choose the tiles for the gradient of queries, and for those of keys: the first that fit.
+
+    Triton 3.7 cannot pipeline the positions of ``placed`` queries, which the second kernel reads in its loop.
+
+    Raises:
+        ValueError: none fit.
+    """
+    of_queries = [WindowTiles(32, 32, 4, 1), WindowTiles(16, 16, 4, 1)]
+    of_keys = of_queries
+    if dtype != torch.float32 and max(dk, dv) <= 128:
+        wide = max(dk, dv) > 64
+        of_keys = [WindowTiles(64, 64, 4, 2) if wide else WindowTiles(32, 128, 4, 3), *of_keys]
+        of_queries = [WindowTiles(64, 64, 4, 2), *of_queries]
+    if placed:
+        of_keys = [replace(tiles, num_stages=1) for tiles in of_keys]
+    return (
+        _first_that_fits(of_queries, device, dtype, dk, dv, backward=True),
+        _first_that_fits(of_keys, device, dtype, dk, dv, backward=True, keys_stay=True),
+    )
 
 
-def _is_large(device: Device, dtype: torch.dtype, dk: int, dv: int) -> bool:
-    """Tell whether tiles of 128 rows would not fit the registers, or the shared memory."""
-    return dtype == torch.float32 or max(dk, dv) > 128 or device.shared_memory < 128 * 3 * (dk + dv)
+def _first_that_fits(
+    candidates: Sequence[WindowTiles],
+    device: Device,
+    dtype: torch.dtype,
+    dk: int,
+    dv: int,
+    *,
+    backward: bool = False,
+    keys_stay: bool = False,
+) -> WindowTiles:
+    """Count the rows that stay, those that stream past them, and a tile of probabilities."""
+    for tiles in candidates:
+        stay, stream = (tiles.keys, tiles.queries) if keys_stay else (tiles.queries, tiles.keys)
+        both = padded(dk) + padded(dv)
+        numbers = stay * (both if backward else padded(dk)) + device.buffers(tiles.num_stages, dtype) * stream * both
+        if (numbers + stay * stream) * dtype.itemsize <= device.shared_memory:
+            return tiles
+    raise ValueError(
+        f"k_win: impl='triton' expects a tile of keys of {dk} and values of {dv} numbers of {dtype} to fit "
+        f"{device.shared_memory} bytes of shared memory, which none does here; use impl='flex'"
+    )

@@ -81,7 +81,8 @@ def _window_attention_backward(
     q, k, v, out, grad_out = (with_rows(x) for x in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     delta = torch.empty_like(lse)
-    of_queries, of_keys = window_backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1])
+    sizes = (device_of(q), q.dtype, q.shape[-1], v.shape[-1])
+    of_queries, of_keys = window_backward_tiles(*sizes, placed=token is not None)
     positions, shape = position_arguments(token, start, q), _shape(q, k, v, token, window_size)
     (batch, heads, length, _), (kv_heads, num_keys) = q.shape, k.shape[1:3]
     read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
