@@ -37,27 +37,28 @@ FLEX = Implementation(
 )
 
 
-def _fastest_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
-    """Attend to the compressed tokens by cuDNN where it can, by FlexAttention elsewhere."""
+def _cudnn_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
+    """Attend to the compressed tokens of long whole sequences by cuDNN, to those of others by FlexAttention."""
     attend_to = cudnn.compressed if cudnn.fits(q, v_cmp, call) else flex.compressed
     return attend_to(q, k_cmp, v_cmp, call)
 
 
 TRITON = replace(
     FLEX,
-    compressed=_fastest_compressed,
     selected=triton_selected.selected,
     window=triton_window.window,
     check_input=triton_selected.check_input,
     takes_mods=False,
 )
+CUDNN = replace(TRITON, compressed=_cudnn_compressed)
 
-IMPLEMENTATIONS = {"flex": FLEX, "triton": TRITON, "sdpa": SDPA, "reference": REFERENCE}
+IMPLEMENTATIONS = {"flex": FLEX, "triton": TRITON, "cudnn": CUDNN, "sdpa": SDPA, "reference": REFERENCE}
 FLEX_CACHED = replace(
     FLEX, compressed=flex_decoding.compressed, selected=flex_decoding.selected, window=flex_decoding.window
 )
 CACHED_IMPLEMENTATIONS = {
     "flex": FLEX_CACHED,
+    "cudnn": FLEX_CACHED,
     "triton": FLEX_CACHED,  # its kernels pay for many queries that stand at different tokens, as steps need not
     "sdpa": Implementation(
         sdpa_decoding.compressed, sdpa_decoding.select, sdpa_decoding.selected, sdpa_decoding.window

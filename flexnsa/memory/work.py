@@ -15,17 +15,11 @@ from flexnsa.memory.weights import DENSE, JOINED, LINEAR, compressor_maps, layer
 from flexnsa.models.config import DecoderConfig
 from flexnsa.models.loss import rows_at_once
 
-
-def _of_triton(tag: str, sizes: AttentionSizes) -> Footprint:
-    if tag != "cmp":
-        return TRITON
-    return cudnn.FOOTPRINT if cudnn.fits(sizes) else FLEX
-
-
 FOOTPRINTS: dict[str, Callable[[str, AttentionSizes], Footprint]] = {
     "sdpa": lambda _tag, _sizes: SDPA,
     "flex": lambda _tag, _sizes: FLEX,
-    "triton": _of_triton,
+    "triton": lambda tag, _sizes: FLEX if tag == "cmp" else TRITON,
+    "cudnn": lambda tag, sizes: TRITON if tag != "cmp" else cudnn.FOOTPRINT if cudnn.fits(sizes) else FLEX,
 }
 """The implementations whose memory is known in closed form: by branch, as they are composed of kernels."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexnsa import NativeSparseAttention, NSAConfig
 from flexnsa.attention import reference
 from flexnsa.attention.cudnn import compressed as cudnn
-from flexnsa.attention.implementations import TRITON
+from flexnsa.attention.implementations import CUDNN
 from flexnsa.attention.seam import Call, CompressedBranch, given
 from flexnsa.geometry import num_compressed
 from flexnsa.layers.projection import project, project_together
@@ -105,7 +105,7 @@ def test_a_compiled_call_and_an_eager_one_agree() -> None:
     q, k, v = (torch.randn(x, dtype=torch.bfloat16, device="cuda", requires_grad=True) for x in shapes.values())
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return TRITON.compressed(q * 1.0, k * 1.0, v * 1.0, call).out
+        return CUDNN.compressed(q * 1.0, k * 1.0, v * 1.0, call).out
 
     upstream = torch.randn(shapes["q"], dtype=torch.bfloat16, device="cuda")
     results = [

@@ -8,13 +8,12 @@ are ``d`` attentions to the same keys.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexnsa.attention.cudnn import plain
+from flexnsa.attention.cudnn import all_keys, causal
 from flexnsa.attention.operators import outputs
 from flexnsa.attention.seam import Call, Compressed, given
 from flexnsa.custom_ops import opaque_operator
@@ -59,53 +58,41 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
     return Compressed(*_interleaved_attention(q, k_cmp, v_cmp, call.scale, size, stride))
 
 
-class _Part(NamedTuple):
-    """Queries that plain attention takes at once: whole runs of one row, or in all rows the run that is not whole.
+class _Runs(NamedTuple):
+    """Where the whole runs of queries are: from token ``first`` to ``end``, ``stride`` tokens each."""
 
-    Args:
-        rows: of the batch.
-        tokens: of the sequence.
-        num_keys: compressed tokens that the last query sees.
-        causal: whether it is whole runs.
-    """
+    first: int
+    end: int
+    stride: int
 
-    rows: slice
-    tokens: slice
-    num_keys: int
-    causal: bool
+    @classmethod
+    def of(cls, q: Tensor, size: int, stride: int) -> _Runs:
+        first = size - 1
+        return cls(first, first + (q.shape[2] - first) // stride * stride, stride)
 
-    def queries(self, x: Tensor, stride: int) -> Tensor:
-        """View ``(B, H, S, ...)`` as rows of queries to the same keys, ``(rows, H, T, ...)``."""
-        x = x[self.rows, :, self.tokens]
-        return torch.unflatten(x[0], 1, (-1, stride)).movedim(2, 0) if self.causal else x
+    def places(self, x: Tensor, row: int) -> Tensor:
+        """View one row of ``(B, H, S, ...)`` by the queries' place in their run, ``(stride, H, runs, ...)``."""
+        return torch.unflatten(x[row, :, self.first : self.end], 1, (-1, self.stride)).movedim(2, 0)
 
-    def keys(self, x: Tensor) -> Tensor:
-        """View the keys ``(B, H, N, D)`` that these queries see."""
-        return x[self.rows, :, : self.num_keys]
-
-
-def _parts(q: Tensor, size: int, stride: int) -> Iterator[_Part]:
-    first, seq_len = size - 1, q.shape[2]
-    runs = (seq_len - first) // stride
-    end = first + runs * stride
-    for row in range(len(q)):
-        yield _Part(slice(row, row + 1), slice(first, end), runs, causal=True)
-    if end < seq_len:
-        yield _Part(slice(None), slice(end, None), runs + 1, causal=False)
+    def keys(self, x: Tensor, row: int) -> Tensor:
+        """View what the last whole run sees of one row of ``(B, H, N, D)``."""
+        return x[row : row + 1, :, : (self.end - self.first) // self.stride]
 
 
 @opaque_operator("interleaved_attention")
 def _interleaved_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, size: int, stride: int
 ) -> tuple[Tensor, Tensor]:
+    runs = _Runs.of(q, size, stride)
     out, lse = outputs(q, v.shape[-1])
-    out[:, :, : size - 1] = 0
-    lse[:, :, : size - 1] = -torch.inf
-    for part in _parts(q, size, stride):
-        queries, keys, values = part.queries(q, stride), part.keys(k), part.keys(v)
-        part_out, part_lse = plain.forward(queries, keys, values, scale=scale, causal=part.causal)
-        part.queries(out, stride).copy_(part_out)
-        part.queries(lse, stride).copy_(part_lse)
+    out[:, :, : runs.first] = 0
+    lse[:, :, : runs.first] = -torch.inf
+    for row in range(len(q)):
+        part = causal.forward(runs.places(q, row), runs.keys(k, row), runs.keys(v, row), scale=scale)
+        runs.places(out, row).copy_(part[0])
+        runs.places(lse, row).copy_(part[1])
+    if runs.end < q.shape[2]:
+        out[:, :, runs.end :], lse[:, :, runs.end :] = all_keys.forward(q[:, :, runs.end :], k, v, scale=scale)
     return out, lse
 
 
@@ -122,26 +109,36 @@ def _interleaved_attention_backward(
     size: int,
     stride: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    runs = _Runs.of(q, size, stride)
     dq = torch.empty_like(q)
-    dq[:, :, : size - 1] = 0
+    dq[:, :, : runs.first] = 0
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    for part in _parts(q, size, stride):
-        of_queries = (None if x is None else part.queries(x, stride) for x in (grad_out, grad_lse, q, out, lse))
-        part_grad_out, part_grad_lse, queries, part_out, part_lse = of_queries
-        grads = plain.backward(
+    of_queries = (grad_out, grad_lse, q, out, lse)
+    for row in range(len(q)):
+        own = (None if x is None else runs.places(x, row) for x in of_queries)
+        part_grad_out, part_grad_lse, queries, part_out, part_lse = own
+        part = causal.backward(
             given(part_grad_out),
             part_grad_lse,
             given(queries),
-            part.keys(k),
-            part.keys(v),
+            runs.keys(k, row),
+            runs.keys(v, row),
             given(part_out),
             given(part_lse).contiguous(),
             scale=scale,
-            causal=part.causal,
         )
-        part.queries(dq, stride).copy_(grads[0])
-        for total, grad in ((dk, grads[1]), (dv, grads[2])):
-            part.keys(total).add_(grad)
+        runs.places(dq, row).copy_(part[0])
+        runs.keys(dk, row).add_(part[1])
+        runs.keys(dv, row).add_(part[2])
+    if runs.end < q.shape[2]:
+        last = (None if x is None else x[:, :, runs.end :] for x in of_queries)
+        part_grad_out, part_grad_lse, queries, part_out, part_lse = last
+        part = all_keys.backward(
+            given(part_grad_out), part_grad_lse, given(queries), k, v, given(part_out), given(part_lse), scale=scale
+        )
+        dq[:, :, runs.end :] = part[0]
+        dk += part[1]
+        dv += part[2]
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
