@@ -14,6 +14,7 @@ from plots import (
     phases,
     roofline,
     step_time,
+    throughput,
     trained_selection,
     training_loss,
 )
@@ -27,6 +28,7 @@ FIGURES = {
     "step_time_cpu": step_time.on_cpu,
     "phases_gpu": phases.on_gpu,
     "roofline_gpu": roofline.on_gpu,
+    "training_gpu": throughput.on_gpu,
     "estimator": estimator.on_cpu,
     "estimator_gpu": estimator.on_gpu,
     "masks": masks.draw,

@@ -9,6 +9,7 @@ from typing import Any
 
 COMMANDS = {
     "h200.json": "python -m benchmarks attention.gpu --memory-at 131072 4096 2048 --json benchmarks/results/h200.json",
+    "training_h200.json": "python -m benchmarks training.throughput --json benchmarks/results/training_h200.json",
     "attention_h200.json": "python -m benchmarks attention.gpu --json benchmarks/results/attention_h200.json",
     "cpu_throughput.json": "make record",
     "memory_training.json": "make record",

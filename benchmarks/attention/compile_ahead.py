@@ -25,7 +25,17 @@ class CompileAhead:
         for kind, length in jobs:
             file = Path(self.folder.name) / f"{kind}-{length}.json"
             command = [sys.executable, "-m", "benchmarks.attention.gpu", "--json", str(file)]
-            command += ["--compile-only", kind, str(length), "--seconds", str(seconds), "--device", options.device]
+            command += [
+                "--compile-only",
+                kind,
+                str(length),
+                "--seconds",
+                str(seconds),
+                "--device",
+                options.device,
+                "--impl",
+                options.impl,
+            ]
             command += ["--tiny"] if options.tiny else []
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
             self.running.append((file, process))

@@ -48,6 +48,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="8k and 32k, no phases, no 128k")
     parser.add_argument("--skip-check", action="store_true", help="measure without checking first")
+    parser.add_argument("--impl", default="triton", help="of flexnsa on a GPU; default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="4 heads of 16 instead of 64 of 128, fp32: a rehearsal")
     parser.add_argument("--compile-only", nargs=2, metavar=("KIND", "LENGTH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -59,7 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())
-    setting = published(arguments.device, tiny=arguments.tiny)
+    setting = published(arguments.device, tiny=arguments.tiny, impl=arguments.impl)
     torch._dynamo.config.recompile_limit = 64  # one function, compiled for every length
     start = time.monotonic()
     recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)

@@ -36,6 +36,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=524_288, help="tokens; default: %(default)s")
     parser.add_argument("--queries", type=int, default=12, help="how many are checked; default: %(default)s")
     parser.add_argument("--recompute", nargs="*", default=[], help="branches to run again in backward")
+    parser.add_argument("--impl", default="triton", help="of flexnsa on a GPU; default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="4 heads of 16 instead of 64 of 128, fp32: a rehearsal")
     return parser.parse_args(argv)
 
@@ -43,7 +44,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
-    setting = published(arguments.device, tiny=arguments.tiny)
+    setting = published(arguments.device, tiny=arguments.tiny, impl=arguments.impl)
     recording.note(setting=setting.to_dict(), recompute=arguments.recompute)
     tensors, point = run(setting, arguments.length, arguments.queries, arguments.recompute)
     recording.add(point)

@@ -75,9 +75,9 @@ def large(device: str) -> Setting:
     return CPU if device == "cpu" else Setting(num_heads=12, num_kv_heads=2, head_dim=64)
 
 
-def published(device: str, *, tiny: bool = False, dim: int | None = None) -> Setting:
+def published(device: str, *, tiny: bool = False, dim: int | None = None, impl: str = "triton") -> Setting:
     """The shape of published times; on a CPU a rehearsal, which traces graphs and leaves Inductor out."""
-    setting = Setting(device=device, dim=dim)
+    setting = Setting(device=device, dim=dim, impl=impl)
     if device == "cpu":
         setting = replace(setting, impl="sdpa", backend="aot_eager")
     if tiny:

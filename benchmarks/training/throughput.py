@@ -49,6 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--compile", choices=("layers", "model", "nothing"), default="layers", help="default: %(default)s"
     )
+    parser.add_argument("--impl", default="auto", help="of NSA; default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="a model of toy size, nothing compiled: a rehearsal")
     arguments = parser.parse_args(argv)
     if arguments.tiny:
@@ -63,11 +64,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in arguments.models:
         for length in arguments.lengths:
             for attention in ("nsa", "dense"):
-                key = {"model": name, "attention": attention, "seq_len": length, "compile": arguments.compile}
+                impl = arguments.impl if attention == "nsa" else "auto"
+                key = {"model": name, "attention": attention, "impl": impl, "seq_len": length}
+                key["compile"] = arguments.compile
                 done = any(key.items() <= point.items() for point in recording.points)
                 if done or time.monotonic() - started > arguments.seconds:
                     continue
-                config = replace(MODELS[name], attention=attention)
+                config = replace(MODELS[name], attention=attention, impl=impl)
                 point = key | measure(config, length, arguments)
                 recording.add(point, key)
                 print(*(f"{field} {value}" for field, value in point.items()), flush=True)
