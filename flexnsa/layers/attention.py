@@ -266,8 +266,8 @@ class NativeSparseAttention(nn.Module):
     def _project(self, x: Tensor) -> Heads:
         """Project to the heads of all branches, and their gates."""
         kinds = [f"{kind}_{tag}" for kind in "kv" for tag in self.branches]
-        maps = {"q": self.w_q, "gate": self.gate.linear}
-        maps |= {name: cast("nn.Linear", self.get_submodule(f"w_{name}")) for name in kinds}
+        maps = {name: cast("nn.Linear", self.get_submodule(f"w_{name}")) for name in ("q", *kinds)}
+        maps["gate"] = self.gate.linear  # last, because its columns are of no round number
         # These values are kept for backward as they are. All else is turned, compressed or squashed first, and in one
         # product with them would be kept too.
         kept = [name for name in maps if name in ("v_slc", "v_win")]
