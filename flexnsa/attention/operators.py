@@ -24,8 +24,9 @@ def gradients(
     v: Tensor,
     *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make room for the gradients of q, k and v, each in the memory order of its tensor."""
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    """Make room for the gradients of q, k and v, each in the memory order of its tensor if that is one of rows."""
+    dq, dk, dv = (torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv
 
 
 def contiguous_outputs(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001

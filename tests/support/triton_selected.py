@@ -83,6 +83,8 @@ class Case:
                 x = torch.randn(self.batch, length, heads, dim, generator=generator).to(self.dtype).to(device)
                 return x.transpose(1, 2)
             x = torch.randn(self.batch, heads, length, dim, generator=generator).to(self.dtype).to(device)
+            if self.order == "columns":
+                return x.mT.contiguous().mT
             return spread(x) if self.order == "spread" else x
 
         blocks = -(-keys // self.block_size)
@@ -129,6 +131,7 @@ CASES = {
     "heads-of-two-tiles": Case(group=24, documents=(37,), rows=16, dims=(24, 80), dtype=BF16),
     "token-major": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="bthd", dims=(32, 16)),
     "sliced-rows": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="sliced", dims=(24, 80)),
+    "columns": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="columns", dims=(24, 80)),
     "rows-beyond-32-bits": Case(group=2, documents=(40,), batch=2, kv_heads=2, order="spread", dtype=FP16),
     "garbage": Case(group=2, documents=(90,), garbage=True, kv_heads=2),
     "lse-alone": Case(group=2, documents=(60,), lse_only=True),
@@ -162,6 +165,7 @@ CASES = {
     "window-192-128": Case(group=2, documents=(90,), dims=(192, 128), window_size=33),
     "window-256": Case(group=2, documents=(90,), dims=(256, 256), dtype=BF16, window_size=33),
     "window-sliced-rows": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="sliced", window_size=20),
+    "window-columns": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="columns", window_size=20),
     "window-lse-alone": Case(group=2, documents=(60,), lse_only=True, window_size=20),
     "window-documents": Case(group=2, documents=(40, 3, 7, 50, 1, 33, 16, 30), kv_heads=2, window_size=24),
     "window-some-of-the-tokens": Case(group=4, documents=(230,), every=3, batch=2, window_size=70),

@@ -150,7 +150,7 @@ def _selected_attention_backward(
 
     selection = selection_of(block_indices, token, start, block_size, k.shape[2])
     lists = Lists(order, copies, chunk, capacity)
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grads = gradients(grad_out, grad_lse, q, k, v)
     q, k, v, out, grad_out = (with_rows(x) for x in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     tiles = backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)

@@ -77,7 +77,7 @@ def _window_attention_backward(
     from flexnsa.attention.tiles.window import window_backward_tiles
     from flexnsa.attention.triton.kernels import window as kernels
 
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = gradients(grad_out, grad_lse, q, k, v)
     q, k, v, out, grad_out = (with_rows(x) for x in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     delta = torch.empty_like(lse)
