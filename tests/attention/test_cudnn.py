@@ -67,6 +67,14 @@ def test_interleaved_causal_attention_is_the_compressed_branch(
     )
 
 
+def test_queries_that_are_no_rows_give_what_rows_give() -> None:
+    tensors, call = draw(SMALL, 77, 6, 2), Call(SMALL, 0.25)
+    columns = {name: x.mT.contiguous().mT for name, x in tensors.items()}
+    expected = everything(cudnn.compressed, tensors, call)
+    for name, x in everything(cudnn.compressed, columns, call).items():
+        torch.testing.assert_close(x, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("config", "seq_len", "heads", "kv_heads"), CASES[2:])  # cuDNN takes no single query and key

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.cudnn import all_keys, causal
-from flexnsa.attention.operators import outputs
+from flexnsa.attention.operators import outputs, with_rows
 from flexnsa.attention.seam import Call, Compressed, given
 from flexnsa.custom_ops import opaque_operator
 
@@ -85,6 +85,7 @@ def _interleaved_attention(
 ) -> tuple[Tensor, Tensor]:
     runs = _Runs.of(q, size, stride)
     out, lse = outputs(q, v.shape[-1])
+    q = with_rows(q)
     out[:, :, : runs.first] = 0
     lse[:, :, : runs.first] = -torch.inf
     for row in range(len(q)):
@@ -112,6 +113,7 @@ def _interleaved_attention_backward(
     runs = _Runs.of(q, size, stride)
     dq = torch.empty_like(q)
     dq[:, :, : runs.first] = 0
+    q = with_rows(q)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     of_queries = (grad_out, grad_lse, q, out, lse)
     for row in range(len(q)):
