@@ -17,7 +17,7 @@ def project(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
 
     On a GPU one product reads x once, and its gradient once instead of adding up those of many. The rows of its parts
     lie further apart than they are long. A CPU gains nothing by it, and a map that is more than a product (of a
-    subclass, with a bias or with hooks) has to be called.
+    subclass, with a bias, with hooks or with a forward or a weight of another kind) has to be called.
     """
     if x.is_cuda and all(map(_is_plain, linears)):
         return project_together(x, [linear.weight for linear in linears])
@@ -40,5 +40,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 def _is_plain(linear: nn.Linear) -> bool:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if type(linear) is not nn.Linear or linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        return False
+    if "forward" in vars(linear) or type(linear.weight) not in (Tensor, nn.Parameter):
         return False
     return not any(getattr(linear, name) for name in hooks)

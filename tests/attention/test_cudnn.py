@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from flexnsa.attention.cudnn import compressed as cudnn
 from flexnsa.attention.implementations import CUDNN
 from flexnsa.attention.seam import Call, CompressedBranch, given
 from flexnsa.geometry import num_compressed
+from flexnsa.layers import projection
 from flexnsa.layers.projection import project, project_together
 from tests.support.comparison import assert_as_exact_as_plain
 from tests.support.inputs import SMALL
@@ -153,3 +155,35 @@ def test_one_product_gives_what_many_give_and_leaves_hooks_alone() -> None:
     seen: list[object] = []
     linears[1].register_forward_hook(lambda _module, _inputs, output: seen.append(output))
     assert project(x, linears)[1] is seen[0]
+
+
+def plain() -> torch.nn.Linear:
+    return torch.nn.Linear(4, 4, bias=False)
+
+
+def hooked() -> torch.nn.Linear:
+    linear = plain()
+    linear.register_forward_hook(lambda _module, _inputs, output: output + 1)
+    return linear
+
+
+def patched() -> torch.nn.Linear:
+    linear = plain()
+    linear.forward = lambda input: input + 1  # noqa: A006  # pyright: ignore[reportAttributeAccessIssue]
+    return linear
+
+
+class Packed(torch.Tensor):
+    """Numbers that only the product itself knows how to read, as of a quantized weight."""
+
+
+def packed() -> torch.nn.Linear:
+    linear = plain()
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Packed))
+    return linear
+
+
+@pytest.mark.parametrize("make", [hooked, patched, packed, lambda: torch.nn.Linear(4, 4)])
+def test_only_plain_maps_share_a_product(make: Callable[[], torch.nn.Linear]) -> None:
+    assert projection._is_plain(plain())
+    assert not projection._is_plain(make())
