@@ -163,13 +163,13 @@ def plain() -> torch.nn.Linear:
 
 def hooked() -> torch.nn.Linear:
     linear = plain()
-    linear.register_forward_hook(lambda _module, _inputs, output: output + 1)
+    linear.register_forward_hook(lambda *_: None)
     return linear
 
 
 def patched() -> torch.nn.Linear:
     linear = plain()
-    linear.forward = lambda input: input + 1  # noqa: A006  # pyright: ignore[reportAttributeAccessIssue]
+    linear.forward = torch.relu
     return linear
 
 
