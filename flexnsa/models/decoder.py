@@ -19,7 +19,7 @@ from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.models.config import DecoderConfig
 from flexnsa.models.dense import DenseAttention, DenseCache, DenseLayout
 from flexnsa.models.generation import generate_tokens
-from flexnsa.models.loss import linear_cross_entropy
+from flexnsa.models.loss import check_targets, linear_cross_entropy
 from flexnsa.validation import check_lengths, check_tokens, check_type, describe
 
 
@@ -43,6 +43,10 @@ class DecoderLM(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self._run_layer = run_layer
         self.reset_parameters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Give what is copied and pickled; as of any compiled module, the compilation is not."""
+        return super().__getstate__() | {"_run_layer": run_layer}
 
     def compile_layers(self, **options: Any) -> None:
         """Have whole rows go through ``torch.compile(**options)`` layer by layer, all layers through the same code.
@@ -97,6 +101,8 @@ class DecoderLM(nn.Module):
                 CPU), or another argument does not fit; the message names it.
         """
         self._check(tokens, caches, lengths)
+        if targets is not None:
+            check_targets(targets, tokens.shape, reduction)
         options: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod}
         if caches is not None:
             options |= {"document_ids": document_ids, "lengths": lengths}

@@ -6,6 +6,7 @@ Forward takes the rows in chunks, and the gradients of a chunk while its logits 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def linear_cross_entropy(
         weight: ``(V, D)``, of the dtype of ``hidden`` unless autocast is on.
         targets: int64 or int32 ``(...)``, each in ``[0, V)`` or ``ignore_index``.
         ignore_index: the target of rows that have no loss.
-        reduction: ``"mean"`` over the rows that have a loss, NaN if none has; or ``"sum"``.
+        reduction: ``"mean"`` over the rows that have a loss, NaN with gradients 0 if none has; or ``"sum"``.
 
     Returns:
         A scalar in nats, fp32 or wider; it can be differentiated once.
@@ -51,7 +52,18 @@ def linear_cross_entropy(
     rows, row_targets = hidden.flatten(0, -2), targets.flatten()
     wanted = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     total, *_ = _loss_and_gradients(rows, weight, row_targets, ignore_index, dtype, *wanted)
-    return total if reduction == "sum" else total / (row_targets != ignore_index).sum()
+    if reduction == "sum":
+        return total
+    count = (row_targets != ignore_index).sum()
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # whose gradient is 0 where there is no row
+
+
+def check_targets(targets: Tensor, shape: Sequence[int], reduction: str) -> None:
+    """Demand targets of a shape, and a reduction that there is; errors as of :func:`linear_cross_entropy`."""
+    check_choice("reduction", reduction, ("mean", "sum"))
+    check_tensor("targets", targets, shape, dtype=getattr(targets, "dtype", None))
+    if targets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"targets: expected dtype torch.int32 or torch.int64, got {targets.dtype}")
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
@@ -164,14 +176,11 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_save)
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> None:
-    check_choice("reduction", reduction, ("mean", "sum"))
     check_tensor("weight", weight, ("V", "D"))
     if not isinstance(hidden, Tensor):
         raise TypeError(f"hidden: expected a tensor (..., {weight.shape[1]}), got {describe(hidden)}")
     check_tensor("hidden", hidden, (*map(str, range(hidden.dim() - 1)), weight.shape[1]))
-    check_tensor("targets", targets, hidden.shape[:-1], dtype=getattr(targets, "dtype", None))
-    if targets.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"targets: expected dtype torch.int32 or torch.int64, got {targets.dtype}")
+    check_targets(targets, hidden.shape[:-1], reduction)
     for name, value in (("weight", weight), ("targets", targets)):
         if value.device != hidden.device:
             raise ValueError(f"{name}: expected device {hidden.device}, as hidden has, got {value.device}")

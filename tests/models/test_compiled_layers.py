@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,13 @@ def test_branches_run_again_in_compiled_layers_and_blocks_are_selected_once(chec
     assert occurrences(code, "flexnsa.selected_attention.default") == 2
     assert occurrences(code, "flexnsa.interval_attention.default") == 2 + 1 + checkpointing
     assert occurrences(code, *SELECTION_OPERATORS) == 1
+
+
+def test_a_model_with_compiled_layers_is_pickled_as_it_is_written() -> None:
+    model, tokens, _ = make("nsa")
+    plain = model(tokens)
+    model.compile_layers(backend="eager")
+    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), plain)
 
 
 def test_rotary_tables_are_computed_once_by_a_model_compiled_whole() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -212,3 +213,16 @@ def _tokens(batch: int, length: int) -> Tensor:
 
 def _loss(model: DecoderLM, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"reduction": "none"}, {"targets": torch.zeros(1, 3).long()}, {"targets": torch.zeros(1, 8)}]
+)
+def test_what_no_loss_can_take_is_refused_before_any_layer_runs(wrong: dict[str, Any]) -> None:
+    model = DecoderLM(DecoderConfig(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY))
+    ran: list[object] = []
+    model.embedding.register_forward_hook(lambda *_: ran.append(None))
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: expected"):
+        model(tokens, **({"targets": tokens} | wrong))
+    assert not ran

@@ -78,7 +78,9 @@ def test_ignored_rows_count_nowhere() -> None:
     assert alone[1][~kept].abs().max() == 0
     assert linear_cross_entropy(hidden, weight, targets.masked_fill(~kept, 99), ignore_index=99) == alone[0]
     nothing = torch.full_like(targets, -100)
-    assert linear_cross_entropy(hidden, weight, nothing).isnan()
+    value, *gradients = results(linear_cross_entropy, (hidden, weight, nothing))
+    assert value.isnan()
+    assert all(gradient.count_nonzero() == 0 for gradient in gradients)
     assert linear_cross_entropy(hidden, weight, nothing, reduction="sum") == 0
 
 
