@@ -17,6 +17,7 @@ from flexnsa.attention.seam import Call, CompressedBranch, given
 from flexnsa.geometry import num_compressed
 from flexnsa.layers import projection
 from flexnsa.layers.projection import project, project_together
+from flexnsa.positions import Positions
 from tests.support.comparison import assert_as_exact_as_plain
 from tests.support.inputs import SMALL
 
@@ -135,6 +136,7 @@ def test_what_is_left_to_flex() -> None:
     assert not cudnn.fits(q.float(), v.float(), call)
     assert not cudnn.fits(q, v[..., :32], call)
     assert not cudnn.fits(q[:, :, 1:], v, call)
+    assert not cudnn.fits(q, v, replace(call, positions=Positions.of_sequence(length, q.device)))
     assert not cudnn.fits(q, v, replace(call, score_mod=lambda score, *_: score))
     torch.use_deterministic_algorithms(True)
     try:

@@ -182,3 +182,9 @@ class TestGate:
     def test_softmax_shares_sum_to_one(self) -> None:
         gates = Gate(16, 4, 3, kind="softmax")(torch.randn(2, 9, 16))
         torch.testing.assert_close(gates.sum(-1), torch.ones(2, 4, 9))
+
+
+@pytest.mark.parametrize("shape", [(12,), (2, 12)])
+def test_a_compiler_foresees_the_rotary_tables(shape: tuple[int, ...]) -> None:
+    arguments = (torch.arange(12).expand(shape), 8, 10_000.0, torch.float32)
+    torch.library.opcheck(torch.ops.flexnsa.rope_tables.default, arguments, test_utils="test_faketensor")

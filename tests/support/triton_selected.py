@@ -165,6 +165,7 @@ CASES = {
     "window-192-128": Case(group=2, documents=(90,), dims=(192, 128), window_size=33),
     "window-256": Case(group=2, documents=(90,), dims=(256, 256), dtype=BF16, window_size=33),
     "window-sliced-rows": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="sliced", window_size=20),
+    "window-of-two": Case(group=1, documents=(150,), window_size=2),
     "window-columns": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="columns", window_size=20),
     "window-lse-alone": Case(group=2, documents=(60,), lse_only=True, window_size=20),
     "window-documents": Case(group=2, documents=(40, 3, 7, 50, 1, 33, 16, 30), kv_heads=2, window_size=24),
