@@ -19,7 +19,7 @@ def project(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
     lie further apart than they are long. A CPU gains nothing by it, and a map that is more than a product (of a
     subclass, with a bias, with hooks or with a forward or a weight of another kind) has to be called.
     """
-    if x.is_cuda and all(map(_is_plain, linears)):
+    if x.is_cuda and all(map(is_plain, linears)):
         return project_together(x, [linear.weight for linear in linears])
     return [linear(x) for linear in linears]
 
@@ -37,7 +37,8 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     return torch.unflatten(x, -1, (num_heads, -1)).transpose(1, 2)
 
 
-def _is_plain(linear: nn.Linear) -> bool:
+def is_plain(linear: nn.Linear) -> bool:
+    """Tell whether calling the map is a product with its weight, and nothing else."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if type(linear) is not nn.Linear or linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
         return False

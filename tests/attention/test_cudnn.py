@@ -15,8 +15,7 @@ from flexnsa.attention.cudnn import compressed as cudnn
 from flexnsa.attention.implementations import CUDNN
 from flexnsa.attention.seam import Call, CompressedBranch, given
 from flexnsa.geometry import num_compressed
-from flexnsa.layers import projection
-from flexnsa.layers.projection import project, project_together
+from flexnsa.layers.projection import is_plain, project, project_together
 from flexnsa.positions import Positions
 from tests.support.comparison import assert_as_exact_as_plain
 from tests.support.inputs import SMALL
@@ -187,5 +186,5 @@ def packed() -> torch.nn.Linear:
 
 @pytest.mark.parametrize("make", [hooked, patched, packed, lambda: torch.nn.Linear(4, 4)])
 def test_only_plain_maps_share_a_product(make: Callable[[], torch.nn.Linear]) -> None:
-    assert projection._is_plain(plain())
-    assert not projection._is_plain(make())
+    assert is_plain(plain())
+    assert not is_plain(make())
