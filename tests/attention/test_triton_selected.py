@@ -15,7 +15,7 @@ import torch
 from flexnsa import selected_attention
 from flexnsa.attention import reference
 from flexnsa.attention.seam import Call
-from flexnsa.attention.triton import selected
+from flexnsa.attention.triton import selected, window
 from flexnsa.config import NSAConfig
 from flexnsa.mods import soft_cap
 from tests.support.comparison import assert_as_exact_as_plain
@@ -95,3 +95,13 @@ def test_what_the_kernels_cannot_take_is_refused_by_name() -> None:
     call = Call(config, 1.0, soft_cap(3.0))
     with pytest.raises(ValueError, match=r"^score_mod: expected None with impl='triton'"):
         selected.selected(x, x, x, chosen, call)
+    with pytest.raises(ValueError, match=r"^score_mod: expected None with impl='triton'"):
+        window.window(x, x, x, call)
+
+
+def test_more_heads_than_a_grid_has_programs_are_refused_by_name() -> None:
+    config, x = NSAConfig(), torch.zeros(1, 1, 1, 16).expand(2**15, 2, 1, 16)
+    with pytest.raises(ValueError, match=r"^k: expected at most 65535 heads in all .*, got \(32768, 2\)"):
+        selected.selected(x, x, x, torch.zeros(1, dtype=torch.int32).expand(2**15, 2, 1, 16), Call(config, 1.0))
+    with pytest.raises(ValueError, match=r"^q: expected at most 65535 heads in all .*, got \(32768, 2\)"):
+        window.window(x, x, x, Call(config, 1.0))

@@ -39,6 +39,7 @@ class Case:
     kv_heads: int = 1
     dtype: torch.dtype = torch.float32
     every: int = 1
+    ahead: int = 0
     order: str = "bhtd"
     missing: float = 0.1
     garbage: bool = False
@@ -60,11 +61,11 @@ class Case:
 
     def positions(self) -> Positions | None:
         """None if every token of one document is a query; else every so manieth token, not the first."""
-        if len(self.documents) == 1 and self.every == 1:
+        if len(self.documents) == 1 and self.every == 1 and not self.ahead:
             return None
         lengths = torch.tensor(self.documents, dtype=torch.int32)
         start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).int()
-        token = torch.arange(len(start), dtype=torch.int32)
+        token = torch.arange(len(start), dtype=torch.int32) + self.ahead
         token, start = (x[self.every - 1 :: self.every][None] for x in (token, start))
         return Positions(token, start, torch.zeros_like(start))
 
@@ -168,6 +169,7 @@ CASES = {
     "window-of-two": Case(group=1, documents=(150,), window_size=2),
     "window-columns": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="columns", window_size=20),
     "window-lse-alone": Case(group=2, documents=(60,), lse_only=True, window_size=20),
+    "window-beyond-all-keys": Case(group=2, documents=(150,), ahead=100, window_size=24),
     "window-documents": Case(group=2, documents=(40, 3, 7, 50, 1, 33, 16, 30), kv_heads=2, window_size=24),
     "window-some-of-the-tokens": Case(group=4, documents=(230,), every=3, batch=2, window_size=70),
     "window-some-tokens-of-documents": Case(group=1, documents=(50, 9, 64, 70), every=5, kv_heads=2, window_size=30),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.cudnn import all_keys, causal
-from flexnsa.attention.operators import outputs, with_rows
+from flexnsa.attention.operators import gradients, outputs, with_rows
 from flexnsa.attention.seam import Call, Compressed, given
 from flexnsa.custom_ops import opaque_operator
 
@@ -111,7 +111,7 @@ def _interleaved_attention_backward(
     stride: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     runs = _Runs.of(q, size, stride)
-    dq = torch.empty_like(q)
+    grads = dq, _, _ = gradients(grad_out, grad_lse, q, k, v)
     dq[:, :, : runs.first] = 0
     q = with_rows(q)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
@@ -141,7 +141,9 @@ def _interleaved_attention_backward(
         dq[:, :, runs.end :] = part[0]
         dk += part[1]
         dv += part[2]
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    for grad, total in zip(grads[1:], (dk, dv), strict=True):
+        grad.copy_(total)
+    return grads
 
 
 @_interleaved_attention.register_fake
@@ -149,16 +151,5 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # 
     return outputs(q, v.shape[-1])
 
 
-@_interleaved_attention_backward.register_fake
-def _(
-    grad_out: Tensor,  # noqa: ARG001
-    grad_lse: Tensor | None,  # noqa: ARG001
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
+_interleaved_attention_backward.register_fake(gradients)
 _interleaved_attention.register_backward(_interleaved_attention_backward)

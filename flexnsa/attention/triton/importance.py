@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import ImportanceTiles, importance_tiles
 from flexnsa.attention.triton.kernels.importance import importance_kernel
@@ -104,7 +105,7 @@ def importance(
         scores.num_rows,
         num_keys,
         scores.width,
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         KV_HEADS=kv_heads,
         GROUP=q_heads // kv_heads,
         HEAD_DIM=head_dim,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.importance import Scores
 from flexnsa.attention.triton.kernels.importance_few import importance_few_kernel
@@ -42,7 +43,7 @@ def importance_few(
         num_queries,
         num_keys,
         scores.width,
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import log_sum_exp_tiles
 from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp_kernel
@@ -40,7 +41,7 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions, *, config: NSACo
         positions.token.stride(0) if positions.token.shape[0] > 1 else 0,
         num_queries,
         k_cmp.shape[2],
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         Q_HEADS=q_heads,
         GROUP=q_heads // k_cmp.shape[1],
         HEAD_DIM=head_dim,

@@ -5,6 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexnsa.attention.seam import Call
+
+MOST_HEADS = 65535
+"""Programs of CUDA's second dimension."""
+
+
+def check_call(call: Call, name: str, x: Tensor) -> None:
+    """Demand no mod, and of ``x (B, H, ...)``, whose heads have programs of their own, no more heads than programs.
+
+    Raises:
+        ValueError: there is a score_mod, or there are too many heads in all.
+    """
+    if call.score_mod is not None:
+        raise ValueError("score_mod: expected None with impl='triton', got a function; use impl='flex'")
+    if x.shape[0] * x.shape[1] > MOST_HEADS:
+        raise ValueError(
+            f"{name}: expected at most {MOST_HEADS} heads in all with impl='triton', got {tuple(x.shape[:2])}"
+        )
+
 
 def require_device(q: Tensor) -> None:
     """Demand a device that runs the kernels; Triton's interpreter takes any."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexnsa.attention.operators import gradients, outputs, with_rows
 from flexnsa.attention.seam import Attended, Call
-from flexnsa.attention.triton.operators import precision, require_device, rows_of
+from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of
 from flexnsa.custom_ops import opaque_operator
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ CHUNK = 8192
 """Queries that share lists, at most: enough for the keys to be read rarely."""
 LEAST_CHUNK = 256
 LEAST_DIM, LARGEST_DIM = 16, 256
-MOST_HEADS = 65535
-"""Programs of CUDA's second and third dimension."""
 LIST_ROWS = 4096
 """(query, head) rows that one program takes, at most: many programs for a block that many queries selected."""
 FLOAT32_LIST_ROWS = 512
@@ -53,10 +51,7 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     Raises:
         ValueError: there is a score_mod, or there are too many rows of the batch and kv heads.
     """
-    if k.shape[0] * k.shape[1] > MOST_HEADS:
-        raise ValueError(f"k: expected at most {MOST_HEADS} heads in all with impl='triton', got {tuple(k.shape[:2])}")
-    if call.score_mod is not None:
-        raise ValueError("score_mod: expected None with impl='triton', got a function; use impl='flex'")
+    check_call(call, "k", k)
     positions, config = call.positions, call.config
     group, n = operator.index(q.shape[1] // k.shape[1]), operator.index(block_indices.shape[-1])
     dims = operator.index(q.shape[-1]), operator.index(v.shape[-1])

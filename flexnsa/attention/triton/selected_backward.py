@@ -13,11 +13,12 @@ import functools
 import torch
 from torch import Tensor
 
+from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.tiles.selected import Tiles, columns
 from flexnsa.attention.triton.kernels.selected_backward import backward_parts
 from flexnsa.attention.triton.kernels.selected_sums import row_stats, sum_shared, sum_slots
-from flexnsa.attention.triton.selected_forward import LOG2_E, is_wide, strides
+from flexnsa.attention.triton.selected_forward import is_wide, strides
 from flexnsa.attention.triton.selected_lists import Lists, Selection
 from flexnsa.attention.triton.selected_sizes import max_copies, max_shared
 

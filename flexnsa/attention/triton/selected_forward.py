@@ -11,13 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.tiles.selected import Tiles, columns
 from flexnsa.attention.triton.kernels.selected_forward import combine, forward_parts
 from flexnsa.attention.triton.selected_lists import Lists, Selection
 from flexnsa.attention.triton.selected_sizes import max_copies
-
-LOG2_E = 1.4426950408889634
 
 
 def strides(x: Tensor, kv_heads: int) -> tuple[int, int, int, int]:

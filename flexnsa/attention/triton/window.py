@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.operators import gradients, outputs, with_rows
+from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.seam import Attended, Call
-from flexnsa.attention.triton.operators import position_arguments, precision, require_device
+from flexnsa.attention.triton.operators import check_call, position_arguments, precision, require_device
 from flexnsa.custom_ops import opaque_operator
 
 
@@ -28,10 +29,9 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
         The output in the memory order of q, and the log-sum-exp, which is differentiable too.
 
     Raises:
-        ValueError: there is a score_mod.
+        ValueError: there is a score_mod, or there are too many rows of the batch and heads.
     """
-    if call.score_mod is not None:
-        raise ValueError("score_mod: expected None with impl='triton', got a function; use impl='flex'")
+    check_call(call, "q", q)
     positions = call.window_positions
     token, start = (None, None) if positions is None else (positions.token, positions.start)
     return Attended(*_window_attention(q, k, v, token, start, call.scale, operator.index(call.config.window_size)))
@@ -41,7 +41,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
 def _window_attention(
     q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, start: Tensor | None, scale: float, window_size: int
 ) -> tuple[Tensor, Tensor]:
-    from flexnsa.attention.tiles.device import device_of
+    from flexnsa.attention.tiles.device import cdiv, device_of
     from flexnsa.attention.tiles.window import window_forward_tiles
     from flexnsa.attention.triton.kernels import window as kernels
 
@@ -50,10 +50,10 @@ def _window_attention(
     q, k, v = (with_rows(x) for x in (q, k, v))
     tiles = window_forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1])
     batch, heads, length, _ = q.shape
-    kernels.forward[(-(-length // tiles.queries), batch * heads)](
+    kernels.forward[(cdiv(length, tiles.queries), batch * heads)](
         q, k, v, *position_arguments(token, start, q), out, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        heads, length, k.shape[2], scale * 1.4426950408889634,
+        heads, length, k.shape[2], scale * LOG2_E,
         **_shape(q, k, v, token, window_size), **tiles.options(),
     )  # fmt: skip
     return out, lse
@@ -73,7 +73,7 @@ def _window_attention_backward(
     scale: float,
     window_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flexnsa.attention.tiles.device import device_of
+    from flexnsa.attention.tiles.device import cdiv, device_of
     from flexnsa.attention.tiles.window import window_backward_tiles
     from flexnsa.attention.triton.kernels import window as kernels
 
@@ -86,12 +86,12 @@ def _window_attention_backward(
     positions, shape = position_arguments(token, start, q), _shape(q, k, v, token, window_size)
     (batch, heads, length, _), (kv_heads, num_keys) = q.shape, k.shape[1:3]
     read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
-    kernels.backward_queries[(-(-length // of_queries.queries), batch * heads)](
+    kernels.backward_queries[(cdiv(length, of_queries.queries), batch * heads)](
         q, k, v, *positions, out, lse, grad_out, lse if grad_lse is None else grad_lse, delta, dq,
         *read, *out.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3], heads, length, num_keys, scale,
         **shape, HAS_GRAD_LSE=grad_lse is not None, **of_queries.options(),
     )  # fmt: skip
-    kernels.backward_keys[(-(-num_keys // of_keys.keys), batch * kv_heads)](
+    kernels.backward_keys[(cdiv(num_keys, of_keys.keys), batch * kv_heads)](
         q, k, v, *positions, lse, grad_out, delta, dk, dv,
         *read, *grad_out.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], kv_heads, length, num_keys, scale,
         **shape, **of_keys.options(),

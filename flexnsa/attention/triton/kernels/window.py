@@ -180,6 +180,7 @@ def runs(low, high, BN: tl.constexpr):
     full = begin + tl.cdiv(tl.max(low) - begin, BN) * BN
     full = tl.maximum(tl.minimum(full, begin + tl.cdiv(end - begin, BN) * BN), begin)
     rest = full + tl.maximum(tl.min(high) - full, 0) // BN * BN
+    rest = tl.minimum(rest, tl.maximum(full, end))  # where no row has a key, high says nothing
     return begin, full, rest, end
 
 
