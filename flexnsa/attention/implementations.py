@@ -50,7 +50,11 @@ TRITON = replace(
     check_input=triton_selected.check_input,
     takes_mods=False,
 )
-CUDNN = replace(TRITON, compressed=_cudnn_compressed)
+CUDNN = replace(
+    TRITON,
+    compressed=_cudnn_compressed,
+    check_input=functools.partial(triton_selected.check_input, impl="cudnn"),
+)
 
 IMPLEMENTATIONS = {"flex": FLEX, "triton": TRITON, "cudnn": CUDNN, "sdpa": SDPA, "reference": REFERENCE}
 FLEX_CACHED = replace(
