@@ -7,7 +7,7 @@ and forward mode finds 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -24,14 +24,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def opaque_operator(name: str) -> Callable[[Callable[P, T]], OpaqueOperator[P, T]]:
-    """Register a function of tensors and numbers as ``flexnsa::name``; it mutates nothing and returns no view.
+def opaque_operator(name: str, *, mutates: Sequence[str] = ()) -> Callable[[Callable[P, T]], OpaqueOperator[P, T]]:
+    """Register a function of tensors and numbers as ``flexnsa::name``; it returns no view.
 
-    Autocast stops at its door: inside, precision is chosen by the function alone.
+    It writes to nothing but the arguments that ``mutates`` names. Autocast stops at its door: inside, precision is
+    chosen by the function alone.
     """
 
     def register(function: Callable[P, T]) -> OpaqueOperator[P, T]:
-        return OpaqueOperator(name, function)
+        return OpaqueOperator(name, function, mutates)
 
     return register
 
@@ -43,14 +44,14 @@ class OpaqueOperator(Generic[P, T]):
     place that sees every tangent. (``torch.library.custom_op`` leaves no room there.)
     """
 
-    def __init__(self, name: str, function: Callable[P, T]) -> None:
+    def __init__(self, name: str, function: Callable[P, T], mutates: Sequence[str]) -> None:
         @_disable_dynamo
         def kernel(*args: Any) -> T:
             with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
                 return function(*args)  # pyright: ignore[reportCallIssue]  (keywords have become positions)
 
         self.name, self.function = f"{_LIBRARY.ns}::{name}", function
-        schema = torch.library.infer_schema(function, mutates_args=())
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
         torch.library.define(self.name, schema, lib=_LIBRARY, tags=torch.Tag.pt2_compliant_tag)
         torch.library.impl(self.name, "default", kernel, lib=_LIBRARY)
         _LIBRARY.impl(name, self._with_derivatives, "Autograd")

@@ -164,8 +164,9 @@ class TestDecoding:
             done = done + count
         assert cache.lengths.tolist() == done.tolist()
 
-    def test_a_captured_step_is_replayed_at_every_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        layer, x, whole, _ = decoded_layer(monkeypatch)
+    @pytest.mark.parametrize("impl", ["flex", "triton"])
+    def test_a_captured_step_is_replayed_at_every_length(self, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        layer, x, whole, _ = decoded_layer(monkeypatch, impl)
         cache = prompts_of(layer, x)
         before = cache.state_dict()
         now = x[:, :1].clone()
@@ -183,8 +184,9 @@ class TestDecoding:
 
         assert_steps_equal(replay, x, whole, 20)
 
-    def test_256_steps_are_one_cuda_graph_of_torch_compile(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        layer, x, whole, _ = decoded_layer(monkeypatch)
+    @pytest.mark.parametrize("impl", ["flex", "triton"])
+    def test_256_steps_are_one_cuda_graph_of_torch_compile(self, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        layer, x, whole, _ = decoded_layer(monkeypatch, impl)
         cache = prompts_of(layer, x)
         torch.compiler.reset()  # another test's graphs of a layer would count as compiled before
         counters = torch._dynamo.utils.counters["inductor"]
@@ -194,8 +196,9 @@ class TestDecoding:
             assert_steps_equal(lambda x: compiled(x, cache=cache), x, whole, 256)
         assert counters["cudagraph_skips"] == skipped
 
-    def test_a_step_beyond_the_end_is_refused_eagerly_and_not_a_number_in_a_graph(self) -> None:
-        layer = NativeSparseAttention(64, 16, 2, 32, config=SMALL).cuda().requires_grad_(False)
+    @pytest.mark.parametrize("impl", ["flex", "triton"])
+    def test_a_step_beyond_the_end_is_refused_eagerly_and_not_a_number_in_a_graph(self, impl: str) -> None:
+        layer = NativeSparseAttention(64, 16, 2, 32, config=SMALL, impl=impl).cuda().requires_grad_(False)
         cache = layer.new_cache(2, 10)
         x = torch.randn(2, 10, 64, device="cuda")
         layer(x[:, :9], cache=cache, lengths=torch.tensor([9, 4], device="cuda"))
@@ -206,7 +209,9 @@ class TestDecoding:
             layer(x[:, :1], cache=cache)
 
 
-def decoded_layer(monkeypatch: pytest.MonkeyPatch) -> tuple[NativeSparseAttention, Tensor, Tensor, Tensor]:
+def decoded_layer(
+    monkeypatch: pytest.MonkeyPatch, impl: str = "flex"
+) -> tuple[NativeSparseAttention, Tensor, Tensor, Tensor]:
     """A layer, tokens, and what the oracle makes of them: the output and the selected blocks."""
     torch.manual_seed(0)
     layer = NativeSparseAttention(64, 16, 2, 32, config=SMALL, impl="reference").cuda().requires_grad_(False)
@@ -214,7 +219,7 @@ def decoded_layer(monkeypatch: pytest.MonkeyPatch) -> tuple[NativeSparseAttentio
     with monkeypatch.context() as patch:
         chosen = recorded(patch, IMPLEMENTATIONS, "reference")
         whole = layer(x)
-    layer.impl = "flex"
+    layer.impl = impl
     return layer, x, whole, chosen[0]
 
 

@@ -28,7 +28,11 @@ def place(setting: Setting, layer: nn.Module) -> Any:
 
 
 class Sparse:
-    """NSA's layer, and its attention alone, at any context."""
+    """NSA's layer, and its attention alone, at any context.
+
+    Attention is all of a layer's step but the maps: where kernels take a step at once, that is rotation, the writing of
+    the cache and compression too.
+    """
 
     def __init__(self, setting: Setting, batch: int, capacity: int) -> None:
         self.setting = setting
@@ -40,63 +44,37 @@ class Sparse:
         self.q = setting.random(batch, setting.num_heads, 1, setting.head_dim)
         self.gates = torch.rand(batch, setting.num_heads, 1, 3, dtype=setting.dtype, device=setting.device)
         self.token = torch.zeros(batch, 1, dtype=torch.int32, device=setting.device)
-        lse = torch.full((batch, setting.num_heads, 1), 8.0, device=setting.device)
-        self.lse = lse if setting.impl in ("flex", "triton") else None
-        chosen = setting.config.num_selected_blocks
-        self.blocks = torch.zeros(batch, setting.num_kv_heads, 1, chosen, dtype=torch.int32, device=setting.device)
         self.implementation = choose_implementation(setting.impl, self.q, modded=False, cached=True)
         self.scale = setting.head_dim**-0.5
-        self.compiled_layer = setting.compile(self.layer)
 
     def go_to(self, context: int) -> None:
         """Pretend that so many tokens are in the cache."""
         self.cache.lengths.fill_(context)
         self.token.fill_(context)
-        last = context // self.setting.config.select_block_size
-        self.blocks.copy_(torch.linspace(0, last, self.blocks.shape[-1], device=self.blocks.device))
 
     def calls(self) -> dict[str, dict[str, Timed]]:
-        """What to time, by part and mode."""
+        """What to time, by part and mode. Kernels that take a step at once leave a compiler nothing to do."""
+        step = self.implementation.step
+        if step is not None:
+            inputs = self.layer.step_inputs(self.x, self.cache)
+            return {
+                "layer": {"eager": lambda: self.layer(self.x, cache=self.cache)},
+                "attention": {"eager": lambda: step(inputs)},
+            }
+        layer = self.setting.compile(self.layer)
         return {
-            "layer": {
-                "eager": lambda: self.layer(self.x, cache=self.cache),
-                "compiled": lambda: self.compiled_layer(self.x, cache=self.cache),
-            },
+            "layer": {"compiled": lambda: layer(self.x, cache=self.cache)},
             "attention": {"eager": self._attention, "compiled": self.setting.compile(self._attention)},
-            "cmp": {"compiled": self.setting.compile(self._compressed)},
-            "select": {"compiled": self.setting.compile(self._select)},
-            "slc": {"compiled": self.setting.compile(self._selected)},
-            "win": {"compiled": self.setting.compile(self._window)},
         }
 
-    def _call(self) -> Call:
+    def _attention(self) -> Tensor:
         zero, config = torch.zeros_like(self.token), self.setting.config
         window = Positions(self.token.clamp_max(config.window_size - 1), zero, zero)
-        return Call(config, self.scale, None, Positions(self.token, zero, zero), window)
-
-    def _window_keys(self) -> tuple[Tensor, Tensor]:
-        return self.cache.buffers["k_win"][:, :, :-1], self.cache.buffers["v_win"][:, :, :-1]
-
-    def _attention(self) -> Tensor:
-        k_win, v_win = self._window_keys()
-        kept = {name: self.cache.buffers[name] for name in ("k_cmp", "v_cmp", "k_slc", "v_slc")}
-        keys = Keys(**kept, k_win=k_win, v_win=v_win)
-        out, _ = attend(self.implementation, self.q, keys, self.gates, self._call())
+        call = Call(config, self.scale, None, Positions(self.token, zero, zero), window)
+        ring = {name: self.cache.buffers[name][:, :, :-1] for name in ("k_win", "v_win")}
+        full = {name: self.cache.buffers[name] for name in ("k_cmp", "v_cmp", "k_slc", "v_slc")}
+        out, _ = attend(self.implementation, self.q, Keys(**full, **ring), self.gates, call)
         return out
-
-    def _compressed(self) -> Tensor:
-        k, v = self.cache.buffers["k_cmp"], self.cache.buffers["v_cmp"]
-        return self.implementation.compressed(self.q, k, v, self._call()).out
-
-    def _select(self) -> Tensor:
-        return self.implementation.select(self.q, self.cache.buffers["k_cmp"], self._call(), self.lse, None)
-
-    def _selected(self) -> Tensor:
-        k, v = self.cache.buffers["k_slc"], self.cache.buffers["v_slc"]
-        return self.implementation.selected(self.q, k, v, self.blocks, self._call()).out
-
-    def _window(self) -> Tensor:
-        return self.implementation.window(self.q, *self._window_keys(), self._call()).out
 
 
 class Dense:

@@ -50,7 +50,7 @@ def measure(setting: Setting, context: int, rounds: int) -> Point:
     }
     for contestant in (sparse, *dense.values()):
         contestant.go_to(context)
-    layer = sparse.calls()["layer"]["compiled"]
+    layer = sparse.calls()["layer"]["compiled"]  # not compiled, unless asked for
 
     def decode() -> None:
         """Decode a token and go back to where it was."""

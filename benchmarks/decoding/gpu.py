@@ -22,6 +22,7 @@ from benchmarks.decoding.graphs import capture
 from benchmarks.harness import options
 from benchmarks.harness.session import Point, Session
 from benchmarks.harness.setting import published
+from flexnsa.measure.launches import count_launches
 from flexnsa.measure.recording import Recording
 
 WIDTH = 2560
@@ -39,9 +40,14 @@ def graph_ms(session: Session, call: Timed, rounds: int = 40) -> float:
     return session.clock.median(graph.replay, rounds)
 
 
+def launches(session: Session, call: Timed) -> dict[str, int]:
+    """Count the kernels of a step, where that can be seen."""
+    return {"kernels": count_launches(call)} if session.clock.cuda else {}
+
+
 def race(session: Session, batch: int, contexts: Sequence[int]) -> None:
     """Measure all contestants of a batch size, longest context first."""
-    setting, capacity = session.setting, max(contexts) + 4096
+    setting, capacity = session.setting, max(contexts) + 1024
     makers: dict[str, Callable[[], Sparse | Dense]] = {
         "NSA": lambda: Sparse(setting, batch, capacity),
         "flash SDPA": lambda: Dense(setting, batch, capacity, folded=False),
@@ -62,7 +68,7 @@ def race(session: Session, batch: int, contexts: Sequence[int]) -> None:
                 if seconds is None:
                     session.recording.add(first)
                     continue
-                first |= {"first_call_s": round(seconds, 1)}
+                first |= {"first_call_s": round(seconds, 1)} | launches(session, call)
                 for context, (clock, measure) in itertools.product(sorted(contexts, reverse=True), clocks.items()):
                     contestant.go_to(context)
                     measured = first | {"context": context, "clock": clock}
@@ -81,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Check, measure, print, record."""
     parser = options.parser(__doc__, json=options.RESULTS / "decode_gpu.json", seconds=230)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192 * 2**power for power in range(5)])
-    parser.add_argument("--batches", type=int, nargs="+", default=[32, 1], help="default: %(default)s")
-    parser.add_argument("--most-tokens", type=int, default=32 * 65536, help="in all caches of a batch")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 8, 64], help="default: %(default)s")
+    parser.add_argument("--most-tokens", type=int, default=64 * 131072, help="in all caches of a batch")
     parser.add_argument("--tiny", action="store_true", help="4 heads of 16, fp32: a rehearsal")
     arguments = parser.parse_args(argv)
     start = time.monotonic()

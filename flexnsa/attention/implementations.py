@@ -24,6 +24,7 @@ from flexnsa.attention.seam import Attended, Call, Compressed, Implementation, K
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import window as triton_window
+from flexnsa.attention.triton.decoding import operator as triton_decoding
 from flexnsa.geometry import BRANCHES
 from flexnsa.masks.user_mods import MaskMod, ScoreMod, merge_mods
 from flexnsa.validation import check_choice
@@ -63,7 +64,7 @@ FLEX_CACHED = replace(
 CACHED_IMPLEMENTATIONS = {
     "flex": FLEX_CACHED,
     "cudnn": FLEX_CACHED,
-    "triton": FLEX_CACHED,  # its kernels pay for many queries that stand at different tokens, as steps need not
+    "triton": replace(FLEX_CACHED, step=triton_decoding.step),
     "sdpa": Implementation(
         sdpa_decoding.compressed, sdpa_decoding.select, sdpa_decoding.selected, sdpa_decoding.window
     ),

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from flexnsa.attention.decoding import StepFunction
 from flexnsa.config import NSAConfig
 from flexnsa.masks.user_mods import ScoreMod
 from flexnsa.positions import Positions
@@ -113,6 +114,8 @@ class Implementation:
         check_input: see ``InputCheck``.
         cpu_backward: whether there is a backward pass on a CPU.
         takes_mods: whether a score_mod may be given.
+        step: puts a few new tokens into a cache and attends from them at once, see ``StepFunction``; None where that
+            goes branch by branch.
     """
 
     compressed: CompressedBranch
@@ -122,6 +125,7 @@ class Implementation:
     check_input: InputCheck = accept
     cpu_backward: bool = True
     takes_mods: bool = True
+    step: StepFunction | None = None
 
     def check(self, **inputs: Tensor | None) -> None:
         """Refuse inputs that no branch could take, by their names, before any work is done."""

@@ -148,15 +148,22 @@ class NSACache:
             ValueError: there is no token or no room, or ``lengths`` does not fit. A compiled or captured step cannot
                 raise: it marks the tokens for which there is no room as ``lost``, and keeps none of them.
         """
-        if not isinstance(num_tokens, torch.SymInt):
-            check_positive_int("num_tokens", num_tokens)
         check_type("ordered", ordered, bool)
-        if lengths is not None:
-            check_integers("lengths", lengths, (self.batch_size,), like=self.lengths, as_of="the cache")
+        self.make_room(num_tokens, lengths)
         before = self.lengths[:, None]
         end = before + (num_tokens if lengths is None else lengths[:, None].to(torch.int32))
-        self._check_room(num_tokens, lengths, end)
         return locate(before, end, self._zero, num_tokens, self.sizes, ordered=ordered)
+
+    def make_room(self, num_tokens: int, lengths: Tensor | None = None) -> None:
+        """Demand what :meth:`begin` demands, where whoever writes to the cache locates the tokens by itself."""
+        if not isinstance(num_tokens, torch.SymInt):
+            check_positive_int("num_tokens", num_tokens)
+        if lengths is not None:
+            check_integers("lengths", lengths, (self.batch_size,), like=self.lengths, as_of="the cache")
+        if torch.compiler.is_compiling() or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._longest = None  # what is compiled or captured runs more often than this line
+        else:
+            self._check_room(num_tokens, lengths)
 
     def store(self, name: str, rows: Tensor, step: Step) -> None:
         """Put the step's keys or values ``rows (B, Hkv, T or E, D)`` into their slots."""
@@ -269,10 +276,7 @@ class NSACache:
         for buffer in self.buffers.values():
             buffer[:, :, -1] = 0
 
-    def _check_room(self, num_tokens: int, lengths: Tensor | None, end: Tensor) -> None:
-        if torch.compiler.is_compiling() or (end.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._longest = None  # what is compiled or captured runs more often than this line
-            return
+    def _check_room(self, num_tokens: int, lengths: Tensor | None) -> None:
         if lengths is not None:
             fits = ((lengths >= 0) & (lengths <= num_tokens)).all()
             if lengths.is_cuda:
@@ -282,6 +286,7 @@ class NSACache:
         if self._longest is not None and self._longest + num_tokens <= self.max_seq_len:
             self._longest += num_tokens
             return
+        end = self.lengths + (num_tokens if lengths is None else lengths)
         longest = int(end.max())
         if longest > self.max_seq_len:
             row = int(end.argmax())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.argument_checks import check_branches, check_document_ids, check_recompute
+from flexnsa.attention.decoding import StepInputs
 from flexnsa.attention.implementations import IMPLEMENTATIONS, choose_implementation, prepare_mods
 from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
@@ -18,6 +19,7 @@ from flexnsa.decoding.steps import Step
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
 from flexnsa.layers.core import Compressors, Heads, RowKeys, RowLayout, attend_heads, row_layout
+from flexnsa.layers.decoding import step_inputs, takes_step
 from flexnsa.layers.gating import Gate
 from flexnsa.layers.projection import project, split_heads
 from flexnsa.layers.rope import rope_tables
@@ -173,6 +175,11 @@ class NativeSparseAttention(nn.Module):
             device=weight.device,
         )
 
+    def step_inputs(self, x: Tensor, cache: NSACache, lengths: Tensor | None = None) -> StepInputs:
+        """Project new tokens; what a kernel that takes a whole step wants to know."""
+        modules = self._maps(), self.gate, self._compressors()
+        return step_inputs(x, cache, lengths, *modules, rope_base=self.rope_base)
+
     def layout(self, seq_len: int, document_ids: Tensor | None = None) -> RowLayout:
         """Lay out rows of ``seq_len`` tokens for :meth:`forward`; layers of the same sizes can share one.
 
@@ -221,6 +228,11 @@ class NativeSparseAttention(nn.Module):
         implementation = choose_implementation(
             self.impl, x, modded=score_mod is not None or mask_mod is not None, cached=True
         )
+        if implementation.step is not None and score_mod is None and mask_mod is None:
+            if takes_step(x, cache, self._maps().values(), self.gate, self._compressors()):
+                cache.make_room(x.shape[1], lengths)
+                out, _ = implementation.step(self.step_inputs(x, cache, lengths))
+                return split_heads(out, self.num_heads)
         mod = prepare_mods(score_mod, mask_mod, x, self.num_heads, implementation)
         step = cache.begin(x.shape[1], lengths, ordered=mod is not None)
         heads, compressors = self._project(x), self._compressors()
@@ -265,9 +277,7 @@ class NativeSparseAttention(nn.Module):
 
     def _project(self, x: Tensor) -> Heads:
         """Project to the heads of all branches, and their gates."""
-        kinds = [f"{kind}_{tag}" for kind in "kv" for tag in self.branches]
-        maps = {name: cast("nn.Linear", self.get_submodule(f"w_{name}")) for name in ("q", *kinds)}
-        maps["gate"] = self.gate.linear  # last, because its columns are of no round number
+        maps = self._maps()
         # These values are kept for backward as they are. All else is turned, compressed or squashed first, and in one
         # product with them would be kept too.
         kept = [name for name in maps if name in ("v_slc", "v_win")]
@@ -279,6 +289,12 @@ class NativeSparseAttention(nn.Module):
             {tag: split_heads(projected[f"{kind}_{tag}"], self.num_kv_heads) for tag in self.branches} for kind in "kv"
         )
         return Heads(q, k, v, gates)
+
+    def _maps(self) -> dict[str, nn.Linear]:
+        """Name the maps of the input."""
+        kinds = [f"{kind}_{tag}" for kind in "kv" for tag in self.branches]
+        maps = {name: cast("nn.Linear", self.get_submodule(f"w_{name}")) for name in ("q", *kinds)}
+        return maps | {"gate": self.gate.linear}  # last, because its columns are of no round number
 
     def _gates(self, x: Tensor, logits: Tensor) -> Tensor:
         """Put the gates of the layer's branches in their columns; a branch that does not exist has 0."""

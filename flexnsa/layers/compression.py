@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexnsa.attention.decoding import Phi
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
+from flexnsa.layers.projection import has_no_hooks, is_plain
 from flexnsa.validation import check_integers, check_positive_int, check_tensor, check_type, check_weighed, may_look
 
 
@@ -130,6 +132,21 @@ class _BlockLinear(nn.Module):
         weight = torch.unflatten(self.weight, 1, (parts, -1)).transpose(0, 1).flatten(0, 1)  # (parts * out, d * D)
         mapped = torch.unflatten(F.linear(_segments(x, self.config).flatten(3), weight), -1, (parts, -1))
         return _add_neighbours(mapped, num_compressed(x.shape[2], self.config)) + position
+
+
+def as_phi(compressor: object) -> Phi | None:
+    """Give the numbers of a compressor; None where calling it does something else than compute with them."""
+    if not isinstance(compressor, nn.Module) or not all(map(has_no_hooks, compressor.modules())):
+        return None
+    if type(compressor) is MeanCompressor:
+        return Phi("mean")
+    if type(compressor) not in (LinearCompressor, MLPCompressor):
+        return None
+    assert isinstance(compressor, LinearCompressor | MLPCompressor)
+    project = compressor.project
+    if isinstance(compressor, LinearCompressor):
+        return Phi("linear", project.position, project.weight)
+    return Phi("mlp", project.position, project.weight, compressor.out.weight) if is_plain(compressor.out) else None
 
 
 COMPRESSORS = {"mean": MeanCompressor, "linear": LinearCompressor, "mlp": MLPCompressor}

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flexnsa.attention.triton.few_rows import multiply_few_rows
+
 ROW_MULTIPLE = 64
 """Numbers in a row of the product are a multiple of this, so that kernels may read parts of it in whole cache lines."""
 
@@ -22,6 +24,17 @@ def project(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
     if x.is_cuda and all(map(is_plain, linears)):
         return project_together(x, [linear.weight for linear in linears])
     return [linear(x) for linear in linears]
+
+
+def project_few(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+    """As :func:`project` of plain maps of one dtype, for a few rows: a kernel reads the weights where they lie.
+
+    It has no gradient.
+    """
+    sizes = [linear.out_features for linear in linears]
+    weights = [linear.weight for linear in linears]
+    product = multiply_few_rows(torch.flatten(x, 0, -2).contiguous(), weights)
+    return list(torch.split(torch.unflatten(product, 0, x.shape[:-1]), sizes, dim=-1))
 
 
 def project_together(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -39,9 +52,12 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 def is_plain(linear: nn.Linear) -> bool:
     """Tell whether calling the map is a product with its weight, and nothing else."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if type(linear) is not nn.Linear or linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
         return False
-    if "forward" in vars(linear) or type(linear.weight) not in (Tensor, nn.Parameter):
-        return False
-    return not any(getattr(linear, name) for name in hooks)
+    return type(linear.weight) in (Tensor, nn.Parameter) and has_no_hooks(linear)
+
+
+def has_no_hooks(module: nn.Module) -> bool:
+    """Tell whether calling the module is calling the ``forward`` of its class, and nothing else."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" not in vars(module) and not any(getattr(module, name) for name in hooks)

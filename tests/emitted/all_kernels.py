@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flexnsa import NSACache
+from flexnsa.attention.decoding import Phi, StepInputs
 from flexnsa.attention.implementations import FLEX_CACHED
 from flexnsa.attention.seam import Attended, Call, given
+from flexnsa.attention.triton import few_rows
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import window as triton_window
+from flexnsa.attention.triton.decoding import operator as triton_decoding
 from flexnsa.config import NSAConfig
 from flexnsa.custom_ops import OpaqueOperator
 from flexnsa.geometry import num_compressed
@@ -50,7 +54,8 @@ def calls(shape: Shape) -> Iterator[tuple[str, Compile]]:
         yield f"flex {branch}", partial(_flex, branch, shape)
         for queries in (FEW, MANY):
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
-    for function in (_select, _select_few, _selected, _selected_of_documents, _window, _window_of_documents):
+    functions = (_select, _select_few, _selected, _selected_of_documents, _window, _window_of_documents)
+    for function in (*functions, _decoding_step):
         yield function.__name__.removeprefix("_").replace("_", " "), partial(_own, function, shape)
 
 
@@ -73,7 +78,7 @@ def _flex_cached(branch: str, queries: int, shape: Shape) -> list[tuple[str, Res
 
 def _own(attend: Callable[[Shape], None], shape: Shape) -> list[tuple[str, Resources]]:
     """Compile what is launched by a function that is called on fake tensors."""
-    for module in (triton_select, triton_selected, triton_window):
+    for module in (triton_select, triton_selected, triton_window, triton_decoding, few_rows):
         for operator in vars(module).values():
             if isinstance(operator, OpaqueOperator):  # on fakes, too, run what runs on a device
                 torch.library.register_fake(operator.name, operator.function, allow_override=True)
@@ -108,6 +113,37 @@ def _window(shape: Shape, positions: Positions | None = None) -> None:
 
 def _window_of_documents(shape: Shape) -> None:
     _window(shape, _positions(LENGTH))
+
+
+def _decoding_step(shape: Shape) -> None:
+    """Compress by the paper's compressor, which has the most kernels."""
+    (dk, dv), new, dim = shape.dims, partial(torch.empty, dtype=shape.dtype), 1024
+    cache = NSACache(2, LENGTH, KV_HEADS, dk, v_head_dim=dv, config=CONFIG, dtype=shape.dtype)
+    sizes = [KV_HEADS * GROUP * dk, *[KV_HEADS * dk] * 3, *[KV_HEADS * dv] * 3, KV_HEADS * GROUP * 3]
+    rows = few_rows.multiply_few_rows(new(2, dim), [new(size, dim) for size in sizes])
+    q, k_cmp, k_slc, k_win, v_cmp, v_slc, v_win, gates = rows[:, None].split(sizes, dim=-1)
+    length = CONFIG.compress_block_size
+    phis = [Phi("mlp", new(length, dim), new(4 * dim, length * dim), new(dim, 4 * dim)) for dim in shape.dims]
+    triton_decoding.step(
+        StepInputs(
+            q=q,
+            k={"cmp": k_cmp, "slc": k_slc, "win": k_win},
+            v={"cmp": v_cmp, "slc": v_slc, "win": v_win},
+            gates=gates,
+            gate="sigmoid",
+            phi_k=phis[0],
+            phi_v=phis[1],
+            buffers=cache.buffers,
+            lengths=cache.lengths,
+            reached=cache.reached,
+            new_lengths=None,
+            max_seq_len=LENGTH,
+            num_heads=KV_HEADS * GROUP,
+            config=CONFIG,
+            scale=shape.scale,
+            rope_base=10_000.0,
+        )
+    )
 
 
 def _whole_sequence(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,6 +26,7 @@ class _Properties(Protocol):
     """What is asked of torch's properties of a device, which have no types."""
 
     shared_memory_per_block_optin: int
+    multi_processor_count: int
     major: int
 
 
@@ -33,8 +34,17 @@ def device_of(x: torch.Tensor) -> Device:
     """Describe the device of a tensor, also to a compiler; the interpreter on a CPU passes for a Hopper."""
     if x.device.type != "cuda":
         return Device(227 * 1024, HOPPER)
-    properties = cast("_Properties", torch.cuda.get_device_properties(x.device))  # pyright: ignore[reportUnknownMemberType]
+    properties = _properties(x)
     return Device(properties.shared_memory_per_block_optin, generation_of(properties.major))
+
+
+def multiprocessors(x: torch.Tensor) -> int:
+    """Count the multiprocessors of the device of a tensor; the interpreter on a CPU passes for a small one."""
+    return _properties(x).multi_processor_count if x.is_cuda else 4
+
+
+def _properties(x: torch.Tensor) -> _Properties:
+    return cast("_Properties", torch.cuda.get_device_properties(x.device))  # pyright: ignore[reportUnknownMemberType]
 
 
 def generation_of(major: int) -> int:

@@ -1,0 +1,288 @@
+"""The kernels of a decoding step, one after the other: each line of :func:`launch_step` is one or two of them."""
+
+from __future__ import annotations
+
+import operator
+import struct
+from dataclasses import dataclass
+from math import log2
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention.decoding import StepInputs
+from flexnsa.attention.scoring import LOG2_E
+from flexnsa.attention.tiles.decoding import StepTiles, step_tiles
+from flexnsa.attention.tiles.device import cdiv, multiprocessors, padded
+from flexnsa.attention.triton.decoding.operator import empty_results
+from flexnsa.attention.triton.importance import Band, Scores
+from flexnsa.attention.triton.kernels import decoding_attend, decoding_compress, decoding_merge, decoding_place
+from flexnsa.attention.triton.kernels.decoding_importance import importance_of_scores
+from flexnsa.attention.triton.operators import precision, require_device
+from flexnsa.attention.triton.select import aligned
+from flexnsa.attention.triton.top_blocks import check_width, write_top_blocks
+from flexnsa.geometry import num_blocks
+from flexnsa.positions import Positions
+
+BLOCK_J = 32
+"""Blocks whose importance a program sums: few, so that there are many programs."""
+MERGED = 2048
+"""Numbers of partial rows that a warp adds up."""
+
+
+def launch_step(inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    """Run a step, and wait for nothing; see :func:`flexnsa.attention.triton.decoding.operator.step`."""
+    require_device(inputs.q)
+    out, blocks = empty_results(inputs)
+    if not inputs.q.numel():
+        return out, blocks
+    work = _Work.of(inputs)
+    _place(inputs, work)
+    _compress(inputs, work)
+    _attend_dense(inputs, work)
+    if "slc" in inputs.k:
+        _select(inputs, work, blocks)
+        _attend_selected(inputs, work, blocks)
+    _merge(inputs, work, out)
+    return out, blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Sizes, and memory that only the kernels of one step see.
+
+    Args:
+        batch: ``B``.
+        num_tokens: ``T``.
+        kv_heads: ``Hkv``.
+        group: query heads of a kv head.
+        dk: of queries and keys.
+        dv: of values.
+        slots: tokens or compressed tokens that a row of each kind of buffer holds.
+        tiles: how keys are divided.
+        where: int32 ``(3, B, T)``: the new tokens' numbers, whether there was no room, and 0.
+        q: turned, ``(B, Hq, T, Dk)``.
+        scores: fp32 ``(B, Hkv, T, G, N)``, powers of two, of the compressed tokens that a query sees.
+        part: fp32 ``(splits, B, Hq, T, Dv)``; the splits of all branches one after the other.
+        top: fp32 ``(splits, B, Hq, T)``.
+        total: fp32 ``(splits, B, Hq, T)``.
+    """
+
+    batch: int
+    num_tokens: int
+    kv_heads: int
+    group: int
+    dk: int
+    dv: int
+    slots: dict[str, int]
+    tiles: StepTiles
+    where: Tensor
+    q: Tensor
+    scores: Tensor
+    part: Tensor
+    top: Tensor
+    total: Tensor
+
+    @property
+    def heads(self) -> int:
+        """``B * Hq``."""
+        return self.batch * self.kv_heads * self.group
+
+    def first_split(self, tag: str) -> int:
+        """Where the partial rows of a branch begin."""
+        return {"cmp": 0, "win": self.tiles.cmp, "slc": self.tiles.cmp + self.tiles.win}[tag]
+
+    @classmethod
+    def of(cls, inputs: StepInputs) -> _Work:
+        """Size and allocate."""
+        batch, num_tokens = (operator.index(x) for x in inputs.q.shape[:2])
+        buffers, q = inputs.buffers, inputs.q
+        kv_heads = next(iter(buffers.values())).shape[1]
+        group = inputs.num_heads // kv_heads
+        dk = q.shape[2] // inputs.num_heads
+        dv = next(iter(inputs.v.values())).shape[2] // kv_heads
+        slots = {name.partition("_")[2]: buffer.shape[2] - 1 for name, buffer in buffers.items()}
+        counts = slots.get("cmp", 0), slots.get("win", 0)
+        tiles = step_tiles(
+            multiprocessors(q),
+            q.dtype,
+            heads=batch * kv_heads,
+            group=group,
+            num_tokens=num_tokens,
+            dims=(dk, dv),
+            num_keys=counts,
+            num_selected=inputs.config.num_selected_blocks,
+            block_size=inputs.config.select_block_size,
+        )
+        rows = tiles.cmp + tiles.slc + tiles.win, batch, inputs.num_heads, num_tokens
+        width = aligned(counts[0]) if "slc" in inputs.k else 0
+        float32 = {"dtype": torch.float32, "device": q.device}
+        return cls(
+            batch,
+            num_tokens,
+            kv_heads,
+            group,
+            dk,
+            dv,
+            slots,
+            tiles,
+            where=torch.empty(3, batch, num_tokens, dtype=torch.int32, device=q.device),
+            q=q.new_empty(batch, inputs.num_heads, num_tokens, dk),
+            scores=torch.empty(batch, kv_heads, num_tokens, group, width, **float32),
+            part=torch.empty(*rows, dv, **float32),
+            top=torch.empty(rows, **float32),
+            total=torch.empty(rows, **float32),
+        )
+
+
+def _place(inputs: StepInputs, work: _Work) -> None:
+    """Turn queries and keys, and put keys and values into their slots."""
+    q, k, v, buffers = inputs.q, inputs.k, inputs.v, inputs.buffers
+    raw = "cmp" if "cmp" in k else "slc"
+    rows = [q, k.get(raw, q), v.get("cmp", q), k.get("slc", q), v.get("slc", q), k.get("win", q), v.get("win", q)]
+    rows = [_uniform(x) for x in rows]
+    decoding_place.place[(work.batch * work.num_tokens, inputs.num_heads + 6 * work.kv_heads)](
+        *rows, *(x.stride(1) for x in rows),
+        inputs.lengths, inputs.lengths if inputs.new_lengths is None else inputs.new_lengths, work.where, work.q,
+        *(buffers.get(name, q) for name in ("k_tail", "v_tail", "k_slc", "v_slc", "k_win", "v_win")),
+        work.batch, work.num_tokens, inputs.max_seq_len, work.slots.get("tail", 1), work.slots.get("win", 1),
+        *_in_two(log2(inputs.rope_base)),
+        HQ=inputs.num_heads, HKV=work.kv_heads, DK=work.dk, DV=work.dv, HAS_REAL=inputs.new_lengths is not None,
+        HAS_K_RAW="k_tail" in buffers, HAS_V_RAW="v_tail" in buffers, HAS_SLC="k_slc" in buffers,
+        HAS_WIN="k_win" in buffers, BDK=padded(work.dk), BDV=padded(work.dv), HALF=padded(work.dk // 2, least=1),
+        num_warps=1,
+    )  # fmt: skip
+
+
+def _compress(inputs: StepInputs, work: _Work) -> None:
+    """Make compressed tokens of the blocks that are now complete."""
+    phi_k, config, buffers = inputs.phi_k, inputs.config, inputs.buffers
+    if phi_k is None:
+        return
+    phi_v = phi_k if inputs.phi_v is None else inputs.phi_v
+    makes_values = inputs.phi_v is not None
+    blocks = cdiv(work.num_tokens, config.compress_stride)
+    num_rows = work.batch * blocks * work.kv_heads
+    widths = [0 if phi.weight is None else phi.weight.shape[0] for phi in (phi_k, phi_v)]
+    hidden = [inputs.q.new_empty(num_rows, width) for width in widths]
+    tails = [buffers["k_tail"], buffers["v_tail" if makes_values else "k_tail"]]
+    sizes = {"HKV": work.kv_heads, "E": blocks, "LENGTH": config.compress_block_size, "STRIDE": config.compress_stride}
+    sizes |= {"DK": work.dk, "DV": work.dv, "K_WIDTH": widths[0], "V_WIDTH": widths[1], "BM": 16}
+    counts = num_rows, work.num_tokens, work.slots["tail"]
+    if max(widths):
+        firsts = [
+            x
+            for tail, phi, out in zip(tails, (phi_k, phi_v), hidden, strict=True)
+            for x in (tail, _or(phi.position, tail), _or(phi.weight, tail), out)
+        ]
+        decoding_compress.map_completed[(cdiv(num_rows, 16), cdiv(max(widths), 16), 1 + makes_values)](
+            inputs.lengths, work.where, *firsts, *counts,
+            **sizes, BN=16, BDK=padded(work.dk), BDV=padded(work.dv), PRECISION=precision(),
+            num_warps=4,
+        )  # fmt: skip
+    caches = [buffers["k_cmp"], buffers["v_cmp" if makes_values else "k_cmp"]]
+    lasts = [
+        x
+        for tail, phi, middle, cache in zip(tails, (phi_k, phi_v), hidden, caches, strict=True)
+        for x in (tail, middle, _or(phi.out, tail), cache)
+    ]
+    decoding_compress.finish_completed[(cdiv(num_rows, 16), 1 + makes_values)](
+        inputs.lengths, work.where, *lasts, *counts, work.slots["cmp"], *_in_two(log2(inputs.rope_base)),
+        K_KIND=phi_k.kind, V_KIND=phi_v.kind, **sizes,
+        K_HALF=padded(cdiv(work.dk, 2)), V_HALF=padded(cdiv(work.dv, 2)), PRECISION=precision(),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _attend_dense(inputs: StepInputs, work: _Work) -> None:
+    """Attend to the compressed tokens and to the window."""
+    buffers, tiles, config = inputs.buffers, work.tiles, inputs.config
+    cmp = tiles.cmp if "k_cmp" in buffers else 0
+    win = tiles.win if "k_win" in buffers else 0
+    if not cmp + win:
+        return
+    rows = cdiv(work.num_tokens * work.group, tiles.rows)
+    keys = [buffers.get(name, work.q) for name in ("k_cmp", "v_cmp", "k_win", "v_win")]
+    decoding_attend.attend_dense[(tiles.cmp + win, work.batch * work.kv_heads, rows)](
+        work.q, work.where, *keys, work.scores, work.part, work.top, work.total,
+        work.heads, work.num_tokens, work.slots.get("cmp", 0), work.slots.get("win", 1), work.scores.shape[-1],
+        inputs.scale * LOG2_E,
+        **_dims(work), LENGTH=config.compress_block_size, STRIDE=config.compress_stride, WINDOW=config.window_size,
+        CMP_SPLITS=tiles.cmp, WIN_SPLITS=tiles.win, HAS_CMP=cmp > 0, HAS_SCORES="slc" in inputs.k,
+        HAS_V_CMP="v_cmp" in buffers, BR=tiles.rows, BN=tiles.keys, num_warps=tiles.num_warps,
+    )  # fmt: skip
+
+
+def _select(inputs: StepInputs, work: _Work, blocks: Tensor) -> None:
+    """Choose the blocks of each query from the scores of its compressed tokens."""
+    config, band = inputs.config, Band.of(inputs.config)
+    width = aligned(num_blocks(inputs.max_seq_len, config))
+    check_width(width)
+    own = work.scores.new_empty(work.batch, work.kv_heads, work.num_tokens, width)
+    passed = torch.empty_like(own) if any(band.passed) else own
+    ratio = config.select_block_size // config.compress_stride
+    importance_of_scores[(cdiv(width, BLOCK_J), work.batch * work.kv_heads * work.num_tokens)](
+        work.scores, work.top, work.total, work.where, own, passed,
+        work.heads, work.num_tokens, work.scores.shape[-1], width,
+        HKV=work.kv_heads, G=work.group, LENGTH=config.compress_block_size, STRIDE=config.compress_stride,
+        RATIO=ratio, SPLITS=work.tiles.cmp, EACH_ONCE=band.first == 0 and ratio == padded(ratio, least=1),
+        FIRST=band.first, NUM_OFFSETS=len(band.own), OWN=band.own, PASSED=band.passed, HAS_PASSED=any(band.passed),
+        BG=padded(work.group, least=1), BP=padded(work.tiles.cmp, least=1), BJ=BLOCK_J,
+        BR=padded(ratio, least=1), num_warps=4,
+    )  # fmt: skip
+    scores = Scores(own, passed, work.num_tokens, width, band)
+    positions = Positions(work.where[0], work.where[2], work.where[2])
+    write_top_blocks(scores, positions, blocks, 0, config=config, two_bits=True)
+
+
+def _attend_selected(inputs: StepInputs, work: _Work, blocks: Tensor) -> None:
+    tiles, config, buffers = work.tiles, inputs.config, inputs.buffers
+    queries, rows = work.batch * work.kv_heads * work.num_tokens, cdiv(work.group, tiles.group_rows)
+    decoding_attend.attend_selected[(tiles.slc, queries, rows)](
+        work.q, work.where, blocks, buffers["k_slc"], buffers["v_slc"], work.part, work.top, work.total,
+        work.heads, work.num_tokens, work.slots["slc"], work.first_split("slc"), inputs.scale * LOG2_E,
+        **_dims(work), BLOCK=config.select_block_size, SELECTED=config.num_selected_blocks,
+        PER_PROGRAM=cdiv(config.num_selected_blocks, tiles.slc), BR=tiles.group_rows, BN=tiles.block_keys,
+        num_warps=tiles.num_warps,
+    )  # fmt: skip
+
+
+def _merge(inputs: StepInputs, work: _Work, out: Tensor) -> None:
+    """Weigh and add the branches; count the tokens."""
+    gates, tiles = _uniform(inputs.gates), work.tiles
+    order = {tag: index for index, tag in enumerate(inputs.k)}
+    branches: dict[str, int] = {}
+    for tag, splits in (("cmp", tiles.cmp), ("slc", tiles.slc), ("win", tiles.win)):
+        name = tag.upper()
+        branches |= {name: work.first_split(tag), f"{name}_SPLITS": splits, f"{name}_GATE": order.get(tag, -1)}
+    splits = tiles.cmp + tiles.win + tiles.slc
+    rows = padded(splits, least=1)
+    decoding_merge.merge[(work.batch * work.num_tokens, inputs.num_heads)](
+        work.part, work.top, work.total, gates, work.where, inputs.lengths, inputs.reached, out,
+        work.batch, work.num_tokens, gates.stride(1),
+        HQ=inputs.num_heads, DV=work.dv, GATE=inputs.gate, BRANCHES=len(order), SPLITS=splits, **branches,
+        BP=rows, BDV=padded(work.dv), num_warps=min(16, max(1, rows * padded(work.dv) // MERGED)),
+    )  # fmt: skip
+
+
+def _dims(work: _Work) -> dict[str, object]:
+    dims: dict[str, object] = {"HKV": work.kv_heads, "G": work.group, "DK": work.dk, "DV": work.dv}
+    return dims | {"BDK": padded(work.dk), "BDV": padded(work.dv), "PRECISION": precision()}
+
+
+def _uniform(x: Tensor) -> Tensor:
+    """Let the rows of ``(B, T, n)`` lie equally far apart, each in one piece."""
+    apart = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return x if apart and x.stride(2) == 1 else x.contiguous()
+
+
+def _in_two(x: float) -> tuple[float, float]:
+    """Split into two numbers of 32 bits, which is what a kernel takes."""
+    (high,) = struct.unpack("f", struct.pack("f", x))
+    return high, x - high
+
+
+def _or(x: Tensor | None, unread: Tensor) -> Tensor:
+    return unread if x is None else x
+
+

@@ -1,0 +1,51 @@
+"""Several linear maps of a few rows as one kernel: what a decoding step costs is to read the weights once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention.tiles.device import cdiv, padded
+from flexnsa.attention.triton.operators import precision, require_device
+from flexnsa.custom_ops import opaque_operator
+
+MOST_WEIGHTS = 8
+MOST_ROWS = 64
+"""Of a program. More rows read the weights again."""
+COLUMNS = 16
+"""Of a program: few, so that there are programs for every multiprocessor. Twice as many where rows fill one tile."""
+
+
+@opaque_operator("few_rows_triton")
+def multiply_few_rows(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Multiply ``x (M, K)`` by up to 8 weights ``(out_features, K)``, side by side ``(M, sum of out_features)``.
+
+    All are of one dtype and contiguous.
+    """
+    from flexnsa.attention.triton.kernels.few_rows import few_rows
+
+    require_device(x)
+    out = _empty_product(x, weights)
+    (rows, dim), total = x.shape, out.shape[1]
+    sizes = [weight.shape[0] for weight in weights]
+    block = min(padded(rows), MOST_ROWS)
+    width = COLUMNS * (2 if block == 16 else 1)
+    tiles = [cdiv(size, width) for size in sizes]
+    missing = MOST_WEIGHTS - len(sizes)
+    firsts = (*itertools.accumulate(tiles[:-1], initial=0), *[sum(tiles)] * missing)
+    columns = (*itertools.accumulate(sizes[:-1], initial=0), *[0] * missing)
+    few_rows[(sum(tiles), cdiv(rows, block))](
+        x, out, *weights, *[weights[0]] * missing, rows, total,
+        FIRST=firsts, SIZE=(*sizes, *[0] * missing), COLUMN=columns, K=dim,
+        BM=block, BN=width, BK=64 if x.dtype == torch.float32 else min(256, padded(dim)), PRECISION=precision(),
+        num_warps=4, num_stages=4 if block < MOST_ROWS else 3,
+    )  # fmt: skip
+    return out
+
+
+@multiply_few_rows.register_fake
+def _empty_product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))

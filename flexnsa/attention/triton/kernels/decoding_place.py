@@ -1,0 +1,100 @@
+# pyright: standard
+"""The new tokens of a step: their heads are turned, and their keys and values put where later tokens look for them."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from flexnsa.attention.triton.typed import jit
+
+
+@jit
+def angles(token, pair, base_high, base_low, D: tl.constexpr):
+    """Give cosines and sines of some pairs of a head of ``D`` numbers at a token, fp32.
+
+    ``base_high + base_low`` is ``log2(base)``, of which one fp32 number would hold too few bits. A float64 counts the
+    turns, so that only their fraction is rounded.
+    """
+    share = pair.to(tl.float64) / (D // 2)
+    exponent = share * base_high + share * base_low
+    turns = token.to(tl.float64) * tl.exp2(-exponent) / 6.283185307179586
+    angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
+    return tl.cos(angle), tl.sin(angle)
+
+
+@jit
+def copy(source, target, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy the numbers of a head."""
+    i = tl.arange(0, BLOCK)
+    tl.store(target + i, tl.load(source + i, mask=i < D), mask=i < D)
+
+
+@jit
+def turn(source, target, cos, sin, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy a head, turned by the angles of its token."""
+    i = tl.arange(0, BLOCK)
+    inside = i < D // 2
+    first = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + D // 2 + i, mask=inside, other=0.0).to(tl.float32)
+    dtype = target.dtype.element_ty
+    tl.store(target + i, (first * cos - second * sin).to(dtype), mask=inside)
+    tl.store(target + D // 2 + i, (second * cos + first * sin).to(dtype), mask=inside)
+
+
+@jit(do_not_specialize=["batch", "num_tokens", "max_seq_len", "tail_size", "win_size"])
+def place(
+    q_ptr, k_raw_ptr, v_raw_ptr, k_slc_ptr, v_slc_ptr, k_win_ptr, v_win_ptr,
+    q_st, kc_st, vc_st, ks_st, vs_st, kw_st, vw_st,
+    lengths_ptr, real_ptr, where_ptr, turned_ptr,
+    k_tail_ptr, v_tail_ptr, k_slc_cache_ptr, v_slc_cache_ptr, k_win_cache_ptr, v_win_cache_ptr,
+    batch, num_tokens, max_seq_len, tail_size, win_size, base_high, base_low,
+    HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HAS_REAL: tl.constexpr,
+    HAS_K_RAW: tl.constexpr, HAS_V_RAW: tl.constexpr, HAS_SLC: tl.constexpr, HAS_WIN: tl.constexpr,
+    BDK: tl.constexpr, BDV: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Take one head of one new token to its place; the first head also says where the token stands.
+
+    ``where`` is ``(3, B, T)``: the token's number, whether there was no room for it, and 0.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    b = row // num_tokens
+    t = row % num_tokens
+    before = tl.load(lengths_ptr + b)
+    end = before + num_tokens
+    if HAS_REAL:
+        end = before + tl.load(real_ptr + b)
+    after = tl.minimum(end, max_seq_len)
+    position = before + t
+    token = tl.minimum(position, after - 1)  # padding stands where the last token does
+    h = tl.program_id(1)
+    if h == 0:
+        tl.store(where_ptr + row, token.to(tl.int32))
+        tl.store(where_ptr + batch * num_tokens + row, ((position >= after) & (position < end)).to(tl.int32))
+        tl.store(where_ptr + 2 * batch * num_tokens + row, 0)
+    cos, sin = angles(token, tl.arange(0, HALF), base_high, base_low, DK)
+    if h < HQ:
+        turn(q_ptr + row * q_st + h * DK, turned_ptr + ((b * HQ + h) * num_tokens + t) * DK, cos, sin, DK, HALF)
+    elif position < after:
+        part = (h - HQ) // HKV
+        kv = (h - HQ) % HKV
+        tail = (b * HKV + kv) * (tail_size + 1) + position % tail_size
+        full = (b * HKV + kv) * (max_seq_len + 1) + position
+        ring = (b * HKV + kv) * (win_size + 1) + position % win_size
+        if HAS_K_RAW:
+            if part == 0:
+                copy(k_raw_ptr + row * kc_st + kv * DK, k_tail_ptr + tail * DK, DK, BDK)
+        if HAS_V_RAW:
+            if part == 1:
+                copy(v_raw_ptr + row * vc_st + kv * DV, v_tail_ptr + tail * DV, DV, BDV)
+        if HAS_SLC:
+            if part == 2:
+                turn(k_slc_ptr + row * ks_st + kv * DK, k_slc_cache_ptr + full * DK, cos, sin, DK, HALF)
+        if HAS_SLC:
+            if part == 3:
+                copy(v_slc_ptr + row * vs_st + kv * DV, v_slc_cache_ptr + full * DV, DV, BDV)
+        if HAS_WIN:
+            if part == 4:
+                turn(k_win_ptr + row * kw_st + kv * DK, k_win_cache_ptr + ring * DK, cos, sin, DK, HALF)
+        if HAS_WIN:
+            if part == 5:
+                copy(v_win_ptr + row * vw_st + kv * DV, v_win_cache_ptr + ring * DV, DV, BDV)

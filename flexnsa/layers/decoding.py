@@ -1,0 +1,81 @@
+"""From a layer and a few new tokens to a decoding step that is computed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from flexnsa.attention.decoding import StepInputs
+from flexnsa.attention.triton.decoding.operator import MOST_TOKENS
+from flexnsa.attention.triton.selected import LARGEST_DIM
+from flexnsa.decoding.cache import NSACache
+from flexnsa.layers.compression import as_phi
+from flexnsa.layers.core import Compressors
+from flexnsa.layers.gating import Gate
+from flexnsa.layers.projection import has_no_hooks, is_plain, project_few
+
+MOST_HEADS = 65535
+"""Programs of CUDA's second dimension: (row, kv head, token)."""
+
+
+def takes_step(
+    x: Tensor, cache: NSACache, maps: Iterable[nn.Linear], gate: nn.Module, compressors: Compressors
+) -> bool:
+    """Tell whether a step can be computed at once: few tokens, and modules that are what they look like.
+
+    Whatever else a layer is made of (hooks, biases, other compressors, autocast) goes branch by branch, as does what is
+    counted.
+    """
+    tokens = x.shape[1]
+    if tokens > min(MOST_TOKENS, cache.max_rewind) or cache.reads is not None or max(_dims(cache)) > LARGEST_DIM:
+        return False
+    if tokens * x.shape[0] * cache.num_kv_heads > MOST_HEADS or torch.is_autocast_enabled(x.device.type):
+        return False
+    linears = list(maps)
+    parameters = [linear.weight for linear in linears]
+    for compressor in compressors:
+        if compressor is not None:
+            phi = as_phi(compressor)
+            if phi is None:
+                return False
+            parameters += phi.parameters
+    plain = type(gate) is Gate and has_no_hooks(gate) and all(map(is_plain, linears))
+    return plain and all(y.dtype == x.dtype == cache.dtype and y.is_contiguous() for y in parameters)
+
+
+def step_inputs(
+    x: Tensor,
+    cache: NSACache,
+    lengths: Tensor | None,
+    maps: Mapping[str, nn.Linear],
+    gate: Gate,
+    compressors: Compressors,
+    *,
+    rope_base: float,
+) -> StepInputs:
+    """Project the tokens, and lay out all else that the step needs."""
+    rows = dict(zip(maps, project_few(x, list(maps.values())), strict=True))
+    return StepInputs(
+        q=rows["q"],
+        k={tag: rows[f"k_{tag}"] for tag in cache.branches},
+        v={tag: rows[f"v_{tag}"] for tag in cache.branches},
+        gates=rows["gate"],
+        gate=gate.kind,
+        phi_k=as_phi(compressors.k),
+        phi_v=as_phi(compressors.v),
+        buffers=cache.buffers,
+        lengths=cache.lengths,
+        reached=cache.reached,
+        new_lengths=lengths,
+        max_seq_len=cache.max_seq_len,
+        num_heads=gate.num_heads,
+        config=cache.config,
+        scale=cache.head_dim**-0.5,
+        rope_base=rope_base,
+    )
+
+
+def _dims(cache: NSACache) -> tuple[int, int]:
+    return cache.head_dim, cache.v_head_dim

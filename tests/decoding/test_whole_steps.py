@@ -1,0 +1,68 @@
+"""A step by the kernels that take all of it, run by Triton's interpreter and on a GPU, against whole rows by the oracle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import triton_decoding
+from tests.support.triton_decoding import CASES, run
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("triton")
+    path = tmp_path_factory.mktemp("interpreted") / "results.pt"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, triton_decoding.__file__, str(path)], env=environment, check=True)
+    return torch.load(path)
+
+
+def assert_right(name: str, found: dict[str, Any]) -> None:
+    """As near to float64 as the oracle in the same precision, and the same blocks."""
+    case = CASES[name]
+    assert found["lengths"] == [
+        prompt + sum(counts) - case.take_back * (len(counts) - 1)
+        for prompt, counts in zip(case.prompts, zip(*case.steps, strict=True), strict=True)
+    ]
+    if "blocks" in found:
+        assert torch.equal(found["blocks"], found["exact_blocks"])
+    plain, ours = (_distance(found[key], found["exact"]) for key in ("plain", "out"))
+    assert ours <= 1.5 * plain, (ours, plain)
+    resolution = torch.finfo(case.dtype).eps
+    for kept, exact in found["buffers"]:
+        torch.testing.assert_close(kept, exact, rtol=4 * resolution, atol=4 * resolution)
+
+
+def _distance(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_equal_whole_rows_and_select_the_same_blocks(name: str, interpreted: dict[str, Any]) -> None:
+    assert_right(name, interpreted[name])
+
+
+def test_tokens_that_find_no_room_are_no_numbers_and_not_kept(interpreted: dict[str, Any]) -> None:
+    found = interpreted["over the end"]
+    assert found["out"].isnan().all(-1).tolist() == [[False, True], [False, False]]
+    kept = found["out"].isfinite()
+    torch.testing.assert_close(found["out"][kept], found["whole"][kept], rtol=0, atol=1e-6)
+    assert found["lengths"] == [10, 5]
+
+
+def test_a_compiled_step_is_one_graph_that_writes_to_the_cache(interpreted: dict[str, Any]) -> None:
+    assert interpreted["compiled"] == {"same": True, "graphs": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_kernels_equal_whole_rows_and_select_the_same_blocks(name: str) -> None:
+    assert_right(name, run(CASES[name], "cuda"))

@@ -1,0 +1,251 @@
+"""Cases of decoding by the kernels that take a whole step, and what these make of them.
+
+The interpreter is chosen when Triton is first imported, so on a CPU the kernels run in a process of their own. This file
+is its script: it writes to the path given what they returned for every case.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from flexnsa import NativeSparseAttention, NSACache, NSAConfig
+from flexnsa.attention.decoding import StepInputs
+from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.attention.seam import given
+from flexnsa.geometry import BRANCHES
+from tests.support.interpreter import teach_bfloat16
+
+DIM = 24
+SMALLEST = NSAConfig(
+    compress_block_size=4, compress_stride=2, select_block_size=8, num_selected_blocks=3, window_size=5
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Rows that take a prompt at once and then some tokens at a time.
+
+    Args:
+        steps: for every step, how many tokens each row takes; rows that take fewer than the most are padded.
+        prompts: tokens of each row before that.
+        take_back: tokens to forget again after each step but the last, which the next one brings anew.
+    """
+
+    steps: tuple[tuple[int, ...], ...]
+    prompts: tuple[int, ...]
+    config: NSAConfig = SMALLEST
+    heads: tuple[int, int, int, int] = (2, 1, 16, 16)
+    compression: str = "mlp"
+    gate: str = "sigmoid"
+    branches: tuple[str, ...] = BRANCHES
+    dtype: torch.dtype = torch.float32
+    take_back: int = 0
+
+    def layer(self) -> NativeSparseAttention:
+        """Make the layer, with gates and blocks that differ."""
+        torch.manual_seed(0)
+        query_heads, kv_heads, dk, dv = self.heads
+        layer = NativeSparseAttention(
+            DIM,
+            query_heads,
+            kv_heads,
+            dk,
+            v_head_dim=dv,
+            config=self.config,
+            compression=self.compression,
+            gate=self.gate,
+            branches=self.branches,
+        ).requires_grad_(False)
+        layer.gate.linear.weight.normal_()
+        return layer.to(self.dtype)
+
+    def tokens(self) -> Tensor:
+        """Draw the inputs of all tokens that a row ever sees."""
+        length = max(self.prompts) + sum(map(max, self.steps))
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(len(self.prompts), length, DIM, generator=generator).to(self.dtype)
+
+
+ALONE = ((1,),)
+EVERY = replace(SMALLEST, num_selected_blocks=16)
+"""Every block: with rounded scores there is nothing to choose that rounding could choose otherwise."""
+CASES = {
+    "every residue": Case(steps=ALONE * 13, prompts=(1,)),
+    "from nothing, ragged": Case(
+        steps=((1, 0, 1), (1, 1, 1), (0, 1, 1)) * 2, prompts=(0, 17, 3), heads=(4, 2, 16, 16)
+    ),
+    "eight at once": Case(steps=((8, 3), (8, 8), (1, 8), (5, 0)), prompts=(9, 30), heads=(6, 2, 16, 24)),
+    "taken back": Case(steps=((5, 5),) * 4, prompts=(11, 20), take_back=3),
+    "linear, softmax, three heads": Case(
+        steps=((2,),) * 6, prompts=(13,), heads=(3, 1, 24, 16), compression="linear", gate="softmax"
+    ),
+    "mean, no overlap": Case(
+        steps=ALONE * 9,
+        prompts=(12,),
+        compression="mean",
+        config=replace(SMALLEST, compress_block_size=4, compress_stride=4),
+    ),
+    "compressed longer than selected": Case(
+        steps=ALONE * 7,
+        prompts=(29,),
+        config=NSAConfig(
+            compress_block_size=12, compress_stride=2, select_block_size=4, num_selected_blocks=5, window_size=7
+        ),
+    ),
+    "compressed alone": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp",)),
+    "selected alone": Case(steps=ALONE * 5, prompts=(30,), branches=("slc",)),
+    "window alone": Case(steps=ALONE * 3, prompts=(20,), branches=("win",)),
+    "window and compressed": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "win")),
+    "bf16, 16 heads of 64": Case(
+        steps=((1, 1),) * 4, prompts=(14, 37), heads=(16, 1, 64, 64), config=EVERY, dtype=torch.bfloat16
+    ),
+    "fp16, 6 heads of 32": Case(
+        steps=ALONE * 4, prompts=(19,), heads=(6, 1, 32, 32), config=EVERY, dtype=torch.float16
+    ),
+    "more heads than a tile": Case(steps=((8,),), prompts=(19,), heads=(20, 1, 16, 16)),
+}
+
+
+def run(case: Case, device: str = "cpu") -> dict[str, Any]:
+    """Decode, and compute the same on whole rows by the oracle, in the case's precision and in float64."""
+    layer, x = case.layer().to(device), case.tokens().to(device)
+    layer.impl = "reference"
+    wholes = {"plain": layer(x)}
+    with recording(IMPLEMENTATIONS, "reference") as chosen:
+        wholes["exact"] = layer.double()(x.double())
+    layer.to(case.dtype)
+    out, blocks, cache = decode(case, layer, x)
+    rows = [(b, t) for b, steps in enumerate(zip(*case.steps, strict=True)) for t in range(case.prompts[b], _end(case, b, steps))]
+    b, t = torch.tensor(rows, device=device).T
+    results: dict[str, Any] = {name: whole[b, t].cpu() for name, whole in wholes.items()}
+    results |= {"out": out[b, t].cpu(), "lengths": cache.lengths.tolist(), "reached": cache.reached.tolist()}
+    if chosen:
+        results |= {"blocks": blocks[b, :, t].cpu(), "exact_blocks": chosen[0][b, :, t].cpu()}
+    layer.impl = "reference"
+    again = layer.new_cache(len(x), x.shape[1], max_rewind=cache.max_rewind)
+    layer(x, cache=again, lengths=cache.lengths)
+    results["buffers"] = [(ours.cpu(), _held(again, name).cpu()) for name in cache.buffers if (ours := _held(cache, name)) is not None]
+    return results
+
+
+def decode(case: Case, layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor, Tensor, NSACache]:
+    """Give the outputs and the selected blocks of all decoded tokens, where they stand, and the cache."""
+    device, most = x.device, max(map(max, case.steps))
+    cache = layer.new_cache(len(x), x.shape[1], max_rewind=max(most, case.take_back))
+    prompts = torch.tensor(case.prompts, device=device)
+    layer.impl = "reference"
+    if max(case.prompts):
+        layer(x[:, : max(case.prompts)], cache=cache, lengths=prompts)
+    layer.impl = "triton"
+    out = torch.full_like(x, torch.nan)
+    config, kv_heads = case.config, case.heads[1]
+    blocks = torch.full((*x.shape[:2], kv_heads, config.num_selected_blocks), -2, device=device).transpose(1, 2)
+    done = prompts
+    with recording_steps() as chosen:
+        for number, counts in enumerate(case.steps):
+            lengths = torch.tensor(counts, device=device)
+            index = (done[:, None] + torch.arange(max(counts), device=device)).clamp_max(x.shape[1] - 1)
+            row = torch.arange(len(x), device=device)[:, None]
+            found = layer(x[row, index], cache=cache, lengths=lengths)
+            for b, count in enumerate(counts):
+                first = int(done[b])
+                out[b, first : first + count] = found[b, :count]
+                if chosen:
+                    blocks[b, :, first : first + count] = chosen[-1][b, :, :count].to(blocks.dtype)
+            done = done + lengths
+            if case.take_back and number + 1 < len(case.steps):
+                done = done - case.take_back
+                cache.crop(done)
+    return out, blocks, cache
+
+
+def _end(case: Case, row: int, steps: tuple[int, ...]) -> int:
+    return case.prompts[row] + sum(steps) - case.take_back * (len(steps) - 1)
+
+
+def _held(cache: NSACache, name: str) -> Tensor | None:
+    """Give what a full buffer holds of the first row; of a ring buffer, nothing but its last token."""
+    length, kind = int(cache.lengths[0]), name.partition("_")[2]
+    buffer = cache.buffers[name][0]
+    if kind == "slc":
+        return buffer[:, :length]
+    if kind == "cmp":
+        config = cache.config
+        return buffer[:, : max(0, (length - config.compress_block_size) // config.compress_stride + 1)]
+    return buffer[:, (length - 1) % (buffer.shape[1] - 1)]
+
+
+@contextmanager
+def recording_steps() -> Iterator[list[Tensor]]:
+    """List the blocks that every step of the kernels selects; fail where one goes branch by branch."""
+    implementation, chosen = CACHED_IMPLEMENTATIONS["triton"], list[Tensor]()
+
+    def step(inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        out, blocks = given(implementation.step)(inputs)
+        if blocks is not None:
+            chosen.append(blocks)
+        return out, blocks
+
+    none: Any = None
+    only = replace(implementation, compressed=none, select=none, selected=none, window=none, step=step)
+    with mock.patch.dict(CACHED_IMPLEMENTATIONS, triton=only):
+        yield chosen
+
+
+@contextmanager
+def recording(table: dict[str, Any], impl: str) -> Iterator[list[Tensor]]:
+    """List the blocks that an implementation selects."""
+    implementation, chosen = table[impl], list[Tensor]()
+
+    def select(*args: Any) -> Tensor:
+        chosen.append(implementation.select(*args))
+        return chosen[-1]
+
+    with mock.patch.dict(table, {impl: replace(implementation, select=select)}):
+        yield chosen
+
+
+def run_over_the_end() -> dict[str, Any]:
+    """Take steps of two rows, one of which has no room, without the check that a compiled step cannot make."""
+    case = Case(steps=((2, 2),), prompts=(9, 3))
+    layer, x = case.layer(), case.tokens()
+    cache = layer.new_cache(2, 10, max_rewind=2)
+    layer.impl = "reference"
+    layer(x[:, :9], cache=cache, lengths=torch.tensor(case.prompts))
+    whole = layer(x)
+    layer.impl = "triton"
+    with mock.patch.object(NSACache, "make_room"):
+        out = layer(x[torch.arange(2)[:, None], torch.tensor([[9, 10], [3, 4]])], cache=cache)
+    return {"out": out, "whole": torch.stack([whole[0, 9:11], whole[1, 3:5]]), "lengths": cache.lengths.tolist()}
+
+
+def run_compiled() -> dict[str, Any]:
+    """Compile a step once and take ten, beside eager ones."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    case = Case(steps=ALONE * 10, prompts=(7,))
+    layer, x = case.layer(), case.tokens()
+    layer.impl = "triton"
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    caches = [layer.new_cache(1, x.shape[1]) for _ in range(2)]
+    same = []
+    for t in range(10):
+        eager, graph = (step(x[:, t : t + 1], cache=cache) for step, cache in zip((layer, compiled), caches, strict=True))
+        same.append(torch.equal(eager, graph))
+    kept = all(torch.equal(caches[0].buffers[name], caches[1].buffers[name]) for name in caches[0].buffers)
+    return {"same": all(same) and kept, "graphs": counter.frame_count}
+
+
+if __name__ == "__main__":
+    teach_bfloat16()
+    found: dict[str, Any] = {name: run(case) for name, case in CASES.items()}
+    torch.save(found | {"over the end": run_over_the_end(), "compiled": run_compiled()}, sys.argv[1])
