@@ -121,8 +121,8 @@ def native_sparse_attention(
         mask_mod: ``(b, h, q_idx, kv_idx)`` to bool, likewise: False bans a key that the branch would show. A query all
             of whose keys are banned has output 0.
         branches: any of ``cmp``, ``slc``, ``win``; the others are neither computed nor added.
-        impl: ``"flex"``, ``"triton"``, ``"cudnn"``, ``"sdpa"`` or ``"reference"``; ``"auto"`` is sdpa where there is no
-            CUDA, and there triton, or flex with a mod or a head dimension above 256.
+        impl: ``"flex"``, ``"triton"``, ``"sdpa"`` or ``"reference"``; ``"auto"`` is sdpa where there is no CUDA, and
+            there triton, or flex with a mod or a head dimension above 256.
         return_aux: return ``(out, NSAAux)``.
         recompute: any of ``branches``, to run once more in backward: neither their outputs nor what their kernels keep
             then waits for it, only q, keys, values and gates. Blocks are selected once all the same.

@@ -26,8 +26,7 @@ FLOORS = (
     "flexnsa/attention/__init__ flexnsa/attention/decoding flexnsa/attention/seam flexnsa/attention/compilation flexnsa/attention/operators"
     " flexnsa/attention/footprint",
     "flexnsa/attention/scoring flexnsa/attention/selection flexnsa/attention/threads flexnsa/attention/tiles",
-    "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton"
-    " flexnsa/attention/cudnn",
+    "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton",
     "flexnsa/attention/implementations",
     "flexnsa/functional",
     # modules
@@ -48,7 +47,7 @@ FLOORS = (
 )
 """From the ground up. A file imports from its own floor and those below it."""
 
-IMPLEMENTATIONS = ("reference", "sdpa", "flex", "triton", "cudnn")
+IMPLEMENTATIONS = ("reference", "sdpa", "flex", "triton")
 
 KERNELS = "flexnsa/attention/triton/kernels"
 NOT_STRICT = {

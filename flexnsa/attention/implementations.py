@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from flexnsa.argument_checks import check_mods
 from flexnsa.attention import reference
-from flexnsa.attention.cudnn import compressed as cudnn
 from flexnsa.attention.flex import branches as flex
 from flexnsa.attention.flex import decoding as flex_decoding
 from flexnsa.attention.flex.kernels import check_input
@@ -36,14 +35,6 @@ SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window)
 FLEX = Implementation(
     flex.compressed, triton_select.select, flex.selected, flex.window, check_input=check_input, cpu_backward=False
 )
-
-
-def _cudnn_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
-    """Attend to the compressed tokens of long whole sequences by cuDNN, to those of others by FlexAttention."""
-    attend_to = cudnn.compressed if cudnn.fits(q, v_cmp, call) else flex.compressed
-    return attend_to(q, k_cmp, v_cmp, call)
-
-
 TRITON = replace(
     FLEX,
     selected=triton_selected.selected,
@@ -51,19 +42,13 @@ TRITON = replace(
     check_input=triton_selected.check_input,
     takes_mods=False,
 )
-CUDNN = replace(
-    TRITON,
-    compressed=_cudnn_compressed,
-    check_input=functools.partial(triton_selected.check_input, impl="cudnn"),
-)
 
-IMPLEMENTATIONS = {"flex": FLEX, "triton": TRITON, "cudnn": CUDNN, "sdpa": SDPA, "reference": REFERENCE}
+IMPLEMENTATIONS = {"flex": FLEX, "triton": TRITON, "sdpa": SDPA, "reference": REFERENCE}
 FLEX_CACHED = replace(
     FLEX, compressed=flex_decoding.compressed, selected=flex_decoding.selected, window=flex_decoding.window
 )
 CACHED_IMPLEMENTATIONS = {
     "flex": FLEX_CACHED,
-    "cudnn": FLEX_CACHED,
     "triton": replace(FLEX_CACHED, step=triton_decoding.step),
     "sdpa": Implementation(
         sdpa_decoding.compressed, sdpa_decoding.select, sdpa_decoding.selected, sdpa_decoding.window

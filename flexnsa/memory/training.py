@@ -45,7 +45,7 @@ def estimate_training(
         seq_len: tokens of a sequence.
         batch_size: sequences.
         precision: ``"fp32"``, or ``"bf16"`` for autocast; parameters are fp32 either way.
-        impl: ``"sdpa"``, or ``"flex"``, ``"triton"`` or ``"cudnn"`` on a GPU; dense attention ignores it.
+        impl: ``"sdpa"``, or ``"flex"`` or ``"triton"`` on a GPU; dense attention ignores it.
         fused_norm: RMSNorm is one kernel that keeps its input alone, as on CUDA; elsewhere it keeps a normed copy too.
         optimizer: count AdamW's two moments in the peak.
         compiled: layers run through ``torch.compile``, which keeps each number once and no sum that it can add again.

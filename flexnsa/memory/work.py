@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from flexnsa.attention.cudnn import footprint as cudnn
 from flexnsa.attention.flex.footprint import FOOTPRINT as FLEX
 from flexnsa.attention.footprint import AttentionSizes, Footprint
 from flexnsa.attention.sdpa.footprint import FOOTPRINT as SDPA
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
-from flexnsa.geometry import num_compressed
+from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.memory.weights import DENSE, JOINED, LINEAR, compressor_maps, layer_weights, v_dim
 from flexnsa.models.config import DecoderConfig
 from flexnsa.models.loss import rows_at_once
 
-FOOTPRINTS: dict[str, Callable[[str, AttentionSizes], Footprint]] = {
-    "sdpa": lambda _tag, _sizes: SDPA,
-    "flex": lambda _tag, _sizes: FLEX,
-    "triton": lambda tag, _sizes: FLEX if tag == "cmp" else TRITON,
-    "cudnn": lambda tag, sizes: TRITON if tag != "cmp" else cudnn.FOOTPRINT if cudnn.fits(sizes) else FLEX,
+FOOTPRINTS: dict[str, dict[str, Footprint]] = {
+    "sdpa": dict.fromkeys(BRANCHES, SDPA),
+    "flex": dict.fromkeys(BRANCHES, FLEX),
+    "triton": {"cmp": FLEX, "slc": TRITON, "win": TRITON},
 }
 """The implementations whose memory is known in closed form: by branch, as they are composed of kernels."""
 
@@ -162,7 +159,7 @@ class Work:
 
     def footprint(self, tag: str) -> Footprint:
         """That of a branch."""
-        return FOOTPRINTS[self.impl](tag, self.sizes)
+        return FOOTPRINTS[self.impl][tag]
 
     def rebuilt(self, tag: str) -> int:
         """What a branch that is run again leaves to backward, beside its inputs, when its turn comes."""

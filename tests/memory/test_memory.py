@@ -180,7 +180,7 @@ def test_one_decoded_token_reads_what_the_branches_show() -> None:
         ({"seq_len": 0}, "seq_len: expected"),
         ({"batch_size": -1}, "batch_size: expected"),
         ({"precision": "fp8"}, "precision: expected one of 'fp32', 'bf16', got 'fp8'"),
-        ({"impl": "reference"}, "impl: expected one of 'sdpa', 'flex', 'triton', 'cudnn', got 'reference'"),
+        ({"impl": "reference"}, "impl: expected one of 'sdpa', 'flex', 'triton', got 'reference'"),
     ],
 )
 def test_wrong_arguments_are_named(wrong: dict[str, Any], message: str) -> None:

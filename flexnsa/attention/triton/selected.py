@@ -64,19 +64,19 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     return Attended(out, lse)
 
 
-def check_input(name: str, x: Tensor, *, impl: str = "triton") -> None:
+def check_input(name: str, x: Tensor) -> None:
     """Refuse what the kernels cannot take, in words that say so.
 
     Raises:
         ValueError: a dtype, head dimension or device for which there is no kernel.
     """
     if x.device.type != "cuda":
-        raise ValueError(f"{name}: expected a CUDA device with impl={impl!r}, got {x.device}")
+        raise ValueError(f"{name}: expected a CUDA device with impl='triton', got {x.device}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{name}: expected float32, bfloat16 or float16 with impl={impl!r}, got {x.dtype}")
+        raise ValueError(f"{name}: expected float32, bfloat16 or float16 with impl='triton', got {x.dtype}")
     if x.dim() == 4 and not LEAST_DIM <= x.shape[-1] <= LARGEST_DIM:
         expected = f"a head dimension of {LEAST_DIM} .. {LARGEST_DIM}"
-        raise ValueError(f"{name}: expected {expected} with impl={impl!r}, got {x.shape[-1]}")
+        raise ValueError(f"{name}: expected {expected} with impl='triton', got {x.shape[-1]}")
 
 
 def chunk_of(bytes_of_query: int) -> int:

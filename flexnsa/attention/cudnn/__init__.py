@@ -1,1 +1,0 @@
-"""What plain attention can compute of a branch, by the kernels that torch brings along."""

@@ -1,0 +1,58 @@
+"""Several maps as one product: what it gives, and which maps may not share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from flexnsa import NativeSparseAttention
+from flexnsa.layers.projection import is_plain, project, project_together
+from tests.support.inputs import SMALL
+
+
+def test_one_product_gives_what_many_give_and_leaves_hooks_alone() -> None:
+    layer = NativeSparseAttention(32, 6, 2, 8, config=SMALL)
+    linears = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)][:8]
+    assert len(linears) == 8
+    x = torch.randn(2, 10, 32)
+    together = project_together(x, [linear.weight for linear in linears])
+    for got, linear in zip(together, linears, strict=True):
+        torch.testing.assert_close(got, linear(x), rtol=1e-5, atol=1e-6)
+        assert got.stride(1) % 64 == 0
+    seen: list[object] = []
+    linears[1].register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    assert project(x, linears)[1] is seen[0]
+
+
+def plain() -> torch.nn.Linear:
+    return torch.nn.Linear(4, 4, bias=False)
+
+
+def hooked() -> torch.nn.Linear:
+    linear = plain()
+    linear.register_forward_hook(lambda *_: None)
+    return linear
+
+
+def patched() -> torch.nn.Linear:
+    linear = plain()
+    linear.forward = torch.relu
+    return linear
+
+
+class Packed(torch.Tensor):
+    """Numbers that only the product itself knows how to read, as of a quantized weight."""
+
+
+def packed() -> torch.nn.Linear:
+    linear = plain()
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Packed))
+    return linear
+
+
+@pytest.mark.parametrize("make", [hooked, patched, packed, lambda: torch.nn.Linear(4, 4)])
+def test_only_plain_maps_share_a_product(make: Callable[[], torch.nn.Linear]) -> None:
+    assert is_plain(plain())
+    assert not is_plain(make())
