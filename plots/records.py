@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 COMMANDS = {
-    "h200.json": "python -m benchmarks attention.gpu --memory-at 131072 4096 2048 --json benchmarks/results/h200.json",
     "training_h200.json": "python -m benchmarks training.throughput --json benchmarks/results/training_h200.json",
     "attention_h200.json": "python -m benchmarks attention.gpu --json benchmarks/results/attention_h200.json",
     "cpu_throughput.json": "make record",
@@ -41,7 +41,10 @@ class Record:
         count = environment["threads"]
         on_cpu = "cpu" in str(self.content.get("setting", "cpu"))
         threads = f"{count} thread{'s' * (count != 1)}, " if on_cpu else ""
-        return f"{environment['device']}, {threads}torch {environment['torch']}, commit {environment['commit']}"
+        commits = Counter(point.get("commit", environment["commit"]) for point in self.content["points"])
+        commits.pop(environment["commit"], None)
+        others = "".join(f", {count} points of {commit}" for commit, count in commits.items())
+        return f"{environment['device']}, {threads}torch {environment['torch']}, commit {environment['commit']}{others}"
 
     def shapes(self) -> str:
         """Name the shape of all points."""

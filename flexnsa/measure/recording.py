@@ -20,7 +20,8 @@ class Recording:
     Args:
         path: the file, whose folder is made; None keeps everything in memory.
         about: what was measured, and how, in words.
-        keep: go on from the points that the file holds already, such as those of an earlier, stopped run.
+        keep: go on from the points that the file holds already, such as those of an earlier, stopped run. They say
+            their commit, if it is another.
         commit: state of the code; by default that of the git checkout that holds this file.
     """
 
@@ -30,7 +31,7 @@ class Recording:
         if path is None:
             return
         if keep and path.exists():
-            self.content["points"] = json.loads(path.read_text())["points"]
+            self.content["points"] = _with_commit(json.loads(path.read_text()), self.content["environment"]["commit"])
         path.parent.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -60,6 +61,12 @@ class Recording:
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_text(json.dumps(self.content, indent=1) + "\n")
         temporary.replace(self.path)
+
+
+def _with_commit(earlier: dict[str, Any], now: str | None) -> list[dict[str, Any]]:
+    """Points of an earlier recording; where its commit is not that of now, they say it."""
+    commit = earlier["environment"]["commit"]
+    return [point if commit == now else {"commit": commit} | point for point in earlier["points"]]
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
