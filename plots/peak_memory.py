@@ -14,7 +14,7 @@ Curve = list[tuple[int, float]]
 
 def on_gpu(results: Results) -> Figure:
     """From the allocator of a GPU, which counts from after the inputs: they are added."""
-    record = results.load("h200.json")
+    record = results.load("attention_h200.json")
     points = [point for point in record.points("whole") if "peak_mib" in point]
     curves = {
         name: [(p["seq_len"], p["peak_mib"] + p["inputs_mib"]) for p in points if p["name"] == name] for name in NAMES

@@ -23,11 +23,11 @@ PHASES = {
 
 def on_gpu(results: Results) -> Figure:
     """Stacked bars, forward and backward, one a length."""
-    record = results.load("h200.json")
+    record = results.load("attention_h200.json")
     lengths = sorted({point["seq_len"] for point in record.points("phase")})
     if not lengths:
         raise NotRecordedError(
-            "h200.json has no phases; python -m benchmarks attention.gpu without --quick records them."
+            "attention_h200.json has no phases; python -m benchmarks attention.gpu without --quick records them."
         )
     caption = (
         "Medians of each phase run alone, compiled; whole: NSA with compression in one compiled call, in the same run. "

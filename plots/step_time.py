@@ -19,7 +19,7 @@ Curves = dict[str, dict[int, float]]
 
 def on_gpu(results: Results) -> Figure:
     """Medians over CUDA events."""
-    return _draw(results.load("h200.json"))
+    return _draw(results.load("attention_h200.json"))
 
 
 def on_cpu(results: Results) -> Figure:

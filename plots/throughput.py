@@ -23,26 +23,35 @@ def on_gpu(results: Results) -> Figure:
         if "tokens_per_s" in point:
             curves = models.setdefault(point["model"], {name: {} for name in COLOURS})
             curves[point["attention"]][point["seq_len"]] = point["tokens_per_s"]
-    models = {name: curves for name, curves in models.items() if all(curves.values())}
+    models = {name: curves for name, curves in models.items() if _ratios(curves)}
     if not models:
         raise NotRecordedError("The measurements hold no training of NSA beside dense attention.")
     caption = (
         "Medians of whole training steps of 65,536 tokens, bf16 under autocast, layers compiled, nothing checkpointed; "
         f"above the lengths, how many times the tokens of its dense twin a model with NSA trains on. {record.where()}."
     )
-    if "note" in record.content:
-        caption += f" {record.content['note']}"
-    title = "Training goes on at nearly the same speed as rows grow longer"
-    result, axes = figure(title, caption, size=(11, 4.6), columns=len(models))
+    result, axes = figure(_headline(models), caption, size=(11, 4.6), columns=len(models))
     for ax, (name, curves) in zip([axes] if len(models) == 1 else axes, models.items(), strict=True):
         _panel(ax, curves)
         ax.set_title(name, fontsize=10.5)
     return result
 
 
+def _ratios(curves: Curves) -> dict[int, float]:
+    """By length, how many times the tokens of its dense twin a model with NSA trains on."""
+    both = sorted(curves["nsa"].keys() & curves["dense"].keys())
+    return {length: curves["nsa"][length] / curves["dense"][length] for length in both}
+
+
+def _headline(models: dict[str, Curves]) -> str:
+    longest = [max(_ratios(curves).items()) for curves in models.values()]
+    times = " and ".join(f"{ratio:.1f}" for _, ratio in longest)
+    return f"At the greatest length NSA trains {times} times as fast as dense attention"
+
+
 def _panel(ax: Axes, curves: Curves) -> None:
-    lengths = sorted(set(curves["nsa"]) & set(curves["dense"]))
-    length_axes(ax, lengths, room=1.25)
+    ratios = _ratios(curves)
+    length_axes(ax, list(ratios), room=1.25)
     ax.set_yscale("linear")
     ax.yaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens / 1000:g}k"))
     ax.set_ylabel("tokens a second")
@@ -50,8 +59,7 @@ def _panel(ax: Axes, curves: Curves) -> None:
         points = sorted(curve.items())
         ax.plot(*zip(*points, strict=True), color=COLOURS[name], marker="o", linewidth=2.2, label=NAMES[name])
     ax.set_ylim(0, 1.18 * max(max(curve.values()) for curve in curves.values()))
-    for length in lengths:
-        ratio = curves["nsa"][length] / curves["dense"][length]
+    for length, ratio in ratios.items():
         top = max(curve[length] for curve in curves.values())
         ax.annotate(f"{ratio:.2f}x", (length, top), (0, 7), textcoords="offset points", ha="center", fontsize=9)
     ax.legend(loc="lower left", frameon=False)

@@ -71,6 +71,23 @@ def test_the_table_of_the_h200_is_what_was_recorded(page: Path) -> None:
         assert memory == f"{points[-1]['peak_mib'] / 1024:.1f} GiB"
 
 
+def test_the_table_of_training_is_what_was_recorded() -> None:
+    recorded = {
+        (point["model"], point["attention"], point["seq_len"]): point
+        for point in json.loads((ROOT / "benchmarks/results/training_h200.json").read_text())["points"]
+    }
+    page = (ROOT / "docs" / "performance.md").read_text()
+    rows = re.findall(r"^\| (?:.*, NSA|its dense twin|NSA / dense) \| (.*) \|$", page, re.MULTILINE)
+    expected = []
+    for model in ("m7c-125m", "16 heads of 128"):
+        nsa, dense = ([recorded[model, kind, 1024 * k] for k in (4, 8, 16, 32, 64)] for kind in ("nsa", "dense"))
+        expected += [
+            [f"{x['tokens_per_s'] / 1e3:.0f}, {x['peak_mib'] / 1024:.1f}" for x in row] for row in (nsa, dense)
+        ]
+        expected += [[f"{x['tokens_per_s'] / y['tokens_per_s']:.2f}" for x, y in zip(nsa, dense, strict=True)]]
+    assert [cells.split(" | ") for cells in rows] == expected
+
+
 def anchors(text: str) -> set[str]:
     """Give the names under which GitHub finds the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
