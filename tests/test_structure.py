@@ -23,8 +23,8 @@ FLOORS = (
     "flexnsa/masks",
     "flexnsa/mods flexnsa/packing",
     # attention: the contract, what implementations share, the implementations, the table of them
-    "flexnsa/attention/__init__ flexnsa/attention/decoding flexnsa/attention/seam flexnsa/attention/compilation flexnsa/attention/operators"
-    " flexnsa/attention/footprint",
+    "flexnsa/attention/__init__ flexnsa/attention/decoding flexnsa/attention/seam flexnsa/attention/compilation"
+    " flexnsa/attention/operators flexnsa/attention/footprint",
     "flexnsa/attention/scoring flexnsa/attention/selection flexnsa/attention/threads flexnsa/attention/tiles",
     "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton",
     "flexnsa/attention/implementations",

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness.setting import Setting
 from flexnsa import NativeSparseAttention
-from flexnsa.attention.implementations import attend, choose_implementation
+from flexnsa.attention import implementations
+from flexnsa.attention.implementations import choose_implementation
 from flexnsa.attention.seam import Call, Keys
 from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.models import DenseAttention
@@ -30,8 +31,7 @@ def place(setting: Setting, layer: nn.Module) -> Any:
 class Sparse:
     """NSA's layer, and its attention alone, at any context.
 
-    Attention is all of a layer's step but the maps: where kernels take a step at once, that is rotation, the writing of
-    the cache and compression too.
+    Attention is what follows when the new token is in the cache: scores, selection, the three branches and their sum.
     """
 
     def __init__(self, setting: Setting, batch: int, capacity: int) -> None:
@@ -46,26 +46,36 @@ class Sparse:
         self.token = torch.zeros(batch, 1, dtype=torch.int32, device=setting.device)
         self.implementation = choose_implementation(setting.impl, self.q, modded=False, cached=True)
         self.scale = setting.head_dim**-0.5
+        self.place: Timed = lambda: None
 
     def go_to(self, context: int) -> None:
         """Pretend that so many tokens are in the cache."""
         self.cache.lengths.fill_(context)
         self.token.fill_(context)
+        self.place()
 
     def calls(self) -> dict[str, dict[str, Timed]]:
         """What to time, by part and mode. Kernels that take a step at once leave a compiler nothing to do."""
-        step = self.implementation.step
-        if step is not None:
-            inputs = self.layer.step_inputs(self.x, self.cache)
-            return {
-                "layer": {"eager": lambda: self.layer(self.x, cache=self.cache)},
-                "attention": {"eager": lambda: step(inputs)},
-            }
+        if self.implementation.step is not None:
+            layer = {"eager": lambda: self.layer(self.x, cache=self.cache)}
+            return {"layer": layer, "attention": {"eager": self._attention_at_once()}}
         layer = self.setting.compile(self.layer)
         return {
             "layer": {"compiled": lambda: layer(self.x, cache=self.cache)},
             "attention": {"eager": self._attention, "compiled": self.setting.compile(self._attention)},
         }
+
+    def _attention_at_once(self) -> Timed:
+        from flexnsa.attention.triton.decoding.launch import Work, attend, place
+
+        inputs = self.layer.step_inputs(self.x, self.cache)
+        work, results = Work.of(inputs), inputs.empty_results()
+
+        def call() -> None:
+            attend(inputs, work, *results)
+
+        self.place = lambda: place(inputs, work)
+        return call
 
     def _attention(self) -> Tensor:
         zero, config = torch.zeros_like(self.token), self.setting.config
@@ -73,7 +83,7 @@ class Sparse:
         call = Call(config, self.scale, None, Positions(self.token, zero, zero), window)
         ring = {name: self.cache.buffers[name][:, :, :-1] for name in ("k_win", "v_win")}
         full = {name: self.cache.buffers[name] for name in ("k_cmp", "v_cmp", "k_slc", "v_slc")}
-        out, _ = attend(self.implementation, self.q, Keys(**full, **ring), self.gates, call)
+        out, _ = implementations.attend(self.implementation, self.q, Keys(**full, **ring), self.gates, call)
         return out
 
 

@@ -72,6 +72,14 @@ class StepInputs:
     scale: float
     rope_base: float
 
+    def empty_results(self) -> tuple[Tensor, Tensor]:
+        """Give room for the heads' outputs ``(B, T, Hq * Dv)`` and for the blocks that they select, if any."""
+        (batch, num_tokens), kv_heads = self.q.shape[:2], next(iter(self.buffers.values())).shape[1]
+        width = next(iter(self.v.values())).shape[-1] // kv_heads * self.num_heads
+        selected = self.config.num_selected_blocks if "slc" in self.k else 0
+        blocks = self.lengths.new_empty(batch, kv_heads, num_tokens, selected)
+        return self.q.new_empty(batch, num_tokens, width), blocks
+
 
 StepFunction = Callable[[StepInputs], tuple[Tensor, Tensor | None]]
 """Put the tokens into the cache and attend from them to all of it, without waiting for the device.

@@ -228,11 +228,12 @@ class NativeSparseAttention(nn.Module):
         implementation = choose_implementation(
             self.impl, x, modded=score_mod is not None or mask_mod is not None, cached=True
         )
-        if implementation.step is not None and score_mod is None and mask_mod is None:
-            if takes_step(x, cache, self._maps().values(), self.gate, self._compressors()):
-                cache.make_room(x.shape[1], lengths)
-                out, _ = implementation.step(self.step_inputs(x, cache, lengths))
-                return split_heads(out, self.num_heads)
+        modules = self._maps().values(), self.gate, self._compressors()
+        take_step = None if score_mod or mask_mod else implementation.step
+        if take_step is not None and takes_step(x, cache, *modules):
+            cache.make_room(x.shape[1], lengths)
+            out, _ = take_step(self.step_inputs(x, cache, lengths))
+            return split_heads(out, self.num_heads)
         mod = prepare_mods(score_mod, mask_mod, x, self.num_heads, implementation)
         step = cache.begin(x.shape[1], lengths, ordered=mod is not None)
         heads, compressors = self._project(x), self._compressors()

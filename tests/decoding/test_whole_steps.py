@@ -1,4 +1,4 @@
-"""A step by the kernels that take all of it, run by Triton's interpreter and on a GPU, against whole rows by the oracle."""
+"""Steps by the kernels that take all of one, in Triton's interpreter and on a GPU, against whole rows by the oracle."""
 
 from __future__ import annotations
 

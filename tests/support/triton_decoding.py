@@ -1,7 +1,7 @@
 """Cases of decoding by the kernels that take a whole step, and what these make of them.
 
-The interpreter is chosen when Triton is first imported, so on a CPU the kernels run in a process of their own. This file
-is its script: it writes to the path given what they returned for every case.
+The interpreter is chosen when Triton is first imported, so on a CPU the kernels run in a process of their own. This
+file is its script: it writes to the path given what they returned for every case.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ EVERY = replace(SMALLEST, num_selected_blocks=16)
 """Every block: with rounded scores there is nothing to choose that rounding could choose otherwise."""
 CASES = {
     "every residue": Case(steps=ALONE * 13, prompts=(1,)),
-    "from nothing, ragged": Case(
-        steps=((1, 0, 1), (1, 1, 1), (0, 1, 1)) * 2, prompts=(0, 17, 3), heads=(4, 2, 16, 16)
-    ),
+    "from nothing, ragged": Case(steps=((1, 0, 1), (1, 1, 1), (0, 1, 1)) * 2, prompts=(0, 17, 3), heads=(4, 2, 16, 16)),
     "eight at once": Case(steps=((8, 3), (8, 8), (1, 8), (5, 0)), prompts=(9, 30), heads=(6, 2, 16, 24)),
     "taken back": Case(steps=((5, 5),) * 4, prompts=(11, 20), take_back=3),
     "linear, softmax, three heads": Case(
@@ -123,7 +121,11 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
         wholes["exact"] = layer.double()(x.double())
     layer.to(case.dtype)
     out, blocks, cache = decode(case, layer, x)
-    rows = [(b, t) for b, steps in enumerate(zip(*case.steps, strict=True)) for t in range(case.prompts[b], _end(case, b, steps))]
+    rows = [
+        (b, t)
+        for b, steps in enumerate(zip(*case.steps, strict=True))
+        for t in range(case.prompts[b], _end(case, b, steps))
+    ]
     b, t = torch.tensor(rows, device=device).T
     results: dict[str, Any] = {name: whole[b, t].cpu() for name, whole in wholes.items()}
     results |= {"out": out[b, t].cpu(), "lengths": cache.lengths.tolist(), "reached": cache.reached.tolist()}
@@ -132,7 +134,9 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     layer.impl = "reference"
     again = layer.new_cache(len(x), x.shape[1], max_rewind=cache.max_rewind)
     layer(x, cache=again, lengths=cache.lengths)
-    results["buffers"] = [(ours.cpu(), _held(again, name).cpu()) for name in cache.buffers if (ours := _held(cache, name)) is not None]
+    results["buffers"] = [
+        (ours.cpu(), _held(again, name).cpu()) for name in cache.buffers if (ours := _held(cache, name)) is not None
+    ]
     return results
 
 
@@ -239,7 +243,9 @@ def run_compiled() -> dict[str, Any]:
     caches = [layer.new_cache(1, x.shape[1]) for _ in range(2)]
     same = []
     for t in range(10):
-        eager, graph = (step(x[:, t : t + 1], cache=cache) for step, cache in zip((layer, compiled), caches, strict=True))
+        eager, graph = (
+            step(x[:, t : t + 1], cache=cache) for step, cache in zip((layer, compiled), caches, strict=True)
+        )
         same.append(torch.equal(eager, graph))
     kept = all(torch.equal(caches[0].buffers[name], caches[1].buffers[name]) for name in caches[0].buffers)
     return {"same": all(same) and kept, "graphs": counter.frame_count}

@@ -10,8 +10,8 @@ from flexnsa.attention.tiles.device import cdiv, padded
 
 PROGRAMS = 4
 """Wanted for each multiprocessor: enough for some to load while others compute."""
-MOST_SPLITS = 128
-"""Parts of a branch's keys, each of which leaves rows to be merged."""
+MOST_SPLITS = 32
+"""Parts of the dense branches' keys, each of which leaves rows to be merged."""
 TILE_BYTES = 32 * 1024
 """Of a tile of keys and values."""
 MOST_ROWS = 64
@@ -60,8 +60,9 @@ def step_tiles(
     keys = min(64, max(16, 1 << (TILE_BYTES // row_bytes).bit_length() - 1))
     rows = min(padded(num_tokens * group), MOST_ROWS)
     programs = cdiv(PROGRAMS * multiprocessors, heads)
-    dense = cdiv(programs, cdiv(num_tokens * group, rows))
-    cmp, win = (min(dense, MOST_SPLITS, max(1, cdiv(count, keys))) for count in num_keys)
+    dense = min(cdiv(programs, cdiv(num_tokens * group, rows)), MOST_SPLITS)
+    chunk = max(keys, cdiv(sum(num_keys), dense))
+    cmp, win = (max(1, cdiv(count, chunk)) for count in num_keys)
     per_program = cdiv(num_selected, min(num_selected, cdiv(programs, num_tokens)))
     return StepTiles(
         cmp=cmp,

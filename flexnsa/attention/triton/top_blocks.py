@@ -38,7 +38,6 @@ def write_top_blocks(
     *,
     config: NSAConfig,
     num_warps: int | None = None,
-    two_bits: bool = False,
 ) -> None:
     """Write the selected blocks of the queries ``first_row ..`` into ``out``.
 
@@ -49,7 +48,6 @@ def write_top_blocks(
         first_row: the query that ``scores`` starts with.
         config: the sizes.
         num_warps: warps of one program; by default such that a thread holds at most 32 scores.
-        two_bits: whether to find two bits of the n-th largest score at a time, which pays where programs are few.
     """
     batch, kv_heads, num_queries, num_selected = out.shape
     block_j = padded(scores.width, least=1)
@@ -73,7 +71,6 @@ def write_top_blocks(
         NUM_INIT=config.num_init_blocks,
         NUM_LOCAL=config.num_local_blocks,
         NUM_SELECTED=num_selected,
-        TWO_BITS=two_bits,
         BLOCK_J=block_j,
         BLOCK_N=padded(num_selected, least=1),
         num_warps=num_warps or min(max(block_j // 1024, 1), 32),

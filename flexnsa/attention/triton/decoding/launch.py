@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import struct
 from dataclasses import dataclass
+from functools import partial
 from math import log2
 
 import torch
@@ -14,7 +15,6 @@ from flexnsa.attention.decoding import StepInputs
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.decoding import StepTiles, step_tiles
 from flexnsa.attention.tiles.device import cdiv, multiprocessors, padded
-from flexnsa.attention.triton.decoding.operator import empty_results
 from flexnsa.attention.triton.importance import Band, Scores
 from flexnsa.attention.triton.kernels import decoding_attend, decoding_compress, decoding_merge, decoding_place
 from flexnsa.attention.triton.kernels.decoding_importance import importance_of_scores
@@ -24,8 +24,12 @@ from flexnsa.attention.triton.top_blocks import check_width, write_top_blocks
 from flexnsa.geometry import num_blocks
 from flexnsa.positions import Positions
 
-BLOCK_J = 32
+BLOCK_J = 16
 """Blocks whose importance a program sums: few, so that there are many programs."""
+SCORES = 2048
+"""Scores that a warp has in registers to sum."""
+SELECTING_WARPS = 4
+"""Of a program that selects: more than in training, because few programs hide no latency."""
 MERGED = 2048
 """Numbers of partial rows that a warp adds up."""
 
@@ -33,22 +37,18 @@ MERGED = 2048
 def launch_step(inputs: StepInputs) -> tuple[Tensor, Tensor]:
     """Run a step, and wait for nothing; see :func:`flexnsa.attention.triton.decoding.operator.step`."""
     require_device(inputs.q)
-    out, blocks = empty_results(inputs)
+    out, blocks = inputs.empty_results()
     if not inputs.q.numel():
         return out, blocks
-    work = _Work.of(inputs)
-    _place(inputs, work)
-    _compress(inputs, work)
-    _attend_dense(inputs, work)
-    if "slc" in inputs.k:
-        _select(inputs, work, blocks)
-        _attend_selected(inputs, work, blocks)
-    _merge(inputs, work, out)
+    work = Work.of(inputs)
+    place(inputs, work)
+    compress(inputs, work)
+    attend(inputs, work, out, blocks)
     return out, blocks
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class Work:
     """Sizes, and memory that only the kernels of one step see.
 
     Args:
@@ -93,7 +93,7 @@ class _Work:
         return {"cmp": 0, "win": self.tiles.cmp, "slc": self.tiles.cmp + self.tiles.win}[tag]
 
     @classmethod
-    def of(cls, inputs: StepInputs) -> _Work:
+    def of(cls, inputs: StepInputs) -> Work:
         """Size and allocate."""
         batch, num_tokens = (operator.index(x) for x in inputs.q.shape[:2])
         buffers, q = inputs.buffers, inputs.q
@@ -116,7 +116,7 @@ class _Work:
         )
         rows = tiles.cmp + tiles.slc + tiles.win, batch, inputs.num_heads, num_tokens
         width = aligned(counts[0]) if "slc" in inputs.k else 0
-        float32 = {"dtype": torch.float32, "device": q.device}
+        new = partial(torch.empty, dtype=torch.float32, device=q.device)
         return cls(
             batch,
             num_tokens,
@@ -128,14 +128,14 @@ class _Work:
             tiles,
             where=torch.empty(3, batch, num_tokens, dtype=torch.int32, device=q.device),
             q=q.new_empty(batch, inputs.num_heads, num_tokens, dk),
-            scores=torch.empty(batch, kv_heads, num_tokens, group, width, **float32),
-            part=torch.empty(*rows, dv, **float32),
-            top=torch.empty(rows, **float32),
-            total=torch.empty(rows, **float32),
+            scores=new(batch, kv_heads, num_tokens, group, width),
+            part=new(*rows, dv),
+            top=new(rows),
+            total=new(rows),
         )
 
 
-def _place(inputs: StepInputs, work: _Work) -> None:
+def place(inputs: StepInputs, work: Work) -> None:
     """Turn queries and keys, and put keys and values into their slots."""
     q, k, v, buffers = inputs.q, inputs.k, inputs.v, inputs.buffers
     raw = "cmp" if "cmp" in k else "slc"
@@ -154,7 +154,7 @@ def _place(inputs: StepInputs, work: _Work) -> None:
     )  # fmt: skip
 
 
-def _compress(inputs: StepInputs, work: _Work) -> None:
+def compress(inputs: StepInputs, work: Work) -> None:
     """Make compressed tokens of the blocks that are now complete."""
     phi_k, config, buffers = inputs.phi_k, inputs.config, inputs.buffers
     if phi_k is None:
@@ -194,7 +194,16 @@ def _compress(inputs: StepInputs, work: _Work) -> None:
     )  # fmt: skip
 
 
-def _attend_dense(inputs: StepInputs, work: _Work) -> None:
+def attend(inputs: StepInputs, work: Work, out: Tensor, blocks: Tensor) -> None:
+    """Attend from tokens that are in their places; write the heads' outputs and the selected blocks."""
+    _attend_dense(inputs, work)
+    if "slc" in inputs.k:
+        _select(inputs, work, blocks)
+        _attend_selected(inputs, work, blocks)
+    _merge(inputs, work, out)
+
+
+def _attend_dense(inputs: StepInputs, work: Work) -> None:
     """Attend to the compressed tokens and to the window."""
     buffers, tiles, config = inputs.buffers, work.tiles, inputs.config
     cmp = tiles.cmp if "k_cmp" in buffers else 0
@@ -213,7 +222,7 @@ def _attend_dense(inputs: StepInputs, work: _Work) -> None:
     )  # fmt: skip
 
 
-def _select(inputs: StepInputs, work: _Work, blocks: Tensor) -> None:
+def _select(inputs: StepInputs, work: Work, blocks: Tensor) -> None:
     """Choose the blocks of each query from the scores of its compressed tokens."""
     config, band = inputs.config, Band.of(inputs.config)
     width = aligned(num_blocks(inputs.max_seq_len, config))
@@ -221,21 +230,22 @@ def _select(inputs: StepInputs, work: _Work, blocks: Tensor) -> None:
     own = work.scores.new_empty(work.batch, work.kv_heads, work.num_tokens, width)
     passed = torch.empty_like(own) if any(band.passed) else own
     ratio = config.select_block_size // config.compress_stride
+    group, offsets = padded(work.group, least=1), padded(len(band.own), least=1)
     importance_of_scores[(cdiv(width, BLOCK_J), work.batch * work.kv_heads * work.num_tokens)](
         work.scores, work.top, work.total, work.where, own, passed,
         work.heads, work.num_tokens, work.scores.shape[-1], width,
         HKV=work.kv_heads, G=work.group, LENGTH=config.compress_block_size, STRIDE=config.compress_stride,
-        RATIO=ratio, SPLITS=work.tiles.cmp, EACH_ONCE=band.first == 0 and ratio == padded(ratio, least=1),
+        RATIO=ratio, SPLITS=work.tiles.cmp,
         FIRST=band.first, NUM_OFFSETS=len(band.own), OWN=band.own, PASSED=band.passed, HAS_PASSED=any(band.passed),
-        BG=padded(work.group, least=1), BP=padded(work.tiles.cmp, least=1), BJ=BLOCK_J,
-        BR=padded(ratio, least=1), num_warps=4,
+        BG=group, BP=padded(work.tiles.cmp, least=1), BJ=BLOCK_J, BO=offsets,
+        num_warps=max(1, min(16, group * offsets * BLOCK_J // SCORES)),
     )  # fmt: skip
     scores = Scores(own, passed, work.num_tokens, width, band)
     positions = Positions(work.where[0], work.where[2], work.where[2])
-    write_top_blocks(scores, positions, blocks, 0, config=config, two_bits=True)
+    write_top_blocks(scores, positions, blocks, 0, config=config, num_warps=SELECTING_WARPS)
 
 
-def _attend_selected(inputs: StepInputs, work: _Work, blocks: Tensor) -> None:
+def _attend_selected(inputs: StepInputs, work: Work, blocks: Tensor) -> None:
     tiles, config, buffers = work.tiles, inputs.config, inputs.buffers
     queries, rows = work.batch * work.kv_heads * work.num_tokens, cdiv(work.group, tiles.group_rows)
     decoding_attend.attend_selected[(tiles.slc, queries, rows)](
@@ -247,7 +257,7 @@ def _attend_selected(inputs: StepInputs, work: _Work, blocks: Tensor) -> None:
     )  # fmt: skip
 
 
-def _merge(inputs: StepInputs, work: _Work, out: Tensor) -> None:
+def _merge(inputs: StepInputs, work: Work, out: Tensor) -> None:
     """Weigh and add the branches; count the tokens."""
     gates, tiles = _uniform(inputs.gates), work.tiles
     order = {tag: index for index, tag in enumerate(inputs.k)}
@@ -265,7 +275,7 @@ def _merge(inputs: StepInputs, work: _Work, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def _dims(work: _Work) -> dict[str, object]:
+def _dims(work: Work) -> dict[str, object]:
     dims: dict[str, object] = {"HKV": work.kv_heads, "G": work.group, "DK": work.dk, "DV": work.dv}
     return dims | {"BDK": padded(work.dk), "BDV": padded(work.dv), "PRECISION": precision()}
 
@@ -284,5 +294,3 @@ def _in_two(x: float) -> tuple[float, float]:
 
 def _or(x: Tensor | None, unread: Tensor) -> Tensor:
     return unread if x is None else x
-
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flexnsa.attention.decoding import Phi, StepInputs
@@ -48,9 +47,7 @@ def _decoding_step(
 ) -> tuple[Tensor, Tensor]:
     from flexnsa.attention.triton.decoding.launch import launch_step
 
-    return launch_step(
-        _inputs(lengths, reached, buffers, new_lengths, rows, parameters, words, integers, numbers)
-    )
+    return launch_step(_inputs(lengths, reached, buffers, new_lengths, rows, parameters, words, integers, numbers))
 
 
 @_decoding_step.register_fake
@@ -65,18 +62,7 @@ def _(
     integers: Sequence[int],
     numbers: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    inputs = _inputs(lengths, reached, buffers, new_lengths, rows, parameters, words, integers, numbers)
-    return empty_results(inputs)
-
-
-def empty_results(inputs: StepInputs) -> tuple[Tensor, Tensor]:
-    """Give room for the heads' outputs and for the blocks that they select, of which there may be none."""
-    batch, num_tokens = inputs.q.shape[:2]
-    buffer = next(iter(inputs.buffers.values()))
-    width = next(iter(inputs.v.values())).shape[-1] // buffer.shape[1] * inputs.num_heads
-    selected = inputs.config.num_selected_blocks if "slc" in inputs.k else 0
-    blocks = inputs.lengths.new_empty(batch, buffer.shape[1], num_tokens, selected)
-    return inputs.q.new_empty(batch, num_tokens, width), blocks
+    return _inputs(lengths, reached, buffers, new_lengths, rows, parameters, words, integers, numbers).empty_results()
 
 
 def _inputs(
@@ -93,7 +79,11 @@ def _inputs(
     """Undo what :func:`step` did to get through the dispatcher."""
     num_branches, num_heads, max_seq_len, *sizes = integers
     *names, gate = words.split(",")
-    branches, names, kinds = names[:num_branches], names[num_branches:][: len(buffers)], names[num_branches + len(buffers) :]
+    branches, names, kinds = (
+        names[:num_branches],
+        names[num_branches:][: len(buffers)],
+        names[num_branches + len(buffers) :],
+    )
     q, gates, *projected = rows
     left = list(parameters)
     phis: list[Phi | None] = []

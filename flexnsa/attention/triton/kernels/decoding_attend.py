@@ -24,7 +24,9 @@ def load_queries(q_ptr, r, num_rows, bh, num_tokens, G: tl.constexpr, D: tl.cons
 def load_keys(ptr, index, inside, D: tl.constexpr, BD: tl.constexpr):
     """Load rows of keys or values that lie one after the other."""
     d = tl.arange(0, BD)
-    return tl.load(ptr + index.to(tl.int64)[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    at = index.to(tl.int64)[:, None] * D + d[None, :]
+    mask = inside[:, None] & (d < D)[None, :]
+    return tl.load(ptr + at, mask=mask, other=0.0)
 
 
 @jit
@@ -61,8 +63,8 @@ def attend_dense(
     num_heads, num_tokens, cmp_size, win_size, score_width, scale_log2,
     HKV: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, CMP_SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, HAS_CMP: tl.constexpr,
-    HAS_SCORES: tl.constexpr, HAS_V_CMP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_SCORES: tl.constexpr, HAS_V_CMP: tl.constexpr,
+    BR: tl.constexpr, BN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to a part of the compressed tokens, whose scores the selection wants too, or of the window."""
     split = tl.program_id(0)
@@ -152,9 +154,7 @@ def attend_selected(
                 k = load_keys(k_ptr, key, inside, DK, BDK)
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
                 v = load_keys(v_ptr, key, inside, DV, BDV)
-                top, total, acc = join(
-                    tl.where(inside[None, :], s, float("-inf")), v, top, total, acc, True, PRECISION
-                )
+                top, total, acc = join(tl.where(inside[None, :], s, float("-inf")), v, top, total, acc, True, PRECISION)
     leave(
         top, total, acc, first_split + tl.program_id(0), r, num_tokens * G, bh, num_heads, num_tokens,
         part_ptr, top_ptr, total_ptr, G, DV, BDV, True,

@@ -1,4 +1,4 @@
-# pyright: standard
+# pyright: standard, reportGeneralTypeIssues=false
 """Compressed tokens of the blocks that a step completes. Where it completes none, the programs look and leave."""
 
 from __future__ import annotations

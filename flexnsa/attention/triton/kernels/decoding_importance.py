@@ -13,13 +13,12 @@ def importance_of_scores(
     score_ptr, top_ptr, total_ptr, where_ptr, own_ptr, passed_ptr, num_heads, num_tokens, score_width, width,
     HKV: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, RATIO: tl.constexpr,
     SPLITS: tl.constexpr, FIRST: tl.constexpr, NUM_OFFSETS: tl.constexpr, OWN: tl.constexpr, PASSED: tl.constexpr,
-    HAS_PASSED: tl.constexpr, EACH_ONCE: tl.constexpr,
-    BG: tl.constexpr, BP: tl.constexpr, BJ: tl.constexpr, BR: tl.constexpr,
+    HAS_PASSED: tl.constexpr, BG: tl.constexpr, BP: tl.constexpr, BJ: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """Sum the probabilities of a tile of blocks over the heads of a group (NSA paper, Eq. 9 and 10).
 
-    Writes what :func:`flexnsa.attention.triton.kernels.top_blocks.top_blocks_kernel` reads. ``EACH_ONCE`` says that the
-    keys from ``RATIO * j`` to the next block's, a power of two of them, are all that count for block ``j``.
+    Writes what :func:`flexnsa.attention.triton.kernels.top_blocks.top_blocks_kernel` reads.
+    The scores are loaded first, as ``(head, block, offset)``: a thread has whole blocks, of all heads.
     """
     row = tl.program_id(1).to(tl.int64)  # (B, Hkv, T)
     bh = row // num_tokens
@@ -29,12 +28,14 @@ def importance_of_scores(
     first_block = tl.program_id(0) * BJ
     if first_block * RATIO + FIRST < visible:
         g = tl.arange(0, BG)
+        o = tl.arange(0, BO)
         block = first_block + tl.arange(0, BJ)
-        scores = score_ptr + ((bh * num_tokens + t) * G + g)[:, None] * score_width
-        key = first_block * RATIO + tl.arange(0, BJ * BR)
-        shown = (g < G)[:, None] & (key < visible)[None, :]
-        if EACH_ONCE:  # loaded before what it takes to know the sums of probabilities, and not after
-            s = tl.load(scores + key[None, :], mask=shown, other=float("-inf"))
+        key = block[:, None] * RATIO + (FIRST + o)[None, :]
+        shown = (o < NUM_OFFSETS)[None, :] & (key >= 0) & (key < visible)
+        row_of_head = ((bh * num_tokens + t) * G + g)[:, None, None] * score_width
+        inside = (g < G)[:, None, None] & shown[None, :, :]
+        s = tl.load(score_ptr + row_of_head + key[None, :, :], mask=inside, other=float("-inf"))
+
         p = tl.arange(0, BP)
         known = (g < G)[:, None] & (p < SPLITS)[None, :]
         at = (bh * G + g)[:, None] * num_tokens + t + p[None, :].to(tl.int64) * num_heads * num_tokens
@@ -42,25 +43,16 @@ def importance_of_scores(
         totals = tl.load(total_ptr + at, mask=known, other=0.0)
         top = tl.max(tops, 1)
         top = tl.where(top == float("-inf"), 0.0, top)
-        lse = top + tl.log2(tl.sum(tl.exp2(tops - top[:, None]) * totals, 1))
+        total = tl.sum(tl.exp2(tops - top[:, None]) * totals, 1)
+        lse = top + tl.log2(tl.where(total == 0.0, 1.0, total))
 
-        own = tl.zeros([BJ], tl.float32)
-        passed = tl.zeros([BJ], tl.float32)
-        if EACH_ONCE:
-            share = tl.reshape(tl.sum(tl.where(shown, tl.exp2(s - lse[:, None]), 0.0), 0), [BJ, BR])
-            for o in tl.static_range(NUM_OFFSETS):  # pyright: ignore[reportGeneralTypeIssues]
-                of_offset = tl.sum(tl.where(tl.arange(0, BR)[None, :] == o, share, 0.0), 1)
-                own += of_offset * OWN[o]
-                passed += of_offset * PASSED[o]
-        else:
-            for o in tl.static_range(NUM_OFFSETS):  # pyright: ignore[reportGeneralTypeIssues]
-                key = block * RATIO + (FIRST + o)
-                shown = (g < G)[:, None] & ((key >= 0) & (key < visible))[None, :]
-                s = tl.load(scores + key[None, :], mask=shown, other=float("-inf"))
-                share = tl.sum(tl.where(shown, tl.exp2(s - lse[:, None]), 0.0), 0)
-                own += share * OWN[o]
-                passed += share * PASSED[o]
+        share = tl.sum(tl.exp2(s - lse[:, None, None]), 0)  # of what is not shown, 0
+        of_own = tl.zeros([BO], tl.float32)
+        of_passed = tl.zeros([BO], tl.float32)
+        for i in tl.static_range(NUM_OFFSETS):  # pyright: ignore[reportGeneralTypeIssues]
+            of_own = tl.where(o == i, OWN[i] + 0.0, of_own)
+            of_passed = tl.where(o == i, PASSED[i] + 0.0, of_passed)
         cell = row * tl.multiple_of(width, 16) + block
-        tl.store(own_ptr + cell, own, mask=block < width)
+        tl.store(own_ptr + cell, tl.sum(share * of_own[None, :], 1), mask=block < width)
         if HAS_PASSED:
-            tl.store(passed_ptr + cell, passed, mask=block < width)
+            tl.store(passed_ptr + cell, tl.sum(share * of_passed[None, :], 1), mask=block < width)

@@ -40,7 +40,9 @@ def merge(
     p = tl.arange(0, BP)
     d = tl.arange(0, BDV)
     cell = p * (batch.to(tl.int64) * HQ * num_tokens) + (b * HQ + h) * num_tokens + t
-    part = tl.load(part_ptr + cell[:, None] * DV + d[None, :], mask=(p < SPLITS)[:, None] & (d < DV)[None, :], other=0.0)
+    part = tl.load(
+        part_ptr + cell[:, None] * DV + d[None, :], mask=(p < SPLITS)[:, None] & (d < DV)[None, :], other=0.0
+    )
     tops = tl.load(top_ptr + cell, mask=p < SPLITS, other=float("-inf"))
     totals = tl.load(total_ptr + cell, mask=p < SPLITS, other=0.0)
     lane = tl.arange(0, 4)

@@ -41,7 +41,9 @@ def few_rows(
     acc = tl.zeros([BM, BN], tl.float32)
     for k0 in tl.range(0, K, BK):
         inside = (k0 + k < K)[None, :]
-        x = tl.load(x_ptr + m[:, None].to(tl.int64) * K + k0 + k[None, :], mask=(m < num_rows)[:, None] & inside, other=0.0)
+        x = tl.load(
+            x_ptr + m[:, None].to(tl.int64) * K + k0 + k[None, :], mask=(m < num_rows)[:, None] & inside, other=0.0
+        )
         w = tl.load(w_ptr + n[:, None].to(tl.int64) * K + k0 + k[None, :], mask=(n < size)[:, None] & inside, other=0.0)
         acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
     at = m[:, None].to(tl.int64) * total + column + n[None, :]

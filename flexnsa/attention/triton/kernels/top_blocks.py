@@ -30,7 +30,6 @@ def top_blocks_kernel(
     NUM_INIT: tl.constexpr,
     NUM_LOCAL: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
-    TWO_BITS: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -59,17 +58,6 @@ def top_blocks_kernel(
     # The largest threshold that at least n candidates reach; with n candidates or fewer it stays at zero, below all.
     threshold = 0
     bit = tl.where(current >= NUM_SELECTED, 30, -1)
-    if TWO_BITS:  # three counts in one sum, for a program whose sums take longer than its comparisons
-        while bit >= 2:
-            low, high = threshold | (1 << (bit - 1)), threshold | (1 << bit)
-            both = low | high
-            reach = (rank >= low).to(tl.int64) + ((rank >= high).to(tl.int64) << 20)
-            counts = tl.sum(reach + ((rank >= both).to(tl.int64) << 40))
-            of_both, of_high, of_low = counts >> 40, (counts >> 20) & 0xFFFFF, counts & 0xFFFFF
-            found = (of_both == NUM_SELECTED) | (of_high == NUM_SELECTED) | (of_low == NUM_SELECTED)
-            larger = tl.where(of_high >= NUM_SELECTED, high, tl.where(of_low >= NUM_SELECTED, low, threshold))
-            threshold = tl.where(of_both >= NUM_SELECTED, both, larger)
-            bit = tl.where(found, -1, bit - 2)
     while bit >= 0:
         trial = threshold | (1 << bit)
         count = tl.sum((rank >= trial).to(tl.int32))
