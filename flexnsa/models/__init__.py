@@ -6,11 +6,13 @@ from flexnsa.models.dense import DenseAttention, DenseCache
 from flexnsa.models.generation import generate, generate_tokens
 from flexnsa.models.loss import linear_cross_entropy
 from flexnsa.models.sampling import Sampling
+from flexnsa.models.session import DecodingSession
 
 __all__ = [
     "PRESETS",
     "DecoderConfig",
     "DecoderLM",
+    "DecodingSession",
     "DenseAttention",
     "DenseCache",
     "Sampling",

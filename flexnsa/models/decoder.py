@@ -100,10 +100,60 @@ class DecoderLM(nn.Module):
             ValueError: ``tokens`` is not a batch of sequences, a token is not in the vocabulary (which is seen on a
                 CPU), or another argument does not fit; the message names it.
         """
-        self._check(tokens, caches, lengths)
         if targets is not None:
+            check_tokens("tokens", tokens, self.embedding.weight)
             check_targets(targets, tokens.shape, reduction)
-        options: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod}
+        options: dict[str, Any] = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
+        x = self.norm(self._run_layers(tokens, caches, lengths, **options))
+        if targets is None:
+            return self.head(x)
+        return linear_cross_entropy(x, self.head.weight, targets, reduction=reduction)
+
+    def last_logits(
+        self,
+        tokens: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
+        caches: Sequence[NSACache | DenseCache] | None = None,
+    ) -> Tensor:
+        """Predict what follows each row; unlike :meth:`forward`, no logits are computed of the tokens before.
+
+        Args:
+            tokens: as in :meth:`forward`, padded on the right.
+            lengths: int ``(B,)``, tokens of each row that are real, at least 1; by default all.
+            score_mod: as in :meth:`forward`.
+            mask_mod: as in :meth:`forward`.
+            caches: as in :meth:`forward`.
+
+        Returns:
+            logits ``(B, vocab_size)``.
+
+        Raises:
+            TypeError: an argument is not of its kind.
+            ValueError: an argument does not fit; the message names it.
+        """
+        check_tokens("tokens", tokens, self.embedding.weight)
+        last = torch.full_like(tokens[:, 0], tokens.shape[1] - 1)
+        if lengths is not None:
+            check_lengths(lengths, tokens)
+            last = lengths.long() - 1
+        kept = None if caches is None else lengths
+        x = self._run_layers(tokens, caches, kept, score_mod=score_mod, mask_mod=mask_mod)
+        return self.head(self.norm(x[torch.arange(len(x), device=x.device), last]))
+
+    def _run_layers(
+        self,
+        tokens: Tensor,
+        caches: Sequence[NSACache | DenseCache] | None,
+        lengths: Tensor | None,
+        *,
+        document_ids: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Give the residual stream ``(B, S, dim)`` behind the last layer."""
+        self._check(tokens, caches, lengths)
         if caches is not None:
             options |= {"document_ids": document_ids, "lengths": lengths}
         else:
@@ -115,10 +165,7 @@ class DecoderLM(nn.Module):
             else:
                 checkpointed = self.training and self.config.is_checkpointed(index)
                 x = self._run_layer(layer, x, checkpointed=checkpointed, **options)
-        x = self.norm(x)
-        if targets is None:
-            return self.head(x)
-        return linear_cross_entropy(x, self.head.weight, targets, reduction=reduction)
+        return x
 
     def _check(self, tokens: Tensor, caches: Any, lengths: Tensor | None) -> None:
         check_tokens("tokens", tokens, self.embedding.weight)

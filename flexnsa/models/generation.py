@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.models.continuation import check_request, continue_prompts
+from flexnsa.models.language_model import LanguageModel, check_model, last_logits
 from flexnsa.models.sampling import Sampling
-from flexnsa.validation import check_integers, check_positive_int, check_seed, check_tokens, check_type, describe
-
-OnToken = Callable[[int, int], object]
-"""Called with the row of a token and the token, as soon as it is sure to stay."""
-StopTokens = Iterable[int | Sequence[int]]
-"""Tokens, or sequences of tokens such as the bytes of a character, that end a row."""
+from flexnsa.models.session import DecodingSession
+from flexnsa.models.steps import Drawn, Draws
+from flexnsa.models.stopping import OnToken, StopTokens
+from flexnsa.validation import check_choice, check_positive_int, check_type
 
 
-class LanguageModel(Protocol):
-    """What generation asks of a model, as :class:`flexnsa.models.DecoderLM` gives it."""
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        """Of tokens; it says how many there are and on which device."""
-        ...
-
-    def __call__(self, tokens: Tensor, *, caches: Any = None, lengths: Tensor | None = None) -> Tensor:
-        """Give logits ``(B, T, vocab_size)``."""
-        ...
-
-    def new_caches(self, batch_size: int, max_seq_len: int) -> Any:
-        """Make an empty cache for every layer."""
-        ...
-
-
-@torch.no_grad()
 def generate_tokens(
     model: LanguageModel,
     prompts: Tensor,
@@ -47,8 +29,16 @@ def generate_tokens(
     seed: int = 0,
     on_token: OnToken | None = None,
     cached: bool = True,
+    steps: str = "auto",
+    group: int | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> list[list[int]]:
     """Continue each prompt.
+
+    On CUDA every step is the replay of one graph, tokens are drawn on the device, and they reach the host in groups of
+    8. User mods decode through FlexAttention without a graph. Who has more than one batch of prompts keeps a
+    :class:`flexnsa.models.DecodingSession`, which captures its graph once for all of them.
 
     Args:
         model: predicts the next token.
@@ -57,77 +47,36 @@ def generate_tokens(
         lengths: int ``(B,)``, tokens of each prompt, at least 1; by default ``S``.
         sampling: how to draw; by default from the model's own probabilities.
         stop_tokens: a row ends when it draws one of them, a token or a whole sequence, which is not returned.
-        seed: of the draws.
+        seed: of the draws; it repeats them on the same kind of device.
         on_token: called for every token that is returned; one that may begin a stop sequence waits for its end.
         cached: False runs the whole sequence again for every token: the same tokens, slower.
+        steps: ``"graph"``, ``"compiled"``, ``"eager"`` or ``"auto"``, as in :class:`flexnsa.models.DecodingSession`;
+            without a cache they are eager.
+        group: tokens of a row, at most 8, that are drawn before a look at them; by default 8 on CUDA, where each look
+            waits for the device, and else 1. Those drawn behind a stop are thrown away.
+        score_mod: as in :func:`flexnsa.native_sparse_attention`, the same in every layer.
+        mask_mod: as in :func:`flexnsa.native_sparse_attention`, the same in every layer.
 
     Returns:
         The new tokens of each row.
 
     Raises:
         TypeError: an argument is not of its kind.
-        ValueError: an argument is out of range; the message names it.
+        ValueError: an argument is out of range, or there can be no graph; the message names it.
         FloatingPointError: the model predicts no finite number.
     """
-    lengths = _check_prompts(model, prompts, lengths)
-    check_positive_int("max_new_tokens", max_new_tokens)
+    check_model(model)
+    options: dict[str, Any] = {"lengths": lengths, "stop_tokens": stop_tokens, "seed": seed, "on_token": on_token}
+    request = check_request(model, prompts, max_new_tokens, group=group, **options)
     sampling = Sampling() if sampling is None else sampling
     check_type("sampling", sampling, Sampling)
-    check_seed("seed", seed)
     check_type("cached", cached, bool)
-    if on_token is not None and not callable(on_token):
-        raise TypeError(f"on_token: expected a function, got {describe(on_token)}")
-    draws = torch.Generator().manual_seed(seed)
-    stops = _check_stops(stop_tokens)
-    predict = _Cached(model, prompts, lengths, max_new_tokens) if cached else _Uncached(model, prompts, lengths)
-
-    rows = [_Row(index, stops, on_token) for index in range(len(prompts))]
-    for count in range(max_new_tokens):
-        drawn = sampling.draw(predict.logits.cpu(), draws)
-        for row, token in zip(rows, drawn.tolist(), strict=True):
-            row.append(token)
-        active = [not row.ended for row in rows]
-        if not any(active) or count + 1 == max_new_tokens:
-            break
-        predict.append(drawn.to(prompts.device), torch.tensor(active, device=prompts.device))
-    for row in rows:
-        row.end()
-    return [row.tokens for row in rows]
-
-
-class _Row:
-    """New tokens of one row: those that are sure to stay, and those that wait because they may begin a stop."""
-
-    def __init__(self, index: int, stops: Sequence[tuple[int, ...]], on_token: OnToken | None) -> None:
-        self.index, self.stops, self.on_token = index, stops, on_token
-        self.tokens: list[int] = []
-        self.waiting: tuple[int, ...] = ()
-        self.ended = False
-
-    def append(self, token: int) -> None:
-        """Take a drawn token; a row that has ended takes none."""
-        if self.ended:
-            return
-        self.waiting += (token,)
-        tails = [self.waiting[start:] for start in range(len(self.waiting))]
-        stop = next((tail for tail in tails if tail in self.stops), None)
-        self._release(len(self.waiting) - len(stop or next(filter(self._begins_stop, tails), ())))
-        self.ended = stop is not None
-
-    def end(self) -> None:
-        """Let go of what waits, unless it is a stop."""
-        if not self.ended:
-            self._release(len(self.waiting))
-
-    def _begins_stop(self, tokens: tuple[int, ...]) -> bool:
-        return any(stop[: len(tokens)] == tokens for stop in self.stops)
-
-    def _release(self, count: int) -> None:
-        for token in self.waiting[:count]:
-            self.tokens.append(token)
-            if self.on_token is not None:
-                self.on_token(self.index, token)
-        self.waiting = self.waiting[count:]
+    mods: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod}
+    if cached:
+        session = DecodingSession(model, len(prompts), request.max_seq_len, sampling=sampling, steps=steps, **mods)
+        return continue_prompts(session, request)
+    check_choice("steps", steps, ("auto", "eager"))
+    return continue_prompts(_Uncached(model, sampling, mods), request)
 
 
 def generate(model: LanguageModel, prompt: bytes, num_bytes: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
@@ -136,7 +85,7 @@ def generate(model: LanguageModel, prompt: bytes, num_bytes: int, *, temperature
     Raises:
         ValueError: the prompt is empty or the temperature negative.
     """
-    _check_model(model)
+    check_model(model)
     check_type("prompt", prompt, bytes)
     check_positive_int("num_bytes", num_bytes)
     if not prompt:
@@ -146,64 +95,38 @@ def generate(model: LanguageModel, prompt: bytes, num_bytes: int, *, temperature
     return bytes(generate_tokens(model, tokens, num_bytes, sampling=sampling, seed=seed)[0])
 
 
-class _Cached:
-    """Logits ``(B, vocab_size)`` after the last token of each row, one step at a time."""
-
-    def __init__(self, model: LanguageModel, prompts: Tensor, lengths: Tensor, max_new_tokens: int) -> None:
-        self.model = model
-        self.caches = model.new_caches(len(prompts), prompts.shape[1] + max_new_tokens - 1)
-        logits = model(prompts, caches=self.caches, lengths=lengths)
-        self.logits = logits[torch.arange(len(prompts)), lengths.long() - 1]
-
-    def append(self, tokens: Tensor, active: Tensor) -> None:
-        """Add a token to each active row."""
-        self.logits = self.model(tokens[:, None], caches=self.caches, lengths=active.to(torch.int32))[:, 0]
-
-
 class _Uncached:
-    """As :class:`_Cached`, from the whole sequence each time."""
+    """As :class:`DecodingSession`, from the whole sequence each time."""
 
-    def __init__(self, model: LanguageModel, prompts: Tensor, lengths: Tensor) -> None:
-        self.model, self.tokens, self.lengths = model, prompts.long(), lengths.long()
+    def __init__(self, model: LanguageModel, sampling: Sampling, mods: dict[str, Any]) -> None:
+        self.model, self.sampling = model, sampling
+        self.mods = {name: mod for name, mod in mods.items() if mod is not None}
+
+    def prefill(self, prompts: Tensor, lengths: Tensor | None = None, *, seed: int = 0) -> Drawn:
+        """Draw the first token of each row."""
+        assert lengths is not None
+        self.tokens, self.lengths = prompts.long(), lengths.long()
         self.rows = torch.arange(len(prompts), device=prompts.device)
-        self.logits = model(self.tokens)[self.rows, self.lengths - 1]
+        self.active = torch.ones_like(self.lengths, dtype=torch.bool)
+        self.draws = Draws(len(prompts), self.sampling, prompts.device)
+        self.draws.generator.manual_seed(seed)
+        self._draw()
+        return self.draws.read(1)
 
-    def append(self, tokens: Tensor, active: Tensor) -> None:
-        """Add a token to each active row."""
-        if self.lengths.max() == self.tokens.shape[1]:
-            self.tokens = torch.nn.functional.pad(self.tokens, (0, 1))
-        self.tokens[self.rows[active], self.lengths[active]] = tokens[active]
-        self.lengths = self.lengths + active.long()
-        self.logits = self.model(self.tokens)[self.rows, self.lengths - 1]
+    def step(self, count: int = 1) -> Drawn:
+        """Draw the next tokens of each active row."""
+        for _ in range(count):
+            if self.lengths.max() == self.tokens.shape[1]:
+                self.tokens = torch.nn.functional.pad(self.tokens, (0, 1))
+            self.tokens[self.rows[self.active], self.lengths[self.active]] = self.draws.newest[self.active, 0]
+            self.lengths = self.lengths + self.active.long()
+            self._draw()
+        return self.draws.read(count)
 
+    def set_active(self, active: Sequence[bool]) -> None:
+        """Say which rows go on."""
+        self.active = torch.tensor(active, device=self.active.device)
 
-def _check_model(model: LanguageModel) -> None:
-    # Not by its class: a compiled model is of another.
-    if not hasattr(model, "embedding") or not hasattr(model, "new_caches"):
-        raise TypeError(f"model: expected a DecoderLM, got {describe(model)}")
-
-
-def _check_prompts(model: LanguageModel, prompts: Tensor, lengths: Tensor | None) -> Tensor:
-    _check_model(model)
-    check_tokens("prompts", prompts, model.embedding.weight)
-    if lengths is None:
-        return torch.full((len(prompts),), prompts.shape[1], dtype=torch.int32, device=prompts.device)
-    check_integers("lengths", lengths, (len(prompts),), like=prompts, as_of="prompts")
-    if not ((lengths >= 1) & (lengths <= prompts.shape[1])).all():
-        raise ValueError(f"lengths: expected 1 .. {prompts.shape[1]}, got {lengths.tolist()}")
-    return lengths.to(torch.int32)
-
-
-def _check_stops(stop_tokens: StopTokens) -> list[tuple[int, ...]]:
-    if isinstance(stop_tokens, str | bytes) or not isinstance(stop_tokens, Iterable):
-        raise TypeError(f"stop_tokens: expected tokens or sequences of them, got {describe(stop_tokens)}")
-    stops = []
-    for stop in stop_tokens:
-        sequence = stop if isinstance(stop, Sequence) else (stop,)
-        try:
-            stops.append(tuple(map(operator.index, sequence)))
-        except TypeError as error:
-            raise TypeError(f"stop_tokens: expected tokens or sequences of them, got {describe(stop)}") from error
-        if not stops[-1]:
-            raise ValueError(f"stop_tokens: expected at least one token in a sequence, got {describe(stop)}")
-    return stops
+    @torch.no_grad()
+    def _draw(self) -> None:
+        self.draws.draw(last_logits(self.model, self.tokens, self.lengths, **self.mods))

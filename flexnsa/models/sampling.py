@@ -54,12 +54,18 @@ class Sampling:
         check_type("generator", generator, torch.Generator)
         if 0 in logits.shape or logits.device != generator.device:
             raise ValueError(f"logits: expected some on {generator.device}, got {describe(logits)}")
-        best = logits.max(-1, keepdim=True).values
-        if not best.isfinite().all():
-            raise FloatingPointError(f"logits: expected finite numbers, got {best.flatten().tolist()} as the largest")
+        check_finite(logits.amax(-1))
+        return self.draw_unchecked(logits, generator)
+
+    def draw_unchecked(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """As :meth:`draw`, without a look at the values, so that a CUDA graph can hold it.
+
+        Where the largest logit of a row is not finite, its token means nothing.
+        """
         if self.temperature == 0:
             return logits.argmax(-1)
         # Below the best and in fp64, so that no temperature is too small to divide by
+        best = logits.amax(-1, keepdim=True)
         scaled = (logits.double() - best.double()) / max(self.temperature, sys.float_info.min)
         probs = scaled.float().softmax(-1)
         probs, token = probs.sort(dim=-1, descending=True, stable=True)
@@ -69,4 +75,16 @@ class Sampling:
             before = probs.cumsum(-1) - probs
             enough = (before >= self.top_p * probs.sum(-1, keepdim=True)) & (before > 0)  # the likeliest always stays
             probs = probs.masked_fill(enough, 0)
-        return token.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
+        # What torch.multinomial does for one draw, but that it waits to look whether they are probabilities
+        race = probs / torch.empty_like(probs).exponential_(generator=generator)
+        return token.gather(-1, race.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def check_finite(largest: Tensor) -> None:
+    """Demand that the largest logits ``(B,)`` of rows are numbers to draw by.
+
+    Raises:
+        FloatingPointError: one is not finite.
+    """
+    if not largest.isfinite().all():
+        raise FloatingPointError(f"logits: expected finite numbers, got {largest.tolist()} as the largest")

@@ -1,0 +1,184 @@
+"""Caches and a step that is ready to run, kept from prompt to prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.models.continuation import check_request, continue_prompts
+from flexnsa.models.language_model import LanguageModel, check_model, check_prompts, last_logits
+from flexnsa.models.sampling import Sampling
+from flexnsa.models.steps import GROUP, Drawn, Draws, Step, capture, choose_steps
+from flexnsa.models.stopping import OnToken, StopTokens
+from flexnsa.validation import check_int, check_positive_int, check_seed, check_type, describe
+
+
+class DecodingSession:
+    """Continues batches of prompts, one after the other, with the same caches and the same step.
+
+    On CUDA a step is a graph, captured when the session is made and again when its caches grow; it serves all lengths
+    below their capacity. Mods are decoded through FlexAttention, without a graph.
+
+    Args:
+        model: predicts the next token.
+        batch_size: rows ``B`` of every batch.
+        max_seq_len: tokens that a row can hold at first; doubled whenever it needs more.
+        sampling: how to draw; by default from the model's own probabilities.
+        steps: ``"graph"``, one CUDA graph a step; ``"compiled"``, by ``torch.compile``; ``"eager"``; ``"auto"``, a graph
+            on CUDA without mods and else eager. Never does one stand in for another.
+        score_mod: as in :func:`flexnsa.native_sparse_attention`.
+        mask_mod: as in :func:`flexnsa.native_sparse_attention`.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument is out of range, or there can be no graph; the message names it.
+
+    Example:
+        >>> session = DecodingSession(model, batch_size=4, max_seq_len=4096)
+        >>> texts = [session.generate(prompts, max_new_tokens=100) for prompts in batches]  # each (4, S)
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        batch_size: int,
+        max_seq_len: int,
+        *,
+        sampling: Sampling | None = None,
+        steps: str = "auto",
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
+    ) -> None:
+        check_model(model)
+        check_positive_int("batch_size", batch_size)
+        check_positive_int("max_seq_len", max_seq_len)
+        sampling = Sampling() if sampling is None else sampling
+        check_type("sampling", sampling, Sampling)
+        mods = {"score_mod": score_mod, "mask_mod": mask_mod}
+        device = model.embedding.weight.device
+        self._mods: dict[str, Any] = {name: mod for name, mod in mods.items() if mod is not None}
+        self.steps = choose_steps(steps, device, self._mods)
+        self.model, self.batch_size, self.max_seq_len = model, batch_size, max_seq_len
+        self.caches = model.new_caches(batch_size, max_seq_len)
+        self._predict: Any = torch.compile(model, dynamic=False) if self.steps == "compiled" else model
+        self._draws = Draws(batch_size, sampling, device)
+        self._active = torch.ones(batch_size, dtype=torch.int32, device=device)
+        self._longest = 0
+        self._step = self._prepare()
+
+    def generate(
+        self,
+        prompts: Tensor,
+        max_new_tokens: int,
+        *,
+        lengths: Tensor | None = None,
+        stop_tokens: StopTokens = (),
+        seed: int = 0,
+        on_token: OnToken | None = None,
+        group: int | None = None,
+    ) -> list[list[int]]:
+        """Continue each of ``prompts (B, S)``; see :func:`flexnsa.models.generate_tokens`."""
+        options: dict[str, Any] = {"lengths": lengths, "stop_tokens": stop_tokens, "seed": seed, "on_token": on_token}
+        request = check_request(self.model, prompts, max_new_tokens, group=group, **options)
+        self._check_rows(prompts)
+        self.reserve(request.max_seq_len)
+        return continue_prompts(self, request)
+
+    @torch.no_grad()
+    def prefill(self, prompts: Tensor, lengths: Tensor | None = None, *, seed: int = 0) -> Drawn:
+        """Forget everything, read the first ``lengths (B,)`` tokens of ``prompts (B, S)`` and draw one more a row.
+
+        Raises:
+            TypeError: an argument is not of its kind.
+            ValueError: an argument does not fit; the message names it.
+        """
+        lengths = check_prompts(self.model, prompts, lengths)
+        self._check_rows(prompts)
+        check_seed("seed", seed)
+        self.reserve(prompts.shape[1])
+        if self._longest:
+            self._reset()
+        self._longest = prompts.shape[1]
+        self._active.fill_(1)
+        self._draws.generator.manual_seed(seed)
+        self._draws.draw(last_logits(self.model, prompts, lengths, caches=self.caches, **self._mods))
+        return self._draws.read(1)
+
+    @torch.no_grad()
+    def step(self, count: int = 1) -> Drawn:
+        """Draw the next ``count`` tokens of each active row, at most 8; the last draw is read first.
+
+        Raises:
+            TypeError: ``count`` is no int.
+            ValueError: it is out of range, or there was no prompt yet.
+        """
+        check_int("count", count, 1, GROUP)
+        if not self._longest:
+            raise ValueError("prompts: expected some to continue, got a step before the first prefill")
+        self.reserve(self._longest + count)
+        for _ in range(count):
+            self._step()
+        self._longest += count
+        return self._draws.read(count)
+
+    def set_active(self, active: Sequence[bool]) -> None:
+        """Say for each row whether it goes on; one that does not keeps its tokens, and what it draws means nothing.
+
+        Raises:
+            ValueError: not one for each row.
+        """
+        if len(active) != self.batch_size:
+            raise ValueError(f"active: expected one for each of {self.batch_size} rows, got {len(active)}")
+        self._active.copy_(torch.tensor(active, dtype=torch.int32))
+
+    @torch.no_grad()
+    def reserve(self, max_seq_len: int) -> None:
+        """Make room for rows of so many tokens, keeping what they hold: the capacity doubles until it suffices.
+
+        Raises:
+            TypeError: not an int.
+            ValueError: it is out of range.
+        """
+        check_positive_int("max_seq_len", max_seq_len)
+        if max_seq_len <= self.max_seq_len:
+            return
+        while self.max_seq_len < max_seq_len:
+            self.max_seq_len *= 2
+        del self._step  # the old graph's memory
+        for cache in self.caches:
+            cache.grow(self.max_seq_len)
+        self._step = self._prepare()
+
+    def _next(self) -> None:
+        """Read the newest token of each active row and draw one more; this is what a graph holds."""
+        logits = self._predict(self._draws.newest, caches=self.caches, lengths=self._active, **self._mods)
+        self._draws.draw(logits[:, 0])
+
+    @torch.no_grad()
+    def _prepare(self) -> Step:
+        """Make the step ready for these caches, and leave everything as it was: rows that are off keep nothing."""
+        if self.steps != "graph":
+            return self._next
+        empty, active, draws = not self._longest, self._active.clone(), self._draws.state()
+        if empty:
+            self._next()  # even a token that is not kept stands behind another one
+        self._active.zero_()
+        step = capture(self._next, self._draws.generator)
+        self._active.copy_(active)
+        self._draws.restore(draws)
+        if empty:
+            self._reset()
+        return step
+
+    def _reset(self) -> None:
+        for cache in self.caches:
+            cache.reset()
+        self._longest = 0
+
+    def _check_rows(self, prompts: Tensor) -> None:
+        if len(prompts) != self.batch_size:
+            raise ValueError(f"prompts: expected {self.batch_size} rows, as the session has, got {describe(prompts)}")
