@@ -16,6 +16,7 @@ from flexnsa.layers.projection import split_heads
 from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables, stored_rope_tables
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.models.dense_step import attend_cached
 from flexnsa.positions import Positions
 from flexnsa.validation import (
     check_device,
@@ -55,23 +56,61 @@ class DenseCache:
             for dim in (head_dim, v_head_dim)
         )
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self._longest: int | None = 0
+        """No row is longer, as far as is known without asking the device; None: not known."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all rows are known to be empty without asking the device; of what is compiled or captured none is."""
+        return self._longest == 0 and _is_run_once()
 
     def append(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        """Add the first ``lengths (B,)`` of ``T`` tokens; give which keys each new query sees, ``(B, 1, T, S)``.
+        """Add the first ``lengths (B,)`` of ``T`` tokens; give which of them there was no room for, bool ``(B, T)``.
 
         Raises:
-            ValueError: there is no room for them.
+            ValueError: there is no room for them. A compiled or captured step cannot raise, and keeps none of these.
         """
         position = self.lengths[:, None] + torch.arange(k.shape[2], device=k.device)
         end = self.lengths + (k.shape[2] if lengths is None else lengths)
-        if not torch.compiler.is_compiling() and int(end.max()) > self.max_seq_len:
-            raise ValueError(f"x: expected to fit a cache of {self.max_seq_len} tokens, got {int(end.max())}")
-        slot = torch.where(position < end[:, None], position, self.max_seq_len)
+        self._check_room(k.shape[2], end)
+        after = end.clamp_max(self.max_seq_len)
+        slot = torch.where(position < after[:, None], position, self.max_seq_len)
         rows = torch.arange(len(slot), device=k.device)[:, None]
         for buffer, new in ((self.k, k), (self.v, v)):
             buffer[rows, :, slot] = new.transpose(1, 2)
-        self.lengths.copy_(end)
-        return (torch.arange(self.max_seq_len, device=k.device) <= position[..., None])[:, None]
+        self.lengths.copy_(after)
+        return (position >= after[:, None]) & (position < end[:, None])
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for tensor in (self.k, self.v, self.lengths):  # also what no query sees must be finite
+            tensor.zero_()
+        self._longest = 0
+
+    def grow(self, max_seq_len: int) -> None:
+        """Make room for rows of so many tokens; they keep what they hold, and move in memory."""
+        check_positive_int("max_seq_len", max_seq_len)
+        more = max_seq_len - self.max_seq_len
+        if more > 0:
+            self.k, self.v = (F.pad(x[:, :, :-1], (0, 0, 0, more + 1)) for x in (self.k, self.v))
+            self.max_seq_len = max_seq_len
+
+    def _check_room(self, num_tokens: int, end: Tensor) -> None:
+        if not _is_run_once():
+            self._longest = None  # what is compiled or captured runs more often than this line
+        elif self._longest is not None and self._longest + num_tokens <= self.max_seq_len:
+            self._longest += num_tokens
+        else:
+            longest = int(end.max())
+            if longest > self.max_seq_len:
+                raise ValueError(f"x: expected to fit a cache of {self.max_seq_len} tokens, got {longest}")
+            self._longest = longest
+
+
+def _is_run_once() -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 class DenseLayout(NamedTuple):
@@ -208,9 +247,12 @@ class DenseAttention(nn.Module):
         position = cache.lengths[:, None] + torch.arange(x.shape[1], device=x.device)
         tables = rope_tables(position, self.head_dim, self.rope_base, dtype=self._table_dtype())
         q, k, v = self._project(x, tables)
-        visible = cache.append(k, v, lengths)
-        k, v = cache.k[:, :, :-1], cache.v[:, :, :-1]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+        if cache.is_empty:  # all that there is to see is new, and padding stands behind it
+            cache.append(k, v, lengths)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        lost = cache.append(k, v, lengths)
+        out = attend_cached(q, cache.k, cache.v, position)
+        return out.masked_fill(lost[:, None, :, None], torch.nan)
 
     def _project(self, x: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
         """Give q, k and v ``(B, H, S, D)``, the first two turned at their positions."""

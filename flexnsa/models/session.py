@@ -28,8 +28,8 @@ class DecodingSession:
         batch_size: rows ``B`` of every batch.
         max_seq_len: tokens that a row can hold at first; doubled whenever it needs more.
         sampling: how to draw; by default from the model's own probabilities.
-        steps: ``"graph"``, one CUDA graph a step; ``"compiled"``, by ``torch.compile``; ``"eager"``; ``"auto"``, a graph
-            on CUDA without mods and else eager. Never does one stand in for another.
+        steps: ``"graph"``, one CUDA graph a step; ``"compiled"``, by ``torch.compile``; ``"eager"``; or ``"auto"``, a
+            graph on CUDA without mods, and else eager. Nothing ever falls from one to another.
         score_mod: as in :func:`flexnsa.native_sparse_attention`.
         mask_mod: as in :func:`flexnsa.native_sparse_attention`.
 

@@ -55,7 +55,7 @@ class Draws:
 
     def read(self, count: int) -> Drawn:
         """Give the last ``count`` tokens of each row; waits until they are drawn."""
-        return Drawn(self.tokens[:, -count:].cpu(), self.largest[:, -count:].cpu())
+        return Drawn(*(last[:, -count:].to("cpu", copy=True) for last in (self.tokens, self.largest)))
 
     def state(self) -> tuple[Tensor, Tensor, Tensor]:
         """Copy all that the next draw depends on."""
