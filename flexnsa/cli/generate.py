@@ -13,6 +13,7 @@ import torch
 from flexnsa.cli.options import add_config_options, add_device_option, config_options, require, utf8
 from flexnsa.errors import FileError
 from flexnsa.models import DecoderConfig, DecoderLM, Sampling
+from flexnsa.models.steps import STEPS
 from flexnsa.training.checkpoint import check_tensors, read_checkpoint
 from flexnsa.training.run import CHECKPOINT_NAME
 from flexnsa.validation import check_positive_int
@@ -25,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256, help="bytes to add; default: %(default)s")
     parser.add_argument("--stop", type=_characters, default="", help="end at any of these characters")
     parser.add_argument("--seed", type=int, default=0, help="of the draws; default: %(default)s")
+    parser.add_argument(
+        "--steps", choices=STEPS, default="auto", help="auto is a CUDA graph a step, and eager elsewhere; default: auto"
+    )
     add_device_option(parser)
     add_config_options(parser, "sampling", Sampling)
 
@@ -46,6 +50,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
         stop_tokens=arguments.stop,
         seed=arguments.seed,
         on_token=text.write,
+        steps=arguments.steps,
     )
     text.end()
     seconds = time.perf_counter() - start

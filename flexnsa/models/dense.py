@@ -13,10 +13,10 @@ from flexnsa.attention.implementations import choose_implementation, prepare_mod
 from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
 from flexnsa.layers.projection import split_heads
-from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables, stored_rope_tables
+from flexnsa.layers.rope import RopeTables, apply_rope, stored_rope_tables
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
-from flexnsa.models.dense_step import attend_cached
+from flexnsa.models.dense_step import attend_cached, compiled_place
 from flexnsa.positions import Positions
 from flexnsa.validation import (
     check_device,
@@ -64,22 +64,35 @@ class DenseCache:
         """Whether all rows are known to be empty without asking the device; of what is compiled or captured none is."""
         return self._longest == 0 and _is_run_once()
 
-    def append(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        """Add the first ``lengths (B,)`` of ``T`` tokens; give which of them there was no room for, bool ``(B, T)``.
+    def append(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
+        """Add the first ``lengths (B,)`` of ``T`` tokens.
 
         Raises:
-            ValueError: there is no room for them. A compiled or captured step cannot raise, and keeps none of these.
+            ValueError: there is no room for them.
         """
+        self.make_room(k.shape[2], lengths)
         position = self.lengths[:, None] + torch.arange(k.shape[2], device=k.device)
-        end = self.lengths + (k.shape[2] if lengths is None else lengths)
-        self._check_room(k.shape[2], end)
-        after = end.clamp_max(self.max_seq_len)
-        slot = torch.where(position < after[:, None], position, self.max_seq_len)
+        self.lengths += k.shape[2] if lengths is None else lengths
+        slot = torch.where(position < self.lengths[:, None], position, self.max_seq_len)
         rows = torch.arange(len(slot), device=k.device)[:, None]
         for buffer, new in ((self.k, k), (self.v, v)):
             buffer[rows, :, slot] = new.transpose(1, 2)
-        self.lengths.copy_(after)
-        return (position >= after[:, None]) & (position < end[:, None])
+
+    def make_room(self, num_tokens: int, lengths: Tensor | None) -> None:
+        """Demand room for ``num_tokens`` new tokens a row, of which the first ``lengths (B,)`` are real.
+
+        Raises:
+            ValueError: there is none. What is compiled or captured cannot raise.
+        """
+        if not _is_run_once():
+            self._longest = None  # what is compiled or captured runs more often than this line
+        elif self._longest is not None and self._longest + num_tokens <= self.max_seq_len:
+            self._longest += num_tokens
+        else:
+            longest = int((self.lengths + (num_tokens if lengths is None else lengths)).max())
+            if longest > self.max_seq_len:
+                raise ValueError(f"x: expected to fit a cache of {self.max_seq_len} tokens, got {longest}")
+            self._longest = longest
 
     def reset(self) -> None:
         """Forget everything."""
@@ -94,17 +107,6 @@ class DenseCache:
         if more > 0:
             self.k, self.v = (F.pad(x[:, :, :-1], (0, 0, 0, more + 1)) for x in (self.k, self.v))
             self.max_seq_len = max_seq_len
-
-    def _check_room(self, num_tokens: int, end: Tensor) -> None:
-        if not _is_run_once():
-            self._longest = None  # what is compiled or captured runs more often than this line
-        elif self._longest is not None and self._longest + num_tokens <= self.max_seq_len:
-            self._longest += num_tokens
-        else:
-            longest = int(end.max())
-            if longest > self.max_seq_len:
-                raise ValueError(f"x: expected to fit a cache of {self.max_seq_len} tokens, got {longest}")
-            self._longest = longest
 
 
 def _is_run_once() -> bool:
@@ -244,18 +246,20 @@ class DenseAttention(nn.Module):
 
     def _attend_next(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
         """Attend from tokens that follow those of the cache, which then holds them too."""
-        position = cache.lengths[:, None] + torch.arange(x.shape[1], device=x.device)
-        tables = rope_tables(position, self.head_dim, self.rope_base, dtype=self._table_dtype())
-        q, k, v = self._project(x, tables)
         if cache.is_empty:  # all that there is to see is new, and padding stands behind it
+            q, k, v = self._project(x, self.layout(x.shape[1]).tokens)
             cache.append(k, v, lengths)
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        lost = cache.append(k, v, lengths)
-        out = attend_cached(q, cache.k, cache.v, position)
-        return out.masked_fill(lost[:, None, :, None], torch.nan)
+        cache.make_room(x.shape[1], lengths)
+        q, position = compiled_place(*self._heads(x), cache.k, cache.v, cache.lengths, lengths, self.rope_base)
+        return attend_cached(q, cache.k, cache.v, position)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Give q, k and v ``(B, H, S, D)``."""
+        k, v = (split_heads(linear(x), self.num_kv_heads) for linear in (self.w_k, self.w_v))
+        return split_heads(self.w_q(x), self.num_heads), k, v
 
     def _project(self, x: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
         """Give q, k and v ``(B, H, S, D)``, the first two turned at their positions."""
-        q = split_heads(self.w_q(x), self.num_heads)
-        k, v = (split_heads(linear(x), self.num_kv_heads) for linear in (self.w_k, self.w_v))
+        q, k, v = self._heads(x)
         return apply_rope(q, tables), apply_rope(k, tables), v

@@ -1,12 +1,62 @@
-"""Dense attention from new tokens to all that a cache holds, the heads of a group in rows: each key is read once."""
+"""A step of dense attention: new tokens go into the cache, and attend to all that it holds."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flexnsa.attention.compilation import compile_once
+from flexnsa.layers.rope import apply_rope, rope_tables
+
 HALF = (torch.bfloat16, torch.float16)
+
+
+def place(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cached_k: Tensor,
+    cached_v: Tensor,
+    before: Tensor,
+    lengths: Tensor | None,
+    rope_base: float,
+) -> tuple[Tensor, Tensor]:
+    """Turn queries and keys at their positions, and put keys and values where these say.
+
+    Args:
+        q: ``(B, Hq, T, Dk)``.
+        k: ``(B, Hkv, T, Dk)``.
+        v: ``(B, Hkv, T, Dv)``.
+        cached_k: ``(B, Hkv, S + 1, Dk)``; the last slot takes what must not be kept.
+        cached_v: ``(B, Hkv, S + 1, Dv)``.
+        before: int32 ``(B,)``, the lengths of the rows, which are then those with the new tokens.
+        lengths: int ``(B,)``, how many tokens of each row are no padding; by default all.
+        rope_base: of the rotary angles.
+
+    Returns:
+        The queries, not a number where there was no room; and where they stand, int ``(B, T)``.
+    """
+    num_tokens, room = k.shape[2], cached_k.shape[2] - 1
+    position = before[:, None] + torch.arange(num_tokens, dtype=before.dtype, device=k.device)
+    end = before + (num_tokens if lengths is None else lengths.to(before.dtype))
+    after = end.clamp_max(room)
+    tables = rope_tables(position, q.shape[3], rope_base, dtype=torch.promote_types(q.dtype, torch.float32))
+    slot = torch.where(position < after[:, None], position, room).long()
+    rows = torch.arange(len(slot), device=k.device)[:, None]
+    cached_k[rows, :, slot] = apply_rope(k, tables).transpose(1, 2)
+    cached_v[rows, :, slot] = v.transpose(1, 2)
+    before.copy_(after)
+    lost = (position >= after[:, None]) & (position < end[:, None])
+    return apply_rope(q, tables).masked_fill(lost[:, None, :, None], torch.nan), position
+
+
+def compiled_place(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """As :func:`place`, of one token a row on CUDA in few kernels."""
+    step = compile_once(place) if q.is_cuda and q.shape[2] == 1 else place
+    return step(q, *others)
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:

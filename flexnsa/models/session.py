@@ -68,7 +68,7 @@ class DecodingSession:
         self._draws = Draws(batch_size, sampling, device)
         self._active = torch.ones(batch_size, dtype=torch.int32, device=device)
         self._longest = 0
-        self._step = self._prepare()
+        self._graph = self._capture()
 
     def generate(
         self,
@@ -120,8 +120,9 @@ class DecodingSession:
         if not self._longest:
             raise ValueError("prompts: expected some to continue, got a step before the first prefill")
         self.reserve(self._longest + count)
+        step = self._next if self._graph is None else self._graph
         for _ in range(count):
-            self._step()
+            step()
         self._longest += count
         return self._draws.read(count)
 
@@ -148,10 +149,10 @@ class DecodingSession:
             return
         while self.max_seq_len < max_seq_len:
             self.max_seq_len *= 2
-        del self._step  # the old graph's memory
+        self._graph = None  # before the new one takes memory
         for cache in self.caches:
             cache.grow(self.max_seq_len)
-        self._step = self._prepare()
+        self._graph = self._capture()
 
     def _next(self) -> None:
         """Read the newest token of each active row and draw one more; this is what a graph holds."""
@@ -159,20 +160,20 @@ class DecodingSession:
         self._draws.draw(logits[:, 0])
 
     @torch.no_grad()
-    def _prepare(self) -> Step:
-        """Make the step ready for these caches, and leave everything as it was: rows that are off keep nothing."""
+    def _capture(self) -> Step | None:
+        """Capture the step for these caches, if it is to be; all is left as it was, because rows that are off stay."""
         if self.steps != "graph":
-            return self._next
+            return None
         empty, active, draws = not self._longest, self._active.clone(), self._draws.state()
         if empty:
             self._next()  # even a token that is not kept stands behind another one
         self._active.zero_()
-        step = capture(self._next, self._draws.generator)
+        graph = capture(self._next, self._draws.generator)
         self._active.copy_(active)
         self._draws.restore(draws)
         if empty:
             self._reset()
-        return step
+        return graph
 
     def _reset(self) -> None:
         for cache in self.caches:

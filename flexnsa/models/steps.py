@@ -91,19 +91,20 @@ def capture(step: Step, generator: torch.Generator) -> Step:
     Raises:
         ValueError: the step waits for the device, which no graph can hold.
     """
-    stream = torch.cuda.Stream(generator.device)
-    stream.wait_stream(torch.cuda.current_stream(generator.device))
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream(generator.device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    graph.register_generator_state(generator)
-    try:
-        with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.device(generator.device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             step()
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"steps: expected 'compiled' or 'eager' for a model that no CUDA graph holds ({reason})"
-        ) from error
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(generator)
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                step()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"steps: expected 'compiled' or 'eager' for a model that no CUDA graph holds ({reason})"
+            ) from error
     return graph.replay

@@ -97,6 +97,7 @@ def test_it_streams(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
         ("--stop \ud800", r"argument --stop: expected text that UTF-8 can hold, got '\ud800'"),
         ("--seed 12345678901234567890", "argument --seed: expected a number of at most 64 bits, got 1234567890123456"),
         ("--max-new-tokens 1000000000000000", "argument --max-new-tokens: expected at most 1073741824"),
+        ("--steps graph", "argument --steps: expected 'compiled' or 'eager' on cpu, got 'graph'"),
         ("--top-k 0", "argument --top-k: expected at least 1, got 0"),
         ("--top-p 2", "argument --top-p: expected more than 0 and at most 1, got 2.0"),
         ("--max-new-tokens 0", "argument --max-new-tokens: expected at least 1, got 0"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,6 +163,25 @@ def test_a_session_doubles_its_room_and_captures_anew(attention: str, graphs: li
     drawn = [first, *(small.step(count) for count in (1, 8, 8, 2))]  # the first of them finds no room
     assert torch.cat([tokens for tokens, _ in drawn], dim=1).tolist() == expected
     assert (small.max_seq_len, len(graphs)) == (68, 5)
+
+
+def test_a_session_that_nobody_keeps_gives_its_memory_back_at_once() -> None:
+    session = DecodingSession(make_model(), 3, 40)
+    session.generate(prompts(), 3)
+    buffer = weakref.ref(next(iter(session.caches[0].buffers.values())))
+    with gc_off():
+        del session
+        assert buffer() is None
+
+
+@contextmanager
+def gc_off() -> Iterator[None]:
+    """Without a collector only what is in no circle is freed."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
