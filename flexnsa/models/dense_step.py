@@ -12,6 +12,8 @@ from flexnsa.attention.compilation import compile_once
 from flexnsa.layers.rope import apply_rope, rope_tables
 
 HALF = (torch.bfloat16, torch.float16)
+FLASH_DIMS = range(8, 257, 8)
+"""Head dimensions that flash attention takes as they are."""
 
 
 def place(
@@ -74,7 +76,7 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
     Returns:
         ``(B, Hq, T, Dv)``.
     """
-    if q.is_cuda and q.dtype in HALF and q.shape[2] == 1 and q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0:
+    if q.is_cuda and q.dtype in HALF and q.shape[2] == 1 and q.shape[3] == v.shape[3] and q.shape[3] in FLASH_DIMS:
         return _flash_of_one(q, k, v, position)
     groups = q.shape[1] // k.shape[1]
     visible = torch.arange(k.shape[2], device=k.device) <= position[..., None]  # (B, T, S)

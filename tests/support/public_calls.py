@@ -16,6 +16,7 @@ from flexnsa.memory import estimate_decoding, estimate_training, parameter_count
 from flexnsa.models import (
     DecoderConfig,
     DecoderLM,
+    DecodingSession,
     DenseAttention,
     DenseCache,
     Sampling,
@@ -241,6 +242,12 @@ CALLS: dict[str, Call] = {
         lambda out, call: out.shape == (*call["tokens"].shape, 16),
         ("document_ids", "score_mod", "mask_mod"),
     ),
+    "DecoderLM.last_logits": Call(
+        MODEL.last_logits,
+        {"tokens": TOKENS, "lengths": torch.tensor([6, 1]), "score_mod": shift, "mask_mod": near},
+        lambda out, call: out.shape == (len(call["tokens"]), 16),
+        ("lengths", "score_mod", "mask_mod"),
+    ),
     **{
         f"{model.config.attention} DecoderLM.forward with caches": Call(
             lambda caches, model=model, **arguments: model(arguments.pop("tokens"), **{"caches": caches, **arguments}),
@@ -278,8 +285,27 @@ CALLS: dict[str, Call] = {
     "generate_tokens": Call(
         generate_tokens,
         {"model": MODEL, "prompts": TOKENS, "max_new_tokens": 2, "lengths": torch.tensor([6, 2])}
-        | {"sampling": Sampling(), "stop_tokens": (3,), "seed": 5, "on_token": lambda row, token: None, "cached": True},  # noqa: ARG005
-        optional=("lengths", "sampling", "on_token"),
+        | {"sampling": Sampling(), "stop_tokens": (3,), "seed": 5, "on_token": lambda row, token: None, "cached": True}  # noqa: ARG005
+        | {"steps": "eager", "group": 2, "score_mod": shift, "mask_mod": near},
+        optional=("lengths", "sampling", "on_token", "group", "score_mod", "mask_mod"),
+    ),
+    "DecodingSession": Call(
+        DecodingSession,
+        {"model": MODEL, "batch_size": 2, "max_seq_len": 9, "sampling": Sampling(), "steps": "eager"}
+        | {"score_mod": shift, "mask_mod": near},
+        optional=("sampling", "score_mod", "mask_mod"),
+    ),
+    "DecodingSession.generate": Call(
+        DecodingSession(DENSE, 2, 9).generate,
+        {"prompts": TOKENS, "max_new_tokens": 2, "lengths": torch.tensor([6, 2]), "stop_tokens": (3,), "seed": 5}
+        | {"on_token": lambda row, token: None, "group": 2},  # noqa: ARG005
+        optional=("lengths", "on_token", "group"),
+    ),
+    "DecodingSession.prefill": Call(
+        DecodingSession(DENSE, 2, 9).prefill,
+        {"prompts": TOKENS, "lengths": torch.tensor([6, 2]), "seed": 5},
+        lambda drawn, _: drawn.tokens.shape == (2, 1),
+        ("lengths",),
     ),
     "generate": Call(
         generate,
