@@ -14,7 +14,7 @@ from flexnsa.models.language_model import LanguageModel, check_model, check_prom
 from flexnsa.models.sampling import Sampling
 from flexnsa.models.steps import GROUP, Drawn, Draws, Step, capture, choose_steps
 from flexnsa.models.stopping import OnToken, StopTokens
-from flexnsa.validation import check_int, check_positive_int, check_seed, check_type, describe
+from flexnsa.validation import LARGEST_SIZE, check_int, check_positive_int, check_seed, check_type, describe
 
 
 class DecodingSession:
@@ -147,11 +147,13 @@ class DecodingSession:
         check_positive_int("max_seq_len", max_seq_len)
         if max_seq_len <= self.max_seq_len:
             return
-        while self.max_seq_len < max_seq_len:
-            self.max_seq_len *= 2
+        capacity = self.max_seq_len
+        while capacity < max_seq_len:
+            capacity = min(2 * capacity, LARGEST_SIZE)
         self._graph = None  # before the new one takes memory
         for cache in self.caches:
-            cache.grow(self.max_seq_len)
+            cache.grow(capacity)
+        self.max_seq_len = capacity
         self._graph = self._capture()
 
     def _next(self) -> None:
