@@ -49,7 +49,7 @@ def on_gpu(results: Results) -> Figure:
     record = results.load("decode_h200.json")
     times = {part: _graphs(record, part) for part in ("attention", "layer")}
     setting, largest = record.content["setting"], max(times["attention"])
-    layers = " and ".join(
+    layers = ", ".join(
         f"{_compared(curves)} dense at batch {batch}" for batch, curves in sorted(times["layer"].items())
     )
     caption = (
@@ -61,21 +61,28 @@ def on_gpu(results: Results) -> Figure:
     compared = _compared(times["attention"][largest])
     title = f"Decoding {largest} rows of {longest} tokens, NSA's attention is {compared} flash SDPA"
     result, axes = figure(title, caption, size=(11, 5), columns=len(times["attention"]))
+    measured = [ms for batch in times["attention"].values() for curve in batch.values() for ms in curve.values()]
     for ax, (batch, curves) in zip(axes, sorted(times["attention"].items()), strict=True):
         labels = []
         for name, curve in curves.items():
             contexts = sorted(curve)
             plot_curve(ax, name, contexts, [curve[context] for context in contexts])
             labels.append(Label(contexts[-1], curve[contexts[-1]], name, BLUE if name == "NSA" else ORANGE))
-        length_axes(ax, [context for curve in curves.values() for context in curve], room=2.2)
+        length_axes(ax, [context for curve in curves.values() for context in curve], room=3.2 if ax is axes[0] else 1.4)
         ax.set_xlabel("context, tokens")
         ax.set_title(f"batch {batch}", fontsize=10.5)
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{1000 * ms:g} µs"))
+        ax.set_ylim(min(measured) / 1.4, max(measured) * 1.4)
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(FuncFormatter(_time) if ax is axes[0] else NullFormatter())
         ax.yaxis.set_minor_formatter(NullFormatter())
-        label_curves(ax, labels)
+        if ax is axes[0]:
+            label_curves(ax, labels)
     axes[0].set_ylabel("time of a token")
     return result
+
+
+def _time(ms: float, _: float) -> str:
+    return f"{ms:g} ms" if ms >= 1 else f"{1000 * ms:g} µs"
 
 
 def _graphs(record: Record, part: str) -> dict[int, Curves]:
@@ -83,7 +90,7 @@ def _graphs(record: Record, part: str) -> dict[int, Curves]:
     times: dict[int, Curves] = {}
     for point in record.content["points"]:
         replayed = point.get("clock") == "graph" and point["part"] == part and "ms" in point
-        if replayed and (point["name"], point["mode"]) != ("NSA", "eager") and point["name"] in ("NSA", "flash SDPA"):
+        if replayed and point["name"] in ("NSA", "flash SDPA"):
             times.setdefault(point["batch"], {}).setdefault(point["name"], {})[point["context"]] = point["ms"]
     return times
 

@@ -89,7 +89,7 @@ def _flash_of_one(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
     """Take every key head of every row for a sequence, of which the first ``position + 1`` slots are used."""
     batch, heads, slots, dim = k.shape
     sequences = torch.arange(batch * heads + 1, dtype=torch.int32, device=q.device)
-    used = (position.to(torch.int32) + 1).expand(batch, heads).flatten()
+    used = (position.to(torch.int32) + 1).expand(batch, heads).flatten().contiguous()  # of one row, it is a view
     # SDPA and varlen_attn of PyTorch 2.11 cannot say how many keys are used, unless the host knows.
     out, *_ = torch.ops.aten._flash_attention_forward(
         q.reshape(batch * heads, -1, dim),

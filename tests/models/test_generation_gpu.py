@@ -111,11 +111,12 @@ def test_a_prediction_that_is_no_number_is_told() -> None:
         model.generate(prompts(), 20, lengths=lengths())
 
 
+@pytest.mark.parametrize("tokens", [(0, 4, 299, 64), (77,)], ids=len)
 @pytest.mark.parametrize("groups", [1, 6, 8])
-def test_one_dense_query_a_row_is_attended_to_by_flash_as_by_a_mask(groups: int) -> None:
-    position = torch.tensor([[0], [4], [299], [64]], device="cuda")
-    k, v = torch.randn(2, 4, 2, 301, 64, device="cuda", dtype=torch.bfloat16).unbind()
-    q = torch.randn(4, 2 * groups, 1, 64, device="cuda", dtype=torch.bfloat16)
+def test_one_dense_query_a_row_is_attended_to_by_flash_as_by_a_mask(groups: int, tokens: tuple[int, ...]) -> None:
+    position = torch.tensor(tokens, device="cuda")[:, None]
+    k, v = torch.randn(2, len(tokens), 2, 301, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    q = torch.randn(len(tokens), 2 * groups, 1, 64, device="cuda", dtype=torch.bfloat16)
     visible = (torch.arange(301, device="cuda") <= position)[:, None, None]
     exact, plain = (
         F.scaled_dot_product_attention(
