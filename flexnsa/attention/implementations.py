@@ -30,6 +30,9 @@ from flexnsa.validation import check_choice
 
 B = TypeVar("B", Attended, Compressed)
 
+FEW_QUERIES = 64
+"""Of a row on a cache: more of them have keys in common, which kernels for whole rows read once."""
+
 REFERENCE = Implementation(reference.compressed, reference.select, reference.selected, reference.window)
 SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window)
 FLEX = Implementation(
@@ -47,9 +50,27 @@ IMPLEMENTATIONS = {"flex": FLEX, "triton": TRITON, "sdpa": SDPA, "reference": RE
 FLEX_CACHED = replace(
     FLEX, compressed=flex_decoding.compressed, selected=flex_decoding.selected, window=flex_decoding.window
 )
+
+
+def _cached_selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
+    attend_to = triton_selected.selected if _are_many(q, v, call) else flex_decoding.selected
+    return attend_to(q, k, v, block_indices, call)
+
+
+def _cached_window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
+    attend_to = triton_window.window if _are_many(q, v, call) else flex_decoding.window
+    return attend_to(q, k, v, call)
+
+
+def _are_many(q: Tensor, v: Tensor, call: Call) -> bool:
+    """Tell whether queries on a cache go to the kernels of whole rows, and these can take them."""
+    narrow = max(q.shape[3], v.shape[3]) <= triton_selected.LARGEST_DIM
+    return q.is_cuda and q.shape[2] > FEW_QUERIES and narrow and call.score_mod is None
+
+
 CACHED_IMPLEMENTATIONS = {
     "flex": FLEX_CACHED,
-    "triton": replace(FLEX_CACHED, step=triton_decoding.step),
+    "triton": replace(FLEX_CACHED, selected=_cached_selected, window=_cached_window, step=triton_decoding.step),
     "sdpa": Implementation(
         sdpa_decoding.compressed, sdpa_decoding.select, sdpa_decoding.selected, sdpa_decoding.window
     ),

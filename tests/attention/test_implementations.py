@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flexnsa.attention.flex import decoding as flex_decoding
 from flexnsa.attention.implementations import (
     CACHED_IMPLEMENTATIONS,
+    FEW_QUERIES,
     IMPLEMENTATIONS,
     REFERENCE,
     attend,
@@ -18,7 +20,10 @@ from flexnsa.attention.implementations import (
 )
 from flexnsa.attention.sdpa.branches import GATHERED_QUERIES
 from flexnsa.attention.seam import Call, Keys, NSAAux
+from flexnsa.attention.triton import selected as triton_selected
+from flexnsa.attention.triton import window as triton_window
 from flexnsa.functional import native_sparse_attention
+from flexnsa.mods import soft_cap
 from flexnsa.positions import Positions
 from tests.support.inputs import SMALL, make_inputs
 
@@ -74,3 +79,28 @@ def test_auto_takes_what_can_do_what_was_asked(device: str, dim: int, modded: bo
         q = torch.empty(1, 2, 8, dim, device=device)
     assert choose_implementation("auto", q, modded=modded) is IMPLEMENTATIONS[chosen]
     assert choose_implementation("auto", q, modded=modded, cached=True) is CACHED_IMPLEMENTATIONS[chosen]
+
+
+@pytest.mark.parametrize(
+    ("count", "dim", "modded", "chosen"),
+    [
+        (FEW_QUERIES, 64, False, "flex"),
+        (FEW_QUERIES + 1, 64, False, "triton"),
+        (FEW_QUERIES + 1, 512, False, "flex"),
+        (FEW_QUERIES + 1, 64, True, "flex"),
+    ],
+)
+def test_many_queries_on_a_cache_go_to_the_kernels_of_whole_rows(
+    count: int, dim: int, modded: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    for name, modules in (("flex", (flex_decoding, flex_decoding)), ("triton", (triton_selected, triton_window))):
+        for module, branch in zip(modules, ("selected", "window"), strict=True):
+            monkeypatch.setattr(module, branch, lambda *_, name=name: called.append(name))
+    call = Call(SMALL, 0.25, soft_cap(3.0) if modded else None)
+    with FakeTensorMode():
+        q, k = torch.empty(2, 4, count, dim, device="cuda"), torch.empty(2, 2, 200, dim, device="cuda")
+        blocks = torch.empty(2, 2, count, 4, dtype=torch.int32, device="cuda")
+        CACHED_IMPLEMENTATIONS["triton"].selected(q, k, k, blocks, call)
+        CACHED_IMPLEMENTATIONS["triton"].window(q, k, k, call)
+    assert called == [chosen, chosen]

@@ -27,7 +27,8 @@ from tests.support.interpreter import teach_bfloat16
 class Case:
     """One call: documents packed one after the other; ``garbage`` puts into the selection what is no block.
 
-    With a ``window_size`` it is one of the window and not of the selected branch.
+    With a ``window_size`` it is one of the window and not of the selected branch. ``cached`` are the rows of a cache
+    that holds so many keys: how many tokens each has, and how many of its ``new`` ones are real.
     """
 
     group: int
@@ -48,6 +49,8 @@ class Case:
     halve: bool = True
     limits: tuple[tuple[str, int], ...] = ()
     window_size: int | None = None
+    cached: tuple[tuple[int, int], ...] = ()
+    new: int = 0
 
     @property
     def config(self) -> NSAConfig:
@@ -61,6 +64,13 @@ class Case:
 
     def positions(self) -> Positions | None:
         """None if every token of one document is a query; else every so manieth token, not the first."""
+        if self.cached:
+            before, real = (x[:, None] for x in torch.tensor(self.cached, dtype=torch.int32).unbind(1))
+            token = torch.minimum(before + torch.arange(self.new, dtype=torch.int32), before + real - 1)
+            start = torch.zeros_like(token)
+            if self.window_size is not None:  # its keys are the last ones before, and the new ones
+                start += self.window_size - 1 - before
+            return Positions(token + start, start, torch.zeros_like(token))
         if len(self.documents) == 1 and self.every == 1 and not self.ahead:
             return None
         lengths = torch.tensor(self.documents, dtype=torch.int32)
@@ -68,6 +78,12 @@ class Case:
         token = torch.arange(len(start), dtype=torch.int32) + self.ahead
         token, start = (x[self.every - 1 :: self.every][None] for x in (token, start))
         return Positions(token, start, torch.zeros_like(start))
+
+    def real(self, device: str) -> Tensor:
+        """Which queries are no padding, bool ``(B or 1, 1, T or 1)``."""
+        if not self.cached:
+            return torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+        return (torch.arange(self.new) < torch.tensor([[[real]] for _, real in self.cached])).to(device)
 
     def tensors(self, device: str = "cpu") -> dict[str, Tensor]:
         """Draw q, k, v, block_indices and the gradients of out and lse."""
@@ -157,6 +173,13 @@ CASES = {
     "some-tokens-of-documents": Case(
         group=1, documents=(50, 9, 64, 70), every=5, kv_heads=2, limits=(("LIST_ROWS", 4),)
     ),
+    "cached": Case(group=4, documents=(200,), batch=3, new=70, cached=((110, 70), (0, 70), (37, 41)), kv_heads=2),
+    "cached-bf16-nothing-new": Case(
+        group=2, documents=(161,), batch=3, new=66, cached=((0, 0), (95, 66), (50, 1)), dims=(64, 64), dtype=BF16
+    ),
+    "window-cached": Case(
+        group=2, documents=(93,), batch=3, new=70, cached=((110, 70), (0, 70), (9, 41)), kv_heads=2, window_size=24
+    ),
     "window": Case(group=3, documents=(77,), kv_heads=2, batch=2, window_size=24),
     "window-of-one": Case(group=2, documents=(40,), dims=(16, 48), window_size=1),
     "window-longer-than-all": Case(group=1, documents=(100,), dims=(24, 16), kv_heads=2, window_size=500),
@@ -210,6 +233,8 @@ def attend(
     call = Call(case.config, case.scale, positions=where, window_positions=where)
     out, lse = selected(q, k, v, chosen, call) if case.window_size is None else window(q, k, v, call)
     assert lse is not None
+    real = case.real(device)  # what others give means nothing
+    out, lse = torch.where(real[..., None], out, 0.0), torch.where(real, lse, 0.0)
     seen = lse > -torch.inf
     loss = (torch.where(seen, lse, 0.0) * grad_lse.to(lse.dtype)).sum()
     if not case.lse_only:
