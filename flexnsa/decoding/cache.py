@@ -2,14 +2,15 @@
 
 Selected keys are kept for all tokens, compressed ones for all blocks, the window's for the last few, and so is the
 *tail*: the raw keys and values from which the next compressed token will be made. Nothing is ever allocated after
-construction. A token has a slot in each buffer: token ``p`` is in slot ``p`` of a full buffer, and in slot ``p % size``
-of a ring buffer, which keeps the last tokens only. One slot more, at the end of each buffer, takes what must not be
-kept: padding. A row is one sequence of the batch; rows may have different lengths.
+construction, unless the cache is told to grow. A token has a slot in each buffer: token ``p`` is in slot ``p`` of a
+full buffer, and in slot ``p % size`` of a ring buffer, which keeps the last tokens only. One slot more, at the end of
+each buffer, takes what must not be kept: padding. A row is one sequence of the batch; rows may have different lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,23 +18,22 @@ from torch import Tensor
 
 from flexnsa.argument_checks import check_branches
 from flexnsa.config import NSAConfig
+from flexnsa.decoding.documents import locate_documents, unpack
 from flexnsa.decoding.read_counter import ReadCounter
+from flexnsa.decoding.row_cache import RowCache, fix_addresses
 from flexnsa.decoding.steps import Slots, Step, buffer_names, kind_of, locate, ring_slots_before
 from flexnsa.geometry import BRANCHES
+from flexnsa.positions import Positions
 from flexnsa.validation import (
     LARGEST_SIZE,
-    check_device,
-    check_dtype,
     check_int,
     check_integers,
     check_positive_int,
-    check_tensor,
     check_type,
-    may_look,
 )
 
 
-class NSACache:
+class NSACache(RowCache):
     """Decoding state of one :class:`flexnsa.NativeSparseAttention`, which also makes one: ``layer.new_cache(...)``.
 
     On CUDA a step waits for nothing, and all that it writes to is the cache's own memory. So it can be captured, by
@@ -58,6 +58,8 @@ class NSACache:
         ValueError: an argument is out of range; the message names it.
     """
 
+    SHARED = ("config", "branches", "max_rewind", *RowCache.SHARED)
+
     def __init__(
         self,
         batch_size: int,
@@ -73,55 +75,24 @@ class NSACache:
         device: torch.device | str | None = None,
     ) -> None:
         check_type("config", config, NSAConfig)
-        self.batch_size, self.max_seq_len, self.max_rewind = batch_size, max_seq_len, max_rewind
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
-        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        for name in ("batch_size", "max_seq_len", "num_kv_heads", "head_dim", "v_head_dim", "max_rewind"):
-            check_positive_int(name, getattr(self, name))
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        given = {"batch_size": batch_size, "max_seq_len": max_seq_len, "num_kv_heads": num_kv_heads}
+        given |= {"head_dim": head_dim, "v_head_dim": v_head_dim, "max_rewind": max_rewind}
+        for name, size in given.items():
+            check_positive_int(name, size)
+        self.head_dim, self.v_head_dim, self.max_rewind = head_dim, v_head_dim, max_rewind
         self.config = config
         self.branches = check_branches(branches)
-        check_dtype("dtype", dtype)
-        check_device("device", device)
-
         self.sizes = Slots(max_seq_len=max_seq_len, max_rewind=max_rewind, config=config)
-        self.buffers = {
-            name: torch.zeros(
-                batch_size,
-                num_kv_heads,
-                self.sizes.size(kind_of(name)) + 1,
-                self.head_dim if name[0] == "k" else self.v_head_dim,
-                dtype=dtype,
-                device=device,
-            )
-            for name in buffer_names(self.branches)
-        }
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        dims = {name: head_dim if name[0] == "k" else v_head_dim for name in buffer_names(self.branches)}
+        super().__init__(batch_size, max_seq_len, num_kv_heads, dims, dtype=dtype, device=device)
         self.reached = torch.zeros_like(self.lengths)
         """Most tokens that a row has had since it was empty, those taken back included: older ones are overwritten."""
         self.reads: ReadCounter | None = None
         """Set it to count what the steps read."""
-        self._rows = torch.arange(batch_size, device=device)[:, None]
         self._zero = torch.zeros_like(self.lengths)[:, None]
-        for tensor in (*self._state().values(), self._rows, self._zero):
-            # torch.compile makes no CUDA graph that writes to an input, unless told that its memory stays where it is.
-            torch._dynamo.mark_static_address(tensor, guard=False)
-        self._longest: int | None = 0
-        """No row is longer, as far as is known without asking the device; None: not known."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the keys and values."""
-        return next(iter(self.buffers.values())).dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of everything."""
-        return self.lengths.device
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the keys and values, spare slots included."""
-        return sum(buffer.nbytes for buffer in self.buffers.values())
+        self._column = self.rows[:, None]
+        fix_addresses(self.reached, self._zero, self._column)
 
     def require(self, **expected: Any) -> None:
         """Demand attributes of these values.
@@ -154,20 +125,32 @@ class NSACache:
         end = before + (num_tokens if lengths is None else lengths[:, None].to(torch.int32))
         return locate(before, end, self._zero, num_tokens, self.sizes, ordered=ordered)
 
-    def make_room(self, num_tokens: int, lengths: Tensor | None = None) -> None:
-        """Demand what :meth:`begin` demands, where whoever writes to the cache locates the tokens by itself."""
-        if not isinstance(num_tokens, torch.SymInt):
-            check_positive_int("num_tokens", num_tokens)
-        if lengths is not None:
-            check_integers("lengths", lengths, (self.batch_size,), like=self.lengths, as_of="the cache")
-        if torch.compiler.is_compiling() or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._longest = None  # what is compiled or captured runs more often than this line
-        else:
-            self._check_room(num_tokens, lengths)
+    def begin_rows(
+        self, num_tokens: int, lengths: Tensor | None, positions: Positions | None, first_tokens: Tensor | None
+    ) -> Step:
+        """Locate whole rows, the first that the cache is to hold: as :meth:`begin`, or the documents of one packed row.
+
+        Args:
+            num_tokens: ``T``.
+            lengths: int ``(B,)``, by default ``T``.
+            positions: of the tokens ``(1, T)`` in documents, of which document ``b`` goes into row ``b``; or None.
+            first_tokens: int ``(1, N)``, where their compressed tokens begin; see :mod:`flexnsa.masks.document`.
+
+        Raises:
+            ValueError: as :meth:`begin`; or there is another number of documents, or one is too long. On CUDA it is the
+                device that finds out these, and then refuses all work.
+        """
+        self.demand_empty()
+        if positions is None or first_tokens is None:
+            return self.begin(num_tokens, lengths)
+        documents = unpack(positions, self.rows)
+        self.room.take_documents(documents.lengths, documents.count, num_tokens)
+        return locate_documents(documents, positions, first_tokens, self.sizes)
 
     def store(self, name: str, rows: Tensor, step: Step) -> None:
-        """Put the step's keys or values ``rows (B, Hkv, T or E, D)`` into their slots."""
-        self.buffers[name][self._rows, :, step.slots[kind_of(name)]] = rows.transpose(1, 2)
+        """Put the step's keys or values ``rows (B, Hkv, T or up to E, D)`` into their slots."""
+        kind, count = kind_of(name), rows.shape[2]
+        self.buffers[name][step.rows.get(kind, self._column), :, step.slots[kind][:, :count]] = rows.transpose(1, 2)
 
     def all(self, name: str) -> Tensor:
         """Give a full buffer; the slots of the future and the spare one, seen by no query, hold anything finite."""
@@ -189,7 +172,7 @@ class NSACache:
             return self.buffers[name][:, :, :-1]
         self.keep(name, rows, step)
         slots = ring_slots_before(step, self.sizes.lookback[kind], self.sizes.size(kind))
-        return torch.cat((self.buffers[name][self._rows, :, slots].transpose(1, 2), rows), dim=2)
+        return torch.cat((self.buffers[name][self._column, :, slots].transpose(1, 2), rows), dim=2)
 
     def end(self, step: Step) -> None:
         """Count the step's tokens as seen."""
@@ -197,13 +180,6 @@ class NSACache:
             self.store(name, rows, step)
         self.lengths.copy_(step.after[:, 0])
         self._update_reached(step)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.lengths.zero_()
-        self.reached.zero_()
-        self._longest = 0
-        self._clear_spare_slots()
 
     def crop(self, lengths: int | Tensor) -> None:
         """Go back to the first tokens of each row: ``lengths``, one for all or int ``(B,)``.
@@ -231,70 +207,26 @@ class NSACache:
             )
         self.lengths.copy_(wanted)
         self.reached.masked_fill_(wanted == 0, 0)
-        self._longest = None
+        self.room.longest = lengths if isinstance(lengths, int) else None
         self._clear_spare_slots()
 
-    def reorder(self, rows: Tensor) -> None:
-        """Replace row ``b`` by what row ``rows[b]`` was, as beam search does; ``rows`` int ``(B,)``.
+    def grow(self, max_seq_len: int) -> None:
+        """As :meth:`RowCache.grow`; the window and the tail stay where they are."""
+        super().grow(max_seq_len)
+        self.sizes = replace(self.sizes, max_seq_len=self.max_seq_len)
 
-        Raises:
-            TypeError: not a tensor.
-            ValueError: of another shape, dtype or device; or, on a CPU, a row that there is not.
-        """
-        check_integers("rows", rows, (self.batch_size,), like=self.lengths, as_of="the cache")
-        if may_look(rows) and not ((rows >= 0) & (rows < self.batch_size)).all():
-            raise ValueError(f"rows: expected 0 .. {self.batch_size - 1}, got {rows.tolist()}")
-        for tensor in (*self.buffers.values(), self.lengths, self.reached):
-            tensor.copy_(tensor.index_select(0, rows))
+    def num_slots(self, name: str, max_seq_len: int) -> int:
+        """Count the slots of a buffer without the spare one."""
+        return replace(self.sizes, max_seq_len=max_seq_len).size(kind_of(name))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copy all that distinguishes this cache from a fresh one of the same sizes."""
-        return {name: tensor.clone() for name, tensor in self._state().items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Return to a state that :meth:`state_dict` gave, be it of another cache of the same sizes.
-
-        Raises:
-            TypeError: something that should be a tensor is not.
-            ValueError: the sizes differ; the cache is then as it was.
-        """
-        own = self._state()
-        check_type("state", state, dict)
-        if state.keys() != own.keys():
-            raise ValueError(f"state: expected {', '.join(sorted(own))}, got {', '.join(sorted(map(str, state)))}")
-        for name, tensor in own.items():
-            check_tensor(f"state[{name!r}]", state[name], tuple(tensor.shape), dtype=tensor.dtype)
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
-        self._longest = None
-
-    def _state(self) -> dict[str, Tensor]:
-        return {**self.buffers, "lengths": self.lengths, "reached": self.reached}
+    def counts(self) -> dict[str, Tensor]:
+        """Give what is counted of each row, int32 ``(B,)``, by name."""
+        return {"lengths": self.lengths, "reached": self.reached}
 
     def _clear_spare_slots(self) -> None:
         """Nobody sees them, but not a number times a probability of 0 is not a number."""
         for buffer in self.buffers.values():
             buffer[:, :, -1] = 0
-
-    def _check_room(self, num_tokens: int, lengths: Tensor | None) -> None:
-        if lengths is not None:
-            fits = ((lengths >= 0) & (lengths <= num_tokens)).all()
-            if lengths.is_cuda:
-                torch.ops.aten._assert_async.msg(fits, f"lengths: expected 0 .. {num_tokens}, the tokens of x")
-            elif not fits:
-                raise ValueError(f"lengths: expected 0 .. {num_tokens}, the tokens of x, got {lengths.tolist()}")
-        if self._longest is not None and self._longest + num_tokens <= self.max_seq_len:
-            self._longest += num_tokens
-            return
-        end = self.lengths + (num_tokens if lengths is None else lengths)
-        longest = int(end.max())
-        if longest > self.max_seq_len:
-            row = int(end.argmax())
-            raise ValueError(
-                f"x: expected at most {self.max_seq_len - int(self.lengths[row])} tokens, for which the cache of "
-                f"{self.max_seq_len} has room in row {row}, got {longest - int(self.lengths[row])}"
-            )
-        self._longest = longest
 
     def _update_reached(self, step: Step) -> None:
         self.reached.copy_(torch.maximum(self.reached, step.after[:, 0]))

@@ -1,4 +1,4 @@
-"""Which keys the branches of a step read: those of the cache and its own."""
+"""Which keys the branches of a step read: those of the cache and its own; of whole rows, their own alone."""
 
 from __future__ import annotations
 
@@ -33,3 +33,22 @@ class CachedKeys:
         else:
             self.cache.keep(tail, new, self.step)
         return self.cache.all(name)
+
+
+class KeptKeys:
+    """The keys of whole rows, which go into an empty cache too; see :class:`flexnsa.layers.core.KeySource`."""
+
+    def __init__(self, cache: NSACache, step: Step) -> None:
+        self.cache, self.step = cache, step
+
+    def of_tokens(self, name: str, new: Tensor) -> Tensor:
+        """Store them; nobody sees them before the step ends."""
+        self.cache.store(name, new, self.step)
+        return new
+
+    of_window = of_tokens
+
+    def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:
+        """Store the tail and the compressed ones."""
+        self.cache.store(name.replace("cmp", "tail"), new, self.step)
+        return self.of_tokens(name, compress(new))

@@ -75,6 +75,8 @@ class Step:
         block: int32 ``(B, E)``, the compressed tokens that ``T`` tokens can complete, ``E = ceil(T / d)``.
         first_tokens: int32 ``(B, E)``, where their blocks begin among the tokens of the tail and the step's.
         slots: by kind of buffer, int64 ``(B, T)`` or ``(B, E)``: where the new keys and values go.
+        rows: by kind of buffer, int64 ``(1, T)`` or ``(1, E)``: in which rows those slots are, where the step's tokens
+            are not in one row for each of the cache.
         lost: bool ``(B, T)``, tokens for which there was no room.
         emits: whether there may be a block to compress; False only where that can be told without waiting.
         recent: by name, what goes into a ring buffer when the step ends; until then it is needed as it is.
@@ -90,6 +92,7 @@ class Step:
     slots: dict[str, Tensor]
     lost: Tensor
     emits: bool
+    rows: dict[str, Tensor] = field(default_factory=dict)
     recent: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -109,10 +112,10 @@ def locate(before: Tensor, end: Tensor, zero: Tensor, num_tokens: int, sizes: Sl
     after = end.clamp_max(sizes.max_seq_len)
     position = before + torch.arange(num_tokens, dtype=torch.int32, device=before.device)
     new = position < after
-    block = _count_compressed(before, config)
+    block = count_compressed(before, config)
     if num_tokens > stride:
         block = block + torch.arange(-(-num_tokens // stride), dtype=torch.int32, device=before.device)
-    complete = block < _count_compressed(after, config)
+    complete = block < count_compressed(after, config)
 
     # Padding stands where the last token does, so that positions never decrease nor run out of the buffers.
     token = torch.minimum(position, after - 1)
@@ -136,7 +139,7 @@ def locate(before: Tensor, end: Tensor, zero: Tensor, num_tokens: int, sizes: Sl
         slots={
             "slc": torch.where(new, position, sizes.size("slc")).long(),
             "cmp": torch.where(complete, block, sizes.size("cmp")).long(),
-            **{kind: _ring_slots(position, new, after, sizes.size(kind)) for kind in lookback},
+            **{kind: ring_slots(position, new, after, sizes.size(kind)) for kind in lookback},
         },
         lost=(position >= after) & (position < end),
         emits=torch.compiler.is_compiling() or before.device.type != "cpu" or bool(complete.any()),
@@ -149,13 +152,13 @@ def ring_slots_before(step: Step, lookback: int, size: int) -> Tensor:
     return (step.before + back).remainder(size).long()
 
 
-def _ring_slots(position: Tensor, new: Tensor, after: Tensor, size: int) -> Tensor:
+def ring_slots(position: Tensor, new: Tensor, after: Tensor, size: int) -> Tensor:
     """Give the slots of new tokens; of more than a ring buffer holds, the last ones get one."""
     if position.shape[1] > size:
         new = new & (position >= after - size)
     return torch.where(new, position % size, size).long()
 
 
-def _count_compressed(lengths: Tensor, config: NSAConfig) -> Tensor:
+def count_compressed(lengths: Tensor, config: NSAConfig) -> Tensor:
     """As :func:`flexnsa.geometry.num_compressed`, of a tensor of lengths."""
     return (lengths + (config.compress_stride - config.compress_block_size)).clamp_min(0) // config.compress_stride

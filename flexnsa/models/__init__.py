@@ -2,7 +2,8 @@
 
 from flexnsa.models.config import PRESETS, DecoderConfig, preset
 from flexnsa.models.decoder import DecoderLM
-from flexnsa.models.dense import DenseAttention, DenseCache
+from flexnsa.models.dense import DenseAttention
+from flexnsa.models.dense_cache import DenseCache
 from flexnsa.models.generation import generate, generate_tokens
 from flexnsa.models.loss import linear_cross_entropy
 from flexnsa.models.sampling import Sampling

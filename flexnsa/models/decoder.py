@@ -17,7 +17,8 @@ from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.core import RowLayout
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.models.config import DecoderConfig
-from flexnsa.models.dense import DenseAttention, DenseCache, DenseLayout
+from flexnsa.models.dense import DenseAttention, DenseLayout
+from flexnsa.models.dense_cache import DenseCache
 from flexnsa.models.generation import generate_tokens
 from flexnsa.models.loss import check_targets, linear_cross_entropy
 from flexnsa.validation import check_lengths, check_tokens, check_type, describe

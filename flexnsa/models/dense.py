@@ -16,11 +16,10 @@ from flexnsa.layers.projection import split_heads
 from flexnsa.layers.rope import RopeTables, apply_rope, stored_rope_tables
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.models.dense_cache import DenseCache
 from flexnsa.models.dense_step import attend_cached, compiled_place
 from flexnsa.positions import Positions
 from flexnsa.validation import (
-    check_device,
-    check_dtype,
     check_heads,
     check_layer_input,
     check_lengths,
@@ -29,90 +28,6 @@ from flexnsa.validation import (
     check_type,
     describe,
 )
-
-
-class DenseCache:
-    """Keys and values of all tokens of ``B`` rows, each of a length of its own; one spare slot takes padding."""
-
-    def __init__(
-        self,
-        batch_size: int,
-        max_seq_len: int,
-        num_kv_heads: int,
-        head_dim: int,
-        v_head_dim: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        sizes = {"batch_size": batch_size, "max_seq_len": max_seq_len, "num_kv_heads": num_kv_heads}
-        for name, value in (sizes | {"head_dim": head_dim, "v_head_dim": v_head_dim}).items():
-            check_positive_int(name, value)
-        check_dtype("dtype", dtype)
-        check_device("device", device)
-        self.max_seq_len = max_seq_len
-        self.k, self.v = (
-            torch.zeros(batch_size, num_kv_heads, max_seq_len + 1, dim, dtype=dtype, device=device)
-            for dim in (head_dim, v_head_dim)
-        )
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        self._longest: int | None = 0
-        """No row is longer, as far as is known without asking the device; None: not known."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether all rows are known to be empty without asking the device; of what is compiled or captured none is."""
-        return self._longest == 0 and _is_run_once()
-
-    def append(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
-        """Add the first ``lengths (B,)`` of ``T`` tokens.
-
-        Raises:
-            ValueError: there is no room for them.
-        """
-        self.make_room(k.shape[2], lengths)
-        position = self.lengths[:, None] + torch.arange(k.shape[2], device=k.device)
-        self.lengths += k.shape[2] if lengths is None else lengths
-        slot = torch.where(position < self.lengths[:, None], position, self.max_seq_len)
-        rows = torch.arange(len(slot), device=k.device)[:, None]
-        for buffer, new in ((self.k, k), (self.v, v)):
-            buffer[rows, :, slot] = new.transpose(1, 2)
-
-    def make_room(self, num_tokens: int, lengths: Tensor | None) -> None:
-        """Demand room for ``num_tokens`` new tokens a row, of which the first ``lengths (B,)`` are real.
-
-        Raises:
-            ValueError: there is none. What is compiled or captured cannot raise.
-        """
-        if not _is_run_once():
-            self._longest = None  # what is compiled or captured runs more often than this line
-        elif self._longest is not None and self._longest + num_tokens <= self.max_seq_len:
-            self._longest += num_tokens
-        else:
-            longest = int((self.lengths + (num_tokens if lengths is None else lengths)).max())
-            if longest > self.max_seq_len:
-                raise ValueError(f"x: expected to fit a cache of {self.max_seq_len} tokens, got {longest}")
-            self._longest = longest
-
-    def reset(self) -> None:
-        """Forget everything."""
-        for tensor in (self.k, self.v, self.lengths):  # also what no query sees must be finite
-            tensor.zero_()
-        self._longest = 0
-
-    def grow(self, max_seq_len: int) -> None:
-        """Make room for rows of so many tokens; they keep what they hold, and move in memory."""
-        check_positive_int("max_seq_len", max_seq_len)
-        more = max_seq_len - self.max_seq_len
-        if more > 0:
-            self.k, self.v = (F.pad(x[:, :, :-1], (0, 0, 0, more + 1)) for x in (self.k, self.v))
-            self.max_seq_len = max_seq_len
-
-
-def _is_run_once() -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 class DenseLayout(NamedTuple):

@@ -18,6 +18,13 @@ def trained(layer: NativeSparseAttention) -> NativeSparseAttention:
     return deepcopy(layer).requires_grad_(True)
 
 
+def other() -> NSACache:
+    """Three rows of 5 tokens."""
+    cache = LAYER.new_cache(3, 9)
+    LAYER(tokens(3, 5), cache=cache)
+    return cache
+
+
 LAYER = make_layer()
 STEP = tokens(2, 3)
 DOCUMENTS = torch.zeros(2, 3, dtype=torch.int64)
@@ -46,6 +53,29 @@ WRONG_USE: list[tuple[Callable[[NSACache], object], str]] = [
     (lambda cache: cache.reorder(torch.tensor([1.0, 0.0])), "rows: expected dtype torch.int32"),
     (lambda cache: cache.reorder(torch.tensor([0, 2])), r"rows: expected 0 .. 1, got \[0, 2\]"),
     (lambda cache: cache.reorder(torch.tensor([-1, 0])), r"rows: expected 0 .. 1, got \[-1, 0\]"),
+    (lambda cache: cache.reset(2), r"rows: expected 0 .. 1, got \[2\]"),
+    (lambda cache: cache.reset([0, -1]), r"rows: expected 0 .. 1, got \[0, -1\]"),
+    (lambda cache: cache.reset(torch.tensor([0, 2])), r"rows: expected 0 .. 1, got \[0, 2\]"),
+    (lambda cache: cache.reset(torch.tensor([True])), r"rows: expected shape \(2\), got \(1,\)"),
+    (lambda cache: cache.reset(torch.tensor([0.0])), "rows: expected dtype torch.int32 or torch.int64"),
+    (lambda cache: cache.reset(torch.tensor(0)), r"rows: expected shape \(K\), got \(\)"),
+    (lambda cache: cache.reset([True, False]), "rows: expected an int, got True"),
+    (lambda cache: cache.reset("0"), "rows: expected an int, got '0'"),  # pyright: ignore[reportArgumentType]
+    (lambda cache: cache.insert([0, 0], other(), [0, 1]), r"rows: expected each row once, got \[0, 0\]"),
+    (lambda cache: cache.insert(2, other(), 0), r"rows: expected 0 .. 1, got \[2\]"),
+    (lambda cache: cache.insert(0, other(), 3), r"other_rows: expected 0 .. 2, got \[3\]"),
+    (lambda cache: cache.insert(0, other()), "other_rows: expected one row or 1, as many as rows, got 3"),
+    (lambda cache: cache.insert([0, 1], other(), [0, 1, 2]), "other_rows: expected one row or 2, .* got 3"),
+    (lambda cache: cache.insert(torch.tensor([True, False]), other(), 0), "rows: expected dtype torch.int32"),
+    (lambda cache: cache.insert(0, {}), "other: expected NSACache, got"),  # pyright: ignore[reportArgumentType]
+    (lambda cache: cache.insert(0, LAYER.new_cache(1, 41)), "other: expected max_seq_len of at most 40, got 41"),
+    (lambda cache: cache.insert(0, LAYER.new_cache(1, 9, max_rewind=2)), "other: expected max_rewind=1, .* got 2"),
+    (lambda cache: cache.insert(0, LAYER.new_cache(1, 9, dtype=torch.float64)), "other: expected dtype=torch.float32"),
+    (lambda cache: cache.insert(0, make_layer(branches=("cmp",)).new_cache(1, 9)), "other: expected branches="),
+    (lambda cache: cache.insert(0, make_layer(v_head_dim=8).new_cache(1, 9)), "other: expected v_head_dim=12"),
+    (lambda cache: cache.grow(0), "max_seq_len: expected at least 1, got 0"),
+    (lambda cache: cache.grow(2**31), "max_seq_len: expected at most"),
+    (lambda cache: cache.grow(50.0), "max_seq_len: expected an int, got 50.0"),  # pyright: ignore[reportArgumentType]
 ]
 
 
