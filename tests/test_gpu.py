@@ -196,6 +196,38 @@ class TestDecoding:
             assert_steps_equal(lambda x: compiled(x, cache=cache), x, whole, 256)
         assert counters["cudagraph_skips"] == skipped
 
+    @torch.no_grad()
+    def test_a_pack_and_rows_that_change_equal_each_row_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Prompts as one pack, rows that are forgotten, and a step that was captured before; nothing waits for them."""
+        layer, x, whole, _ = decoded_layer(monkeypatch, "triton")
+        lengths, rows = torch.tensor(LENGTHS, device="cuda"), torch.arange(3, device="cuda")
+        packed = torch.cat([row[:length] for row, length in zip(x, LENGTHS, strict=True)])[None]
+        ids = torch.repeat_interleave(rows, lengths)[None]
+        cache, other = layer.new_cache(5, 400), layer.new_cache(3, max(LENGTHS))
+        layer(packed, document_ids=ids, cache=other)  # compiles
+        now, active = x.new_zeros(5, 1, 64), torch.tensor([1, 0, 1, 0, 1], dtype=torch.int32, device="cuda")
+        layer(now, cache=cache, lengths=active)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(now, cache=cache, lengths=active)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            cache.reset()
+            other.reset()
+            prompts = layer(packed, document_ids=ids, cache=other)
+            cache.insert([0, 1, 2], other)
+            cache.insert([2, 4], other, [1, 2])
+            cache.reset([1])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for row, part in enumerate(prompts[0].split(LENGTHS)):
+            torch.testing.assert_close(part, whole[row, : len(part)], rtol=0, atol=1e-5)
+        sources = torch.tensor([0, 1, 2], device="cuda")
+        for step in range(40):
+            now[[0, 2, 4], 0] = x[sources, lengths + step]
+            graph.replay()
+            torch.testing.assert_close(out[[0, 2, 4], 0], whole[sources, lengths + step], rtol=0, atol=1e-5)
+
     @pytest.mark.parametrize("impl", ["flex", "triton"])
     def test_a_step_beyond_the_end_is_refused_eagerly_and_not_a_number_in_a_graph(self, impl: str) -> None:
         layer = NativeSparseAttention(64, 16, 2, 32, config=SMALL, impl=impl).cuda().requires_grad_(False)

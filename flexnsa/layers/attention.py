@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -11,19 +12,18 @@ from torch import Tensor, nn
 from flexnsa.argument_checks import check_branches, check_document_ids, check_recompute
 from flexnsa.attention.decoding import StepInputs
 from flexnsa.attention.implementations import IMPLEMENTATIONS, choose_implementation, prepare_mods
-from flexnsa.attention.seam import Call
+from flexnsa.attention.seam import Call, Implementation
 from flexnsa.config import NSAConfig
 from flexnsa.decoding.cache import NSACache
-from flexnsa.decoding.cached_keys import CachedKeys
-from flexnsa.decoding.steps import Step
+from flexnsa.decoding.cached_keys import CachedKeys, KeptKeys
+from flexnsa.decoding.documents import check_pack
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
-from flexnsa.layers.core import Compressors, Heads, RowKeys, RowLayout, attend_heads, row_layout
+from flexnsa.layers.core import Compressors, Heads, RowKeys, RowLayout, attend_heads, row_layout, step_layout
 from flexnsa.layers.decoding import step_inputs, takes_step
 from flexnsa.layers.gating import Gate
 from flexnsa.layers.projection import project, split_heads
-from flexnsa.layers.rope import rope_tables
-from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
 from flexnsa.validation import (
     check_choice,
     check_heads,
@@ -130,6 +130,7 @@ class NativeSparseAttention(nn.Module):
         Args:
             x: whole sequences; with a cache, the tokens that follow those in the cache, any number of them.
             document_ids: as in :func:`flexnsa.native_sparse_attention`; rotary positions restart with each document.
+                With an empty cache, document ``b`` of ``x (1, S, dim)`` goes into row ``b``, one for each row.
             score_mod: as in :func:`flexnsa.native_sparse_attention`.
             mask_mod: as in :func:`flexnsa.native_sparse_attention`.
             cache: of :meth:`new_cache`; it then holds x as well. Needs ``torch.no_grad()``.
@@ -142,19 +143,22 @@ class NativeSparseAttention(nn.Module):
             ValueError: an argument does not fit the others; the message names it. The cache is then as it was.
         """
         check_layer_input(x, self.w_q.weight)
-        if cache is None:
-            if lengths is not None:
-                raise ValueError(f"lengths: expected None without a cache, got {describe(lengths)}")
-            if layout is None:
-                if document_ids is not None:
-                    check_document_ids(document_ids, *x.shape[:2], like=x)
-                layout = self.layout(x.shape[1], document_ids)
-            elif document_ids is not None:
-                raise ValueError(f"document_ids: expected None with a layout, got {describe(document_ids)}")
-            out = self._attend_row(x, layout, score_mod, mask_mod)
-        else:
-            self._check_cache(x, cache, document_ids)
-            out = self._attend_step(x, cache, lengths, score_mod, mask_mod)
+        mods = score_mod, mask_mod
+        packed = document_ids is not None or (layout is not None and layout.positions is not None)
+        if cache is not None:
+            self._check_cache(x, cache, packed=packed, lengths=lengths)
+        elif lengths is not None:
+            raise ValueError(f"lengths: expected None without a cache, got {describe(lengths)}")
+        if cache is not None and not (packed or cache.takes_rows(x.shape[1])):
+            out = self._attend_step(x, mods, cache, lengths)
+            return self.w_o(out.transpose(1, 2).flatten(2))
+        if layout is None:
+            if document_ids is not None:
+                check_document_ids(document_ids, *x.shape[:2], like=x)
+            layout = self.layout(x.shape[1], document_ids)
+        elif document_ids is not None:
+            raise ValueError(f"document_ids: expected None with a layout, got {describe(document_ids)}")
+        out = self._attend_row(x, layout, mods) if cache is None else self._prefill(x, layout, mods, cache, lengths)
         return self.w_o(out.transpose(1, 2).flatten(2))
 
     def new_cache(
@@ -204,41 +208,50 @@ class NativeSparseAttention(nn.Module):
             device=weight.device,
         )
 
-    def _attend_row(self, x: Tensor, layout: RowLayout, score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> Tensor:
+    def _attend_row(self, x: Tensor, layout: RowLayout, mods: Mods) -> Tensor:
         """Attend within whole rows; the heads' outputs ``(B, Hq, S, Dv)``."""
-        implementation = choose_implementation(self.impl, x, modded=score_mod is not None or mask_mod is not None)
-        if not torch.compiler.is_compiling():
-            implementation.check(x=x, **dict(self.named_parameters()))
-        mod = prepare_mods(score_mod, mask_mod, x, self.num_heads, implementation)
-        call = Call(self.config, self.head_dim**-0.5, mod, layout.positions, layout.window_positions)
+        implementation, call = self._row_call(x, layout, mods)
         heads, compressors = self._project(x), self._compressors()
         choice = self.branches, self.recompute
         out, _, _ = attend_heads(heads, layout, compressors, RowKeys(), implementation, call, *choice)
         return out
 
-    def _attend_step(
-        self,
-        x: Tensor,
-        cache: NSACache,
-        lengths: Tensor | None,
-        score_mod: ScoreMod | None,
-        mask_mod: MaskMod | None,
-    ) -> Tensor:
+    def _prefill(self, x: Tensor, layout: RowLayout, mods: Mods, cache: NSACache, lengths: Tensor | None) -> Tensor:
+        """Attend within whole rows and put them into an empty cache; the heads' outputs ``(B, Hq, S, Dv)``."""
+        implementation, call = self._row_call(x, layout, mods)
+        step = cache.begin_rows(x.shape[1], lengths, layout.positions, layout.first_tokens)
+        heads, compressors = self._project(x), self._compressors()
+        cache.require(dtype=heads.q.dtype)
+        kept = KeptKeys(cache, step)
+        out, keys, aux = attend_heads(heads, layout, compressors, kept, implementation, call, self.branches)
+        if cache.reads is not None:
+            call = replace(call, positions=step.positions, window_positions=step.positions)
+            cache.reads.record(keys, call, aux.block_indices)
+        cache.end(step)
+        return out
+
+    def _row_call(self, x: Tensor, layout: RowLayout, mods: Mods) -> tuple[Implementation, Call]:
+        """Choose who attends within whole rows, and say what its branches share."""
+        implementation = choose_implementation(self.impl, x, modded=mods != (None, None))
+        if not torch.compiler.is_compiling():
+            implementation.check(x=x, **dict(self.named_parameters()))
+        mod = prepare_mods(*mods, x, self.num_heads, implementation)
+        return implementation, Call(self.config, self.head_dim**-0.5, mod, layout.positions, layout.window_positions)
+
+    def _attend_step(self, x: Tensor, mods: Mods, cache: NSACache, lengths: Tensor | None) -> Tensor:
         """Put tokens into the cache and attend from them to all of it; the heads' outputs ``(B, Hq, T, Dv)``."""
-        implementation = choose_implementation(
-            self.impl, x, modded=score_mod is not None or mask_mod is not None, cached=True
-        )
-        modules = self._maps().values(), self.gate, self._compressors()
-        take_step = None if score_mod or mask_mod else implementation.step
-        if take_step is not None and takes_step(x, cache, *modules):
+        modded = mods != (None, None)
+        implementation = choose_implementation(self.impl, x, modded=modded, cached=True)
+        take_step = None if modded else implementation.step
+        if take_step is not None and takes_step(x, cache, self._maps().values(), self.gate, self._compressors()):
             cache.make_room(x.shape[1], lengths)
             out, _ = take_step(self.step_inputs(x, cache, lengths))
             return split_heads(out, self.num_heads)
-        mod = prepare_mods(score_mod, mask_mod, x, self.num_heads, implementation)
+        mod = prepare_mods(*mods, x, self.num_heads, implementation)
         step = cache.begin(x.shape[1], lengths, ordered=mod is not None)
         heads, compressors = self._project(x), self._compressors()
         cache.require(dtype=heads.q.dtype)
-        layout = self._step_layout(step, torch.promote_types(x.dtype, torch.float32))
+        layout = step_layout(step, config=self.config, head_dim=self.head_dim, rope_base=self.rope_base, dtype=x.dtype)
         call = Call(self.config, self.head_dim**-0.5, mod, step.positions, step.window_positions)
         source = CachedKeys(cache, step)
         out, keys, aux = attend_heads(heads, layout, compressors, source, implementation, call, self.branches)
@@ -247,34 +260,17 @@ class NativeSparseAttention(nn.Module):
         cache.end(step)
         return out.masked_fill(step.lost[:, None, :, None], torch.nan)
 
-    def _step_layout(self, step: Step, dtype: torch.dtype) -> RowLayout:
-        """Lay out the tokens of a step, and the compressed ones that they complete."""
-        stride = self.config.compress_stride
-        tokens, blocks = (
-            rope_tables(x, self.head_dim, self.rope_base, dtype=dtype)
-            for x in (step.positions.token, step.block * stride)
-        )
-        return RowLayout(tokens, blocks, step.first_tokens, step.positions, step.window_positions)
-
     def _compressors(self) -> Compressors:
-        phi_k, phi_v = (getattr(self, name, None) for name in ("phi_k", "phi_v"))
-        return Compressors(phi_k, phi_v)
+        return Compressors(getattr(self, "phi_k", None), getattr(self, "phi_v", None))
 
-    def _check_cache(self, x: Tensor, cache: NSACache, document_ids: Tensor | None) -> None:
+    def _check_cache(self, x: Tensor, cache: NSACache, *, packed: bool, lengths: Tensor | None) -> None:
         check_type("cache", cache, NSACache)
-        if document_ids is not None:
-            raise ValueError(f"document_ids: expected None with a cache, got {describe(document_ids)}")
+        if packed:
+            check_pack(x, cache, lengths)
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             raise ValueError("cache: expected torch.no_grad(), because what it holds has no gradient, got training")
-        cache.require(
-            config=self.config,
-            branches=self.branches,
-            batch_size=x.shape[0],
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
-            device=x.device,
-        )
+        sizes = {name: getattr(self, name) for name in ("config", "branches", "num_kv_heads", "head_dim", "v_head_dim")}
+        cache.require(**sizes, batch_size=cache.batch_size if packed else len(x), device=x.device)
 
     def _project(self, x: Tensor) -> Heads:
         """Project to the heads of all branches, and their gates."""

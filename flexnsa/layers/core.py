@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from flexnsa.attention.implementations import attend
 from flexnsa.attention.seam import Call, Implementation, Keys, NSAAux
 from flexnsa.config import NSAConfig
+from flexnsa.decoding.steps import Step
 from flexnsa.geometry import num_compressed
-from flexnsa.layers.rope import RopeTables, apply_rope, stored_rope_tables
+from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables, stored_rope_tables
 from flexnsa.masks.document import document_positions, first_tokens
 from flexnsa.positions import Positions
 
@@ -94,6 +95,15 @@ def row_layout(
         block = token.gather(1, blocks.to(torch.int64))
     tokens, block_tables = (stored_rope_tables(x, head_dim, rope_base, dtype=dtype) for x in (token, block))
     return RowLayout(tokens, block_tables, blocks, positions, positions)
+
+
+def step_layout(step: Step, *, config: NSAConfig, head_dim: int, rope_base: float, dtype: torch.dtype) -> RowLayout:
+    """Lay out the tokens that follow a cache, and the compressed ones that they complete; ``dtype`` is of the heads."""
+    tokens, blocks = (
+        rope_tables(x, head_dim, rope_base, dtype=torch.promote_types(dtype, torch.float32))
+        for x in (step.positions.token, step.block * config.compress_stride)
+    )
+    return RowLayout(tokens, blocks, step.first_tokens, step.positions, step.window_positions)
 
 
 class KeySource(Protocol):

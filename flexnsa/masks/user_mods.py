@@ -19,6 +19,7 @@ from flexnsa.masks.intervals import MaskMod, by_query, stored
 from flexnsa.positions import Positions
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Mods = tuple[ScoreMod | None, MaskMod | None]
 
 
 def merge_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> ScoreMod | None:

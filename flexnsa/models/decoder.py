@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from flexnsa.argument_checks import check_document_ids
 from flexnsa.checkpointing import keep_selection
 from flexnsa.decoding.cache import NSACache
+from flexnsa.decoding.documents import check_pack
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.core import RowLayout
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
@@ -87,7 +88,8 @@ class DecoderLM(nn.Module):
                 chunk of logits only; see :func:`flexnsa.models.linear_cross_entropy`.
             reduction: of the loss, ``"mean"`` or ``"sum"``.
             document_ids: int ``(B, S)``, never decreasing along a row: each document of a packed row then stands alone.
-                :func:`flexnsa.next_token_targets` gives what its tokens have to predict.
+                :func:`flexnsa.next_token_targets` gives what its tokens have to predict. With empty caches, document
+                ``b`` of one packed row goes into row ``b`` of each.
             score_mod: as in :func:`flexnsa.native_sparse_attention`, the same in every layer.
             mask_mod: as in :func:`flexnsa.native_sparse_attention`, the same in every layer.
             caches: of :meth:`new_caches`; needs ``torch.no_grad()``.
@@ -154,21 +156,19 @@ class DecoderLM(nn.Module):
         **options: Any,
     ) -> Tensor:
         """Give the residual stream ``(B, S, dim)`` behind the last layer."""
-        self._check(tokens, caches, lengths)
-        if caches is not None:
-            options |= {"document_ids": document_ids, "lengths": lengths}
-        else:
+        self._check(tokens, caches, lengths, document_ids)
+        if caches is None or document_ids is not None or all(cache.takes_rows(tokens.shape[1]) for cache in caches):
             options["layout"] = self._layout(tokens, document_ids)
         x = self.embedding(tokens)
         for index, layer in enumerate(self.layers):
             if caches is not None:
-                x = layer(x, cache=caches[index], **options)
+                x = layer(x, cache=caches[index], lengths=lengths, **options)
             else:
                 checkpointed = self.training and self.config.is_checkpointed(index)
                 x = self._run_layer(layer, x, checkpointed=checkpointed, **options)
         return x
 
-    def _check(self, tokens: Tensor, caches: Any, lengths: Tensor | None) -> None:
+    def _check(self, tokens: Tensor, caches: Any, lengths: Tensor | None, document_ids: Tensor | None) -> None:
         check_tokens("tokens", tokens, self.embedding.weight)
         if caches is None:
             if lengths is not None:
@@ -178,9 +178,13 @@ class DecoderLM(nn.Module):
             raise TypeError(f"caches: expected a list of caches, got {describe(caches)}")
         if len(caches) != len(self.layers):
             raise ValueError(f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}")
-        if any(len(cache.lengths) != len(tokens) for cache in caches):
-            came = [len(cache.lengths) for cache in caches]
-            raise ValueError(f"caches: expected rows for the {len(tokens)} of tokens, got {came}")
+        if document_ids is not None:
+            for cache in caches:
+                check_pack(tokens, cache, lengths)
+        came = [len(cache.lengths) for cache in caches]
+        expected = len(tokens) if document_ids is None else came[0]
+        if any(rows != expected for rows in came):
+            raise ValueError(f"caches: expected {expected} rows, got {came}")
         if lengths is not None:
             check_lengths(lengths, tokens)
 

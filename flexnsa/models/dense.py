@@ -12,6 +12,7 @@ from flexnsa.argument_checks import check_document_ids
 from flexnsa.attention.implementations import choose_implementation, prepare_mods
 from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
+from flexnsa.decoding.documents import check_pack
 from flexnsa.layers.projection import split_heads
 from flexnsa.layers.rope import RopeTables, apply_rope, stored_rope_tables
 from flexnsa.masks.document import document_positions
@@ -96,24 +97,29 @@ class DenseAttention(nn.Module):
     ) -> Tensor:
         """Attend from every token to itself and all before it; arguments as :class:`flexnsa.NativeSparseAttention`."""
         check_layer_input(x, self.w_q.weight)
-        given = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
-        given = {name: value for name, value in given.items() if value is not None}
+        mods = {"score_mod": score_mod, "mask_mod": mask_mod}
+        packed = document_ids is not None or (layout is not None and layout.positions is not None)
         if cache is not None:
+            given = [name for name, mod in mods.items() if mod is not None]
             if given:
                 raise ValueError(f"{', '.join(given)}: expected None with a cache of dense attention")
-            self._check_cache(x, cache, lengths)
-            out = self._attend_next(x, cache, lengths)
+            self._check_cache(x, cache, lengths, packed=packed)
         elif lengths is not None:
             raise ValueError(f"lengths: expected None without a cache, got {describe(lengths)}")
-        else:
+        if cache is not None and not (packed or cache.takes_rows(x.shape[1])):
+            out = self._attend_next(x, cache, lengths)
+            return self.w_o(out.transpose(1, 2).flatten(2))
+        if layout is None:
             if document_ids is not None:
                 check_document_ids(document_ids, *x.shape[:2], like=x)
-            layout = self.layout(x.shape[1], document_ids) if layout is None else layout
-            q, k, v = self._project(x, layout.tokens)
-            if layout.positions is not None or score_mod is not None or mask_mod is not None:
-                out = self._attend_in_window(q, k, v, layout.positions, score_mod, mask_mod)
-            else:
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            layout = self.layout(x.shape[1], document_ids)
+        q, k, v = self._project(x, layout.tokens)
+        if cache is not None:
+            cache.fill(k, v, lengths, layout.positions)
+        if layout.positions is not None or score_mod is not None or mask_mod is not None:
+            out = self._attend_in_window(q, k, v, layout.positions, **mods)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.w_o(out.transpose(1, 2).flatten(2))
 
     def layout(self, seq_len: int, document_ids: Tensor | None = None) -> DenseLayout:
@@ -131,10 +137,13 @@ class DenseAttention(nn.Module):
     def _table_dtype(self) -> torch.dtype:
         return torch.promote_types(self.w_q.weight.dtype, torch.float32)
 
-    def _check_cache(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> None:
+    def _check_cache(self, x: Tensor, cache: DenseCache, lengths: Tensor | None, *, packed: bool) -> None:
         check_type("cache", cache, DenseCache)
+        if packed:
+            check_pack(x, cache, lengths)
         weight = self.w_q.weight
-        expected = [(len(x), self.num_kv_heads, cache.max_seq_len + 1, dim) for dim in (self.head_dim, self.v_head_dim)]
+        shape = cache.batch_size if packed else len(x), self.num_kv_heads, cache.max_seq_len + 1
+        expected = [(*shape, dim) for dim in (self.head_dim, self.v_head_dim)]
         if [tuple(cache.k.shape), tuple(cache.v.shape)] != expected or cache.k.device != weight.device:
             came = f"{describe(cache.k)} and {describe(cache.v)}"
             raise ValueError(f"cache: expected keys and values {expected} on {weight.device}, got {came}")
@@ -161,10 +170,6 @@ class DenseAttention(nn.Module):
 
     def _attend_next(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
         """Attend from tokens that follow those of the cache, which then holds them too."""
-        if cache.is_empty:  # all that there is to see is new, and padding stands behind it
-            q, k, v = self._project(x, self.layout(x.shape[1]).tokens)
-            cache.append(k, v, lengths)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         cache.make_room(x.shape[1], lengths)
         q, position = compiled_place(*self._heads(x), cache.k, cache.v, cache.lengths, lengths, self.rope_base)
         return attend_cached(q, cache.k, cache.v, position)

@@ -34,7 +34,7 @@ WRONG_USE: list[tuple[Callable[[NSACache], object], str]] = [
     (lambda cache: LAYER(STEP, cache=cache, lengths=torch.tensor([1, -1])), "lengths: expected 0 .. 3"),
     (lambda cache: LAYER(STEP, cache=cache, lengths=torch.tensor([1])), r"lengths: expected shape \(2\), got \(1,\)"),
     (lambda _: LAYER(STEP, lengths=torch.tensor([1, 1])), "lengths: expected None without a cache"),
-    (lambda cache: LAYER(STEP, cache=cache, document_ids=DOCUMENTS), "document_ids: expected None with a cache"),
+    (lambda cache: LAYER(STEP, cache=cache, document_ids=DOCUMENTS), "document_ids: expected None with a cache that"),
     (lambda cache: LAYER(tokens(1, 3), cache=cache), "cache: expected batch_size=1, as the layer has it, got 2"),
     (lambda cache: LAYER.double()(STEP.double(), cache=cache), "cache: expected dtype=torch.float64"),
     (lambda cache: make_layer(config=CONFIGS["no overlap"])(STEP, cache=cache), "cache: expected config=NSAConfig"),

@@ -66,6 +66,7 @@ def _answer_for_torch(target: Target) -> None:
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
         "device_count": lambda: 1,
+        "is_current_stream_capturing": lambda: False,
         "current_device": lambda: 0,
         "_exchange_device": lambda device: 0,  # noqa: ARG005
         "_maybe_exchange_device": lambda device: 0,  # noqa: ARG005

@@ -121,8 +121,34 @@ def test_wrong_documents_are_named(attention: str):
     ):
         with pytest.raises(ValueError, match=f"^document_ids: {message}"):
             model(tokens, document_ids=torch.tensor([ids]))
-    with pytest.raises(ValueError, match=r"^document_ids: expected None with a cache"):
-        model(tokens, document_ids=torch.tensor([[0, 0, 1]]), caches=model.new_caches(1, 8))
+    caches = model.new_caches(1, 8)
+    with pytest.raises(ValueError, match=r"^document_ids: expected 1 documents, one for each row of the cache, got 2"):
+        model(tokens, document_ids=torch.tensor([[0, 0, 1]]), caches=caches)
+    model(tokens, document_ids=torch.tensor([[3, 3, 3]]), caches=caches[:1] + model.new_caches(1, 8)[1:])
+    for wrong in (caches, caches[::-1]):
+        before = [cache.state_dict() for cache in wrong]
+        with pytest.raises(
+            ValueError, match=r"^document_ids: expected None with a cache that is not known to be empty"
+        ):
+            model(tokens, document_ids=torch.tensor([[3, 3, 3]]), caches=wrong)
+        for cache, was in zip(wrong, before, strict=True):
+            assert all(torch.equal(value, was[name]) for name, value in cache.state_dict().items())
+    mixed = [*model.new_caches(1, 8)[:1], *model.new_caches(2, 8)[1:]]
+    with pytest.raises(ValueError, match=r"^caches: expected 1 rows, got \[1, 2"):
+        model(tokens, document_ids=torch.tensor([[3, 3, 3]]), caches=mixed)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_prompts_of_a_pack_go_on_as_each_alone(attention: str):
+    model = DecoderLM(replace(CONFIG, attention=attention)).requires_grad_(False)
+    lengths = torch.tensor([9, 1, 14])
+    prompts, document_ids = _tokens(1, 24), torch.arange(3).repeat_interleave(lengths)[None]
+    caches, later = model.new_caches(3, 20), _tokens(3, 5)
+    packed = model(prompts, document_ids=document_ids, caches=caches)[0].split(lengths.tolist())
+    steps = torch.cat([model(step, caches=caches) for step in later.split(1, dim=1)], dim=1)
+    for row, prompt in enumerate(prompts[0].split(lengths.tolist())):
+        alone = model(torch.cat([prompt, later[row]])[None])[0]
+        torch.testing.assert_close(torch.cat([packed[row], steps[row]]), alone, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

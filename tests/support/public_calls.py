@@ -173,6 +173,14 @@ CALLS: dict[str, Call] = {
         new_cache,
         ("cache",),
     ),
+    "NativeSparseAttention.forward with an empty cache": Call(
+        lambda cache, **arguments: LAYER(arguments.pop("x"), **{"cache": cache, **arguments}),
+        {"x": torch.ones(1, 20, 16), "document_ids": IDS[:1], "score_mod": shift},
+        lambda out, call: out.shape == call["x"].shape,
+        ("score_mod",),
+        lambda: LAYER.new_cache(len(IDS[0].unique()), 20),
+        ("cache",),
+    ),
     "NativeSparseAttention.new_cache": Call(
         LAYER.new_cache, {"batch_size": 2, "max_seq_len": 9, "max_rewind": 3, "dtype": torch.float32},
         optional=("dtype",),
@@ -198,6 +206,19 @@ CALLS: dict[str, Call] = {
     ),
     "NSACache.reorder": Call(
         lambda cache, **arguments: cache.reorder(**arguments), {"rows": torch.tensor([1, 1])}, state=new_cache
+    ),
+    "NSACache.reset": Call(
+        lambda cache, **arguments: cache.reset(**arguments), {"rows": torch.tensor([1])}, optional=("rows",),
+        state=new_cache,
+    ),
+    "NSACache.insert": Call(
+        lambda cache, **arguments: cache.insert(**arguments),
+        {"rows": torch.tensor([1, 0]), "other": new_cache(), "other_rows": torch.tensor([1, 1])},
+        optional=("other_rows",),
+        state=new_cache,
+    ),
+    "NSACache.grow": Call(
+        lambda cache, **arguments: cache.grow(**arguments), {"max_seq_len": 20}, state=new_cache
     ),
     "NSACache.load_state_dict": Call(
         lambda cache, **arguments: cache.load_state_dict(**arguments),
