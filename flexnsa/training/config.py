@@ -15,9 +15,10 @@ class TrainConfig:
 
     Args:
         steps: optimizer steps.
-        batch_size: sequences of one forward pass.
+        batch_size: most sequences of one forward pass.
         seq_len: tokens of one sequence.
-        grad_accumulation: forward passes of one step; a step learns from their product with ``batch_size`` sequences.
+        grad_accumulation: forward passes of one step on a single process; however many share it, a step learns from
+            ``batch_size * grad_accumulation`` sequences.
         lr: peak learning rate.
         min_lr: where the cosine ends, as a fraction of ``lr``.
         warmup_steps: steps of linear warm-up.

@@ -32,11 +32,18 @@ class Batch:
         """Count the predictions, at least 1 to divide by."""
         return max(1, int((self.targets != IGNORED).sum()))
 
+    def __len__(self) -> int:
+        """Count the rows."""
+        return len(self.tokens)
+
+    def __getitem__(self, rows: slice) -> Batch:
+        """Give some of the rows."""
+        ids = None if self.document_ids is None else self.document_ids[rows]
+        return Batch(self.tokens[rows], self.targets[rows], ids)
+
     def split(self, num_rows: int) -> list[Batch]:
         """Cut into batches of ``num_rows`` rows, the last of what is left."""
-        ids = itertools.repeat(None) if self.document_ids is None else self.document_ids.split(num_rows)
-        parts = zip(self.tokens.split(num_rows), self.targets.split(num_rows), ids, strict=False)
-        return [Batch(*part) for part in parts]
+        return [self[first : first + num_rows] for first in range(0, len(self), num_rows)]
 
     def to(self, device: torch.device) -> Batch:
         """Move to a device."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexnsa.distributed import Ranks
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training.config import TrainConfig
 from flexnsa.training.data import Corpus
@@ -34,24 +35,35 @@ class Trainer:
         corpus: text to train and validate on.
         config: hyper-parameters.
         compiled: run the layers of the model through ``torch.compile``, all through the same code.
+        ranks: the processes that train together, which have built the model; by default, this one on its own.
 
     Raises:
-        ValueError: the text is shorter than a row, or the model's attention cannot be trained on its device.
+        ValueError: as of :func:`check_training`.
     """
 
-    def __init__(self, model: DecoderLM, corpus: Corpus, config: TrainConfig, *, compiled: bool = False) -> None:
-        corpus.require_rows(config.seq_len)
+    def __init__(
+        self,
+        model: DecoderLM,
+        corpus: Corpus,
+        config: TrainConfig,
+        *,
+        compiled: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.ranks = ranks = Ranks() if ranks is None else ranks
+        self.device = model.embedding.weight.device
+        check_training(model.config, corpus, config, self.device, ranks.world_size)
         self.model, self.corpus, self.config = model, corpus, config
         rows = PackedDocuments if config.pack else Windows
         self.training_rows = rows(corpus.train, config.seq_len)
         self.validation_rows = rows(corpus.validation, config.seq_len)
-        self.device = model.embedding.weight.device
-        _check_trainable(model.config, self.device)
+        self.parameters = dict(model.named_parameters())  # once: those of a gathered layer are others
         self.optimizer = build_optimizer(model, config)
         self.step = 0
         self.compiled = compiled
         if compiled:
             model.compile_layers()
+        self._forward = ranks.wrap(model)
 
     def configs(self) -> dict[str, Any]:
         """Give what decides the numbers of the run, as plain values."""
@@ -64,45 +76,67 @@ class Trainer:
         Raises:
             FloatingPointError: loss or gradient is not finite; the parameters have not been touched.
         """
-        config = self.config
-        # A function of seed and step and nothing else, so that resuming needs no state of the data.
+        config, ranks = self.config, self.ranks
+        # A function of seed and step and nothing else, so that resuming needs no state of the data, and no rank has to
+        # be told what the others have drawn.
         draws = random.Random(f"{config.seed}/{self.step}")
         batch = self.training_rows.draw(draws, config.batch_size * config.grad_accumulation)
+        parts = batch[ranks.share(len(batch))].split(config.batch_size)
         self.model.train()
-        loss = torch.zeros((), device=self.device)
-        for micro_batch in batch.split(config.batch_size):
-            part = self.loss(micro_batch.to(self.device)) / batch.num_targets()
-            part.backward()
-            loss += part.detach()
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
-        if not math.isfinite(loss.item() + grad_norm.item()):
-            raise FloatingPointError(f"step {self.step}: loss {loss.item()}, gradient norm {grad_norm.item()}")
+        own_loss = torch.zeros((), device=self.device)
+        for index, part in enumerate(parts):
+            with ranks.part(self._forward, last=index == len(parts) - 1):
+                # Of the predictions of all ranks, whose gradients are averaged.
+                loss = self.loss(part.to(self.device)) / batch.num_targets()
+                (loss * ranks.world_size).backward()
+            own_loss += loss.detach()
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), config.clip)
+        loss, grad_norm = ranks.total(own_loss.item()), norm.item()
+        if not math.isfinite(loss + grad_norm):
+            raise FloatingPointError(f"step {self.step}: loss {loss}, gradient norm {grad_norm}")
         lr = config.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        result = StepResult(self.step, loss.item(), lr, grad_norm.item())
+        result = StepResult(self.step, loss, lr, grad_norm)
         self.step += 1
         return result
 
     def loss(self, batch: Batch) -> Tensor:
         """Give the summed cross-entropy, in nats, of predicting each target from its document so far."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            return self.model(batch.tokens, targets=batch.targets, reduction="sum", document_ids=batch.document_ids)
+            return self._forward(batch.tokens, targets=batch.targets, reduction="sum", document_ids=batch.document_ids)
 
     @torch.no_grad()
     def validation_bits_per_byte(self) -> float:
         """Evaluate on the validation text, always on the same rows."""
         self.model.eval()
         batch = self.validation_rows.spread(self.config.eval_sequences)
-        nats = sum(self.loss(part.to(self.device)).item() for part in batch.split(self.config.batch_size))
-        return nats / batch.num_targets() / math.log(2)
+        own_rows = batch[self.ranks.share(len(batch))]
+        nats = sum(self.loss(part.to(self.device)).item() for part in own_rows.split(self.config.batch_size))
+        return self.ranks.total(nats) / batch.num_targets() / math.log(2)
 
 
-def _check_trainable(config: DecoderConfig, device: torch.device) -> None:
-    if config.attention == "nsa" and config.impl == "flex" and device.type == "cpu":
+def check_training(
+    model: DecoderConfig, corpus: Corpus, config: TrainConfig, device: torch.device, world_size: int = 1
+) -> None:
+    """Demand what a run needs that no config knows alone.
+
+    Raises:
+        ValueError: the text is shorter than a row, the model's attention cannot be trained on the device, or
+            ``world_size`` processes cannot share the sequences of a step or of an evaluation evenly.
+    """
+    corpus.require_rows(config.seq_len)
+    if model.attention == "nsa" and model.impl == "flex" and device.type == "cpu":
         raise ValueError("impl: expected 'auto' or 'sdpa' to train on a CPU, where flex has no backward, got 'flex'")
+    rows = {
+        "batch_size": ("batch_size * grad_accumulation", config.batch_size * config.grad_accumulation),
+        "eval_sequences": ("eval_sequences", config.eval_sequences),
+    }
+    for name, (what, count) in rows.items():
+        if count % world_size:
+            raise ValueError(f"{name}: expected {what} to be a multiple of {world_size} processes, got {count}")
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

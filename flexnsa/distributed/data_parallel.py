@@ -1,0 +1,106 @@
+"""Ranks that share the rows of a batch: each with the whole model (DDP), or with a shard of each parameter (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from flexnsa.distributed.ranks import Ranks
+from flexnsa.models import DecoderLM
+
+
+class GroupRanks(Ranks):
+    """The ranks of torch's default process group.
+
+    Args:
+        device: of this rank.
+        reduce_dtype: in which gradients travel.
+    """
+
+    def __init__(self, device: torch.device, reduce_dtype: torch.dtype) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device, self.reduce_dtype = device, reduce_dtype
+
+    def total(self, value: float) -> float:
+        """Sum over the ranks, the same on all."""
+        summed = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(summed)
+        return summed.item()
+
+    def largest(self, number: int) -> int:
+        """Give the largest of the ranks' numbers."""
+        largest = torch.tensor(number, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest.item())
+
+    def on_first(self, act: Callable[[], object]) -> None:
+        """Have rank 0 act while the others wait; an error that names a file or an argument is raised on all."""
+        errors: list[Exception | None] = [None]
+        if self.rank == 0:
+            try:
+                act()
+            except (OSError, ValueError) as error:
+                errors = [error]
+        dist.broadcast_object_list(errors)
+        if errors[0] is not None:
+            raise errors[0]
+
+
+class DDPRanks(GroupRanks):
+    """Every rank holds the whole model; gradients are averaged while backward goes on."""
+
+    def wrap(self, model: DecoderLM) -> nn.Module:
+        """Give the model in :class:`torch.nn.parallel.DistributedDataParallel`."""
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if self.reduce_dtype == torch.bfloat16:
+            wrapped.register_comm_hook(None, _average_in_bf16)
+        return wrapped
+
+    def part(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """Let gradients add up on each rank before the last part, and average them with it."""
+        assert isinstance(wrapped, DistributedDataParallel)
+        return nullcontext() if last else wrapped.no_sync()
+
+
+class FSDP2Ranks(GroupRanks):
+    """Every rank holds a shard of each parameter; a layer's are gathered while it runs.
+
+    Each part of a step scatters its gradients: added up unscattered, they would take the memory that shards save.
+    """
+
+    sharded = True
+
+    def build(self, make: Callable[[], DecoderLM], device: torch.device) -> DecoderLM:
+        """Shard a model that was made without memory, then hand out the values that rank 0 draws.
+
+        A shard cannot draw its own: with one seed all shards would hold the same numbers.
+        """
+        with torch.device("meta"):
+            model = make()
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(device.type, (self.world_size,)),
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype),
+        }
+        for layer in model.layers:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        model.to_empty(device=device)
+        values = make().state_dict() if self.rank == 0 else {}
+        whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, values, options=whole)
+        return model
+
+
+def _average_in_bf16(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # By its own name DDP takes the hook for one of NCCL alone.
+    return bf16_compress_hook(state, bucket)  # pyright: ignore[reportArgumentType]
