@@ -14,14 +14,14 @@ from flexnsa.cli.options import add_config_options, add_device_option, config_op
 from flexnsa.errors import FileError
 from flexnsa.models import DecoderConfig, DecoderLM, Sampling
 from flexnsa.models.steps import STEPS
-from flexnsa.training.checkpoint import check_tensors, read_checkpoint
-from flexnsa.training.run import CHECKPOINT_NAME
+from flexnsa.training.checkpoint import check_tensors, newest_checkpoint, read_checkpoint
+from flexnsa.training.shards import SUFFIX
 from flexnsa.validation import check_positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--checkpoint", type=Path, required=True, help="of `flexnsa train`: the file or its folder")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="of `flexnsa train`, or the folder of its run")
     parser.add_argument("--prompt", type=utf8, required=True, help="text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="bytes to add; default: %(default)s")
     parser.add_argument("--stop", type=_characters, default="", help="end at any of these characters")
@@ -64,9 +64,10 @@ def load_model(checkpoint: Path) -> DecoderLM:
         FileNotFoundError: there is no such file or folder.
         FileError: the file is no checkpoint of a model of bytes, or not a whole one.
     """
-    file = checkpoint / CHECKPOINT_NAME if checkpoint.is_dir() else checkpoint
-    if not file.is_file():
-        raise FileNotFoundError(f"checkpoint: expected a checkpoint of `flexnsa train`, got {str(file)!r}")
+    is_run = checkpoint.is_dir() and checkpoint.suffix != SUFFIX
+    file = newest_checkpoint(checkpoint) if is_run else checkpoint
+    if file is None or not file.exists():
+        raise FileNotFoundError(f"checkpoint: expected a checkpoint of `flexnsa train`, got {str(checkpoint)!r}")
     header, tensors = read_checkpoint(file, ("model",))
     weights = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
     dtype = next(iter(weights.values()), torch.empty(0)).dtype

@@ -17,8 +17,10 @@ from flexnsa.cli.options import (
     require,
 )
 from flexnsa.config import NSAConfig
+from flexnsa.distributed import PARALLEL, REDUCE_DTYPES, Ranks, joined_ranks, launched_world_size, rank_device
 from flexnsa.models import PRESETS, DecoderConfig, DecoderLM
-from flexnsa.training import TRAIN_PRESETS, TrainConfig, Trainer, read_corpus, run
+from flexnsa.training import TRAIN_PRESETS, Corpus, TrainConfig, Trainer, read_corpus, run
+from flexnsa.training.trainer import check_training
 
 _NOT_OPTIONS = ("nsa", "branches", "vocab_size", "checkpointing", "recompute")
 _LISTS = ("branches", "recompute")
@@ -48,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_options(parser, "model", DecoderConfig, skip=_NOT_OPTIONS)
     add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig)
     add_config_options(parser, "training", TrainConfig, skip=("pack",))
+    _add_process_options(parser)
 
 
 def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
@@ -55,15 +58,57 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     require("numpy", "safetensors", "tqdm", extra="train")
     model_config = _model_config(arguments)
     train_config = replace(TRAIN_PRESETS[arguments.preset], **config_options(arguments, TrainConfig))
+    world_size, device = _launched(arguments)
     corpus = read_corpus(arguments.text)
-    torch.manual_seed(train_config.seed)
-    model = DecoderLM(model_config).to(arguments.device)
-    trainer = Trainer(model, corpus, train_config, compiled=arguments.compile)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{size:,} parameters; {len(corpus.train):,} bytes to train on, {len(corpus.validation):,} to validate")
-    stopped_by = run(trainer, arguments.out)
+    check_training(model_config, corpus, train_config, device, world_size)  # before processes wait for each other
+
+    with joined_ranks(arguments.parallel, device, arguments.reduce_dtype or "fp32") as ranks:
+        stopped_by = _train(arguments, model_config, train_config, corpus, device, ranks)
     if stopped_by is not None:
         raise SystemExit(128 + stopped_by)
+
+
+def _train(
+    arguments: argparse.Namespace,
+    model_config: DecoderConfig,
+    train_config: TrainConfig,
+    corpus: Corpus,
+    device: torch.device,
+    ranks: Ranks,
+) -> int | None:
+    def make() -> DecoderLM:
+        torch.manual_seed(train_config.seed)
+        return DecoderLM(model_config)
+
+    model = ranks.build(make, device)
+    trainer = Trainer(model, corpus, train_config, compiled=arguments.compile, ranks=ranks)
+    if ranks.rank == 0:
+        size = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{size:,} parameters; {len(corpus.train):,} bytes to train on, {len(corpus.validation):,} to validate")
+    return run(trainer, arguments.out, log_ranks=arguments.log_ranks)
+
+
+def _add_process_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several processes, started by torchrun")
+    group.add_argument(
+        "--parallel",
+        choices=PARALLEL,
+        help="what each process holds: ddp, the whole model; fsdp2, a shard of each parameter",
+    )
+    group.add_argument(
+        "--reduce-dtype", choices=REDUCE_DTYPES, help="in which gradients are summed over processes; default: fp32"
+    )
+    group.add_argument("--log-ranks", action="store_true", help="a log of every process, log.rank-<r>.jsonl")
+
+
+def _launched(arguments: argparse.Namespace) -> tuple[int, torch.device]:
+    """Give the number of processes, and the device of this one."""
+    if arguments.parallel is not None:
+        return launched_world_size(), rank_device(arguments.device)
+    for name, value in (("reduce_dtype", arguments.reduce_dtype), ("log_ranks", arguments.log_ranks)):
+        if value:
+            raise ValueError(f"{name}: expected --parallel with it, got none")
+    return 1, arguments.device
 
 
 def _model_config(arguments: argparse.Namespace) -> DecoderConfig:

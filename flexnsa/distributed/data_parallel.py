@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flexnsa.distributed.ranks import Ranks
@@ -66,6 +68,14 @@ class DDPRanks(GroupRanks):
             wrapped.register_comm_hook(None, _average_in_bf16)
         return wrapped
 
+    def settle(self, backward: Callable[[], object]) -> None:
+        """Have DDP lay out its buckets, which it does in the order in which a first pass gives gradients.
+
+        How numbers of more than two ranks are added depends on their place in a bucket. A run that goes on from a
+        checkpoint would else add those of its first step in another order than the run that went on without a stop.
+        """
+        backward()
+
     def part(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
         """Let gradients add up on each rank before the last part, and average them with it."""
         assert isinstance(wrapped, DistributedDataParallel)
@@ -100,7 +110,14 @@ class FSDP2Ranks(GroupRanks):
         set_model_state_dict(model, values, options=whole)
         return model
 
+    def fill(self, parameter: Tensor, values: Tensor) -> None:
+        """Copy this rank's shard of the values."""
+        if isinstance(parameter, DTensor):
+            place = parameter.device_mesh, parameter.placements
+            values = distribute_tensor(values.to(parameter.device), *place, src_data_rank=None)
+        parameter.copy_(values)
 
-def _average_in_bf16(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+
+def _average_in_bf16(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     # By its own name DDP takes the hook for one of NCCL alone.
     return bf16_compress_hook(state, bucket)  # pyright: ignore[reportArgumentType]

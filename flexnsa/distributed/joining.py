@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ def joined_ranks(parallel: str | None, device: torch.device, reduce_dtype: str =
         parallel: of :data:`PARALLEL`, or None for a process on its own.
         device: of :func:`rank_device`; NCCL joins GPUs, gloo CPUs.
         reduce_dtype: of :data:`REDUCE_DTYPES`.
+
+    What holds a wrapped model has to be gone when the context ends.
     """
     if parallel is None:
         yield Ranks()
@@ -70,4 +73,6 @@ def joined_ranks(parallel: str | None, device: torch.device, reduce_dtype: str =
         dist.init_process_group(f"cpu:gloo,{device.type}:nccl")
     kind = {"ddp": DDPRanks, "fsdp2": FSDP2Ranks}[parallel]
     yield kind(device, REDUCE_DTYPES[reduce_dtype])
+    # A model that outlived the group would take its threads with it, and wait for them with Python locked.
+    gc.collect()
     dist.destroy_process_group()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flexnsa.models import DecoderLM
 
@@ -32,10 +32,17 @@ class Ranks:
         """Give what is called in place of the model of :meth:`build`; its backward pass averages over ranks."""
         return model
 
+    def fill(self, parameter: Tensor, values: Tensor) -> None:
+        """Copy values, whole on every rank, into a tensor of the model's or like one of them."""
+        parameter.copy_(values)
+
     def share(self, num_rows: int) -> slice:
         """Give this rank's rows of a batch."""
         size = num_rows // self.world_size
         return slice(self.rank * size, (self.rank + 1) * size)
+
+    def settle(self, backward: Callable[[], object]) -> None:
+        """Settle, before the first step, what a backward pass settles; its gradients are dropped."""
 
     def part(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         """Give the context of one forward and backward pass, of which a step takes some."""

@@ -1,10 +1,12 @@
-"""Checkpoints: one safetensors file that holds all a run needs to go on, replaced in one move."""
+"""Checkpoints: all that a run needs to go on, under the same names in a file and in a folder of shards.
+
+Tensors are named ``model.<parameter>``, ``optimizer.<parameter>.<moment>`` and ``rng.<device>``; the header holds the
+step, which is also the position in the data, and the configs. However many processes wrote one, any number reads it.
+"""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,74 +14,79 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flexnsa.distributed import Ranks
 from flexnsa.errors import FileError
+from flexnsa.training import shards, whole_file
+from flexnsa.training.stored import REMEDY, Stored
 
 if TYPE_CHECKING:
     from flexnsa.training.trainer import Trainer
 
+CHECKPOINT_NAME = "checkpoint.safetensors"
 FREE = {"recompute"}
 """Fields that no number depends on: a run may go on with others."""
-_REMEDY = "restore it from a copy, or move it away to begin anew"
+
+Moments = dict[Tensor, Any]
+"""Of each parameter, what the optimizer keeps by name."""
+
+
+def checkpoint_path(folder: Path, trainer: Trainer) -> Path:
+    """Say where the trainer's state belongs in a run's folder."""
+    return shards.path_of(folder, trainer.step) if trainer.ranks.sharded else folder / CHECKPOINT_NAME
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Find the checkpoint of a run's folder, the last one if it has gone on in another form.
+
+    Raises:
+        FileError: there are two, and the step of one cannot be read.
+    """
+    steps = {path: step for path in folder.iterdir() if (step := shards.step_of(path)) is not None}
+    file = folder / CHECKPOINT_NAME
+    if not steps:
+        return file if file.exists() else None
+    if file.exists():
+        steps[file] = _step(file, _decoded(file, _read(file), ("step",)))
+    return max(steps, key=steps.__getitem__)
 
 
 def save_checkpoint(path: Path, trainer: Trainer) -> None:
     """Write the trainer's state; whoever is killed half-way leaves the previous checkpoint whole.
 
-    Tensors are named ``model.<parameter>``, ``optimizer.<parameter>.<moment>`` and ``rng.<device>``; the header
-    holds the step, which is also the position in the data, and both configs.
-
     Raises:
-        OSError: the file could not be written; names it.
+        OSError: it could not be written; names the path.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    tensors = {f"model.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
-    for name, parameter in trainer.model.named_parameters():
-        for moment, value in trainer.optimizer.state[parameter].items():
-            tensors[f"optimizer.{name}.{moment}"] = value
-    tensors["rng.cpu"] = torch.get_rng_state()
-    if trainer.device.type == "cuda":
-        tensors["rng.cuda"] = torch.cuda.get_rng_state(trainer.device)
     header = {name: json.dumps(value) for name, value in {"step": trainer.step, **trainer.configs()}.items()}
-
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=header)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except (OSError, SafetensorError) as error:
-        # A full disk comes as either of the two, and neither says which file
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise OSError(getattr(error, "errno", errno.EIO), reason, str(path)) from error
+    state = _state(trainer, trainer.optimizer.state)
+    if trainer.ranks.sharded:
+        shards.save(path, state, header, trainer.ranks)
+    else:
+        trainer.ranks.on_first(lambda: whole_file.save(path, state, header))
 
 
 def load_checkpoint(path: Path, trainer: Trainer) -> None:
-    """Put a trainer where :func:`save_checkpoint` left it; one that the checkpoint does not fit stays as it is.
+    """Put a trainer where :func:`save_checkpoint` left one; one that the checkpoint does not fit stays as it is.
 
     Raises:
-        FileError: the file is no checkpoint, or not a whole one.
+        FileError: it is no checkpoint, or not a whole one.
         FileError: it is of another model or another way of training; names the first field that differs.
     """
-    header, tensors = read_checkpoint(path, ("step", "model", "training", "corpus"))
+    stored = _read(path)
+    header = _decoded(path, stored, ("step", "model", "training", "corpus"))
     for name, asked in trainer.configs().items():
         _require_equal(name, header[name], json.loads(json.dumps(asked)), path)
-    step = header["step"]
-    if not isinstance(step, int) or step < 0:
-        raise FileError(f"{path}: expected a number of steps in its header, got {step!r}; {_REMEDY}")
-    check_tensors(path, tensors, _layout(trainer, step, tensors))
+    step = _step(path, header)
+    moments = _new_moments(trainer) if step else {}
+    state = _state(trainer, moments)
+    if "rng.cuda" not in stored.layout:  # begun on another device
+        state.pop("rng.cuda", None)
+    check_tensors(path, stored.layout, state)
 
-    trainer.model.load_state_dict(_below("model.", tensors))
-    for name, parameter in trainer.model.named_parameters():
-        moments = _below(f"optimizer.{name}.", tensors)
-        # AdamW keeps its step counts on the CPU, whatever the device of the moments
-        trainer.optimizer.state[parameter] = {
-            key: value if key == "step" else value.to(parameter.device) for key, value in moments.items()
-        }
-    torch.set_rng_state(tensors["rng.cpu"])
-    if "rng.cuda" in tensors and trainer.device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["rng.cuda"], trainer.device)
+    stored.load_into(state, trainer.ranks)
+    trainer.optimizer.state.update(moments)
+    torch.set_rng_state(state["rng.cpu"])
+    if "rng.cuda" in state:
+        torch.cuda.set_rng_state(state["rng.cuda"], trainer.device)
     trainer.step = step
 
 
@@ -87,23 +94,13 @@ def read_checkpoint(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str,
     """Read the header, decoded, and all tensors on the CPU.
 
     Raises:
-        FileError: the file cannot be read, or its header lacks one of ``fields``.
+        FileError: the checkpoint cannot be read, or its header lacks one of ``fields``.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            encoded = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError) as error:
-        raise FileError(f"{path}: not a whole safetensors file ({error}); {_REMEDY}") from error
-    missing = [name for name in fields if name not in encoded]
-    if missing:
-        raise FileError(f"{path}: not of a training run, its header lacks {', '.join(missing)}; {_REMEDY}")
-    try:
-        return {name: json.loads(encoded[name]) for name in fields or encoded}, tensors
-    except json.JSONDecodeError as error:
-        raise FileError(f"{path}: not of a training run, its header is not JSON ({error}); {_REMEDY}") from error
+    stored = _read(path)
+    header = _decoded(path, stored, fields or tuple(stored.header))
+    tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in stored.layout.items()}
+    stored.load_into(tensors, Ranks())
+    return header, tensors
 
 
 def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -115,28 +112,56 @@ def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str
     for name in (*expected, *(name for name in found if name.startswith("model."))):
         there, wanted = _describe(found.get(name)), _describe(expected.get(name))
         if there != wanted:
-            raise FileError(f"{path}: expected {name} to be {wanted}, got {there}; {_REMEDY}")
+            raise FileError(f"{path}: expected {name} to be {wanted}, got {there}; {REMEDY}")
 
 
 def _describe(tensor: Tensor | None) -> str:
     return "none" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
-def _layout(trainer: Trainer, step: int, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name the tensors that a checkpoint has to hold, as they would look."""
-    layout = {f"model.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
-    layout["rng.cpu"] = torch.get_rng_state()
-    if "rng.cuda" in found and trainer.device.type == "cuda":
-        layout["rng.cuda"] = torch.cuda.get_rng_state(trainer.device)
-    for name, parameter in trainer.model.named_parameters():
-        if step and parameter.requires_grad:
-            moments = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
-            layout |= {f"optimizer.{name}.{moment}": like for moment, like in moments.items()}
-    return layout
+def _read(path: Path) -> Stored:
+    return shards.read(path) if path.suffix == shards.SUFFIX else whole_file.read(path)
 
 
-def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def _decoded(path: Path, stored: Stored, fields: tuple[str, ...]) -> dict[str, Any]:
+    missing = [name for name in fields if name not in stored.header]
+    if missing:
+        raise FileError(f"{path}: not of a training run, its header lacks {', '.join(missing)}; {REMEDY}")
+    try:
+        return {name: json.loads(stored.header[name]) for name in fields}
+    except json.JSONDecodeError as error:
+        raise FileError(f"{path}: not of a training run, its header is not JSON ({error}); {REMEDY}") from error
+
+
+def _step(path: Path, header: dict[str, Any]) -> int:
+    step = header["step"]
+    if not isinstance(step, int) or step < 0:
+        raise FileError(f"{path}: expected a number of steps in its header, got {step!r}; {REMEDY}")
+    return step
+
+
+def _state(trainer: Trainer, moments: Moments) -> dict[str, Tensor]:
+    """Name the tensors of a checkpoint: the trainer's own, but for the moments of its optimizer."""
+    state = {f"model.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
+    for name, parameter in trainer.parameters.items():
+        state |= {f"optimizer.{name}.{moment}": value for moment, value in moments.get(parameter, {}).items()}
+    state["rng.cpu"] = torch.get_rng_state()
+    if trainer.device.type == "cuda":
+        state["rng.cuda"] = torch.cuda.get_rng_state(trainer.device)
+    return state
+
+
+def _new_moments(trainer: Trainer) -> Moments:
+    """Give memory for what AdamW keeps of each parameter; its step counts are on the CPU, whatever the device."""
+    return {
+        parameter: {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+        for parameter in trainer.parameters.values()
+        if parameter.requires_grad
+    }
 
 
 def _require_equal(name: str, saved: Any, asked: Any, path: Path) -> None:

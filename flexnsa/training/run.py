@@ -7,27 +7,31 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
-from flexnsa.training.checkpoint import load_checkpoint, save_checkpoint
+from flexnsa.distributed import Ranks
+from flexnsa.errors import FileError
+from flexnsa.training.checkpoint import checkpoint_path, load_checkpoint, newest_checkpoint, save_checkpoint
 from flexnsa.training.lock import locked
-from flexnsa.training.log import JSONLog
+from flexnsa.training.report import Report
 from flexnsa.training.trainer import Trainer
 
-CHECKPOINT_NAME = "checkpoint.safetensors"
-LOG_NAME = "log.jsonl"
 
+def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False) -> int | None:
+    """Train to the last step, from the folder's checkpoint if it has one; all ranks of the trainer together.
 
-def run(trainer: Trainer, folder: Path) -> int | None:
-    """Train to the last step, from the folder's checkpoint if it has one.
+    Writes ``log.jsonl`` and ``checkpoint.safetensors``, or ``checkpoint-<step>.dcp`` where parameters are sharded.
+    SIGINT and SIGTERM, sent to any rank, end the run after the step under way, with a checkpoint, however often they
+    come; a kill (SIGKILL, or SIGQUIT from a terminal) loses the steps since the last checkpoint, which the next start
+    repeats to the same numbers.
 
-    Writes ``checkpoint.safetensors`` and ``log.jsonl``. SIGINT and SIGTERM end the run after the step under way, with
-    a checkpoint, however often they come; a kill (SIGKILL, or SIGQUIT from a terminal) loses the steps since the last
-    checkpoint, which the next start repeats to the same numbers.
+    Args:
+        trainer: what is trained.
+        folder: of the run, the same for all ranks.
+        log_ranks: keep a log on every rank, ``log.rank-<r>.jsonl`` beside that of rank 0.
 
     Returns:
         The number of the signal that ended the run early, if one did.
@@ -36,42 +40,65 @@ def run(trainer: Trainer, folder: Path) -> int | None:
         FileError: another process trains in the folder, a file in it is none of a run, or the checkpoint is of another
             model, another text or another way of training. All files are as they were.
     """
-    from tqdm import tqdm
+    config, ranks = trainer.config, trainer.ranks
+    with reserved(folder, ranks), stop_requests() as stop:
 
-    config = trainer.config
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint = folder / CHECKPOINT_NAME
-    with locked(folder), stop_requests() as stop:
-        if checkpoint.exists():
+        def stopped() -> int:
+            return ranks.largest(stop[0] if stop else 0)
+
+        checkpoint = newest_checkpoint(folder)
+        if checkpoint is not None:
             load_checkpoint(checkpoint, trainer)
+        _require_one_start(trainer, folder)
         first = saved = trainer.step
-        log = JSONLog(folder / LOG_NAME, resume_step=trainer.step)
-        bar = tqdm(total=config.steps, initial=trainer.step, unit="step", dynamic_ncols=True)
-        with closing(log), bar:
+        with Report(folder, trainer, log_ranks=log_ranks) as report:
             if trainer.compiled:
-                bar.write("compiling one decoder layer, forward and backward, which all layers share ...")
-            while trainer.step < config.steps and not stop:
+                report.say("compiling one decoder layer, forward and backward, which all layers share ...")
+            while trainer.step < config.steps and not stopped():
                 start = time.perf_counter()
                 result = trainer.train_step()
                 seconds = time.perf_counter() - start
                 if trainer.compiled and result.step == first:
-                    bar.write(f"compiled, with the first step, in {seconds:.1f} s")
-                record = asdict(result) | throughput(trainer, seconds)
+                    report.say(f"compiled, with the first step, in {seconds:.1f} s")
+                measured = throughput(trainer, seconds)
                 done = trainer.step
                 if done % config.eval_every == 0 or done == config.steps:
-                    record["validation_bits_per_byte"] = trainer.validation_bits_per_byte()
-                    bar.write(f"step {done}: validation {record['validation_bits_per_byte']:.4f} bits per byte")
-                log.write(record)
+                    measured["validation_bits_per_byte"] = bits = trainer.validation_bits_per_byte()
+                    report.say(f"step {done}: validation {bits:.4f} bits per byte")
+                report.write(result, measured)
                 if done % config.checkpoint_every == 0:
-                    save_checkpoint(checkpoint, trainer)
+                    save_checkpoint(checkpoint_path(folder, trainer), trainer)
                     saved = done
-                speed, peak = f"{record['tokens_per_second']:,.0f} tok/s", f"peak {record['peak_mib']:,.0f} MiB"
-                bar.set_postfix_str(f"loss {result.loss:.3f}, {speed}, {peak}")
-                bar.update()
+                report.advance(result, measured)
             # Here and not in the loop: a signal may come between any two of its lines
             if saved != trainer.step:
-                save_checkpoint(checkpoint, trainer)
-    return stop[0] if stop else None
+                save_checkpoint(checkpoint_path(folder, trainer), trainer)
+        return stopped() or None
+
+
+@contextmanager
+def reserved(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Make the folder, and keep other runs out of it.
+
+    Raises:
+        FileError: another process has it.
+    """
+    with ExitStack() as stack:
+
+        def reserve() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder))
+
+        ranks.on_first(reserve)
+        yield
+
+
+def _require_one_start(trainer: Trainer, folder: Path) -> None:
+    """Demand that all ranks have found the same checkpoint: their disk has to be the same."""
+    last, first = trainer.ranks.largest(trainer.step), -trainer.ranks.largest(-trainer.step)
+    if first != last:
+        message = f"{folder}: some processes found a checkpoint of step {first}, others of step {last}"
+        raise FileError(f"{message}; take a folder that all machines share")
 
 
 def throughput(trainer: Trainer, seconds: float) -> dict[str, float]:

@@ -64,6 +64,7 @@ class Trainer:
         if compiled:
             model.compile_layers()
         self._forward = ranks.wrap(model)
+        self._is_settled = False
 
     def configs(self) -> dict[str, Any]:
         """Give what decides the numbers of the run, as plain values."""
@@ -83,6 +84,10 @@ class Trainer:
         batch = self.training_rows.draw(draws, config.batch_size * config.grad_accumulation)
         parts = batch[ranks.share(len(batch))].split(config.batch_size)
         self.model.train()
+        if not self._is_settled:
+            ranks.settle(lambda: self.loss(parts[0].to(self.device)).backward())
+            self.optimizer.zero_grad()
+            self._is_settled = True
         own_loss = torch.zeros((), device=self.device)
         for index, part in enumerate(parts):
             with ranks.part(self._forward, last=index == len(parts) - 1):

@@ -19,7 +19,9 @@ LIMIT = 20.0
 """Seconds after which a group that has not ended counts as hanging."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["flexnsa.cli.train", "flexnsa.distributed.data_parallel", "torch.distributed.checkpoint"])
+_CONTEXT.set_forkserver_preload(
+    ["flexnsa.cli.train", "flexnsa.distributed.data_parallel", "torch.distributed.checkpoint"]
+)
 
 
 class Group:
