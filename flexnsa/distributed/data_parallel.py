@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexnsa.distributed.ranks import Ranks
 from flexnsa.models import DecoderLM
+from flexnsa.models.decoder import DecoderLayer
 
 
 class GroupRanks(Ranks):
@@ -65,7 +66,8 @@ class DDPRanks(GroupRanks):
         """Give the model in :class:`torch.nn.parallel.DistributedDataParallel`."""
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if self.reduce_dtype == torch.bfloat16:
-            wrapped.register_comm_hook(None, _average_in_bf16)
+            # By its own name, and with its types, DDP takes the hook for one of NCCL alone.
+            wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
         return wrapped
 
     def settle(self, backward: Callable[[], object]) -> None:
@@ -110,14 +112,15 @@ class FSDP2Ranks(GroupRanks):
         set_model_state_dict(model, values, options=whole)
         return model
 
+    def compile(self, model: DecoderLM, **options: Any) -> None:
+        """Compile what runs between FSDP's hooks: a compiler that met one in a checkpoint would compile nothing."""
+        forward = torch.compile(DecoderLayer.forward, fullgraph=True, **options)
+        for layer in model.layers:
+            layer.forward = MethodType(forward, layer)
+
     def fill(self, parameter: Tensor, values: Tensor) -> None:
         """Copy this rank's shard of the values."""
         if isinstance(parameter, DTensor):
             place = parameter.device_mesh, parameter.placements
             values = distribute_tensor(values.to(parameter.device), *place, src_data_rank=None)
         parameter.copy_(values)
-
-
-def _average_in_bf16(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    # By its own name DDP takes the hook for one of NCCL alone.
-    return bf16_compress_hook(state, bucket)  # pyright: ignore[reportArgumentType]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,10 @@ class Ranks:
     def wrap(self, model: DecoderLM) -> nn.Module:
         """Give what is called in place of the model of :meth:`build`; its backward pass averages over ranks."""
         return model
+
+    def compile(self, model: DecoderLM, **options: Any) -> None:
+        """Run the layers through ``torch.compile(**options)``, all through the same code."""
+        model.compile_layers(**options)
 
     def fill(self, parameter: Tensor, values: Tensor) -> None:
         """Copy values, whole on every rank, into a tensor of the model's or like one of them."""

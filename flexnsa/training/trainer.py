@@ -62,7 +62,7 @@ class Trainer:
         self.step = 0
         self.compiled = compiled
         if compiled:
-            model.compile_layers()
+            ranks.compile(model)
         self._forward = ranks.wrap(model)
         self._is_settled = False
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
-from flexnsa.distributed import Ranks, joined_ranks
+from flexnsa.distributed import REDUCE_DTYPES, Ranks, joined_ranks
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import Corpus, TrainConfig, Trainer
 from tests.support.inputs import TINY
@@ -23,42 +26,98 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"pack": True},
     "accumulated": {"batch_size": 1, "grad_accumulation": 8, "pack": True},
     "checkpointed": {"checkpointing": True, "pack": True},
+    # A row a pass however many ranks: in bf16, a product of more rows is rounded another way.
+    "mixed precision": {"precision": "bf16", "batch_size": 1, "grad_accumulation": 4},
+}
+COMPILED: dict[str, dict[str, Any]] = {
+    "compiled and checkpointed": {"compiled": True, "checkpointing": True},
 }
 
 
 def corpus() -> Corpus:
-    """Give words of random letters, in paragraphs of very different lengths."""
-    draws = torch.Generator().manual_seed(1)
-    text = torch.randint(97, 123, (6000,), generator=draws).to(torch.uint8)
-    for start in (0, 1, 190, 191):
-        text[start::37] = 10
+    """Give random letters in paragraphs, most of a single letter and some longer than a row."""
+    draws = random.Random(1)
+    paragraphs = ("".join(draws.choices("abcdefgh", k=draws.choice([1, 1, 1, 60]))) for _ in range(400))
+    text = torch.tensor(list("\n\n".join(paragraphs).encode()), dtype=torch.uint8)
     return Corpus(text, text[:2000].clone())
 
 
-def train(ranks: Ranks, options: dict[str, Any]) -> dict[str, Any]:
-    """Give the records of the steps, the validation loss and the parameters after them."""
-    fields = dict(options)
-    model = replace(MODEL, **{name: fields.pop(name) for name in ("checkpointing", "impl") if name in fields})
+def make_trainer(ranks: Ranks, *, compiled: bool = False, reduce_dtype: str = "fp32", **fields: Any) -> Trainer:
+    """Build a trainer from fields of its two configs."""
+    model = replace(MODEL, **{name: fields.pop(name) for name in ("checkpointing", "dim") if name in fields})
     config = replace(TRAINING, **fields)
+    if reduce_dtype != "fp32":
+        ranks = type(ranks)(CPU, REDUCE_DTYPES[reduce_dtype])  # pyright: ignore[reportCallIssue]
 
     def make() -> DecoderLM:
         torch.manual_seed(config.seed)
         return DecoderLM(model)
 
     trainer = Trainer(ranks.build(make, CPU), corpus(), config, ranks=ranks)
-    steps = [trainer.train_step() for _ in range(config.steps)]
+    if compiled:
+        counters.clear()
+        torch.compiler.reset()
+        ranks.compile(trainer.model, backend="aot_eager")
+    return trainer
+
+
+def train(ranks: Ranks, options: dict[str, Any]) -> dict[str, Any]:
+    """Give the records of the steps, the validation loss, and the parameters before and after."""
+    trainer = make_trainer(ranks, **options)
+    before = parameters(trainer)
+    without: set[str] = set()
+
+    def look(*_: object) -> None:
+        for name, parameter in trainer.parameters.items():
+            if parameter.grad is None or not whole(parameter.grad).any():
+                without.add(name)
+
+    trainer.optimizer.register_step_pre_hook(look)
+    steps = [trainer.train_step() for _ in range(trainer.config.steps)]
     bits = trainer.validation_bits_per_byte()
-    state = {name: _whole(value).clone() for name, value in trainer.model.state_dict().items()}
-    return {"steps": steps, "bits": bits, "parameters": state}
+    graphs = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return {
+        "steps": steps,
+        "bits": bits,
+        "before": before,
+        "after": parameters(trainer),
+        "without gradient": without,
+        "graphs": graphs,
+    }
 
 
-def train_cases(parallel: str, cases: dict[str, dict[str, Any]], file: Path, reduce_dtype: str = "fp32") -> None:
-    """Train in each way, and save what rank 0 has seen."""
-    with joined_ranks(parallel, CPU, reduce_dtype) as ranks:
-        results = {name: train(ranks, options) for name, options in cases.items()}
+def meet_a_nan(ranks: Ranks) -> list[tuple[str, bool]]:
+    """Have the last rank alone meet a NaN; give what each rank raised, and whether its parameters stayed."""
+    trainer = make_trainer(ranks)
+    trainer.train_step()
+    before, loss = parameters(trainer), trainer.loss
+    if ranks.rank == ranks.world_size - 1:
+        trainer.loss = lambda batch: loss(batch) * torch.nan
+    try:
+        trainer.train_step()
+        said = ""
+    except FloatingPointError as error:
+        said = str(error)
+    after = parameters(trainer)
+    everyone: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everyone, (said, all(torch.equal(before[name], after[name]) for name in before)))
+    return everyone
+
+
+def train_cases(parallel: str, cases: dict[str, dict[str, Any]], file: Path) -> None:
+    """Train in each way, then meet a NaN; save what rank 0 has seen."""
+    with joined_ranks(parallel, CPU) as ranks:
+        results: dict[str, Any] = {name: train(ranks, options) for name, options in cases.items()}
+        results["NaN"] = meet_a_nan(ranks)
         if ranks.rank == 0:
             torch.save(results, file)
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
+def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Give copies of all parameters, whole."""
+    return {name: whole(value).clone() for name, value in trainer.model.state_dict().items()}
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """Gather what is sharded."""
     return value.full_tensor() if isinstance(value, DTensor) else value
