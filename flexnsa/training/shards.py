@@ -10,7 +10,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,8 @@ def save(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str], r
 
     ranks.on_first(begin)
     try:
-        save_together(dict(tensors), checkpoint_id=temporary)
+        with _silent_when_alone():
+            save_together(dict(tensors), checkpoint_id=temporary)
     except CheckpointException as error:
         raise OSError(errno.EIO, _first_reason(error), str(path)) from error
     ranks.on_first(finish)
@@ -103,11 +106,20 @@ def read(path: Path) -> Stored:
     def load_into(targets: Mapping[str, Tensor], _ranks: Ranks) -> None:
         state: dict[str, Any] = dict(targets)
         try:
-            load(state, checkpoint_id=path)
+            with _silent_when_alone():
+                load(state, checkpoint_id=path)
         except CheckpointException as error:
             raise FileError(f"{path}: cannot be read ({_first_reason(error)}); {REMEDY}") from error
 
     return Stored({name: json.dumps(value) for name, value in header.items()}, layout, load_into)
+
+
+@contextmanager
+def _silent_when_alone() -> Iterator[None]:
+    """Let one process use the functions of many without being told that it is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _first_reason(error: Any) -> str:
