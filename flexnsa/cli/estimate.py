@@ -10,7 +10,7 @@ from fractions import Fraction
 import torch
 
 from flexnsa.attention.triton.selected import LARGEST_DIM
-from flexnsa.cli.options import add_recompute_option
+from flexnsa.cli.options import add_checkpointing_option, add_recompute_option
 from flexnsa.measure.table import format_table
 from flexnsa.memory import IMPLEMENTATIONS, DecodingEstimate, MemoryEstimate, estimate_decoding, estimate_training
 from flexnsa.models import PRESETS, DecoderConfig
@@ -27,11 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", dest="batch_size", type=int, help="sequences; default: as the preset trains")
     parser.add_argument("--layers", dest="num_layers", type=int, help="default: of the preset")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: as the preset trains; bf16 is autocast")
-    parser.add_argument(
-        "--checkpointing",
-        action=argparse.BooleanOptionalAction,
-        help="recompute every layer in backward; default: of the preset",
-    )
+    add_checkpointing_option(parser)
     add_recompute_option(parser)
     parser.add_argument("--attention", choices=("nsa", "dense"), default="nsa", help="default: %(default)s")
     parser.add_argument(
@@ -65,7 +61,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     print(
         f"{arguments.preset}: {config.num_layers} layers of width {config.dim}, {config.attention} attention, "
         f"B={batch_size}, S={arguments.seq_len:,}, {precision}, impl={impl}, "
-        f"checkpointing {'on' if config.checkpointing else 'off'}{', compiled' if arguments.compile else ''}\n"
+        f"checkpointing {_checkpointing(config)}{', compiled' if arguments.compile else ''}\n"
     )
     print(training_table(step, config) + "\n\n" + decoding_table(token, config.attention))
     if arguments.budget is not None:
@@ -88,7 +84,7 @@ def training_table(step: MemoryEstimate, config: DecoderConfig) -> str:
         ["peak of forward and backward, moments included", step.peak_training],
     ]
     parts = [[f"  {name}", size] for name, size in sorted(step.saved_by.items(), key=lambda item: -item[1])]
-    when = "of a layer while it is recomputed" if config.checkpointing else "by each layer"
+    when = "by each layer" if _checkpointing(config) == "off" else "of a layer while it is recomputed"
     total = [[f"saved {when}", sum(step.saved_by.values())]]
     return format_table(["training", "MiB"], [[name, f"{size / MIB:,.1f}"] for name, size in rows + total + parts])
 
@@ -107,11 +103,17 @@ def decoding_table(token: DecodingEstimate, attention: str) -> str:
 
 
 def _config(arguments: argparse.Namespace) -> DecoderConfig:
-    changes = {name: getattr(arguments, name) for name in ("num_layers", "checkpointing", "attention")}
+    changes = {name: getattr(arguments, name, None) for name in ("num_layers", "checkpointing", "attention")}
     changes = {name: value for name, value in changes.items() if value is not None}
     if "recompute" in arguments:
         changes["recompute"] = tuple(arguments.recompute)
     return replace(PRESETS[arguments.preset], **changes)
+
+
+def _checkpointing(config: DecoderConfig) -> str:
+    """Say of how many layers."""
+    count = sum(map(config.is_checkpointed, range(config.num_layers)))
+    return {0: "off", config.num_layers: "on"}.get(count, f"of {count} layers")
 
 
 def _implementation(name: str, config: DecoderConfig) -> str:

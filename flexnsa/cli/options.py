@@ -58,6 +58,22 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_checkpointing_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--checkpointing`` and ``--no-checkpointing``; left out, they leave no trace in the namespace."""
+    parser.add_argument(
+        "--checkpointing",
+        nargs="?",
+        const=True,
+        default=argparse.SUPPRESS,
+        metavar="LAYERS",
+        help="layers to recompute in backward instead of keeping their activations: none, all (as without a value), "
+        "0:6 for the first six, every:2 for every other one; default: of the preset",
+    )
+    parser.add_argument(
+        "--no-checkpointing", dest="checkpointing", action="store_false", default=argparse.SUPPRESS, help="none"
+    )
+
+
 def add_recompute_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--recompute``; left out, it leaves no trace in the namespace."""
     explanation = "branches to run again in backward instead of keeping what they give: of cmp, slc and win"

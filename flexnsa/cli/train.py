@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from flexnsa.cli.options import (
+    add_checkpointing_option,
     add_config_options,
     add_device_option,
     add_recompute_option,
@@ -33,12 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=PRESETS, default="small", help="default: %(default)s")
     add_device_option(parser)
     parser.add_argument("--compile", action="store_true", help="run the layers through torch.compile")
-    parser.add_argument(
-        "--checkpointing",
-        action=argparse.BooleanOptionalAction,
-        default=argparse.SUPPRESS,
-        help="recompute every layer in backward instead of keeping its activations",
-    )
+    add_checkpointing_option(parser)
     parser.add_argument(
         "--pack",
         action=argparse.BooleanOptionalAction,

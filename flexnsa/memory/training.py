@@ -85,19 +85,19 @@ def estimate_training(
 
 
 def _peak_backward(work: Work, held: list[int], layer: int) -> int:
-    """Go through the moments of backward that can be the largest, in the last layer and in the first.
+    """Go through the moments of backward that can be the largest: in each layer, and before the last.
 
-    On the way down what layers saved is freed and gradients of weights come in its place. Both are linear in the layer,
-    so the largest moment of all is in one of the two end layers.
+    On the way down what layers saved is freed and gradients of weights come in its place.
     """
     layer_gradients = 4 * sum(layer_weights(work.config).values())
     head_gradients = 4 * work.config.dim * (work.config.vocab_size + 1)
     outside = work.saved_outside() + work.rotary_tables()
     moments = [sum(held) + outside + work.head_excess() + head_gradients]
-    for index in {0, len(held) - 1}:
-        below = sum(held[:index]) + work.embedded() + work.rotary_tables()
-        below += (len(held) - 1 - index) * layer_gradients + head_gradients
+    below, excess = work.embedded() + work.rotary_tables(), max(work.backward_excess())
+    for index, saved in enumerate(held):
+        gradients = (len(held) - 1 - index) * layer_gradients + head_gradients
         # A checkpointed layer keeps its input while it is computed anew.
-        own = layer + (held[index] if work.config.is_checkpointed(index) else 0)
-        moments += [below + own + excess for excess in work.backward_excess()]
+        own = layer + (saved if work.config.is_checkpointed(index) else 0)
+        moments.append(below + gradients + own + excess)
+        below += saved
     return max(moments)

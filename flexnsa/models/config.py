@@ -11,13 +11,13 @@ from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS
 from flexnsa.layers.gating import check_gate
+from flexnsa.models.layer_ranges import layer_range
 from flexnsa.validation import (
     check_choice,
     check_int,
     check_positive_int,
     check_positive_number,
     check_type,
-    describe,
 )
 
 
@@ -40,7 +40,8 @@ class DecoderConfig:
         branches: the branches to build.
         impl: implementation of the attention functions.
         rope_base: base of the rotary frequencies.
-        checkpointing: recompute layers in backward: all, none, or those in the half-open range ``(first, last)``.
+        checkpointing: recompute layers in backward: ``"none"`` (or False), ``"all"`` (or True), those of a half-open
+            range, ``"0:6"`` (or ``(0, 6)``), or ``"every:2"``, the first of two.
         recompute: branches to run once more in backward instead of keeping what they give; in a layer that is
             checkpointed, after all of it has been run again. For ``attention="nsa"`` alone.
 
@@ -63,7 +64,7 @@ class DecoderConfig:
     branches: tuple[str, ...] = BRANCHES
     impl: str = "auto"
     rope_base: float = 10_000.0
-    checkpointing: bool | tuple[int, int] = False
+    checkpointing: bool | tuple[int, int] | str = False
     recompute: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -84,25 +85,12 @@ class DecoderConfig:
         branches = check_branches(self.branches)
         check_gate(self.gate, len(branches))
         check_recompute(self.recompute, branches)
-        self._check_checkpointing()
-
-    def _check_checkpointing(self) -> None:
-        value = self.checkpointing
-        if isinstance(value, bool):
-            return
-        expected = f"checkpointing: expected a bool or a range within 0..{self.num_layers}, got {describe(value)}"
-        if not isinstance(value, tuple) or not all(isinstance(end, int) for end in value):
-            raise TypeError(expected)
-        if len(value) != 2 or not 0 <= value[0] <= value[1] <= self.num_layers:
-            raise ValueError(expected)
+        layer_range("checkpointing", self.checkpointing, self.num_layers)
 
     def is_checkpointed(self, layer: int) -> bool:
         """Tell whether the layer, counted from 0, is recomputed in backward."""
         check_int("layer", layer, 0)
-        if isinstance(self.checkpointing, bool):
-            return self.checkpointing
-        first, last = self.checkpointing
-        return first <= layer < last
+        return layer in layer_range("checkpointing", self.checkpointing, self.num_layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Give plain values that JSON can hold."""

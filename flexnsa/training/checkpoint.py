@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flexnsa.training.trainer import Trainer
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
-FREE = {"recompute"}
+FREE = {"checkpointing", "recompute"}
 """Fields that no number depends on: a run may go on with others."""
 
 Moments = dict[Tensor, Any]

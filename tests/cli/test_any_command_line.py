@@ -29,6 +29,7 @@ WORDS += ["small", "cuda:77", "meta", "", "magic", "\0", "\udcff", "\ud800", "a\
 TEXTS = ["a", "def é", "\0", "", "\udcff", "\ud800", "x" * 70, "-x"]
 PATHS = ["run", "spoilt", "spoilt/checkpoint.safetensors", "run/checkpoint.safetensors", "run/log.jsonl", "text"]
 PATHS += ["texts", "text/below", "empty", "nowhere", "nowhere/new", "hollow", "a\0b", "\udcff", "\ud800", "a" * 300]
+LAYERS = ["", "none", "all", "0:1", "1:9", "2:1", "every:2", "every:0", "0:" + "9" * 30, "every:" + "9" * 5000, "x"]
 BRANCHES = ["cmp", "slc", "win", "cmp slc", "cmp slc win", "far", "win win", ""]
 
 
@@ -51,7 +52,8 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--device": WORDS,
         "--branches": BRANCHES,
         "--recompute": BRANCHES,
-        "--checkpointing": FLAG,
+        "--checkpointing": LAYERS,
+        "--no-checkpointing": FLAG,
         "--pack": FLAG,
         "--parallel": [*WORDS, "ddp", "fsdp2"],
         "--reduce-dtype": [*WORDS, "bf16", "fp16"],
@@ -78,7 +80,8 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--batch": [*INTEGERS, LARGEST],
         "--layers": INTEGERS,
         "--precision": WORDS,
-        "--checkpointing": FLAG,
+        "--checkpointing": LAYERS,
+        "--no-checkpointing": FLAG,
         "--recompute": BRANCHES,
         "--compile": FLAG,
         "--attention": WORDS,

@@ -27,6 +27,7 @@ MODELS = {
     "tiny": (TINY, 256),
     "tiny, dense": (replace(TINY, attention="dense"), 256),
     "tiny, checkpointed": (replace(TINY, checkpointing=True), 256),
+    "tiny, the last layers checkpointed": (replace(TINY, num_layers=20, checkpointing="8:20"), 64),
     "tiny, mean of blocks, no window": (replace(TINY, compression="mean", branches=("cmp", "slc")), 256),
     "tiny, one key head, narrow values": (replace(TINY, num_kv_heads=1, v_head_dim=8), 256),
     "tiny, wide head": (replace(TINY, num_layers=1, vocab_size=8192), 256),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -152,11 +153,25 @@ def test_prompts_of_a_pack_go_on_as_each_alone(attention: str):
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-@pytest.mark.parametrize("checkpointing", [True, (1, 2)])
+@pytest.mark.parametrize(
+    ("checkpointing", "again"),
+    [
+        (True, [0, 1, 2]),
+        (False, []),
+        ((1, 3), [1, 2]),
+        ("all", [0, 1, 2]),
+        ("none", []),
+        ("1:3", [1, 2]),
+        ("0:0", []),
+        ("every:1", [0, 1, 2]),
+        ("every:2", [0, 2]),
+        ("every:9", [0]),
+    ],
+)
 def test_checkpointing_changes_no_bit_and_runs_the_named_layers_again(
-    attention: str, checkpointing: bool | tuple[int, int]
+    attention: str, checkpointing: bool | tuple[int, int] | str, again: list[int]
 ):
-    config = replace(CONFIG, attention=attention)
+    config = replace(CONFIG, attention=attention, num_layers=3)
     plain, checkpointed = DecoderLM(config), DecoderLM(replace(config, checkpointing=checkpointing))
     checkpointed.load_state_dict(plain.state_dict())
     runs: list[nn.Module] = []
@@ -169,7 +184,7 @@ def test_checkpointing_changes_no_bit_and_runs_the_named_layers_again(
         assert one.grad is not None
         assert other.grad is not None
         assert torch.equal(one.grad, other.grad)
-    assert [runs.count(layer) for layer in checkpointed.layers] == ([2, 2] if checkpointing is True else [1, 2])
+    assert [runs.count(layer) for layer in checkpointed.layers] == [2 if index in again else 1 for index in range(3)]
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -190,8 +205,9 @@ def test_model_built_on_the_meta_device_is_the_model_built_at_once(attention: st
     assert torch.equal(model(tokens), at_once(tokens))
 
 
-def test_round_trip_through_plain_values():
-    config = replace(CONFIG, checkpointing=(0, 1), branches=("cmp", "win"), recompute=("win",))
+@pytest.mark.parametrize("checkpointing", [True, (0, 1), "0:1", "every:2"])
+def test_round_trip_through_plain_values(checkpointing: bool | tuple[int, int] | str):
+    config = replace(CONFIG, checkpointing=checkpointing, branches=("cmp", "win"), recompute=("win",))
     assert DecoderConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -204,7 +220,10 @@ def test_round_trip_through_plain_values():
         ({"head_dim": 7}, r"^head_dim: expected an even number, .* got 7"),
         ({"attention": "linear"}, r"^attention: expected one of 'nsa', 'dense', got 'linear'"),
         ({"branches": ("cmp", "slc"), "recompute": ("win",)}, r"^recompute: expected some of \('cmp', 'slc'\), .*win"),
-        ({"checkpointing": (1, 5)}, r"^checkpointing: expected .* 0\.\.2, got \(1, 5\)"),
+        *(
+            ({"checkpointing": value}, rf"^checkpointing: expected .* 0\.\.2, got {re.escape(repr(value))}")
+            for value in ((1, 5), (0, 1, 2), ("0", "1"), 1, None, "1:5", "2:1", "0-1", "every:0", "every", "some", "")
+        ),
     ],
 )
 def test_errors_name_the_field(change: dict[str, object], message: str):

@@ -188,12 +188,14 @@ def test_checkpoint_of_another_run_is_refused(
         load_checkpoint(path, _trainer(text_folder))
 
 
-def test_a_run_goes_on_with_other_branches_run_again(text_folder: Path, tmp_path: Path):
+def test_a_run_goes_on_with_other_branches_and_layers_run_again(text_folder: Path, tmp_path: Path):
     path = tmp_path / "checkpoint.safetensors"
     trainer = _trainer(text_folder)
     trainer.train_step()
     save_checkpoint(path, trainer)
-    thrifty = Trainer(DecoderLM(replace(MODEL, recompute=("slc", "win"))), trainer.corpus, TRAINING)
+    thrifty = Trainer(
+        DecoderLM(replace(MODEL, recompute=("slc", "win"), checkpointing="every:2")), trainer.corpus, TRAINING
+    )
     load_checkpoint(path, thrifty)
     assert thrifty.train_step() == trainer.train_step()
 
