@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from flexnsa.distributed import REDUCE_DTYPES, Ranks, joined_ranks
 from flexnsa.models import DecoderConfig, DecoderLM
-from flexnsa.training import Corpus, TrainConfig, Trainer
+from flexnsa.training import Corpus, StepResult, TrainConfig, Trainer
+from flexnsa.training.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
 from tests.support.inputs import TINY
 
 CPU = torch.device("cpu")
@@ -104,10 +105,22 @@ def meet_a_nan(ranks: Ranks) -> list[tuple[str, bool]]:
     return everyone
 
 
+def go_on(ranks: Ranks, folder: Path) -> list[list[StepResult]]:
+    """Give steps 2 and 3, taken without a stop and by a trainer that goes on from a checkpoint."""
+    trainers = [make_trainer(ranks, dim=64, pack=True) for _ in range(2)]
+    for _ in range(2):
+        trainers[0].train_step()
+    path = checkpoint_path(folder, trainers[0])
+    save_checkpoint(path, trainers[0])
+    load_checkpoint(path, trainers[1])
+    return [[trainer.train_step() for _ in range(2)] for trainer in trainers]
+
+
 def train_cases(parallel: str, cases: dict[str, dict[str, Any]], file: Path) -> None:
-    """Train in each way, then meet a NaN; save what rank 0 has seen."""
+    """Train in each way, go on from a checkpoint, and meet a NaN; save what rank 0 has seen."""
     with joined_ranks(parallel, CPU) as ranks:
         results: dict[str, Any] = {name: train(ranks, options) for name, options in cases.items()}
+        results["going on"] = go_on(ranks, file.parent)
         results["NaN"] = meet_a_nan(ranks)
         if ranks.rank == 0:
             torch.save(results, file)
