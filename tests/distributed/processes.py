@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-LIMIT = 60.0
+LIMIT = 120.0
 """Seconds after which a group that has not ended counts as hanging."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")

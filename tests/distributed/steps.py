@@ -30,7 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     # A row a pass however many ranks: in bf16, a product of more rows is rounded another way.
     "mixed precision": {"precision": "bf16", "batch_size": 1, "grad_accumulation": 4},
 }
-COMPILED: dict[str, dict[str, Any]] = {
+ON_TWO: dict[str, dict[str, Any]] = {
+    "summed in bf16": {"reduce_dtype": "bf16"},
     "compiled and checkpointed": {"compiled": True, "checkpointing": True},
 }
 
@@ -116,9 +117,10 @@ def go_on(ranks: Ranks, folder: Path) -> list[list[StepResult]]:
     return [[trainer.train_step() for _ in range(2)] for trainer in trainers]
 
 
-def train_cases(parallel: str, cases: dict[str, dict[str, Any]], file: Path) -> None:
+def train_cases(file: Path, parallel: str) -> None:
     """Train in each way, go on from a checkpoint, and meet a NaN; save what rank 0 has seen."""
     with joined_ranks(parallel, CPU) as ranks:
+        cases = CASES | (ON_TWO if ranks.world_size == 2 else {})
         results: dict[str, Any] = {name: train(ranks, options) for name, options in cases.items()}
         results["going on"] = go_on(ranks, file.parent)
         results["NaN"] = meet_a_nan(ranks)

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from tests.distributed.conftest import RunOnce
 from tests.distributed.heads import CASES, compare_cases
-from tests.distributed.processes import run_together
 
 Results = Callable[[int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    @cache
-    def get(size: int) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp(f"heads-{size}")
-        run_together(size, folder, compare_cases, folder / "results.pt")
-        return torch.load(folder / "results.pt", weights_only=False)
-
-    return get
+def results(run_once: RunOnce) -> Results:
+    """Give what a group of ranks has seen."""
+    return lambda size: run_once(size, compare_cases)
 
 
 @pytest.mark.parametrize("case", CASES)

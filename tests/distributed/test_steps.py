@@ -11,34 +11,27 @@ import torch
 
 from flexnsa.distributed import Ranks
 from flexnsa.packing import IGNORED
-from tests.distributed.processes import run_together
-from tests.distributed.steps import CASES, COMPILED, make_trainer, train, train_cases
+from tests.distributed.conftest import RunOnce
+from tests.distributed.steps import CASES, ON_TWO, make_trainer, train, train_cases
 
 TOLERANCE = 1e-5
-IN_BF16 = {"summed in bf16": {"reduce_dtype": "bf16"}}
-
 Results = Callable[[str, int], dict[str, Any]]
+Alone = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Give what a group of ranks has seen; each group runs once for all tests."""
-
-    @cache
-    def get(parallel: str, size: int) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp(f"{parallel}-{size}")
-        cases = CASES | (COMPILED | IN_BF16 if size == 2 else {})
-        run_together(size, folder, train_cases, parallel, cases, folder / "results.pt")
-        return torch.load(folder / "results.pt", weights_only=False)
-
-    return get
+def results(run_once: RunOnce) -> Results:
+    """Give what a group of ranks has seen."""
+    return lambda parallel, size: run_once(size, train_cases, parallel)
 
 
 @pytest.fixture(scope="module")
-def alone() -> Callable[[str], dict[str, Any]]:
+def alone() -> Alone:
+    """Give what one process has seen."""
+
     @cache
     def get(case: str) -> dict[str, Any]:
-        options = (CASES | COMPILED)[case]
+        options = (CASES | ON_TWO)[case]
         return train(Ranks(), {name: value for name, value in options.items() if name != "compiled"})
 
     return get
@@ -48,18 +41,15 @@ def alone() -> Callable[[str], dict[str, Any]]:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_any_number_of_ranks_takes_the_steps_of_one_process(
-    results: Results, alone: Callable[[str], dict[str, Any]], parallel: str, size: int, case: str
+    results: Results, alone: Alone, parallel: str, size: int, case: str
 ) -> None:
     assert_same_steps(results(parallel, size)[case], alone(case))
 
 
-@pytest.mark.parametrize("case", COMPILED)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_compiled_layers_take_the_same_steps_and_are_one_graph(
-    results: Results, alone: Callable[[str], dict[str, Any]], parallel: str, case: str
-) -> None:
-    result = results(parallel, 2)[case]
-    assert_same_steps(result, alone(case))
+def test_compiled_layers_take_the_same_steps_and_are_one_graph(results: Results, alone: Alone, parallel: str) -> None:
+    result = results(parallel, 2)["compiled and checkpointed"]
+    assert_same_steps(result, alone("compiled and checkpointed"))
     assert result["graphs"] == (2, 0)  # of training, and of validation
 
 
