@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexnsa import compressed_attention, native_sparse_attention, selected_attention, sliding_window_attention
+from flexnsa import (
+    NativeSparseAttention,
+    compressed_attention,
+    native_sparse_attention,
+    selected_attention,
+    sliding_window_attention,
+)
+from flexnsa.attention import compilation
 from flexnsa.attention.flex import branches as flex
 from flexnsa.attention.implementations import FLEX
 from flexnsa.attention.seam import Attended, Call
@@ -111,6 +119,29 @@ def test_no_selected_block_gives_zero() -> None:
     q, k, v = inputs("slc", 2, 2, 2, 77, (32, 16), torch.float32)
     blocks = torch.full((2, 2, 77, SMALL.num_selected_blocks), -1, dtype=torch.int32)
     assert (run("slc", q, k, v, blocks) == 0).all()
+
+
+def test_a_few_lengths_compile_what_all_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eager caller, such as one who reads prompts, meets another length at every call."""
+    compiled: list[str] = []
+
+    @functools.cache
+    def compile_branch(branch: Callable[..., Any]) -> Callable[..., Any]:
+        def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+            compiled.append(branch.__name__)
+            return module.forward
+
+        return torch.compile(branch, fullgraph=True, backend=backend)
+
+    monkeypatch.setattr(compilation, "_compiled", compile_branch)
+    layer = NativeSparseAttention(32, 4, 2, 16, config=SMALL, impl="flex").requires_grad_(False)
+    for length in (600, 601, 603):
+        layer(torch.randn(1, length, 32))
+    assert set(compiled) == {"_compressed", "_selected", "_window"}
+    compiled.clear()
+    for length in (610, 700, 777, 1000):
+        layer(torch.randn(1, length, 32))
+    assert not compiled
 
 
 def test_all_branches_in_one_graph() -> None:

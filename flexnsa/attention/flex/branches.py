@@ -53,7 +53,7 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
         ValueError: the device has no tile for heads of this size.
     """
     check_heads(q, v_cmp)
-    num_keys = (k_cmp.shape[2] // DENSE_TILE + 1) * DENSE_TILE
+    num_keys = k_cmp.shape[2] + _padding(k_cmp)
     mask = _interval_mask(compressed_mask, q, num_keys, call.positions, call.config)
     return Compressed(*compile_once(_compressed)(q, k_cmp, v_cmp, mask, call))
 
@@ -93,8 +93,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
 def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, mask: BlockMask, call: Call) -> Attended:
     # Compressed keys are few, so backward has few programs. Repeating the keys gives it Hq / Hkv times as many.
     groups = q.shape[1] // k_cmp.shape[1]
-    padding = mask.seq_lengths[1] - k_cmp.shape[2]
-    k, v = (F.pad(x, (0, 0, 0, padding)).repeat_interleave(groups, dim=1) for x in (k_cmp, v_cmp))
+    k, v = (F.pad(x, (0, 0, 0, _padding(x))).repeat_interleave(groups, dim=1) for x in (k_cmp, v_cmp))
     kernel_mod = call.score_mod and mod_of_compressed(call.score_mod, call.positions, config=call.config)
     options = {**dense_tiles(*sizes_of_tiles(q, v), stages=3), "BLOCKS_ARE_CONTIGUOUS": True}
     return attend(q, k, v, mask, call.scale, options, kernel_mod)
@@ -116,6 +115,11 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, call: Call) -> Att
     kernel_mod = call.score_mod and mod_of_tokens(call.score_mod, call.window_positions)
     options = dense_tiles(*sizes_of_tiles(q, v), stages=2)
     return attend(q, k, v, mask, call.scale, options, kernel_mod)
+
+
+def _padding(k_cmp: Tensor) -> int:
+    """Count the rows that fill up the last tile of keys; at least one, so that there always is a tile."""
+    return (k_cmp.shape[2] // DENSE_TILE + 1) * DENSE_TILE - k_cmp.shape[2]
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:

@@ -93,7 +93,8 @@ def attend(
 
     ``options`` are those of :mod:`flexnsa.attention.tiles.flex`; ``score_mod`` is in the kernel's own coordinates.
     """
-    mask, options = _fit_to_kernels(mask, options, q.device)
+    # Lengths are those of the tensors: a compiler would take integers that are kept in a mask for constants.
+    mask, options = _fit_to_kernels(mask, (q.shape[2], k.shape[2]), options, q.device)
     q, k, v = (x if _reaches(x.shape[2], x.stride(2)) or not x.is_cuda else x.contiguous() for x in (q, k, v))
     attention = functools.partial(
         flex_attention,
@@ -127,7 +128,9 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fit_to_kernels(mask: BlockMask, options: KernelOptions, device: torch.device) -> tuple[BlockMask, KernelOptions]:
+def _fit_to_kernels(
+    mask: BlockMask, lengths: tuple[int, int], options: KernelOptions, device: torch.device
+) -> tuple[BlockMask, KernelOptions]:
     """Hide what differs between devices and versions of torch; nothing else here asks for either.
 
     - A CPU ignores kernel options and has no backward. Its lists must spell tiles out, and must look as long as there
@@ -140,7 +143,7 @@ def _fit_to_kernels(mask: BlockMask, options: KernelOptions, device: torch.devic
     """
     block_size, kv_indices, full_kv_indices = mask.BLOCK_SIZE, mask.kv_indices, mask.full_kv_indices
     if device.type == "cpu":
-        num_tiles = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+        num_tiles = -(-lengths[1] // mask.BLOCK_SIZE[1])
         if options.get("BLOCKS_ARE_CONTIGUOUS"):
             step = torch.arange(num_tiles, dtype=torch.int32)
             kv_indices = kv_indices + step
@@ -158,7 +161,7 @@ def _fit_to_kernels(mask: BlockMask, options: KernelOptions, device: torch.devic
         return stored(table) if table is not None and device.type == "cuda" else table
 
     fitted = BlockMask(
-        mask.seq_lengths,
+        lengths,
         given(kept(mask.kv_num_blocks)),
         given(kept(kv_indices)),
         kept(mask.full_kv_num_blocks),
