@@ -66,7 +66,8 @@ class Sparse:
         }
 
     def _attention_at_once(self) -> Timed:
-        from flexnsa.attention.triton.decoding.launch import Work, attend, place
+        from flexnsa.attention.triton.decoding.launch import attend, place
+        from flexnsa.attention.triton.decoding.work import Work
 
         inputs = self.layer.step_inputs(self.x, self.cache)
         work, results = Work.of(inputs), inputs.empty_results()
