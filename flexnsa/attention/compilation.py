@@ -8,7 +8,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 MAX_VARIANTS = 64
 """Of one branch in one process: architectures, devices, dtypes, mods."""
@@ -32,14 +31,11 @@ def _call_compiled(branch: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
 
     # Batch and lengths may vary from call to call. Heads, head dimensions and block sizes are architecture: tiles are
     # chosen from them, so each choice is compiled anew, and so is each mod: more variants than a compiler expects.
-    # Lengths are told to vary: a compiler that has to find out does so one by one, and compiles each time.
+    # The first length is compiled for itself, which is fastest; the next few show the compiler what varies.
     for x in args[:3]:
         if isinstance(x, Tensor) and x.dim() == 4:
             _dynamo.mark_static(x, 1)
-            _dynamo.maybe_mark_dynamic(x, 2)
             _dynamo.mark_static(x, 3)
-    for x in (y for mask in args if isinstance(mask, BlockMask) for y in mask.as_tuple() if isinstance(y, Tensor)):
-        _dynamo.maybe_mark_dynamic(x, 2)
     options = {"specialize_int": True, "specialize_float": True, "recompile_limit": MAX_VARIANTS}
     with _dynamo.config.patch(options):  # pyright: ignore[reportUnknownMemberType]
         return _compiled(branch)(*args, **kwargs)
