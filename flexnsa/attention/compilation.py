@@ -38,9 +38,10 @@ def _call_compiled(branch: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
             _dynamo.mark_static(x, 3)
     options = {"specialize_int": True, "specialize_float": True, "recompile_limit": MAX_VARIANTS}
     with _dynamo.config.patch(options):  # pyright: ignore[reportUnknownMemberType]
-        return _compiled(branch)(*args, **kwargs)
+        return compile_branch(branch)(*args, **kwargs)
 
 
 @functools.cache
-def _compiled(branch: Callable[P, T]) -> Callable[P, T]:
+def compile_branch(branch: Callable[P, T]) -> Callable[P, T]:
+    """Compile the function, in one graph; the same one for every caller."""
     return torch.compile(branch, fullgraph=True)  # pyright: ignore[reportUnknownMemberType]
