@@ -47,7 +47,7 @@ class StepInputs:
         buffers: of the cache, by name; written to.
         lengths: int32 ``(B,)``, tokens of each row; written to.
         reached: int32 ``(B,)``, the most that there have been; written to.
-        new_lengths: int32 ``(B,)``, how many of the new tokens are real; None for all.
+        new_lengths: int ``(B,)``, contiguous, how many of the new tokens are real; None for all.
         max_seq_len: tokens for which a row has room.
         num_heads: ``Hq``.
         config: sizes of the branches.

@@ -68,7 +68,7 @@ def step_inputs(
         buffers=cache.buffers,
         lengths=cache.lengths,
         reached=cache.reached,
-        new_lengths=lengths,
+        new_lengths=None if lengths is None else lengths.contiguous(),
         max_seq_len=cache.max_seq_len,
         num_heads=gate.num_heads,
         config=cache.config,

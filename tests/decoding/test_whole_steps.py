@@ -58,6 +58,17 @@ def test_tokens_that_find_no_room_are_no_numbers_and_not_kept(interpreted: dict[
     assert found["lengths"] == [10, 5]
 
 
+def test_lengths_may_lie_apart_in_memory(interpreted: dict[str, Any]) -> None:
+    for given, lengths in interpreted["lengths apart"].values():
+        assert lengths == given
+
+
+def test_what_is_no_number_gives_none_in_its_row_until_it_is_taken_back(interpreted: dict[str, Any]) -> None:
+    found = interpreted["no numbers"]
+    assert found["draft"].isnan().all(-1).tolist() == [[False, False], [True, True]]
+    torch.testing.assert_close(found["after"], found["whole"], rtol=0, atol=1e-6)
+
+
 def test_a_compiled_step_is_one_graph_that_writes_to_the_cache(interpreted: dict[str, Any]) -> None:
     assert interpreted["compiled"] == {"same": True, "graphs": 1}
 

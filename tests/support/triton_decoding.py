@@ -102,6 +102,7 @@ CASES = {
     "selected alone": Case(steps=ALONE * 5, prompts=(30,), branches=("slc",)),
     "window alone": Case(steps=ALONE * 3, prompts=(20,), branches=("win",)),
     "window and compressed": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "win")),
+    "compressed and selected": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "slc")),
     "bf16, 16 heads of 64": Case(
         steps=((1, 1),) * 4, prompts=(14, 37), heads=(16, 1, 64, 64), config=EVERY, dtype=torch.bfloat16
     ),
@@ -251,7 +252,41 @@ def run_compiled() -> dict[str, Any]:
     return {"same": all(same) and kept, "graphs": counter.frame_count}
 
 
+def run_lengths_apart() -> dict[str, list[list[int]]]:
+    """Take a step with lengths that do not lie one after the other; give what rows are as long as afterwards."""
+    case = Case(steps=ALONE, prompts=(7, 7, 7))
+    layer, x = case.layer(), case.tokens()
+    layer.impl = "triton"
+    apart = {"one for all": torch.tensor(1).expand(3), "a column": torch.tensor([[1, 9], [0, 9], [1, 9]])[:, 0]}
+    found: dict[str, list[list[int]]] = {}
+    for name, lengths in apart.items():
+        cache = layer.new_cache(3, 8)
+        layer(x[:, :1], cache=cache, lengths=lengths)
+        found[name] = [lengths.tolist(), cache.lengths.tolist()]
+    return found
+
+
+def run_no_numbers() -> dict[str, Tensor]:
+    """Take a draft that is no number in one of two rows, take it back, and go on."""
+    case = Case(steps=ALONE * 3, prompts=(9, 9))
+    layer, x = case.layer(), case.tokens()
+    cache = layer.new_cache(2, 12, max_rewind=2)
+    layer.impl = "reference"
+    whole = layer(x)
+    layer(x[:, :9], cache=cache)
+    layer.impl = "triton"
+    broken = x[:, 9:11].clone()
+    broken[1] = torch.nan
+    draft = layer(broken, cache=cache)
+    cache.crop(9)
+    after = torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(9, 12)], dim=1)
+    return {"whole": whole[:, 9:], "draft": draft, "after": after}
+
+
 if __name__ == "__main__":
     teach_bfloat16()
+    torch.use_deterministic_algorithms(True)  # memory to which nobody wrote is then no number
     found: dict[str, Any] = {name: run(case) for name, case in CASES.items()}
-    torch.save(found | {"over the end": run_over_the_end(), "compiled": run_compiled()}, sys.argv[1])
+    found |= {"over the end": run_over_the_end(), "compiled": run_compiled()}
+    found |= {"lengths apart": run_lengths_apart(), "no numbers": run_no_numbers()}
+    torch.save(found, sys.argv[1])

@@ -74,6 +74,7 @@ def attend_dense(
     r = tl.program_id(2) * BR + tl.arange(0, BR)
     q = load_queries(q_ptr, r, num_rows, bh, num_tokens, G, DK, BDK)
     token = tl.load(where_ptr + b * num_tokens + r // G, mask=r < num_rows, other=-1)
+    earliest = tl.load(where_ptr + b * num_tokens)
     last = tl.load(where_ptr + b * num_tokens + num_tokens - 1)
     top = tl.full([BR], float("-inf"), tl.float32)
     total = tl.zeros([BR], tl.float32)
@@ -110,7 +111,8 @@ def attend_dense(
             age = (last - slot) % win_size
             age = tl.where(age < 0, age + win_size, age)
             holds = last - age
-            inside = (slot < win_size) & (holds >= 0) & (last >= 0)
+            # A token that was taken back passes for one before all windows. It may be no number: times 0 it is none.
+            inside = (slot < win_size) & (holds >= 0) & (holds > earliest - WINDOW)
             shown = inside[None, :] & (holds[None, :] <= token[:, None]) & (holds[None, :] > token[:, None] - WINDOW)
             k = load_keys(k_ptr, slot, inside, DK, BDK)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2

@@ -10,9 +10,13 @@ from flexnsa.attention.triton.typed import jit
 
 @jit
 def weights_of(p, tops, totals, gate, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Give by how much each partial row ``FIRST .. FIRST + COUNT`` counts; the others count nothing."""
+    """Give by how much each partial row ``FIRST .. FIRST + COUNT`` counts; the others count nothing.
+
+    Nobody wrote to those of a branch that there is not: they may be no numbers, which times 0 are none.
+    """
     inside = (p >= FIRST) & (p < FIRST + COUNT)
     tops = tl.where(inside, tops, float("-inf"))
+    totals = tl.where(inside, totals, 0.0)
     top = tl.max(tops, 0)
     share = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(share * totals, 0)
@@ -62,8 +66,7 @@ def merge(
         weights += weights_of(p, tops, totals, tl.sum(tl.where(lane == SLC_GATE, gates, 0.0), 0), SLC, SLC_SPLITS)
     if WIN_GATE >= 0:
         weights += weights_of(p, tops, totals, tl.sum(tl.where(lane == WIN_GATE, gates, 0.0), 0), WIN, WIN_SPLITS)
-    # What nobody wrote to may be no number, and times 0 would be none.
-    out = tl.sum(tl.where((weights > 0.0)[:, None], weights[:, None] * part, 0.0), 0)
+    out = tl.sum(tl.where((weights == 0.0)[:, None], 0.0, weights[:, None] * part), 0)
     out = tl.where(lost != 0, float("nan"), out)
     tl.store(out_ptr + (row * HQ + h) * DV + d, out.to(out_ptr.dtype.element_ty), mask=d < DV)
     if (h == 0) & (t == num_tokens - 1):
