@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flexnsa.attention.decoding import Phi
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.layers.projection import has_no_hooks, is_plain
+from flexnsa.layers.projection import has_no_hooks, is_dense, is_plain
 from flexnsa.validation import check_integers, check_positive_int, check_tensor, check_type, check_weighed, may_look
 
 
@@ -144,6 +144,8 @@ def as_phi(compressor: object) -> Phi | None:
         return None
     assert isinstance(compressor, LinearCompressor | MLPCompressor)
     project = compressor.project
+    if type(project) is not _BlockLinear or not all(map(is_dense, (project.position, project.weight))):
+        return None
     if isinstance(compressor, LinearCompressor):
         return Phi("linear", project.position, project.weight)
     return Phi("mlp", project.position, project.weight, compressor.out.weight) if is_plain(compressor.out) else None

@@ -54,7 +54,12 @@ def is_plain(linear: nn.Linear) -> bool:
     """Tell whether calling the map is a product with its weight, and nothing else."""
     if type(linear) is not nn.Linear or linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
         return False
-    return type(linear.weight) in (Tensor, nn.Parameter) and has_no_hooks(linear)
+    return is_dense(linear.weight) and has_no_hooks(linear)
+
+
+def is_dense(weight: Tensor) -> bool:
+    """Tell whether a kernel can read a weight: it is of no class that reads its numbers in a way of its own."""
+    return type(weight) in (Tensor, nn.Parameter)
 
 
 def has_no_hooks(module: nn.Module) -> bool:

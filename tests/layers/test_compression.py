@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 from flexnsa import LinearCompressor, MeanCompressor, MLPCompressor, NSAConfig
 from flexnsa.geometry import num_compressed
+from flexnsa.layers.compression import as_phi
 from tests.support.inputs import SMALL
 
 CONFIGS = [
@@ -103,3 +106,30 @@ def test_reset_parameters_after_the_meta_device(kind: type[MeanCompressor]) -> N
     compressor.reset_parameters()
     assert all(p.isfinite().all() and p.std() > 0 for p in compressor.parameters())
     assert compressor(torch.randn(1, 2, 20, 16)).std() > 0.01
+
+
+class Adapted(nn.Module):
+    """A map with more to it than its weight."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.position, self.weight = inner, inner.position, inner.weight
+
+    def forward(self, x: Tensor, first_tokens: Tensor | None) -> Tensor:
+        return self.inner(x, first_tokens) + 1
+
+
+class Packed(Tensor):
+    """Numbers that only their own operators know how to read."""
+
+
+@pytest.mark.parametrize("kind", [LinearCompressor, MLPCompressor])
+def test_a_compressor_is_its_numbers_only_where_calling_it_does_nothing_else(kind: type[nn.Module]) -> None:
+    compressor: Any = kind(2, 8, config=SMALL)
+    assert as_phi(compressor) is not None
+    inner = compressor.project
+    compressor.project = Adapted(inner)
+    assert as_phi(compressor) is None
+    compressor.project = inner
+    inner.weight = nn.Parameter(inner.weight.detach().as_subclass(Packed))
+    assert as_phi(compressor) is None
