@@ -105,7 +105,7 @@ class _Uncached:
     def prefill(self, prompts: Tensor, lengths: Tensor | None = None, *, seed: int = 0) -> Drawn:
         """Draw the first token of each row."""
         assert lengths is not None
-        self.tokens, self.lengths = prompts.long(), lengths.long()
+        self.tokens, self.lengths = prompts.to(torch.int64, copy=True), lengths.long()
         self.rows = torch.arange(len(prompts), device=prompts.device)
         self.active = torch.ones_like(self.lengths, dtype=torch.bool)
         self.draws = Draws(len(prompts), self.sampling, prompts.device)

@@ -102,6 +102,13 @@ def test_a_row_ends_at_a_whole_stop_sequence_and_not_at_its_parts(length: int) -
         assert with_stop == (without[: starts[0]] if starts else without)
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_prompts_stay_as_they_were(cached: bool) -> None:
+    given = prompts(2, 17)
+    make_model().generate(given, 5, lengths=torch.tensor([9, 4]), cached=cached)
+    assert torch.equal(given, prompts(2, 17))
+
+
 def pairs(rows: list[list[int]]) -> set[tuple[int, int]]:
     return {pair for row in rows for pair in itertools.pairwise(row)}
 
