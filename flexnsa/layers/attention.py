@@ -181,8 +181,7 @@ class NativeSparseAttention(nn.Module):
 
     def step_inputs(self, x: Tensor, cache: NSACache, lengths: Tensor | None = None) -> StepInputs:
         """Project new tokens; what a kernel that takes a whole step wants to know."""
-        modules = self._maps(), self.gate, self._compressors()
-        return step_inputs(x, cache, lengths, *modules, rope_base=self.rope_base)
+        return step_inputs(x, cache, lengths, self._maps(), self.gate, self._compressors(), rope_base=self.rope_base)
 
     def layout(self, seq_len: int, document_ids: Tensor | None = None) -> RowLayout:
         """Lay out rows of ``seq_len`` tokens for :meth:`forward`; layers of the same sizes can share one.
@@ -242,6 +241,7 @@ class NativeSparseAttention(nn.Module):
         """Put tokens into the cache and attend from them to all of it; the heads' outputs ``(B, Hq, T, Dv)``."""
         modded = mods != (None, None)
         implementation = choose_implementation(self.impl, x, modded=modded, cached=True)
+        implementation.check(x=x)
         take_step = None if modded else implementation.step
         if take_step is not None and takes_step(x, cache, self._maps().values(), self.gate, self._compressors()):
             cache.make_room(x.shape[1], lengths)

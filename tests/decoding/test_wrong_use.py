@@ -90,6 +90,14 @@ def test_wrong_use_is_named_and_leaves_the_cache_as_it_was(call: Callable[[NSACa
     assert_same_state(cache, before)
 
 
+def test_a_dtype_that_there_is_no_kernel_for_leaves_an_empty_cache_empty() -> None:
+    layer = make_layer("flex").double()
+    cache = layer.new_cache(2, 40)
+    with pytest.raises(ValueError, match=r"x: expected float32, bfloat16 or float16 .*, got torch.float64"):
+        layer(STEP.double(), cache=cache)
+    assert cache.is_empty
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
