@@ -220,8 +220,10 @@ class RowCache:
         for name, buffer in self.buffers.items():
             before, after = (self.num_slots(name, size) for size in (self.max_seq_len, capacity))
             if after > before:
-                grown = buffer.new_zeros(*buffer.shape[:2], after + 1, buffer.shape[3])
-                grown[:, :, :before] = buffer[:, :, :before]
+                # A tensor made in inference mode could be written to in no other, which the cache could be so far.
+                with torch.inference_mode(buffer.is_inference()):
+                    grown = buffer.new_zeros(*buffer.shape[:2], after + 1, buffer.shape[3])
+                    grown[:, :, :before] = buffer[:, :, :before]
                 fix_addresses(grown)
                 self.buffers[name] = grown
         self.room.max_seq_len = capacity

@@ -227,6 +227,14 @@ class TestGrowth:
         assert moved == {"k_slc", "v_slc", "k_cmp", "v_cmp"}
 
     @of_both
+    def test_it_may_grow_where_tensors_are_made_for_inference_alone(self, layer: Layer) -> None:
+        x = tokens(2, 30)
+        cache = layer.new_cache(2, 20)
+        with torch.inference_mode():
+            cache.grow(30)
+        assert_equal_to_whole(decode(layer, x, [12, 1, 17], cache), layer(x))
+
+    @of_both
     def test_rows_of_a_smaller_cache_go_into_one_that_grew(self, layer: Layer) -> None:
         x = tokens(2, 60)
         cache, other = layer.new_cache(2, 10), layer.new_cache(2, 40)
