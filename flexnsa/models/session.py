@@ -130,8 +130,12 @@ class DecodingSession:
         """Say for each row whether it goes on; one that does not keeps its tokens, and what it draws means nothing.
 
         Raises:
+            TypeError: no sequence, or not of bools.
             ValueError: not one for each row.
         """
+        check_type("active", active, Sequence)
+        for goes_on in active:
+            check_type("active", goes_on, bool)
         if len(active) != self.batch_size:
             raise ValueError(f"active: expected one for each of {self.batch_size} rows, got {len(active)}")
         self._active.copy_(torch.tensor(active, dtype=torch.int32))

@@ -282,9 +282,11 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         (lambda session: session.generate(prompts(2), 3), "prompts: expected 3 rows, as the session has"),
         (lambda session: session.prefill(prompts(), LENGTHS - 1), "lengths: expected 1 .. 17"),
         (lambda session: session.set_active([True]), "active: expected one for each of 3 rows, got 1"),
+        (lambda session: session.set_active([2, 0, 1]), "active: expected bool, got 2"),
+        (lambda session: session.set_active(True), "active: expected Sequence, got True"),
         (lambda session: session.reserve(0), "max_seq_len: expected at least 1, got 0"),
     ],
 )
 def test_wrong_calls_of_a_session_are_named(call: Callable[[DecodingSession], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call(DecodingSession(make_model("dense"), 3, 20))
