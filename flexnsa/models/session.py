@@ -149,16 +149,16 @@ class DecodingSession:
             ValueError: it is out of range.
         """
         check_positive_int("max_seq_len", max_seq_len)
-        if max_seq_len <= self.max_seq_len:
-            return
-        capacity = self.max_seq_len
-        while capacity < max_seq_len:
-            capacity = min(2 * capacity, LARGEST_SIZE)
-        self._graph = None  # before the new one takes memory
-        for cache in self.caches:
-            cache.grow(capacity)
-        self.max_seq_len = capacity
-        self._graph = self._capture()
+        if max_seq_len > self.max_seq_len:
+            capacity = self.max_seq_len
+            while capacity < max_seq_len:
+                capacity = min(2 * capacity, LARGEST_SIZE)
+            self._graph = None  # before the new one takes memory
+            for cache in self.caches:
+                cache.grow(capacity)
+            self.max_seq_len = capacity
+        if self._graph is None:  # or still, where an earlier call found no memory
+            self._graph = self._capture()
 
     def _next(self) -> None:
         """Read the newest token of each active row and draw one more; this is what a graph holds."""
@@ -171,15 +171,16 @@ class DecodingSession:
         if self.steps != "graph":
             return None
         empty, active, draws = not self._longest, self._active.clone(), self._draws.state()
-        if empty:
-            self._next()  # even a token that is not kept stands behind another one
-        self._active.zero_()
-        graph = capture(self._next, self._draws.generator)
-        self._active.copy_(active)
-        self._draws.restore(draws)
-        if empty:
-            self._reset()
-        return graph
+        try:
+            if empty:
+                self._next()  # even a token that is not kept stands behind another one
+            self._active.zero_()
+            return capture(self._next, self._draws.generator)
+        finally:
+            self._active.copy_(active)
+            self._draws.restore(draws)
+            if empty:
+                self._reset()
 
     def _reset(self) -> None:
         for cache in self.caches:

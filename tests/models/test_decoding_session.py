@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexnsa import NSAConfig
+from flexnsa.decoding.row_cache import RowCache
 from flexnsa.models import DecoderConfig, DecoderLM, DecodingSession, Sampling, generate_tokens
 from flexnsa.models import session as session_file
 from flexnsa.models.steps import Draws
@@ -163,6 +164,37 @@ def test_a_session_doubles_its_room_and_captures_anew(attention: str, graphs: li
     drawn = [first, *(small.step(count) for count in (1, 8, 8, 2))]  # the first of them finds no room
     assert torch.cat([tokens for tokens, _ in drawn], dim=1).tolist() == expected
     assert (small.max_seq_len, len(graphs)) == (68, 5)
+
+
+def test_a_session_that_found_no_memory_captures_once_there_is_some(
+    graphs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("dense")
+    expected = model.generate(prompts(), 6, lengths=LENGTHS, cached=False)
+
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    session = DecodingSession(model, 3, 17)
+    for owner, name in ((RowCache, "grow"), (session_file, "capture")):
+        session = DecodingSession(model, 3, 17)
+        first = session.prefill(prompts(), LENGTHS)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, refuse)
+            with pytest.raises(torch.OutOfMemoryError):
+                session.step()
+        replayed = sum(graphs)
+        drawn = torch.cat([first.tokens, session.step(5).tokens], dim=1)
+        assert drawn.tolist() == expected
+        assert sum(graphs) == replayed + 5
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowCache, "grow", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            session.reserve(1000)
+    replayed = sum(graphs)
+    session.generate(prompts(3, 2), 3)
+    assert sum(graphs) == replayed + 2
 
 
 def test_a_session_that_nobody_keeps_gives_its_memory_back_at_once() -> None:
