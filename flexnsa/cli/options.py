@@ -107,9 +107,7 @@ def utf8(text: str) -> bytes:
 
 def output_folder(name: str) -> Path:
     """Read the name of a folder to write to, which is there or can be made."""
-    path = Path(name)
-    if "\0" in name or not _is_encodable(name):
-        raise argparse.ArgumentTypeError(f"expected a folder, got {name!r}, which no file system can name")
+    path = _nameable(name, "a folder")
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.lexists(parent))
     if not existing.is_dir():
         raise argparse.ArgumentTypeError(f"expected a folder, got {name!r}, but {str(existing)!r} is a file")
@@ -118,12 +116,23 @@ def output_folder(name: str) -> Path:
     return path
 
 
-def _is_encodable(name: str) -> bool:
+def output_file(name: str) -> Path:
+    """Read the name of a file to write, in a folder that is there or can be made."""
+    path = _nameable(name, "a file")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file, got {name!r}, which is a folder")
+    output_folder(str(path.parent))
+    return path
+
+
+def _nameable(name: str, kind: str) -> Path:
     try:
-        os.fsencode(name)
+        encoded = os.fsencode(name)
     except UnicodeEncodeError:
-        return False
-    return True
+        encoded = b"\0"
+    if b"\0" in encoded:
+        raise argparse.ArgumentTypeError(f"expected {kind}, got {name!r}, which no file system can name")
+    return Path(name)
 
 
 def require(*packages: str, extra: str) -> None:

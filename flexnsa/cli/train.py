@@ -18,6 +18,7 @@ from flexnsa.cli.options import (
     require,
 )
 from flexnsa.config import NSAConfig
+from flexnsa.diagnostics import recorded_environment
 from flexnsa.distributed import PARALLEL, REDUCE_DTYPES, Ranks, joined_ranks, launched_world_size, rank_device
 from flexnsa.models import PRESETS, DecoderConfig, DecoderLM
 from flexnsa.training import TRAIN_PRESETS, Corpus, TrainConfig, Trainer, read_corpus, run
@@ -81,7 +82,7 @@ def _train(
     if ranks.rank == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
         print(f"{size:,} parameters; {len(corpus.train):,} bytes to train on, {len(corpus.validation):,} to validate")
-    return run(trainer, arguments.out, log_ranks=arguments.log_ranks)
+    return run(trainer, arguments.out, log_ranks=arguments.log_ranks, watchers=[recorded_environment])
 
 
 def _add_process_options(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from flexnsa.training.config import TRAIN_PRESETS, TrainConfig
 from flexnsa.training.data import Corpus, read_corpus
 from flexnsa.training.rows import Batch, PackedDocuments, Windows
-from flexnsa.training.run import run
+from flexnsa.training.run import Watcher, run
 from flexnsa.training.trainer import StepResult, Trainer
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "StepResult",
     "TrainConfig",
     "Trainer",
+    "Watcher",
     "Windows",
     "read_corpus",
     "run",

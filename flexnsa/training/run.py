@@ -6,8 +6,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -19,8 +19,14 @@ from flexnsa.training.lock import locked
 from flexnsa.training.report import Report
 from flexnsa.training.trainer import Trainer
 
+Watcher = Callable[[Trainer, Path], AbstractContextManager[Callable[[], object]]]
+"""What looks on: entered by every rank before the first step of a start, it gives what is called after each step.
 
-def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False) -> int | None:
+A start that finds nothing left to do has none.
+"""
+
+
+def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Sequence[Watcher] = ()) -> int | None:
     """Train to the last step, from the folder's checkpoint if it has one; all ranks of the trainer together.
 
     Writes ``log.jsonl`` and ``checkpoint.safetensors``, or ``checkpoint-<step>.dcp`` where parameters are sharded.
@@ -32,6 +38,7 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False) -> int | Non
         trainer: what is trained.
         folder: of the run, the same for all ranks.
         log_ranks: keep a log on every rank, ``log.rank-<r>.jsonl`` beside that of rank 0.
+        watchers: such as those of :mod:`flexnsa.diagnostics`.
 
     Returns:
         The number of the signal that ended the run early, if one did.
@@ -51,7 +58,9 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False) -> int | Non
             load_checkpoint(checkpoint, trainer)
         _require_one_start(trainer, folder)
         first = saved = trainer.step
-        with Report(folder, trainer, log_ranks=log_ranks) as report:
+        with Report(folder, trainer, log_ranks=log_ranks) as report, ExitStack() as watching:
+            left = watchers if trainer.step < config.steps else ()
+            told = [watching.enter_context(watcher(trainer, folder)) for watcher in left]
             if trainer.compiled:
                 report.say("compiling one decoder layer, forward and backward, which all layers share ...")
             while trainer.step < config.steps and not stopped():
@@ -70,6 +79,8 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False) -> int | Non
                     save_checkpoint(checkpoint_path(folder, trainer), trainer)
                     saved = done
                 report.advance(result, measured)
+                for tell in told:
+                    tell()
             # Here and not in the loop: a signal may come between any two of its lines
             if saved != trainer.step:
                 save_checkpoint(checkpoint_path(folder, trainer), trainer)
