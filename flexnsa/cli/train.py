@@ -18,7 +18,7 @@ from flexnsa.cli.options import (
     require,
 )
 from flexnsa.config import NSAConfig
-from flexnsa.diagnostics import recorded_environment
+from flexnsa.diagnostics import recorded_environment, strict
 from flexnsa.distributed import PARALLEL, REDUCE_DTYPES, Ranks, joined_ranks, launched_world_size, rank_device
 from flexnsa.models import PRESETS, DecoderConfig, DecoderLM
 from flexnsa.training import TRAIN_PRESETS, Corpus, TrainConfig, Trainer, read_corpus, run
@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_options(parser, "model", DecoderConfig, skip=_NOT_OPTIONS)
     add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig)
     add_config_options(parser, "training", TrainConfig, skip=("pack",))
+    parser.add_argument(
+        "--strict", action="store_true", help="look for the first non-finite value and name its place; slower"
+    )
     _add_process_options(parser)
 
 
@@ -55,6 +58,8 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     require("numpy", "safetensors", "tqdm", extra="train")
     model_config = _model_config(arguments)
     train_config = replace(TRAIN_PRESETS[arguments.preset], **config_options(arguments, TrainConfig))
+    if arguments.strict and arguments.compile:
+        raise ValueError("strict: expected no --compile with it, whose code has no place to look at, got both")
     world_size, device = _launched(arguments)
     corpus = read_corpus(arguments.text)
     check_training(model_config, corpus, train_config, device, world_size)  # before processes wait for each other
@@ -82,7 +87,8 @@ def _train(
     if ranks.rank == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
         print(f"{size:,} parameters; {len(corpus.train):,} bytes to train on, {len(corpus.validation):,} to validate")
-    return run(trainer, arguments.out, log_ranks=arguments.log_ranks, watchers=[recorded_environment])
+    watchers = [recorded_environment, *([strict] if arguments.strict else [])]
+    return run(trainer, arguments.out, log_ranks=arguments.log_ranks, watchers=watchers)
 
 
 def _add_process_options(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
 """What went wrong, and where: the environment of a run, the first value that is not finite, ranks that stand still."""
 
 from flexnsa.diagnostics.environment import append_environment, describe_environment, recorded_environment
+from flexnsa.diagnostics.non_finite import strict
 
-__all__ = ["append_environment", "describe_environment", "recorded_environment"]
+__all__ = ["append_environment", "describe_environment", "recorded_environment", "strict"]

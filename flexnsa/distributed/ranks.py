@@ -61,6 +61,10 @@ class Ranks:
         """Give the largest of the ranks' numbers."""
         return number
 
+    def gather(self, value: object) -> list[Any]:
+        """Give the values of all ranks in their order."""
+        return [value]
+
     def on_first(self, act: Callable[[], object]) -> None:
         """Have rank 0 act while the others wait.
 

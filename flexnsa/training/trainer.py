@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -60,6 +61,8 @@ class Trainer:
         self.parameters = dict(model.named_parameters())  # once: those of a gathered layer are others
         self.optimizer = build_optimizer(model, config)
         self.step = 0
+        self.checks: list[Callable[[], object]] = []
+        """Called on all ranks before anything follows from a step's gradients or from an evaluation."""
         self.compiled = compiled
         if compiled:
             ranks.compile(model)
@@ -95,6 +98,7 @@ class Trainer:
                 loss = self.loss(part.to(self.device)) / batch.num_targets()
                 (loss * ranks.world_size).backward()
             own_loss += loss.detach()
+        self._check()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), config.clip)
         loss, grad_norm = ranks.total(own_loss.item()), norm.item()
         if not math.isfinite(loss + grad_norm):
@@ -120,7 +124,12 @@ class Trainer:
         batch = self.validation_rows.spread(self.config.eval_sequences)
         own_rows = batch[self.ranks.share(len(batch))]
         nats = sum(self.loss(part.to(self.device)).item() for part in own_rows.split(self.config.batch_size))
+        self._check()
         return self.ranks.total(nats) / batch.num_targets() / math.log(2)
+
+    def _check(self) -> None:
+        for check in self.checks:
+            check()
 
 
 def check_training(
