@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,10 @@ from flexnsa.cli.options import (
     require,
 )
 from flexnsa.config import NSAConfig
-from flexnsa.diagnostics import recorded_environment, strict
+from flexnsa.diagnostics import recorded_environment, stacks_on_request, strict, watchdog
 from flexnsa.distributed import PARALLEL, REDUCE_DTYPES, Ranks, joined_ranks, launched_world_size, rank_device
 from flexnsa.models import PRESETS, DecoderConfig, DecoderLM
-from flexnsa.training import TRAIN_PRESETS, Corpus, TrainConfig, Trainer, read_corpus, run
+from flexnsa.training import TRAIN_PRESETS, Corpus, TrainConfig, Trainer, Watcher, read_corpus, run
 from flexnsa.training.trainer import check_training
 
 _NOT_OPTIONS = ("nsa", "branches", "vocab_size", "checkpointing", "recompute")
@@ -50,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="look for the first non-finite value and name its place; slower"
     )
+    parser.add_argument(
+        "--watchdog",
+        type=float,
+        metavar="SECONDS",
+        help="no step for so long: write stacks, say which process holds up the others, and leave with status 75",
+    )
     _add_process_options(parser)
 
 
@@ -58,14 +65,13 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     require("numpy", "safetensors", "tqdm", extra="train")
     model_config = _model_config(arguments)
     train_config = replace(TRAIN_PRESETS[arguments.preset], **config_options(arguments, TrainConfig))
-    if arguments.strict and arguments.compile:
-        raise ValueError("strict: expected no --compile with it, whose code has no place to look at, got both")
+    watchers = _watchers(arguments)
     world_size, device = _launched(arguments)
     corpus = read_corpus(arguments.text)
     check_training(model_config, corpus, train_config, device, world_size)  # before processes wait for each other
 
     with joined_ranks(arguments.parallel, device, arguments.reduce_dtype or "fp32") as ranks:
-        stopped_by = _train(arguments, model_config, train_config, corpus, device, ranks)
+        stopped_by = _train(arguments, model_config, train_config, corpus, device, ranks, watchers)
     if stopped_by is not None:
         raise SystemExit(128 + stopped_by)
 
@@ -77,6 +83,7 @@ def _train(
     corpus: Corpus,
     device: torch.device,
     ranks: Ranks,
+    watchers: Sequence[Watcher],
 ) -> int | None:
     def make() -> DecoderLM:
         torch.manual_seed(train_config.seed)
@@ -87,7 +94,6 @@ def _train(
     if ranks.rank == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
         print(f"{size:,} parameters; {len(corpus.train):,} bytes to train on, {len(corpus.validation):,} to validate")
-    watchers = [recorded_environment, *([strict] if arguments.strict else [])]
     return run(trainer, arguments.out, log_ranks=arguments.log_ranks, watchers=watchers)
 
 
@@ -102,6 +108,19 @@ def _add_process_options(parser: argparse.ArgumentParser) -> None:
         "--reduce-dtype", choices=REDUCE_DTYPES, help="in which gradients are summed over processes; default: fp32"
     )
     group.add_argument("--log-ranks", action="store_true", help="a log of every process, log.rank-<r>.jsonl")
+
+
+def _watchers(arguments: argparse.Namespace) -> list[Watcher]:
+    """Give what looks on.
+
+    Raises:
+        ValueError: an option is out of range, or has no place beside another.
+    """
+    if arguments.strict and arguments.compile:
+        raise ValueError("strict: expected no --compile with it, whose code has no place to look at, got both")
+    watchers: list[Watcher] = [recorded_environment, stacks_on_request]
+    watchers += [strict] if arguments.strict else []
+    return watchers + ([watchdog(arguments.watchdog)] if arguments.watchdog is not None else [])
 
 
 def _launched(arguments: argparse.Namespace) -> tuple[int, torch.device]:

@@ -2,5 +2,14 @@
 
 from flexnsa.diagnostics.environment import append_environment, describe_environment, recorded_environment
 from flexnsa.diagnostics.non_finite import strict
+from flexnsa.diagnostics.stacks import stacks_on_request
+from flexnsa.diagnostics.watchdog import watchdog
 
-__all__ = ["append_environment", "describe_environment", "recorded_environment", "strict"]
+__all__ = [
+    "append_environment",
+    "describe_environment",
+    "recorded_environment",
+    "stacks_on_request",
+    "strict",
+    "watchdog",
+]

@@ -52,6 +52,12 @@ class GroupRanks(Ranks):
         dist.all_gather_object(values, value)
         return values
 
+    def collectives(self) -> int:
+        """Count the collectives that this rank has begun in the default group."""
+        group = dist.group.WORLD
+        assert group is not None
+        return group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
+
     def on_first(self, act: Callable[[], object]) -> None:
         """Have rank 0 act while the others wait; an error that names a file or an argument is raised on all."""
         errors: list[Exception | None] = [None]

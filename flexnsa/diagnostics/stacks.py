@@ -1,0 +1,62 @@
+"""Stacks of a process that is running: in a file on request, and of one thread, to tell whether it moves."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flexnsa.training import Trainer
+
+
+def stacks_path(folder: Path, rank: int | str) -> Path:
+    """Name the file of a rank's stacks."""
+    return folder / f"stacks.rank-{rank}.txt"
+
+
+@contextmanager
+def stacks_on_request(trainer: Trainer, folder: Path) -> Iterator[Callable[[], None]]:
+    """Write the stacks of all threads to ``stacks.rank-<r>.txt`` at every SIGUSR1, wherever the process stands.
+
+    A watcher of :func:`flexnsa.training.run`; no file stays behind that is empty.
+    """
+    path = stacks_path(folder, trainer.ranks.rank)
+    with path.open("a") as file:
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        try:
+            yield lambda: None
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    if path.stat().st_size == 0:
+        path.unlink()
+
+
+def watch_thread(thread: int, seconds: float) -> tuple[bool, str]:
+    """Look at the stack of a thread for some time.
+
+    Args:
+        thread: its identifier.
+        seconds: between the first look and the last of twenty.
+
+    Returns:
+        Whether the stack has changed, and the innermost place of the last look.
+    """
+    looks = [_stack(thread)]
+    for _ in range(20):
+        time.sleep(seconds / 20)
+        looks.append(_stack(thread))
+    place = looks[-1][-1] if looks[-1] else "a thread that has ended"
+    return any(look != looks[0] for look in looks), place
+
+
+def _stack(thread: int) -> list[str]:
+    """Give the places where a thread stands, the outermost first."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return []
+    return [f"{Path(at.filename).name}:{at.lineno}, {at.name}" for at in traceback.extract_stack(frame)]
