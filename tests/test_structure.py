@@ -18,7 +18,7 @@ from tests.support.import_graph import ROOT, below, find_circle, import_graph, i
 
 FLOORS = (
     # integers, and where rows stand
-    "flexnsa/config flexnsa/geometry flexnsa/positions flexnsa/custom_ops flexnsa/errors"
+    "flexnsa/config flexnsa/geometry flexnsa/positions flexnsa/custom_ops flexnsa/errors flexnsa/files"
     " flexnsa/validation flexnsa/argument_checks",
     "flexnsa/masks",
     "flexnsa/mods flexnsa/packing",

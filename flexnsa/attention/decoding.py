@@ -9,6 +9,9 @@ from torch import Tensor
 
 from flexnsa.config import NSAConfig
 
+MOST_TOKENS = 8
+"""New tokens of a row in one step: several are those of a draft."""
+
 
 @dataclass(frozen=True, slots=True)
 class Phi:
@@ -85,5 +88,6 @@ StepFunction = Callable[[StepInputs], tuple[Tensor, Tensor | None]]
 """Put the tokens into the cache and attend from them to all of it, without waiting for the device.
 
 Gives the heads' outputs ``(B, T, Hq * Dv)``, not a number for tokens that found no room, and the selected blocks, int32
-``(B, Hkv, T, n)``, where any are selected. A call may take no more tokens than the cache's ``max_rewind``.
+``(B, Hkv, T, n)``, where any are selected. A call may take no more tokens than :data:`MOST_TOKENS` and
+than the cache's ``max_rewind``.
 """

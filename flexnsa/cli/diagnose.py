@@ -7,7 +7,7 @@ import json
 
 from flexnsa.cli.options import output_file
 from flexnsa.diagnostics import environment
-from flexnsa.diagnostics.files import write_whole
+from flexnsa.files import write_whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexnsa.validation import LARGEST_SIZE
+
 
 class Room:
     """Room of rows of up to ``max_seq_len`` tokens.
@@ -84,6 +86,13 @@ class Room:
         """Count in rows of another cache."""
         known = self.longest is not None and other.longest is not None
         self.longest = max(self.longest, other.longest) if known else None  # pyright: ignore[reportArgumentType]
+
+
+def doubled(capacity: int, needed: int) -> int:
+    """Double a capacity until it suffices, or as far as positions can count."""
+    while capacity < needed:
+        capacity = min(2 * capacity, LARGEST_SIZE)
+    return capacity
 
 
 def is_run_once() -> bool:

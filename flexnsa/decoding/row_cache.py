@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from flexnsa.decoding.room import Room
+from flexnsa.attention.decoding import MOST_TOKENS
+from flexnsa.decoding.room import Room, doubled
 from flexnsa.decoding.row_index import Rows, row_index
 from flexnsa.validation import (
-    LARGEST_SIZE,
     check_device,
     check_dtype,
     check_integers,
@@ -23,9 +23,6 @@ from flexnsa.validation import (
     check_tensor,
     check_type,
 )
-
-FEW_TOKENS = 8
-"""Tokens of a row that a step may have: several are those of a draft."""
 
 
 class RowCache:
@@ -95,7 +92,7 @@ class RowCache:
 
         Fewer are a step even then, so that one into a new cache prepares all that a captured step will run.
         """
-        return num_tokens > FEW_TOKENS and self.is_empty
+        return num_tokens > MOST_TOKENS and self.is_empty
 
     @property
     def dtype(self) -> torch.dtype:
@@ -214,9 +211,7 @@ class RowCache:
             ValueError: out of range.
         """
         check_positive_int("max_seq_len", max_seq_len)
-        capacity = self.max_seq_len
-        while capacity < max_seq_len:
-            capacity = min(2 * capacity, LARGEST_SIZE)
+        capacity = doubled(self.max_seq_len, max_seq_len)
         for name, buffer in self.buffers.items():
             before, after = (self.num_slots(name, size) for size in (self.max_seq_len, capacity))
             if after > before:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
-from flexnsa.diagnostics.files import write_whole
+from flexnsa.files import write_whole
 from flexnsa.measure.recording import environment
 from flexnsa.measure.table import format_table
 from flexnsa.training import Trainer

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from flexnsa.diagnostics.files import write_whole
 from flexnsa.diagnostics.stacks import stacks_path, watch_thread
 from flexnsa.diagnostics.stall import Sighting, describe_stall
+from flexnsa.files import write_whole
 from flexnsa.training import Trainer, Watcher
 
 STALLED = 75

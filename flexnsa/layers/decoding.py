@@ -7,17 +7,14 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.decoding import StepInputs
-from flexnsa.attention.triton.decoding.operator import MOST_TOKENS
+from flexnsa.attention.decoding import MOST_TOKENS, StepInputs
+from flexnsa.attention.triton.operators import MOST_HEADS
 from flexnsa.attention.triton.selected import LARGEST_DIM
 from flexnsa.decoding.cache import NSACache
 from flexnsa.layers.compression import as_phi
 from flexnsa.layers.core import Compressors
 from flexnsa.layers.gating import Gate
 from flexnsa.layers.projection import has_no_hooks, is_plain, project_few
-
-MOST_HEADS = 65535
-"""Programs of CUDA's second dimension: (row, kv head, token)."""
 
 
 def takes_step(

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from flexnsa.files import write_whole
+
 
 class Recording:
     """A JSON file of an environment and a list of points, replaced in one move whenever a point is added.
@@ -58,9 +60,7 @@ class Recording:
         """Write the file; whoever is killed half-way leaves the previous one whole."""
         if self.path is None:
             return
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text(json.dumps(self.content, indent=1) + "\n")
-        temporary.replace(self.path)
+        write_whole(self.path, json.dumps(self.content, indent=1) + "\n")
 
 
 def _with_commit(earlier: dict[str, Any], now: str | None) -> list[dict[str, Any]]:

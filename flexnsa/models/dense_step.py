@@ -78,11 +78,11 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
     """
     if q.is_cuda and q.dtype in HALF and q.shape[2] == 1 and q.shape[3] == v.shape[3] and q.shape[3] in FLASH_DIMS:
         return _flash_of_one(q, k, v, position)
-    groups = q.shape[1] // k.shape[1]
-    visible = torch.arange(k.shape[2], device=k.device) <= position[..., None]  # (B, T, S)
-    rows = q.unflatten(1, (k.shape[1], groups)).flatten(2, 3)  # (B, Hkv, G * T, Dk)
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=visible.repeat(1, groups, 1)[:, None])
-    return out.unflatten(2, (groups, -1)).flatten(1, 2)
+    visible = (torch.arange(k.shape[2], device=k.device) <= position[..., None])[:, None]  # (B, 1, T, S)
+    if q.shape[2] > 1:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    rows = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # heads of a group share keys, and the mask of one query
+    return F.scaled_dot_product_attention(rows, k, v, attn_mask=visible).flatten(1, 2)[:, :, None]
 
 
 def _flash_of_one(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:

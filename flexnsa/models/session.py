@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexnsa.decoding.room import doubled
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.models.continuation import check_request, continue_prompts
 from flexnsa.models.language_model import LanguageModel, check_model, check_prompts, last_logits
 from flexnsa.models.sampling import Sampling
 from flexnsa.models.steps import GROUP, Drawn, Draws, Step, capture, choose_steps
 from flexnsa.models.stopping import OnToken, StopTokens
-from flexnsa.validation import LARGEST_SIZE, check_int, check_positive_int, check_seed, check_type, describe
+from flexnsa.validation import check_int, check_positive_int, check_seed, check_type, describe
 
 
 class DecodingSession:
@@ -150,9 +151,7 @@ class DecodingSession:
         """
         check_positive_int("max_seq_len", max_seq_len)
         if max_seq_len > self.max_seq_len:
-            capacity = self.max_seq_len
-            while capacity < max_seq_len:
-                capacity = min(2 * capacity, LARGEST_SIZE)
+            capacity = doubled(self.max_seq_len, max_seq_len)
             self._graph = None  # before the new one takes memory
             for cache in self.caches:
                 cache.grow(capacity)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flexnsa.errors import FileError
+from flexnsa.files import write_whole
 
 _START = b'{"step": '
 
@@ -24,9 +25,7 @@ class JSONLog:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         kept = [record for record in read_log(path) if record["step"] < resume_step] if path.exists() else []
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        temporary.replace(path)
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:

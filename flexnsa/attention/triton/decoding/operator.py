@@ -11,9 +11,6 @@ from flexnsa.config import NSAConfig
 from flexnsa.custom_ops import opaque_operator
 from flexnsa.geometry import BRANCHES
 
-MOST_TOKENS = 8
-"""New tokens of a row in one step."""
-
 
 def step(inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
     """Run a step by Triton kernels on the current stream; see :data:`flexnsa.attention.decoding.StepFunction`."""
