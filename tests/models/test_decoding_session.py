@@ -216,6 +216,15 @@ def gc_off() -> Iterator[None]:
         gc.enable()
 
 
+def test_new_prompts_go_on_in_rows_that_were_off() -> None:
+    session = DecodingSession(make_model(), 3, 40, sampling=GREEDY)
+    session.prefill(prompts(), LENGTHS)
+    expected = session.step(4)
+    session.set_active([False, True, False])
+    session.prefill(prompts(), LENGTHS)
+    assert torch.equal(session.step(4).tokens, expected.tokens)
+
+
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_a_row_that_is_switched_off_keeps_its_tokens(attention: str) -> None:
     session = DecodingSession(make_model(attention), 3, 40, sampling=GREEDY)
