@@ -25,8 +25,15 @@ from tests.support.interpreter import teach_bfloat16
 
 DIM = 24
 SMALLEST = NSAConfig(
-    compress_block_size=4, compress_stride=2, select_block_size=8, num_selected_blocks=3, window_size=5
+    compress_block_size=4,
+    compress_stride=2,
+    select_block_size=4,
+    num_selected_blocks=4,
+    num_init_blocks=1,
+    num_local_blocks=1,
+    window_size=5,
 )
+"""Two blocks are chosen by their scores, of those that are not forced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +85,7 @@ ALONE = ((1,),)
 EVERY = replace(SMALLEST, num_selected_blocks=16)
 """Every block: with rounded scores there is nothing to choose that rounding could choose otherwise."""
 CASES = {
-    "every residue": Case(steps=ALONE * 13, prompts=(1,)),
+    "every residue": Case(steps=ALONE * 13, prompts=(21,)),
     "from nothing, ragged": Case(steps=((1, 0, 1), (1, 1, 1), (0, 1, 1)) * 2, prompts=(0, 17, 3), heads=(4, 2, 16, 16)),
     "eight at once": Case(steps=((8, 3), (8, 8), (1, 8), (5, 0)), prompts=(9, 30), heads=(6, 2, 16, 24)),
     "taken back": Case(steps=((5, 5),) * 4, prompts=(11, 20), take_back=3),
