@@ -28,10 +28,12 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def assert_right(name: str, found: dict[str, Any]) -> None:
     """As near to float64 as the oracle in the same precision, and the same blocks."""
     case = CASES[name]
-    assert found["lengths"] == [
-        prompt + sum(counts) - case.take_back * (len(counts) - 1)
-        for prompt, counts in zip(case.prompts, zip(*case.steps, strict=True), strict=True)
+    lengths = [
+        [start + count for start, count in zip(case.starts(row), counts, strict=True)]
+        for row, counts in enumerate(zip(*case.steps, strict=True))
     ]
+    assert found["lengths"] == [after[-1] for after in lengths]
+    assert found["reached"] == [max(prompt, *after) for prompt, after in zip(case.prompts, lengths, strict=True)]
     if "blocks" in found:
         assert torch.equal(found["blocks"], found["exact_blocks"])
     plain, ours = (_distance(found[key], found["exact"]) for key in ("plain", "out"))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -56,6 +57,11 @@ class Case:
     dtype: torch.dtype = torch.float32
     take_back: int = 0
 
+    def starts(self, row: int) -> list[int]:
+        """Give the length of a row before every step."""
+        taken = (counts[row] - self.take_back for counts in self.steps[:-1])
+        return list(accumulate(taken, initial=self.prompts[row]))
+
     def layer(self) -> NativeSparseAttention:
         """Make the layer, with gates and blocks that differ."""
         torch.manual_seed(0)
@@ -89,6 +95,7 @@ CASES = {
     "from nothing, ragged": Case(steps=((1, 0, 1), (1, 1, 1), (0, 1, 1)) * 2, prompts=(0, 17, 3), heads=(4, 2, 16, 16)),
     "eight at once": Case(steps=((8, 3), (8, 8), (1, 8), (5, 0)), prompts=(9, 30), heads=(6, 2, 16, 24)),
     "taken back": Case(steps=((5, 5),) * 4, prompts=(11, 20), take_back=3),
+    "as far back as may be, padded": Case(steps=((6, 3), (6, 6), (2, 3)), prompts=(11, 20), take_back=6),
     "linear, softmax, three heads": Case(
         steps=((2,),) * 6, prompts=(13,), heads=(3, 1, 24, 16), compression="linear", gate="softmax"
     ),
@@ -129,11 +136,8 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
         wholes["exact"] = layer.double()(x.double())
     layer.to(case.dtype)
     out, blocks, cache = decode(case, layer, x)
-    rows = [
-        (b, t)
-        for b, steps in enumerate(zip(*case.steps, strict=True))
-        for t in range(case.prompts[b], _end(case, b, steps))
-    ]
+    starts = [case.starts(b) for b in range(len(x))]
+    rows = [(b, t) for b, at in enumerate(starts) for t in range(min(at), at[-1] + case.steps[-1][b])]
     b, t = torch.tensor(rows, device=device).T
     results: dict[str, Any] = {name: whole[b, t].cpu() for name, whole in wholes.items()}
     results |= {"out": out[b, t].cpu(), "lengths": cache.lengths.tolist(), "reached": cache.reached.tolist()}
@@ -177,10 +181,6 @@ def decode(case: Case, layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor,
                 done = done - case.take_back
                 cache.crop(done)
     return out, blocks, cache
-
-
-def _end(case: Case, row: int, steps: tuple[int, ...]) -> int:
-    return case.prompts[row] + sum(steps) - case.take_back * (len(steps) - 1)
 
 
 def _held(cache: NSACache, name: str) -> Tensor | None:
