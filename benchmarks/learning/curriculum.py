@@ -1,0 +1,250 @@
+"""Train one model on recall, from short rows to long ones; the run goes on where it was stopped.
+
+The longer the rows, the longer nothing is learned (arXiv 2511.01033: steps grow with the square of the length), while
+what was learned from short ones serves on long ones at once. So training begins with rows of a few pairs. Tokens of one
+kind begin with embeddings that have something in common, as those of text come to have: without it heads have nothing
+by which to tell kinds, or positions, apart from contents.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.learning.tasks import SLOT, Rows, Vocabulary, depth_rows, training_rows
+from benchmarks.learning.workers import Report
+from flexnsa import NativeSparseAttention
+from flexnsa.models import DecoderConfig, DecoderLM
+
+DEPTHS = 16
+KINDS = ("pairs", "needle")
+"""Of maps: rows full of pairs, all asked for; rows of filler with a single one."""
+KINDS_IN_COMMON = 2.0
+"""Standard deviation of what the embeddings of a kind have in common; what each has of its own has 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """So many steps, each on so many rows of ``seq_len`` tokens with up to ``pairs`` pairs."""
+
+    seq_len: int
+    rows: int
+    pairs: int
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that decides the numbers of a run, beside its model and its seed.
+
+    Args:
+        vocabulary: of the rows.
+        stages: one after the other.
+        lr: peak learning rate; it falls to a tenth of it along a half cosine over the last stage.
+        warmup_steps: of the first stage.
+        plain_up_to: rows of up to so many tokens are attended to by the reference, for which nothing is compiled.
+        eval_every: steps between two looks at how much is recalled, in as many rows as a step has.
+        map_lengths: of the rows with pairs at all depths, when the steps or the time are up.
+        map_pairs: most pairs in such a row beside those that are asked for.
+        map_rows: of each map, a multiple of :data:`DEPTHS`.
+        map_tokens: of the rows that are read at once, at least two.
+        map_seconds: to keep for the maps when time is short.
+    """
+
+    vocabulary: Vocabulary
+    stages: tuple[Stage, ...]
+    lr: float
+    warmup_steps: int = 100
+    plain_up_to: int = 0
+    eval_every: int = 100
+    map_lengths: tuple[int, ...] = ()
+    map_pairs: int = 0
+    map_rows: int = 2 * DEPTHS
+    map_tokens: int = 2**17
+    map_seconds: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Count the steps of all stages."""
+        return sum(stage.steps for stage in self.stages)
+
+    def at(self, step: int) -> tuple[Stage, int]:
+        """Give the stage of a step counted from 0, and the step behind its last."""
+        end = 0
+        for stage in self.stages:
+            end += stage.steps
+            if step < end:
+                return stage, end
+        raise ValueError(f"step: expected less than {self.steps}, got {step}")
+
+    def learning_rate(self, step: int) -> float:
+        """Give the rate of a step counted from 0."""
+        left = (self.steps - step) / self.stages[-1].steps
+        fall = 0.1 + 0.9 * (1 - torch.cos(torch.tensor(min(1.0, left) * torch.pi)).item()) / 2
+        return self.lr * min(1.0, (step + 1) / self.warmup_steps) * fall
+
+
+@dataclass
+class Record:
+    """What a run has seen so far; plain values.
+
+    Args:
+        loss: ``[step, nats]``, means over the steps since the entry before.
+        recall: ``[step, seq_len, share]`` of new rows of the stage, questions out of a window's reach alone.
+        maps: ``{"step", "kind", "seq_len", "rows", "recall"}``: shares by depth, the deepest past first.
+        seconds: of training, looks left out.
+    """
+
+    loss: list[list[float]] = field(default_factory=list)
+    recall: list[list[float]] = field(default_factory=list)
+    maps: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Run:
+    """A model on its way through a plan, kept in a file."""
+
+    def __init__(self, config: DecoderConfig, plan: Plan, *, seed: int, device: str, path: Path) -> None:
+        self.plan, self.seed, self.device, self.path = plan, seed, device, path
+        self.impl = config.impl
+        torch.manual_seed(seed)
+        self.model = DecoderLM(config).to(device)
+        _bring_kinds_together(self.model.embedding, plan.vocabulary)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=device == "cuda"
+        )
+        self.step, self.record = 0, Record()
+        # Beyond it no window of any layer reaches, nor all together.
+        self.reach = config.num_layers * config.nsa.window_size
+        if path.exists():
+            self._load()
+
+    def go_on(self, until: float, report: Report) -> None:
+        """Train until the steps or the time, ``time.time()``, are up, then draw maps; report on the way, keep all."""
+        plan, losses = self.plan, list[Tensor]()
+        started = time.perf_counter()
+        while self.step < plan.steps and time.time() < until - plan.map_seconds:
+            stage, end = plan.at(self.step)
+            losses.append(self._train_step(stage))
+            self.step += 1
+            if self.step % plan.eval_every and self.step != end:
+                continue
+            self.record.loss.append([self.step, round(torch.stack(losses).mean().item(), 4)])
+            losses.clear()
+            self.record.seconds += time.perf_counter() - started
+            self._look(stage)
+            self._save()
+            report(self.describe())
+            started = time.perf_counter()
+        self._draw_maps(until, report)
+        self._save()
+
+    def rehearse(self) -> None:
+        """Do once, with every length, what has to be compiled; for the sake of what is compiled."""
+        for stage in self.plan.stages:
+            if stage.seq_len > self.plan.plain_up_to:
+                self._train_step(stage)
+                self._look(stage)
+        for seq_len in self.plan.map_lengths:
+            self._depth_map("pairs", seq_len)
+
+    def describe(self) -> dict[str, Any]:
+        """Say what the run has seen."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return {"step": self.step, "parameters": parameters, **asdict(self.record)}
+
+    def _train_step(self, stage: Stage) -> Tensor:
+        rows = self._rows(stage, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.plan.learning_rate(self.step)
+        self._attend_by("reference" if stage.seq_len <= self.plan.plain_up_to else self.impl)
+        with self._precision():
+            loss = self.model(rows.tokens, targets=rows.targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _rows(self, stage: Stage, step: int, *, seen: bool = True) -> Rows:
+        generator = self._generator(step, seen=seen)
+        return training_rows(self.plan.vocabulary, stage.rows, stage.seq_len, stage.pairs, generator)
+
+    def _generator(self, step: int, *, seen: bool) -> torch.Generator:
+        """Give the numbers of a step, other ones for rows that are not trained on."""
+        return torch.Generator(self.device).manual_seed(((2 * self.seed + (not seen)) << 32) + step)
+
+    def _attend_by(self, impl: str) -> None:
+        for module in self.model.modules():
+            if isinstance(module, NativeSparseAttention):
+                module.impl = impl
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda")
+
+    @torch.no_grad()
+    def _answers(self, rows: Rows) -> Tensor:
+        """Tell at every token whether the likeliest value is the one that is asked for."""
+        with self._precision():
+            return self.model(rows.tokens).argmax(-1) == rows.targets
+
+    def _look(self, stage: Stage) -> None:
+        rows = self._rows(stage, self.step, seen=False)
+        far = rows.distances >= min(self.reach, stage.seq_len // 2)
+        right = (self._answers(rows) & far).sum() / far.sum()
+        self.record.recall.append([self.step, stage.seq_len, round(right.item(), 4)])
+
+    def _draw_maps(self, until: float, report: Report) -> None:
+        """Draw the maps of this step that there are not yet, short rows first, while there is time."""
+        self._attend_by(self.impl)
+        drawn = [(entry["step"], entry["kind"], entry["seq_len"]) for entry in self.record.maps]
+        for seq_len in self.plan.map_lengths:
+            for kind in KINDS:
+                if (self.step, kind, seq_len) not in drawn and time.time() < until:
+                    found = self._depth_map(kind, seq_len)
+                    self.record.maps.append({"step": self.step, "kind": kind, "seq_len": seq_len, **found})
+                    report(self.describe())
+
+    def _depth_map(self, kind: str, seq_len: int) -> dict[str, Any]:
+        """Ask for pairs at all depths at the end of rows: for all of a row of pairs, or for one in filler."""
+        plan, found = self.plan, list[Tensor]()
+        depths = torch.linspace(0, 1, DEPTHS, device=self.device).expand(plan.map_rows, -1)
+        pairs = min(plan.map_pairs, seq_len // 16)
+        if kind == "needle":
+            depths, pairs = depths[: plan.map_rows // DEPTHS].reshape(-1, 1), 0
+        generator = self._generator(seq_len, seen=False)
+        for part in depths.split(max(2, plan.map_tokens // seq_len)):
+            rows = depth_rows(plan.vocabulary, seq_len, part, pairs, generator)
+            found.append(self._answers(rows)[:, -SLOT * part.shape[1] :: SLOT])
+        share = torch.cat(found).reshape(-1, DEPTHS).float().mean(0)
+        return {"rows": plan.map_rows, "pairs": pairs, "recall": [round(x, 4) for x in share.tolist()]}
+
+    def _save(self) -> None:
+        state = {
+            "step": self.step,
+            "record": asdict(self.record),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        torch.save(state, temporary)
+        temporary.replace(self.path)
+
+    def _load(self) -> None:
+        state = torch.load(self.path, map_location=self.device)
+        self.step, self.record = state["step"], Record(**state["record"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+@torch.no_grad()
+def _bring_kinds_together(embedding: nn.Embedding, vocabulary: Vocabulary) -> None:
+    """Give the embeddings of keys, of values and of filler something in common."""
+    for kind in vocabulary.kinds():
+        embedding.weight[kind] += KINDS_IN_COMMON * torch.randn_like(embedding.weight[0])

@@ -1,0 +1,74 @@
+"""Rows ask for what can be known, runs go on as if they had never stopped, and a run that fails costs no other."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.learning.curriculum import Run
+from benchmarks.learning.recall import SIZES, main
+from benchmarks.learning.tasks import SLOT, Vocabulary, depth_rows, training_rows
+from flexnsa.packing import IGNORED
+
+VOCABULARY = Vocabulary(keys=40, values=10, fillers=5)
+SMOKE = SIZES["smoke"]
+
+
+def test_every_question_can_be_answered_from_the_row_alone() -> None:
+    rows = training_rows(VOCABULARY, 6, 80, 12, torch.Generator().manual_seed(0))
+    counts = []
+    for tokens, targets, distances in zip(*(x.tolist() for x in rows), strict=True):
+        asked = [place for place, distance in enumerate(distances) if distance]
+        for place in asked:
+            first = tokens.index(tokens[place])
+            assert (first, tokens[first + 1]) == (place - distances[place], targets[place])
+        notes = [place for place, target in enumerate(targets) if target != IGNORED and not distances[place]]
+        assert [targets[place] for place in notes] == [tokens[place - 1] for place in notes]
+        assert len(notes) == 2 * len(asked)
+        counts.append(len(asked))
+    assert counts == [1, 2, 3, 4, 7, 12]
+
+
+def test_rows_ask_at_their_end_for_pairs_at_the_depths_given() -> None:
+    depths = torch.tensor([[0.0, 0.5, 1.0], [1.0, 0.0, 0.25]])
+    rows = depth_rows(VOCABULARY, 86, depths, 4, torch.Generator().manual_seed(0))
+    asked = torch.arange(80, 86, SLOT)
+    written_at = asked - rows.distances[:, asked]
+    assert torch.equal(written_at, (depths * 39).round().long() * SLOT)
+    assert torch.equal(rows.targets[:, asked], rows.tokens.gather(1, written_at + 1))
+    assert (rows.distances > 0).sum(1).tolist() == [7, 7]
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    def run(name: str) -> Run:
+        return Run(SMOKE.model, SMOKE.plan, seed=3, device="cpu", path=tmp_path / name)
+
+    def stop(_: object) -> None:
+        raise InterruptedError
+
+    whole, stopped = run("whole"), run("stopped")
+    whole.go_on(time.time() + 60, lambda _: None)
+    with pytest.raises(InterruptedError):
+        stopped.go_on(time.time() + 60, stop)
+    again = run("stopped")
+    assert 0 < again.step < whole.step
+    again.go_on(time.time() + 60, lambda _: None)
+    assert again.describe() | {"seconds": 0} == whole.describe() | {"seconds": 0}
+    for name, parameter in whole.model.state_dict().items():
+        assert torch.equal(parameter, again.model.state_dict()[name]), name
+
+
+def test_all_variants_report_and_one_that_fails_costs_no_other(tmp_path: Path) -> None:
+    (tmp_path / "NSA-0.pt").write_text("no state")
+    options = ["--size", "smoke", "--device", "cpu", "--seeds", "0", "--workers", "2"]
+    options += ["--json", f"{tmp_path / 'recall.json'}", "--folder", f"{tmp_path}"]
+    main([*options, "--variants", "NSA", "dense"])
+    points = {point["variant"]: point for point in json.loads((tmp_path / "recall.json").read_text())["points"]}
+    assert "label" in points["NSA"]
+    assert points["dense"]["step"] == SMOKE.plan.steps
+    drawn = {(entry["kind"], len(entry["recall"])) for entry in points["dense"]["maps"]}
+    assert drawn == {("pairs", 16), ("needle", 16)}
