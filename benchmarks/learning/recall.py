@@ -34,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window only": {"branches": ("win",)},
     "NSA without selected": {"branches": ("cmp", "win")},
     "NSA without compressed": {"branches": ("slc", "win")},
+    "NSA, linear compressor": {"compression": "linear"},
 }
 """What each changes in the model."""
 
@@ -50,7 +51,7 @@ def _model(vocabulary: Vocabulary, **sizes: Any) -> DecoderConfig:
     return DecoderConfig(num_layers=2, vocab_size=vocabulary.size, rope_base=1e6, **sizes)
 
 
-_MANY = Vocabulary(keys=1024, values=256, fillers=256)
+_MANY = Vocabulary(keys=512, values=128, fillers=128)
 _FEW = Vocabulary(keys=64, values=32, fillers=16)
 
 SIZES = {
@@ -74,15 +75,15 @@ SIZES = {
         plan=Plan(
             vocabulary=_MANY,
             stages=(
-                Stage(seq_len=16, rows=512, pairs=3, steps=300),
+                Stage(seq_len=16, rows=512, pairs=3, steps=400),
                 Stage(seq_len=32, rows=256, pairs=5, steps=100),
                 Stage(seq_len=64, rows=128, pairs=8, steps=100),
-                Stage(seq_len=128, rows=64, pairs=16, steps=100),
-                Stage(seq_len=256, rows=32, pairs=32, steps=100),
-                Stage(seq_len=512, rows=32, pairs=64, steps=200),
-                Stage(seq_len=1024, rows=16, pairs=128, steps=200),
-                Stage(seq_len=2048, rows=16, pairs=256, steps=200),
-                Stage(seq_len=4096, rows=8, pairs=512, steps=400),
+                Stage(seq_len=128, rows=128, pairs=16, steps=1000),
+                Stage(seq_len=256, rows=64, pairs=32, steps=500),
+                Stage(seq_len=512, rows=32, pairs=64, steps=300),
+                Stage(seq_len=1024, rows=16, pairs=128, steps=300),
+                Stage(seq_len=2048, rows=16, pairs=256, steps=300),
+                Stage(seq_len=4096, rows=8, pairs=256, steps=400),
             ),
             lr=2e-3,
             plain_up_to=256,
