@@ -35,6 +35,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "NSA without selected": {"branches": ("cmp", "win")},
     "NSA without compressed": {"branches": ("slc", "win")},
     "NSA, linear compressor": {"compression": "linear"},
+    "NSA, mean compressor": {"compression": "mean"},
+    "NSA, smaller blocks": {
+        "nsa": NSAConfig(
+            compress_block_size=4,
+            compress_stride=2,
+            select_block_size=8,
+            num_selected_blocks=8,
+            num_init_blocks=0,
+            num_local_blocks=1,
+            window_size=16,
+        )
+    },
 }
 """What each changes in the model."""
 
