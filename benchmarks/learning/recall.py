@@ -197,7 +197,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     cuda = arguments.device == "cuda"
     size = arguments.size or ("gpu" if cuda else "cpu")
     recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
-    setting = {"device": arguments.device, "size": size, "model": SIZES[size].model.to_dict(), "variants": VARIANTS}
+    models = {name: replace(SIZES[size].model, **VARIANTS[name]).to_dict() for name in arguments.variants}
+    setting = {"device": arguments.device, "size": size, "models": models}
     recording.note(setting=setting, plan=asdict(SIZES[size].plan))
     shared = {"size": size, "device": arguments.device, "folder": arguments.folder.as_posix()}
     shared["until"] = time.time() + arguments.deadline
