@@ -1,6 +1,6 @@
 """Native Sparse Attention (arXiv 2502.11089) as FlexAttention block masks: exact, linear in memory, compiled."""
 
-from flexnsa.argument_checks import check_block_indices
+from flexnsa.argument_checks import check_block_indices, check_positions
 from flexnsa.attention.seam import NSAAux
 from flexnsa.config import NSAConfig
 from flexnsa.decoding.cache import NSACache
@@ -38,6 +38,7 @@ __all__ = [
     "ScoreMod",
     "block_importance",
     "check_block_indices",
+    "check_positions",
     "compressed_attention",
     "cu_seqlens_from_document_ids",
     "document_ids_from_attention_mask",

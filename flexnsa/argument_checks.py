@@ -122,7 +122,64 @@ def check_document_ids(document_ids: Tensor, batch: int | str, seq_len: int | st
             )
 
 
-def checked_selection(q: Tensor, block_indices: Tensor, heads: int | str, config: NSAConfig) -> Tensor:
+def check_positions(positions: Tensor, *, seq_len: int) -> None:
+    """Demand tokens of a sequence of ``seq_len`` tokens, increasing from query to query.
+
+    Attention does so by itself on a CPU. Elsewhere to look would cost a synchronisation: there, call this for positions
+    of your own. Attention given wrong values that it did not look at means nothing, but reads no memory but the keys.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: neither ``(T,)`` nor ``(B, T)``, of another dtype than int32 or int64, or a row out of order; the
+            message shows where.
+    """
+    _check_rows_of_queries(positions, "T", "B")
+    check_positive_int("seq_len", seq_len)
+    check_has_values("positions", positions)
+    rows = torch.atleast_2d(positions)
+    outside = ((rows < 0) | (rows >= seq_len)).nonzero()
+    if len(outside):
+        row, at = outside[0].tolist()
+        raise ValueError(f"positions: expected 0 .. {seq_len - 1}, got {rows[row, at]} at query {at} of row {row}")
+    falls = (rows[:, 1:] <= rows[:, :-1]).nonzero()
+    if len(falls):
+        row, at = falls[0].tolist()
+        before, after = rows[row, at : at + 2].tolist()
+        raise ValueError(
+            f"positions: expected tokens that increase, got {before} before {after} at query {at} of row {row}"
+        )
+
+
+def checked_positions(q: Tensor, positions: Tensor, seq_len: int) -> Tensor:
+    """Demand the queries' tokens among ``seq_len``, ``(S,)`` or ``(B, S)``, and give some that are safe to use.
+
+    Values that cannot be seen without waiting for the device are made tokens that there are.
+    """
+    _check_rows_of_queries(positions, q.shape[2], q.shape[0], q)
+    if seq_len == 0:
+        raise ValueError("positions: expected keys for the queries to stand among, got none")
+    if may_look(positions):
+        check_positions(positions, seq_len=seq_len)
+        return positions
+    return positions.clamp(0, seq_len - 1)
+
+
+def _check_rows_of_queries(positions: Tensor, length: int | str, batch: int | str, like: Tensor | None = None) -> None:
+    one_for_all = isinstance(positions, Tensor) and positions.dim() == 1
+    check_integers("positions", positions, (length,) if one_for_all else (batch, length), like=like)
+
+
+def count_tokens(q: Tensor, keys: tuple[str, Any] | None, k_cmp: Any, config: NSAConfig) -> int:
+    """Count the tokens among which queries at positions of their own stand: those of some named keys.
+
+    Where only compressed keys are read, it is the most tokens that these can be of.
+    """
+    name, k = ("k_cmp", k_cmp) if keys is None else keys
+    check_tensor(name, k, (q.shape[0], "Hkv", "S" if keys else "N", q.shape[3]), like=q)
+    return k.shape[2] if keys else k.shape[2] * config.compress_stride + config.compress_block_size - 1
+
+
+def checked_selection(q: Tensor, block_indices: Tensor, heads: int | str, seq_len: int, config: NSAConfig) -> Tensor:
     """Demand indices ``(B, Hkv, S, n)``, in order and within the sequence, and give some that are safe to use.
 
     Where their values cannot be seen without waiting for the device, they are made addresses of blocks all the same:
@@ -132,9 +189,9 @@ def checked_selection(q: Tensor, block_indices: Tensor, heads: int | str, config
     shape = (q.shape[0], heads, q.shape[2], config.num_selected_blocks)
     check_tensor("block_indices", block_indices, shape, like=q, dtype=torch.int32)
     if may_look(block_indices):
-        check_block_indices(block_indices, config=config, seq_len=q.shape[2])
+        check_block_indices(block_indices, config=config, seq_len=seq_len)
         return block_indices
-    return block_indices.clamp(-1, num_blocks(q.shape[2], config))
+    return block_indices.clamp(-1, num_blocks(seq_len, config))
 
 
 def check_scale(q: Tensor, scale: float | None) -> float:

@@ -17,7 +17,9 @@ from flexnsa.argument_checks import (
     check_queries,
     check_recompute,
     check_scale,
+    checked_positions,
     checked_selection,
+    count_tokens,
 )
 from flexnsa.attention.implementations import attend, choose_implementation, prepare_mods
 from flexnsa.attention.scoring import block_scores, group_probabilities
@@ -45,6 +47,7 @@ def native_sparse_attention(
     scale: float | None = None,
     block_indices: Tensor | None = None,
     document_ids: Tensor | None = None,
+    positions: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     branches: Sequence[str] = BRANCHES,
@@ -67,6 +70,7 @@ def native_sparse_attention(
     scale: float | None = None,
     block_indices: Tensor | None = None,
     document_ids: Tensor | None = None,
+    positions: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     branches: Sequence[str] = BRANCHES,
@@ -88,6 +92,7 @@ def native_sparse_attention(
     scale: float | None = None,
     block_indices: Tensor | None = None,
     document_ids: Tensor | None = None,
+    positions: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     branches: Sequence[str] = BRANCHES,
@@ -113,6 +118,10 @@ def native_sparse_attention(
             then attended to as if it stood alone; k_cmp and v_cmp list the documents' compressed tokens one after
             the other (:func:`flexnsa.masks.document.first_tokens` says where each begins), and block numbers count
             from the document's start.
+        positions: int ``(T,)`` or ``(B, T)``, increasing: q and gates are of ``T`` queries only, which stand at these
+            of the ``S`` tokens; ``T`` is then read for ``S`` in all that has a row for each query, the output too. Rows
+            and gradients are those of the whole call. On CUDA the values are not looked at;
+            :func:`flexnsa.check_positions` does.
         score_mod: ``(score, b, h, q_idx, kv_idx)`` to a score, for every pair in every branch and in the scoring of
             blocks. ``score`` has the scale in it, ``h`` is a query head, and the indices are token positions counted
             from the document's first token; a compressed token stands at its last. ``kv_idx <= q_idx`` always. Tensors
@@ -144,7 +153,12 @@ def native_sparse_attention(
     windows = ("k" if k_win is None else "k_win", "v" if v_win is None else "v_win")
     k_win, v_win = k if k_win is None else k_win, v if v_win is None else v_win
     selecting = "slc" in branches and block_indices is None
-    length, num_keys = q.shape[2], num_compressed(q.shape[2], config)
+    length = q.shape[2]
+    if positions is not None:
+        keys = ("k", k) if "slc" in branches else (windows[0], k_win) if "win" in branches else None
+        length = count_tokens(q, keys, k_cmp, config)
+        positions = checked_positions(q, positions, length)
+    num_keys = num_compressed(length, config)
     sizes = Sizes()
     if "slc" in branches:
         sizes = check_keys(q, k, v, ("k", "v"), length, sizes)
@@ -157,8 +171,9 @@ def native_sparse_attention(
     if block_indices is not None:
         if "slc" not in branches:
             raise ValueError(f"block_indices: expected None without the slc branch, got {describe(block_indices)}")
-        block_indices = checked_selection(q, block_indices, sizes.heads, config)
-    implementation, call = _prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
+        block_indices = checked_selection(q, block_indices, sizes.heads, length, config)
+    where = _stand(q, config, document_ids, positions, length)
+    implementation, call = _prepare(q, config, scale, where, score_mod, mask_mod, impl)
     keys = Keys(k_cmp, v_cmp, k, v, k_win, v_win)
     out, aux = attend(
         implementation, q, keys, gates, call, block_indices=block_indices, branches=branches, recompute=recompute
@@ -202,7 +217,7 @@ def compressed_attention(
     check_type("config", config, NSAConfig)
     check_queries(q)
     check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_compressed(q.shape[2], config))
-    implementation, call = _prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
+    implementation, call = _prepare(q, config, scale, _stand(q, config, document_ids), score_mod, mask_mod, impl)
     implementation.check(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
     out, lse, _ = implementation.compressed(q, k_cmp, v_cmp, call)
     return out, lse
@@ -289,7 +304,7 @@ def select_blocks(
     check_compressed_keys(q, k_cmp, q.shape[2], config)
     if lse is not None:
         check_tensor("lse", lse, tuple(q.shape[:3]), like=q, dtype=torch.promote_types(q.dtype, torch.float32))
-    implementation, call = _prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
+    implementation, call = _prepare(q, config, scale, _stand(q, config, document_ids), score_mod, mask_mod, impl)
     return implementation.select(q, k_cmp, call, lse, None)
 
 
@@ -331,8 +346,8 @@ def selected_attention(
     check_type("config", config, NSAConfig)
     check_queries(q)
     sizes = check_keys(q, k, v, ("k", "v"), q.shape[2])
-    block_indices = checked_selection(q, block_indices, sizes.heads, config)
-    implementation, call = _prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
+    block_indices = checked_selection(q, block_indices, sizes.heads, q.shape[2], config)
+    implementation, call = _prepare(q, config, scale, _stand(q, config, document_ids), score_mod, mask_mod, impl)
     implementation.check(q=q, k=k, v=v)
     return implementation.selected(q, k, v, block_indices, call)
 
@@ -373,26 +388,37 @@ def sliding_window_attention(
     check_type("config", config, NSAConfig)
     check_queries(q)
     check_keys(q, k, v, ("k", "v"), q.shape[2])
-    implementation, call = _prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
+    implementation, call = _prepare(q, config, scale, _stand(q, config, document_ids), score_mod, mask_mod, impl)
     implementation.check(q=q, k=k, v=v)
     return implementation.window(q, k, v, call)
+
+
+def _stand(
+    q: Tensor,
+    config: NSAConfig,
+    document_ids: Tensor | None,
+    tokens: Tensor | None = None,
+    length: int | None = None,
+) -> Positions | None:
+    """Say where the queries stand among ``length`` keys; None for one at every key of one sequence."""
+    if document_ids is None:
+        return None if tokens is None else Positions.of_queries(tokens)
+    check_document_ids(document_ids, q.shape[0], q.shape[2] if length is None else length, like=q)
+    every = document_positions(document_ids, config)
+    return every if tokens is None else every.of_some(tokens)
 
 
 def _prepare(
     q: Tensor,
     config: NSAConfig,
     scale: float | None,
-    document_ids: Tensor | None,
+    positions: Positions | None,
     score_mod: ScoreMod | None,
     mask_mod: MaskMod | None,
     impl: str,
 ) -> tuple[Implementation, Call]:
-    """Choose the implementation, and say what its branches share; the queries are one for every key."""
+    """Choose the implementation, and say what its branches share."""
     modded = score_mod is not None or mask_mod is not None
     implementation, scale = choose_implementation(impl, q, modded=modded), check_scale(q, scale)
     mod = prepare_mods(score_mod, mask_mod, q, q.shape[1], implementation)
-    positions = None
-    if document_ids is not None:
-        check_document_ids(document_ids, q.shape[0], q.shape[2], like=q)
-        positions = document_positions(document_ids, config)
     return implementation, Call(config, scale, mod, positions, positions)

@@ -48,6 +48,25 @@ def error(result: Tensor, exact: Tensor) -> float:
     return float((result.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp_min(1e-30))
 
 
+@pytest.mark.parametrize("impl", ["flex", "triton"])
+def test_queries_anywhere_have_their_rows_and_gradients_of_the_whole_call(impl: str) -> None:
+    length, config = 3000, NSAConfig()
+    x = [y.detach().requires_grad_() for y in inputs(16, length, (64, 64), torch.bfloat16, config, batch=1)]
+    tokens = torch.cat([torch.arange(100, 350), torch.tensor([400, 777]), torch.arange(2600, 2900)]).cuda()
+    options: dict[str, Any] = {"config": config, "impl": impl, "return_aux": True}
+    names = ("q", "k", "v", "gates", "k_cmp", "v_cmp", "k_win", "v_win")
+    whole, aux = native_sparse_attention(**dict(zip(names, x, strict=True)), **options)
+    upstream = torch.randn_like(whole[:, :, tokens])
+    want = torch.autograd.grad(whole[:, :, tokens], x, upstream)
+    some = [y[:, :, tokens] if name in ("q", "gates") else y for name, y in zip(names, x, strict=True)]
+    out, own = native_sparse_attention(**dict(zip(names, some, strict=True)), positions=tokens, **options)
+    got = torch.autograd.grad(out, x, upstream)
+    assert torch.equal(own.block_indices, aux.block_indices[:, :, tokens])
+    assert error(out, whole[:, :, tokens]) < 2**-8
+    for name, a, b in zip(names, got, want, strict=True):
+        assert error(a, b) < 2**-7, name
+
+
 @pytest.mark.parametrize(
     ("groups", "seq_len", "dims", "dtype", "config"),
     [

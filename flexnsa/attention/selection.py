@@ -100,7 +100,8 @@ def _select_in_chunks(
     chosen = token.new_empty(*k_cmp.shape[:2], q.shape[2], call.config.num_selected_blocks)
 
     def select(q: Tensor, k_cmp: Tensor, chosen: Tensor, *others: Tensor) -> None:
-        here, lse = Positions(*(x[:, 0] for x in others[:3])), [x.flatten(1, 2) for x in others[3:]]
+        token, start, cmp_start = (x[:, 0] for x in others[:3])
+        here, lse = Positions(token, start, cmp_start), [x.flatten(1, 2) for x in others[3:]]
         chosen.copy_(_select(q.flatten(1, 2), k_cmp, lse[0] if lse else None, here, call, group_probabilities, CHUNK))
 
     per_token, per_head = (

@@ -68,12 +68,14 @@ def selected_mask(
     start = 0 if positions is None else positions.start[:, None, :, None]
     # Blocks of the future show nothing. As pairs they could lie behind the last bin, which is to say outside of memory.
     valid = (block_indices >= 0) & (start + block_indices * size <= token[:, None, :, None])
-    if positions is None:
+    if positions is None or positions.aligned:
         num_bins = blocks
         bins, first = block_indices, block_indices * size
+        causal = _causal
     else:
         num_bins = 2 * blocks
         bins, first = _bins(block_indices, positions, size)
+        causal = _causal_in_document
 
     copies = _balance(torch.where(valid, bins, num_bins), num_bins, capacity=size * num_selected)
     first = stored(first.flatten(-2).gather(-1, copies.first_pair))
@@ -89,7 +91,7 @@ def selected_mask(
         full_q_num_blocks=None,
         full_q_indices=None,
         BLOCK_SIZE=(rows, size),
-        mask_mod=_causal(first, size, rows) if positions is None else _causal_in_document(first, positions, size, rows),
+        mask_mod=causal(first, positions, size, rows),
     )
     return SelectedMask(block_mask, tokens.flatten(-2).clamp(0, num_keys - 1))
 
@@ -157,14 +159,18 @@ def _count(values: Tensor, length: int) -> Tensor:
     return zeros.scatter_add(-1, values.long(), ones)
 
 
-def _causal(first: Tensor, size: int, rows: int) -> MaskMod:
+def _causal(first: Tensor, positions: Positions | None, size: int, rows: int) -> MaskMod:
+    token = None if positions is None else by_query(positions.token)
+
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return first[b, h, kv_idx // size] + kv_idx % size <= q_idx // rows
+        query = q_idx // rows
+        return first[b, h, kv_idx // size] + kv_idx % size <= (query if token is None else token(b, query))
 
     return mask_mod
 
 
-def _causal_in_document(first: Tensor, positions: Positions, size: int, rows: int) -> MaskMod:
+def _causal_in_document(first: Tensor, positions: Positions | None, size: int, rows: int) -> MaskMod:
+    assert positions is not None
     token, start = by_query(positions.token), by_query(positions.start)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

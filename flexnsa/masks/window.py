@@ -22,7 +22,11 @@ def window_intervals(positions: Positions, config: NSAConfig) -> Intervals:
 def window_mask(
     positions: Positions | None, seq_len: int, num_keys: int, config: NSAConfig, device: torch.device
 ) -> BlockMask:
-    """Build the mask of ``seq_len`` queries at ``positions``, None for one whole sequence, among ``num_keys`` keys."""
+    """Build the mask of ``seq_len`` queries at ``positions``, None for one whole sequence, among ``num_keys`` keys.
+
+    Where these are not consecutive, a tile of queries may reach from the first key to the last. Its lists then hold
+    their first tile only, see :func:`flexnsa.masks.intervals.interval_block_mask`.
+    """
     window = operator.index(config.window_size)
 
     def recent(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
@@ -31,4 +35,5 @@ def window_mask(
     queries = positions or Positions.of_sequence(seq_len, device)
     mask_mod = recent if positions is None else None
     widest = tiles_touched(DENSE_TILE + window - 1, DENSE_TILE)
-    return interval_block_mask(window_intervals(queries, config), num_keys, widths=(widest, widest), mask_mod=mask_mod)
+    widths = (widest, widest) if queries.consecutive else None
+    return interval_block_mask(window_intervals(queries, config), num_keys, widths=widths, mask_mod=mask_mod)

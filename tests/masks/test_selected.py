@@ -82,6 +82,16 @@ def test_queries_at_the_end_of_the_keys() -> None:
     check(blocks, positions_of(token, start), definition(blocks, token, start, 90, CONFIG), 1, CONFIG)
 
 
+def test_queries_anywhere_gather_blocks_and_no_boundaries() -> None:
+    """Where all sequences start at token 0 every block is one run of keys, as in a whole sequence."""
+    token = torch.cat([torch.arange(20, 45), torch.tensor([70]), torch.arange(200, 219)])
+    blocks = random_blocks(1, 2, token, torch.zeros_like(token), CONFIG)
+    positions = Positions.of_queries(token)
+    check(blocks, positions, definition(blocks, token, torch.zeros_like(token), 220, CONFIG), 2, CONFIG)
+    gathered = selected_mask(blocks, positions, 220, rows=1, config=CONFIG).tokens.shape[-1]
+    assert gathered <= 224 + len(token) + 128
+
+
 @pytest.mark.parametrize("seq_len", [64, 1000, 4096])
 def test_no_list_is_longer_than_the_capacity(seq_len: int) -> None:
     """Worst case: every query selects block 0, which a plain transpose makes one loop over the whole sequence."""

@@ -114,9 +114,9 @@ CALLS: dict[str, Call] = {
     "native_sparse_attention": Call(
         flexnsa.native_sparse_attention,
         {**X, **OPTIONS, "block_indices": BLOCKS, "branches": ("cmp", "slc", "win"), "return_aux": True}
-        | {"recompute": ("win",)},
+        | {"recompute": ("win",), "positions": torch.arange(20)},
         like_q,
-        (*OPTIONAL, "block_indices", "k_win", "v_win"),
+        (*OPTIONAL, "block_indices", "k_win", "v_win", "positions"),
     ),
     "compressed_attention": Call(
         flexnsa.compressed_attention, pick("q", "k_cmp", "v_cmp") | OPTIONS, like_q, OPTIONAL
@@ -142,6 +142,7 @@ CALLS: dict[str, Call] = {
     "check_block_indices": Call(
         flexnsa.check_block_indices, {"block_indices": BLOCKS, "config": SMALL, "seq_len": 20}
     ),
+    "check_positions": Call(flexnsa.check_positions, {"positions": torch.tensor([[0, 5, 19]]), "seq_len": 20}),
     "MeanCompressor": Call(flexnsa.MeanCompressor, SIZES),
     "LinearCompressor": Call(flexnsa.LinearCompressor, SIZES),
     "MLPCompressor": Call(flexnsa.MLPCompressor, SIZES | {"hidden_dim": 8}, optional=("hidden_dim",)),

@@ -36,6 +36,9 @@ from flexnsa.masks.user_mods import mod_of_compressed, mod_of_tokens
 from flexnsa.masks.window import window_mask
 from flexnsa.positions import Positions
 
+ENOUGH_PROGRAMS = 2048
+"""Of unequal lengths, to keep all processors of a GPU at work until the end: about 16 for each of an H200."""
+
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
     """Attend to the compressed tokens that are complete (NSA paper, section 3.3.1).
@@ -91,8 +94,10 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
 
 
 def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, mask: BlockMask, call: Call) -> Attended:
-    # Compressed keys are few, so backward has few programs. Repeating the keys gives it Hq / Hkv times as many.
-    groups = q.shape[1] // k_cmp.shape[1]
+    # Few compressed keys give backward few programs. Repeating the keys gives it Hq / Hkv times as many; where there
+    # are programs enough, it would only take memory.
+    tiles = k_cmp.shape[0] * k_cmp.shape[1] * (k_cmp.shape[2] // DENSE_TILE + 1)
+    groups = q.shape[1] // k_cmp.shape[1] if tiles < ENOUGH_PROGRAMS else 1
     k, v = (F.pad(x, (0, 0, 0, _padding(x))).repeat_interleave(groups, dim=1) for x in (k_cmp, v_cmp))
     kernel_mod = call.score_mod and mod_of_compressed(call.score_mod, call.positions, config=call.config)
     options = {**dense_tiles(*sizes_of_tiles(q, v), stages=3), "BLOCKS_ARE_CONTIGUOUS": True}
@@ -114,6 +119,8 @@ def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call
 def _window(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, call: Call) -> Attended:
     kernel_mod = call.score_mod and mod_of_tokens(call.score_mod, call.window_positions)
     options = dense_tiles(*sizes_of_tiles(q, v), stages=2)
+    if call.window_positions is not None and not call.window_positions.consecutive:
+        options = {**options, "BLOCKS_ARE_CONTIGUOUS": True}
     return attend(q, k, v, mask, call.scale, options, kernel_mod)
 
 

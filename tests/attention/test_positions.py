@@ -1,0 +1,136 @@
+"""Queries at positions of their own among the keys: their rows of the whole call, forward and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexnsa import check_positions, native_sparse_attention
+from flexnsa.packing import document_ids_from_cu_seqlens
+from tests.support.inputs import SMALL, Inputs, attend_with_aux, make_inputs
+
+LENGTH = 333
+PLACES = {
+    "the last ones": torch.arange(300, LENGTH),
+    "two pieces, as on a rank": torch.cat([torch.arange(40, 81), torch.arange(250, 291)]),
+    "jumps within a tile": torch.tensor([0, 3, 4, 5, 90, 91, 170, 171, 172, 173, 331, 332]),
+    "one": torch.tensor([117]),
+    "every other one": torch.arange(1, LENGTH, 2),
+    "of each row its own": torch.stack([torch.arange(40, 80), torch.cat([torch.arange(20), torch.arange(200, 220)])]),
+}
+OF_QUERIES = ("q", "gates")
+places = pytest.mark.parametrize("place", PLACES)
+
+
+def at(x: Tensor, tokens: Tensor) -> Tensor:
+    """Rows ``tokens`` of ``x (B, H, S, D)``."""
+    index = torch.atleast_2d(tokens)[:, None, :, None].expand(len(x), x.shape[1], -1, x.shape[3])
+    return x.gather(2, index)
+
+
+def some_queries(x: Inputs, tokens: Tensor) -> Inputs:
+    """All keys, and the queries at the tokens, as leaves."""
+    return x.replace(q=at(x.q, tokens), gates=at(x.gates, tokens)).to(x.q.dtype)
+
+
+def sink_by_distance(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+    return score - (q_idx - kv_idx) * 0.01 * h
+
+
+@places
+@pytest.mark.parametrize("impl", ["sdpa", "reference"])
+def test_rows_and_gradients_are_those_of_the_whole_call(impl: str, place: str) -> None:
+    tokens, x = PLACES[place], make_inputs(LENGTH, batch=2, value_dim=24).to(torch.float64)
+    whole, aux = attend_with_aux(x, impl=impl)
+    upstream = torch.randn_like(whole)
+    other = some_queries(x, tokens)
+    out, own = attend_with_aux(other, impl=impl, positions=tokens)
+    torch.testing.assert_close(out, at(whole, tokens))
+    assert aux.block_indices is not None
+    assert own.block_indices is not None
+    assert torch.equal(own.block_indices, at(aux.block_indices, tokens))
+
+    want = torch.autograd.grad(at(whole, tokens), list(x.named().values()), at(upstream, tokens))
+    got = torch.autograd.grad(out, list(other.named().values()), at(upstream, tokens))
+    for name, one, two in zip(x.named(), got, want, strict=True):
+        torch.testing.assert_close(one, at(two, tokens) if name in OF_QUERIES else two)
+
+
+@pytest.mark.parametrize("place", ["jumps within a tile", "of each row its own"])
+def test_flex_on_a_cpu_gives_the_rows_of_the_whole_call(place: str) -> None:
+    torch._dynamo.reset()
+    tokens, x = PLACES[place], make_inputs(LENGTH, batch=2, dtype=torch.float32)
+    whole, aux = attend_with_aux(x, impl="sdpa")
+    out, own = attend_with_aux(x.replace(q=at(x.q, tokens), gates=at(x.gates, tokens)), impl="flex", positions=tokens)
+    torch.testing.assert_close(out, at(whole, tokens))
+    assert own.block_indices is not None
+    assert aux.block_indices is not None
+    assert torch.equal(own.block_indices, at(aux.block_indices, tokens))
+
+
+def test_chunks_of_a_sequence_add_up_to_its_gradients() -> None:
+    x = make_inputs(LENGTH, dtype=torch.float32).to(torch.float32)
+    whole, _ = attend_with_aux(x)
+    want = torch.autograd.grad(whole.square().sum(), list(x.named().values()))
+    sums = [torch.zeros_like(gradient) for gradient in want]
+    for tokens in torch.arange(LENGTH).split(100):
+        out, _ = attend_with_aux(x.replace(q=at(x.q, tokens), gates=at(x.gates, tokens)), positions=tokens)
+        for total, part in zip(sums, torch.autograd.grad(out.square().sum(), list(x.named().values())), strict=True):
+            total += part
+    torch.testing.assert_close(sums, list(want), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "reference"])
+def test_documents_mods_and_given_blocks_go_with_positions(impl: str) -> None:
+    x, tokens = make_inputs(LENGTH, batch=2), PLACES["jumps within a tile"]
+    ids = document_ids_from_cu_seqlens(torch.tensor([0, 4, 57, 170, LENGTH]), LENGTH).expand(2, -1)
+    options = {"document_ids": ids, "score_mod": sink_by_distance}
+    whole, aux = attend_with_aux(x, impl=impl, **options)
+    queries = x.replace(q=at(x.q, tokens), gates=at(x.gates, tokens))
+    out, own = attend_with_aux(queries, impl=impl, positions=tokens, **options)
+    torch.testing.assert_close(out, at(whole, tokens))
+    given, _ = attend_with_aux(queries, impl=impl, positions=tokens, block_indices=own.block_indices, **options)
+    torch.testing.assert_close(given, out)
+    assert aux.block_indices is not None
+    assert own.block_indices is not None
+    assert torch.equal(own.block_indices, at(aux.block_indices, tokens))
+
+
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_one_branch_alone_takes_positions(branch: str) -> None:
+    x, tokens = make_inputs(LENGTH), PLACES["two pieces, as on a rank"]
+    unread = {name: None for name in ("k", "v") if branch != "slc"}
+    unread |= {name: None for name in ("k_win", "v_win") if branch != "win"}
+    named = x.named() | {"k": x.k, "v": x.v} | unread
+    options = {"config": SMALL, "branches": (branch,)}
+    whole = native_sparse_attention(**named, **options)
+    queries = {"q": at(x.q, tokens), "gates": at(x.gates, tokens)}
+    out = native_sparse_attention(**(named | queries), positions=tokens, **options)
+    torch.testing.assert_close(out, at(whole, tokens))
+
+
+WRONG = {
+    "equal": ([3, 3, 4], "expected tokens that increase, got 3 before 3 at query 0 of row 0"),
+    "falling": ([[1, 2, 3], [5, 7, 6]], "expected tokens that increase, got 7 before 6 at query 1 of row 1"),
+    "behind the last key": ([1, 2, LENGTH], f"expected 0 .. {LENGTH - 1}, got {LENGTH} at query 2 of row 0"),
+    "negative": ([-1, 2, 3], f"expected 0 .. {LENGTH - 1}, got -1 at query 0 of row 0"),
+    "too few": ([1, 2], r"expected shape \(3\), got \(2,\)"),
+    "too many rows": ([[1, 2, 3]] * 3, r"expected shape \(2, 3\), got \(3, 3\)"),
+    "floating": ([1.0, 2.0, 3.0], "expected dtype torch.int32 or torch.int64"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_no_queries_can_stand_at_is_refused(case: str) -> None:
+    values, message = WRONG[case]
+    x = make_inputs(LENGTH, batch=2)
+    queries = x.replace(q=x.q[:, :, :3], gates=x.gates[:, :, :3])
+    with pytest.raises(ValueError, match=f"^positions: {message}"):
+        attend_with_aux(queries, positions=torch.tensor(values))
+
+
+def test_values_are_checked_on_request() -> None:
+    check_positions(torch.tensor([[0, 2, 5], [1, 2, 3]]), seq_len=6)
+    with pytest.raises(ValueError, match=r"^positions: expected 0 \.\. 4, got 5 at query 2 of row 0"):
+        check_positions(torch.tensor([[0, 2, 5]]), seq_len=5)
