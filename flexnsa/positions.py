@@ -11,7 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Coordinates of ``T`` queries in their sequences, each int32 ``(B or 1, T)`` and non-decreasing along ``T``.
+    """Coordinates of ``T`` queries in their sequences, each int32 ``(B or 1, T)``.
+
+    Along ``T`` the tokens never decrease, and neither do the first keys that queries see.
 
     Args:
         token: index of the query's own token in the key sequence.

@@ -96,6 +96,7 @@ class NativeSparseAttention(nn.Module):
         self.branches = check_branches(branches)
         self.recompute = check_recompute(recompute, self.branches)
         self.impl = impl
+        self.lay_out = row_layout  # another one where ranks share the tokens of a row
 
         self.w_q = nn.Linear(dim, num_heads * head_dim, bias=False)
         for tag in self.branches:
@@ -197,7 +198,7 @@ class NativeSparseAttention(nn.Module):
         if document_ids is not None:
             check_document_ids(document_ids, "B", seq_len, like=self.w_q.weight)
         weight = self.w_q.weight
-        return row_layout(
+        return self.lay_out(
             seq_len,
             document_ids,
             config=self.config,
@@ -210,10 +211,8 @@ class NativeSparseAttention(nn.Module):
     def _attend_row(self, x: Tensor, layout: RowLayout, mods: Mods) -> Tensor:
         """Attend within whole rows; the heads' outputs ``(B, Hq, S, Dv)``."""
         implementation, call = self._row_call(x, layout, mods)
-        heads, compressors = self._project(x), self._compressors()
-        choice = self.branches, self.recompute
-        out, _, _ = attend_heads(heads, layout, compressors, RowKeys(), implementation, call, *choice)
-        return out
+        shared = layout.source or RowKeys(), implementation, call, self.branches, self.recompute
+        return attend_heads(self._project(x), layout, self._compressors(), *shared)[0]
 
     def _prefill(self, x: Tensor, layout: RowLayout, mods: Mods, cache: NSACache, lengths: Tensor | None) -> Tensor:
         """Attend within whole rows and put them into an empty cache; the heads' outputs ``(B, Hq, S, Dv)``."""

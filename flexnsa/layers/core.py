@@ -50,6 +50,35 @@ class Compressors(NamedTuple):
     v: nn.Module | None
 
 
+class KeySource(Protocol):
+    """Which keys or values a branch reads, given those of the new tokens; ``name`` is as in :class:`Keys`."""
+
+    def of_tokens(self, name: str, new: Tensor) -> Tensor:
+        """Give those of all tokens, for the selected branch."""
+        ...
+
+    def of_window(self, name: str, new: Tensor) -> Tensor:
+        """Give those of the last tokens."""
+        ...
+
+    def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:
+        """Give the compressed ones, of which ``compress`` makes those that the new tokens complete."""
+        ...
+
+
+class RowKeys:
+    """Whole rows read what they bring; see :class:`KeySource`."""
+
+    def of_tokens(self, name: str, new: Tensor) -> Tensor:  # noqa: ARG002, D102
+        return new
+
+    def of_window(self, name: str, new: Tensor) -> Tensor:  # noqa: ARG002, D102
+        return new
+
+    def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ARG002, D102
+        return compress(new)
+
+
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     """Where tokens and compressed tokens stand, the same in every layer: it is made once a forward pass.
@@ -60,6 +89,7 @@ class RowLayout:
         first_tokens: int ``(B, N)``, where blocks begin among the raw keys; None for every ``d``.
         positions: of the queries among the keys of the selected and compressed branch; None for one whole sequence.
         window_positions: among those of the window.
+        source: of the keys that whole rows read; None where they read what they bring.
     """
 
     tokens: RopeTables
@@ -67,6 +97,7 @@ class RowLayout:
     first_tokens: Tensor | None = None
     positions: Positions | None = None
     window_positions: Positions | None = None
+    source: KeySource | None = None
 
 
 def row_layout(
@@ -104,35 +135,6 @@ def step_layout(step: Step, *, config: NSAConfig, head_dim: int, rope_base: floa
         for x in (step.positions.token, step.block * config.compress_stride)
     )
     return RowLayout(tokens, blocks, step.first_tokens, step.positions, step.window_positions)
-
-
-class KeySource(Protocol):
-    """Which keys or values a branch reads, given those of the new tokens; ``name`` is as in :class:`Keys`."""
-
-    def of_tokens(self, name: str, new: Tensor) -> Tensor:
-        """Give those of all tokens, for the selected branch."""
-        ...
-
-    def of_window(self, name: str, new: Tensor) -> Tensor:
-        """Give those of the last tokens."""
-        ...
-
-    def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:
-        """Give the compressed ones, of which ``compress`` makes those that the new tokens complete."""
-        ...
-
-
-class RowKeys:
-    """Whole rows read what they bring; see :class:`KeySource`."""
-
-    def of_tokens(self, name: str, new: Tensor) -> Tensor:  # noqa: ARG002, D102
-        return new
-
-    def of_window(self, name: str, new: Tensor) -> Tensor:  # noqa: ARG002, D102
-        return new
-
-    def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ARG002, D102
-        return compress(new)
 
 
 def attend_heads(

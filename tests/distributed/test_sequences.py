@@ -1,0 +1,69 @@
+"""However many ranks share the tokens of a row, what is learnt from it is what one process learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flexnsa.geometry import num_compressed
+from tests.distributed.conftest import RunOnce
+from tests.distributed.sequences import LAYERS, MODELS, ROW, compare_sequences
+from tests.support.inputs import SMALL
+
+SIZES = [2, 4]
+Results = Callable[[int], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(run_once: RunOnce) -> Results:
+    return lambda size: run_once(size, compare_sequences)
+
+
+@pytest.mark.parametrize("case", [*LAYERS, "score_mod", "compiled"])
+@pytest.mark.parametrize("size", SIZES)
+def test_output_and_every_gradient_are_those_of_whole_rows(results: Results, size: int, case: str) -> None:
+    one, spread = results(size)["layers"][case]
+    assert one.keys() == spread.keys()
+    for name, want in one.items():
+        torch.testing.assert_close(spread[name], want, rtol=0, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_collectives_are_in_one_graph(results: Results, size: int) -> None:
+    assert results(size)["layers"]["graphs"] == (1, 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_holds_of_others_all_selected_and_compressed_keys_and_halos(results: Results, size: int) -> None:
+    tokens = ROW + 2 * size * (SMALL.window_size - 1) + 2 * size * (SMALL.compress_block_size - SMALL.compress_stride)
+    rows = tokens + ROW // SMALL.compress_stride
+    assert num_compressed(ROW, SMALL) <= ROW // SMALL.compress_stride
+    assert results(size)["layers"]["volume"] == 2 * 2 * (8 + 8) * rows  # of 2 rows of a batch and 2 heads of 8 numbers
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize(("size", "ranks"), [(2, "1 x 2"), (4, "1 x 4"), (4, "2 x 2")])
+def test_steps_under_fsdp2_are_those_of_one_process(results: Results, size: int, ranks: str, case: str) -> None:
+    found = results(size)["models"][case]
+    for name, want in found["one"].items():
+        torch.testing.assert_close(found[ranks][name], want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_come_back_in_their_order(results: Results, size: int) -> None:
+    assert results(size)["round trip"]
+
+
+def test_what_ranks_cannot_share_is_refused_by_name(results: Results) -> None:
+    refused = results(2)["refused"]
+    ours = "expected None of a layer whose tokens are spread over ranks, got"
+    chunks = "seq_len: expected two chunks of at least 23 tokens on each rank, in multiples of compress_stride=4, got"
+    assert refused["documents"].startswith(f"document_ids: {ours} a tensor")
+    assert refused["cache"] == f"cache: {ours} one"
+    assert refused["short chunks"] == f"{chunks} 40 tokens"
+    assert refused["uneven chunks"] == f"{chunks} 100 tokens"
+    assert refused["dense"] == "layer: expected NativeSparseAttention, got DenseAttention"
+    assert refused["shard"].startswith("x: expected a multiple of 2 * 2 ranks tokens in dimension 1, got")
