@@ -8,6 +8,7 @@ and forward mode finds 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ def opaque_operator(name: str, *, mutates: Sequence[str] = ()) -> Callable[[Call
     """Register a function of tensors and numbers as ``flexnsa::name``; it returns no view.
 
     It writes to nothing but the arguments that ``mutates`` names. Autocast stops at its door: inside, precision is
-    chosen by the function alone.
+    chosen by the function alone. Kernels are launched on the GPU of its first argument, current or not.
     """
 
     def register(function: Callable[P, T]) -> OpaqueOperator[P, T]:
@@ -47,7 +48,8 @@ class OpaqueOperator(Generic[P, T]):
     def __init__(self, name: str, function: Callable[P, T], mutates: Sequence[str]) -> None:
         @_disable_dynamo
         def kernel(*args: Any) -> T:
-            with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
+            device: torch.device = args[0].device
+            with torch.no_grad(), torch.autocast(device.type, enabled=False), _current(device):
                 return function(*args)  # pyright: ignore[reportCallIssue]  (keywords have become positions)
 
         self.name, self.function = f"{_LIBRARY.ns}::{name}", function
@@ -116,6 +118,11 @@ class OpaqueOperator(Generic[P, T]):
 
     def _no_backward(self, *_: Any) -> None:
         raise NotImplementedError(f"{self.name} has no derivative (of this order); use impl='reference'")
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the one that kernels are launched on, which is not where their tensors are but the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def in_transform() -> bool:

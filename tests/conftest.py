@@ -26,11 +26,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    without_gpu, without_emitted = not torch.cuda.is_available(), not _are_emitted_alone(config)
+    num_gpus, without_emitted = torch.cuda.device_count(), not _are_emitted_alone(config)
     selected, deselected = [], []
     for item in items:
-        wants_gpu, is_emitted = item.get_closest_marker("gpu"), item.path.is_relative_to(EMITTED)
-        cannot_run = (wants_gpu and without_gpu) or (is_emitted and without_emitted)
+        gpu, is_emitted = item.get_closest_marker("gpu"), item.path.is_relative_to(EMITTED)
+        too_few = gpu is not None and num_gpus < gpu.kwargs.get("count", 1)
+        cannot_run = too_few or (is_emitted and without_emitted)
         (deselected if cannot_run else selected).append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)

@@ -48,6 +48,22 @@ def error(result: Tensor, exact: Tensor) -> float:
     return float((result.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp_min(1e-30))
 
 
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("impl", ["flex", "triton"])
+def test_a_layer_on_another_gpu_than_the_current_one_runs_there(impl: str) -> None:
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(256, 16, 4, 64, config=SMALL, impl=impl)
+    x = torch.randn(1, 500, 256)
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        own = x.to(device).requires_grad_()
+        out = layer.to(device)(own)
+        assert torch.cuda.current_device() == 0
+        results.append([out.cpu(), *(y.cpu() for y in torch.autograd.grad(out.sum(), [own, *layer.parameters()]))])
+    for one, other in zip(*results, strict=True):
+        assert error(other, one) < 1e-5
+
+
 @pytest.mark.parametrize("impl", ["flex", "triton"])
 def test_queries_anywhere_have_their_rows_and_gradients_of_the_whole_call(impl: str) -> None:
     length, config = 3000, NSAConfig()
