@@ -1,0 +1,1 @@
+"""Several processes, on a GPU each: that they compute what one does, and how fast."""

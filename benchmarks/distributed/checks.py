@@ -1,0 +1,144 @@
+"""That several GPUs compute what one does: each errs no further from a higher precision than one GPU may."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.distributed.together import Point, Together
+from benchmarks.harness.setting import Setting
+from flexnsa import NativeSparseAttention, NSAConfig
+from flexnsa.distributed.context_parallel import parallelize_attention, parallelize_model, shard, unshard
+from flexnsa.models import DecoderConfig, DecoderLM
+
+HIGHER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
+Found = dict[str, Tensor]
+MODEL = DecoderConfig(dim=1024, num_layers=4, num_heads=16, num_kv_heads=4, head_dim=64)
+TINY = DecoderConfig(
+    dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    nsa=NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4),
+)
+
+
+def layer_check(together: Together, setting: Setting, length: int) -> None:
+    """A layer with its tokens spread: output and every gradient, beside those of the setting's own implementation."""
+
+    def learn(dtype: torch.dtype, *, spread: bool, impl: str = setting.impl) -> Found:
+        torch.manual_seed(0)
+        layer = NativeSparseAttention(*setting.heads, config=setting.config, impl=impl)
+        x, upstream = (torch.randn(1, length, setting.heads[0]) for _ in range(2))
+        layer, x, upstream = layer.to(together.device, dtype), *(y.to(together.device, dtype) for y in (x, upstream))
+        if spread:
+            parallelize_attention(layer, together.mesh)
+            x, upstream = shard(x, together.mesh), shard(upstream, together.mesh)
+        x.requires_grad_()
+        out = layer(x)
+        out.backward(upstream)
+        assert x.grad is not None
+        found = {"out": out.detach(), "x": x.grad}
+        if spread:
+            found = {name: unshard(value, together.mesh) for name, value in found.items()}
+        for name, p in layer.named_parameters():
+            assert p.grad is not None
+            found[name] = p.grad.double()
+            if spread:
+                dist.all_reduce(found[name])
+        return found
+
+    yardstick: list[Found] = []
+    for impl in dict.fromkeys((setting.impl, "flex" if together.device.type == "cuda" else setting.impl)):
+
+        def measure(impl: str = impl) -> Point:
+            if not yardstick:
+                yardstick.extend(learn(dtype, spread=False) for dtype in (HIGHER[setting.dtype], setting.dtype))
+            return compare(learn(setting.dtype, spread=True, impl=impl), yardstick[1], yardstick[0])
+
+        together.point({"kind": "check", "name": f"layer, {impl}, tokens spread", "seq_len": length}, measure)
+
+
+def step_checks(together: Together, length: int, *, tiny: bool) -> None:
+    """A step of a small model: every gradient, and beside them the losses: of all ranks, of one GPU, and exact."""
+    size, mesh, config = together.ranks.world_size, together.mesh, TINY if tiny else MODEL
+    cuda = together.device.type == "cuda"
+    draws = torch.Generator().manual_seed(1)
+    text = torch.randint(256, (size, length + 1), generator=draws).to(together.device)
+
+    def build() -> DecoderLM:
+        torch.manual_seed(0)
+        return DecoderLM(config).to(together.device).train()
+
+    def learn(model: nn.Module, tokens: Tensor, targets: Tensor, ranks: int = 1, *, exact: bool = False) -> Found:
+        with torch.autocast("cuda", torch.bfloat16, enabled=cuda and not exact):
+            loss = model(tokens, targets=targets, reduction="sum") / (size * length)
+        (loss * ranks).backward()
+        total = loss.detach().double()
+        if ranks > 1:
+            dist.all_reduce(total)
+        found = {}
+        losses.append(total.item())
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            found[name.removeprefix("module.")] = (
+                p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            ).double()
+        return found
+
+    def of_rows(x: Tensor) -> Tensor:
+        return x[mesh.get_local_rank()][None]
+
+    def of_tokens(x: Tensor) -> Tensor:
+        return shard(x, mesh)
+
+    def sharded(model: DecoderLM) -> DecoderLM:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    ways: dict[str, tuple[Callable[[DecoderLM], nn.Module], Callable[[Tensor], Tensor]]] = {
+        "DDP": (DistributedDataParallel, of_rows),
+        "FSDP2": (sharded, of_rows),
+        "DDP, tokens spread": (lambda model: DistributedDataParallel(parallelize_model(model, mesh)), of_tokens),
+        "FSDP2, tokens spread": (lambda model: sharded(parallelize_model(model, mesh)), of_tokens),
+    }
+    tokens, targets = text[:, :-1], text[:, 1:]
+    yardstick: list[Found] = []
+    losses: list[float] = []
+    for name, (wrap, part) in ways.items():
+
+        def measure(
+            wrap: Callable[[DecoderLM], nn.Module] = wrap, part: Callable[[Tensor], Tensor] = part
+        ) -> dict[str, Any]:
+            if not yardstick:
+                higher = build() if cuda else copy.deepcopy(build()).double()
+                yardstick.extend([learn(higher, tokens, targets, exact=True), learn(build(), tokens, targets)])
+            found = learn(wrap(build()), part(tokens), part(targets), size)
+            return compare(found, yardstick[1], yardstick[0]) | {"losses": [losses[-1], losses[1], losses[0]]}
+
+        together.point({"kind": "check", "name": f"step, {name}", "seq_len": length}, measure)
+
+
+def compare(found: Found, one: Found, exact: Found) -> Point:
+    """Errors relative to the whole tensor's length, of several processes and of one; and whether all are small."""
+    assert found.keys() == exact.keys()
+    errors = {name: (_error(found[name], x), _error(one[name], x)) for name, x in exact.items()}
+    largest = {name: (2 if name == "out" else 3) * own + 1e-6 for name, (_, own) in errors.items()}
+    worst = max(errors, key=lambda name: errors[name][0] / largest[name])
+    holds = all(error <= largest[name] for name, (error, _) in errors.items())
+    return {"holds": holds, "worst": worst, "of allowed": errors[worst][0] / largest[worst], "errors": errors}
+
+
+def _error(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact.double()).norm() / exact.double().norm())

@@ -1,0 +1,166 @@
+"""How fast several GPUs are: a model under DDP, and attention whose tokens are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.distributed.checks import TINY
+from benchmarks.distributed.together import Point, Together
+from benchmarks.harness.setting import Setting
+from flexnsa import NativeSparseAttention
+from flexnsa.attention.implementations import choose_implementation
+from flexnsa.attention.seam import Call
+from flexnsa.distributed.context_parallel import parallelize_attention
+from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.layers.core import Compressors, Heads, KeySource, RowKeys, attend_heads
+from flexnsa.measure.memory import MIB
+from flexnsa.models import DecoderLM, preset
+
+STEP_TOKENS = 65536
+"""Of a step on each GPU."""
+LONGEST = 2**21
+"""Tokens in all the rounds of a point, if these are more than two."""
+
+
+def ddp_speed(together: Together, length: int, *, tiny: bool) -> None:
+    """Steps of a model whose rows are shared, on one GPU and on all: forward, loss, backward and AdamW."""
+    device, size = together.device, together.ranks.world_size
+    config = TINY if tiny else preset("m7c-125m", checkpointing=False)
+    rows = 1 if tiny else max(1, STEP_TOKENS // length)
+    speeds: dict[int, float] = {}
+    for ranks in (1, size):
+
+        def measure(ranks: int = ranks) -> Point:
+            torch.manual_seed(0)
+            model = DecoderLM(config).to(device).train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+            if not tiny:
+                model.compile_layers()
+            forward = DistributedDataParallel(model, gradient_as_bucket_view=True) if ranks > 1 else model
+            text = torch.randint(256, (rows, length + 1), device=device)
+
+            def step() -> None:
+                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                    loss = forward(text[:, :-1], targets=text[:, 1:])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            for _ in range(3):
+                step()
+            milliseconds = together.times(step)[0]
+            speeds[ranks] = ranks * rows * length / milliseconds * 1e3
+            found = {"batch": ranks * rows, "step_ms": milliseconds, "tokens_per_s": speeds[ranks]}
+            return found | ({"scaling": speeds[ranks] / speeds[1] / ranks} if ranks > 1 and 1 in speeds else {})
+
+        together.point(
+            {"kind": "ddp", "model": "tiny" if tiny else "m7c-125m", "seq_len": length} | {"ranks": ranks}, measure
+        )
+
+
+def attention_speed(together: Together, setting: Setting, length: int, *, compiled: bool, spread: bool) -> None:
+    """Attention from projected heads, of a row whose tokens are spread over all GPUs or lie on one."""
+    ranks = together.ranks.world_size if spread else 1
+
+    def measure() -> Point:
+        torch.manual_seed(together.ranks.rank)
+        torch._dynamo.reset()
+        drawn = replace(setting, device=str(together.device))
+        layer = NativeSparseAttention(*setting.heads, config=setting.config, impl=setting.impl)
+        layer = layer.to(together.device, setting.dtype)
+        if spread:
+            parallelize_attention(layer, together.mesh)
+        inputs = draw_heads(drawn, length // ranks)
+        attend = attention_of(layer, length // ranks)
+        attend = drawn.compile(attend) if compiled else attend
+        learnt = [*inputs.values(), *layer.phi_k.parameters(), *layer.phi_v.parameters()]
+        rounds = max(2, min(together.rounds, LONGEST // length))
+        found = forward_and_backward(together, lambda: [attend(inputs)], learnt, rounds)
+        if spread:
+            moved = forward_and_backward(together, lambda: move_keys(layer, inputs), keys_of(inputs), rounds)
+            found |= {"gathered_mib": gathered_numbers(setting, length, ranks) * setting.dtype.itemsize / MIB}
+            found |= {f"keys_{name}": value for name, value in moved.items()}
+            for name in ("forward_ms", "backward_ms"):
+                found[f"share_{name.removesuffix('_ms')}"] = found[f"keys_{name}"] / found[name]
+        return found
+
+    together.point({"kind": "attention", "seq_len": length, "ranks": ranks, "compiled": compiled}, measure)
+
+
+def gathered_numbers(setting: Setting, length: int, ranks: int) -> int:
+    """Count what a rank holds of its own and others' keys and values after gathering."""
+    config = setting.config
+    halos = 2 * ranks * (config.window_size - 1 + config.compress_block_size - config.compress_stride)
+    return 2 * setting.num_kv_heads * setting.head_dim * (length + length // config.compress_stride + halos)
+
+
+def draw_heads(setting: Setting, length: int) -> dict[str, Tensor]:
+    """Queries, gates, and keys and values of every branch."""
+    drawn = {"q": setting.draw(setting.num_heads, length), "gates": setting.draw(setting.num_heads, length, 3)}
+    return drawn | {f"{kind}_{tag}": setting.draw(setting.num_kv_heads, length) for kind in "kv" for tag in BRANCHES}
+
+
+def keys_of(inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Keys and values."""
+    return [x for name, x in inputs.items() if name not in ("q", "gates")]
+
+
+def attention_of(layer: NativeSparseAttention, length: int) -> Callable[[dict[str, Tensor]], Tensor]:
+    """The layer without its projections, as a function of :func:`draw_heads`."""
+    layout = layer.layout(length)
+    call = Call(layer.config, layer.head_dim**-0.5, None, layout.positions, layout.window_positions)
+    compressors = Compressors(layer.phi_k, layer.phi_v)
+
+    def attend(x: dict[str, Tensor]) -> Tensor:
+        k, v = ({tag: x[f"{kind}_{tag}"] for tag in BRANCHES} for kind in "kv")
+        heads, source = Heads(x["q"], k, v, x["gates"]), layout.source or RowKeys()
+        implementation = choose_implementation(layer.impl, x["q"], modded=False)
+        return attend_heads(heads, layout, compressors, source, implementation, call, BRANCHES)[0]
+
+    return attend
+
+
+def move_keys(layer: NativeSparseAttention, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Have all keys and values travel, and nothing else."""
+    source = cast("KeySource", layer.layout(inputs["q"].shape[2]).source)
+
+    def shorten(raw: Tensor) -> Tensor:
+        return raw[:, :, : num_compressed(raw.shape[2], layer.config)]
+
+    moved: list[Tensor] = []
+    for kind in "kv":
+        moved.append(source.of_tokens(f"{kind}_slc", inputs[f"{kind}_slc"]))
+        moved.append(source.of_window(f"{kind}_win", inputs[f"{kind}_win"]))
+        moved.append(source.of_blocks(f"{kind}_cmp", inputs[f"{kind}_cmp"], shorten))
+    return moved
+
+
+def forward_and_backward(
+    together: Together, call: Callable[[], list[Tensor]], learnt: list[Any], rounds: int
+) -> dict[str, float]:
+    """Milliseconds of both, and seconds of the first call, which may compile."""
+    upstream: list[Tensor] = []
+    made: list[list[Tensor]] = []
+
+    def forward() -> None:
+        made.append(call())
+
+    def backward() -> None:
+        torch.autograd.grad(made.pop(), learnt, upstream)
+
+    together.meet()
+    begin = together.clock.start()
+    forward()
+    upstream += [torch.randn_like(x) for x in made[0]]
+    backward()
+    first = together.clock.since(begin) / 1e3
+    forward()
+    backward()
+    forward_ms, backward_ms = together.times(forward, backward, rounds=rounds)
+    return {"first_call_s": first, "forward_ms": forward_ms, "backward_ms": backward_ms}
