@@ -24,6 +24,7 @@ from flexnsa.distributed import PARALLEL, REDUCE_DTYPES, Ranks, joined_ranks, la
 from flexnsa.models import PRESETS, DecoderConfig, DecoderLM
 from flexnsa.training import TRAIN_PRESETS, Corpus, TrainConfig, Trainer, Watcher, read_corpus, run
 from flexnsa.training.trainer import check_training
+from flexnsa.validation import check_positive_int
 
 _NOT_OPTIONS = ("nsa", "branches", "vocab_size", "checkpointing", "recompute")
 _LISTS = ("branches", "recompute")
@@ -68,9 +69,10 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     watchers = _watchers(arguments)
     world_size, device = _launched(arguments)
     corpus = read_corpus(arguments.text)
-    check_training(model_config, corpus, train_config, device, world_size)  # before processes wait for each other
+    sharing = arguments.context_parallel
+    check_training(model_config, corpus, train_config, device, world_size, sharing)  # before processes wait for others
 
-    with joined_ranks(arguments.parallel, device, arguments.reduce_dtype or "fp32") as ranks:
+    with joined_ranks(arguments.parallel, device, arguments.reduce_dtype or "fp32", sharing) as ranks:
         stopped_by = _train(arguments, model_config, train_config, corpus, device, ranks, watchers)
     if stopped_by is not None:
         raise SystemExit(128 + stopped_by)
@@ -107,6 +109,13 @@ def _add_process_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--reduce-dtype", choices=REDUCE_DTYPES, help="in which gradients are summed over processes; default: fp32"
     )
+    group.add_argument(
+        "--context-parallel",
+        type=int,
+        default=1,
+        metavar="R",
+        help="so many processes share the tokens of the same sequences; default: %(default)s",
+    )
     group.add_argument("--log-ranks", action="store_true", help="a log of every process, log.rank-<r>.jsonl")
 
 
@@ -116,6 +125,8 @@ def _watchers(arguments: argparse.Namespace) -> list[Watcher]:
     Raises:
         ValueError: an option is out of range, or has no place beside another.
     """
+    if arguments.strict and arguments.context_parallel > 1:
+        raise ValueError("strict: expected no --context-parallel with it, where no process has a whole row, got both")
     if arguments.strict and arguments.compile:
         raise ValueError("strict: expected no --compile with it, whose code has no place to look at, got both")
     watchers: list[Watcher] = [recorded_environment, stacks_on_request]
@@ -125,9 +136,15 @@ def _watchers(arguments: argparse.Namespace) -> list[Watcher]:
 
 def _launched(arguments: argparse.Namespace) -> tuple[int, torch.device]:
     """Give the number of processes, and the device of this one."""
+    sharing = arguments.context_parallel
+    check_positive_int("context_parallel", sharing)
     if arguments.parallel is not None:
-        return launched_world_size(), rank_device(arguments.device)
-    for name, value in (("reduce_dtype", arguments.reduce_dtype), ("log_ranks", arguments.log_ranks)):
+        world_size = launched_world_size()
+        if world_size % sharing:
+            raise ValueError(f"context_parallel: expected a divisor of the {world_size} processes, got {sharing}")
+        return world_size, rank_device(arguments.device)
+    options = {"reduce_dtype": arguments.reduce_dtype, "log_ranks": arguments.log_ranks}
+    for name, value in (options | {"context_parallel": sharing > 1}).items():
         if value:
             raise ValueError(f"{name}: expected --parallel with it, got none")
     return 1, arguments.device

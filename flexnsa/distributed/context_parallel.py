@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexnsa.config import NSAConfig
+from flexnsa.distributed.chunks import check_chunks
 from flexnsa.distributed.collectives import gather
 from flexnsa.geometry import num_compressed
 from flexnsa.layers.attention import NativeSparseAttention
@@ -105,7 +106,7 @@ def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> Nat
         ValueError: ``mesh`` has more than one dimension.
     """
     _check(layer, mesh)
-    layer.lay_out = functools.partial(_lay_out, ranks=_Ranks.of(mesh), has_window="win" in layer.branches)
+    layer.lay_out = functools.partial(_lay_out, ranks=_Ranks.of(mesh), branches=layer.branches)
     layer.register_forward_pre_hook(_refuse_caches, with_kwargs=True)
     return layer
 
@@ -184,19 +185,15 @@ def _lay_out(
     dtype: torch.dtype,
     device: torch.device,
     ranks: _Ranks,
-    has_window: bool,
+    branches: Sequence[str],
 ) -> RowLayout:
     """Lay out ``seq_len`` tokens of a rank; as :func:`flexnsa.layers.core.row_layout`."""
     if document_ids is not None:
         got = describe(document_ids)
         raise ValueError(f"document_ids: expected None of a layer whose tokens are spread over ranks, got {got}")
-    before, behind = config.window_size - 1 if has_window else 0, config.compress_block_size - config.compress_stride
+    check_chunks("seq_len", seq_len, 2, config, branches)
+    before, behind = config.window_size - 1, config.compress_block_size - config.compress_stride
     chunk, stride = seq_len // 2, config.compress_stride
-    if seq_len % (2 * stride) or chunk < max(before, behind):
-        raise ValueError(
-            f"seq_len: expected two chunks of at least {max(before, behind)} tokens on each rank, in multiples of "
-            f"compress_stride={stride}, got {seq_len} tokens"
-        )
     firsts = [number * chunk for number in ranks.chunks]
     own = torch.arange(chunk, device=device)
     token = torch.cat([first + own for first in firsts])

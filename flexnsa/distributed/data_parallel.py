@@ -1,4 +1,4 @@
-"""Ranks that share the rows of a batch: each with the whole model (DDP), or with a shard of each parameter (FSDP2)."""
+"""Ranks that share the rows of a batch, or rows and tokens: each with the whole model (DDP), or shards (FSDP2)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from flexnsa.distributed.context_parallel import parallelize_model, shard
 from flexnsa.distributed.ranks import Ranks
 from flexnsa.models import DecoderLM
 from flexnsa.models.decoder import DecoderLayer
@@ -28,11 +29,27 @@ class GroupRanks(Ranks):
     Args:
         device: of this rank.
         reduce_dtype: in which gradients travel.
+        context_parallel: so many ranks share the tokens of the same rows; divides the number of ranks.
     """
 
-    def __init__(self, device: torch.device, reduce_dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, reduce_dtype: torch.dtype, context_parallel: int = 1) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.device, self.reduce_dtype = device, reduce_dtype
+        self.device, self.reduce_dtype, self.context_parallel = device, reduce_dtype, context_parallel
+        self._row = None
+        if context_parallel > 1:
+            shape = self.world_size // context_parallel, context_parallel
+            self._row = init_device_mesh(device.type, shape, mesh_dim_names=("rows", "tokens"))["tokens"]
+
+    def build(self, make: Callable[[], DecoderLM], device: torch.device) -> DecoderLM:
+        """Give the model that ``make`` gives; where ranks share tokens, it takes those of its rank."""
+        return self._spread(make()).to(device)
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """Give this rank's tokens of rows ``(B, S)``."""
+        return rows if self._row is None else shard(rows, self._row)
+
+    def _spread(self, model: DecoderLM) -> DecoderLM:
+        return model if self._row is None else parallelize_model(model, self._row)
 
     def total(self, value: float) -> float:
         """Sum over the ranks, the same on all."""
@@ -110,7 +127,7 @@ class FSDP2Ranks(GroupRanks):
         A shard cannot draw its own: with one seed all shards would hold the same numbers.
         """
         with torch.device("meta"):
-            model = make()
+            model = self._spread(make())
         options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (self.world_size,)),
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype),

@@ -49,13 +49,16 @@ def rank_device(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def joined_ranks(parallel: str | None, device: torch.device, reduce_dtype: str = "fp32") -> Iterator[Ranks]:
+def joined_ranks(
+    parallel: str | None, device: torch.device, reduce_dtype: str = "fp32", context_parallel: int = 1
+) -> Iterator[Ranks]:
     """Join the processes that torchrun started, for as long as the context lasts.
 
     Args:
         parallel: of :data:`PARALLEL`, or None for a process on its own.
         device: of :func:`rank_device`; NCCL joins GPUs, gloo CPUs.
         reduce_dtype: of :data:`REDUCE_DTYPES`.
+        context_parallel: so many processes share the tokens of the same rows; divides their number.
 
     What holds a wrapped model has to be gone when the context ends.
     """
@@ -72,7 +75,7 @@ def joined_ranks(parallel: str | None, device: torch.device, reduce_dtype: str =
         torch.get_device_module(device).set_device(device)
         dist.init_process_group(f"cpu:gloo,{device.type}:nccl")
     kind = {"ddp": DDPRanks, "fsdp2": FSDP2Ranks}[parallel]
-    yield kind(device, REDUCE_DTYPES[reduce_dtype])
+    yield kind(device, REDUCE_DTYPES[reduce_dtype], context_parallel)
     # A model that outlived the group would take its threads with it, and wait for them with Python locked.
     gc.collect()
     dist.destroy_process_group()

@@ -24,6 +24,8 @@ class Ranks:
     world_size: int = 1
     sharded: bool = False
     """Whether no rank holds all parameters."""
+    context_parallel: int = 1
+    """Ranks, one after the other, that share the tokens of the same rows."""
 
     def build(self, make: Callable[[], DecoderLM], device: torch.device) -> DecoderLM:
         """Give the model that ``make`` gives, its parameters on a device and of the same values on all ranks."""
@@ -42,9 +44,14 @@ class Ranks:
         parameter.copy_(values)
 
     def share(self, num_rows: int) -> slice:
-        """Give this rank's rows of a batch."""
-        size = num_rows // self.world_size
-        return slice(self.rank * size, (self.rank + 1) * size)
+        """Give this rank's rows of a batch, of whose tokens it may have a part."""
+        size = num_rows * self.context_parallel // self.world_size
+        first = self.rank // self.context_parallel * size
+        return slice(first, first + size)
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """Give this rank's tokens of rows ``(B, S)``."""
+        return rows
 
     def settle(self, backward: Callable[[], object]) -> None:
         """Settle, before the first step, what a backward pass settles; its gradients are dropped."""

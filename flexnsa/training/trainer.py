@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.distributed import Ranks
+from flexnsa.distributed.chunks import check_chunks
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training.config import TrainConfig
 from flexnsa.training.data import Corpus
@@ -53,7 +54,7 @@ class Trainer:
     ) -> None:
         self.ranks = ranks = Ranks() if ranks is None else ranks
         self.device = model.embedding.weight.device
-        check_training(model.config, corpus, config, self.device, ranks.world_size)
+        check_training(model.config, corpus, config, self.device, ranks.world_size, ranks.context_parallel)
         self.model, self.corpus, self.config = model, corpus, config
         rows = PackedDocuments if config.pack else Windows
         self.training_rows = rows(corpus.train, config.seq_len)
@@ -113,9 +114,10 @@ class Trainer:
         return result
 
     def loss(self, batch: Batch) -> Tensor:
-        """Give the summed cross-entropy, in nats, of predicting each target from its document so far."""
+        """Give the summed cross-entropy, in nats, of predicting each of this rank's targets from what is before it."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            return self._forward(batch.tokens, targets=batch.targets, reduction="sum", document_ids=batch.document_ids)
+            tokens, targets = self.ranks.cut(batch.tokens), self.ranks.cut(batch.targets)
+            return self._forward(tokens, targets=targets, reduction="sum", document_ids=batch.document_ids)
 
     @torch.no_grad()
     def validation_bits_per_byte(self) -> float:
@@ -133,24 +135,43 @@ class Trainer:
 
 
 def check_training(
-    model: DecoderConfig, corpus: Corpus, config: TrainConfig, device: torch.device, world_size: int = 1
+    model: DecoderConfig,
+    corpus: Corpus,
+    config: TrainConfig,
+    device: torch.device,
+    world_size: int = 1,
+    context_parallel: int = 1,
 ) -> None:
     """Demand what a run needs that no config knows alone.
 
     Raises:
         ValueError: the text is shorter than a row, the model's attention cannot be trained on the device, or
-            ``world_size`` processes cannot share the sequences of a step or of an evaluation evenly.
+            ``world_size`` processes, of which ``context_parallel`` share the tokens of the same sequences, cannot share
+            them, or the sequences of a step or of an evaluation, evenly.
     """
     corpus.require_rows(config.seq_len)
     if model.attention == "nsa" and model.impl == "flex" and device.type == "cpu":
         raise ValueError("impl: expected 'auto' or 'sdpa' to train on a CPU, where flex has no backward, got 'flex'")
+    if context_parallel > 1:
+        _check_tokens(model, config, context_parallel)
+    sharing = world_size // context_parallel
     rows = {
         "batch_size": ("batch_size * grad_accumulation", config.batch_size * config.grad_accumulation),
         "eval_sequences": ("eval_sequences", config.eval_sequences),
     }
     for name, (what, count) in rows.items():
-        if count % world_size:
-            raise ValueError(f"{name}: expected {what} to be a multiple of {world_size} processes, got {count}")
+        if count % sharing:
+            groups = "processes" if context_parallel == 1 else f"groups of {context_parallel} processes"
+            raise ValueError(f"{name}: expected {what} to be a multiple of {sharing} {groups}, got {count}")
+
+
+def _check_tokens(model: DecoderConfig, config: TrainConfig, context_parallel: int) -> None:
+    """Demand sequences whose tokens processes can share."""
+    if model.attention != "nsa":
+        raise ValueError(f"attention: expected 'nsa' with context_parallel, got {model.attention!r}")
+    if config.pack:
+        raise ValueError("pack: expected False with context_parallel, because documents begin anywhere, got True")
+    check_chunks("seq_len", config.seq_len, 2 * context_parallel, model.nsa, model.branches)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

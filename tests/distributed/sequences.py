@@ -11,18 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexnsa import NativeSparseAttention
 from flexnsa.distributed import joined_ranks
 from flexnsa.distributed.context_parallel import parallelize_attention, parallelize_model, shard, unshard
-from flexnsa.models import DecoderConfig, DecoderLM
-from flexnsa.training import TrainConfig
-from flexnsa.training.trainer import build_optimizer
-from tests.distributed.steps import CPU, MODEL, whole
-from tests.support.inputs import SMALL, TINY
+from flexnsa.distributed.data_parallel import DDPRanks, FSDP2Ranks, GroupRanks
+from flexnsa.models import DecoderLM
+from tests.distributed.steps import CPU, MODEL, train
+from tests.support.inputs import SMALL
 
 ROW = 256
 """Tokens: of four ranks each has two chunks of 32, which is more than the window of 24."""
@@ -106,54 +103,24 @@ def compare_layers(mesh: DeviceMesh) -> dict[str, Any]:
     return results
 
 
-MODEL_ROW = 64
-MODELS: dict[str, dict[str, Any]] = {"plain": {}, "checkpointed": {"checkpointing": True}}
+TRAINED: dict[int, dict[str, tuple[type[GroupRanks], int, dict[str, Any]]]] = {
+    2: {
+        "fsdp2, 2": (FSDP2Ranks, 2, {"checkpointing": True}),
+        "fsdp2, 2, compiled": (FSDP2Ranks, 2, {"compiled": True, "checkpointing": True}),
+        "ddp, 2": (DDPRanks, 2, {"batch_size": 2, "grad_accumulation": 2}),
+    },
+    4: {"fsdp2, 4": (FSDP2Ranks, 4, {}), "fsdp2, 2 of 4": (FSDP2Ranks, 2, {}), "ddp, 2 of 4": (DDPRanks, 2, {})},
+}
+"""Kind of ranks, how many of them share the tokens of a row, and what is trained."""
+TRAINED_ROW = {"seq_len": 64}
 
 
-def build(config: DecoderConfig) -> DecoderLM:
-    torch.manual_seed(3)
-    return DecoderLM(config).train()
-
-
-def take_steps(model: DecoderLM, tokens: Tensor, targets: Tensor, count: int, ranks: int) -> dict[str, Tensor]:
-    """Give the parameters after four steps, whose loss is the mean over all of ``count`` targets."""
-    optimizer = build_optimizer(model, TrainConfig(lr=1e-3))
-    losses = []
-    for _ in range(4):
-        loss = model(tokens, targets=targets, reduction="sum") / count
-        (loss * ranks).backward()
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    total = torch.stack(losses)
-    if ranks > 1:
-        dist.all_reduce(total)
-    return {"losses": total} | {name: whole(value).clone() for name, value in model.state_dict().items()}
-
-
-def compare_models(size: int) -> dict[str, Any]:
-    """Give the steps of one process, and those of ranks that share rows by tokens, and by rows and tokens."""
-    draws = torch.Generator().manual_seed(5)
-    text = torch.randint(256, (2, MODEL_ROW + 1), generator=draws)
-    tokens, targets = text[:, :-1], text[:, 1:].clone()
-    targets[0, :20] = -100  # so that ranks have unequal numbers of targets
-    count = int((targets != -100).sum())
-    results: dict[str, Any] = {}
-    for name, options in MODELS.items():
-        config = replace(MODEL, nsa=replace(TINY, window_size=8), **options)
-        results[name] = {"one": take_steps(build(config), tokens, targets, count, 1)}
-        for rows in (1, 2) if size > 2 else (1,):
-            mesh = init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("dp", "cp"))
-            every = mesh["dp", "cp"]._flatten()
-            model = parallelize_model(build(config), mesh["cp"])
-            for layer in model.layers:
-                fully_shard(layer, mesh=every)
-            fully_shard(model, mesh=every)
-            share = slice(None) if rows == 1 else slice(mesh["dp"].get_local_rank(), mesh["dp"].get_local_rank() + 1)
-            x, y = (shard(x[share], mesh["cp"]) for x in (tokens, targets))
-            results[name][f"{rows} x {size // rows}"] = take_steps(model, x, y, count, size)
-    return results
+def train_all(size: int) -> dict[str, Any]:
+    """Take four steps in every way."""
+    return {
+        name: train(kind(CPU, torch.float32, sharing), TRAINED_ROW | options)
+        for name, (kind, sharing, options) in TRAINED[size].items()
+    }
 
 
 def refusals(mesh: DeviceMesh) -> dict[str, str]:
@@ -164,7 +131,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "cache": lambda: layer(torch.randn(1, 64, 48), cache=layer.new_cache(1, 64)),
         "short chunks": lambda: layer(torch.randn(1, 40, 48)),
         "uneven chunks": lambda: layer(torch.randn(1, 100, 48)),
-        "dense": lambda: parallelize_model(build(replace(MODEL, attention="dense")), mesh),
+        "dense": lambda: parallelize_model(DecoderLM(replace(MODEL, attention="dense")), mesh),
         "shard": lambda: shard(torch.randn(1, 99, 48), mesh),
     }
     said = {}
@@ -183,7 +150,7 @@ def compare_sequences(file: Path) -> None:
         x = torch.arange(3.0 * ROW * 5).view(3, ROW, 5)
         results = {
             "layers": compare_layers(mesh),
-            "models": compare_models(ranks.world_size),
+            "trained": train_all(ranks.world_size),
             "refused": refusals(mesh),
             "round trip": torch.equal(unshard(shard(x, mesh, seq_dim=1), mesh), x),
         }

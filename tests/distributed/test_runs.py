@@ -108,6 +108,29 @@ def test_other_numbers_of_processes_and_other_ways_go_on_to_the_same_curve(
     main(["generate", "--checkpoint", str(folder), "--prompt", "def", "--max-new-tokens", "2", "--device", "cpu"])
 
 
+def test_processes_that_share_tokens_take_the_curve_of_one(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [
+        "--no-pack",
+        "--window-size",
+        "4",
+        "--compress-block-size",
+        "8",
+        "--compress-stride",
+        "4",
+        "--select-block-size",
+        "8",
+    ]
+    options = (*sizes, "--text", str(text), "--out")
+    monkeypatch.setattr(sys, "stderr", (tmp_path / "stderr").open("w"))
+    train(*options, str(tmp_path / "whole"), "--steps", "12")
+    spread = ("--parallel", "fsdp2", "--context-parallel", "2")
+    run_together(2, tmp_path / "output", train, *options, str(tmp_path / "run"), *spread, "--steps", "12")
+    for one, other in zip(curve(tmp_path / "run"), curve(tmp_path / "whole"), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
 def test_torchrun_starts_it_and_hands_on_a_signal_to_end(text: Path, tmp_path: Path) -> None:
     folder, output = tmp_path / "run", tmp_path / "output"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -162,6 +185,19 @@ WRONG: dict[str, tuple[str, dict[str, str], str]] = {
     "half precision": ("--parallel ddp --reduce-dtype fp16", {}, "--reduce-dtype: invalid choice: 'fp16'"),
     "sum of one": ("--reduce-dtype bf16", {}, "--reduce-dtype: expected --parallel with it"),
     "logs of one": ("--log-ranks", {}, "--log-ranks: expected --parallel with it"),
+    "no divisor": ("--parallel fsdp2 --context-parallel 3", {}, "--context-parallel: expected a divisor of the 2"),
+    "tokens of one": ("--context-parallel 2", {}, "--context-parallel: expected --parallel with it"),
+    "documents cut": ("--parallel fsdp2 --context-parallel 2", {}, "pack: expected False with context_parallel"),
+    "short chunks": (
+        "--parallel fsdp2 --context-parallel 2 --no-pack",
+        {},
+        "--seq-len: expected 4 chunks of at least 63 tokens, in multiples of compress_stride=8, got 32 tokens",
+    ),
+    "looks at rows": (
+        "--parallel ddp --context-parallel 2 --no-pack --strict",
+        {},
+        "--strict: expected no --context-parallel with it",
+    ),
     "no backward": ("--parallel ddp --impl flex", {}, "--impl: expected 'auto' or 'sdpa' to train on a CPU"),
     "short text": ("--parallel ddp --seq-len 100000", {}, "--seq-len: expected less than the"),
 }

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from flexnsa.distributed import Ranks
 from flexnsa.geometry import num_compressed
 from tests.distributed.conftest import RunOnce
-from tests.distributed.sequences import LAYERS, MODELS, ROW, compare_sequences
+from tests.distributed.sequences import LAYERS, ROW, TRAINED, TRAINED_ROW, compare_sequences
+from tests.distributed.steps import train
+from tests.distributed.test_equal_steps import assert_same_steps
 from tests.support.inputs import SMALL
 
 SIZES = [2, 4]
@@ -44,12 +47,15 @@ def test_a_rank_holds_of_others_all_selected_and_compressed_keys_and_halos(resul
     assert results(size)["layers"]["volume"] == 2 * 2 * (8 + 8) * rows  # of 2 rows of a batch and 2 heads of 8 numbers
 
 
-@pytest.mark.parametrize("case", MODELS)
-@pytest.mark.parametrize(("size", "ranks"), [(2, "1 x 2"), (4, "1 x 4"), (4, "2 x 2")])
-def test_steps_under_fsdp2_are_those_of_one_process(results: Results, size: int, ranks: str, case: str) -> None:
-    found = results(size)["models"][case]
-    for name, want in found["one"].items():
-        torch.testing.assert_close(found[ranks][name], want, rtol=0, atol=1e-5)
+@pytest.mark.parametrize(("size", "way"), [(size, way) for size in SIZES for way in TRAINED[size]])
+def test_steps_of_ranks_that_share_tokens_are_those_of_one_process(results: Results, size: int, way: str) -> None:
+    _, _, options = TRAINED[size][way]
+    found = results(size)["trained"][way]
+    alone = {name: value for name, value in options.items() if name != "compiled"}
+    assert_same_steps(found, train(Ranks(), TRAINED_ROW | alone))
+    assert found["without gradient"] == set()
+    if "compiled" in options:
+        assert found["graphs"] == (2, 0)  # of training, and of validation
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -60,7 +66,7 @@ def test_rows_come_back_in_their_order(results: Results, size: int) -> None:
 def test_what_ranks_cannot_share_is_refused_by_name(results: Results) -> None:
     refused = results(2)["refused"]
     ours = "expected None of a layer whose tokens are spread over ranks, got"
-    chunks = "seq_len: expected two chunks of at least 23 tokens on each rank, in multiples of compress_stride=4, got"
+    chunks = "seq_len: expected 2 chunks of at least 23 tokens, in multiples of compress_stride=4, got"
     assert refused["documents"].startswith(f"document_ids: {ours} a tensor")
     assert refused["cache"] == f"cache: {ours} one"
     assert refused["short chunks"] == f"{chunks} 40 tokens"
