@@ -4,51 +4,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from flexnsa.cli.options import (
-    add_checkpointing_option,
-    add_config_options,
-    add_device_option,
-    add_recompute_option,
-    config_options,
-    output_folder,
-    require,
-)
-from flexnsa.config import NSAConfig
+from flexnsa.cli.options import output_folder, require
+from flexnsa.cli.recipe_options import add_recipe_options, model_config, train_config
 from flexnsa.diagnostics import recorded_environment, stacks_on_request, strict, watchdog
 from flexnsa.distributed import PARALLEL, REDUCE_DTYPES, Ranks, joined_ranks, launched_world_size, rank_device
-from flexnsa.models import PRESETS, DecoderConfig, DecoderLM
-from flexnsa.training import TRAIN_PRESETS, Corpus, TrainConfig, Trainer, Watcher, read_corpus, run
+from flexnsa.models import DecoderConfig, DecoderLM
+from flexnsa.training import Corpus, TrainConfig, Trainer, Watcher, read_corpus, run
 from flexnsa.training.trainer import check_training
 from flexnsa.validation import check_positive_int
-
-_NOT_OPTIONS = ("nsa", "branches", "vocab_size", "checkpointing", "recompute")
-_LISTS = ("branches", "recompute")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; sizes that are not given come from the preset."""
-    parser.add_argument("--text", type=Path, help="a text file or a folder; default: Python's standard library")
     parser.add_argument("--out", type=output_folder, default="runs/train", help="folder of the log and the checkpoint")
-    parser.add_argument("--preset", choices=PRESETS, default="small", help="default: %(default)s")
-    add_device_option(parser)
-    parser.add_argument("--compile", action="store_true", help="run the layers through torch.compile")
-    add_checkpointing_option(parser)
-    parser.add_argument(
-        "--pack",
-        action=argparse.BooleanOptionalAction,
-        default=argparse.SUPPRESS,
-        help="fill rows with whole documents, kept apart: what stands between blank lines (default: cut rows anywhere)",
-    )
-    parser.add_argument("--branches", nargs="+", default=argparse.SUPPRESS, metavar="TAG", help="of cmp, slc and win")
-    add_recompute_option(parser)
-    add_config_options(parser, "model", DecoderConfig, skip=_NOT_OPTIONS)
-    add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig)
-    add_config_options(parser, "training", TrainConfig, skip=("pack",))
+    add_recipe_options(parser)
     parser.add_argument(
         "--strict", action="store_true", help="look for the first non-finite value and name its place; slower"
     )
@@ -64,16 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
     """Train, from the checkpoint in ``--out`` if there is one."""
     require("numpy", "safetensors", "tqdm", extra="train")
-    model_config = _model_config(arguments)
-    train_config = replace(TRAIN_PRESETS[arguments.preset], **config_options(arguments, TrainConfig))
+    model, training = model_config(arguments), train_config(arguments)
     watchers = _watchers(arguments)
     world_size, device = _launched(arguments)
     corpus = read_corpus(arguments.text)
     sharing = arguments.context_parallel
-    check_training(model_config, corpus, train_config, device, world_size, sharing)  # before processes wait for others
+    check_training(model, corpus, training, device, world_size, sharing)  # before processes wait for each other
 
     with joined_ranks(arguments.parallel, device, arguments.reduce_dtype or "fp32", sharing) as ranks:
-        stopped_by = _train(arguments, model_config, train_config, corpus, device, ranks, watchers)
+        stopped_by = _train(arguments, model, training, corpus, device, ranks, watchers)
     if stopped_by is not None:
         raise SystemExit(128 + stopped_by)
 
@@ -148,10 +119,3 @@ def _launched(arguments: argparse.Namespace) -> tuple[int, torch.device]:
         if value:
             raise ValueError(f"{name}: expected --parallel with it, got none")
     return 1, arguments.device
-
-
-def _model_config(arguments: argparse.Namespace) -> DecoderConfig:
-    base = PRESETS[arguments.preset]
-    overrides = config_options(arguments, DecoderConfig, skip=("nsa",))
-    overrides |= {name: tuple(overrides[name]) for name in _LISTS if name in overrides}
-    return replace(base, nsa=replace(base.nsa, **config_options(arguments, NSAConfig)), **overrides)
