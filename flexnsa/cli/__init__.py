@@ -14,7 +14,7 @@ COMMANDS = {
     "generate": "continue a prompt with a trained model, as it is written",
     "demo": "train NSA beside its dense twin, check exactness, measure memory and time",
     "estimate": "say what a model will take in memory and in decoding, from its configuration alone",
-    "diagnose": "say what a run depends on",
+    "diagnose": "say what a run depends on, and look for what makes it fail, hang or grow",
 }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import os
+import re
 import signal
 import sys
 import time
@@ -52,6 +55,36 @@ def watch_thread(thread: int, seconds: float) -> tuple[bool, str]:
         looks.append(_stack(thread))
     place = looks[-1][-1] if looks[-1] else "a thread that has ended"
     return any(look != looks[0] for look in looks), place
+
+
+def ask_for_stacks(process: int, path: Path, seconds: float = 3.0) -> str:
+    """Have a process that writes its stacks at SIGUSR1 do so.
+
+    Args:
+        process: its number.
+        path: of the file that it writes to.
+        seconds: that it may take.
+
+    Returns:
+        The innermost place of its main thread.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGUSR1)
+    end = time.monotonic() + seconds
+    while (place := innermost_place(path)) is None and time.monotonic() < end:
+        time.sleep(0.05)
+    return place or "a place that it does not tell"
+
+
+def innermost_place(path: Path) -> str | None:
+    """Read where the main thread stood from a file that :mod:`faulthandler` wrote, if all of it is there."""
+    written = path.read_text() if path.exists() else ""
+    # Newer threads come first; each begins with its innermost frame.
+    frames = re.findall(r"\(most recent call first\):\n  File \"(.+)\", line (\d+) in (.+)\n", written)
+    if not frames or not written.splitlines()[-1].endswith(("<module>", "...")):
+        return None
+    file, line, function = frames[-1]
+    return f"{Path(file).name}:{line}, {function}"
 
 
 def _stack(thread: int) -> list[str]:

@@ -1,0 +1,27 @@
+"""``python -m flexnsa diagnose WHAT``: small commands that end by themselves and say what they saw."""
+
+from __future__ import annotations
+
+import argparse
+
+from flexnsa.cli.diagnose import environment, gradients, soak
+
+LOOKS = {
+    "environment": (environment, "software, machine, threads and variables that a run depends on"),
+    "gradients": (gradients, "one backward pass in DDP: whose gradient is missing, in which order they arrive"),
+    "soak": (soak, "many steps: tokens a second, and whether memory grows from one to the next"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what can be looked at, each with options of its own."""
+    looks = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    for name, (module, summary) in LOOKS.items():
+        look = looks.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        module.add_arguments(look)
+        look.set_defaults(look=module.execute, command_parser=look)
+
+
+def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Look at what was named."""
+    arguments.look(arguments, parser)

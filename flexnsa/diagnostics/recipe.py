@@ -1,0 +1,89 @@
+"""What a case of ``python -m flexnsa diagnose`` trains: plain values, of which each process makes its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexnsa.diagnostics.cases import Outcome, run_case
+from flexnsa.distributed import joined_ranks, rank_device
+from flexnsa.models import DecoderConfig, DecoderLM
+from flexnsa.training import TrainConfig, Trainer, read_corpus
+from flexnsa.training.trainer import check_training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A model and how it is trained.
+
+    Args:
+        model: its sizes.
+        training: its hyper-parameters; the number of steps is that of who asks.
+        text: of :func:`flexnsa.training.read_corpus`.
+        device: such as ``"cuda"``, of which each rank takes its own.
+        compiled: run the layers through ``torch.compile``.
+        parallel: of :data:`flexnsa.distributed.PARALLEL`, or None for one process.
+        ranks: processes.
+    """
+
+    model: DecoderConfig
+    training: TrainConfig
+    text: Path | None = None
+    device: str = "cpu"
+    compiled: bool = False
+    parallel: str | None = None
+    ranks: int = 1
+
+    def check(self) -> None:
+        """Demand what can be known before any process starts.
+
+        Raises:
+            ValueError: an argument is out of range, or does not fit another.
+        """
+        if self.ranks < 1 or (self.ranks > 1 and self.parallel is None):
+            raise ValueError(f"ranks: expected 1, or more and a way to be parallel, got {self.ranks}")
+        device = torch.device(self.device)
+        if device.type == "cuda" and self.ranks > torch.cuda.device_count():
+            raise ValueError(f"ranks: expected at most {torch.cuda.device_count()}, a GPU for each, got {self.ranks}")
+        check_training(self.model, read_corpus(self.text), self.training, device, self.ranks)
+
+    def with_model(self, **fields: Any) -> Recipe:
+        """Change the model; branches that are left out are not recomputed either."""
+        model = self.model
+        kept = tuple(tag for tag in model.recompute if tag in fields.get("branches", model.branches))
+        return replace(self, model=replace(model, **({"recompute": kept} | fields)))
+
+    def run(
+        self,
+        folder: Path,
+        function: Callable[..., dict[str, Any]],
+        *arguments: Any,
+        seconds: float,
+        variables: Mapping[str, str] | None = None,
+    ) -> Outcome:
+        """Call ``function(recipe, *arguments)`` as :func:`~flexnsa.diagnostics.cases.run_case` does."""
+        preload = self.device == "cpu" and not variables
+        options: dict[str, Any] = {"ranks": self.ranks, "seconds": seconds, "preload": preload, "variables": variables}
+        return run_case(folder, function, self, *arguments, **options)
+
+    def record(self) -> dict[str, Any]:
+        """Give plain values that JSON can hold."""
+        return asdict(replace(self, text=None)) | {"text": None if self.text is None else str(self.text)}
+
+    @contextmanager
+    def trainer(self) -> Iterator[Trainer]:
+        """Join the ranks of this case, and give a trainer of fresh values."""
+        device = torch.device(self.device) if self.parallel is None else rank_device(torch.device(self.device))
+        with joined_ranks(self.parallel, device) as ranks:
+            model = ranks.build(self.make, device)
+            yield Trainer(model, read_corpus(self.text), self.training, compiled=self.compiled, ranks=ranks)
+
+    def make(self) -> DecoderLM:
+        """Draw the model."""
+        torch.manual_seed(self.training.seed)
+        return DecoderLM(self.model)
