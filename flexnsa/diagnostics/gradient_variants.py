@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.diagnostics.gradients import trace_gradients
-from flexnsa.diagnostics.recipe import Recipe
+from flexnsa.diagnostics.recipe import Recipe, corpus
 from flexnsa.distributed import Ranks, joined_ranks, rank_device
 from flexnsa.measure.memory import MIB
 from flexnsa.measure.table import format_table
-from flexnsa.training import PackedDocuments, Windows, read_corpus
+from flexnsa.training import PackedDocuments, Windows
 
 
 def trace_variants(recipe: Recipe) -> dict[str, Any]:
@@ -83,13 +83,13 @@ def _variants(recipe: Recipe) -> Iterator[tuple[Recipe, bool]]:
     some = 0 < sum(map(model.is_checkpointed, range(model.num_layers))) < model.num_layers
     layers = ["none", "all", *([model.checkpointing] if some else [])]
     for branches, checkpointing, static_graph in itertools.product([model.branches, *alone], layers, [False, True]):
-        yield recipe.with_model(branches=branches, checkpointing=checkpointing), static_graph
+        yield recipe.at(branches=branches, checkpointing=checkpointing), static_graph
 
 
 def _loss(recipe: Recipe, ranks: Ranks, device: torch.device) -> Callable[[nn.Module], Tensor]:
     """Give the loss of this rank's rows of the first step."""
     config = recipe.training
-    rows = (PackedDocuments if config.pack else Windows)(read_corpus(recipe.text).train, config.seq_len)
+    rows = (PackedDocuments if config.pack else Windows)(corpus(recipe.text).train, config.seq_len)
     batch = rows.draw(random.Random(f"{config.seed}/0"), config.batch_size * config.grad_accumulation)
     own = batch[ranks.share(len(batch))].to(device)
 

@@ -54,9 +54,9 @@ def run_rank(
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(threads)
-    sender.send(BEGUN)
     if rank == 0:
         append_environment(folder / FILE_NAME)
+    sender.send(BEGUN)
     try:
         ending = Ending("", time.monotonic(), function(*arguments))
     except (Exception, SystemExit) as error:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flexnsa.config import NSAConfig
 from flexnsa.diagnostics.cases import Outcome, run_case
 from flexnsa.distributed import joined_ranks, rank_device
 from flexnsa.models import DecoderConfig, DecoderLM
-from flexnsa.training import TrainConfig, Trainer, read_corpus
+from flexnsa.training import Corpus, TrainConfig, Trainer, read_corpus
 from flexnsa.training.trainer import check_training
 
 
@@ -50,13 +52,25 @@ class Recipe:
         device = torch.device(self.device)
         if device.type == "cuda" and self.ranks > torch.cuda.device_count():
             raise ValueError(f"ranks: expected at most {torch.cuda.device_count()}, a GPU for each, got {self.ranks}")
-        check_training(self.model, read_corpus(self.text), self.training, device, self.ranks)
+        check_training(self.model, corpus(self.text), self.training, device, self.ranks)
 
-    def with_model(self, **fields: Any) -> Recipe:
-        """Change the model; branches that are left out are not recomputed either."""
-        model = self.model
-        kept = tuple(tag for tag in model.recompute if tag in fields.get("branches", model.branches))
-        return replace(self, model=replace(model, **({"recompute": kept} | fields)))
+    def at(self, **settings: Any) -> Recipe:
+        """Change fields of the recipe, of its model, of the sizes of its branches or of its training, by their names.
+
+        What another setting leaves without a meaning follows it: branches that are left out are not recomputed, a
+        single branch has no softmax to share, and several ranks are parallel in some way.
+        """
+        model, training = self.model, self.training
+        if "branches" in settings:
+            kept = tuple(tag for tag in model.recompute if tag in settings["branches"])
+            gate = "sigmoid" if len(settings["branches"]) == 1 else model.gate
+            settings = {"recompute": kept, "gate": gate} | settings
+        if settings.get("ranks", 1) > 1 and self.parallel is None:
+            settings = {"parallel": "ddp"} | settings
+        nsa = replace(model.nsa, **_chosen(settings, NSAConfig))
+        model = replace(model, **({"nsa": nsa} | _chosen(settings, DecoderConfig)))
+        own = {"model": model, "training": replace(training, **_chosen(settings, TrainConfig))}
+        return replace(self, **own, **_chosen(settings, Recipe))
 
     def run(
         self,
@@ -81,9 +95,20 @@ class Recipe:
         device = torch.device(self.device) if self.parallel is None else rank_device(torch.device(self.device))
         with joined_ranks(self.parallel, device) as ranks:
             model = ranks.build(self.make, device)
-            yield Trainer(model, read_corpus(self.text), self.training, compiled=self.compiled, ranks=ranks)
+            yield Trainer(model, corpus(self.text), self.training, compiled=self.compiled, ranks=ranks)
 
     def make(self) -> DecoderLM:
         """Draw the model."""
         torch.manual_seed(self.training.seed)
         return DecoderLM(self.model)
+
+
+@cache
+def corpus(text: Path | None) -> Corpus:
+    """Read a text once in a process."""
+    return read_corpus(text)
+
+
+def _chosen(settings: Mapping[str, Any], config_class: type) -> dict[str, Any]:
+    names = {field.name for field in fields(config_class)}
+    return {name: value for name, value in settings.items() if name in names}

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from flexnsa.cli.diagnose import environment, gradients, soak
+from flexnsa.cli.diagnose import allocator, bisect, environment, gradients, matrix, soak
 
 LOOKS = {
     "environment": (environment, "software, machine, threads and variables that a run depends on"),
     "gradients": (gradients, "one backward pass in DDP: whose gradient is missing, in which order they arrive"),
     "soak": (soak, "many steps: tokens a second, and whether memory grows from one to the next"),
+    "bisect": (
+        bisect,
+        "a step that fails or hangs: which layer, whose checkpointing and which branch it needs for that",
+    ),
+    "matrix": (matrix, "steps in every combination of branches, implementations, checkpointing, precision and ranks"),
+    "allocator": (allocator, "the peak of the same steps under settings of the memory allocator"),
 }
 
 
