@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flexnsa.diagnostics.environment import FILE_NAME, append_environment
-from flexnsa.diagnostics.stacks import stacks_path
+from flexnsa.diagnostics.stacks import place_of_error, stacks_path
 
 BEGUN = "begun"
 
@@ -78,6 +78,4 @@ def _redirect_output(path: Path) -> None:
 
 def _in_words(error: BaseException) -> str:
     """Say in a line what was raised, and where."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({place_of_error(error)})"

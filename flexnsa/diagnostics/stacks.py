@@ -87,9 +87,19 @@ def innermost_place(path: Path) -> str | None:
     return f"{Path(file).name}:{line}, {function}"
 
 
+def place_of_error(error: BaseException) -> str:
+    """Give the innermost place where an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _in_words(frames[-1]) if frames else "a place that it does not tell"
+
+
 def _stack(thread: int) -> list[str]:
     """Give the places where a thread stands, the outermost first."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return []
-    return [f"{Path(at.filename).name}:{at.lineno}, {at.name}" for at in traceback.extract_stack(frame)]
+    return [_in_words(at) for at in traceback.extract_stack(frame)]
+
+
+def _in_words(frame: traceback.FrameSummary) -> str:
+    return f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"

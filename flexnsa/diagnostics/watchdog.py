@@ -17,8 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
-from flexnsa.diagnostics.stacks import stacks_path, watch_thread
+import torch.distributed as dist
+
+from flexnsa.diagnostics.flight_recorder import Collective, flight_path, write_flight_record
+from flexnsa.diagnostics.presence import hold, is_gone
+from flexnsa.diagnostics.stacks import place_of_error, stacks_path, watch_thread
 from flexnsa.diagnostics.stall import Sighting, describe_stall
 from flexnsa.files import write_whole
 from flexnsa.training import Trainer, Watcher
@@ -35,7 +40,8 @@ LONGEST = 1e6
 def watchdog(seconds: float) -> Watcher:
     """Give a watcher of :func:`flexnsa.training.run` that ends all ranks when none has made a step for so long.
 
-    Each writes its stacks twice to ``stacks.rank-<r>.txt``, and leaves with status 75.
+    So it does when a rank is gone and the connection to it lost. Each writes its stacks to ``stacks.rank-<r>.txt``,
+    twice if they may move, what PyTorch's flight recorder has to ``flight.rank-<r>``, and leaves with status 75.
 
     Raises:
         ValueError: ``seconds`` is no such time.
@@ -47,9 +53,15 @@ def watchdog(seconds: float) -> Watcher:
     def watch(trainer: Trainer, folder: Path) -> Iterator[_Watchdog]:
         trainer.ranks.on_first(lambda: _forget_sightings(folder))
         with stacks_path(folder, trainer.ranks.rank).open("a") as stacks:
+            hold(stacks)
+            trainer.ranks.gather(None)  # from here on, who holds no file is gone
             dog = _Watchdog(trainer, folder, seconds, stacks.fileno())
             try:
                 yield dog
+            except RuntimeError as error:
+                if is_lost_connection(error):
+                    dog.break_off(error)
+                raise
             finally:
                 dog.end()
 
@@ -64,6 +76,7 @@ class _Watchdog:
         self.pause = min(5.0, seconds / 2)
         self._watched = threading.get_ident()
         self._over = threading.Event()
+        self._bites = threading.Lock()
         self()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -85,19 +98,31 @@ class _Watchdog:
             if time.monotonic() - self._since > self.seconds or any(self.folder.glob(_file_name("*"))):
                 self._bite()
 
-    def _bite(self) -> None:
+    def break_off(self, error: RuntimeError) -> NoReturn:
+        """Say which rank is gone, and end."""
+        traceback.print_exception(error)
+        self._bite(place_of_error(error))
+
+    def _bite(self, broke_off_in: str | None = None) -> NoReturn:
+        if not self._bites.acquire(blocking=False):
+            threading.Event().wait()  # the other thread will end the process
         ranks = self.trainer.ranks
         try:
             step, begun = self.trainer.step, ranks.collectives()
             self._write_stacks("before")
-            moves, place = watch_thread(self._watched, self.pause)
-            self._write_stacks("after")
-            sighting = Sighting(step, begun, moves, place)
+            recent = write_flight_record(flight_path(self.folder, ranks.rank))
+            if broke_off_in is None:
+                moves, place = watch_thread(self._watched, self.pause)
+                self._write_stacks("after")
+            else:
+                moves, place = False, broke_off_in
+            sighting = Sighting(step, begun, moves, place, recent, broke_off_in is not None)
             write_whole(self.folder / _file_name(ranks.rank), json.dumps(asdict(sighting)) + "\n")
             seen = self._gather()
             answered = [rank for rank, sighting in enumerate(seen) if sighting is not None]
             if ranks.rank == answered[0]:
-                message = f"{describe_stall(seen, self.seconds)} (stacks: {stacks_path(self.folder, '*')})"
+                gone = [rank for rank in range(ranks.world_size) if self._is_gone(rank)]
+                message = f"{describe_stall(seen, self.seconds, gone)} (stacks: {stacks_path(self.folder, '*')})"
                 print(f"\nflexnsa train: error: {message}", file=sys.stderr, flush=True)
             time.sleep(0.5)  # so that the others, too, have read what all have seen
         except Exception:
@@ -112,12 +137,27 @@ class _Watchdog:
         faulthandler.dump_traceback(self.stacks, all_threads=True)
 
     def _gather(self) -> list[Sighting | None]:
-        """Wait for the sightings of all ranks, but not for ever."""
+        """Wait for the sightings of all ranks that are there, but not for ever."""
         end = time.monotonic() + self.pause + ANSWER_SECONDS
         files = [self.folder / _file_name(rank) for rank in range(self.trainer.ranks.world_size)]
-        while not all(file.exists() for file in files) and time.monotonic() < end:
+        while time.monotonic() < end:
+            if all(file.exists() or self._is_gone(rank) for rank, file in enumerate(files)):
+                break
             time.sleep(0.05)
-        return [Sighting(**json.loads(file.read_text())) if file.exists() else None for file in files]
+        return [_read(file) if file.exists() else None for file in files]
+
+    def _is_gone(self, rank: int) -> bool:
+        return rank != self.trainer.ranks.rank and is_gone(stacks_path(self.folder, rank))
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Tell whether another rank, or the way to it, is what went wrong."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def _read(file: Path) -> Sighting:
+    values = json.loads(file.read_text())
+    return Sighting(**values | {"recent": [Collective(**x) for x in values["recent"]]})
 
 
 def _file_name(rank: int | str) -> str:

@@ -26,9 +26,10 @@ CULPRIT = 2
 
 def take_step(trial: Trial) -> dict[str, Any]:
     """A step of a model whose third layer never comes back from the backward of its selected branch."""
-    layers = {"num_layers": trial.num_layers, "checkpointing": trial.checkpointed}
-    model = DecoderLM(replace(MODEL, **layers, branches=trial.branches)).train()
-    for index, layer in enumerate(model.layers):
+    sizes = {"num_layers": trial.num_layers, "checkpointing": trial.checkpointed}
+    model = DecoderLM(replace(MODEL, **sizes, branches=trial.branches)).train()
+    layers: Any = model.layers
+    for index, layer in enumerate(layers):
         if index == CULPRIT and "slc" in trial.branches:
             layer.attention.w_v_slc.register_forward_hook(block_in_backward)
     tokens = torch.zeros(1, 24, dtype=torch.int64)

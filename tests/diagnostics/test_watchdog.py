@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import re
 import signal
@@ -12,6 +13,8 @@ import pytest
 
 from flexnsa.cli import main
 from flexnsa.diagnostics import stacks_on_request, watchdog
+from flexnsa.diagnostics.flight_recorder import Collective
+from flexnsa.diagnostics.parting import describe_parting
 from flexnsa.diagnostics.stall import Sighting, describe_stall
 from flexnsa.distributed import Ranks, joined_ranks
 from flexnsa.training import Batch, Trainer, run
@@ -45,12 +48,15 @@ HOLDUPS = {"sleep": sleep_in_a_step, "crawl": crawl_through_a_step}
 
 
 def train(parallel: str | None, folder: Path, holdup: str) -> None:
-    """Have the last rank hold up its third step, whose rows it draws late."""
+    """Have the last rank hold up its third step, whose rows it draws late, or skip a collective at its end."""
     with joined_ranks(parallel, CPU) as ranks:
         trainer = make_trainer(ranks)
         trainer.train_step()  # the first imports much, which takes its time on a busy machine
         if ranks.rank == ranks.world_size - 1:
-            hold_up(trainer, holdup)
+            if holdup == "skip":
+                skip_a_sum(trainer)
+            else:
+                hold_up(trainer, holdup)
         run(trainer, folder, watchers=[watchdog(SECONDS)])
 
 
@@ -64,6 +70,12 @@ def hold_up(trainer: Trainer, holdup: str) -> None:
         return draw(draws, num_rows)
 
     rows.draw = draw_late
+
+
+def skip_a_sum(trainer: Trainer) -> None:
+    ranks = trainer.ranks
+    total = ranks.total
+    ranks.total = lambda value: value if trainer.step == 2 else total(value)
 
 
 def ended_in_time(group: Group, folder: Path) -> list[int | None]:
@@ -90,13 +102,24 @@ def test_a_rank_that_holds_up_a_step_is_named_slow_or_stuck_and_so_is_who_waits(
     with started(2, tmp_path / "output", train, parallel, folder, holdup) as group:
         assert ended_in_time(group, folder) == [75, 75], group.output(0) + group.output(1)
         said = group.output(0) + group.output(1)
-    assert re.search(rf"step 2 has not ended in 2 s: {words}; rank 0 waits for it in \w+\.py:\d+, \w+", said), said
+    waits = r"rank 0 waits for it in \w+\.py:\d+, \w+ \(collective \d+, all_\w+ of \(\d+,\)\)"
+    assert re.search(rf"step 2 has not ended in 2 s: {words}; {waits} \(stacks: ", said), said
     assert said.count("has not ended") == 1
     for rank in range(2):
         stacks = (folder / f"stacks.rank-{rank}.txt").read_text()
+        assert pickle.loads((folder / f"flight.rank-{rank}").read_bytes())["entries"]
         assert len(re.findall(r"^step 2, (before|after) a pause of 1 s", stacks, re.MULTILINE)) == 2
         assert (("sleep_in_a_step" in stacks) or ("crawl_through_a_step" in stacks)) == (rank == 1)
     assert not list(folder.glob("checkpoint*"))
+
+
+def test_a_rank_that_skips_a_collective_is_named_with_the_collective(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with started(2, tmp_path / "output", train, "ddp", folder, "skip") as group:
+        assert ended_in_time(group, folder) == [75, 75], group.output(0) + group.output(1)
+        said = group.output(0) + group.output(1)
+    skipped = r"all_reduce of \(\) in data_parallel\.py:\d+, total on rank 0; [^;]*, \w+ on rank 1"
+    assert re.search(rf"collective \d+ is not the same on all: {skipped}; rank 1 has skipped one", said), said
 
 
 def test_a_process_on_its_own_is_ended_too(tmp_path: Path) -> None:
@@ -134,8 +157,8 @@ def test_a_time_that_is_none_is_named(seconds: str, tmp_path: Path, capsys: pyte
     assert not (tmp_path / "run").exists()
 
 
-def sighting(collectives: int, *, moves: bool = False) -> Sighting:
-    return Sighting(step=7, collectives=collectives, moves=moves, place="here")
+def sighting(begun: int, *, moves: bool = False, broke_off: bool = False) -> Sighting:
+    return Sighting(step=7, begun=begun, moves=moves, place="here", broke_off=broke_off)
 
 
 def test_who_has_begun_fewer_collectives_is_waited_for() -> None:
@@ -156,3 +179,48 @@ def test_ranks_that_are_all_in_the_same_place_wait_for_nobody() -> None:
     assert describe_stall([sighting(5), sighting(5, moves=True)], 60) == (
         "step 7 has not ended in 60 s: rank 0 is stuck in here; rank 1 is slow: it is at work in here"
     )
+
+
+def test_a_rank_whose_process_has_ended_is_gone_and_who_was_told_so_lost_it() -> None:
+    seen = [sighting(5, broke_off=True), None, sighting(5), None]
+    assert describe_stall(seen, 60, gone=[1, 2]) == (
+        "step 7 has broken off: rank 1 is gone; rank 3 does not answer; "
+        "rank 0 lost them in here; rank 2 waits for them in here"
+    )
+    assert describe_stall([sighting(5, broke_off=True), sighting(5)], 60) == (
+        "step 7 has broken off: rank 0 broke off in here; rank 1 is stuck in here"
+    )
+
+
+def collectives(*calls: str, first: int = 1) -> list[Collective]:
+    """Give those that a word each stands for: what and, after a slash, where."""
+    pairs = [call.partition("/") for call in calls]
+    return [Collective("0", first + n, what, place, True) for n, (what, _, place) in enumerate(pairs)]
+
+
+def test_ranks_that_begin_the_same_collectives_have_not_parted() -> None:
+    both = collectives("sum/a", "max/b", "sum/a")
+    assert describe_parting({0: both, 1: both[:1]}) == ""  # one of them has only not come so far
+    assert describe_parting({0: both, 1: collectives("sum/other", "max/b", "sum/a")}) == ""  # of rank 0 alone
+    assert describe_parting({}) == ""
+
+
+def test_the_first_collective_that_differs_is_named_and_so_is_who_skipped_it() -> None:
+    whole = collectives("sum/a", "max/b", "bucket/c", "sum/a", "max/b", "bucket/c")
+    skips = collectives("sum/a", "bucket/c", "sum/a", "max/b", "bucket/c")
+    assert describe_parting({0: whole, 1: skips, 2: whole}) == (
+        "collective 2 is not the same on all: max in b on rank 0, 2; bucket in c on rank 1; rank 1 has skipped one"
+    )
+
+
+def test_a_skipped_collective_that_looks_like_the_next_is_found_by_where_it_was_called() -> None:
+    whole = collectives("sum/a", "sum/b", "bucket/c", "sum/a", first=7)
+    skips = collectives("sum/b", "bucket/c", "sum/a", first=7)
+    assert describe_parting({0: skips, 1: whole}) == (
+        "collective 7 is not the same on all: sum in b on rank 0; sum in a on rank 1; rank 0 has skipped one"
+    )
+
+
+def test_whose_collectives_are_others_altogether_has_skipped_none() -> None:
+    said = describe_parting({0: collectives("sum", "sum"), 1: collectives("max", "max")})
+    assert said == "collective 1 is not the same on all: sum on rank 0; max on rank 1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from flexnsa.cli import main
+from flexnsa.diagnostics.watchdog import STALLED
 from flexnsa.training.lock import locked
 from flexnsa.training.log import read_log
 from tests.distributed.processes import LIMIT, Group, run_together, started
@@ -25,6 +27,8 @@ OPTIONS = (
     "--pack --device cpu --dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 --batch-size 4 "
     f"--seq-len 32 --warmup-steps 4 --steps {STEPS} --eval-every 15 --eval-sequences 4 --checkpoint-every 8"
 ).split()
+SECONDS = 20
+"""Of the watchdog."""
 CLOCK = {"tokens_per_second", "peak_mib"}
 
 
@@ -51,17 +55,23 @@ def test_killed_and_stopped_at_any_moment_it_goes_on_to_the_same_curve_bit_for_b
         assert group.wait() == [0, 0], group.output(0)
     whole, folder = curve(tmp_path / "whole"), tmp_path / "killed"
     assert len(whole) == STEPS
+    draws = random.Random(parallel)
+    steps = sorted(draws.sample(range(1, 40), 5))
+    victims = draws.sample([{0}, {1}, {0, 1}, {0}, {1}], 5)
+    moments = [(those, step, draws.uniform(0, 0.05)) for those, step in zip(victims, steps, strict=True)]
 
-    with ranks("killed") as group:  # one rank, before the first checkpoint
-        group.wait_until(lambda: len(curve(folder)) >= 3)
-        group.processes[1].kill()
-        statuses = group.wait()
-        assert statuses[1] == -signal.SIGKILL
-        assert statuses[0] == 1, group.output(0)  # it does not wait for ever
-    with ranks("killed") as group:  # all of them, between two checkpoints
-        group.wait_until(lambda: len(curve(folder)) >= 20)
-        for process in group.processes:
-            process.kill()
+    for victims, steps, pause in moments:
+        with ranks("killed", train_watched) as group:
+            group.wait_until(lambda: len(curve(folder)) >= steps)  # noqa: B023
+            time.sleep(pause)
+            for rank in victims:
+                group.processes[rank].kill()
+            killed = time.monotonic()
+            statuses = group.wait()
+            assert time.monotonic() - killed < SECONDS
+            for rank in {0, 1} - victims:
+                assert statuses[rank] == STALLED, group.output(rank)  # it does not wait for ever
+                assert f"has broken off: rank {1 - rank} is gone; rank {rank} lost it in" in group.output(rank)
     with ranks("killed", _train_until_rank_0_has_written_half_a_checkpoint) as group:
         assert group.wait() == [-signal.SIGKILL, 1], group.output(1)
     assert list(folder.glob("checkpoint*.tmp"))
@@ -77,6 +87,10 @@ def test_killed_and_stopped_at_any_moment_it_goes_on_to_the_same_curve_bit_for_b
         assert group.wait() == [0, 0], group.output(0)
     assert curve(folder) == whole
     assert f" {stopped}/{STEPS} " in group.output(0)  # nothing was done twice
+
+
+def train_watched(*options: str) -> None:
+    train(*options, "--watchdog", str(SECONDS))
 
 
 def _train_until_rank_0_has_written_half_a_checkpoint(*options: str) -> None:
