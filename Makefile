@@ -5,7 +5,7 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples test emitted lint format types bench bench-smoke bench-gpu record plots dist ci clean
+.PHONY: help demo examples test emitted lint format types bench bench-smoke bench-gpu record plots versions dist ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -54,6 +54,9 @@ record: .venv/.installed  ## measure what the plots show of a CPU: memory, throu
 plots: .venv/.installed  ## draw every figure whose measurements are recorded in benchmarks/results
 	$(BIN)/python -m plots
 
+versions:  ## run the CPU parity tests with other versions of torch, each in an environment of its own
+	$(PYTHON) .ci/versions.py .versions 2.11.0 2.13.0 newest
+
 # The wheel is built from the sdist. It has to work with torch alone, so it is tried in an environment of its own.
 dist: .venv/.installed  ## build sdist and wheel, and run the first sample of README.md from the wheel in an empty environment
 	rm -rf dist
@@ -69,7 +72,7 @@ ci: .ci/run  ## what continuous integration runs
 	$<
 
 clean:  ## remove the environment, caches and outputs
-	rm -rf .venv .pytest_cache .ruff_cache .benchmarks runs demo dist
+	rm -rf .venv .versions .pytest_cache .ruff_cache .benchmarks runs demo dist
 
 # PyPI's torch for Linux brings gigabytes of CUDA: where there is no NVIDIA driver, the CPU build goes in first.
 %/.torch: constraints.txt

@@ -60,9 +60,9 @@ def test_killed_and_stopped_at_any_moment_it_goes_on_to_the_same_curve_bit_for_b
     victims = draws.sample([{0}, {1}, {0, 1}, {0}, {1}], 5)
     moments = [(those, step, draws.uniform(0, 0.05)) for those, step in zip(victims, steps, strict=True)]
 
-    for victims, steps, pause in moments:
+    for victims, count, pause in moments:
         with ranks("killed", train_watched) as group:
-            group.wait_until(lambda: len(curve(folder)) >= steps)  # noqa: B023
+            group.wait_until(lambda: len(curve(folder)) >= count)  # noqa: B023
             time.sleep(pause)
             for rank in victims:
                 group.processes[rank].kill()

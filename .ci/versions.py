@@ -1,0 +1,113 @@
+"""Do the CPU parity tests pass with other versions of PyTorch? Each has an environment of its own, made once.
+
+    python .ci/versions.py .versions 2.11.0 2.13.0 newest
+
+needs Python alone. The newest is the one that the package index has today. The status is 1 unless all tests pass.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import venv
+from functools import cache
+from pathlib import Path
+from urllib.request import urlopen
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+NEEDED = ["pytest", "hypothesis", "numpy", "safetensors"]
+PARITY = [
+    f"tests/attention/test_{name}.py"
+    for name in ("parity", "reference", "semantics", "selection", "empty_rows", "implementations")
+]
+
+
+def main(folder: Path, versions: list[str]) -> int:
+    """Make the environments, run the tests in each, print a table, and give the status."""
+    named = {newest(folder) if version == "newest" else version: version for version in versions}
+    rows = [try_version(folder / version, version) for version in named]
+    print(f"\n{'torch':12}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}")
+    for installed, passed, failed, skipped, seconds in rows:
+        print(f"{installed:12}{passed:8}{failed:8}{skipped:9}{seconds:9.0f}")
+    good = [row for row in rows if row[1] and not row[2]]
+    print(f"\nthe CPU parity tests pass with {len(good)} of {len(rows)} versions of torch.")
+    return 0 if len(good) == len(rows) else 1
+
+
+def try_version(folder: Path, version: str) -> tuple[str, int, int, int, float]:
+    """Give the version that ran, and how many tests passed, failed and were skipped in how many seconds."""
+    python = make_environment(folder, version)
+    installed = output(python, "-c", "import torch; print(torch.__version__)")
+    print(f"\n== torch {installed}", flush=True)
+    report = folder.resolve() / "report.xml"
+    report.unlink(missing_ok=True)
+    start = time.monotonic()
+    subprocess.run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *PARITY],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,  # the report says what did not pass
+    )
+    seconds = time.monotonic() - start
+    if not report.exists():
+        return installed, 0, 1, 0, seconds
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    tests, failures, errors, skipped = (int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped"))
+    return installed, tests - failures - errors - skipped, failures + errors, skipped, seconds
+
+
+def make_environment(folder: Path, version: str) -> Path:
+    """Give the Python of an environment with a version of torch, built for CPUs where the index of these answers."""
+    python = folder / "bin" / "python"
+    done = folder / ".installed"
+    if not done.exists():
+        print(f"making {folder}", flush=True)
+        venv.create(folder, with_pip=True)
+        run(python, "-m", "pip", "install", "--quiet", *cpu_index(), f"torch=={version}")
+        constraints = folder / "constraints.txt"
+        lines = (ROOT / "constraints.txt").read_text().splitlines()
+        constraints.write_text("\n".join(line for line in lines if not line.startswith(("torch==", "triton=="))) + "\n")
+        run(python, "-m", "pip", "install", "--quiet", "--constraint", str(constraints), *NEEDED)
+        done.touch()
+    return python
+
+
+def newest(folder: Path) -> str:
+    """Ask the index for its newest torch; nothing is installed."""
+    asking = folder / "asking"
+    if not asking.exists():
+        venv.create(asking, with_pip=True)
+    options = ["--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", *cpu_index()]
+    report = json.loads(output(asking / "bin" / "python", "-m", "pip", "install", *options, "torch"))
+    return report["install"][0]["metadata"]["version"].partition("+")[0]
+
+
+@cache
+def cpu_index() -> list[str]:
+    """Give pip's option for wheels without CUDA, or none, which is the default index, where these do not answer."""
+    try:
+        urlopen(f"{CPU_WHEELS}/torch/", timeout=10).close()
+    except OSError:
+        print(f"{CPU_WHEELS} does not answer: taking torch from the default index", flush=True)
+        return []
+    return ["--index-url", CPU_WHEELS]
+
+
+def run(*command: object) -> None:
+    """Run to the end, which has to be a good one."""
+    subprocess.run([str(word) for word in command], check=True)
+
+
+def output(*command: object) -> str:
+    """Give what a command prints."""
+    return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
