@@ -68,7 +68,7 @@ def make_environment(folder: Path, version: str) -> Path:
     done = folder / ".installed"
     if not done.exists():
         print(f"making {folder}", flush=True)
-        venv.create(folder, with_pip=True)
+        venv.create(folder, with_pip=True, symlinks=True, clear=True)  # also what an earlier start has left half made
         run(python, "-m", "pip", "install", "--quiet", *cpu_index(), f"torch=={version}")
         constraints = folder / "constraints.txt"
         lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -82,7 +82,7 @@ def newest(folder: Path) -> str:
     """Ask the index for its newest torch; nothing is installed."""
     asking = folder / "asking"
     if not asking.exists():
-        venv.create(asking, with_pip=True)
+        venv.create(asking, with_pip=True, symlinks=True)
     options = ["--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", *cpu_index()]
     report = json.loads(output(asking / "bin" / "python", "-m", "pip", "install", *options, "torch"))
     return report["install"][0]["metadata"]["version"].partition("+")[0]

@@ -17,7 +17,7 @@ class Trial:
     Args:
         num_layers: of the model, its first.
         checkpointed: the half-open range of layers that are recomputed in backward.
-        branches: of each layer.
+        branches: of each layer; none of a model that has no such thing.
     """
 
     num_layers: int
@@ -103,7 +103,7 @@ class _Search:
             first, last = least.checkpointed
             layers = f"layer {first}" if last - first == 1 else f"layers {first} to {last - 1}, no half of which alone"
             culprit = f"checkpointing of {layers} {self._does(least)}"
-        return self._found(f"{culprit}; {self._branches(least)}")
+        return self._found(f"{culprit}; {self._branches(least)}" if least.branches else culprit)
 
     def _fails(self, trial: Trial) -> bool:
         if trial not in self.trials:

@@ -114,9 +114,7 @@ def _started(
         for rank in range(ranks):
             own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=run_rank, args=(sender, folder, own, threads, function, arguments), daemon=True
-            )
+            process = context.Process(target=run_rank, args=(sender, folder, own, threads, function, arguments))
             with _environment(own):
                 process.start()
             sender.close()

@@ -26,7 +26,8 @@ def trace_variants(recipe: Recipe) -> dict[str, Any]:
         for variant, static_graph in _variants(recipe):
             model = ranks.build(variant.make, device).train()
             trace = trace_gradients(model, _loss(variant, ranks, device), ranks=ranks, static_graph=static_graph)
-            settings = {"branches": "+".join(variant.model.branches), "checkpointing": variant.model.checkpointing}
+            branches = "+".join(variant.model.branches) if variant.model.attention == "nsa" else "dense"
+            settings = {"branches": branches, "checkpointing": variant.model.checkpointing}
             traces.append({**settings, "static_graph": static_graph, **trace.record()})
             del model
     return {"ranks": recipe.ranks, "traces": traces}

@@ -83,6 +83,8 @@ def test_what_no_half_and_no_branch_does_alone_is_said() -> None:
     assert said == "checkpointing of layers 0 to 3, no half of which alone fails (why); no branch does alone"
     said, _ = trials_of(lambda _: True)
     assert said == "layer 0 fails (why), checkpointed or not, or what lies around the layers; each branch alone does"
+    said, _ = trials_of(lambda trial: trial.num_layers > 1, replace(WHOLE, branches=()))
+    assert said == "layer 1 fails (why), checkpointed or not"  # of a model without branches
     said, trials = trials_of(lambda _: False)
     assert said == "the step passes: there is nothing to find"
     assert trials == [WHOLE]

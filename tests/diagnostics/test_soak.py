@@ -73,3 +73,25 @@ def test_the_command_soaks_a_model_and_leaves_with_a_status(tmp_path: Path, caps
         main([*command, "--device", "cpu", "--limit", "0.001"])
     assert left.value.code == 1
     assert "over time: after 0.001 s rank 0 in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--limit nan", "--limit: expected a finite number, got nan"),
+        ("--ranks 0", "--ranks: expected 1, or more and a way to be parallel, got 0"),
+        ("--ranks 3", r"--batch-size: expected batch_size * grad_accumulation to be a multiple of 3 processes, got 8"),
+        ("--steps 1", "--steps: expected at least 2, got 1"),
+        ("--threshold -1", "--threshold: expected a positive, finite number, got -1"),
+    ],
+)
+def test_what_is_wrong_is_named_before_a_process_is_started(
+    options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = write_text(tmp_path / "text"), tmp_path / "case"
+    command = ["diagnose", "soak", "--text", str(text), "--seq-len", "24", "--device", "cpu", "--out", str(out)]
+    with pytest.raises(SystemExit) as left:
+        main([*command, *options.split()])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()

@@ -24,10 +24,15 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     recipe = recipe_of(arguments)
     model = recipe.model
     checkpointed = [layer for layer in range(model.num_layers) if model.is_checkpointed(layer)]
-    whole = Trial(model.num_layers, (checkpointed[0], checkpointed[-1] + 1) if checkpointed else (0, 0), model.branches)
+    whole = Trial(
+        num_layers=model.num_layers,
+        checkpointed=(checkpointed[0], checkpointed[-1] + 1) if checkpointed else (0, 0),
+        branches=model.branches if model.attention == "nsa" else (),
+    )
 
     def run(trial: Trial) -> Outcome:
-        tried = recipe.at(num_layers=trial.num_layers, checkpointing=trial.checkpointed, branches=trial.branches)
+        branches = {"branches": trial.branches} if trial.branches else {}
+        tried = recipe.at(num_layers=trial.num_layers, checkpointing=trial.checkpointed, **branches)
         return tried.run(arguments.out / trial.name(), take_steps, arguments.steps, seconds=arguments.limit)
 
     found = bisect(run, whole)

@@ -62,8 +62,9 @@ def default_axes(recipe: Recipe) -> dict[str, Sequence[Any]]:
     cuda = torch.device(recipe.device).type == "cuda"
     ranks = [1, 2] if not cuda or torch.cuda.device_count() > 1 else [1]
     model = recipe.model
+    alone = [(tag,) for tag in model.branches] if model.attention == "nsa" else []
     return {
-        "branches": list(dict.fromkeys([model.branches, *((tag,) for tag in model.branches)])),
+        "branches": list(dict.fromkeys([model.branches, *alone])),
         "impl": ["flex", "triton"] if cuda else ["sdpa", "reference"],
         "checkpointing": ["none", "all"],
         "precision": ["fp32", "bf16"],

@@ -1,0 +1,74 @@
+"""A case ends in time however its processes end, and its folder tells which of them began it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flexnsa.diagnostics import run_case
+from flexnsa.distributed import joined_ranks
+from tests.distributed.steps import CPU
+
+
+def sum_on_all(last_does: str) -> dict[str, Any]:
+    """Wait for the last rank, which does something else."""
+    with joined_ranks("ddp", CPU) as ranks:
+        print("rank", ranks.rank, "of", ranks.world_size)
+        if ranks.rank == 1:
+            act(last_does)
+        ones = torch.ones(())
+        dist.all_reduce(ones)
+        return {"sum": ones.item(), "port": os.environ["MASTER_PORT"]}
+
+
+def act(what: str) -> None:
+    if what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "raise":
+        raise ValueError("no such\n   file")
+    if what == "leave":
+        raise SystemExit(3)
+    if what == "sleep":
+        time.sleep(600)
+
+
+def test_what_rank_0_gives_is_given_and_everything_printed_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "stacks.rank-7.txt").write_text("of an earlier case")
+    outcome = run_case(tmp_path, sum_on_all, "nothing", ranks=2, seconds=60)
+    assert outcome.passed, outcome.reason
+    assert outcome.values["sum"] == 2
+    assert [(tmp_path / f"log.rank-{rank}.txt").read_text() for rank in (0, 1)] == ["rank 0 of 2\n", "rank 1 of 2\n"]
+    kept = {"environment.json", "log.rank-0.txt", "log.rank-1.txt", "outcome.json"}
+    assert {file.name for file in tmp_path.iterdir()} == kept
+    assert json.loads((tmp_path / "outcome.json").read_text())["values"]["sum"] == 2
+    assert "MASTER_PORT" not in os.environ
+
+
+def test_who_died_is_named_and_not_who_waited_for_it(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    outcome = run_case(tmp_path, sum_on_all, "die", ranks=2, seconds=60)
+    assert (outcome.status, outcome.reason.split(";")[0]) == ("failed", "rank 1: died of SIGKILL")
+    outcome = run_case(tmp_path, sum_on_all, "raise", ranks=2, seconds=60)
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith("rank 1: ValueError: no such file (test_cases.py:")
+    assert "ValueError: no such" in (tmp_path / "log.rank-1.txt").read_text()
+    outcome = run_case(tmp_path, sum_on_all, "leave", ranks=2, seconds=60)
+    assert outcome.reason.startswith("rank 1: SystemExit: 3 (test_cases.py:")
+    assert time.monotonic() - begun < 60
+
+
+def test_where_each_rank_stood_is_told_when_the_time_is_over(tmp_path: Path) -> None:
+    outcome = run_case(tmp_path, sum_on_all, "sleep", ranks=2, seconds=2)
+    assert outcome.status == "over time"
+    first, second = outcome.reason.split("; ")
+    assert first.startswith("after 2 s rank 0 in distributed_c10d.py:")
+    assert second.startswith("rank 1 in test_cases.py:")
+    assert second.endswith(", act")
+    assert "sum_on_all" in (tmp_path / "stacks.rank-1.txt").read_text()
