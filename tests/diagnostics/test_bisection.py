@@ -48,7 +48,7 @@ def test_a_layer_that_deadlocks_in_backward_is_named_with_its_branch(tmp_path: P
     def run(trial: Trial) -> Outcome:
         return run_case(tmp_path / trial.name(), take_step, trial, seconds=3)
 
-    found = bisect(run, replace(WHOLE, checkpointed=(0, 0)))
+    found = bisect(run, replace(WHOLE, num_layers=CULPRIT + 1, checkpointed=(0, 0)))
     assert found.found
     assert found.sentence().startswith("layer 2 hangs (after 3 s rank 0 in threading.py:")
     assert found.sentence().endswith("checkpointed or not; of the branches slc alone (6 trials).")
