@@ -50,6 +50,8 @@ class Recipe:
         if self.ranks < 1 or (self.ranks > 1 and self.parallel is None):
             raise ValueError(f"ranks: expected 1, or more and a way to be parallel, got {self.ranks}")
         device = torch.device(self.device)
+        if self.parallel is not None and device.index is not None:
+            raise ValueError(f"device: expected {device.type}, of which each rank takes its own, got {self.device!r}")
         if device.type == "cuda" and self.ranks > torch.cuda.device_count():
             raise ValueError(f"ranks: expected at most {torch.cuda.device_count()}, a GPU for each, got {self.ranks}")
         check_training(self.model, corpus(self.text), self.training, device, self.ranks)
