@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from flexnsa import NSAConfig
+from flexnsa.attention.triton.select import MANY_PROGRAMS, SCRATCH_BYTES, chunks
+from flexnsa.geometry import num_blocks
 from tests.support import triton_selection
 from tests.support.triton_selection import CASES, dense_lse_and_importance, ranks, run_kernels, select
 
@@ -59,6 +63,20 @@ def test_equal_scores_select_the_lowest_indices(interpreted: dict[str, Any]) -> 
     """All-zero queries: block 0 lacks the key that would reach into it, every later whole block ties."""
     last = interpreted["ties"]["selected"][0, 0, -1]
     assert last.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("heads", [1, 4, 32])
+@pytest.mark.parametrize("width", [None, 16, 8192])
+def test_chunks_hold_every_query_once_and_keep_a_gpu_busy(width: int | None, heads: int) -> None:
+    config = NSAConfig()
+    plan = list(chunks(524288, heads, width, config))
+    assert [first for first, _, _ in plan] == [0, *itertools.accumulate(rows for _, rows, _ in plan)][:-1]
+    assert sum(rows for _, rows, _ in plan) == 524288
+    for first, rows, blocks in plan[:-1]:
+        assert rows * heads >= MANY_PROGRAMS
+        assert blocks >= (width or num_blocks(first + rows, config))
+        unaligned = blocks - 16
+        assert 8 * heads * rows * unaligned <= max(SCRATCH_BYTES, 8 * blocks * MANY_PROGRAMS)
 
 
 def test_operator_compiles_into_one_graph_for_all_lengths(interpreted: dict[str, Any]) -> None:

@@ -172,7 +172,7 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     total = (own + torch.nn.functional.pad(passed, (1, -1)))[..., :width]
 
     positions = None if case.is_whole_sequence else rows
-    with mock.patch.object(scoring_triton, "SCRATCH_BYTES", case.scratch_bytes):
+    with mock.patch.multiple(scoring_triton, SCRATCH_BYTES=case.scratch_bytes, MANY_PROGRAMS=1):
         selected = scoring_triton.launch_selection(q, k, lse, positions, **arguments)
     results = {
         "importance": total.unflatten(0, (case.batch, case.kv_heads)),

@@ -24,6 +24,9 @@ from flexnsa.geometry import num_blocks
 from flexnsa.positions import Positions
 
 SCRATCH_BYTES = 64 * 2**20
+MANY_PROGRAMS = 4096
+"""Of the selection, one for a query and kv head: a few for each place on a GPU. One alone waits for itself most of the
+time, 0.1 ms where there are 8192 blocks."""
 ROW_MULTIPLE = 128
 """Chunks hold whole tiles of queries, so that no program idles at their seams."""
 MODIFIED_SCORES = 2**26
@@ -108,7 +111,9 @@ def aligned(width: int) -> int:
 
 
 def chunks(num_queries: int, num_heads: int, width: int | None, config: NSAConfig) -> Iterator[tuple[int, int, int]]:
-    """Cut the queries into chunks ``(first_row, num_rows, width)`` of at most ``SCRATCH_BYTES`` of scores, if possible.
+    """Cut the queries into chunks ``(first_row, num_rows, width)`` of about ``SCRATCH_BYTES`` of scores.
+
+    Where rows are so long that these are few rows, a chunk holds more: enough for :data:`MANY_PROGRAMS`.
 
     Args:
         num_queries: ``T``.
@@ -124,6 +129,7 @@ def chunks(num_queries: int, num_heads: int, width: int | None, config: NSAConfi
             rows = (math.isqrt(first**2 + 4 * cells * config.select_block_size) - first) // 2
         else:
             rows = cells // width
+        rows = max(rows, MANY_PROGRAMS // num_heads)
         rows = min(max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE, num_queries - first)
         yield first, rows, aligned(width or num_blocks(first + rows, config))
         first += rows
