@@ -1,9 +1,7 @@
 """Train one model on recall, from short rows to long ones; the run goes on where it was stopped.
 
-The longer the rows, the longer nothing is learned (arXiv 2511.01033: steps grow with the square of the length), while
-what was learned from short ones serves on long ones at once. So training begins with rows of a few pairs. Tokens of one
-kind begin with embeddings that have something in common, as those of text come to have: without it heads have nothing
-by which to tell kinds, or positions, apart from contents.
+Tokens of one kind begin with embeddings that have something in common, as those of text come to have: without it heads
+have nothing by which to tell kinds, or positions, apart from contents.
 """
 
 from __future__ import annotations
@@ -16,77 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.learning.plan import DEPTHS, Plan, Stage
+from benchmarks.learning.selection import layer_inputs, selected_blocks
 from benchmarks.learning.tasks import SLOT, Rows, Vocabulary, depth_rows, training_rows
+from benchmarks.learning.variants import Variant
 from benchmarks.learning.workers import Report
-from flexnsa import NativeSparseAttention
-from flexnsa.models import DecoderConfig, DecoderLM
+from flexnsa import NativeSparseAttention, NSAConfig
+from flexnsa.models import DecoderConfig
 
-DEPTHS = 16
 KINDS = ("pairs", "needle")
 """Of maps: rows full of pairs, all asked for; rows of filler with a single one."""
 KINDS_IN_COMMON = 2.0
 """Standard deviation of what the embeddings of a kind have in common; what each has of its own has 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """So many steps, each on so many rows of ``seq_len`` tokens with up to ``pairs`` pairs."""
-
-    seq_len: int
-    rows: int
-    pairs: int
-    steps: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """All that decides the numbers of a run, beside its model and its seed.
-
-    Args:
-        vocabulary: of the rows.
-        stages: one after the other.
-        lr: peak learning rate; it falls to a tenth of it along a half cosine over the last stage.
-        warmup_steps: of the first stage.
-        plain_up_to: rows of up to so many tokens are attended to by the reference, for which nothing is compiled.
-        eval_every: steps between two looks at how much is recalled, in as many rows as a step has.
-        map_lengths: of the rows with pairs at all depths, when the steps or the time are up.
-        map_pairs: most pairs in such a row beside those that are asked for.
-        map_rows: of each map, a multiple of :data:`DEPTHS`.
-        map_tokens: of the rows that are read at once, at least two.
-        map_seconds: to keep for the maps when time is short.
-    """
-
-    vocabulary: Vocabulary
-    stages: tuple[Stage, ...]
-    lr: float
-    warmup_steps: int = 100
-    plain_up_to: int = 0
-    eval_every: int = 100
-    map_lengths: tuple[int, ...] = ()
-    map_pairs: int = 0
-    map_rows: int = 2 * DEPTHS
-    map_tokens: int = 2**17
-    map_seconds: float = 0.0
-
-    @property
-    def steps(self) -> int:
-        """Count the steps of all stages."""
-        return sum(stage.steps for stage in self.stages)
-
-    def at(self, step: int) -> tuple[Stage, int]:
-        """Give the stage of a step counted from 0, and the step behind its last."""
-        end = 0
-        for stage in self.stages:
-            end += stage.steps
-            if step < end:
-                return stage, end
-        raise ValueError(f"step: expected less than {self.steps}, got {step}")
-
-    def learning_rate(self, step: int) -> float:
-        """Give the rate of a step counted from 0."""
-        left = (self.steps - step) / self.stages[-1].steps
-        fall = 0.1 + 0.9 * (1 - torch.cos(torch.tensor(min(1.0, left) * torch.pi)).item()) / 2
-        return self.lr * min(1.0, (step + 1) / self.warmup_steps) * fall
 
 
 @dataclass
@@ -96,12 +35,14 @@ class Record:
     Args:
         loss: ``[step, nats]``, means over the steps since the entry before.
         recall: ``[step, seq_len, share]`` of new rows of the stage, questions out of a window's reach alone.
+        found: ``[step, seq_len, share]`` of these questions at which a head of the last layer selects the right block.
         maps: ``{"step", "kind", "seq_len", "rows", "recall"}``: shares by depth, the deepest past first.
         seconds: of training, looks left out.
     """
 
     loss: list[list[float]] = field(default_factory=list)
     recall: list[list[float]] = field(default_factory=list)
+    found: list[list[float]] = field(default_factory=list)
     maps: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -109,11 +50,14 @@ class Record:
 class Run:
     """A model on its way through a plan, kept in a file."""
 
-    def __init__(self, config: DecoderConfig, plan: Plan, *, seed: int, device: str, path: Path) -> None:
-        self.plan, self.seed, self.device, self.path = plan, seed, device, path
-        self.impl = config.impl
+    def __init__(
+        self, variant: Variant, config: DecoderConfig, plan: Plan, *, seed: int, device: str, path: Path
+    ) -> None:
+        self.plan = plan if variant.tight else plan.with_all_blocks()
+        self.seed, self.device, self.path = seed, device, path
+        self.config = config = variant.configure(config)
         torch.manual_seed(seed)
-        self.model = DecoderLM(config).to(device)
+        self.model = variant.build(config).to(device)
         _bring_kinds_together(self.model.embedding, plan.vocabulary)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=device == "cuda"
@@ -162,7 +106,7 @@ class Run:
         rows = self._rows(stage, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(self.step)
-        self._attend_by("reference" if stage.seq_len <= self.plan.plain_up_to else self.impl)
+        self._attend_as_at(stage)
         with self._precision():
             loss = self.model(rows.tokens, targets=rows.targets)
         loss.backward()
@@ -179,10 +123,14 @@ class Run:
         """Give the numbers of a step, other ones for rows that are not trained on."""
         return torch.Generator(self.device).manual_seed(((2 * self.seed + (not seen)) << 32) + step)
 
-    def _attend_by(self, impl: str) -> None:
+    def _attend_as_at(self, stage: Stage) -> None:
+        plain = stage.seq_len <= self.plan.plain_up_to
+        self._attend(stage.sizes(self.config.nsa), "reference" if plain else self.config.impl)
+
+    def _attend(self, sizes: NSAConfig, impl: str) -> None:
         for module in self.model.modules():
             if isinstance(module, NativeSparseAttention):
-                module.impl = impl
+                module.config, module.impl = sizes, impl
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda")
@@ -196,12 +144,25 @@ class Run:
     def _look(self, stage: Stage) -> None:
         rows = self._rows(stage, self.step, seen=False)
         far = rows.distances >= min(self.reach, stage.seq_len // 2)
-        right = (self._answers(rows) & far).sum() / far.sum()
-        self.record.recall.append([self.step, stage.seq_len, round(right.item(), 4)])
+        looks = [(self.record.recall, self._answers)]
+        if self.config.attention == "nsa" and "slc" in self.config.branches:
+            looks.append((self.record.found, self._finds))
+        for record, look in looks:
+            record.append([self.step, stage.seq_len, round(look(rows)[far].float().mean().item(), 4)])
+
+    @torch.no_grad()
+    def _finds(self, rows: Rows) -> Tensor:
+        """Tell at every token whether a head of the last layer selects the block with the value asked for."""
+        with self._precision():
+            layer, x = layer_inputs(self.model, rows.tokens)[-1]
+            blocks = selected_blocks(layer, x, impl="reference")
+        value_at = torch.arange(x.shape[1], device=x.device) - rows.distances + 1
+        right = value_at // layer.config.select_block_size
+        return (blocks == right[:, None, :, None]).any(3).any(1)
 
     def _draw_maps(self, until: float, report: Report) -> None:
         """Draw the maps of this step that there are not yet, short rows first, while there is time."""
-        self._attend_by(self.impl)
+        self._attend(self.config.nsa, self.config.impl)
         drawn = [(entry["step"], entry["kind"], entry["seq_len"]) for entry in self.record.maps]
         for seq_len in self.plan.map_lengths:
             for kind in KINDS:

@@ -20,35 +20,15 @@ from typing import Any
 import torch
 
 from benchmarks.harness import options
-from benchmarks.learning.curriculum import KINDS, Plan, Run, Stage
+from benchmarks.learning.curriculum import KINDS, Run
+from benchmarks.learning.plan import Plan, Stage
 from benchmarks.learning.tasks import Vocabulary
+from benchmarks.learning.variants import VARIANTS
 from benchmarks.learning.workers import Job, Report, run_jobs
 from flexnsa import NSAConfig
 from flexnsa.measure.recording import Recording
 from flexnsa.measure.table import format_table
 from flexnsa.models import DecoderConfig
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "NSA": {},
-    "dense": {"attention": "dense"},
-    "window only": {"branches": ("win",)},
-    "NSA without selected": {"branches": ("cmp", "win")},
-    "NSA without compressed": {"branches": ("slc", "win")},
-    "NSA, linear compressor": {"compression": "linear"},
-    "NSA, mean compressor": {"compression": "mean"},
-    "NSA, smaller blocks": {
-        "nsa": NSAConfig(
-            compress_block_size=4,
-            compress_stride=2,
-            select_block_size=8,
-            num_selected_blocks=8,
-            num_init_blocks=0,
-            num_local_blocks=1,
-            window_size=16,
-        )
-    },
-}
-"""What each changes in the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +58,7 @@ SIZES = {
                 compress_block_size=8,
                 compress_stride=4,
                 select_block_size=16,
-                num_selected_blocks=4,
+                num_selected_blocks=16,
                 num_init_blocks=0,
                 num_local_blocks=1,
                 window_size=16,
@@ -87,18 +67,17 @@ SIZES = {
         plan=Plan(
             vocabulary=_MANY,
             stages=(
-                Stage(seq_len=16, rows=512, pairs=3, steps=400),
-                Stage(seq_len=32, rows=256, pairs=5, steps=100),
-                Stage(seq_len=64, rows=128, pairs=8, steps=100),
-                Stage(seq_len=128, rows=128, pairs=16, steps=1000),
-                Stage(seq_len=256, rows=64, pairs=32, steps=500),
-                Stage(seq_len=512, rows=32, pairs=64, steps=300),
-                Stage(seq_len=1024, rows=16, pairs=128, steps=300),
-                Stage(seq_len=2048, rows=16, pairs=256, steps=300),
-                Stage(seq_len=4096, rows=8, pairs=256, steps=400),
+                Stage(seq_len=32, rows=256, pairs=4, steps=800, selected_tokens=16, window_size=4),
+                Stage(seq_len=64, rows=128, pairs=8, steps=300, selected_tokens=32, window_size=4),
+                Stage(seq_len=128, rows=64, pairs=16, steps=400, selected_tokens=32, window_size=8),
+                Stage(seq_len=256, rows=64, pairs=32, steps=600, selected_tokens=64),
+                Stage(seq_len=512, rows=32, pairs=64, steps=600, selected_tokens=128),
+                Stage(seq_len=1024, rows=16, pairs=128, steps=600, selected_tokens=128),
+                Stage(seq_len=2048, rows=16, pairs=256, steps=800),
+                Stage(seq_len=4096, rows=8, pairs=256, steps=1600),
             ),
             lr=2e-3,
-            plain_up_to=256,
+            plain_up_to=128,
             map_lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
             map_seconds=60.0,
             map_pairs=128,
@@ -112,25 +91,24 @@ SIZES = {
             num_kv_heads=2,
             head_dim=32,
             nsa=NSAConfig(
-                compress_block_size=4,
-                compress_stride=2,
-                select_block_size=8,
-                num_selected_blocks=2,
+                compress_block_size=8,
+                compress_stride=4,
+                select_block_size=16,
+                num_selected_blocks=4,
                 num_init_blocks=0,
                 num_local_blocks=1,
-                window_size=8,
+                window_size=16,
             ),
         ),
         plan=Plan(
             vocabulary=_FEW,
             stages=(
-                Stage(seq_len=16, rows=64, pairs=3, steps=300),
-                Stage(seq_len=32, rows=32, pairs=5, steps=300),
-                Stage(seq_len=64, rows=16, pairs=8, steps=200),
-                Stage(seq_len=128, rows=8, pairs=16, steps=200),
-                Stage(seq_len=256, rows=4, pairs=32, steps=300),
+                Stage(seq_len=32, rows=64, pairs=4, steps=500, selected_tokens=16, window_size=4),
+                Stage(seq_len=64, rows=32, pairs=8, steps=200, selected_tokens=16, window_size=4),
+                Stage(seq_len=128, rows=16, pairs=16, steps=200, selected_tokens=32),
+                Stage(seq_len=256, rows=8, pairs=32, steps=300),
             ),
-            lr=3e-3,
+            lr=2e-3,
             plain_up_to=256,
             map_lengths=(128, 256, 512, 1024),
             map_pairs=16,
@@ -142,9 +120,12 @@ SIZES["smoke"] = Size(
     model=SIZES["cpu"].model,
     plan=replace(
         SIZES["cpu"].plan,
-        stages=(Stage(seq_len=16, rows=4, pairs=3, steps=2), Stage(seq_len=64, rows=1, pairs=4, steps=1)),
+        stages=(
+            Stage(seq_len=32, rows=4, pairs=3, steps=2, selected_tokens=16, window_size=4),
+            Stage(seq_len=64, rows=1, pairs=4, steps=1),
+        ),
         eval_every=2,
-        plain_up_to=16,
+        plain_up_to=32,
         map_lengths=(64,),
         map_pairs=2,
     ),
@@ -158,8 +139,7 @@ def work(job: Job, report: Report) -> None:
         torch.set_num_threads(1)
     point = {name: job[name] for name in ("variant", "seed")}
     path = Path(job["folder"]) / f"{job['variant'].replace(' ', '-')}-{job['seed']}.pt"
-    config = replace(size.model, **VARIANTS[job["variant"]])
-    run = Run(config, size.plan, seed=job["seed"], device=job["device"], path=path)
+    run = Run(VARIANTS[job["variant"]], size.model, size.plan, seed=job["seed"], device=job["device"], path=path)
     if job["rehearsal"]:
         run.rehearse()
         return
@@ -197,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cuda = arguments.device == "cuda"
     size = arguments.size or ("gpu" if cuda else "cpu")
     recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
-    models = {name: replace(SIZES[size].model, **VARIANTS[name]).to_dict() for name in arguments.variants}
+    models = {name: VARIANTS[name].configure(SIZES[size].model).to_dict() for name in arguments.variants}
     setting = {"device": arguments.device, "size": size, "models": models}
     recording.note(setting=setting, plan=asdict(SIZES[size].plan))
     shared = {"size": size, "device": arguments.device, "folder": arguments.folder.as_posix()}

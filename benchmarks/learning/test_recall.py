@@ -12,6 +12,8 @@ import torch
 from benchmarks.learning.curriculum import Run
 from benchmarks.learning.recall import SIZES, main
 from benchmarks.learning.tasks import SLOT, Vocabulary, depth_rows, training_rows
+from benchmarks.learning.variants import VARIANTS
+from flexnsa import NativeSparseAttention, NSAConfig
 from flexnsa.packing import IGNORED
 
 VOCABULARY = Vocabulary(keys=40, values=10, fillers=5)
@@ -45,7 +47,7 @@ def test_rows_ask_at_their_end_for_pairs_at_the_depths_given() -> None:
 
 def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     def run(name: str) -> Run:
-        return Run(SMOKE.model, SMOKE.plan, seed=3, device="cpu", path=tmp_path / name)
+        return Run(VARIANTS["NSA"], SMOKE.model, SMOKE.plan, seed=3, device="cpu", path=tmp_path / name)
 
     def stop(_: object) -> None:
         raise InterruptedError
@@ -60,6 +62,19 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     assert again.describe() | {"seconds": 0} == whole.describe() | {"seconds": 0}
     for name, parameter in whole.model.state_dict().items():
         assert torch.equal(parameter, again.model.state_dict()[name]), name
+
+
+def test_nsa_reads_as_little_as_a_stage_says_and_in_the_end_what_its_config_says(tmp_path: Path) -> None:
+    def sizes_on_the_way(variant: str) -> list[tuple[int, int]]:
+        run = Run(VARIANTS[variant], SMOKE.model, SMOKE.plan, seed=0, device="cpu", path=tmp_path / variant)
+        layer = next(module for module in run.model.modules() if isinstance(module, NativeSparseAttention))
+        seen = list[NSAConfig]()
+        run.go_on(time.time() + 60, lambda _: seen.append(layer.config))
+        return [(sizes.num_selected_blocks * sizes.select_block_size, sizes.window_size) for sizes in seen]
+
+    tight, end = (16, 4), (64, 16)
+    assert sizes_on_the_way("NSA") == [tight, end, end, end]
+    assert sizes_on_the_way("NSA, all blocks from the start") == [end] * 4
 
 
 def test_all_variants_report_and_one_that_fails_costs_no_other(tmp_path: Path) -> None:

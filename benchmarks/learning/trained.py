@@ -21,9 +21,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.harness import options
-from flexnsa import NativeSparseAttention, NSAConfig, select_blocks
+from benchmarks.learning.selection import layer_inputs, selected_blocks
+from flexnsa import NSAConfig
 from flexnsa.geometry import BRANCHES
-from flexnsa.layers.rope import apply_rope
 from flexnsa.measure.clock import Clock
 from flexnsa.measure.recording import Recording
 from flexnsa.measure.table import format_table
@@ -91,23 +91,8 @@ class Seen:
 @torch.no_grad()
 def observe(model: DecoderLM, tokens: Tensor) -> list[Seen]:
     """Let the model read ``tokens (S,)``; give every layer's selection and gates, from the layer's own input."""
-    inputs: list[Tensor] = []
-    layers = [layer for layer in model.modules() if isinstance(layer, NativeSparseAttention)]
-    hooks = [layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0])) for layer in layers]
-    model.eval()(tokens[None])
-    for hook in hooks:
-        hook.remove()
-    return [Seen(_selection(layer, x)[0], layer.gate(x)[0]) for layer, x in zip(layers, inputs, strict=True)]
-
-
-def _selection(layer: NativeSparseAttention, x: Tensor) -> Tensor:
-    """Project, compress, turn and select as the layer does; ``(B, Hkv, S, n)``."""
-    q, k_cmp = (
-        layer.get_submodule(name)(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for name in ("w_q", "w_k_cmp")
-    )
-    layout = layer.layout(x.shape[1])
-    q, k_cmp = apply_rope(q, layout.tokens), apply_rope(layer.phi_k(k_cmp), layout.blocks)
-    return select_blocks(q, k_cmp, config=layer.config)
+    read = layer_inputs(model.eval(), tokens[None])
+    return [Seen(selected_blocks(layer, x)[0], layer.gate(x)[0]) for layer, x in read]
 
 
 def describe(seen: Sequence[Seen], tokens: Tensor) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""How a run goes from short rows to long ones, and how much of a row NSA reads on the way.
+
+The longer the rows, the longer nothing is learned (arXiv 2511.01033: steps grow with the square of the length), while
+what was learned from short ones serves on long ones at once. So training begins with rows of a few pairs.
+
+A branch learns to match when it is the one that can answer. Where blocks and windows cover whole rows, nothing is left
+for compressed tokens to do; they are first needed in rows of so many pairs that matching is not learned any more, and
+scores that learned nothing select blocks at random. So from the first what is selected is a small part of the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks.learning.tasks import Vocabulary
+from flexnsa import NSAConfig
+
+DEPTHS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """So many steps, each on so many rows of ``seq_len`` tokens with up to ``pairs`` pairs.
+
+    ``selected_tokens``, those of a query's blocks, and ``window_size`` say how much of a row NSA reads, where that is
+    less than the model's config says.
+    """
+
+    seq_len: int
+    rows: int
+    pairs: int
+    steps: int
+    selected_tokens: int | None = None
+    window_size: int | None = None
+
+    def sizes(self, config: NSAConfig) -> NSAConfig:
+        """Give the sizes of the branches at this stage; no parameter depends on what changes."""
+        selected = self.selected_tokens or config.select_block_size * config.num_selected_blocks
+        return replace(
+            config,
+            num_selected_blocks=max(1, selected // config.select_block_size),
+            window_size=self.window_size or config.window_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that decides the numbers of a run, beside its model and its seed.
+
+    Args:
+        vocabulary: of the rows.
+        stages: one after the other.
+        lr: peak learning rate; it falls to a tenth of it along a half cosine over the last stage.
+        warmup_steps: of the first stage.
+        plain_up_to: rows of up to so many tokens are attended to by the reference, for which nothing is compiled.
+        eval_every: steps between two looks at how much is recalled, in as many rows as a step has.
+        map_lengths: of the rows with pairs at all depths, when the steps or the time are up.
+        map_pairs: most pairs in such a row beside those that are asked for.
+        map_rows: of each map, a multiple of :data:`DEPTHS`.
+        map_tokens: of the rows that are read at once, at least two.
+        map_seconds: to keep for the maps when time is short.
+    """
+
+    vocabulary: Vocabulary
+    stages: tuple[Stage, ...]
+    lr: float
+    warmup_steps: int = 100
+    plain_up_to: int = 0
+    eval_every: int = 100
+    map_lengths: tuple[int, ...] = ()
+    map_pairs: int = 0
+    map_rows: int = 2 * DEPTHS
+    map_tokens: int = 2**17
+    map_seconds: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Count the steps of all stages."""
+        return sum(stage.steps for stage in self.stages)
+
+    def with_all_blocks(self) -> Plan:
+        """Give the plan at whose stages all is read that the model's config says."""
+        return replace(
+            self, stages=tuple(replace(stage, selected_tokens=None, window_size=None) for stage in self.stages)
+        )
+
+    def at(self, step: int) -> tuple[Stage, int]:
+        """Give the stage of a step counted from 0, and the step behind its last."""
+        end = 0
+        for stage in self.stages:
+            end += stage.steps
+            if step < end:
+                return stage, end
+        raise ValueError(f"step: expected less than {self.steps}, got {step}")
+
+    def learning_rate(self, step: int) -> float:
+        """Give the rate of a step counted from 0."""
+        left = (self.steps - step) / self.stages[-1].steps
+        fall = 0.1 + 0.9 * (1 - torch.cos(torch.tensor(min(1.0, left) * torch.pi)).item()) / 2
+        return self.lr * min(1.0, (step + 1) / self.warmup_steps) * fall

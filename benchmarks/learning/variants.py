@@ -1,0 +1,57 @@
+"""The models of recall: NSA as it is meant, NSA that differs in one thing, and attention to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flexnsa import NativeSparseAttention
+from flexnsa.models import DecoderConfig, DecoderLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What a model has of its own.
+
+    Args:
+        config: fields of its config that differ.
+        nsa: sizes of its branches that differ.
+        shared_keys: what the compressed branch compresses are the keys of the selected one, rather than its own.
+        tight: at stages that say so it reads but little; otherwise as much as at the end, from the beginning.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    nsa: Mapping[str, int] = field(default_factory=dict)
+    shared_keys: bool = False
+    tight: bool = True
+
+    def configure(self, config: DecoderConfig) -> DecoderConfig:
+        """Change what differs."""
+        return replace(config, nsa=replace(config.nsa, **self.nsa), **self.config)
+
+    def build(self, config: DecoderConfig) -> DecoderLM:
+        """Make the model of the config that has what differs already."""
+        model = DecoderLM(config)
+        if self.shared_keys:
+            for layer in model.modules():
+                if isinstance(layer, NativeSparseAttention):
+                    layer.w_k_cmp = layer.w_k_slc
+        return model
+
+
+_SMALLER = {"compress_block_size": 4, "compress_stride": 2, "select_block_size": 8, "num_selected_blocks": 32}
+
+VARIANTS: dict[str, Variant] = {
+    "NSA": Variant(),
+    "dense": Variant(config={"attention": "dense"}),
+    "window only": Variant(config={"branches": ("win",)}),
+    "NSA without selected": Variant(config={"branches": ("cmp", "win")}),
+    "NSA without compressed": Variant(config={"branches": ("slc", "win")}),
+    "NSA, linear compressor": Variant(config={"compression": "linear"}),
+    "NSA, mean compressor": Variant(config={"compression": "mean"}),
+    "NSA, shared keys": Variant(shared_keys=True),
+    "NSA, shared keys, mean compressor": Variant(config={"compression": "mean"}, shared_keys=True),
+    "NSA, smaller blocks": Variant(nsa=_SMALLER),
+    "NSA, all blocks from the start": Variant(tight=False),
+}
