@@ -12,6 +12,7 @@ from plots import (
     mods,
     peak_memory,
     phases,
+    recall,
     roofline,
     step_time,
     throughput,
@@ -37,6 +38,8 @@ FIGURES = {
     "decoding_gpu": decoding.on_gpu,
     "trained_selection": trained_selection.draw,
     "training_loss": training_loss.draw,
+    "recall": recall.by_length,
+    "recall_depths": recall.by_depth,
 }
 
 
