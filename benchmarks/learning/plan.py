@@ -3,9 +3,10 @@
 The longer the rows, the longer nothing is learned (arXiv 2511.01033: steps grow with the square of the length), while
 what was learned from short ones serves on long ones at once. So training begins with rows of a few pairs.
 
-A branch learns to match when it is the one that can answer. Where blocks and windows cover whole rows, nothing is left
-for compressed tokens to do; they are first needed in rows of so many pairs that matching is not learned any more, and
-scores that learned nothing select blocks at random. So from the first what is selected is a small part of the row.
+A branch learns to match when it is the one that can answer. As long as blocks and windows cover whole rows, nothing is
+left for compressed tokens to do; when they are first needed, rows hold so many pairs that matching is not learned any
+more, and scores that learned nothing select blocks at random. So once rows of 16 tokens are learned, what is selected
+is a small part of the row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What each branch is for: recall by NSA, by NSA without a branch and by dense attention, on the same rows.
 
-    python -m benchmarks learning.recall --json recall.json --folder runs/recall --deadline 340    # on a GPU
+    python -m benchmarks learning.recall --json recall.json --folder runs/recall --deadline 420    # on a GPU
     python -m benchmarks learning.recall --size cpu                                                # an hour on a core
 
 All models learn from the same rows in the same order, with the same learning rate, as many of them side by side as
@@ -67,7 +67,8 @@ SIZES = {
         plan=Plan(
             vocabulary=_MANY,
             stages=(
-                Stage(seq_len=32, rows=256, pairs=4, steps=800, selected_tokens=16, window_size=4),
+                Stage(seq_len=16, rows=512, pairs=3, steps=300),
+                Stage(seq_len=32, rows=256, pairs=4, steps=500, selected_tokens=16, window_size=4),
                 Stage(seq_len=64, rows=128, pairs=8, steps=300, selected_tokens=32, window_size=4),
                 Stage(seq_len=128, rows=64, pairs=16, steps=400, selected_tokens=32, window_size=8),
                 Stage(seq_len=256, rows=64, pairs=32, steps=600, selected_tokens=64),
@@ -103,7 +104,8 @@ SIZES = {
         plan=Plan(
             vocabulary=_FEW,
             stages=(
-                Stage(seq_len=32, rows=64, pairs=4, steps=500, selected_tokens=16, window_size=4),
+                Stage(seq_len=16, rows=128, pairs=3, steps=300),
+                Stage(seq_len=32, rows=64, pairs=4, steps=300, selected_tokens=16, window_size=4),
                 Stage(seq_len=64, rows=32, pairs=8, steps=200, selected_tokens=16, window_size=4),
                 Stage(seq_len=128, rows=16, pairs=16, steps=200, selected_tokens=32),
                 Stage(seq_len=256, rows=8, pairs=32, steps=300),
@@ -203,7 +205,9 @@ def _line(point: dict[str, Any]) -> str:
     if not point["recall"]:
         return f"{name}: {point['parameters']:,} parameters"
     (step, seq_len, recall), (_, loss) = point["recall"][-1], point["loss"][-1]
-    return f"{name}: step {step}, rows of {seq_len}: loss {loss:.3f}, recall {recall:.1%}, {point['seconds']:.0f} s"
+    found = f" ({point['found'][-1][2]:.1%} of blocks found)" if point["found"] else ""
+    rows = f"{name}: step {step}, rows of {seq_len}"
+    return f"{rows}: loss {loss:.3f}, recall {recall:.1%}{found}, {point['seconds']:.0f} s"
 
 
 if __name__ == "__main__":
