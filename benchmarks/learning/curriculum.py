@@ -60,7 +60,7 @@ class Run:
         self.model = variant.build(config).to(device)
         _bring_kinds_together(self.model.embedding, plan.vocabulary)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=device == "cuda"
+            variant.rates(self.model), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=device == "cuda"
         )
         self.step, self.record = 0, Record()
         # Beyond it no window of any layer reaches, nor all together.
@@ -105,7 +105,7 @@ class Run:
     def _train_step(self, stage: Stage) -> Tensor:
         rows = self._rows(stage, self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.learning_rate(self.step)
+            group["lr"] = group["scale"] * self.plan.learning_rate(self.step)
         self._attend_as_at(stage)
         with self._precision():
             loss = self.model(rows.tokens, targets=rows.targets)

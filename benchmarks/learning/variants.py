@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from flexnsa import NativeSparseAttention
 from flexnsa.models import DecoderConfig, DecoderLM
 
@@ -18,12 +20,15 @@ class Variant:
         config: fields of its config that differ.
         nsa: sizes of its branches that differ.
         shared_keys: what the compressed branch compresses are the keys of the selected one, rather than its own.
+        key_compressor_rate: learning rate of what compresses keys, relative to that of all else. It maps whole blocks:
+            a step moves a compressed key further than one of a token.
         tight: at stages that say so it reads but little; otherwise as much as at the end, from the beginning.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     nsa: Mapping[str, int] = field(default_factory=dict)
     shared_keys: bool = False
+    key_compressor_rate: float = 1.0
     tight: bool = True
 
     def configure(self, config: DecoderConfig) -> DecoderConfig:
@@ -39,6 +44,13 @@ class Variant:
                     layer.w_k_cmp = layer.w_k_slc
         return model
 
+    def rates(self, model: DecoderLM) -> list[dict[str, Any]]:
+        """Group the parameters by their learning rate, relative to each other under ``scale``."""
+        groups: dict[float, list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            groups.setdefault(self.key_compressor_rate if ".phi_k." in name else 1.0, []).append(parameter)
+        return [{"params": parameters, "scale": scale} for scale, parameters in groups.items()]
+
 
 _SMALLER = {"compress_block_size": 4, "compress_stride": 2, "select_block_size": 8, "num_selected_blocks": 32}
 
@@ -52,6 +64,8 @@ VARIANTS: dict[str, Variant] = {
     "NSA, mean compressor": Variant(config={"compression": "mean"}),
     "NSA, shared keys": Variant(shared_keys=True),
     "NSA, shared keys, mean compressor": Variant(config={"compression": "mean"}, shared_keys=True),
+    "NSA, slow key compressor": Variant(key_compressor_rate=0.15),
+    "NSA, shared keys, slow key compressor": Variant(shared_keys=True, key_compressor_rate=0.15),
     "NSA, smaller blocks": Variant(nsa=_SMALLER),
     "NSA, all blocks from the start": Variant(tight=False),
 }
