@@ -5,7 +5,7 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples test emitted lint format types bench bench-smoke bench-gpu record plots versions dist ci clean
+.PHONY: help demo examples test emitted transformers lint format types bench bench-smoke bench-gpu record plots versions dist ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -21,6 +21,10 @@ test: .venv/.installed  ## run the tests
 
 emitted: .venv/.installed  ## compile the CUDA kernels for several GPUs and run them in an interpreter; no GPU needed
 	$(BIN)/python -m pytest -n auto tests/emitted
+
+transformers: .venv/.installed  ## install Hugging Face transformers and run the tests that need it
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[hf]'
+	$(BIN)/python -m pytest -n auto tests/integrations/transformers
 
 lint: .venv/.installed  ## check style and formatting
 	$(BIN)/ruff check .

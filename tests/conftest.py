@@ -17,16 +17,27 @@ hypothesis.settings.load_profile("ci")
 torch.set_num_threads(1)
 
 EMITTED = Path(__file__).parent / "emitted"
+TRANSFORMERS = Path(__file__).parent / "integrations" / "transformers"
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     gpu = "selected" if torch.cuda.is_available() else "deselected, no CUDA device here"
-    emitted = "selected" if _are_emitted_alone(config) else "deselected, they run alone: pytest tests/emitted"
-    return [f"gpu tests: {gpu}", f"tests of emitted kernels: {emitted}"]
+    emitted = "selected" if _are_alone(config, EMITTED) else "deselected, they run alone: pytest tests/emitted"
+    transformers = "selected" if _are_alone(config, TRANSFORMERS) else "left out, they run alone: make transformers"
+    return [
+        f"gpu tests: {gpu}",
+        f"tests of emitted kernels: {emitted}",
+        f"tests with Hugging Face transformers: {transformers}",
+    ]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # They cannot even be read without transformers, which is installed for them alone.
+    return True if collection_path == TRANSFORMERS and not _are_alone(config, TRANSFORMERS) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    num_gpus, without_emitted = torch.cuda.device_count(), not _are_emitted_alone(config)
+    num_gpus, without_emitted = torch.cuda.device_count(), not _are_alone(config, EMITTED)
     selected, deselected = [], []
     for item in items:
         gpu, is_emitted = item.get_closest_marker("gpu"), item.path.is_relative_to(EMITTED)
@@ -38,10 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = selected
 
 
-def _are_emitted_alone(config: pytest.Config) -> bool:
-    """Tell whether only tests of emitted kernels were asked for: they pretend to their process that it has a GPU."""
+def _are_alone(config: pytest.Config, folder: Path) -> bool:
+    """Tell whether only tests of a folder were asked for.
+
+    Those of emitted kernels pretend to their process that it has a GPU.
+    """
     places = ((config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args)
-    return all(place.is_relative_to(EMITTED) for place in places)
+    return all(place.is_relative_to(folder) for place in places)
 
 
 @pytest.fixture(autouse=True)

@@ -42,6 +42,16 @@ def _blocks(x: Tensor, first_tokens: Tensor, config: NSAConfig) -> Tensor:
     return torch.unflatten(x.gather(2, index), 2, token.shape[1:])
 
 
+def average_blocks(x: Tensor, first_tokens: Tensor | None, config: NSAConfig) -> Tensor:
+    """Average the blocks of ``x (B, Hkv, S, D)``, which begin every ``d`` or at ``first_tokens (B, N)``."""
+    if first_tokens is not None:
+        return _blocks(x, first_tokens, config).mean(3)
+    size = config.compress_block_size // config.compress_stride
+    means = _segments(x, config).mean(3)
+    parts = means.unsqueeze(-2).expand(*means.shape[:-1], size, -1)
+    return _add_neighbours(parts, num_compressed(x.shape[2], config)) / size
+
+
 class MeanCompressor(nn.Module):
     """Average each block; no parameters."""
 
@@ -54,12 +64,7 @@ class MeanCompressor(nn.Module):
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks begin every ``d`` or at ``first_tokens (B, N)``."""
         _check_input(x, first_tokens, self.shape, self.config)
-        if first_tokens is not None:
-            return _blocks(x, first_tokens, self.config).mean(3)
-        size = self.config.compress_block_size // self.config.compress_stride
-        means = _segments(x, self.config).mean(3)
-        parts = means.unsqueeze(-2).expand(*means.shape[:-1], size, -1)
-        return _add_neighbours(parts, num_compressed(x.shape[2], self.config)) / size
+        return average_blocks(x, first_tokens, self.config)
 
     def reset_parameters(self) -> None:
         """Do nothing: there is nothing to draw."""

@@ -1,0 +1,86 @@
+"""Tiny random models of the families that people have, and how small NSA has to be for them to leave something out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "initializer_range": 0.2,
+}
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+}
+
+FEW = {
+    "compress_block_size": 8,
+    "compress_stride": 4,
+    "select_block_size": 8,
+    "num_selected_blocks": 4,
+    "num_init_blocks": 1,
+    "num_local_blocks": 1,
+    "window_size": 12,
+}
+"""Of 64 tokens a query sees 32, and chooses 2 blocks of the 6 that are not forced."""
+ALL = FEW | {"num_selected_blocks": 64}
+"""Every block of up to 512 tokens is selected."""
+
+
+def dense(family: str, **changes: Any) -> Any:
+    """Make a dense model in evaluation mode, always with the same weights, in float64: what is equal there is equal."""
+    config_class, model_class, extra = FAMILIES[family]
+    torch.manual_seed(0)
+    model = model_class(config_class(**SIZES | extra | changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # biases and norms, which begin as constants
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.double()
+
+
+def tokens(*shape: int) -> Tensor:
+    """Draw tokens that are neither padding nor special."""
+    return torch.randint(3, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(1))
+
+
+def sparse(family: str, options: dict[str, Any], **changes: Any) -> Any:
+    """Make the same model with flexnsa in the place of its attention."""
+    model = dense(family, **changes)
+    model.config.flexnsa = options
+    model.set_attn_implementation("flexnsa")
+    return model
+
+
+def pad_left(rows: list[Tensor]) -> dict[str, Tensor]:
+    """Pad rows of tokens on the left, as a tokenizer does for generation."""
+    length = max(map(len, rows))
+    ids, mask = torch.zeros(2, len(rows), length, dtype=torch.int64)
+    for row, (one, real) in zip(rows, zip(ids, mask, strict=True), strict=True):
+        one[length - len(row) :], real[length - len(row) :] = row, 1
+    return {"input_ids": ids, "attention_mask": mask}

@@ -1,0 +1,218 @@
+"""``attn_implementation="flexnsa"``: dense while all blocks are selected, and one model however it is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import DataCollatorWithFlattening, StaticCache
+
+import flexnsa.integrations.transformers  # noqa: F401  (registers the attention)
+from tests.integrations.transformers.families import ALL, FAMILIES, FEW, dense, pad_left, sparse, tokens
+
+THREE = FEW | {"branches": ["cmp", "slc", "win"], "gates": [0.3, 1.0, 0.2]}
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture(params=["default", "three branches"])
+def few(request: pytest.FixtureRequest) -> Any:
+    """A model that leaves most keys out."""
+    return sparse("llama", FEW if request.param == "default" else THREE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_the_dense_model_while_every_block_is_selected(family: str) -> None:
+    x, padded = tokens(2, 70), pad_left([tokens(50), tokens(31)])
+    model = dense(family)
+    want = model(x, labels=x)
+    want.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    generated = [model.generate(**padded, **GREEDY, num_beams=beams) for beams in (1, 3)]
+
+    same = sparse(family, ALL)
+    got = same(x, labels=x)
+    got.loss.backward()
+
+    assert_close(got.logits, want.logits)
+    for name, parameter in same.named_parameters():
+        assert_close(parameter.grad, gradients[name], msg=name)
+    for beams, want_tokens in zip((1, 3), generated, strict=True):
+        assert torch.equal(same.generate(**padded, **GREEDY, num_beams=beams), want_tokens)
+
+
+def test_it_is_another_model_where_blocks_are_left_out(few: Any) -> None:
+    x = tokens(1, 70)
+    with torch.no_grad():
+        difference = (few(x).logits - dense("llama")(x).logits).abs().amax(-1)[0]
+    if "cmp" not in few.config.flexnsa.get("branches", []):
+        assert difference[:32].max() < 1e-9  # n * l' tokens
+    assert difference[60:].min() > 1e-3
+
+
+def test_options_are_read_from_the_config_and_default_to_the_selected_branch() -> None:
+    x = tokens(1, 70)
+    defaults = dense("llama", attn_implementation="flexnsa")
+    assert_close(defaults(x).logits, dense("llama")(x).logits)  # 1,024 tokens are selected
+    without_scores = sparse("llama", FEW | {"branches": ["win"], "gates": [0, 1, 1], "window_size": 512})
+    assert_close(without_scores(x).logits, dense("llama")(x).logits)
+    for options, message in (
+        ({"window": 3}, "config.flexnsa: expected some of branches, gates, impl, compress_block_size"),
+        ({"gates": [1.0]}, "gates: expected a number for each of"),
+        ({"branches": ["all"]}, "branches: expected some of"),
+        ({"impl": "fast"}, "impl: expected one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sparse("llama", options)(x)
+
+
+@torch.no_grad()
+def test_steps_on_a_cache_see_what_whole_rows_see(few: Any) -> None:
+    x = tokens(2, 64)
+    want = few(x, use_cache=False).logits
+    for cache in (None, StaticCache(few.config, max_cache_len=80)):
+        got = []
+        for start, end in ((0, 29), (29, 41), *((t, t + 1) for t in range(41, 64))):
+            out = few(x[:, start:end], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            got.append(out.logits)
+        assert_close(torch.cat(got, 1), want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("positions", ["given", "not given"])
+def test_padding_changes_no_logit(few: Any, side: str, positions: str) -> None:
+    x, short = tokens(1, 60), 37
+    mask = torch.ones(2, 60, dtype=torch.int64)
+    real = slice(60 - short, None) if side == "left" else slice(short)
+    mask[1] = 0
+    mask[1, real] = 1
+    ids = x.repeat(2, 1) * mask
+    given = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)} if positions == "given" else {}
+    got = few(ids, attention_mask=mask, **given).logits
+    assert_close(got[:1], few(x).logits)
+    # Without positions, tokens behind padding are turned by other angles, which the model computes in float32.
+    rounding = {} if given or side == "right" else {"atol": 1e-4, "rtol": 0}
+    assert_close(got[1:, real], few(ids[1:, real]).logits, **rounding)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 8}, {"num_beams": 2}]
+)
+def test_rows_of_a_padded_batch_are_continued_as_if_alone(few: Any, options: dict[str, Any]) -> None:
+    rows = [tokens(50), tokens(33), tokens(4)]
+    compiled = {"disable_compile": True} if options else {}
+    batch = few.generate(**pad_left(rows), **GREEDY, **options, **compiled)
+    for row, got in zip(rows, batch, strict=True):
+        alone = few.generate(
+            row[None], **GREEDY, **({"num_beams": 2} if "num_beams" in options else {}), use_cache=False
+        )
+        assert torch.equal(got[-12:], alone[0, -12:])
+
+
+@torch.no_grad()
+def test_drafts_are_taken_back(few: Any) -> None:
+    x = tokens(1, 10).repeat(1, 5)
+    options = GREEDY | {"eos_token_id": 63}
+    assert torch.equal(few.generate(x, **options, prompt_lookup_num_tokens=4), few.generate(x, **options))
+
+
+@pytest.mark.parametrize("told_by", ["positions", "cu_seq_lens"])
+@pytest.mark.parametrize("use_cache", [False, None])
+def test_packed_documents_stand_alone(few: Any, told_by: str, use_cache: bool | None) -> None:
+    documents = [tokens(n) for n in (40, 3, 61)]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = dict(collate([{"input_ids": document.tolist()} for document in documents]))
+    if told_by == "positions":
+        batch = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+    else:
+        del batch["position_ids"]
+    packed = few(**batch, **({} if use_cache is None else {"use_cache": use_cache}))
+    packed.loss.backward()
+    got = few.get_input_embeddings().weight.grad.clone()
+    few.zero_grad()
+    alone = [few(document[None], labels=document[None]) for document in documents]
+    # Without positions, a document's tokens are turned by other angles, which the model computes in float32.
+    rounding = {} if told_by == "positions" else {"atol": 1e-3, "rtol": 0}
+    assert_close(packed.logits, torch.cat([out.logits for out in alone], 1), **rounding)
+    count = sum(len(document) - 1 for document in documents)
+    losses = [out.loss * (len(document) - 1) for out, document in zip(alone, documents, strict=True)]
+    want = torch.stack(losses).sum() / count
+    want.backward()
+    assert_close(packed.loss, want, **rounding)
+    assert_close(got, few.get_input_embeddings().weight.grad, **rounding)
+
+
+def test_activations_are_computed_again_in_backward_if_asked(few: Any) -> None:
+    x = tokens(2, 50)
+
+    def gradients() -> list[Tensor | None]:
+        few.train()
+        few.zero_grad()
+        few(x, labels=x, use_cache=False).loss.backward()
+        return [parameter.grad for parameter in few.parameters()]
+
+    want = gradients()
+    few.gradient_checkpointing_enable()
+    for got, plain in zip(gradients(), want, strict=True):
+        assert plain is not None
+        assert plain.abs().max() > 0
+        assert_close(got, plain)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_it_compiles_as_one_graph(padded: bool) -> None:
+    few = sparse("llama", FEW)
+    batch = pad_left([tokens(40), tokens(25)]) if padded else {"input_ids": tokens(2, 40)}
+    compiled = torch.compile(few, fullgraph=True, backend="aot_eager")
+    got = compiled(**batch, use_cache=False)
+    got.logits[:, -1].square().mean().backward()
+    gradient = few.get_input_embeddings().weight.grad.clone()
+    few.zero_grad()
+    want = few(**batch, use_cache=False)
+    want.logits[:, -1].square().mean().backward()
+    assert_close(got.logits[:, -25:], want.logits[:, -25:])
+    assert_close(gradient, few.get_input_embeddings().weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "mistral", "sliding_window": 16}, "sliding_window: expected None .* got 16"),
+        ({"attention_dropout": 0.1}, "attention_dropout: expected 0 .* got 0.1"),
+        (
+            {"family": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+            "sliding_window",
+        ),
+    ],
+)
+def test_what_would_be_ignored_is_refused(changes: dict[str, Any], message: str) -> None:
+    model = sparse(changes.pop("family", "llama"), FEW, **changes).train()
+    with pytest.raises(ValueError, match=message):
+        model(tokens(1, 40), use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux"])
+def test_what_other_models_pass_to_their_attention_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected None"):
+        sparse("llama", FEW)(tokens(1, 40), **{name: 30.0})
+
+
+def test_a_mask_of_ones_own_is_refused() -> None:
+    model, x = sparse("llama", FEW), tokens(1, 20)
+    mask = torch.ones(20, 20, dtype=torch.bool).tril()[None, None]
+    with pytest.raises(ValueError, match=r"attention_mask: expected \(B, S\) .* got a tensor \(1, 1, 20, 20\)"):
+        model(x, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"attention_mask: expected one run of tokens a row, .* got holes in row 0"):
+        model(x, attention_mask=torch.tensor([[1] * 9 + [0] + [1] * 10]))
+
+
+def test_a_pack_on_a_cache_of_fixed_size_is_refused() -> None:
+    model = sparse("llama", FEW)
+    cache, positions = StaticCache(model.config, max_cache_len=40), torch.tensor([[*range(12), *range(8)]])
+    with torch.no_grad(), pytest.raises(ValueError, match="position_ids: expected one sequence a row with a cache"):
+        model(tokens(1, 20), position_ids=positions, past_key_values=cache)

@@ -1,0 +1,51 @@
+"""What goes wrong in silence where attention is exchanged under a model, and here must not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+import flexnsa.integrations.transformers  # noqa: F401  (registers the attention)
+from tests.integrations.transformers.families import FEW, dense, pad_left, sparse, tokens
+
+
+def test_a_name_whose_mask_is_not_registered_is_refused() -> None:
+    """To transformers, an attention whose mask it does not know needs none: padding was ignored."""
+    AttentionInterface.register("flexnsa_renamed", AttentionInterface()["flexnsa"])
+    model = dense("llama", attn_implementation="flexnsa_renamed")
+    with pytest.raises(ValueError, match=r"attn_implementation: expected 'flexnsa', .* got 'flexnsa_renamed'"):
+        model(**pad_left([tokens(20), tokens(9)]))
+
+
+@torch.no_grad()
+def test_a_saved_model_comes_back_with_the_attention_that_it_ran_with(tmp_path: Path) -> None:
+    """No attn_implementation is saved by transformers: a model trained with flexnsa came back dense."""
+    model, x = sparse("llama", FEW), tokens(1, 70)
+    want = model(x).logits
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config._attn_implementation == "flexnsa"
+    assert_close(again(x).logits, want)
+    again.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == "flexnsa"
+    on_purpose = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert_close(on_purpose(x).logits, dense("llama")(x).logits)
+
+
+@torch.no_grad()
+def test_without_the_import_a_saved_model_is_refused(tmp_path: Path) -> None:
+    model = sparse("llama", FEW)
+    model(tokens(1, 8))
+    model.save_pretrained(tmp_path)
+    code = f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "ValueError" in result.stderr
+    assert "flexnsa" in result.stderr.splitlines()[-1]
