@@ -77,7 +77,7 @@ class LinearCompressor(nn.Module):
         super().__init__()
         _check_sizes(num_kv_heads, head_dim, config)
         self.shape = (num_kv_heads, head_dim)
-        self.project = _BlockLinear(head_dim, head_dim, config)
+        self.project = BlockLinear(head_dim, head_dim, config)
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks begin every ``d`` or at ``first_tokens (B, N)``."""
@@ -101,7 +101,7 @@ class MLPCompressor(nn.Module):
         self.shape = (num_kv_heads, head_dim)
         hidden_dim = 4 * head_dim if hidden_dim is None else hidden_dim
         check_positive_int("hidden_dim", hidden_dim)
-        self.project = _BlockLinear(head_dim, hidden_dim, config)
+        self.project = BlockLinear(head_dim, hidden_dim, config)
         self.out = nn.Linear(hidden_dim, head_dim, bias=False)
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
@@ -115,7 +115,7 @@ class MLPCompressor(nn.Module):
         self.out.reset_parameters()
 
 
-class _BlockLinear(nn.Module):
+class BlockLinear(nn.Module):
     """Linear map of whole blocks ``(l, D)`` plus position encoding, computed segment by segment."""
 
     def __init__(self, head_dim: int, out_dim: int, config: NSAConfig) -> None:
@@ -126,10 +126,17 @@ class _BlockLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draw the weights anew."""
         nn.init.normal_(self.position, std=0.02)
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
+    def mean_weight(self) -> Tensor:
+        """Give the weight with which this is the mean of a block, if ``position`` is 0 and ``out_dim == head_dim``."""
+        length, dim = self.position.shape
+        return torch.eye(dim).repeat(1, length) / length
+
     def forward(self, x: Tensor, first_tokens: Tensor | None) -> Tensor:
+        """Map ``(B, Hkv, S, D)`` to ``(B, Hkv, N, out_dim)``; blocks begin every ``d`` or at ``first_tokens``."""
         position = F.linear(self.position.flatten(), self.weight)
         if first_tokens is not None:
             return F.linear(_blocks(x, first_tokens, self.config).flatten(3), self.weight) + position
@@ -149,7 +156,7 @@ def as_phi(compressor: object) -> Phi | None:
         return None
     assert isinstance(compressor, LinearCompressor | MLPCompressor)
     project = compressor.project
-    if type(project) is not _BlockLinear or not all(map(is_dense, (project.position, project.weight))):
+    if type(project) is not BlockLinear or not all(map(is_dense, (project.position, project.weight))):
         return None
     if isinstance(compressor, LinearCompressor):
         return Phi("linear", project.position, project.weight)

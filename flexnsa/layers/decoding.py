@@ -25,21 +25,26 @@ def takes_step(
     Whatever else a layer is made of (hooks, biases, other compressors, autocast) goes branch by branch, as does what is
     counted.
     """
+    linears = list(maps)
+    plain = type(gate) is Gate and has_no_hooks(gate) and all(map(is_plain, linears))
+    return plain and fits_step(x, cache, compressors) and all(_is_ready(linear.weight, cache) for linear in linears)
+
+
+def fits_step(x: Tensor, cache: NSACache, compressors: Compressors) -> bool:
+    """Tell whether the kernels that take a step have room for it, and compress as these modules do."""
     tokens = x.shape[1]
     if tokens > min(MOST_TOKENS, cache.max_rewind) or cache.reads is not None or max(_dims(cache)) > LARGEST_DIM:
         return False
     if tokens * x.shape[0] * cache.num_kv_heads > MOST_HEADS or torch.is_autocast_enabled(x.device.type):
         return False
-    linears = list(maps)
-    parameters = [linear.weight for linear in linears]
+    parameters: list[Tensor] = []
     for compressor in compressors:
         if compressor is not None:
             phi = as_phi(compressor)
             if phi is None:
                 return False
             parameters += phi.parameters
-    plain = type(gate) is Gate and has_no_hooks(gate) and all(map(is_plain, linears))
-    return plain and all(y.dtype == x.dtype == cache.dtype and y.is_contiguous() for y in parameters)
+    return x.dtype == cache.dtype and all(_is_ready(y, cache) for y in parameters)
 
 
 def step_inputs(
@@ -72,6 +77,11 @@ def step_inputs(
         scale=cache.head_dim**-0.5,
         rope_base=rope_base,
     )
+
+
+def _is_ready(parameter: Tensor, cache: NSACache) -> bool:
+    """Tell whether a kernel can read a parameter beside the cache."""
+    return parameter.dtype == cache.dtype and parameter.is_contiguous()
 
 
 def _dims(cache: NSACache) -> tuple[int, int]:

@@ -7,10 +7,18 @@ that is loaded already (``model.set_attn_implementation("flexnsa")``).
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from flexnsa.integrations.transformers.cache import FlexNSACache
+from flexnsa.integrations.transformers.conversion import convert, to_dense
+from flexnsa.integrations.transformers.converted import LAYERS
 from flexnsa.integrations.transformers.dropin import NAME, attention_forward, make_mask
-from flexnsa.integrations.transformers.options import DropInOptions
+from flexnsa.integrations.transformers.families import register_families
+from flexnsa.integrations.transformers.marks import mark_slots
+from flexnsa.integrations.transformers.options import DropInOptions, LayerOptions
+from flexnsa.integrations.transformers.schedule import UpTraining
 
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, make_mask)
+AttentionMaskInterface.register(LAYERS, mark_slots)
+register_families()
 
-__all__ = ["DropInOptions"]
+__all__ = ["DropInOptions", "FlexNSACache", "LayerOptions", "UpTraining", "convert", "to_dense"]

@@ -17,6 +17,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from flexnsa import NSAConfig
+from flexnsa.geometry import BRANCHES
+from flexnsa.integrations.transformers import convert
+
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 48,
@@ -84,3 +88,16 @@ def pad_left(rows: list[Tensor]) -> dict[str, Tensor]:
     for row, (one, real) in zip(rows, zip(ids, mask, strict=True), strict=True):
         one[length - len(row) :], real[length - len(row) :] = row, 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def converted(family: str, options: dict[str, Any], **changes: Any) -> Any:
+    """Make the same model with NSA layers whose new weights are alive, as after some training."""
+    branches = options.get("branches", BRANCHES)
+    sizes = NSAConfig(**{name: size for name, size in options.items() if name != "branches"})
+    model = convert(dense(family, **changes), sizes, branches=branches)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj_" in name or "compress" in name or "gate." in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model

@@ -166,7 +166,7 @@ def test_activations_are_computed_again_in_backward_if_asked(few: Any) -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_it_compiles_as_one_graph(padded: bool) -> None:
-    few = sparse("llama", FEW)
+    few = sparse("llama", FEW, num_hidden_layers=1)
     batch = pad_left([tokens(40), tokens(25)]) if padded else {"input_ids": tokens(2, 40)}
     compiled = torch.compile(few, fullgraph=True, backend="aot_eager")
     got = compiled(**batch, use_cache=False)

@@ -1,0 +1,261 @@
+"""An NSA layer in the place of a dense one: its projections, norms and rotary embedding, three times its keys."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from flexnsa.attention.decoding import StepInputs
+from flexnsa.attention.implementations import choose_implementation
+from flexnsa.attention.seam import Call
+from flexnsa.decoding.cache import NSACache
+from flexnsa.decoding.cached_keys import CachedKeys, KeptKeys
+from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.integrations.transformers.cache import layer_of, trains
+from flexnsa.integrations.transformers.marks import Alignment, check_marks
+from flexnsa.integrations.transformers.options import LayerOptions
+from flexnsa.integrations.transformers.packs import demand_no_pack, document_begins, document_ids
+from flexnsa.layers.compression import BlockLinear, LinearCompressor, MeanCompressor, as_phi
+from flexnsa.layers.core import Compressors, Heads, KeySource, RowKeys, RowLayout, attend_heads
+from flexnsa.layers.decoding import fits_step
+from flexnsa.layers.projection import project, split_heads
+from flexnsa.layers.rope import RopeTables
+from flexnsa.masks.document import document_positions, first_tokens
+
+GATE_LIMIT = 2.0
+"""Gates are this times a sigmoid, so that one can start at 1 where the sigmoid is steepest."""
+GATE_STARTS = {"cmp": 0.02, "slc": 1.0, "win": 0.02}
+"""The selected branch alone is what the dense layer was; the others start alive, but of no weight."""
+
+
+OPEN = 40.0
+"""A logit whose sigmoid is 1."""
+
+
+class StartingGate(nn.Linear):
+    """Map hidden states to a gate for each head and branch, which starts the same for all tokens."""
+
+    def __init__(self, dim: int, num_heads: int, branches: tuple[str, ...]) -> None:
+        self.branches = branches
+        super().__init__(dim, num_heads * len(branches))
+
+    def reset_parameters(self) -> None:
+        """Start at :data:`GATE_STARTS`."""
+        with torch.no_grad():
+            for name, value in starting_values(self).items():
+                self.get_parameter(name).copy_(value)
+
+
+def starting_values(module: nn.Module) -> dict[str, Tensor]:
+    """Give the parameters of what a dense layer has not, by name, as they start; of other modules, none."""
+    if isinstance(module, StartingGate):
+        starts = torch.tensor([GATE_STARTS[tag] / GATE_LIMIT for tag in module.branches])
+        bias = starts.logit().repeat(module.out_features // len(module.branches))
+        return {"weight": torch.zeros(module.weight.shape), "bias": bias}
+    if isinstance(module, BlockLinear):
+        return {"position": torch.zeros(module.position.shape), "weight": module.mean_weight()}
+    return {}
+
+
+class ConvertedAttention(nn.Module):
+    """Native Sparse Attention that a dense layer of transformers turns into.
+
+    Each branch has keys and values of its own, made as the dense layer makes them, biases and norms included. Positions
+    are turned by the model's own rotary embedding, of whatever type, counted from each sequence's first token.
+
+    Args:
+        dense: the layer, of a model like Llama.
+        rotary: the model's rotary embedding.
+        options: how to attend.
+    """
+
+    def __init__(self, dense: Any, rotary: nn.Module, options: LayerOptions) -> None:
+        super().__init__()
+        config = dense.config
+        self.config, self.layer_idx, self.options = config, dense.layer_idx, options
+        self.head_dim, self.scaling = dense.head_dim, dense.scaling
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj, self.o_proj = dense.q_proj, dense.o_proj
+        self.q_norm, self.k_norm = getattr(dense, "q_norm", None), getattr(dense, "k_norm", None)
+        for tag in options.branches:
+            self.add_module(f"k_proj_{tag}", deepcopy(dense.k_proj))
+            self.add_module(f"v_proj_{tag}", deepcopy(dense.v_proj))
+        shape = self.num_kv_heads, self.head_dim
+        self.compress_k = self.compress_v = None
+        if "cmp" in options.branches:
+            self.compress_k, self.compress_v = (LinearCompressor(*shape, config=options.sizes) for _ in "kv")
+        elif "slc" in options.branches:
+            self.compress_k = MeanCompressor(*shape, config=options.sizes)
+        several = len(options.branches) > 1  # else it is the dense layer's own weight
+        self.gate = StartingGate(config.hidden_size, self.num_heads, options.branches) if several else None
+        self.rotary_emb = deepcopy(rotary)
+        self.opening = options.opening
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,  # noqa: ARG002  (of the tokens alone; blocks are turned too)
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        """Attend within rows ``(B, T, dim)``, or from tokens that follow those of a cache; see the dense layer.
+
+        Raises:
+            TypeError: ``past_key_values`` is no :class:`FlexNSACache`.
+            ValueError: packed rows are to go into a cache, or what a cache holds is to be differentiated.
+        """
+        x, num_tokens = hidden_states, hidden_states.shape[1]
+        layer = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)
+        check_marks(attention_mask, len(x), num_tokens + (0 if layer is None else layer.seen))
+        alignment = real = None
+        if attention_mask is not None:
+            alignment = Alignment.of(attention_mask, num_tokens)
+            x, real = alignment.align_queries(x, dim=1), alignment.real
+            if position_ids is not None:
+                position_ids = alignment.align_queries(position_ids.expand(len(x), -1), dim=1)
+        begins = document_begins(position_ids, num_tokens, real)
+        if layer is None:
+            documents = document_ids(begins, cu_seq_lens_q, len(x), num_tokens)
+            out = self._attend(x, self._row_layout(x, documents), RowKeys())
+        else:
+            demand_no_pack(begins, cu_seq_lens_q)
+            out = self._attend_cached(x, layer.prepare(self._new_cache, len(x), num_tokens), real)
+            layer.seen += num_tokens
+        out = self.o_proj(out.transpose(1, 2).flatten(2))
+        return (out if alignment is None else alignment.restore_queries(out, dim=1)), None
+
+    def _attend_cached(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
+        """Put the first ``lengths (B,)`` tokens of each row into the cache, and attend from them to all of it."""
+        if trains(self):
+            raise ValueError("past_key_values: expected torch.no_grad(), because a cache has no gradient, got training")
+        num_tokens = x.shape[1]
+        if cache.takes_rows(num_tokens):
+            layout, step = self._row_layout(x, None), cache.begin_rows(num_tokens, lengths, None, None)
+            out = self._attend(x, layout, KeptKeys(cache, step))
+        else:
+            take_step = choose_implementation(self.options.impl, x, modded=False, cached=True).step
+            if take_step is not None and self.takes_step(x, cache):
+                cache.make_room(num_tokens, lengths)
+                out, _ = take_step(self.step_inputs(x, cache, lengths))
+                return split_heads(out, self.num_heads) * (1.0 if self.gate is None else GATE_LIMIT)
+            step = cache.begin(num_tokens, lengths)
+            tables = self._turn(x, step.positions.token, step.block * self.options.sizes.compress_stride)
+            layout = RowLayout(*tables, step.first_tokens, step.positions, step.window_positions)
+            out = self._attend(x, layout, CachedKeys(cache, step), cached=True)
+        cache.end(step)
+        return out
+
+    def _attend(self, x: Tensor, layout: RowLayout, source: KeySource, *, cached: bool = False) -> Tensor:
+        """Attend from tokens in this layout; the heads' outputs ``(B, Hq, T, Dv)``."""
+        options, compressors = self.options, Compressors(self.compress_k, self.compress_v)
+        implementation = choose_implementation(options.impl, x, modded=False, cached=cached)
+        call = Call(options.sizes, self.scaling, None, layout.positions, layout.window_positions)
+        heads, choice = self._project(x), (options.branches, options.recompute)
+        out, _, _ = attend_heads(heads, layout, compressors, source, implementation, call, *choice)
+        return out
+
+    def _project(self, x: Tensor) -> Heads:
+        """Project to the heads of all branches, and their gates."""
+        branches = self.options.branches
+        q, *keys = project(x, [self.q_proj, *(self._map("k", tag) for tag in branches)])
+        v = project(x, [self._map("v", tag) for tag in branches])
+        values = {tag: split_heads(one, self.num_kv_heads) for tag, one in zip(branches, v, strict=True)}
+        heads = self._normed(self.q_norm, q, self.num_heads)
+        k = {tag: self._normed(self.k_norm, one, self.num_kv_heads) for tag, one in zip(branches, keys, strict=True)}
+        return Heads(heads, k, values, self._gates(x))
+
+    def _normed(self, norm: nn.Module | None, x: Tensor, num_heads: int) -> Tensor:
+        heads = split_heads(x, num_heads)
+        return heads if norm is None else norm(heads).to(x.dtype)  # under autocast a norm gives float32
+
+    def _gates(self, x: Tensor) -> Tensor:
+        """Weigh the branches, ``(B, Hq, T, 3)``; what there is not has 0."""
+        branches = self.options.branches
+        if self.gate is None:
+            each = x.new_ones(()).expand(len(x), self.num_heads, x.shape[1], 1)
+        else:
+            each = GATE_LIMIT * split_heads(self.gate(x), self.num_heads).sigmoid()
+        gates = dict(zip(branches, each.unbind(-1), strict=True))
+        gates = {tag: gate if tag == "slc" else self.opening * gate for tag, gate in gates.items()}
+        shut = torch.zeros_like(each[..., 0])
+        return torch.stack([gates.get(tag, shut) for tag in BRANCHES], dim=-1)
+
+    def _row_layout(self, x: Tensor, documents: Tensor | None) -> RowLayout:
+        """Lay out whole rows, or rows packed with the documents ``(B, S)``."""
+        sizes, num_tokens = self.options.sizes, x.shape[1]
+        length = num_compressed(num_tokens, sizes)
+        if documents is None:
+            token = torch.arange(num_tokens, device=x.device)[None]
+            return RowLayout(*self._turn(x, token, token[:, :length] * sizes.compress_stride))
+        positions = document_positions(documents, sizes)
+        blocks, token = first_tokens(positions, length, sizes), positions.token - positions.start
+        tables = self._turn(x, token, token.gather(1, blocks.to(torch.int64)))
+        return RowLayout(*tables, blocks, positions, positions)
+
+    def _turn(self, x: Tensor, token: Tensor, block: Tensor) -> tuple[RopeTables, RopeTables]:
+        """Tabulate the angles of tokens ``(B, T)`` and of compressed tokens ``(B, E)``, as the model would.
+
+        At once, because some types of embedding look at the largest position.
+        """
+        wide = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
+        tables = self.rotary_emb(wide, torch.cat((token, block), dim=1))
+        cos, sin = (table[:, None, :, : self.head_dim // 2] for table in tables)  # the other half repeats it
+        count = token.shape[1]
+        return RopeTables(cos[:, :, :count], sin[:, :, :count]), RopeTables(cos[:, :, count:], sin[:, :, count:])
+
+    def _map(self, kind: str, tag: str) -> nn.Linear:
+        return cast("nn.Linear", self.get_submodule(f"{kind}_proj_{tag}"))
+
+    def _new_cache(self, batch_size: int, max_seq_len: int, max_rewind: int) -> NSACache:
+        weight, options = self.q_proj.weight, self.options
+        kind = weight.device.type
+        return NSACache(
+            batch_size,
+            max_seq_len,
+            self.num_kv_heads,
+            self.head_dim,
+            config=options.sizes,
+            branches=options.branches,
+            max_rewind=max_rewind,
+            dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype,
+            device=weight.device,
+        )
+
+    def takes_step(self, x: Tensor, cache: NSACache) -> bool:
+        """Tell whether kernels that take a whole step turn heads as this model does, and weigh branches as it does."""
+        rotary: Any = self.rotary_emb
+        plain: bool = rotary.rope_type == "default" and rotary.attention_scaling == 1
+        return plain and self.opening == 1 and fits_step(x, cache, Compressors(self.compress_k, self.compress_v))
+
+    def step_inputs(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> StepInputs:
+        """Project new tokens; what a kernel that takes a whole step wants to know."""
+        heads, branches = self._project(x), self.options.branches
+        gates = x.new_full((), OPEN).expand(*x.shape[:2], self.num_heads) if self.gate is None else self.gate(x)
+
+        def flat(each: Tensor) -> Tensor:
+            return each.transpose(1, 2).flatten(2)
+
+        return StepInputs(
+            q=flat(heads.q),
+            k={tag: flat(heads.k[tag]) for tag in branches},
+            v={tag: flat(heads.v[tag]) for tag in branches},
+            gates=gates,
+            gate="sigmoid",
+            phi_k=as_phi(self.compress_k),
+            phi_v=as_phi(self.compress_v),
+            buffers=cache.buffers,
+            lengths=cache.lengths,
+            reached=cache.reached,
+            new_lengths=None if lengths is None else lengths.contiguous(),
+            max_seq_len=cache.max_seq_len,
+            num_heads=self.num_heads,
+            config=self.options.sizes,
+            scale=self.scaling,
+            rope_base=self.config.rope_parameters["rope_theta"],
+        )

@@ -1,0 +1,137 @@
+"""What converted models of all families have in common: NSA layers, and a cache made for them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+from torch import nn
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers.initialization import copy_
+from transformers.modeling_utils import PreTrainedModel
+
+from flexnsa.integrations.transformers.attention import ConvertedAttention, starting_values
+from flexnsa.integrations.transformers.cache import MOST_DRAFTED, FlexNSACache, trains
+from flexnsa.integrations.transformers.options import LayerOptions
+from flexnsa.validation import describe
+
+LAYERS = "flexnsa_layers"
+"""The attn_implementation of models whose layers are NSA: in no other class can it be had, nor any other in these."""
+
+
+class ConvertedConfig:
+    """Mixed into a family's config: it stands in config.json, too, that these layers are not dense.
+
+    So a class of the dense family refuses the checkpoint, whose gates it would drop with no more than a warning.
+    """
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        chosen = kwargs.pop("attn_implementation", None)
+        super().__post_init__(**kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        self._attn_implementation = LAYERS if chosen is None else chosen
+        self.attn_implementation = LAYERS
+
+
+class ConvertedPreTrainedModel(PreTrainedModel):
+    """Mixed into all models of a family."""
+
+    _can_compile_fullgraph = False
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_context_parallel = False
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:  # noqa: ARG002
+        """Demand that nobody asks for another attention."""
+        if requested_attention not in (None, LAYERS):
+            raise ValueError(
+                f"attn_implementation: expected none for a model whose layers are NSA, got {requested_attention!r}"
+            )
+        return LAYERS
+
+    def _init_weights(self, module: nn.Module) -> None:
+        starts = starting_values(module)
+        for name, value in starts.items():
+            copy_(module.get_parameter(name), value)
+        if not starts:
+            super()._init_weights(module)
+
+
+class ConvertedModel(ConvertedPreTrainedModel):
+    """Mixed into a family's model without its head."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        options = LayerOptions.of(config)
+        for layer in cast("Any", self.layers):
+            check_dense(layer.self_attn)
+            layer.self_attn = ConvertedAttention(layer.self_attn, cast("nn.Module", self.rotary_emb), options)
+        self.post_init()
+
+    def forward(self, *args: Any, past_key_values: Any = None, use_cache: bool | None = None, **kwargs: Any) -> Any:
+        """As of the dense model; a cache is made if asked for, or where nothing is differentiated."""
+        training = trains(self)
+        if use_cache and training:
+            raise ValueError("use_cache: expected torch.no_grad(), because a cache has no gradient, got training")
+        use_cache = not training and (self.config.use_cache if use_cache is None else use_cache)
+        if use_cache and past_key_values is None:
+            past_key_values = FlexNSACache(self.config)
+        return super().forward(*args, past_key_values=past_key_values, use_cache=use_cache, **kwargs)  # pyright: ignore
+
+
+class CachedGeneration:
+    """Mixed into whatever generates by NSA layers: ``generate`` makes a cache for them."""
+
+    config: Any
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        wanted = generation_config.cache_implementation
+        if wanted not in (None, "dynamic", "dynamic_full", "static"):  # the third of 5.10, for assisted decoding
+            raise ValueError(f"cache_implementation: expected None for NSA layers, got {wanted!r}")
+        given = model_kwargs.get("past_key_values")
+        if generation_config.use_cache is False or given is not None:
+            return super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        rewind = MOST_DRAFTED if drafts else 1
+        model_kwargs["past_key_values"] = FlexNSACache(self.config, max_cache_length, max_rewind=rewind)
+        return None
+
+
+class ConvertedForCausalLM(CachedGeneration, ConvertedPreTrainedModel):
+    """Mixed into a family's model that predicts tokens."""
+
+    model_class: ClassVar[type]
+    """Of the model without its head."""
+
+    def __init__(self, config: Any) -> None:
+        PreTrainedModel.__init__(self, config)  # and not of the dense class, which would build dense layers first
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+def check_dense(attention: Any) -> None:
+    """Demand a dense layer that NSA can stand for.
+
+    Raises:
+        ValueError: it has what NSA has not.
+    """
+    config = attention.config
+    expected: dict[str, Any] = {"attention_dropout": 0.0, "sliding_window": None}
+    found = {"attention_dropout": config.attention_dropout, "sliding_window": getattr(config, "sliding_window", None)}
+    if hasattr(config, "use_sliding_window") and not config.use_sliding_window:
+        found["sliding_window"] = None
+    for name, value in expected.items():
+        if found[name] and found[name] != value:
+            raise ValueError(f"{name}: expected {value} of a model to convert, got {describe(found[name])}")
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and {*kinds} != {"full_attention"}:
+        raise ValueError(f"layer_types: expected 'full_attention' of a model to convert, got {describe(kinds)}")

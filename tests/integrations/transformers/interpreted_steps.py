@@ -1,0 +1,55 @@
+"""Steps of converted models by the kernels that take all of one, in Triton's interpreter.
+
+The interpreter is chosen when Triton is first imported, so they run in a process of their own. This file is its script:
+it writes the logits of both ways to the path given.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexnsa.integrations.transformers import FlexNSACache
+from tests.integrations.transformers.families import FEW, converted, pad_left, tokens
+from tests.support.triton_decoding import recording_steps
+
+CASES: dict[str, dict[str, Any]] = {
+    "norms, three branches": {"family": "qwen3"},
+    "biases, selected branch": {"family": "qwen2", "branches": ["slc"]},
+    "no compressed branch": {"family": "llama", "branches": ["slc", "win"]},
+}
+STEPS = 5
+
+
+def run(family: str, **options: Any) -> dict[str, Tensor]:
+    """Continue two rows of different lengths: step by step on a cache, and as whole rows."""
+    model = converted(family, FEW | options, num_hidden_layers=1).float()
+    rows = [tokens(40), tokens(29)]
+    more = tokens(2, STEPS)
+    _attend_by(model, "reference")
+    whole = [model(torch.cat((row, new))[None], use_cache=False).logits for row, new in zip(rows, more, strict=True)]
+    batch, cache = pad_left(rows), FlexNSACache(model.config)
+    model(**batch, past_key_values=cache)
+    _attend_by(model, "triton")
+    mask, got = batch["attention_mask"], []
+    with recording_steps() as taken:
+        for step in range(STEPS):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            got.append(model(more[:, step, None], attention_mask=mask, past_key_values=cache).logits)
+    assert len(taken) == STEPS
+    return {"got": torch.cat(got, 1), "want": torch.cat([logits[:, -STEPS:] for logits in whole])}
+
+
+def _attend_by(model: Any, impl: str) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.options = replace(layer.self_attn.options, impl=impl)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        torch.save({name: run(**case) for name, case in CASES.items()}, sys.argv[1])

@@ -1,0 +1,263 @@
+"""Converted models: where they begin, and one model however it is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import DataCollatorWithFlattening, DynamicCache
+
+from flexnsa import NSAConfig
+from flexnsa.checkpointing import keep_selection
+from flexnsa.integrations.transformers import FlexNSACache, convert, to_dense
+from flexnsa.layers.compression import average_blocks
+from tests.integrations.transformers.families import ALL, FAMILIES, FEW, converted, dense, pad_left, tokens
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 63}
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "longrope": {
+        "factor": 4.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + i for i in range(8)],
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=["three branches", "selected branch"])
+def few(request: pytest.FixtureRequest) -> Any:
+    """A model that leaves most keys out."""
+    return converted("qwen3", FEW if request.param == "three branches" else FEW | {"branches": ["slc"]})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_selected_branch_alone_is_the_dense_model_and_becomes_it_again(family: str) -> None:
+    model, x, padded = dense(family), tokens(2, 70), pad_left([tokens(50), tokens(31)])
+    same = convert(model, NSAConfig(**ALL), branches=["slc"])
+    again = to_dense(same)
+    assert type(again) is type(model)
+    want = model(x, labels=x)
+    want.loss.backward()
+    generated = model.generate(**padded, **GREEDY)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for other in (same, again):
+        got = other(x, labels=x)
+        got.loss.backward()
+        assert_close(got.logits, want.logits)
+        for name, parameter in other.named_parameters():
+            assert_close(parameter.grad, gradients[name.replace("_proj_slc", "_proj")], msg=name)
+        assert torch.equal(other.generate(**padded, **GREEDY), generated)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", ROPES)
+def test_positions_are_turned_as_in_the_dense_model(rope: str) -> None:
+    """In whole rows and in steps; with all three branches, compressed keys too are turned by the same angles."""
+    limit = {"max_position_embeddings": 40} if rope == "dynamic" else {}
+    model = dense("llama", rope_parameters={"rope_type": rope, "rope_theta": 100.0, **ROPES[rope]}, **limit)
+    x = tokens(1, 70)
+    same = convert(model, NSAConfig(**ALL), branches=["slc"])
+    assert_close(same(x, use_cache=False).logits, model(x).logits)
+    assert torch.equal(same.generate(x[:, :30], **GREEDY), model.generate(x[:, :30], **GREEDY))
+    if rope not in ("dynamic", "longrope"):  # these turn tokens by how many there are
+        three = convert(model, NSAConfig(**FEW))
+        assert_close(_in_steps(three, x, FlexNSACache(three.config)), three(x, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_it_begins_with_the_selected_branch_and_a_fiftieth_of_the_others() -> None:
+    model, x = dense("llama"), tokens(1, 60)
+    start = convert(model, NSAConfig(**ALL))
+    layer = start.model.layers[0].self_attn
+    hidden = torch.randn(1, 30, 48, dtype=torch.float64)
+    gates = 2 * layer.gate(hidden).sigmoid().unflatten(-1, (6, 3))
+    assert_close(gates, torch.tensor([0.02, 1.0, 0.02], dtype=torch.float64).expand_as(gates), atol=1e-6, rtol=0)
+    keys = torch.randn(1, 2, 30, 16, dtype=torch.float64)
+    assert_close(layer.compress_k(keys), average_blocks(keys, None, NSAConfig(**ALL)), atol=1e-6, rtol=0)
+    want, got = model(x).logits, start(x).logits
+    assert 1e-4 < (got - want).abs().mean() < 0.1 * want.abs().mean()
+    for layer in start.model.layers:
+        layer.self_attn.opening = 0.0
+    assert_close(start(x).logits, want)
+
+
+@torch.no_grad()
+def test_steps_on_a_cache_see_what_whole_rows_see(few: Any) -> None:
+    x = tokens(2, 64)
+    want = few(x, use_cache=False).logits
+    assert_close(_in_steps(few, x, FlexNSACache(few.config, 64)), want)
+    assert_close(_in_steps(few, x, FlexNSACache(few.config, 1)), want)  # it grows
+    assert_close(_in_steps(few, x, None), want)
+
+
+@torch.no_grad()
+def test_a_cache_forgets_selects_and_repeats_rows(few: Any) -> None:
+    x, more = tokens(3, 40), torch.full((3, 1), 7)
+    cache: Any = FlexNSACache(few.config, max_rewind=8)
+    want = few(torch.cat((x, more), 1), use_cache=False).logits[:, -1:]
+    few(x, past_key_values=cache)
+    few(more + 1, past_key_values=cache)
+    cache.crop(-1)
+    assert cache.get_seq_length() == 40
+    assert_close(few(more, past_key_values=cache).logits, want)
+    cache.crop(-1)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    cache.batch_repeat_interleave(2)
+    assert cache.layers[0].batch_size == 4
+    assert_close(few(more[:1].expand(4, -1), past_key_values=cache).logits, want[[2, 2, 0, 0]])
+    cache.reset()
+    assert_close(few(x[[1]].expand(4, -1), past_key_values=cache).logits, few(x[[1]]).logits.expand(4, -1, -1))
+    with pytest.raises(ValueError, match="past_key_values: expected a cache of 3 rows, got 4"):
+        few(x, past_key_values=cache)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_logit(few: Any, side: str) -> None:
+    x, short = tokens(1, 60), 37
+    real = slice(60 - short, None) if side == "left" else slice(short)
+    mask = torch.ones(2, 60, dtype=torch.int64)
+    mask[1] = 0
+    mask[1, real] = 1
+    ids, alone = x.repeat(2, 1) * mask, [few(x).logits, few(x[:, real]).logits]
+    for options in ({"use_cache": False}, {"use_cache": True}):
+        got = few(ids, attention_mask=mask, **options).logits
+        assert_close(got[:1], alone[0])
+        assert_close(got[1:, real], alone[1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 8}, {"num_beams": 2}]
+)
+def test_rows_of_a_padded_batch_are_continued_as_if_alone(few: Any, options: dict[str, Any]) -> None:
+    rows = [tokens(50), tokens(33), tokens(4)]
+    batch = few.generate(**pad_left(rows), **GREEDY, **options)
+    beams = {"num_beams": 2} if "num_beams" in options else {}
+    for row, got in zip(rows, batch, strict=True):
+        alone = few.generate(row[None], **GREEDY, **beams, use_cache=False)[0, len(row) :]
+        assert torch.equal(got[50 : 50 + len(alone)], alone)
+
+
+@torch.no_grad()
+def test_drafts_are_taken_back(few: Any) -> None:
+    x = tokens(1, 10).repeat(1, 5)
+    want = few.generate(x, **GREEDY)
+    assert torch.equal(few.generate(x, **GREEDY, prompt_lookup_num_tokens=4), want)
+    assert torch.equal(few.generate(x, **GREEDY, assistant_model=converted("qwen3", FEW | {"window_size": 3})), want)
+
+
+@torch.no_grad()
+def test_a_second_turn_goes_on_where_the_first_ended(few: Any) -> None:
+    cache = FlexNSACache(few.config)
+    first = few.generate(tokens(1, 30), **GREEDY, past_key_values=cache)
+    turn = torch.cat((first, tokens(1, 9)), 1)
+    whole = {"input_ids": turn, "attention_mask": torch.ones_like(turn)}
+    assert torch.equal(few.generate(**whole, **GREEDY, past_key_values=cache), few.generate(**whole, **GREEDY))
+
+
+@pytest.mark.parametrize("told_by", ["positions", "cu_seq_lens"])
+def test_packed_documents_stand_alone(few: Any, told_by: str) -> None:
+    documents = [tokens(n) for n in (40, 3, 61)]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = dict(collate([{"input_ids": document.tolist()} for document in documents]))
+    left_out = ("cu_seq_lens_q",) if told_by == "positions" else ("position_ids",)
+    batch = {name: value for name, value in batch.items() if name not in left_out}
+    few.zero_grad()
+    few(**batch).loss.backward()
+    got = [parameter.grad for parameter in few.parameters()]
+    few.zero_grad()
+    alone = [few(document[None], labels=document[None]) for document in documents]
+    losses = [out.loss * (len(document) - 1) for out, document in zip(alone, documents, strict=True)]
+    (torch.stack(losses).sum() / sum(len(document) - 1 for document in documents)).backward()
+    with torch.no_grad():
+        assert_close(few(**batch, use_cache=False).logits, torch.cat([out.logits for out in alone], 1))
+        with pytest.raises(ValueError, match="expected one sequence a row with a cache, got several"):
+            few(**batch, use_cache=True)
+    for gradient, parameter in zip(got, few.parameters(), strict=True):
+        assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("context", [{}, {"context_fn": keep_selection}])
+def test_activations_are_computed_again_in_backward_if_asked(few: Any, context: dict[str, Any]) -> None:
+    x = tokens(2, 50)
+    want = _gradients(few, few, x)
+    assert all(gradient.abs().max() > 0 for gradient in want)
+    few.gradient_checkpointing_enable({"use_reentrant": False, **context})
+    got = _gradients(few, few.train(), x)
+    few.eval().gradient_checkpointing_disable()
+    for one, plain in zip(got, want, strict=True):
+        assert_close(one, plain)
+
+
+def test_it_compiles_as_one_graph() -> None:
+    few = converted("llama", FEW, num_hidden_layers=1)
+    x = tokens(2, 40)
+    want = _gradients(few, few, x)
+    got = _gradients(few, torch.compile(few, fullgraph=True, backend="aot_eager"), x)
+    for one, plain in zip(got, want, strict=True):
+        assert_close(one, plain)
+
+
+def test_what_a_cache_cannot_do_is_refused(few: Any) -> None:
+    x = tokens(1, 20)
+    with pytest.raises(ValueError, match=r"use_cache: expected torch.no_grad\(\)"):
+        few(x, use_cache=True)
+    with pytest.raises(ValueError, match=r"past_key_values: expected torch.no_grad\(\)"):
+        few(x, past_key_values=FlexNSACache(few.config))
+    assert few(x).past_key_values is None
+    with torch.no_grad():
+        assert isinstance(few(x).past_key_values, FlexNSACache)
+        with pytest.raises(TypeError, match="past_key_values: expected a FlexNSACache, got"):
+            few(x, past_key_values=DynamicCache(config=few.config))
+        with pytest.raises(ValueError, match="cache_implementation: expected None for NSA layers, got 'quantized'"):
+            few.generate(x, **GREEDY, cache_implementation="quantized")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 16}, "sliding_window: expected None of a model to convert, got 16"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout: expected 0.0 of a model to convert, got 0.1"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "sliding_window: "),
+    ],
+)
+def test_what_nsa_has_no_place_for_is_not_converted(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert(dense(family, **changes), NSAConfig())
+
+
+def test_only_dense_models_are_converted_and_only_selected_branches_go_back(few: Any) -> None:
+    with pytest.raises(ValueError, match=r"model: expected one of LlamaForCausalLM, .* got FlexNSAQwen3ForCausalLM"):
+        convert(few, NSAConfig())
+    with pytest.raises(ValueError, match="model: expected one of FlexNSALlamaForCausalLM"):
+        to_dense(dense("llama"))
+    with pytest.raises(ValueError, match=r"branches: expected \('slc',\) of a model to make dense"):
+        to_dense(convert(dense("llama"), NSAConfig()))
+
+
+def _gradients(few: Any, model: Any, x: Tensor) -> list[Tensor]:
+    few.zero_grad()
+    model(x, labels=x, use_cache=False).loss.backward()
+    return [parameter.grad for parameter in few.parameters()]
+
+
+def _in_steps(model: Any, x: Tensor, cache: Any) -> Tensor:
+    logits = []
+    for start, end in ((0, 29), (29, 41), *((t, t + 1) for t in range(41, x.shape[1]))):
+        out = model(x[:, start:end], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    return torch.cat(logits, 1)

@@ -1,0 +1,55 @@
+"""Steps of converted models by the kernels that take all of one: what whole rows give."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flexnsa.integrations.transformers import FlexNSACache
+from flexnsa.integrations.transformers.attention import ConvertedAttention
+from tests.integrations.transformers import interpreted_steps
+from tests.integrations.transformers.families import FEW, converted, tokens
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("triton")
+    path = tmp_path_factory.mktemp("interpreted") / "results.pt"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run([sys.executable, interpreted_steps.__file__, str(path)], env=environment, check=True)
+    return torch.load(path)
+
+
+@pytest.mark.parametrize("name", interpreted_steps.CASES)
+def test_steps_equal_whole_rows(name: str, interpreted: dict[str, Any]) -> None:
+    assert_close(interpreted[name]["got"], interpreted[name]["want"], atol=2e-5, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("changes", "takes"),
+    [
+        ({}, True),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, False),
+        ({"opening": 0.5}, False),
+        ({"hook": True}, False),
+    ],
+)
+def test_layers_that_the_kernels_do_not_compute_go_branch_by_branch(changes: dict[str, Any], takes: bool) -> None:
+    rope = {name: value for name, value in changes.items() if name == "rope_parameters"}
+    model = converted("llama", FEW, **rope)
+    layer: ConvertedAttention = model.model.layers[0].self_attn
+    layer.opening = changes.get("opening", 1.0)
+    if "hook" in changes:
+        layer.compress_k.register_forward_hook(lambda *_: None)
+    cache: Any = FlexNSACache(model.config)
+    model(tokens(1, 20), past_key_values=cache)
+    x = torch.randn(1, 1, 48, dtype=torch.float64)
+    assert layer.takes_step(x, cache.layers[0].nsa) == takes

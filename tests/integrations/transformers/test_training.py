@@ -1,0 +1,76 @@
+"""transformers' Trainer: it learns, goes on where it was, and two processes take the steps of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from flexnsa.integrations.transformers.attention import ConvertedAttention
+from flexnsa.integrations.transformers.schedule import pretrained_parameters
+from tests.integrations.transformers import train_text
+from tests.integrations.transformers.train_text import losses, trainer
+
+
+@pytest.mark.parametrize("name", train_text.MODELS)
+def test_the_loss_falls(name: str, tmp_path: Path) -> None:
+    run = trainer(name, tmp_path, steps=50)
+    run.train()
+    loss = losses(run)
+    assert len(loss) == 50
+    assert sum(loss[-5:]) / 5 < 0.7 * loss[0]
+
+
+def test_a_run_that_is_resumed_ends_where_one_that_was_not_does(tmp_path: Path) -> None:
+    whole = trainer("converted", tmp_path / "whole", steps=6, schedule=True)
+    whole.train()
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    trainer("converted", tmp_path / "parts", steps=3, schedule=True, **saving).train()
+    resumed = trainer("converted", tmp_path / "parts", steps=6, schedule=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
+    for (name, got), want in zip(resumed.model.state_dict().items(), whole.model.state_dict().values(), strict=True):
+        assert_close(got, want, msg=name)
+
+
+def test_a_schedule_holds_still_what_was_pretrained_and_opens_branches(tmp_path: Path) -> None:
+    run = trainer("converted", tmp_path, steps=2, schedule=True, save_strategy="steps", save_steps=2)
+    before = {name: x.clone() for name, x in run.model.named_parameters()}
+    held = {id(parameter) for parameter in pretrained_parameters(run.model)}
+    run.train()
+    changed = {name for name, x in run.model.named_parameters() if not torch.equal(x, before[name])}
+    assert changed == {name for name, x in run.model.named_parameters() if id(x) not in held}
+    assert {name.split(".")[-2] for name in changed if "self_attn" in name} == {
+        *(f"{kind}_proj_{tag}" for kind in "kv" for tag in ("cmp", "win")),
+        *("project", "gate"),
+    }
+    layers = [module for module in run.model.modules() if isinstance(module, ConvertedAttention)]
+    assert {layer.opening for layer in layers} == {0.5}
+    again = type(run.model).from_pretrained(tmp_path / "checkpoint-2")
+    assert again.model.layers[0].self_attn.opening == 0.5  # as when it was saved
+    run = trainer("converted", tmp_path, steps=5, schedule=True)
+    run.train()
+    assert run.model.config.flexnsa["opening"] == 1
+    assert all(layer.opening == 1 for layer in run.model.modules() if isinstance(layer, ConvertedAttention))
+
+
+def test_a_schedule_is_for_converted_models(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model: expected a converted one, got 'LlamaForCausalLM'"):
+        trainer("drop-in", tmp_path, steps=1, schedule=True).train()
+
+
+def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
+    run = trainer("converted", tmp_path / "one", steps=3, batch=8)
+    run.train()
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", train_text.__file__]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", *command, str(tmp_path / "two")], env=environment, check=True)
+    got = load_file(tmp_path / "two" / "model.safetensors")
+    # Adam moves every number by about 3e-3 a step, however small its gradient is, so rounding is seen.
+    for name, want in run.model.state_dict().items():
+        assert_close(got[name], want, atol=2e-4, rtol=0, msg=name)

@@ -1,0 +1,66 @@
+"""Train a small model on text with transformers' Trainer; also the script of a process under torchrun."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+from flexnsa.integrations.transformers import UpTraining
+from tests.integrations.transformers.families import FEW, converted, sparse
+
+ROW = 48
+MODELS: dict[str, Any] = {
+    "drop-in": lambda: sparse("llama", FEW, vocab_size=128),
+    "converted": lambda: converted("qwen3", FEW, vocab_size=128),
+}
+
+
+class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows of the bytes of this folder's first file."""
+
+    def __init__(self) -> None:
+        text = Path(__file__).with_name("families.py").read_bytes()
+        rows = [list(text[start : start + ROW]) for start in range(0, len(text) - ROW, ROW)]
+        self.rows = torch.tensor(rows).clamp_max(127)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def trainer(name: str, out: Path, *, steps: int, batch: int = 8, schedule: bool = False, **options: Any) -> Any:
+    """Set up training of a model in float32."""
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        max_steps=steps,
+        per_device_train_batch_size=batch,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **{"save_strategy": "no", **options},
+    )
+    callbacks: Any = [UpTraining(opening_steps=4, frozen_steps=2)] if schedule else []
+    return Trainer(model=MODELS[name]().float(), args=arguments, train_dataset=Text(), callbacks=callbacks)
+
+
+def losses(run: Trainer) -> list[float]:
+    """Give the loss of every step."""
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    path = Path(sys.argv[1])
+    run = trainer("converted", path, steps=3, batch=4)
+    run.train()
+    run.save_model(str(path))
