@@ -12,10 +12,9 @@ import torch
 
 from flexnsa.cli.options import add_config_options, add_device_option, config_options, require, utf8
 from flexnsa.errors import FileError
-from flexnsa.models import DecoderConfig, DecoderLM, Sampling
+from flexnsa.models import DecoderLM, Sampling
 from flexnsa.models.steps import STEPS
-from flexnsa.training.checkpoint import check_tensors, newest_checkpoint, read_checkpoint
-from flexnsa.training.shards import SUFFIX
+from flexnsa.training.model_file import read_model
 from flexnsa.validation import check_positive_int
 
 
@@ -64,23 +63,12 @@ def load_model(checkpoint: Path) -> DecoderLM:
         FileNotFoundError: there is no such file or folder.
         FileError: the file is no checkpoint of a model of bytes, or not a whole one.
     """
-    is_run = checkpoint.is_dir() and checkpoint.suffix != SUFFIX
-    file = newest_checkpoint(checkpoint) if is_run else checkpoint
-    if file is None or not file.exists():
-        raise FileNotFoundError(f"checkpoint: expected a checkpoint of `flexnsa train`, got {str(checkpoint)!r}")
-    header, tensors = read_checkpoint(file, ("model",))
-    weights = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
-    dtype = next(iter(weights.values()), torch.empty(0)).dtype
-    try:
-        with torch.device("meta"):
-            model = DecoderLM(DecoderConfig.from_dict(header["model"])).to(dtype)
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:  # all that it is built from is in the file
-        raise FileError(f"{file}: its header describes no model ({error!r}); take another checkpoint") from error
-    check_tensors(file, tensors, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+    model = read_model(checkpoint)
     if model.config.vocab_size != 256:
-        raise FileError(f"{file}: of {model.config.vocab_size} tokens, expected a model of bytes; take another one")
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+        raise FileError(
+            f"{checkpoint}: of {model.config.vocab_size} tokens, expected a model of bytes; take another one"
+        )
+    return model
 
 
 def _characters(text: str) -> list[bytes]:

@@ -10,6 +10,8 @@ from transformers.modeling_utils import AttentionInterface
 from flexnsa.integrations.transformers.cache import FlexNSACache
 from flexnsa.integrations.transformers.conversion import convert, to_dense
 from flexnsa.integrations.transformers.converted import LAYERS
+from flexnsa.integrations.transformers.decoder import FlexNSAForCausalLM
+from flexnsa.integrations.transformers.decoder_config import FlexNSAConfig
 from flexnsa.integrations.transformers.dropin import NAME, attention_forward, make_mask
 from flexnsa.integrations.transformers.families import register_families
 from flexnsa.integrations.transformers.marks import mark_slots
@@ -21,4 +23,13 @@ AttentionMaskInterface.register(NAME, make_mask)
 AttentionMaskInterface.register(LAYERS, mark_slots)
 register_families()
 
-__all__ = ["DropInOptions", "FlexNSACache", "LayerOptions", "UpTraining", "convert", "to_dense"]
+__all__ = [
+    "DropInOptions",
+    "FlexNSACache",
+    "FlexNSAConfig",
+    "FlexNSAForCausalLM",
+    "LayerOptions",
+    "UpTraining",
+    "convert",
+    "to_dense",
+]

@@ -14,7 +14,7 @@ from flexnsa.attention.seam import Call
 from flexnsa.decoding.cache import NSACache
 from flexnsa.decoding.cached_keys import CachedKeys, KeptKeys
 from flexnsa.geometry import BRANCHES, num_compressed
-from flexnsa.integrations.transformers.cache import layer_of, trains
+from flexnsa.integrations.transformers.cache import layer_of
 from flexnsa.integrations.transformers.marks import Alignment, check_marks
 from flexnsa.integrations.transformers.options import LayerOptions
 from flexnsa.integrations.transformers.packs import demand_no_pack, document_begins, document_ids
@@ -108,7 +108,7 @@ class ConvertedAttention(nn.Module):
 
         Raises:
             TypeError: ``past_key_values`` is no :class:`FlexNSACache`.
-            ValueError: packed rows are to go into a cache, or what a cache holds is to be differentiated.
+            ValueError: packed rows are to go into a cache.
         """
         x, num_tokens = hidden_states, hidden_states.shape[1]
         layer = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)
@@ -132,8 +132,6 @@ class ConvertedAttention(nn.Module):
 
     def _attend_cached(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
         """Put the first ``lengths (B,)`` tokens of each row into the cache, and attend from them to all of it."""
-        if trains(self):
-            raise ValueError("past_key_values: expected torch.no_grad(), because a cache has no gradient, got training")
         num_tokens = x.shape[1]
         if cache.takes_rows(num_tokens):
             layout, step = self._row_layout(x, None), cache.begin_rows(num_tokens, lengths, None, None)

@@ -152,6 +152,15 @@ def layer_of(cache: Any, index: int) -> FlexNSACacheLayer:
     return layers[index]
 
 
-def trains(module: torch.nn.Module) -> bool:
-    """Tell whether what a module computes now may have to be differentiated, which nothing in a cache can be."""
-    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
+def wanted_cache(model: Any, given: Any, use_cache: bool | None) -> Any:
+    """Give the cache of a forward pass: the given one; else, unless it trains or nobody wants one, an empty one.
+
+    Raises:
+        ValueError: one is given or asked for, and what would go into it may have to be differentiated.
+    """
+    training = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters())
+    if training and (use_cache or given is not None):
+        name = "use_cache" if given is None else "past_key_values"
+        raise ValueError(f"{name}: expected torch.no_grad(), because a cache has no gradient, got training")
+    wanted = not training and (model.config.use_cache if use_cache is None else use_cache)
+    return FlexNSACache(model.config) if wanted and given is None else given

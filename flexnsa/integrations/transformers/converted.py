@@ -10,7 +10,7 @@ from transformers.initialization import copy_
 from transformers.modeling_utils import PreTrainedModel
 
 from flexnsa.integrations.transformers.attention import ConvertedAttention, starting_values
-from flexnsa.integrations.transformers.cache import MOST_DRAFTED, FlexNSACache, trains
+from flexnsa.integrations.transformers.cache import MOST_DRAFTED, FlexNSACache, wanted_cache
 from flexnsa.integrations.transformers.options import LayerOptions
 from flexnsa.validation import describe
 
@@ -68,13 +68,8 @@ class ConvertedModel(ConvertedPreTrainedModel):
 
     def forward(self, *args: Any, past_key_values: Any = None, use_cache: bool | None = None, **kwargs: Any) -> Any:
         """As of the dense model; a cache is made if asked for, or where nothing is differentiated."""
-        training = trains(self)
-        if use_cache and training:
-            raise ValueError("use_cache: expected torch.no_grad(), because a cache has no gradient, got training")
-        use_cache = not training and (self.config.use_cache if use_cache is None else use_cache)
-        if use_cache and past_key_values is None:
-            past_key_values = FlexNSACache(self.config)
-        return super().forward(*args, past_key_values=past_key_values, use_cache=use_cache, **kwargs)  # pyright: ignore
+        cache = wanted_cache(self, past_key_values, use_cache)
+        return super().forward(*args, past_key_values=cache, use_cache=cache is not None, **kwargs)  # pyright: ignore
 
 
 class CachedGeneration:

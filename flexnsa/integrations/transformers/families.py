@@ -16,6 +16,8 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model
 
 from flexnsa.integrations.transformers.converted import ConvertedConfig, ConvertedForCausalLM, ConvertedModel
+from flexnsa.integrations.transformers.decoder import FlexNSAForCausalLM
+from flexnsa.integrations.transformers.decoder_config import FlexNSAConfig
 
 
 class FlexNSALlamaConfig(ConvertedConfig, LlamaConfig):
@@ -108,7 +110,9 @@ FAMILIES = (
 
 
 def register_families() -> None:
-    """Let the Auto classes find them."""
+    """Let the Auto classes find them, and the library's own decoder."""
+    AutoConfig.register(FlexNSAConfig.model_type, FlexNSAConfig)
+    AutoModelForCausalLM.register(FlexNSAConfig, FlexNSAForCausalLM)
     for family in FAMILIES:
         AutoConfig.register(family.config.model_type, family.config)
         AutoModel.register(family.config, family.base)

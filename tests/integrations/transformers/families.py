@@ -19,7 +19,7 @@ from transformers import (
 
 from flexnsa import NSAConfig
 from flexnsa.geometry import BRANCHES
-from flexnsa.integrations.transformers import convert
+from flexnsa.integrations.transformers import FlexNSAConfig, FlexNSAForCausalLM, convert
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -79,6 +79,14 @@ def sparse(family: str, options: dict[str, Any], **changes: Any) -> Any:
     model.config.flexnsa = options
     model.set_attn_implementation("flexnsa")
     return model
+
+
+def own(**changes: Any) -> Any:
+    """Make the library's own decoder, of the same sizes, in evaluation mode and float64."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"dim": 48, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16}
+    config = FlexNSAConfig(**{**sizes, "nsa": FEW, "vocab_size": SIZES["vocab_size"], "pad_token_id": 0, **changes})
+    return FlexNSAForCausalLM(config).eval().double()
 
 
 def pad_left(rows: list[Tensor]) -> dict[str, Tensor]:

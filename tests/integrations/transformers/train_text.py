@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from flexnsa.integrations.transformers import UpTraining
-from tests.integrations.transformers.families import FEW, converted, sparse
+from tests.integrations.transformers.families import FEW, converted, own, sparse
 
 ROW = 48
 MODELS: dict[str, Any] = {
     "drop-in": lambda: sparse("llama", FEW, vocab_size=128),
+    "own": lambda: own(vocab_size=128),
     "converted": lambda: converted("qwen3", FEW, vocab_size=128),
 }
 

@@ -1,0 +1,211 @@
+"""The library's own decoder as a model of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.generation.utils import GenerationMixin
+from transformers.initialization import normal_
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+
+from flexnsa.integrations.transformers.cache import layer_of, wanted_cache
+from flexnsa.integrations.transformers.converted import CachedGeneration
+from flexnsa.integrations.transformers.decoder_config import FlexNSAConfig
+from flexnsa.integrations.transformers.marks import Alignment, mark_slots
+from flexnsa.integrations.transformers.packs import demand_no_pack, document_begins, document_ids
+from flexnsa.models.decoder import DecoderLayer, DecoderLM
+from flexnsa.packing import IGNORED
+from flexnsa.training.model_file import read_model, save_model
+from flexnsa.validation import check_integers, describe
+
+
+class FlexNSAForCausalLM(CachedGeneration, PreTrainedModel, GenerationMixin):
+    """A :class:`flexnsa.models.DecoderLM` that the Auto classes, ``generate`` and Trainer know.
+
+    In training mode, given labels, it gives the loss and no logits: those of all tokens never exist at once.
+    """
+
+    config_class = FlexNSAConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DecoderLayer"]  # noqa: RUF012  (its type is that of the base class)
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True  # what asks for the default is given it; how it attends stands in ``config.impl``
+    _supports_context_parallel = False
+
+    def __init__(self, config: FlexNSAConfig) -> None:
+        super().__init__(config)
+        self.model = DecoderLM(config.decoder_config())
+        self.gradient_checkpointing = False
+        self.stds = _standard_deviations(self.model)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: int ``(B, T)``; with a cache, the tokens that follow those in it.
+            attention_mask: ``(B, S)``, 0 or False for padding before or behind each row's tokens.
+            position_ids: int ``(B, T)``; packed documents are told by positions that begin anew.
+            past_key_values: a :class:`FlexNSACache`.
+            labels: int ``(B, T)``, -100 where there is nothing to predict; the model shifts them.
+            use_cache: whether to make a cache; by default where nothing is differentiated.
+            logits_to_keep: give those of the last tokens only; 0 for all.
+            cu_seq_lens_q: int ``(D + 1,)``, where the documents of a single packed row begin.
+            kwargs: ``num_items_in_batch``, by which the loss is divided.
+
+        Raises:
+            TypeError: an argument is not of its kind.
+            ValueError: an argument does not fit, or is not there to be had; the message names it.
+        """
+        for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
+            if kwargs.get(name):
+                raise ValueError(f"{name}: expected None of {type(self).__name__}, got {describe(kwargs[name])}")
+        check_integers("input_ids", input_ids, ("B", "T"))
+        tokens = cast("Tensor", input_ids)
+        cache = wanted_cache(self, past_key_values, use_cache)
+        layers = [] if cache is None else [layer_of(cache, index) for index in range(len(self.model.layers))]
+        seen = layers[0].seen if layers else 0
+        alignment = _alignment(tokens, attention_mask, seen)
+        if alignment is not None:
+            tokens = alignment.align_queries(tokens, dim=1)
+            position_ids, labels = (
+                None if x is None else alignment.align_queries(x.expand(len(tokens), -1), dim=1)
+                for x in (position_ids, labels)
+            )
+        real = None if alignment is None else alignment.real
+        begins = document_begins(position_ids, tokens.shape[1], real)
+        options: dict[str, Any] = {}
+        if cache is None:
+            options["document_ids"] = document_ids(begins, cu_seq_lens_q, *tokens.shape)
+        else:
+            demand_no_pack(begins, cu_seq_lens_q)
+            blocks = cast("Any", self.model.layers)
+            options["caches"] = [
+                layer.prepare(_new_cache(block), *tokens.shape) for layer, block in zip(layers, blocks, strict=True)
+            ]
+        loss = logits = None
+        if labels is not None and self.training:
+            loss = self._loss(tokens, labels, options, kwargs.get("num_items_in_batch"))
+        elif cache is not None and isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None:
+            logits = self.model.last_logits(tokens, lengths=real, **options)[:, None]
+        else:
+            logits = self.model(tokens, **options, **({"lengths": real} if cache is not None else {}))
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            logits = logits if alignment is None else alignment.restore_queries(logits, dim=1)
+            logits = logits[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+        for layer in layers:
+            layer.seen += tokens.shape[1]
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def _loss(self, tokens: Tensor, labels: Tensor, options: dict[str, Any], count: Any) -> Tensor:
+        """Give the mean over all targets, or their sum divided by ``count``."""
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        reduction = "mean" if count is None else "sum"
+        loss = self.model(tokens, targets=targets, reduction=reduction, **options)
+        return loss if count is None else loss / count
+
+    @classmethod
+    def from_run(cls, checkpoint: str | Path, **options: Any) -> Self:
+        """Read the model of a run of ``flexnsa train``, a checkpoint or its folder; ``options`` are of the config.
+
+        Raises:
+            FileNotFoundError: there is no such file or folder.
+            FileError: it is no checkpoint, or not a whole one.
+        """
+        decoder = read_model(Path(checkpoint))
+        with torch.device("meta"):
+            model = cls(FlexNSAConfig.of(decoder.config, **options))
+        model.model = decoder
+        return model.eval()
+
+    def save_run(self, path: str | Path) -> None:
+        """Write what ``flexnsa generate`` and :meth:`from_run` read; no run goes on from there.
+
+        Raises:
+            OSError: it could not be written; names the path.
+        """
+        save_model(Path(path), self.model)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Give the embedding of tokens."""
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: Any) -> None:
+        """Replace the embedding of tokens."""
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Give what predicts tokens."""
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        """Replace what predicts tokens."""
+        self.model.head = new_embeddings
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
+    ) -> None:
+        """Have layers computed again in backward, selections kept, by the decoder's own means."""
+        del gradient_checkpointing_func
+        self.model.config = replace(self.model.config, checkpointing=f"every:{every_n_layers}" if enable else False)
+        self.gradient_checkpointing = enable
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # Of code that is not its own, transformers asks for modules with parameters of their own, one by one.
+        std = self.stds.get(module)
+        if std is not None:
+            normal_(module.get_parameter("weight"), std=std)
+        elif any(True for _ in module.parameters(recurse=False)):
+            module.reset_parameters()  # pyright: ignore[reportCallIssue]
+
+
+def _standard_deviations(model: DecoderLM) -> dict[nn.Module, float]:
+    """Give those of the weights that start by the model's own plan; see :meth:`DecoderLM.reset_parameters`."""
+    stds: dict[nn.Module, float] = {model.embedding: 1.0, model.head: 1 / model.config.dim}
+    for layer in cast("list[DecoderLayer]", [*model.layers]):
+        attention = cast("Any", layer.attention)
+        stds[attention.gate.linear] = 0.02
+        stds[layer.mlp.up] = layer.mlp.up.in_features**-0.5
+        for linear in (attention.w_o, layer.mlp.down):
+            stds[linear] = layer.residual_scale * linear.in_features**-0.5
+    return stds
+
+
+def _alignment(tokens: Tensor, attention_mask: Tensor | None, seen: int) -> Alignment | None:
+    """Read a mask ``(B, S)``; None where nothing is padded."""
+    if attention_mask is None:
+        return None
+    num_keys = seen + tokens.shape[1]
+    if tuple(attention_mask.shape) != (len(tokens), num_keys):
+        raise ValueError(f"attention_mask: expected ({len(tokens)}, {num_keys}), got {describe(attention_mask)}")
+    mask = attention_mask.to(torch.bool)
+    marks = mark_slots(len(tokens), tokens.shape[1], num_keys, seen, attention_mask=mask, device=tokens.device)
+    return None if marks is None else Alignment.of(marks, tokens.shape[1])
+
+
+def _new_cache(block: DecoderLayer) -> Any:
+    def make(batch_size: int, max_seq_len: int, max_rewind: int) -> Any:
+        attention = cast("Any", block.attention)
+        return attention.new_cache(batch_size, max_seq_len, max_rewind=max_rewind)
+
+    return make

@@ -1,0 +1,51 @@
+"""The model of a checkpoint without the run: to generate from, or to take elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from flexnsa.errors import FileError
+from flexnsa.models import DecoderConfig, DecoderLM
+from flexnsa.training import whole_file
+from flexnsa.training.checkpoint import check_tensors, newest_checkpoint, read_checkpoint
+from flexnsa.training.shards import SUFFIX
+
+
+def read_model(checkpoint: Path) -> DecoderLM:
+    """Build the model of a training checkpoint, on the CPU.
+
+    Args:
+        checkpoint: a file, a folder of shards, or the folder of a run.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        FileError: the file is no checkpoint of a model, or not a whole one.
+    """
+    is_run = checkpoint.is_dir() and checkpoint.suffix != SUFFIX
+    file = newest_checkpoint(checkpoint) if is_run else checkpoint
+    if file is None or not file.exists():
+        raise FileNotFoundError(f"checkpoint: expected a checkpoint of `flexnsa train`, got {str(checkpoint)!r}")
+    header, tensors = read_checkpoint(file, ("model",))
+    weights = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
+    dtype = next(iter(weights.values()), torch.empty(0)).dtype
+    try:
+        with torch.device("meta"):
+            model = DecoderLM(DecoderConfig.from_dict(header["model"])).to(dtype)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:  # all that it is built from is in the file
+        raise FileError(f"{file}: its header describes no model ({error!r}); take another checkpoint") from error
+    check_tensors(file, tensors, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def save_model(path: Path, model: DecoderLM) -> None:
+    """Write what :func:`read_model` reads; no run can go on from there.
+
+    Raises:
+        OSError: it could not be written; names the path.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    whole_file.save(path, tensors, {"model": json.dumps(model.config.to_dict())})

@@ -1,0 +1,102 @@
+"""The library's own decoder as a model of transformers: the same tokens, weights and losses either way."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from flexnsa.cli.generate import load_model
+from flexnsa.integrations.transformers import FlexNSAConfig, FlexNSAForCausalLM
+from flexnsa.models import DecoderLM, Sampling, preset
+from flexnsa.training.model_file import save_model
+from tests.integrations.transformers.families import FEW, own, pad_left, tokens
+
+RECORDED_RUN = Path(__file__).parents[2] / "compatibility" / "recorded" / "run"
+
+
+def test_it_generates_what_it_generates_by_itself() -> None:
+    model, rows = own(), [tokens(40), tokens(23)]
+    got = model.generate(**pad_left(rows), max_new_tokens=12, do_sample=False)[:, 40:]
+    prompts = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    greedy = Sampling(temperature=0)
+    want = model.model.generate(prompts, 12, lengths=torch.tensor([40, 23]), sampling=greedy)
+    assert got.tolist() == want
+
+
+def test_it_is_saved_and_found_by_the_auto_classes(tmp_path: Path) -> None:
+    model, x = own(branches=["slc", "win"], gate="softmax", v_head_dim=8), tokens(1, 50)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_close(again(x).logits, model(x).logits)
+    assert AutoConfig.from_pretrained(tmp_path).decoder_config() == model.model.config
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+
+
+def test_what_a_checkpoint_lacks_is_drawn_as_in_a_new_model(tmp_path: Path) -> None:
+    """Models are loaded on the meta device: what nobody initialises is whatever the memory held."""
+    model = own()
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({"model.norm.weight": state["model.norm.weight"]}, tmp_path / "model.safetensors")
+    drawn, fresh = (
+        x.state_dict() for x in (AutoModelForCausalLM.from_pretrained(tmp_path), DecoderLM(model.model.config))
+    )
+    for name, want in fresh.items():
+        got = drawn[f"model.{name}"]
+        assert_close(got.double().std(), want.double().std(), atol=1e-9, rtol=0.2, msg=name)
+
+
+def test_a_new_model_knows_nothing_yet() -> None:
+    model, x = own(), tokens(4, 60)
+    assert abs(model(x, labels=x).loss.item() - math.log(64)) < 0.1
+
+
+@pytest.mark.parametrize("count", [None, 100])
+def test_the_loss_of_training_is_that_of_the_logits(count: int | None) -> None:
+    model = own()
+    labels = tokens(2, 50).masked_fill(torch.rand(2, 50) < 0.3, -100)
+    batch = {"input_ids": tokens(2, 50), "labels": labels, "num_items_in_batch": count}
+    want = model(**batch)
+    got = model.train()(**batch)
+    assert got.logits is None
+    assert_close(got.loss, want.loss, check_dtype=False, atol=1e-6, rtol=0)
+
+
+def test_a_run_of_the_library_is_read_and_written(tmp_path: Path) -> None:
+    model: Any = FlexNSAForCausalLM.from_run(RECORDED_RUN)
+    text = torch.tensor([list(b"def from_run(")])
+    logits = load_model(RECORDED_RUN)(text)
+    assert_close(model(text).logits, logits)
+    model.save_pretrained(tmp_path / "transformers")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "transformers")
+    again.save_run(tmp_path / "run.safetensors")
+    assert_close(load_model(tmp_path / "run.safetensors")(text), logits)
+    save_model(tmp_path / "dense.safetensors", DecoderLM(preset("small", attention="dense", num_layers=1)))
+    with pytest.raises(ValueError, match="attention: expected 'nsa' of a model for transformers, got 'dense'"):
+        FlexNSAForCausalLM.from_run(tmp_path / "dense.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"output_hidden_states": True}, "output_hidden_states: expected None of FlexNSAForCausalLM"),
+        ({"attention_mask": torch.ones(1, 1, 9, 9)}, r"attention_mask: expected \(1, 9\)"),
+        ({"attention_mask": torch.ones(1, 8)}, r"attention_mask: expected \(1, 9\)"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(call: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        own()(tokens(1, 9), **call)
+
+
+def test_a_config_that_is_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of num_heads=6, got 4"):
+        FlexNSAForCausalLM(FlexNSAConfig(dim=48, num_heads=6, num_kv_heads=4, nsa=FEW))
