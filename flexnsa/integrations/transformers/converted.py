@@ -12,6 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from flexnsa.integrations.transformers.attention import ConvertedAttention, starting_values
 from flexnsa.integrations.transformers.cache import MOST_DRAFTED, FlexNSACache, wanted_cache
 from flexnsa.integrations.transformers.options import LayerOptions
+from flexnsa.integrations.transformers.parallel import SpreadHeads
 from flexnsa.validation import describe
 
 LAYERS = "flexnsa_layers"
@@ -31,7 +32,7 @@ class ConvertedConfig:
         self.attn_implementation = LAYERS
 
 
-class ConvertedPreTrainedModel(PreTrainedModel):
+class ConvertedPreTrainedModel(SpreadHeads, PreTrainedModel):
     """Mixed into all models of a family."""
 
     _can_compile_fullgraph = False

@@ -19,13 +19,14 @@ from flexnsa.integrations.transformers.converted import CachedGeneration
 from flexnsa.integrations.transformers.decoder_config import FlexNSAConfig
 from flexnsa.integrations.transformers.marks import Alignment, mark_slots
 from flexnsa.integrations.transformers.packs import demand_no_pack, document_begins, document_ids
+from flexnsa.integrations.transformers.parallel import SpreadHeads, decoder_plan
 from flexnsa.models.decoder import DecoderLayer, DecoderLM
 from flexnsa.packing import IGNORED
 from flexnsa.training.model_file import read_model, save_model
 from flexnsa.validation import check_integers, describe
 
 
-class FlexNSAForCausalLM(CachedGeneration, PreTrainedModel, GenerationMixin):
+class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, GenerationMixin):
     """A :class:`flexnsa.models.DecoderLM` that the Auto classes, ``generate`` and Trainer know.
 
     In training mode, given labels, it gives the loss and no logits: those of all tokens never exist at once.
@@ -38,6 +39,12 @@ class FlexNSAForCausalLM(CachedGeneration, PreTrainedModel, GenerationMixin):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True  # what asks for the default is given it; how it attends stands in ``config.impl``
     _supports_context_parallel = False
+    _tp_plan = decoder_plan()
+    _fsdp_plan = {  # noqa: RUF012
+        "model.embedding": "free_full_weight",
+        "model.layers.*": "free_full_weight",
+        "model.head": "keep_full_weight",
+    }
 
     def __init__(self, config: FlexNSAConfig) -> None:
         super().__init__(config)

@@ -18,12 +18,14 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Mode
 from flexnsa.integrations.transformers.converted import ConvertedConfig, ConvertedForCausalLM, ConvertedModel
 from flexnsa.integrations.transformers.decoder import FlexNSAForCausalLM
 from flexnsa.integrations.transformers.decoder_config import FlexNSAConfig
+from flexnsa.integrations.transformers.parallel import converted_plan
 
 
 class FlexNSALlamaConfig(ConvertedConfig, LlamaConfig):
     """As :class:`LlamaConfig`, with ``flexnsa`` as in :class:`LayerOptions`."""
 
     model_type = "flexnsa_llama"
+    base_model_tp_plan = converted_plan(LlamaConfig.base_model_tp_plan)
 
 
 class FlexNSALlamaModel(ConvertedModel, LlamaModel):
@@ -42,6 +44,7 @@ class FlexNSAQwen2Config(ConvertedConfig, Qwen2Config):
     """As :class:`Qwen2Config`, with ``flexnsa`` as in :class:`LayerOptions`."""
 
     model_type = "flexnsa_qwen2"
+    base_model_tp_plan = converted_plan(Qwen2Config.base_model_tp_plan)
 
 
 class FlexNSAQwen2Model(ConvertedModel, Qwen2Model):
@@ -60,6 +63,7 @@ class FlexNSAQwen3Config(ConvertedConfig, Qwen3Config):
     """As :class:`Qwen3Config`, with ``flexnsa`` as in :class:`LayerOptions`."""
 
     model_type = "flexnsa_qwen3"
+    base_model_tp_plan = converted_plan(Qwen3Config.base_model_tp_plan)
 
 
 class FlexNSAQwen3Model(ConvertedModel, Qwen3Model):
@@ -78,6 +82,7 @@ class FlexNSAMistralConfig(ConvertedConfig, MistralConfig):
     """As :class:`MistralConfig`, with ``flexnsa`` as in :class:`LayerOptions`."""
 
     model_type = "flexnsa_mistral"
+    base_model_tp_plan = converted_plan(MistralConfig.base_model_tp_plan)
 
 
 class FlexNSAMistralModel(ConvertedModel, MistralModel):

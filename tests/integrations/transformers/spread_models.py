@@ -1,0 +1,55 @@
+"""Models loaded by transformers over two processes; the script of a process under torchrun."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from tests.integrations.transformers.families import FEW, converted, own, sparse, tokens
+
+MODELS: dict[str, Any] = {
+    "drop-in": lambda: sparse("llama", FEW),
+    "converted": lambda: converted("qwen3", FEW),
+    "own": own,
+}
+WAYS: dict[str, Any] = {"tensor parallel": {"tp_size": 2}, "sharded": {"fsdp_size": 2}}
+
+
+def results_of(model: Any) -> dict[str, Tensor]:
+    """Give logits, the gradient of every parameter, and tokens."""
+    x = tokens(2, 60)
+    out = model(x, labels=x, use_cache=False)
+    out.loss.backward()
+    gradients = {name: _whole(parameter.grad) for name, parameter in model.named_parameters()}
+    generated = model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=8, do_sample=False)
+    return {"logits": out.logits.detach(), "tokens": generated, **gradients}
+
+
+def _whole(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder, results = Path(sys.argv[1]), {}
+    for name, make in MODELS.items():
+        model = make()
+        model(tokens(1, 8))  # a drop-in that has run says in its config what it is
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder / name)
+        dist.barrier()
+        results[name] = {"whole": results_of(model)}
+        for way, sizes in WAYS.items():
+            spread = AutoModelForCausalLM.from_pretrained(folder / name, distributed_config=DistributedConfig(**sizes))
+            results[name][way] = results_of(spread.eval())
+    if dist.get_rank() == 0:
+        torch.save(results, folder / "results.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,43 @@
+"""Models that transformers spreads over two processes: logits, gradients and tokens of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flexnsa.integrations.transformers.parallel import keep_own_heads
+from tests.integrations.transformers.families import FEW, converted
+
+pytest.importorskip("transformers.distributed.mixin")  # transformers 5.10 has no such plans
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("spread")
+    script = Path(__file__).with_name("spread_models.py")
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", *command], env=environment, check=True)
+    return torch.load(folder / "results.pt")
+
+
+@pytest.mark.parametrize("name", ["drop-in", "converted", "own"])
+@pytest.mark.parametrize("way", ["tensor parallel", "sharded"])
+def test_two_processes_compute_what_one_does(name: str, way: str, results: dict[str, Any]) -> None:
+    got, want = results[name][way], results[name]["whole"]
+    assert got.keys() == want.keys()
+    for part in want:
+        assert_close(got[part], want[part], msg=part)
+
+
+def test_heads_that_cannot_be_shared_evenly_are_refused() -> None:
+    layer = converted("llama", FEW).model.layers[0].self_attn
+    with pytest.raises(ValueError, match="tp_size: expected a divisor of num_key_value_heads=2, got 4"):
+        keep_own_heads(layer, 4)
