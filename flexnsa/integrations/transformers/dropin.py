@@ -75,6 +75,7 @@ def attention_forward(
     """
     _check(module, dropout, kwargs)
     check_marks(attention_mask, len(key), key.shape[2])
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, norms of them give float32
     options, num_queries = DropInOptions.of(module.config), query.shape[2]
     alignment, real = None, None
     if attention_mask is not None:
