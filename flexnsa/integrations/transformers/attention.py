@@ -102,6 +102,7 @@ class ConvertedAttention(nn.Module):
         past_key_values: Any = None,
         position_ids: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        tells_of_packs: bool = True,
         **_: object,
     ) -> tuple[Tensor, None]:
         """Attend within rows ``(B, T, dim)``, or from tokens that follow those of a cache; see the dense layer.
@@ -111,6 +112,7 @@ class ConvertedAttention(nn.Module):
             ValueError: packed rows are to go into a cache.
         """
         x, num_tokens = hidden_states, hidden_states.shape[1]
+        position_ids = position_ids if tells_of_packs else None
         layer = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)
         check_marks(attention_mask, len(x), num_tokens + (0 if layer is None else layer.seen))
         alignment = real = None

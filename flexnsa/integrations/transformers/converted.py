@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.initialization import copy_
 from transformers.modeling_utils import PreTrainedModel
@@ -67,10 +67,28 @@ class ConvertedModel(ConvertedPreTrainedModel):
             layer.self_attn = ConvertedAttention(layer.self_attn, cast("nn.Module", self.rotary_emb), options)
         self.post_init()
 
-    def forward(self, *args: Any, past_key_values: Any = None, use_cache: bool | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """As of the dense model; a cache is made if asked for, or where nothing is differentiated."""
         cache = wanted_cache(self, past_key_values, use_cache)
-        return super().forward(*args, past_key_values=cache, use_cache=cache is not None, **kwargs)  # pyright: ignore
+        return super().forward(  # pyright: ignore
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=cache is not None,
+            tells_of_packs=position_ids is not None,  # positions that the model counts itself never begin anew
+            **kwargs,
+        )
 
 
 class CachedGeneration:

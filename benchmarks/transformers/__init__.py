@@ -1,0 +1,1 @@
+"""Measurements of models of Hugging Face transformers with flexnsa in them."""

@@ -1,0 +1,137 @@
+"""Time of a token in transformers' own ``generate``: a dense Llama, the same by one argument, and converted.
+
+    python -m benchmarks transformers.decoding --json benchmarks/results/transformers_decoding.json
+
+All have the same random weights, of the sizes of Llama 3.2 1B with default rotary embedding, in bf16. The prompt is
+random. The second call of ``generate`` is timed, by when its streamer gets tokens: ``first_ms`` is the prompt,
+``token_ms`` the median of the others. Points that the file holds already are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+import flexnsa.integrations.transformers as integration
+from benchmarks.harness import options
+from flexnsa import NSAConfig
+from flexnsa.measure.recording import Recording
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 131_072,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+TINY: dict[str, Any] = SIZES | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+}
+CONTESTANTS = ("dense", "converted", "selected branch", "drop-in")
+KEY = ("name", "context", "batch")
+
+
+class Stamps:
+    """A streamer that keeps when its tokens came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _tokens: torch.Tensor) -> None:
+        """Be told of the prompt, and then of each token, which by then is on the CPU."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Be told that there are no more."""
+
+
+def make(name: str, sizes: dict[str, Any], device: str) -> Any:
+    """Make a contestant in bf16."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
+    model = model.to(dtype=torch.bfloat16).eval()
+    if name == "drop-in":
+        model.set_attn_implementation("flexnsa")
+    elif name != "dense":
+        branches = ["slc"] if name == "selected branch" else ["cmp", "slc", "win"]
+        model = integration.convert(model, NSAConfig(), branches=branches)
+    return model.requires_grad_(False)
+
+
+def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, tokens: int) -> dict[str, Any]:
+    """Generate twice, and time the second time."""
+    model = make(point["name"], sizes, device)
+    prompt = torch.randint(sizes["vocab_size"], (point["batch"], point["context"]), device=device)
+    arguments: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for count in (3, tokens):
+        stamps = Stamps()
+        begin = time.perf_counter()
+        model.generate(prompt, **arguments, max_new_tokens=count, min_new_tokens=count, streamer=stamps)
+    each = [1e3 * (b - a) for a, b in zip(stamps.times[1:], stamps.times[2:], strict=False)]
+    result = {"first_ms": 1e3 * (stamps.times[1] - begin), "token_ms": statistics.median(each), "all_ms": each}
+    if device == "cuda":
+        result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what there is time for."""
+    arguments = parse(argv)
+    recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
+    sizes, begin = TINY if arguments.tiny else SIZES, time.monotonic()
+    for context in arguments.contexts:
+        for name in arguments.names:
+            point: dict[str, Any] = {"name": name, "context": context, "batch": arguments.batch}
+            if any(all(old.get(part) == point[part] for part in KEY) and "token_ms" in old for old in recording.points):
+                continue
+            if time.monotonic() - begin > arguments.deadline:
+                print("the deadline is over; the rest goes on from here when this is called again")
+                return
+            try:
+                point |= measure(point, sizes, arguments.device, arguments.tokens)
+            except (RuntimeError, ValueError, TypeError) as error:
+                point["label"] = f"{type(error).__name__}: {error}"[:300]
+            recording.add(point, KEY)
+            print({part: value for part, value in point.items() if part != "all_ms"}, flush=True)
+            if arguments.device == "cuda":
+                torch.cuda.empty_cache()
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the options."""
+    parser = options.parser(__doc__)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[32_768, 65_536], help="default: %(default)s")
+    parser.add_argument("--names", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="default: all")
+    parser.add_argument("--batch", type=int, default=1, help="rows; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=65, help="new tokens; default: %(default)s")
+    parser.add_argument("--deadline", type=float, default=240, help="seconds after which none is begun; %(default)s")
+    parser.add_argument("--tiny", action="store_true", help="a toy model and short contexts: a rehearsal")
+    arguments = parser.parse_args(argv)
+    if arguments.tiny:
+        arguments.contexts, arguments.tokens = [300], 6
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
