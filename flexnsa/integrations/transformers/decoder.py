@@ -13,6 +13,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.initialization import normal_
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import can_return_tuple
 
 from flexnsa.integrations.transformers.cache import layer_of, wanted_cache
 from flexnsa.integrations.transformers.converted import CachedGeneration
@@ -53,6 +54,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         self.stds = _standard_deviations(self.model)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -35,6 +35,7 @@ def test_it_is_saved_and_found_by_the_auto_classes(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_close(again(x).logits, model(x).logits)
+    assert_close(again(x, return_dict=False)[0], model(x).logits)
     assert AutoConfig.from_pretrained(tmp_path).decoder_config() == model.model.config
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
