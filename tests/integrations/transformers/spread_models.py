@@ -52,4 +52,5 @@ if __name__ == "__main__":
             results[name][way] = results_of(spread.eval())
     if dist.get_rank() == 0:
         torch.save(results, folder / "results.pt")
+    dist.barrier()
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
@@ -65,3 +66,5 @@ if __name__ == "__main__":
     run = trainer("converted", path, steps=3, batch=4)
     run.train()
     run.save_model(str(path))
+    dist.barrier()
+    dist.destroy_process_group()  # gloo aborts a process that leaves before the other does
