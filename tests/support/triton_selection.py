@@ -152,6 +152,7 @@ def select(case: Case, importance: Tensor) -> Tensor:
 def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     """Run every kernel on one case; on the CPU only in the process that interprets them."""
     from flexnsa.attention.triton import select as scoring_triton
+    from flexnsa.attention.triton import top_blocks
     from flexnsa.attention.triton.importance import Band, Scores, importance
     from flexnsa.attention.triton.importance_few import importance_few
     from flexnsa.attention.triton.log_sum_exp import log_sum_exp
@@ -172,7 +173,8 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     total = (own + torch.nn.functional.pad(passed, (1, -1)))[..., :width]
 
     positions = None if case.is_whole_sequence else rows
-    with mock.patch.multiple(scoring_triton, SCRATCH_BYTES=case.scratch_bytes, MANY_PROGRAMS=1):
+    short = mock.patch.multiple(scoring_triton, SCRATCH_BYTES=case.scratch_bytes, MANY_PROGRAMS=1)
+    with short, mock.patch.object(top_blocks, "LONG", 32):
         selected = scoring_triton.launch_selection(q, k, lse, positions, **arguments)
     results = {
         "importance": total.unflatten(0, (case.batch, case.kv_heads)),

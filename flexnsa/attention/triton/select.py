@@ -20,7 +20,7 @@ from flexnsa.attention.seam import Call
 from flexnsa.attention.selection import select_in_chunks, select_with_mod
 from flexnsa.config import NSAConfig
 from flexnsa.custom_ops import opaque_operator
-from flexnsa.geometry import num_blocks
+from flexnsa.geometry import blocks_within, num_blocks
 from flexnsa.positions import Positions
 
 SCRATCH_BYTES = 64 * 2**20
@@ -156,7 +156,7 @@ def launch_selection(
         positions = Positions.of_sequence(num_queries, q.device)
     else:
         # Positions are on the device; the compressed keys bound the length of any document without asking it.
-        width = max(1, num_blocks(num_keys * config.compress_stride + config.compress_block_size - 1, config))
+        width = blocks_within(num_keys, config)
         rows = max(map(len, positions.tensors))
         positions = positions.map(lambda x: x.expand(rows, -1).contiguous())
     check_width(width or num_blocks(num_queries, config))

@@ -19,6 +19,9 @@ from flexnsa.positions import Positions
 MAX_BLOCKS = 1 << 17
 """Blocks of one sequence whose scores fit one program (8.4 million tokens in blocks of 64)."""
 
+LONG = 512
+"""Blocks from which on it pays to search among a half or a quarter of them where a query has no more."""
+
 
 def check_width(width: int) -> None:
     """Refuse sequences whose scores do not fit one program.
@@ -73,5 +76,6 @@ def write_top_blocks(
         NUM_SELECTED=num_selected,
         BLOCK_J=block_j,
         BLOCK_N=padded(num_selected, least=1),
+        LEVELS=3 if block_j >= LONG else 1,
         num_warps=num_warps or min(max(block_j // 1024, 1), 32),
     )

@@ -9,6 +9,58 @@ from flexnsa.attention.triton.kernels.visible import count_visible
 from flexnsa.attention.triton.typed import jit
 
 
+@jit
+def choose(
+    own_ptr,
+    passed_ptr,
+    out_ptr,
+    current,
+    visible,
+    LENGTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    HAS_PASSED: tl.constexpr,
+    NUM_INIT: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write the best of blocks ``0 .. current``, which are at most ``BLOCK_J``, in ascending order."""
+    # Blocks without a visible key were never written: their importance is zero.
+    block = tl.arange(0, BLOCK_J)
+    first_key = block * (BLOCK_SIZE // STRIDE)
+    score = tl.load(own_ptr + block, mask=(block <= current) & (first_key + FIRST < visible), other=0.0)
+    if HAS_PASSED:
+        reached = first_key - (LENGTH // STRIDE - 1) < visible
+        score += tl.load(passed_ptr + block - 1, mask=(block > 0) & (block <= current) & reached, other=0.0)
+
+    forced = (block < NUM_INIT) | (block > current - NUM_LOCAL)
+    rank = tl.where(forced, 2147483647, score.to(tl.int32, bitcast=True))
+    rank = tl.where(block <= current, rank, -1)
+
+    # The largest threshold that at least n candidates reach; with n candidates or fewer it stays at zero, below all.
+    threshold = 0
+    bit = tl.where(current >= NUM_SELECTED, 30, -1)
+    while bit >= 0:
+        trial = threshold | (1 << bit)
+        count = tl.sum((rank >= trial).to(tl.int32))
+        threshold = tl.where(count >= NUM_SELECTED, trial, threshold)
+        bit = tl.where(count == NUM_SELECTED, -1, bit - 1)
+
+    total = tl.minimum(current + 1, NUM_SELECTED)
+    above = rank > threshold
+    tied = rank == threshold
+    num_tied = total - tl.sum(above.to(tl.int32))
+    chosen = above | (tied & (tl.cumsum(tied.to(tl.int32)) <= num_tied))
+    slot = tl.cumsum(chosen.to(tl.int32)) - 1
+
+    tl.store(out_ptr + slot, block, mask=chosen)
+    padding = tl.arange(0, BLOCK_N)
+    tl.store(out_ptr + padding, -1, mask=(padding >= total) & (padding < NUM_SELECTED))
+
+
 @jit(do_not_specialize=["first_row", "num_rows", "num_queries", "width"])
 def top_blocks_kernel(
     own_ptr,
@@ -32,8 +84,9 @@ def top_blocks_kernel(
     NUM_SELECTED: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
-    """Select the blocks of one query, for one kv head."""
+    """Select the blocks of one query, for one kv head; the fewer there are before it, the smaller a search serves."""
     local_row = tl.program_id(0) % num_rows
     head = (tl.program_id(0) // num_rows).to(tl.int64)
     row = first_row + local_row
@@ -42,36 +95,12 @@ def top_blocks_kernel(
     current = (tl.load(token_ptr + position) - tl.load(start_ptr + position)) // BLOCK_SIZE
     current = tl.minimum(current, width - 1)
 
-    # Blocks without a visible key were never written: their importance is zero.
-    block = tl.arange(0, BLOCK_J)
-    first_key = block * (BLOCK_SIZE // STRIDE)
-    cell = (head * num_rows + local_row) * tl.multiple_of(width, 16) + block
-    score = tl.load(own_ptr + cell, mask=(block <= current) & (first_key + FIRST < visible), other=0.0)
-    if HAS_PASSED:
-        reached = first_key - (LENGTH // STRIDE - 1) < visible
-        score += tl.load(passed_ptr + cell - 1, mask=(block > 0) & (block <= current) & reached, other=0.0)
-
-    forced = (block < NUM_INIT) | (block > current - NUM_LOCAL)
-    rank = tl.where(forced, 2147483647, score.to(tl.int32, bitcast=True))
-    rank = tl.where(block <= current, rank, -1)
-
-    # The largest threshold that at least n candidates reach; with n candidates or fewer it stays at zero, below all.
-    threshold = 0
-    bit = tl.where(current >= NUM_SELECTED, 30, -1)
-    while bit >= 0:
-        trial = threshold | (1 << bit)
-        count = tl.sum((rank >= trial).to(tl.int32))
-        threshold = tl.where(count >= NUM_SELECTED, trial, threshold)
-        bit = tl.where(count == NUM_SELECTED, -1, bit - 1)
-
-    total = tl.minimum(current + 1, NUM_SELECTED)
-    above = rank > threshold
-    tied = rank == threshold
-    num_tied = total - tl.sum(above.to(tl.int32))
-    chosen = above | (tied & (tl.cumsum(tied.to(tl.int32)) <= num_tied))
-    slot = tl.cumsum(chosen.to(tl.int32)) - 1
-
-    out = out_ptr + (head * num_queries + row) * NUM_SELECTED
-    tl.store(out + slot, block, mask=chosen)
-    padding = tl.arange(0, BLOCK_N)
-    tl.store(out + padding, -1, mask=(padding >= total) & (padding < NUM_SELECTED))
+    cell = (head * num_rows + local_row) * tl.multiple_of(width, 16)
+    own, passed, out = own_ptr + cell, passed_ptr + cell, out_ptr + (head * num_queries + row) * NUM_SELECTED
+    for level in tl.static_range(LEVELS):
+        size: tl.constexpr = BLOCK_J >> (LEVELS - 1 - level)
+        if (current < size) & ((current >= size // 2) | (level == 0)):
+            choose(
+                own, passed, out, current, visible, LENGTH, STRIDE, BLOCK_SIZE, FIRST, HAS_PASSED,
+                NUM_INIT, NUM_LOCAL, NUM_SELECTED, size, BLOCK_N,
+            )  # fmt: skip
