@@ -97,10 +97,10 @@ def top_blocks_kernel(
 
     cell = (head * num_rows + local_row) * tl.multiple_of(width, 16)
     own, passed, out = own_ptr + cell, passed_ptr + cell, out_ptr + (head * num_queries + row) * NUM_SELECTED
-    for level in tl.static_range(LEVELS):
-        size: tl.constexpr = BLOCK_J >> (LEVELS - 1 - level)
-        if (current < size) & ((current >= size // 2) | (level == 0)):
+    for halvings in tl.static_range(LEVELS):  # pyright: ignore[reportGeneralTypeIssues]
+        many = current >= (BLOCK_J >> halvings) // 2
+        if (current < BLOCK_J >> halvings) & (many | (halvings == LEVELS - 1)):
             choose(
                 own, passed, out, current, visible, LENGTH, STRIDE, BLOCK_SIZE, FIRST, HAS_PASSED,
-                NUM_INIT, NUM_LOCAL, NUM_SELECTED, size, BLOCK_N,
+                NUM_INIT, NUM_LOCAL, NUM_SELECTED, BLOCK_J >> halvings, BLOCK_N,
             )  # fmt: skip
