@@ -39,6 +39,7 @@ FIGURES = {
     "trained_selection": trained_selection.draw,
     "training_loss": training_loss.draw,
     "recall": recall.by_length,
+    "recall_steps": recall.by_step,
     "recall_depths": recall.by_depth,
 }
 
