@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.learning.plan import DEPTHS, Plan, Stage
-from benchmarks.learning.selection import layer_inputs, selected_blocks
+from benchmarks.learning.selection import layer_inputs, selected_blocks, unscored_blocks
 from benchmarks.learning.tasks import SLOT, Rows, Vocabulary, depth_rows, training_rows
 from benchmarks.learning.variants import Variant
 from benchmarks.learning.workers import Report
@@ -36,6 +36,8 @@ class Record:
         loss: ``[step, nats]``, means over the steps since the entry before.
         recall: ``[step, seq_len, share]`` of new rows of the stage, questions out of a window's reach alone.
         found: ``[step, seq_len, share]`` of these questions at which a head of the last layer selects the right block.
+        unscored: ``[step, seq_len, share]`` of the blocks before such a question that score exactly 0 in the last
+            layer, so that selection cannot tell them apart.
         maps: ``{"step", "kind", "seq_len", "rows", "recall"}``: shares by depth, the deepest past first.
         seconds: of training, looks left out.
     """
@@ -43,6 +45,7 @@ class Record:
     loss: list[list[float]] = field(default_factory=list)
     recall: list[list[float]] = field(default_factory=list)
     found: list[list[float]] = field(default_factory=list)
+    unscored: list[list[float]] = field(default_factory=list)
     maps: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -146,7 +149,7 @@ class Run:
         far = rows.distances >= min(self.reach, stage.seq_len // 2)
         looks = [(self.record.recall, self._answers)]
         if self.config.attention == "nsa" and "slc" in self.config.branches:
-            looks.append((self.record.found, self._finds))
+            looks += [(self.record.found, self._finds), (self.record.unscored, self._unscored)]
         for record, look in looks:
             record.append([self.step, stage.seq_len, round(look(rows)[far].float().mean().item(), 4)])
 
@@ -159,6 +162,11 @@ class Run:
         value_at = torch.arange(x.shape[1], device=x.device) - rows.distances + 1
         right = value_at // layer.config.select_block_size
         return (blocks == right[:, None, :, None]).any(3).any(1)
+
+    @torch.no_grad()
+    def _unscored(self, rows: Rows) -> Tensor:
+        with self._precision():
+            return unscored_blocks(*layer_inputs(self.model, rows.tokens)[-1])
 
     def _draw_maps(self, until: float, report: Report) -> None:
         """Draw the maps of this step that there are not yet, short rows first, while there is time."""

@@ -68,7 +68,7 @@ SIZES = {
             vocabulary=_MANY,
             stages=(
                 Stage(seq_len=16, rows=512, pairs=3, steps=300),
-                Stage(seq_len=32, rows=256, pairs=4, steps=700, selected_tokens=16, window_size=4),
+                Stage(seq_len=32, rows=256, pairs=4, steps=1400, selected_tokens=16, window_size=4),
                 Stage(seq_len=64, rows=128, pairs=8, steps=300, selected_tokens=32, window_size=4),
                 Stage(seq_len=128, rows=64, pairs=16, steps=400, selected_tokens=32, window_size=8),
                 Stage(seq_len=256, rows=64, pairs=32, steps=600, selected_tokens=64),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexnsa import NativeSparseAttention, select_blocks
+from flexnsa import NativeSparseAttention, block_importance, select_blocks
 from flexnsa.layers.rope import apply_rope
 from flexnsa.models import DecoderLM
 
@@ -25,10 +25,23 @@ def layer_inputs(model: DecoderLM, tokens: Tensor) -> list[tuple[NativeSparseAtt
 @torch.no_grad()
 def selected_blocks(layer: NativeSparseAttention, x: Tensor, *, impl: str = "auto") -> Tensor:
     """Project, compress, turn and select as the layer does; ``(B, Hkv, S, n)``."""
-    scored = "w_k_cmp" if "cmp" in layer.branches else "w_k_slc"
+    return select_blocks(*_scored(layer, x), config=layer.config, impl=impl)
+
+
+@torch.no_grad()
+def unscored_blocks(layer: NativeSparseAttention, x: Tensor) -> Tensor:
+    """Give for each token the share of the whole blocks before it that score exactly 0, ``(B, S)``, mean over heads."""
+    scores = block_importance(*_scored(layer, x), config=layer.config)
+    before = torch.arange(x.shape[1], device=x.device) // layer.config.select_block_size
+    visible = torch.arange(scores.shape[-1], device=x.device) < before[:, None]
+    return ((scores == 0) & visible).sum(-1).float().mean(1) / before.clamp_min(1)
+
+
+def _scored(layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Project and compress; queries and compressed keys, both turned."""
+    keys = "w_k_cmp" if "cmp" in layer.branches else "w_k_slc"
     q, k_cmp = (
-        layer.get_submodule(name)(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for name in ("w_q", scored)
+        layer.get_submodule(name)(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for name in ("w_q", keys)
     )
     layout = layer.layout(x.shape[1])
-    q, k_cmp = apply_rope(q, layout.tokens), apply_rope(layer.phi_k(k_cmp), layout.blocks)
-    return select_blocks(q, k_cmp, config=layer.config, impl=impl)
+    return apply_rope(q, layout.tokens), apply_rope(layer.phi_k(k_cmp), layout.blocks)

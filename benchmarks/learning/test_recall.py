@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.learning.curriculum import Run
 from benchmarks.learning.recall import SIZES, main
+from benchmarks.learning.selection import unscored_blocks
 from benchmarks.learning.tasks import SLOT, Vocabulary, depth_rows, training_rows
 from benchmarks.learning.variants import VARIANTS
 from flexnsa import NativeSparseAttention, NSAConfig
@@ -75,6 +76,37 @@ def test_nsa_reads_as_little_as_a_stage_says_and_in_the_end_what_its_config_says
     tight, end = (16, 4), (64, 16)
     assert sizes_on_the_way("NSA") == [tight, end, end, end]
     assert sizes_on_the_way("NSA, all blocks from the start") == [end] * 4
+
+
+def first_layer(variant: str) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    model = VARIANTS[variant].build(VARIANTS[variant].configure(SMOKE.model))
+    return next(module for module in model.modules() if isinstance(module, NativeSparseAttention))
+
+
+def test_a_compressor_begun_as_the_mean_gives_the_mean_of_its_blocks() -> None:
+    keys = torch.randn(1, 2, 64, 32)
+    mean = first_layer("NSA, mean compressor").phi_k(keys)
+    begun = first_layer("NSA, linear compressor begun as the mean")
+    torch.testing.assert_close(begun.phi_k(keys), mean)
+    torch.testing.assert_close(begun.phi_v(keys), mean)
+
+
+def test_normalised_compressed_keys_are_of_one_length_and_values_are_not() -> None:
+    layer, x = first_layer("NSA, normalised compressed keys"), torch.randn(1, 2, 64, 32)
+    length = layer.phi_k(x).square().mean(-1)
+    torch.testing.assert_close(length, torch.ones_like(length), rtol=1e-3, atol=0)
+    assert layer.phi_v(x).square().mean(-1).max() < 0.5
+
+
+def test_blocks_score_nothing_where_scores_are_so_far_apart_that_all_but_the_best_underflow() -> None:
+    layer, x = first_layer("NSA"), torch.randn(2, 64, 64)
+    assert not unscored_blocks(layer, x).any()
+    with torch.no_grad():
+        layer.w_q.weight.mul_(1e6)
+    share = unscored_blocks(layer, x)
+    assert not share[:, :16].any(), "no block is whole"
+    assert 0.4 < share[:, 48:].mean() < 1
 
 
 def test_all_variants_report_and_one_that_fails_costs_no_other(tmp_path: Path) -> None:
