@@ -56,13 +56,15 @@ def by_step(results: Results) -> Figure:
     stages = record.content["plan"]["stages"]
     end = sum(stage["steps"] for stage in stages)
     title = "What models recall of new rows while the rows they learn from grow"
-    asked = "At the top: S. Pairs that no windows reach, in as many new rows as a step has."
+    model = record.content["setting"]["models"]["NSA"]
+    reach = model["num_layers"] * model["nsa"]["window_size"]
+    asked = f"At the top: S. Pairs at least {reach} tokens back, or half a row, in as many new rows as a step has."
     result, ax = figure(title, f"{asked} {_models(record)}", size=(11.6, 4.9))
     labels = []
     for name, (label, colour, _) in LINES.items():
         looks: dict[int, list[float]] = {}
         for point in record.content["points"]:
-            for step, _, share in point["recall"] if point["variant"] == name else ():
+            for step, _, share in point.get("recall", ()) if point["variant"] == name else ():
                 looks.setdefault(step, []).append(share)
         if looks:
             y = [fmean(shares) for shares in looks.values()]
@@ -75,7 +77,7 @@ def by_step(results: Results) -> Figure:
         begin += stage["steps"]
     ax.set_xlim(0, end * 1.18)
     ax.set_xlabel("steps")
-    ax.set_ylabel("values recalled, out of windows' reach")
+    ax.set_ylabel("values recalled")
     _shares(ax)
     label_curves(ax, labels)
     return result
@@ -167,7 +169,7 @@ def _models(record: Record) -> str:
     model: dict[str, Any] = record.content["setting"]["models"]["NSA"]
     plan, nsa = record.content["plan"], model["nsa"]
     seeds = len({point["seed"] for point in record.content["points"]})
-    steps = {point["step"] for point in record.content["points"]}
+    steps = {point["step"] for point in record.content["points"] if "step" in point}
     selected = nsa["num_selected_blocks"] * nsa["select_block_size"]
     return (
         f"Models of {model['num_layers']} layers, "

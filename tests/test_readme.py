@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -14,6 +15,15 @@ from flexnsa.cli import COMMANDS
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BRANDS = {"flexnsa": "NSA", "cuDNN": "cuDNN SDPA", "FlashAttention-2": "flash SDPA", "FlexAttention": "dense Flex"}
+RECALLED = {
+    "dense attention": "dense",
+    "shared keys, mean": "NSA, shared keys, mean compressor",
+    "without the compressed branch": "NSA without compressed",
+    "mean": "NSA, mean compressor",
+    "shared keys, MLP": "NSA, shared keys",
+    "MLP (the default)": "NSA",
+    "MLP, all blocks from the start": "NSA, all blocks from the start",
+}
 
 # Those of this page need transformers, and run with its tests.
 WITH_SAMPLES = [page for page in PAGES if page.stem != "transformers"]
@@ -89,6 +99,24 @@ def test_the_table_of_training_is_what_was_recorded() -> None:
         ]
         expected += [[f"{x['tokens_per_s'] / y['tokens_per_s']:.2f}" for x, y in zip(nsa, dense, strict=True)]]
     assert [cells.split(" | ") for cells in rows] == expected
+
+
+def test_the_tables_of_recall_are_what_was_recorded() -> None:
+    points = {
+        point["variant"]: point
+        for point in json.loads((ROOT / "benchmarks/results/recall_h200.json").read_text())["points"]
+    }
+    rows = re.findall(r"^\| (.*\d) \|$", (ROOT / "docs" / "learning.md").read_text(), re.MULTILINE)
+    maps, looks = [], []
+    for label, variant in RECALLED.items():
+        point = points[variant]
+        found = {(entry["kind"], entry["seq_len"] // 1024): fmean(entry["recall"]) for entry in point["maps"]}
+        cells = [f"{100 * found['pairs', k]:.1f}" for k in (1, 2, 4, 8, 16, 64)]
+        cells += [f"{32 * found['needle', k]:.0f}" for k in (4, 16, 64)]
+        maps.append(" | ".join([label, f"{point['step']:,}", *cells]))
+        last = {seq_len: share for _, seq_len, share in point["recall"]}
+        looks.append(" | ".join([label, *(f"{100 * last[2**power]:.1f}" for power in range(5, 13))]))
+    assert rows == [*maps, *looks]
 
 
 def anchors(text: str) -> set[str]:
