@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from flexnsa.cli.options import output_folder, require
-from flexnsa.cli.recipe_options import add_recipe_options, model_config, train_config
+from flexnsa.cli.recipe_options import add_recipe_options, model_config, text_tokenizer, train_config
 from flexnsa.diagnostics import recorded_environment, stacks_on_request, strict, watchdog
 from flexnsa.distributed import PARALLEL, REDUCE_DTYPES, Ranks, joined_ranks, launched_world_size, rank_device
 from flexnsa.models import DecoderConfig, DecoderLM
@@ -39,7 +39,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     model, training = model_config(arguments), train_config(arguments)
     watchers = _watchers(arguments)
     world_size, device = _launched(arguments)
-    corpus = read_corpus(arguments.text)
+    corpus = read_corpus(arguments.text, text_tokenizer(arguments))
     sharing = arguments.context_parallel
     check_training(model, corpus, training, device, world_size, sharing)  # before processes wait for each other
 
@@ -67,6 +67,8 @@ def _train(
     if ranks.rank == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
         print(f"{size:,} parameters; {len(corpus.train):,} bytes to train on, {len(corpus.validation):,} to validate")
+        if corpus.tokenized is not None:
+            print(f"{len(corpus.tokenized.train.ids):,} tokens to train on, of {model_config.vocab_size:,}")
     return run(trainer, arguments.out, log_ranks=arguments.log_ranks, watchers=watchers)
 
 

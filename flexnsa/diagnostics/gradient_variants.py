@@ -15,7 +15,6 @@ from flexnsa.diagnostics.recipe import Recipe, corpus
 from flexnsa.distributed import Ranks, joined_ranks, rank_device
 from flexnsa.measure.memory import MIB
 from flexnsa.measure.table import format_table
-from flexnsa.training import PackedDocuments, Windows
 
 
 def trace_variants(recipe: Recipe) -> dict[str, Any]:
@@ -90,7 +89,7 @@ def _variants(recipe: Recipe) -> Iterator[tuple[Recipe, bool]]:
 def _loss(recipe: Recipe, ranks: Ranks, device: torch.device) -> Callable[[nn.Module], Tensor]:
     """Give the loss of this rank's rows of the first step."""
     config = recipe.training
-    rows = (PackedDocuments if config.pack else Windows)(corpus(recipe.text).train, config.seq_len)
+    rows = corpus(recipe.text, recipe.tokenizer).tokens("train").rows(config.seq_len, config.pack)
     batch = rows.draw(random.Random(f"{config.seed}/0"), config.batch_size * config.grad_accumulation)
     own = batch[ranks.share(len(batch))].to(device)
 

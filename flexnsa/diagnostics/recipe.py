@@ -15,7 +15,7 @@ from flexnsa.config import NSAConfig
 from flexnsa.diagnostics.cases import Outcome, run_case
 from flexnsa.distributed import joined_ranks, rank_device
 from flexnsa.models import DecoderConfig, DecoderLM
-from flexnsa.training import Corpus, TrainConfig, Trainer, read_corpus
+from flexnsa.training import Corpus, TextTokenizer, TrainConfig, Trainer, read_corpus
 from flexnsa.training.trainer import check_training
 
 
@@ -27,6 +27,7 @@ class Recipe:
         model: its sizes.
         training: its hyper-parameters; the number of steps is that of who asks.
         text: of :func:`flexnsa.training.read_corpus`.
+        tokenizer: of :class:`flexnsa.training.TextTokenizer`; None for bytes.
         device: such as ``"cuda"``, of which each rank takes its own.
         compiled: run the layers through ``torch.compile``.
         parallel: of :data:`flexnsa.distributed.PARALLEL`, or None for one process.
@@ -36,6 +37,7 @@ class Recipe:
     model: DecoderConfig
     training: TrainConfig
     text: Path | None = None
+    tokenizer: Path | None = None
     device: str = "cpu"
     compiled: bool = False
     parallel: str | None = None
@@ -54,7 +56,7 @@ class Recipe:
             raise ValueError(f"device: expected {device.type}, of which each rank takes its own, got {self.device!r}")
         if device.type == "cuda" and self.ranks > torch.cuda.device_count():
             raise ValueError(f"ranks: expected at most {torch.cuda.device_count()}, a GPU for each, got {self.ranks}")
-        check_training(self.model, corpus(self.text), self.training, device, self.ranks)
+        check_training(self.model, corpus(self.text, self.tokenizer), self.training, device, self.ranks)
 
     def at(self, **settings: Any) -> Recipe:
         """Change fields of the recipe, of its model, of the sizes of its branches or of its training, by their names.
@@ -89,7 +91,8 @@ class Recipe:
 
     def record(self) -> dict[str, Any]:
         """Give plain values that JSON can hold."""
-        return asdict(replace(self, text=None)) | {"text": None if self.text is None else str(self.text)}
+        values = asdict(self)
+        return values | {name: str(value) for name, value in values.items() if isinstance(value, Path)}
 
     @contextmanager
     def trainer(self) -> Iterator[Trainer]:
@@ -97,7 +100,7 @@ class Recipe:
         device = torch.device(self.device) if self.parallel is None else rank_device(torch.device(self.device))
         with joined_ranks(self.parallel, device) as ranks:
             model = ranks.build(self.make, device)
-            yield Trainer(model, corpus(self.text), self.training, compiled=self.compiled, ranks=ranks)
+            yield Trainer(model, corpus(self.text, self.tokenizer), self.training, compiled=self.compiled, ranks=ranks)
 
     def make(self) -> DecoderLM:
         """Draw the model."""
@@ -106,9 +109,9 @@ class Recipe:
 
 
 @cache
-def corpus(text: Path | None) -> Corpus:
+def corpus(text: Path | None, tokenizer: Path | None) -> Corpus:
     """Read a text once in a process."""
-    return read_corpus(text)
+    return read_corpus(text, None if tokenizer is None else TextTokenizer(tokenizer))
 
 
 def _chosen(settings: Mapping[str, Any], config_class: type) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Training on bytes of text: data, schedule, steps, exact resumption."""
+"""Training on text: data, schedule, steps, exact resumption."""
 
 from flexnsa.training.config import TRAIN_PRESETS, TrainConfig
 from flexnsa.training.data import Corpus, read_corpus
 from flexnsa.training.rows import Batch, PackedDocuments, Windows
 from flexnsa.training.run import Watcher, run
+from flexnsa.training.tokenizer import TextTokenizer
 from flexnsa.training.trainer import StepResult, Trainer
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Corpus",
     "PackedDocuments",
     "StepResult",
+    "TextTokenizer",
     "TrainConfig",
     "Trainer",
     "Watcher",

@@ -91,13 +91,13 @@ def load_checkpoint(path: Path, trainer: Trainer) -> None:
 
 
 def read_checkpoint(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the header, decoded, and all tensors on the CPU.
+    """Read the whole header, decoded, and all tensors on the CPU.
 
     Raises:
         FileError: the checkpoint cannot be read, or its header lacks one of ``fields``.
     """
     stored = _read(path)
-    header = _decoded(path, stored, fields or tuple(stored.header))
+    header = _decoded(path, stored, tuple(dict.fromkeys((*fields, *stored.header))))
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in stored.layout.items()}
     stored.load_into(tensors, Ranks())
     return header, tensors

@@ -1,4 +1,4 @@
-"""Text as bytes: which files train and which validate."""
+"""Text: which files train and which validate, as bytes or as the ids of a tokenizer."""
 
 from __future__ import annotations
 
@@ -7,43 +7,78 @@ import math
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from flexnsa.training.tokenizer import TextTokenizer
+from flexnsa.training.tokens import Tokens
 
 VALIDATION_FRACTION = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Bytes to train on and bytes to validate on, each uint8 ``(bytes,)``; a zero byte ends every file."""
+    """Text to train on and text to validate on, each uint8 ``(bytes,)``; a zero byte ends every file.
+
+    Args:
+        train: text to train on.
+        validation: text to validate on.
+        tokenized: what a tokenizer makes of both; by default each byte is a token.
+    """
 
     train: Tensor
     validation: Tensor
+    tokenized: Tokenized | None = None
+
+    def tokens(self, part: Literal["train", "validation"]) -> Tokens:
+        """Give what a model sees of a part."""
+        return Tokens.of_bytes(getattr(self, part)) if self.tokenized is None else getattr(self.tokenized, part)
 
     def sha256(self) -> str:
         """Give a fingerprint of the text, so that a run goes on with the text that it began with."""
         return hashlib.sha256(self.train.numpy().tobytes() + self.validation.numpy().tobytes()).hexdigest()
 
+    def fingerprints(self) -> dict[str, Any]:
+        """Give those of the text and of the tokenizer, if there is one."""
+        tokenizer = {} if self.tokenized is None else {"tokenizer_sha256": self.tokenized.tokenizer.sha256()}
+        return tokenizer | {"text_sha256": self.sha256()}
+
     def require_rows(self, seq_len: int) -> None:
-        """Demand that both parts hold a row and the byte after it.
+        """Demand that both parts hold a row and the token after it.
 
         Raises:
             ValueError: one does not.
         """
-        for part, data in (("training", self.train), ("validation", self.validation)):
-            if len(data) <= seq_len:
-                raise ValueError(f"seq_len: expected less than the {len(data)} bytes of {part} text, got {seq_len}")
+        unit = "bytes" if self.tokenized is None else "tokens"
+        for part, tokens in (("training", self.tokens("train")), ("validation", self.tokens("validation"))):
+            count = len(tokens.ids)
+            if count <= seq_len:
+                raise ValueError(f"seq_len: expected less than the {count} {unit} of {part} text, got {seq_len}")
 
 
-def read_corpus(path: Path | None = None) -> Corpus:
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Both parts of a text as a tokenizer has it."""
+
+    tokenizer: TextTokenizer
+    train: Tokens
+    validation: Tokens
+
+
+def read_corpus(path: Path | None = None, tokenizer: TextTokenizer | None = None) -> Corpus:
     """Read a text file or a folder of them; by default the source of the running Python's standard library.
 
     Of a folder, whole files validate, chosen by :func:`split_files`; of a single file, its last tenth does.
 
+    Args:
+        path: of the text.
+        tokenizer: gives the tokens; by default they are the bytes.
+
     Raises:
         FileNotFoundError: there is no such path.
-        ValueError: the folder holds fewer than two text files.
+        ValueError: the folder holds fewer than two text files, or a file that a tokenizer cannot read.
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -51,7 +86,9 @@ def read_corpus(path: Path | None = None) -> Corpus:
     elif path.is_file():
         data = path.read_bytes()
         cut = len(data) - math.ceil(len(data) * VALIDATION_FRACTION)
-        return Corpus(_as_tensor([data[:cut]]), _as_tensor([data[cut:]]))
+        while tokenizer is not None and cut and data[cut] & 0xC0 == 0x80:
+            cut -= 1  # to the first byte of a character
+        return _corpus([data[:cut]], [data[cut:]], tokenizer)
     elif path.is_dir():
         root = path
         files = text_files(root)
@@ -59,8 +96,8 @@ def read_corpus(path: Path | None = None) -> Corpus:
         raise FileNotFoundError(f"text: expected a file or a folder, got {str(path)!r}, which does not exist")
     if len(files) < 2:
         raise ValueError(f"text: expected at least two text files below {str(root)!r}, got {len(files)}")
-    train, validation = split_files(files, root)
-    return Corpus(*(_as_tensor([file.read_bytes() for file in part]) for part in (train, validation)))
+    train, validation = ([file.read_bytes() for file in part] for part in split_files(files, root))
+    return _corpus(train, validation, tokenizer)
 
 
 def split_files(files: list[Path], root: Path) -> tuple[list[Path], list[Path]]:
@@ -95,6 +132,13 @@ def _is_text(data: bytes) -> bool:
         return "\0" not in data.decode()
     except UnicodeDecodeError:
         return False
+
+
+def _corpus(train: list[bytes], validation: list[bytes], tokenizer: TextTokenizer | None) -> Corpus:
+    parts = _as_tensor(train), _as_tensor(validation)
+    if tokenizer is None:
+        return Corpus(*parts)
+    return Corpus(*parts, Tokenized(tokenizer, tokenizer.tokens(parts[0]), tokenizer.tokens(parts[1])))
 
 
 def _as_tensor(parts: list[bytes]) -> Tensor:

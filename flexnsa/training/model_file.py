@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,17 +14,23 @@ from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import whole_file
 from flexnsa.training.checkpoint import check_tensors, newest_checkpoint, read_checkpoint
 from flexnsa.training.shards import SUFFIX
+from flexnsa.training.tokenizer import FILE_NAME
 
 
 def read_model(checkpoint: Path) -> DecoderLM:
-    """Build the model of a training checkpoint, on the CPU.
+    """Build the model of a training checkpoint, on the CPU; as :func:`read_model_and_tokenizer`."""
+    return read_model_and_tokenizer(checkpoint)[0]
+
+
+def read_model_and_tokenizer(checkpoint: Path) -> tuple[DecoderLM, Path | None]:
+    """Build the model of a training checkpoint, on the CPU, and find the file of the tokenizer that it learned with.
 
     Args:
         checkpoint: a file, a folder of shards, or the folder of a run.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        FileError: the file is no checkpoint of a model, or not a whole one.
+        FileError: the file is no checkpoint of a model, or not a whole one, or its tokenizer is not beside it.
     """
     is_run = checkpoint.is_dir() and checkpoint.suffix != SUFFIX
     file = newest_checkpoint(checkpoint) if is_run else checkpoint
@@ -38,7 +46,20 @@ def read_model(checkpoint: Path) -> DecoderLM:
         raise FileError(f"{file}: its header describes no model ({error!r}); take another checkpoint") from error
     check_tensors(file, tensors, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
     model.load_state_dict(weights, assign=True)
-    return model.eval()
+    return model.eval(), _tokenizer_of(file, header)
+
+
+def _tokenizer_of(file: Path, header: dict[str, Any]) -> Path | None:
+    corpus = header.get("corpus")
+    wanted = corpus.get("tokenizer_sha256") if isinstance(corpus, dict) else None
+    if wanted is None:
+        return None
+    tokenizer = file.with_name(FILE_NAME)
+    found = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None
+    if found != wanted:
+        there = "there is none" if found is None else f"that one's is {found}"
+        raise FileError(f"{tokenizer}: expected the tokenizer of {file.name}, of sha256 {wanted}; {there}")
+    return tokenizer
 
 
 def save_model(path: Path, model: DecoderLM) -> None:

@@ -55,7 +55,7 @@ class Windows:
     """Rows cut from a text wherever they fall; what stands in them is one sequence.
 
     Args:
-        text: uint8 ``(bytes,)``, longer than a row.
+        text: ids of an integer dtype ``(tokens,)``, such as bytes; longer than a row.
         seq_len: tokens of a row.
     """
 
@@ -72,7 +72,7 @@ class Windows:
         return self._at([round(index * self._last / max(1, num_rows - 1)) for index in range(num_rows)])
 
     def _at(self, starts: list[int]) -> Batch:
-        windows = torch.stack([self.text[start : start + self.seq_len + 1] for start in starts]).long()
+        windows = torch.stack([self.text[start : start + self.seq_len + 1].long() for start in starts])
         return Batch(windows[:, :-1], windows[:, 1:])
 
 
@@ -84,15 +84,16 @@ class PackedDocuments:
     row takes one document after the other; the last is cut to fit, so that every row is full.
 
     Args:
-        text: uint8 ``(bytes,)``, a zero byte behind every file.
+        text: uint8 ``(bytes,)``, a zero byte behind every file; or the ids of its tokens, of an integer dtype.
         seq_len: tokens of a row.
+        documents: ``[start, end)`` of each in tokens; by default found in the bytes.
     """
 
-    def __init__(self, text: Tensor, seq_len: int) -> None:
+    def __init__(self, text: Tensor, seq_len: int, documents: list[tuple[int, int]] | None = None) -> None:
         self.text, self.seq_len = text, seq_len
         self.bounds = [
             (start, min(start + seq_len, end))
-            for first, end in document_bounds(text.numpy().tobytes())
+            for first, end in (document_bounds(text.numpy().tobytes()) if documents is None else documents)
             for start in range(first, end, seq_len)
         ]
 
@@ -116,12 +117,12 @@ class PackedDocuments:
         parts: list[Tensor] = []
         room = self.seq_len
         for start, end in documents:
-            parts.append(self.text[start : min(end, start + room)])
+            parts.append(self.text[start : min(end, start + room)].long())
             room -= len(parts[-1])
             if room == 0:
                 break
         lengths = torch.tensor([len(part) for part in parts])
-        return torch.cat(parts).long(), torch.arange(len(parts)).repeat_interleave(lengths)
+        return torch.cat(parts), torch.arange(len(parts)).repeat_interleave(lengths)
 
 
 def document_bounds(text: bytes) -> list[tuple[int, int]]:

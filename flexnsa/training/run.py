@@ -14,9 +14,11 @@ import torch
 
 from flexnsa.distributed import Ranks
 from flexnsa.errors import FileError
+from flexnsa.files import write_whole
 from flexnsa.training.checkpoint import checkpoint_path, load_checkpoint, newest_checkpoint, save_checkpoint
 from flexnsa.training.lock import locked
 from flexnsa.training.report import Report
+from flexnsa.training.tokenizer import FILE_NAME
 from flexnsa.training.trainer import Trainer
 
 Watcher = Callable[[Trainer, Path], AbstractContextManager[Callable[[], object]]]
@@ -29,7 +31,8 @@ A start that finds nothing left to do has none.
 def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Sequence[Watcher] = ()) -> int | None:
     """Train to the last step, from the folder's checkpoint if it has one; all ranks of the trainer together.
 
-    Writes ``log.jsonl`` and ``checkpoint.safetensors``, or ``checkpoint-<step>.dcp`` where parameters are sharded.
+    Writes ``log.jsonl`` and ``checkpoint.safetensors``, or ``checkpoint-<step>.dcp`` where parameters are sharded, and
+    ``tokenizer.json`` where the text has a tokenizer.
     SIGINT and SIGTERM, sent to any rank, end the run after the step under way, with a checkpoint, however often they
     come; a kill (SIGKILL, or SIGQUIT from a terminal) loses the steps since the last checkpoint, which the next start
     repeats to the same numbers.
@@ -57,6 +60,9 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
         if checkpoint is not None:
             load_checkpoint(checkpoint, trainer)
         _require_one_start(trainer, folder)
+        tokenized = trainer.corpus.tokenized
+        if tokenized is not None:
+            ranks.on_first(lambda: write_whole(folder / FILE_NAME, tokenized.tokenizer.content))
         first = saved = trainer.step
         with Report(folder, trainer, log_ranks=log_ranks) as report, ExitStack() as watching:
             left = watchers if trainer.step < config.steps else ()

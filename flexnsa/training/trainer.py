@@ -16,7 +16,7 @@ from flexnsa.distributed.chunks import check_chunks
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training.config import TrainConfig
 from flexnsa.training.data import Corpus
-from flexnsa.training.rows import Batch, PackedDocuments, Windows
+from flexnsa.training.rows import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Trainer:
     """A model, its optimizer and the number of steps done; the data follow from that number.
 
     Args:
-        model: byte-level model, on the device to train on.
+        model: of the corpus's tokens, on the device to train on.
         corpus: text to train and validate on.
         config: hyper-parameters.
         compiled: run the layers of the model through ``torch.compile``, all through the same code.
@@ -56,9 +56,10 @@ class Trainer:
         self.device = model.embedding.weight.device
         check_training(model.config, corpus, config, self.device, ranks.world_size, ranks.context_parallel)
         self.model, self.corpus, self.config = model, corpus, config
-        rows = PackedDocuments if config.pack else Windows
-        self.training_rows = rows(corpus.train, config.seq_len)
-        self.validation_rows = rows(corpus.validation, config.seq_len)
+        validation, rows = corpus.tokens("validation"), (config.seq_len, config.pack)
+        self.training_rows = corpus.tokens("train").rows(*rows)
+        self.validation_rows = validation.rows(*rows)
+        self.validation_bytes = validation.bytes_of_spread_rows(*rows, config.eval_sequences)
         self.parameters = dict(model.named_parameters())  # once: those of a gathered layer are others
         self.optimizer = build_optimizer(model, config)
         self.step = 0
@@ -72,8 +73,9 @@ class Trainer:
 
     def configs(self) -> dict[str, Any]:
         """Give what decides the numbers of the run, as plain values."""
-        text = {"text_sha256": self.corpus.sha256()}
-        return {"model": self.model.config.to_dict(), "training": asdict(self.config), "corpus": text}
+        # The corpus first: where the tokenizer is another, so is the model, which follows from it.
+        corpus = self.corpus.fingerprints()
+        return {"corpus": corpus, "model": self.model.config.to_dict(), "training": asdict(self.config)}
 
     def train_step(self) -> StepResult:
         """Take one optimizer step.
@@ -127,7 +129,7 @@ class Trainer:
         own_rows = batch[self.ranks.share(len(batch))]
         nats = sum(self.loss(part.to(self.device)).item() for part in own_rows.split(self.config.batch_size))
         self._check()
-        return self.ranks.total(nats) / batch.num_targets() / math.log(2)
+        return self.ranks.total(nats) / self.validation_bytes / math.log(2)
 
     def _check(self) -> None:
         for check in self.checks:

@@ -59,6 +59,7 @@ def recipe_of(arguments: argparse.Namespace, **training: Any) -> Recipe:
         model=model_config(arguments),
         training=replace(train_config(arguments), **training),
         text=arguments.text,
+        tokenizer=arguments.tokenizer,
         device=str(arguments.device),
         compiled=arguments.compile,
         parallel=parallel,

@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flexnsa.cli.generate import load_model
 from flexnsa.integrations.transformers import FlexNSAConfig, FlexNSAForCausalLM
 from flexnsa.models import DecoderLM, Sampling, preset
-from flexnsa.training.model_file import save_model
+from flexnsa.training.model_file import read_model, save_model
 from tests.integrations.transformers.families import FEW, own, pad_left, tokens
 
 RECORDED_RUN = Path(__file__).parents[2] / "compatibility" / "recorded" / "run"
@@ -74,12 +73,12 @@ def test_the_loss_of_training_is_that_of_the_logits(count: int | None) -> None:
 def test_a_run_of_the_library_is_read_and_written(tmp_path: Path) -> None:
     model: Any = FlexNSAForCausalLM.from_run(RECORDED_RUN)
     text = torch.tensor([list(b"def from_run(")])
-    logits = load_model(RECORDED_RUN)(text)
+    logits = read_model(RECORDED_RUN)(text)
     assert_close(model(text).logits, logits)
     model.save_pretrained(tmp_path / "transformers")
     again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "transformers")
     again.save_run(tmp_path / "run.safetensors")
-    assert_close(load_model(tmp_path / "run.safetensors")(text), logits)
+    assert_close(read_model(tmp_path / "run.safetensors")(text), logits)
     save_model(tmp_path / "dense.safetensors", DecoderLM(preset("small", attention="dense", num_layers=1)))
     with pytest.raises(ValueError, match="attention: expected 'nsa' of a model for transformers, got 'dense'"):
         FlexNSAForCausalLM.from_run(tmp_path / "dense.safetensors")

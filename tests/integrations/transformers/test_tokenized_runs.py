@@ -1,0 +1,215 @@
+"""``flexnsa train --tokenizer``: the same text in other ids, still measured by its bytes, and written in characters."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import re
+import sys
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from flexnsa.cli import main
+from flexnsa.integrations.transformers import FlexNSAForCausalLM
+from flexnsa.models import Sampling
+from flexnsa.training import Corpus, TextTokenizer, TrainConfig, Trainer, read_corpus
+from flexnsa.training.checkpoint import load_checkpoint, save_checkpoint
+from flexnsa.training.model_file import read_model
+from tests.cli.tiny_run import contents, train
+
+TEXT = "def zürich():\n    return '😀' * 8001\n\n\nclass Fluß:\n    pass\n\n"
+
+
+def write_tokenizer(path: Path, vocab_size: int = 300) -> Path:
+    """One of bytes, merged as in the text; blank lines and what follows them would be merged too."""
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options: dict[str, Any] = {"vocab_size": vocab_size, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator([TEXT, "\n\nclass \n\ndef "] * 9, trainers.BpeTrainer(**options))
+    tokenizer.enable_truncation(8)  # which is for who asks it, and would cut every document short
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a text, a tokenizer and a run of both."""
+    folder = tmp_path_factory.mktemp("tokenized")
+    (folder / "text.txt").write_text(TEXT * 60)
+    write_tokenizer(folder / "tokenizer.json")
+    train(folder / "run", folder / "text.txt", "--tokenizer", str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(folder: Path) -> Corpus:
+    return read_corpus(folder / "text.txt", TextTokenizer(folder / "tokenizer.json"))
+
+
+def decoded(folder: Path, ids: torch.Tensor) -> str:
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).decode(ids.tolist(), skip_special_tokens=False)
+
+
+def test_all_of_the_text_is_there_once_in_few_tokens_and_each_byte_is_counted(folder: Path, corpus: Corpus) -> None:
+    for data, tokens in (
+        (corpus.train, corpus.tokens("train")),
+        (corpus.validation, corpus.tokens("validation")),
+    ):
+        text = bytes(data.tolist())
+        assert decoded(folder, tokens.ids).encode() == text
+        assert tokens.ids.dtype == torch.uint16
+        assert len(tokens.ids) < len(text) / 2
+        assert int(tokens.widths.sum()) == len(text)
+        assert int(tokens.widths.min()) >= 0
+
+
+def test_no_token_crosses_the_blank_lines_where_packing_cuts(folder: Path, corpus: Corpus) -> None:
+    tokens = corpus.tokens("train")
+    assert tokens.documents is not None
+    whole = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    assert any(re.search("Ċ[^Ċ]", name) for name in whole)
+    documents = [decoded(folder, tokens.ids[start:end]) for start, end in tokens.documents]
+    assert set(documents[:-1]) == {TEXT[: TEXT.index("class")], TEXT[TEXT.index("class") :]}
+    assert all(first[1] == second[0] for first, second in pairwise(tokens.documents))
+
+
+def test_rows_follow_from_seed_and_step(corpus: Corpus) -> None:
+    for pack in (False, True):
+        rows = corpus.tokens("train").rows(24, pack)
+        first, again = (rows.draw(random.Random("7/3"), 2) for _ in range(2))
+        assert first.tokens.dtype == torch.int64
+        assert torch.equal(first.tokens, again.tokens)
+        ids = first.document_ids
+        assert (ids is None) != pack
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_bits_are_counted_by_bytes_of_text(folder: Path, corpus: Corpus, pack: bool) -> None:
+    """Of a model that knows nothing: as many bits as its tokens have, over the bytes that they stand for."""
+    model = read_model(folder / "run")
+    torch.nn.init.zeros_(model.head.weight)
+    trainer = Trainer(model, corpus, TrainConfig(batch_size=1, seq_len=24, eval_sequences=3, pack=pack))
+    batch = trainer.validation_rows.spread(3)
+    predicted = batch.targets[batch.targets >= 0]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # It writes each byte as a letter.
+    num_bytes = sum(len(tokenizer.id_to_token(token) or "") for token in predicted.tolist())
+    num_ends = int((batch.targets < 0).sum()) + 2 * len(batch)
+    cut = 3 * num_ends  # of a character that a first or a last token halves, all bytes are the first half's
+    want = len(predicted) * math.log2(model.config.vocab_size)
+    assert cut < num_bytes / 4
+    got = trainer.validation_bits_per_byte()
+    assert want / (num_bytes + cut) <= got <= want / (num_bytes - cut)
+
+
+def test_a_run_is_resumed_with_its_tokenizer_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    other = write_tokenizer(tmp_path / "other.json", 290)
+    before = contents(folder / "run")
+    for options in (["--tokenizer", str(other)], []):
+        with pytest.raises(SystemExit):
+            train(folder / "run", folder / "text.txt", *options)
+        assert "tokenizer_sha256: expected '" in capsys.readouterr().err
+    assert contents(folder / "run") == before
+    assert (folder / "run" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    train(folder / "run", folder / "text.txt", "--tokenizer", str(folder))  # of a folder, as transformers writes it
+    assert contents(folder / "run").keys() == before.keys()
+
+
+def test_steps_go_on_as_if_never_stopped(folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    config = TrainConfig(batch_size=1, seq_len=24, eval_sequences=1)
+    whole, half, rest = (Trainer(read_model(folder / "run"), corpus, config) for _ in range(3))
+    want = [whole.train_step() for _ in range(4)]
+    assert [half.train_step() for _ in range(2)] == want[:2]
+    save_checkpoint(tmp_path / "checkpoint.safetensors", half)
+    load_checkpoint(tmp_path / "checkpoint.safetensors", rest)
+    assert [rest.train_step() for _ in range(2)] == want[2:]
+
+
+def generate(folder: Path, *options: str) -> None:
+    main(["generate", "--checkpoint", str(folder / "run"), "--device", "cpu", "--prompt", "def zürich", *options])
+
+
+def test_text_is_streamed_in_whole_characters(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[str] = []
+
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    tokenizer = TextTokenizer(folder / "tokenizer.json")
+    ids = [*tokenizer.encode("ö😀 Fluß\n\n"), tokenizer.encode("é")[0]]
+    drawn = iter(ids)
+    monkeypatch.setattr(Sampling, "draw_unchecked", lambda *_: torch.tensor([next(drawn)]))
+    monkeypatch.setattr(sys, "stdout", Screen())
+    generate(folder, "--max-new-tokens", str(len(ids)))
+    assert "".join(written) == "def zürichö😀 Fluß\n\n\n"  # and not the half of another character
+    assert f"{len(ids)} tokens in " in capsys.readouterr().err
+
+
+def test_a_stop_may_stand_anywhere_in_a_token(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = iter(TextTokenizer(folder / "tokenizer.json").encode("return class Fluß:"))
+    monkeypatch.setattr(Sampling, "draw_unchecked", lambda *_: torch.tensor([next(ids)]))
+    generate(folder, "--stop", "xß")
+    assert capsys.readouterr().out == "def zürichreturn class Flu\n"
+
+
+def test_transformers_reads_the_model_and_its_tokenizer(folder: Path) -> None:
+    model: Any = FlexNSAForCausalLM.from_run(folder / "run")
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(folder / "run" / "tokenizer.json"))
+    assert model.config.vocab_size == len(tokenizer) == 300
+    assert tokenizer("def zürich").input_ids == TextTokenizer(folder / "tokenizer.json").encode("def zürich")
+
+
+def test_wrong_tokenizers_are_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "latin.txt").write_bytes("ü".encode("latin-1") * 900)
+    cases = [
+        (folder / "text.txt", tmp_path / "nowhere", "argument --tokenizer: expected a file, or a folder"),
+        (folder / "text.txt", tmp_path, "argument --tokenizer: expected a file, or a folder with tokenizer.json"),
+        (folder / "text.txt", tmp_path / "broken.json", "argument --tokenizer: expected a file of `tokenizers`, got"),
+        (tmp_path / "latin.txt", folder, "argument --text: expected UTF-8 for a tokenizer"),
+    ]
+    for text, tokenizer, message in cases:
+        with pytest.raises(SystemExit):
+            train(tmp_path / "run", text, "--tokenizer", str(tokenizer))
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_without_its_tokenizer_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = tmp_path / "run"
+    moved.mkdir()
+    (moved / "checkpoint.safetensors").write_bytes((folder / "run" / "checkpoint.safetensors").read_bytes())
+    for content, found in ((None, "there is none"), (b"{}", "that one's is ")):
+        if content is not None:
+            (moved / "tokenizer.json").write_bytes(content)
+        with pytest.raises(SystemExit):
+            generate(tmp_path)
+        assert found in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_its_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexnsa.cli.options.find_spec", lambda name: None if name == "tokenizers" else find_spec(name))
+    missing = r'tokenizers not installed; try: pip install "flexnsa\[hf\]"'
+    with pytest.raises(SystemExit, match=missing):
+        train(folder / "other", folder / "text.txt", "--tokenizer", str(folder))
+    with pytest.raises(SystemExit, match=missing):
+        generate(folder)
+    assert not (folder / "other").exists()
