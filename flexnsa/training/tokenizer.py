@@ -52,8 +52,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Give the ids of a text."""
-        data = text.encode()
-        return [id_ for _, _, encoding in self._documents(data) for id_ in encoding.ids]
+        return [id_ for _, _, encodings in self._parts(text.encode()) for encoding in encodings for id_ in encoding.ids]
 
     def tokens(self, data: Tensor) -> Tokens:
         """Give the tokens of UTF-8 text, uint8 ``(bytes,)``.
@@ -63,10 +62,12 @@ class TextTokenizer:
         """
         dtype = torch.uint16 if self.vocab_size <= 2**16 else torch.int32
         ids, ends, bounds = [torch.empty(0, dtype=dtype)], [torch.zeros(1, dtype=torch.int64)], [0]
-        for start, document, encoding in self._documents(data.numpy().tobytes()):
-            ids.append(torch.tensor(encoding.ids, dtype=dtype))
-            ends.append(start + _byte_ends(document, [end for _, end in encoding.offsets]))
-            bounds.append(bounds[-1] + len(encoding.ids))
+        num_bytes = 0
+        for part, texts, encodings in self._parts(data.numpy().tobytes()):
+            ids.append(torch.tensor([id_ for encoding in encodings for id_ in encoding.ids], dtype=dtype))
+            ends.append(num_bytes + _byte_ends(part, texts, encodings))
+            bounds += itertools.accumulate((len(encoding.ids) for encoding in encodings), initial=bounds.pop())
+            num_bytes += len(part)
         documents = [bound for bound in itertools.pairwise(bounds) if bound[0] < bound[1]]
         return Tokens(torch.cat(ids), torch.cat(ends).diff().to(torch.int32), documents)
 
@@ -79,26 +80,31 @@ class TextTokenizer:
             stream.step(self._tokenizer, token)
         return lambda token: stream.step(self._tokenizer, token) or ""
 
-    def _documents(self, data: bytes) -> Iterator[tuple[int, str, Any]]:
-        """Give where each document of a text begins, in bytes, its text and its encoding."""
+    def _parts(self, data: bytes) -> Iterator[tuple[bytes, list[str], list[Any]]]:
+        """Give one part of a text after the other: its bytes, its documents and their encodings."""
         bounds = iter(document_bounds(data))
         while some := list(itertools.islice(bounds, _DOCUMENTS_AT_ONCE)):
             try:
                 texts = [data[start:end].decode() for start, end in some]
             except UnicodeDecodeError as error:
                 raise ValueError(f"text: expected UTF-8 for a tokenizer, got {error}") from error
-            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-            yield from zip((start for start, _ in some), texts, encodings, strict=True)
+            yield data[some[0][0] : some[-1][1]], texts, self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
 
-def _byte_ends(document: str, ends: list[int]) -> Tensor:
-    """Turn the characters where tokens end into bytes; the last one ends where the document does.
+def _byte_ends(part: bytes, texts: list[str], encodings: list[Any]) -> Tensor:
+    """Give the byte where each token of a part ends; the last of a document ends where the document does.
 
     Of several tokens of one character the first has all of it, and what a tokenizer skips goes to the next token: so
     all bytes are counted, and each once.
     """
-    sizes = torch.tensor([0, *(len(character.encode()) for character in document)])
-    found = sizes.cumsum(0)[torch.tensor(ends, dtype=torch.int64)]
-    if len(found):
-        found[-1] = sizes.sum()
-    return found.cummax(0).values if len(found) else found
+    ends: list[int] = []
+    num_characters = 0
+    for text, encoding in zip(texts, encodings, strict=True):
+        own = [num_characters + end for _, end in encoding.offsets]
+        num_characters += len(text)
+        ends += [*own[:-1], num_characters] if own else []
+    if not ends:
+        return torch.zeros(0, dtype=torch.int64)
+    leads = (torch.frombuffer(bytearray(part), dtype=torch.uint8) & 0xC0) != 0x80  # others go on with a character
+    begins = torch.cat([leads.nonzero()[:, 0], torch.tensor([len(part)])])
+    return begins[torch.tensor(ends)].cummax(0).values
