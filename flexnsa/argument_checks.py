@@ -169,14 +169,21 @@ def _check_rows_of_queries(positions: Tensor, length: int | str, batch: int | st
     check_integers("positions", positions, (length,) if one_for_all else (batch, length), like=like)
 
 
-def count_tokens(q: Tensor, keys: tuple[str, Any] | None, k_cmp: Any, config: NSAConfig) -> int:
+def count_tokens(
+    q: Tensor, keys: tuple[str, Any] | None, k_cmp: Any, document_ids: Tensor | None, config: NSAConfig
+) -> int:
     """Count the tokens among which queries at positions of their own stand: those of some named keys.
 
-    Where only compressed keys are read, it is the most tokens that these can be of.
+    Where only compressed keys are read, they are those that have a document, or the most that the keys can be of.
     """
     name, k = ("k_cmp", k_cmp) if keys is None else keys
     check_tensor(name, k, (q.shape[0], "Hkv", "S" if keys else "N", q.shape[3]), like=q)
-    return k.shape[2] if keys else k.shape[2] * config.compress_stride + config.compress_block_size - 1
+    if keys:
+        return k.shape[2]
+    if document_ids is not None:
+        check_document_ids(document_ids, q.shape[0], "S", like=q)
+        return document_ids.shape[1]
+    return k.shape[2] * config.compress_stride + config.compress_block_size - 1
 
 
 def checked_selection(q: Tensor, block_indices: Tensor, heads: int | str, seq_len: int, config: NSAConfig) -> Tensor:

@@ -156,7 +156,7 @@ def native_sparse_attention(
     length = q.shape[2]
     if positions is not None:
         keys = ("k", k) if "slc" in branches else (windows[0], k_win) if "win" in branches else None
-        length = count_tokens(q, keys, k_cmp, config)
+        length = count_tokens(q, keys, k_cmp, document_ids, config)
         positions = checked_positions(q, positions, length)
     num_keys = num_compressed(length, config)
     sizes = Sizes()

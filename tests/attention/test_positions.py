@@ -134,3 +134,12 @@ def test_values_are_checked_on_request() -> None:
     check_positions(torch.tensor([[0, 2, 5], [1, 2, 3]]), seq_len=6)
     with pytest.raises(ValueError, match=r"^positions: expected 0 \.\. 4, got 5 at query 2 of row 0"):
         check_positions(torch.tensor([[0, 2, 5]]), seq_len=5)
+
+
+@pytest.mark.parametrize("length", [LENGTH, LENGTH - 2])
+def test_without_other_keys_documents_say_how_many_tokens_there_are(length: int) -> None:
+    x, tokens = make_inputs(length, dtype=torch.float32), torch.tensor([3, 150, length - 1])
+    ids = document_ids_from_cu_seqlens(torch.tensor([0, 101, length]))
+    whole, _ = attend_with_aux(x, branches=("cmp",), document_ids=ids)
+    out, _ = attend_with_aux(some_queries(x, tokens), branches=("cmp",), document_ids=ids, positions=tokens)
+    torch.testing.assert_close(out, at(whole, tokens))
