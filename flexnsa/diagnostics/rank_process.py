@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -46,6 +48,7 @@ def run_rank(
     arguments: tuple[Any, ...],
 ) -> None:
     """Call the function, and leave: what is left of a process group may wait for others in its destructors."""
+    threading.Thread(target=_leave_without_parent, daemon=True).start()
     os.environ.update(variables)
     rank = int(variables["RANK"])
     _redirect_output(folder / f"log.rank-{rank}.txt")
@@ -68,6 +71,14 @@ def run_rank(
         path.unlink()
     sender.send(ending)
     os._exit(1 if ending.reason else 0)
+
+
+def _leave_without_parent() -> None:
+    """Leave when whoever started this process has ended, killed by a signal that let it end nothing else."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _redirect_output(path: Path) -> None:

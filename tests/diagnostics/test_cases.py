@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from flexnsa.diagnostics import run_case
 from flexnsa.distributed import joined_ranks
+from flexnsa.files import write_whole
 from tests.distributed.steps import CPU
 
 
@@ -72,3 +75,37 @@ def test_where_each_rank_stood_is_told_when_the_time_is_over(tmp_path: Path) -> 
     assert second.startswith("rank 1 in test_cases.py:")
     assert second.endswith(", act")
     assert "sum_on_all" in (tmp_path / "stacks.rank-1.txt").read_text()
+
+
+def sleep_by_number(file: str) -> dict[str, Any]:
+    write_whole(Path(file), str(os.getpid()))
+    time.sleep(600)
+    return {}
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_ranks_leave_after_who_started_them_was_killed(tmp_path: Path) -> None:
+    file = tmp_path / "number"
+    arguments = (tmp_path / "case", sleep_by_number, str(file))
+    starter = multiprocessing.get_context("forkserver").Process(
+        target=run_case, args=arguments, kwargs={"seconds": 600}
+    )
+    starter.start()
+    wait_until(file.exists)
+    starter.kill()
+    starter.join()
+    wait_until(lambda: not is_there(int(file.read_text())))
