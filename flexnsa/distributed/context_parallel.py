@@ -29,7 +29,7 @@ from flexnsa.layers.rope import stored_rope_tables
 from flexnsa.models import DecoderLM
 from flexnsa.models.decoder import DecoderLayer
 from flexnsa.positions import Positions
-from flexnsa.validation import describe
+from flexnsa.validation import check_type, describe
 
 
 def shard(x: Tensor, mesh: DeviceMesh, *, seq_dim: int = 1) -> Tensor:
@@ -41,9 +41,11 @@ def shard(x: Tensor, mesh: DeviceMesh, *, seq_dim: int = 1) -> Tensor:
         seq_dim: the dimension of the tokens.
 
     Raises:
+        TypeError: not a tensor, or no mesh.
         ValueError: the tokens cannot be cut into ``2 R`` chunks, or ``mesh`` has more than one dimension.
     """
     ranks = _Ranks.of(mesh)
+    _check_rows(x, seq_dim)
     if x.shape[seq_dim] % (2 * ranks.size):
         expected = f"a multiple of 2 * {ranks.size} ranks tokens in dimension {seq_dim}"
         raise ValueError(f"x: expected {expected}, got {describe(x)}")
@@ -60,9 +62,11 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, seq_dim: int = 1) -> Tensor:
         seq_dim: the dimension of the tokens.
 
     Raises:
+        TypeError: not a tensor, or no mesh.
         ValueError: the rank's tokens are no two chunks, or ``mesh`` has more than one dimension.
     """
     ranks = _Ranks.of(mesh)
+    _check_rows(x, seq_dim)
     if x.shape[seq_dim] % 2:
         raise ValueError(f"x: expected an even number of tokens in dimension {seq_dim}, got {describe(x)}")
     return torch.cat(ranks.gather(x.chunk(2, seq_dim)), seq_dim)
@@ -79,9 +83,10 @@ def parallelize_model(model: DecoderLM, mesh: DeviceMesh) -> DecoderLM:
         mesh: of one dimension.
 
     Raises:
-        TypeError: the model's attention is not NSA.
+        TypeError: not such a model, or its attention is not NSA, or no mesh.
         ValueError: ``mesh`` has more than one dimension. No layer has been touched.
     """
+    check_type("model", model, DecoderLM)
     layers = [cast("DecoderLayer", layer) for layer in model.layers]
     for layer in layers:
         _check(layer.attention, mesh)
@@ -102,7 +107,7 @@ def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> Nat
         mesh: of one dimension.
 
     Raises:
-        TypeError: not such a layer.
+        TypeError: not such a layer, or no mesh.
         ValueError: ``mesh`` has more than one dimension.
     """
     _check(layer, mesh)
@@ -121,6 +126,7 @@ class _Ranks:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> _Ranks:
+        check_type("mesh", mesh, DeviceMesh)
         if mesh.ndim != 1:
             raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; take a part of it, mesh['cp']")
         return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
@@ -212,6 +218,13 @@ def _lay_out(
         window_positions=Positions(place, start, torch.zeros_like(start), consecutive=False),
         source=_ShardedKeys(ranks, config),
     )
+
+
+def _check_rows(x: Tensor, seq_dim: int) -> None:
+    check_type("x", x, Tensor)
+    check_type("seq_dim", seq_dim, int)
+    if not -x.dim() <= seq_dim < x.dim():
+        raise ValueError(f"seq_dim: expected a dimension of {describe(x)}, got {seq_dim}")
 
 
 def _check(layer: nn.Module, mesh: DeviceMesh) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -133,6 +133,9 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "uneven chunks": lambda: layer(torch.randn(1, 100, 48)),
         "dense": lambda: parallelize_model(DecoderLM(replace(MODEL, attention="dense")), mesh),
         "shard": lambda: shard(torch.randn(1, 99, 48), mesh),
+        "dimension": lambda: unshard(torch.randn(1, 96, 48), mesh, seq_dim=3),
+        "mesh": lambda: parallelize_attention(make_layer(), cast("DeviceMesh", None)),
+        "model": lambda: parallelize_model(cast("DecoderLM", layer), mesh),
     }
     said = {}
     for name, call in calls.items():

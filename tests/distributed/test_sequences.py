@@ -73,3 +73,6 @@ def test_what_ranks_cannot_share_is_refused_by_name(results: Results) -> None:
     assert refused["uneven chunks"] == f"{chunks} 100 tokens"
     assert refused["dense"] == "layer: expected NativeSparseAttention, got DenseAttention"
     assert refused["shard"].startswith("x: expected a multiple of 2 * 2 ranks tokens in dimension 1, got")
+    assert refused["dimension"].startswith("seq_dim: expected a dimension of a tensor (1, 96, 48)")
+    assert refused["mesh"] == "mesh: expected DeviceMesh, got None (NoneType)"
+    assert refused["model"].startswith("model: expected DecoderLM, got ")
