@@ -13,10 +13,11 @@ import torch
 
 from flexnsa.config import NSAConfig
 from flexnsa.diagnostics.cases import Outcome, run_case
-from flexnsa.distributed import joined_ranks, rank_device
+from flexnsa.distributed import PARALLEL, joined_ranks, rank_device
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import Corpus, TextTokenizer, TrainConfig, Trainer, read_corpus
 from flexnsa.training.trainer import check_training
+from flexnsa.validation import check_choice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,8 @@ class Recipe:
         """
         if self.ranks < 1 or (self.ranks > 1 and self.parallel is None):
             raise ValueError(f"ranks: expected 1, or more and a way to be parallel, got {self.ranks}")
+        if self.parallel is not None:
+            check_choice("parallel", self.parallel, PARALLEL)
         device = torch.device(self.device)
         if self.parallel is not None and device.index is not None:
             raise ValueError(f"device: expected {device.type}, of which each rank takes its own, got {self.device!r}")

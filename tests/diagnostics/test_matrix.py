@@ -99,7 +99,10 @@ def test_the_command_trains_on_one_rank_and_on_two_alike(tmp_path: Path, capsys:
     assert capsys.readouterr().err == ""  # both had passed
     for axis, message in {
         "magic=1": "expected NAME=VALUE,VALUE with the name of an option, got 'magic=1'",
+        "model=x": "expected NAME=VALUE,VALUE with the name of an option, got 'model=x'",
+        "device=x": "expected NAME=VALUE,VALUE with the name of an option, got 'device=x'",
         "seq_len=x": "expected values of seq_len, int, got 'x'",
+        "compiled=maybe": "expected values of compiled, bool, got 'maybe'",
     }.items():
         with pytest.raises(SystemExit) as left:
             main([*command, "--axis", axis])
@@ -109,3 +112,6 @@ def test_the_command_trains_on_one_rank_and_on_two_alike(tmp_path: Path, capsys:
         main([*command, "--axis", "impl=flex"])
     assert left.value.code == 2
     assert "argument --impl: expected 'auto' or 'sdpa' to train on a CPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--axis", "parallel=none"])
+    assert "argument --parallel: expected one of 'ddp', 'fsdp2', got 'none'" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from flexnsa.training import TrainConfig
 from flexnsa.validation import check_positive_int
 
 _LISTS = ("branches", "recompute")
+_NOT_AXES = ("model", "training", "nsa", "text", "device")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +78,7 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     name = name.strip().replace("-", "_")
     classes = (Recipe, DecoderConfig, NSAConfig, TrainConfig)
     kinds = {field.name: str(field.type) for config in classes for field in fields(config)}
-    if name not in kinds or not values:
+    if name in _NOT_AXES or name not in kinds or not values:
         raise ValueError(f"axis: expected NAME=VALUE,VALUE with the name of an option, got {text!r}")
     try:
         return name, [_value(name, kinds[name], value) for value in values.split(",")]
@@ -90,6 +91,8 @@ def _value(name: str, kind: str, text: str) -> Any:
         return tuple(text.split("+")) if text else ()
     if kind.startswith("bool") and text in ("true", "false"):
         return text == "true"
+    if kind == "bool":
+        raise ValueError(f"expected true or false, got {text!r}")
     return {"int": int, "float": float}.get(kind.split(" |")[0], str)(text)
 
 
