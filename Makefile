@@ -22,8 +22,7 @@ test: .venv/.installed  ## run the tests
 emitted: .venv/.installed  ## compile the CUDA kernels for several GPUs and run them in an interpreter; no GPU needed
 	$(BIN)/python -m pytest -n auto tests/emitted
 
-transformers: .venv/.installed  ## install Hugging Face transformers and run the tests that need it
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[hf]'
+transformers: .venv/.transformers  ## run the tests that need Hugging Face transformers
 	$(BIN)/python -m pytest -n auto tests/integrations/transformers
 
 lint: .venv/.installed  ## check style and formatting
@@ -34,7 +33,7 @@ format: .venv/.installed  ## apply the formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: .venv/.installed  ## check the type hints
+types: .venv/.transformers  ## check the type hints, also of what is built on transformers
 	$(BIN)/pyright
 
 bench: .venv/.installed  ## time and memory of NSA and its phases beside dense attention, under 10 minutes on two cores
@@ -91,4 +90,8 @@ clean:  ## remove the environment, caches and outputs
 
 .venv/.installed: .venv/.torch pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.venv/.transformers: .venv/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
 	@touch $@

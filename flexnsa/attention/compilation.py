@@ -16,16 +16,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def compile_once(branch: Callable[P, T]) -> Callable[P, T]:
+def compile_once(branch: Callable[P, T], *, each_length: bool = False) -> Callable[P, T]:
     """Compile a function of ``q, k, v`` and more, unless a compiler is at work already.
 
     FlexAttention must never run uncompiled: it then computes every score, and applies the mask function to tiles that
     were not selected. ``fullgraph`` makes that an error instead.
+
+    Args:
+        branch: the function.
+        each_length: whether to compile anew for every length.
     """
-    return branch if torch.compiler.is_compiling() else functools.partial(_call_compiled, branch)
+    return branch if torch.compiler.is_compiling() else functools.partial(_call_compiled, branch, each_length)
 
 
-def _call_compiled(branch: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def _call_compiled(branch: Callable[P, T], each_length: bool, *args: P.args, **kwargs: P.kwargs) -> T:
     # Not at the top: to import this package is not to import a compiler.
     from torch import _dynamo  # pyright: ignore[reportPrivateUsage]
 
@@ -38,10 +42,17 @@ def _call_compiled(branch: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
             _dynamo.mark_static(x, 3)
     options = {"specialize_int": True, "specialize_float": True, "recompile_limit": MAX_VARIANTS}
     with _dynamo.config.patch(options):  # pyright: ignore[reportUnknownMemberType]
-        return compile_branch(branch)(*args, **kwargs)
+        compiled = compile_for_each_length(branch) if each_length else compile_branch(branch)
+        return compiled(*args, **kwargs)
 
 
 @functools.cache
 def compile_branch(branch: Callable[P, T]) -> Callable[P, T]:
     """Compile the function, in one graph; the same one for every caller."""
     return torch.compile(branch, fullgraph=True)  # pyright: ignore[reportUnknownMemberType]
+
+
+@functools.cache
+def compile_for_each_length(branch: Callable[P, T]) -> Callable[P, T]:
+    """As :func:`compile_branch`, anew for every length; more than :data:`MAX_VARIANTS` are an error."""
+    return torch.compile(branch, fullgraph=True, dynamic=False)  # pyright: ignore[reportUnknownMemberType]

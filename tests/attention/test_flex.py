@@ -168,7 +168,7 @@ def test_cached_masks_serve_training_after_inference(monkeypatch: pytest.MonkeyP
     q, k, v = inputs("win", 1, 1, 1, 33, (16, 16), torch.float32)
     masks: list[BlockMask] = []
 
-    def record(*_: object) -> Callable[..., Attended]:
+    def record(*_: object, **__: object) -> Callable[..., Attended]:
         def run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, call: Call) -> Attended:  # noqa: ARG001
             masks.append(mask)
             return Attended(q, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -67,6 +69,18 @@ def test_flex_on_a_cpu_gives_the_rows_of_the_whole_call(place: str) -> None:
     assert own.block_indices is not None
     assert aux.block_indices is not None
     assert torch.equal(own.block_indices, at(aux.block_indices, tokens))
+
+
+@pytest.mark.parametrize("branch", ["cmp", "win"])
+def test_flex_on_a_cpu_is_as_right_after_other_lengths(branch: str) -> None:
+    torch._dynamo.reset()
+    for length, tokens in ((100, torch.tensor([3, 50, 99])), (100, torch.arange(20, 84)), (150, torch.arange(30, 70))):
+        x = make_inputs(length, batch=2, dtype=torch.float32)
+        options: dict[str, Any] = {"document_ids": (torch.arange(length) // 37).expand(2, -1), "branches": (branch,)}
+        whole, _ = attend_with_aux(x, impl="sdpa", **options)
+        queries = x.replace(q=at(x.q, tokens), gates=at(x.gates, tokens))
+        out, _ = attend_with_aux(queries, impl="flex", positions=tokens, **options)
+        torch.testing.assert_close(out, at(whole, tokens))
 
 
 def test_chunks_of_a_sequence_add_up_to_its_gradients() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,9 @@ from flexnsa.masks.user_mods import mod_of_compressed, mod_of_tokens
 from flexnsa.masks.window import window_mask
 from flexnsa.positions import Positions
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 ENOUGH_PROGRAMS = 2048
 """Of unequal lengths, to keep all processors of a GPU at work until the end: about 16 for each of an H200."""
 
@@ -58,7 +62,7 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
     check_heads(q, v_cmp)
     num_keys = k_cmp.shape[2] + _padding(k_cmp)
     mask = _interval_mask(compressed_mask, q, num_keys, call.positions, call.config)
-    return Compressed(*compile_once(_compressed)(q, k_cmp, v_cmp, mask, call))
+    return Compressed(*compiled(_compressed, q, call.positions)(q, k_cmp, v_cmp, mask, call))
 
 
 def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
@@ -76,7 +80,7 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     """
     check_blocks(q, call.config)
     check_heads(q, v, rows_of_query(q, k))
-    return compile_once(_selected)(q, k, v, block_indices, call)
+    return compiled(_selected, q, call.positions)(q, k, v, block_indices, call)
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
@@ -90,7 +94,16 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
     """
     check_heads(q, v)
     mask = _interval_mask(window_mask, q, k.shape[2], call.window_positions, call.config)
-    return compile_once(_window)(q, k, v, mask, call)
+    return compiled(_window, q, call.window_positions)(q, k, v, mask, call)
+
+
+def compiled(branch: Callable[P, T], q: Tensor, positions: Positions | None) -> Callable[P, T]:
+    """Compile what attends from ``q`` at ``positions``.
+
+    On a CPU, for each length: where lengths vary and the mask reads tables of them, FlexAttention's kernel takes one
+    size for another, and is wrong without a word (torch 2.13).
+    """
+    return compile_once(branch, each_length=positions is not None and not q.is_cuda)
 
 
 def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, mask: BlockMask, call: Call) -> Attended:

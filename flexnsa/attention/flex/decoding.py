@@ -12,7 +12,6 @@ from dataclasses import replace
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexnsa.attention.compilation import compile_once
 from flexnsa.attention.flex import branches, split_kv
 from flexnsa.attention.flex.kernels import (
     attend,
@@ -64,14 +63,14 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     check_heads(q, v, rows_of_query(q, k))
     if split_kv.is_decoding(q, k):
         return split_kv.selected(q, k, v, block_indices, call)
-    return compile_once(_selected)(q, k, v, block_indices, call)
+    return branches.compiled(_selected, q, call.positions)(q, k, v, block_indices, call)
 
 
 def _in_place(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Attended:
     mask = interval_block_mask(
         compressed_intervals(positions_of(q, call.positions), call.config), k_cmp.shape[2], widths=None
     )
-    return compile_once(_contiguous)(q, k_cmp, v_cmp, mask, call.scale)
+    return branches.compiled(_contiguous, q, call.positions)(q, k_cmp, v_cmp, mask, call.scale)
 
 
 def _contiguous(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Attended:
