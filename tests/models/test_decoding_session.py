@@ -150,7 +150,7 @@ def test_a_session_serves_many_prompts_by_one_step_on_fixed_memory(attention: st
     assert graphs == [2 * 19]
 
 
-@pytest.mark.parametrize("attention", ["dense"])
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_a_session_doubles_its_room_and_captures_anew(attention: str, graphs: list[int]) -> None:
     model = make_model(attention)
     session = DecodingSession(model, 3, 5)

@@ -20,7 +20,8 @@ MAX_BLOCKS = 1 << 17
 """Blocks of one sequence whose scores fit one program (8.4 million tokens in blocks of 64)."""
 
 LONG = 512
-"""Blocks from which on it pays to search among a half or a quarter of them where a query has no more."""
+"""Blocks from which on a query with at most a half or a quarter of them searches no more than these: a search takes as
+long as it is wide, and the width is that of the last query, rounded up to a power of two."""
 
 
 def check_width(width: int) -> None:
