@@ -25,8 +25,8 @@ from flexnsa.positions import Positions
 
 SCRATCH_BYTES = 64 * 2**20
 MANY_PROGRAMS = 4096
-"""Queries times kv heads of a chunk, at least. At 512k tokens 64 MB hold a quarter of it: scoring half the queries in so
-short launches took 245 ms, and 194 in chunks of this size (H200)."""
+"""Queries times kv heads of a chunk, at least. At 512k tokens 64 MB hold a quarter of it: to score half the queries so
+took 245 ms, and 194 in chunks of this size (H200)."""
 ROW_MULTIPLE = 128
 """Chunks hold whole tiles of queries, so that no program idles at their seams."""
 MODIFIED_SCORES = 2**26
