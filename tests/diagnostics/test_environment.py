@@ -25,7 +25,7 @@ def test_the_command_gives_a_sentence_a_table_and_a_file(
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("SECRET", "not ours to show")
     main(["diagnose", "environment", "--json", str(tmp_path / "seen.json")])
-    record = json.loads((tmp_path / "seen.json").read_text())
+    record = json.loads((tmp_path / "seen.json").read_text())["environment"]
     assert record["torch"] == torch.__version__
     assert record["cores"] == os.cpu_count()
     assert record["threads"] == torch.get_num_threads()

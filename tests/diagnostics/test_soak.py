@@ -66,7 +66,9 @@ def test_the_command_soaks_a_model_and_leaves_with_a_status(tmp_path: Path, caps
     said = capsys.readouterr().out
     assert said.startswith("flat: resident memory grows by ")
     assert "in the median of 6 steps." in said
-    (rank,) = json.loads(seen.read_text())["ranks"]
+    record = json.loads(seen.read_text())
+    assert record["environment"]["torch"] == torch.__version__
+    (rank,) = record["ranks"]
     assert len(rank["samples"]) == 6
     assert rank["tokens_per_second"] > 0
     with pytest.raises(SystemExit) as left:

@@ -16,4 +16,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
     """Say what a run here depends on."""
     record = environment.describe_environment()
-    show(arguments, environment.sentence(record), environment.table(record), record)
+    show(arguments, environment.sentence(record), environment.table(record), {"environment": record})

@@ -7,12 +7,14 @@ import json
 from typing import Any
 
 from flexnsa.cli.options import output_file
+from flexnsa.diagnostics.environment import describe_environment
 from flexnsa.files import write_whole
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--json``."""
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write what was seen to a file, too")
+    text = "write what was seen to a file, too, and the environment"
+    parser.add_argument("--json", type=output_file, metavar="FILE", help=text)
 
 
 def show(
@@ -21,7 +23,8 @@ def show(
     """Print a sentence and a table, and leave with status 1 if what was seen is not good."""
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(arguments.json, json.dumps({"sentence": sentence} | record, indent=2) + "\n")
+        seen = {"sentence": sentence, "environment": describe_environment()} | record
+        write_whole(arguments.json, json.dumps(seen, indent=2) + "\n")
     print("\n\n".join(part for part in (sentence, table) if part))
     if not good:
         raise SystemExit(1)
