@@ -2,9 +2,11 @@
 
     python -m benchmarks transformers.decoding --json benchmarks/results/transformers_decoding.json
 
-All have the same random weights, of the sizes of Llama 3.2 1B with default rotary embedding, in bf16. The prompt is
-random. The second call of ``generate`` is timed, by when its streamer gets tokens: ``first_ms`` is the prompt,
-``token_ms`` the median of the others. Points that the file holds already are not measured again.
+All have the same random weights, of the sizes of Llama 3.2 1B with default rotary embedding, in bf16; the library's
+own decoder has weights of its own, of the same sizes. The prompt is random. The second call of ``generate`` is timed,
+by when its streamer gets tokens: ``first_ms`` is the prompt, ``token_ms`` the median of the others. PyTorch's
+dense attention makes a plan of cuDNN's for every length, so the dense model is there without cuDNN, too. Points that
+the file holds already are not measured again.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 import flexnsa.integrations.transformers as integration
 from benchmarks.harness import options
 from flexnsa import NSAConfig
+from flexnsa.integrations.transformers import FlexNSAConfig, FlexNSAForCausalLM
 from flexnsa.measure.recording import Recording
 
 SIZES: dict[str, Any] = {
@@ -45,7 +48,7 @@ TINY: dict[str, Any] = SIZES | {
     "head_dim": 16,
     "vocab_size": 256,
 }
-CONTESTANTS = ("dense", "converted", "selected branch", "drop-in")
+CONTESTANTS = ("dense", "dense without cuDNN", "converted", "selected branch", "own decoder", "drop-in")
 KEY = ("name", "context", "batch")
 
 
@@ -66,15 +69,24 @@ class Stamps:
 def make(name: str, sizes: dict[str, Any], device: str) -> Any:
     """Make a contestant in bf16."""
     torch.manual_seed(0)
+    torch.backends.cuda.enable_cudnn_sdp(name != "dense without cuDNN")
     with torch.device(device):
-        model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
+        model: Any = own_decoder(sizes) if name == "own decoder" else LlamaForCausalLM(LlamaConfig(**sizes))
     model = model.to(dtype=torch.bfloat16).eval()
     if name == "drop-in":
         model.set_attn_implementation("flexnsa")
-    elif name != "dense":
+    elif name in ("converted", "selected branch"):
         branches = ["slc"] if name == "selected branch" else ["cmp", "slc", "win"]
         model = integration.convert(model, NSAConfig(), branches=branches)
     return model.requires_grad_(False)
+
+
+def own_decoder(sizes: dict[str, Any]) -> Any:
+    """Make the library's decoder with heads, layers and a vocabulary like those of a Llama."""
+    names = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "hidden_size": "dim"}
+    names |= {"num_key_value_heads": "num_kv_heads", "head_dim": "head_dim", "vocab_size": "vocab_size"}
+    config = {name: sizes[theirs] for theirs, name in names.items()}
+    return FlexNSAForCausalLM(FlexNSAConfig(**config, eos_token_id=None, pad_token_id=0))
 
 
 def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, tokens: int) -> dict[str, Any]:
@@ -89,7 +101,8 @@ def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, tokens: i
         begin = time.perf_counter()
         model.generate(prompt, **arguments, max_new_tokens=count, min_new_tokens=count, streamer=stamps)
     each = [1e3 * (b - a) for a, b in zip(stamps.times[1:], stamps.times[2:], strict=False)]
-    result = {"first_ms": 1e3 * (stamps.times[1] - begin), "token_ms": statistics.median(each), "all_ms": each}
+    result: dict[str, Any] = {"first_ms": 1e3 * (stamps.times[1] - begin), "token_ms": statistics.median(each)}
+    result["all_ms"] = [round(ms, 3) for ms in each]
     if device == "cuda":
         result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return result

@@ -174,7 +174,9 @@ class DecodingSession:
             if empty:
                 self._next()  # even a token that is not kept stands behind another one
             self._active.zero_()
-            return capture(self._next, self._draws.generator)
+            generator = self._draws.generator
+            advice = "steps: expected 'compiled' or 'eager' for a model that no CUDA graph holds"
+            return capture(self._next, generator.device, advice=advice, generator=generator)
         finally:
             self._active.copy_(active)
             self._draws.restore(draws)

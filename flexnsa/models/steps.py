@@ -85,26 +85,31 @@ def choose_steps(steps: str, device: torch.device, mods: Collection[str]) -> str
     return steps
 
 
-def capture(step: Step, generator: torch.Generator) -> Step:
-    """Capture a step in a CUDA graph, after a call that warms up; give what replays it, drawing anew each time.
+def capture(step: Step, device: torch.device, *, advice: str, generator: torch.Generator | None = None) -> Step:
+    """Capture a step in a CUDA graph, after a call that warms up; give what replays it.
+
+    Args:
+        step: to capture.
+        device: on which it runs.
+        advice: what to say if it cannot be captured.
+        generator: by which the step draws, anew each time.
 
     Raises:
-        ValueError: the step waits for the device, which no graph can hold.
+        ValueError: the step waits for the device, which no graph can hold; says the advice.
     """
-    with torch.cuda.device(generator.device):
+    with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(generator)
+        if generator is not None:
+            graph.register_generator_state(generator)
         try:
             with torch.cuda.graph(graph, stream=stream):
                 step()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f"steps: expected 'compiled' or 'eager' for a model that no CUDA graph holds ({reason})"
-            ) from error
+            raise ValueError(f"{advice} ({reason})") from error
     return graph.replay

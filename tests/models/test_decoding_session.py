@@ -66,9 +66,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps that are captured: as a graph does, each demands that its memory stays where it was. Counts replays."""
     replays: list[int] = []
 
-    def capture(step: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
+    def capture(step: Callable[[], None], device: torch.device, **options: Any) -> Callable[[], None]:
         session, number = step.__self__, len(replays)  # pyright: ignore[reportFunctionMemberAccess]
-        assert generator is session._draws.generator
+        assert options["generator"] is session._draws.generator
+        assert device == options["generator"].device
         replays.append(0)
         step()  # warms up
         captured = [x.data_ptr() for x in fixed_tensors(session)]

@@ -14,7 +14,7 @@ from flexnsa.attention.seam import Call
 from flexnsa.decoding.cache import NSACache
 from flexnsa.decoding.cached_keys import CachedKeys, KeptKeys
 from flexnsa.geometry import BRANCHES, num_compressed
-from flexnsa.integrations.transformers.cache import layer_of
+from flexnsa.integrations.transformers.cache import computed_dtype, layer_of
 from flexnsa.integrations.transformers.marks import Alignment, check_marks
 from flexnsa.integrations.transformers.options import LayerOptions
 from flexnsa.integrations.transformers.packs import demand_no_pack, document_begins, document_ids
@@ -103,6 +103,7 @@ class ConvertedAttention(nn.Module):
         position_ids: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         tells_of_packs: bool = True,
+        new_lengths: Tensor | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
         """Attend within rows ``(B, T, dim)``, or from tokens that follow those of a cache; see the dense layer.
@@ -115,7 +116,7 @@ class ConvertedAttention(nn.Module):
         position_ids = position_ids if tells_of_packs else None
         layer = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)
         check_marks(attention_mask, len(x), num_tokens + (0 if layer is None else layer.seen))
-        alignment = real = None
+        alignment, real = None, new_lengths
         if attention_mask is not None:
             alignment = Alignment.of(attention_mask, num_tokens)
             x, real = alignment.align_queries(x, dim=1), alignment.real
@@ -214,7 +215,6 @@ class ConvertedAttention(nn.Module):
 
     def _new_cache(self, batch_size: int, max_seq_len: int, max_rewind: int) -> NSACache:
         weight, options = self.q_proj.weight, self.options
-        kind = weight.device.type
         return NSACache(
             batch_size,
             max_seq_len,
@@ -223,7 +223,7 @@ class ConvertedAttention(nn.Module):
             config=options.sizes,
             branches=options.branches,
             max_rewind=max_rewind,
-            dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype,
+            dtype=computed_dtype(weight),
             device=weight.device,
         )
 

@@ -138,6 +138,34 @@ class FlexNSACache(Cache):
     def __init__(self, config: Any, max_cache_len: int = FIRST_TOKENS, *, max_rewind: int = 1) -> None:
         count = config.num_hidden_layers
         super().__init__(layers=[FlexNSACacheLayer(max_cache_len, max_rewind) for _ in range(count)])
+        self.layers: list[FlexNSACacheLayer]  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.captured: Any = None
+        """A step on this memory that ``generate`` captured on the way."""
+
+    @property
+    def seen(self) -> int:
+        """Tokens of each row so far, padding included."""
+        return self.layers[0].seen
+
+    @seen.setter
+    def seen(self, count: int) -> None:
+        for layer in self.layers:
+            layer.seen = count
+
+    @property
+    def kept(self) -> list[NSACache]:
+        """What the layers keep; empty before the first tokens."""
+        return [layer.nsa for layer in self.layers if layer.nsa is not None]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was captured: a copy lies elsewhere."""
+        return vars(self) | {"captured": None}
+
+
+def computed_dtype(weight: Tensor) -> torch.dtype:
+    """Give the dtype of what a linear map with this weight computes, under autocast or not."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 def layer_of(cache: Any, index: int) -> FlexNSACacheLayer:

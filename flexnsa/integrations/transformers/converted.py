@@ -11,6 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from flexnsa.integrations.transformers.attention import ConvertedAttention, starting_values
 from flexnsa.integrations.transformers.cache import MOST_DRAFTED, FlexNSACache, wanted_cache
+from flexnsa.integrations.transformers.captured import CapturedModel, can_capture
 from flexnsa.integrations.transformers.options import LayerOptions
 from flexnsa.integrations.transformers.parallel import SpreadHeads
 from flexnsa.validation import describe
@@ -117,6 +118,23 @@ class CachedGeneration:
         model_kwargs["past_key_values"] = FlexNSACache(self.config, max_cache_length, max_rewind=rewind)
         return None
 
+    def next_logits(self, tokens: Tensor, cache: FlexNSACache, real: Tensor) -> Tensor:
+        """Give the logits ``(B, 1, vocab)`` of one token a row; a row that is not ``real (B,)`` does not keep it."""
+        raise NotImplementedError
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:
+        """Where transformers would compile for a static cache, capture: unless it is told otherwise."""
+        told = generation_config.disable_compile or generation_config.compile_config is not None
+        if told or not isinstance(model_kwargs.get("past_key_values"), FlexNSACache):
+            return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # pyright: ignore
+        return can_capture(cast("nn.Module", self))
+
+    def get_compiled_call(self, compile_config: Any = None) -> Any:
+        """Give what ``generate`` calls in place of the model; see :mod:`flexnsa.integrations.transformers.captured`."""
+        if compile_config is not None:
+            return super().get_compiled_call(compile_config)  # pyright: ignore[reportAttributeAccessIssue]
+        return CapturedModel(self, self.next_logits)
+
 
 class ConvertedForCausalLM(CachedGeneration, ConvertedPreTrainedModel):
     """Mixed into a family's model that predicts tokens."""
@@ -130,6 +148,11 @@ class ConvertedForCausalLM(CachedGeneration, ConvertedPreTrainedModel):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def next_logits(self, tokens: Tensor, cache: FlexNSACache, real: Tensor) -> Tensor:
+        """Give the logits of one token a row."""
+        out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, new_lengths=real)
+        return self.lm_head(out.last_hidden_state)
 
 
 def check_dense(attention: Any) -> None:

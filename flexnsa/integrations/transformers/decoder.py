@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from flexnsa.integrations.transformers.cache import layer_of, wanted_cache
+from flexnsa.integrations.transformers.cache import FlexNSACache, computed_dtype, layer_of, wanted_cache
 from flexnsa.integrations.transformers.converted import CachedGeneration
 from flexnsa.integrations.transformers.decoder_config import FlexNSAConfig
 from flexnsa.integrations.transformers.marks import Alignment, mark_slots
@@ -125,6 +125,10 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             layer.seen += tokens.shape[1]
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
+    def next_logits(self, tokens: Tensor, cache: FlexNSACache, real: Tensor) -> Tensor:
+        """Give the logits of one token a row."""
+        return self.model(tokens, caches=cache.kept, lengths=real)
+
     def _loss(self, tokens: Tensor, labels: Tensor, options: dict[str, Any], count: Any) -> Tensor:
         """Give the mean over all targets, or their sum divided by ``count``."""
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -215,6 +219,7 @@ def _alignment(tokens: Tensor, attention_mask: Tensor | None, seen: int) -> Alig
 def _new_cache(block: DecoderLayer) -> Any:
     def make(batch_size: int, max_seq_len: int, max_rewind: int) -> Any:
         attention = cast("Any", block.attention)
-        return attention.new_cache(batch_size, max_seq_len, max_rewind=max_rewind)
+        dtype = computed_dtype(attention.w_q.weight)
+        return attention.new_cache(batch_size, max_seq_len, max_rewind=max_rewind, dtype=dtype)
 
     return make

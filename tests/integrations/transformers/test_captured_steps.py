@@ -1,0 +1,123 @@
+"""``generate`` with captured steps, which a CPU runs instead: the tokens of a model that is called each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.configuration_utils import CompileConfig
+
+from flexnsa.integrations.transformers import FlexNSACache, captured
+from tests.integrations.transformers import families
+from tests.integrations.transformers.families import FEW, own, pad_left, tokens
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 63}
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the replays of each captured step; a step on a CPU can stand for its graph."""
+    counts: list[int] = []
+
+    def capture(step: Callable[[], None], *_: object, **__: object) -> Callable[[], None]:
+        step()  # warms up
+        step()  # is captured
+        counts.append(0)
+        number = len(counts) - 1
+
+        def replay() -> None:
+            counts[number] += 1
+            step()
+
+        return replay
+
+    monkeypatch.setattr(captured, "capture", capture)
+    monkeypatch.setattr(captured, "DEVICES", ["cpu"])
+    return counts
+
+
+@pytest.fixture(scope="module", params=["three branches", "selected branch", "own decoder"])
+def model(request: pytest.FixtureRequest) -> Any:
+    if request.param == "own decoder":
+        return own()
+    return families.converted("qwen3", FEW if request.param == "three branches" else FEW | {"branches": ["slc"]})
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20}, {"eos_token_id": [*range(3, 20)]}])
+def test_tokens_are_those_of_a_model_that_is_called(model: Any, replays: list[int], options: dict[str, Any]) -> None:
+    rows = pad_left([tokens(50), tokens(31), tokens(9)])  # and some end before others
+
+    def generate(**how: Any) -> torch.Tensor:
+        torch.manual_seed(5)
+        return model.generate(**rows, **GREEDY | options, **how)
+
+    want = generate(disable_compile=True)
+    assert not replays
+    assert torch.equal(generate(), want)
+    assert replays == [want.shape[1] - 50 - 1]  # the first token comes from the prompt
+
+
+def test_a_second_turn_goes_on_with_the_step_of_the_first(model: Any, replays: list[int]) -> None:
+    x, cache = tokens(2, 40), FlexNSACache(model.config, 100)
+    first = model.generate(x, **GREEDY, past_key_values=cache, attention_mask=torch.ones_like(x))
+    more = torch.cat((first, tokens(2, 7)), dim=1)
+    mask = torch.ones_like(more)
+    kept = deepcopy(cache)
+    second = model.generate(more, **GREEDY, past_key_values=cache, attention_mask=mask)
+    assert replays == [22]
+    assert torch.equal(model.generate(more, **GREEDY, past_key_values=kept, attention_mask=mask), second)
+    assert replays == [22, 11]  # a copy lies elsewhere
+    assert torch.equal(model.generate(more, **GREEDY, attention_mask=mask, disable_compile=True), second)
+
+
+def test_a_cache_that_grows_is_captured_anew(model: Any, replays: list[int]) -> None:
+    x = tokens(2, 20)
+    cache = FlexNSACache(model.config, 24)
+    got = model.generate(x, **GREEDY, past_key_values=cache, attention_mask=torch.ones_like(x))
+    assert torch.equal(got, model.generate(x, **GREEDY, attention_mask=torch.ones_like(x), disable_compile=True))
+    assert replays == [4, 6]  # a call between the two made room
+
+
+def test_weights_that_lie_elsewhere_are_captured_anew(model: Any, replays: list[int]) -> None:
+    x, cache = tokens(2, 20), FlexNSACache(model.config, 64)
+    mask = torch.ones_like(x)
+    first = model.generate(x, **GREEDY, past_key_values=cache, attention_mask=mask)
+    other = deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    cache.reset()
+    second = other.generate(x, **GREEDY, past_key_values=cache, attention_mask=mask)
+    assert not torch.equal(first, second)
+    assert torch.equal(second, other.generate(x, **GREEDY, attention_mask=mask, disable_compile=True))
+    assert len(replays) == 2
+
+
+def test_what_a_graph_would_leave_out_is_called(model: Any, replays: list[int]) -> None:
+    x = tokens(1, 20)
+    mask = torch.ones_like(x)
+    model.generate(x, **GREEDY, attention_mask=mask, use_cache=False)
+    model.generate(x, **GREEDY, attention_mask=mask, compile_config=CompileConfig())
+    with torch.autocast("cpu", torch.bfloat16):
+        deepcopy(model).float().generate(x, **GREEDY, attention_mask=mask)
+    seen: list[int] = []
+    hook = model.get_output_embeddings().register_forward_hook(lambda *_: seen.append(1))
+    model.generate(x, **GREEDY, attention_mask=mask)
+    hook.remove()
+    assert len(seen) == 12
+    assert not replays
+
+
+def test_angles_that_depend_on_how_far_a_row_has_come_are_not_captured(replays: list[int]) -> None:
+    x = tokens(1, 20)
+    for kind, count in (("linear", 1), ("dynamic", 1)):
+        model = families.converted("llama", FEW, rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
+        model.generate(x, **GREEDY, attention_mask=torch.ones_like(x))
+        assert len(replays) == count
+
+
+def test_on_a_cpu_nothing_is_captured(model: Any) -> None:
+    assert not captured.can_capture(model)
