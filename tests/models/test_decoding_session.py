@@ -173,7 +173,7 @@ def test_a_session_that_found_no_memory_captures_once_there_is_some(
     model = make_model("dense")
     expected = model.generate(prompts(), 6, lengths=LENGTHS, cached=False)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     session = DecodingSession(model, 3, 17)
