@@ -18,6 +18,7 @@ from plots import (
     throughput,
     trained_selection,
     training_loss,
+    up_training,
 )
 from plots.records import NotRecordedError, Results
 from plots.style import save
@@ -38,6 +39,7 @@ FIGURES = {
     "decoding_gpu": decoding.on_gpu,
     "trained_selection": trained_selection.draw,
     "training_loss": training_loss.draw,
+    "up_training": up_training.draw,
     "recall": recall.by_length,
     "recall_steps": recall.by_step,
     "recall_depths": recall.by_depth,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
     rows = Rows(arguments.seq_len, arguments.device)
     sizes, nsa = (TINY, TINY_NSA) if arguments.tiny else (SIZES, NSA)
+    training = {name: getattr(arguments, name) for name in ("batch", "seq_len", "lr", "warm_up")}
+    training["held_out_rows"] = HELD_OUT_ROWS
+    recording.note(setting={"device": arguments.device, "sizes": sizes, "nsa": asdict(nsa), "training": training})
 
     def train(name: str, model: Any, steps: int, seed: int) -> Any:
         run = Run(name, model, steps, arguments)
