@@ -69,6 +69,9 @@ class MeanCompressor(nn.Module):
     def reset_parameters(self) -> None:
         """Do nothing: there is nothing to draw."""
 
+    def begin_as_mean(self) -> None:
+        """Do nothing: it is the mean already."""
+
 
 class LinearCompressor(nn.Module):
     """Map each block, its intra-block position encoding added, to one vector by a learned matrix."""
@@ -87,6 +90,12 @@ class LinearCompressor(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the weights anew."""
         self.project.reset_parameters()
+
+    @torch.no_grad()
+    def begin_as_mean(self) -> None:
+        """Set the weights to those of the mean of a block, to learn from there."""
+        self.project.position.zero_()
+        self.project.weight.copy_(self.project.mean_weight())
 
 
 class MLPCompressor(nn.Module):
@@ -114,6 +123,25 @@ class MLPCompressor(nn.Module):
         self.project.reset_parameters()
         self.out.reset_parameters()
 
+    @torch.no_grad()
+    def begin_as_mean(self) -> None:
+        """Set the weights so that this is the mean of a block, and learns from there.
+
+        ``silu(x) - silu(-x)`` is ``x``, so two hidden units carry a component of the mean. The others keep what they
+        compute, which counts for nothing until training makes it count.
+
+        Raises:
+            ValueError: ``hidden_dim`` is less than ``2 * head_dim``.
+        """
+        hidden_dim, dim = self.project.weight.shape[0], self.out.weight.shape[0]
+        if hidden_dim < 2 * dim:
+            raise ValueError(f"hidden_dim: expected at least 2 * head_dim = {2 * dim} to be a mean, got {hidden_dim}")
+        mean, one = self.project.mean_weight(), torch.eye(dim)
+        self.project.position.zero_()
+        self.project.weight[: 2 * dim] = torch.cat((mean, -mean)).to(self.project.weight)
+        self.out.weight.zero_()
+        self.out.weight[:, : 2 * dim] = torch.cat((one, -one), 1).to(self.out.weight)
+
 
 class BlockLinear(nn.Module):
     """Linear map of whole blocks ``(l, D)`` plus position encoding, computed segment by segment."""
@@ -131,7 +159,7 @@ class BlockLinear(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def mean_weight(self) -> Tensor:
-        """Give the weight with which this is the mean of a block, if ``position`` is 0 and ``out_dim == head_dim``."""
+        """Give the weight ``(D, l * D)`` that maps a block to its mean, if ``position`` is 0."""
         length, dim = self.position.shape
         return torch.eye(dim).repeat(1, length) / length
 

@@ -108,6 +108,27 @@ def test_reset_parameters_after_the_meta_device(kind: type[MeanCompressor]) -> N
     assert compressor(torch.randn(1, 2, 20, 16)).std() > 0.01
 
 
+@pytest.mark.parametrize("kind", [MeanCompressor, LinearCompressor, MLPCompressor])
+def test_a_compressor_can_begin_as_the_mean_and_learns_from_there(kind: type[MeanCompressor]) -> None:
+    x = torch.randn(1, 2, 20, 16, dtype=torch.float64)
+    compressor, mean = kind(2, 16, config=SMALL).double(), MeanCompressor(2, 16, config=SMALL)
+    compressor.begin_as_mean()
+    out = compressor(x)
+    torch.testing.assert_close(out, mean(x))
+    parameters = dict(compressor.named_parameters())
+    if parameters:
+        gradients = torch.autograd.grad(out.square().sum(), list(parameters.values()))
+        assert all(gradient.any() for gradient in gradients)
+
+
+def test_an_mlp_with_too_few_hidden_units_cannot_begin_as_the_mean() -> None:
+    compressor = MLPCompressor(2, 16, config=SMALL, hidden_dim=31)
+    before = compressor.out.weight.clone()
+    with pytest.raises(ValueError, match=r"hidden_dim: expected at least 2 \* head_dim = 32 to be a mean, got 31"):
+        compressor.begin_as_mean()
+    assert torch.equal(compressor.out.weight, before)
+
+
 class Adapted(nn.Module):
     """A map with more to it than its weight."""
 
