@@ -30,8 +30,8 @@ NAMED = ("dense", "NSA, shared keys, mean compressor", "NSA")
 TITLES = {"pairs": "one of many pairs", "needle": "a pair alone in filler"}
 SHARE = LinearSegmentedColormap.from_list("share", ["#ffffff", "#bcd4e6", BLUE, "#00263f"])
 _ROOM = 14
-Maps = dict[tuple[str, str, int], list[float]]
-"""By model, kind and length: shares by depth, means over seeds."""
+Maps = dict[tuple[str, str, int], list[list[float]]]
+"""By model, kind and length: of every seed, shares by depth."""
 
 
 def by_length(results: Results) -> Figure:
@@ -42,7 +42,7 @@ def by_length(results: Results) -> Figure:
     longest = max(s for _, _, s in maps)
     result, axes = figure(_headline(maps, trained), _caption(record), size=(11.6, 4.9), columns=2)
     for ax, kind in zip(axes, TITLES, strict=True):
-        _curves(ax, {(name, s): fmean(shares) for (name, k, s), shares in maps.items() if k == kind}, longest)
+        _curves(ax, {(name, s): [*map(fmean, seeds)] for (name, k, s), seeds in maps.items() if k == kind}, longest)
         ax.axvspan(trained, longest * _ROOM, color=GREY, alpha=0.08, linewidth=0)
         ax.text(trained * 1.1, 1.055, "longer than trained on", color=GREY, fontsize=8.5, va="center")
         ax.set_title(TITLES[kind], fontsize=10.5)
@@ -93,7 +93,8 @@ def by_depth(results: Results) -> Figure:
     result.subplots_adjust(wspace=0.1, hspace=0.2)
     for column, name in enumerate(names):
         for row, kind in enumerate(TITLES):
-            _heat(axes[row, column], np.array([maps.get((name, kind, s), [np.nan] * 16) for s in lengths]).T)
+            shares = [np.mean(maps.get((name, kind, s), [[np.nan] * 16]), axis=0) for s in lengths]
+            _heat(axes[row, column], np.array(shares).T)
             axes[row, column].set_xticks(range(len(lengths)), [short(s) for s in lengths] if row else [], fontsize=7)
             axes[row, column].tick_params(axis="y", labelleft=column == 0, labelsize=8)
         axes[1, column].set_xlabel("S, tokens", fontsize=8.5)
@@ -106,16 +107,19 @@ def by_depth(results: Results) -> Figure:
     return result
 
 
-def _curves(ax: Axes, means: dict[tuple[str, int], float], longest: int) -> None:
+def _curves(ax: Axes, seeds: dict[tuple[str, int], list[float]], longest: int) -> None:
+    """Draw the mean of the seeds, and from the least to the most of them."""
     labels = []
     for name, (label, colour, marker) in LINES.items():
-        points = sorted((s, share) for (model, s), share in means.items() if model == name)
+        points = sorted((s, shares) for (model, s), shares in seeds.items() if model == name)
         if not points:
             continue
-        x, y = zip(*points, strict=True)
+        x, shares = zip(*points, strict=True)
+        y = [*map(fmean, shares)]
+        ax.fill_between(x, [*map(min, shares)], [*map(max, shares)], color=colour, alpha=0.15, linewidth=0)
         ax.plot(x, y, color=colour, marker=marker, markersize=5.5, linewidth=2.6 if name in NAMED else 1.6)
         labels.append(Label(x[-1], y[-1], label, colour))
-    lengths = sorted({s for _, s in means})
+    lengths = sorted({s for _, s in seeds})
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [short(s) for s in lengths])
     ax.set_xlim(lengths[0] * 0.85, longest * _ROOM)
@@ -136,7 +140,7 @@ def _heat(ax: Axes, shares: np.ndarray) -> None:
 
 
 def _maps(record: Record) -> Maps:
-    found: dict[tuple[str, str, int], list[list[float]]] = {}
+    found: Maps = {}
     for point in record.content["points"]:
         last = max((entry["step"] for entry in point.get("maps", [])), default=0)
         for entry in point.get("maps", []):
@@ -144,7 +148,7 @@ def _maps(record: Record) -> Maps:
                 found.setdefault((point["variant"], entry["kind"], entry["seq_len"]), []).append(entry["recall"])
     if not found:
         raise NotRecordedError("recall_h200.json has no maps; python -m benchmarks learning.recall draws them.")
-    return {key: [fmean(depth) for depth in zip(*seeds, strict=True)] for key, seeds in found.items()}
+    return found
 
 
 def _trained_on(record: Record) -> int:
@@ -153,7 +157,7 @@ def _trained_on(record: Record) -> int:
 
 def _headline(maps: Maps, trained: int) -> str:
     shares = {name: maps[name, "pairs", trained] for name in NAMED if (name, "pairs", trained) in maps}
-    named = "; ".join(f"{LINES[name][0]} {100 * fmean(share):.1f} %" for name, share in shares.items())
+    named = "; ".join(f"{LINES[name][0]} {100 * fmean(map(fmean, seeds)):.1f} %" for name, seeds in shares.items())
     return f"Recalled of many pairs in {short(trained)} tokens: {named}"
 
 
@@ -178,5 +182,5 @@ def _models(record: Record) -> str:
         f"{min(steps):,} to {max(steps):,} steps, as the time allowed. "
         f"l={nsa['compress_block_size']}, d={nsa['compress_stride']}, l'={nsa['select_block_size']}, "
         f"n={nsa['num_selected_blocks']} ({selected} tokens), w={nsa['window_size']}; bf16. "
-        f"{seeds} seed{'s' * (seeds != 1)}. {record.where()}."
+        f"{seeds} seed{'s: means, least to most' * (seeds != 1)}. {record.where()}."
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.learning.plan import DEPTHS, Plan, Stage
+from benchmarks.learning.replay import Replay, Step
 from benchmarks.learning.selection import layer_inputs, selected_blocks, unscored_blocks
 from benchmarks.learning.tasks import SLOT, Rows, Vocabulary, depth_rows, training_rows
 from benchmarks.learning.variants import Variant
@@ -26,6 +27,8 @@ KINDS = ("pairs", "needle")
 """Of maps: rows full of pairs, all asked for; rows of filler with a single one."""
 KINDS_IN_COMMON = 2.0
 """Standard deviation of what the embeddings of a kind have in common; what each has of its own has 1."""
+LONGEST_SCORED = 4096
+"""Tokens of the longest rows of which selection is looked at: the scores of all blocks are laid out for it."""
 
 
 @dataclass
@@ -39,7 +42,8 @@ class Record:
         unscored: ``[step, seq_len, share]`` of the blocks before such a question that score exactly 0 in the last
             layer, so that selection cannot tell them apart.
         maps: ``{"step", "kind", "seq_len", "rows", "recall"}``: shares by depth, the deepest past first.
-        seconds: of training, looks left out.
+        clock: ``[step, seconds]`` of training up to there, looks left out.
+        obstacles: why steps were not replayed that should have been.
     """
 
     loss: list[list[float]] = field(default_factory=list)
@@ -47,17 +51,27 @@ class Record:
     found: list[list[float]] = field(default_factory=list)
     unscored: list[list[float]] = field(default_factory=list)
     maps: list[dict[str, Any]] = field(default_factory=list)
+    clock: list[list[float]] = field(default_factory=list)
+    obstacles: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
 class Run:
-    """A model on its way through a plan, kept in a file."""
+    """A model on its way through a plan, kept in a file; on a GPU its steps can be replayed."""
 
     def __init__(
-        self, variant: Variant, config: DecoderConfig, plan: Plan, *, seed: int, device: str, path: Path
+        self,
+        variant: Variant,
+        config: DecoderConfig,
+        plan: Plan,
+        *,
+        seed: int,
+        device: str,
+        path: Path,
+        replayed: bool = False,
     ) -> None:
         self.plan = plan if variant.tight else plan.with_all_blocks()
-        self.seed, self.device, self.path = seed, device, path
+        self.seed, self.device, self.path, self.replayed = seed, device, path, replayed
         self.config = config = variant.configure(config)
         torch.manual_seed(seed)
         self.model = variant.build(config).to(device)
@@ -66,10 +80,13 @@ class Run:
             variant.rates(self.model), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=device == "cuda"
         )
         self.step, self.record = 0, Record()
+        self._replay: tuple[Stage, Replay] | None = None
         # Beyond it no window of any layer reaches, nor all together.
         self.reach = config.num_layers * config.nsa.window_size
         if path.exists():
             self._load()
+        for group in self.optimizer.param_groups if replayed else ():
+            group.update(capturable=True, lr=torch.zeros((), device=device))
 
     def go_on(self, until: float, report: Report) -> None:
         """Train until the steps or the time, ``time.time()``, are up, then draw maps; report on the way, keep all."""
@@ -84,6 +101,8 @@ class Run:
             self.record.loss.append([self.step, round(torch.stack(losses).mean().item(), 4)])
             losses.clear()
             self.record.seconds += time.perf_counter() - started
+            self.record.clock.append([self.step, round(self.record.seconds, 1)])
+            self._note_obstacle()
             self._look(stage)
             self._save()
             report(self.describe())
@@ -108,15 +127,31 @@ class Run:
     def _train_step(self, stage: Stage) -> Tensor:
         rows = self._rows(stage, self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["scale"] * self.plan.learning_rate(self.step)
+            rate = group["scale"] * self.plan.learning_rate(self.step)
+            group["lr"] = group["lr"].fill_(rate) if self.replayed else rate
         self._attend_as_at(stage)
+        return self._step_of(stage)(rows.tokens, rows.targets)
+
+    def _step_of(self, stage: Stage) -> Step:
+        """Give what does the steps of a stage: where they are replayed one of its own, for a graph has one length."""
+        if not self.replayed:
+            return self._update
+        if self._replay is None or self._replay[0] != stage:
+            self._replay = stage, Replay(self._update)
+        return self._replay[1]
+
+    def _update(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
         with self._precision():
-            loss = self.model(rows.tokens, targets=rows.targets)
+            loss = self.model(tokens, targets=targets)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.optimizer.zero_grad()
         return loss.detach()
+
+    def _note_obstacle(self) -> None:
+        if self._replay is not None and self._replay[1].obstacle not in (None, *self.record.obstacles):
+            self.record.obstacles.append(self._replay[1].obstacle)
 
     def _rows(self, stage: Stage, step: int, *, seen: bool = True) -> Rows:
         generator = self._generator(step, seen=seen)
@@ -148,7 +183,8 @@ class Run:
         rows = self._rows(stage, self.step, seen=False)
         far = rows.distances >= min(self.reach, stage.seq_len // 2)
         looks = [(self.record.recall, self._answers)]
-        if self.config.attention == "nsa" and "slc" in self.config.branches:
+        selects = self.config.attention == "nsa" and "slc" in self.config.branches
+        if selects and stage.seq_len <= LONGEST_SCORED:
             looks += [(self.record.found, self._finds), (self.record.unscored, self._unscored)]
         for record, look in looks:
             record.append([self.step, stage.seq_len, round(look(rows)[far].float().mean().item(), 4)])

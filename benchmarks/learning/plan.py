@@ -37,13 +37,14 @@ class Stage:
     window_size: int | None = None
 
     def sizes(self, config: NSAConfig) -> NSAConfig:
-        """Give the sizes of the branches at this stage; no parameter depends on what changes."""
-        selected = self.selected_tokens or config.select_block_size * config.num_selected_blocks
-        return replace(
-            config,
-            num_selected_blocks=max(1, selected // config.select_block_size),
-            window_size=self.window_size or config.window_size,
-        )
+        """Give the sizes of the branches at this stage, forced blocks included; no parameter depends on them."""
+        selected, window = config.num_selected_blocks, config.window_size
+        if self.selected_tokens is not None:
+            forced = config.num_init_blocks + config.num_local_blocks
+            selected = min(selected, max(1, forced, self.selected_tokens // config.select_block_size))
+        if self.window_size is not None:
+            window = min(window, self.window_size)
+        return replace(config, num_selected_blocks=selected, window_size=window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,9 @@ class Plan:
     Args:
         vocabulary: of the rows.
         stages: one after the other.
-        lr: peak learning rate; it falls to a tenth of it along a half cosine over the last stage.
-        warmup_steps: of the first stage.
+        lr: peak learning rate.
+        warmup_steps: first steps, over which the rate rises.
+        fall_steps: last steps, over which it falls to a tenth along a half cosine.
         plain_up_to: rows of up to so many tokens are attended to by the reference, for which nothing is compiled.
         eval_every: steps between two looks at how much is recalled, in as many rows as a step has.
         map_lengths: of the rows with pairs at all depths, when the steps or the time are up.
@@ -68,6 +70,7 @@ class Plan:
     stages: tuple[Stage, ...]
     lr: float
     warmup_steps: int = 100
+    fall_steps: int = 1
     plain_up_to: int = 0
     eval_every: int = 100
     map_lengths: tuple[int, ...] = ()
@@ -98,6 +101,6 @@ class Plan:
 
     def learning_rate(self, step: int) -> float:
         """Give the rate of a step counted from 0."""
-        left = (self.steps - step) / self.stages[-1].steps
+        left = (self.steps - step) / self.fall_steps
         fall = 0.1 + 0.9 * (1 - torch.cos(torch.tensor(min(1.0, left) * torch.pi)).item()) / 2
         return self.lr * min(1.0, (step + 1) / self.warmup_steps) * fall

@@ -1,7 +1,8 @@
 """What each branch is for: recall by NSA, by NSA without a branch and by dense attention, on the same rows.
 
-    python -m benchmarks learning.recall --json recall.json --folder runs/recall --deadline 420    # on a GPU
-    python -m benchmarks learning.recall --size cpu                                                # an hour on a core
+    python -m benchmarks learning.recall --json recall.json --folder runs/recall --deadline 420    # on all GPUs
+    python -m benchmarks learning.recall --size ablation --json ablation.json --folder runs/ablation --deadline 420
+    python -m benchmarks learning.recall --size cpu                              # some minutes a model on a core
 
 All models learn from the same rows in the same order, with the same learning rate, as many of them side by side as
 there are workers. Then they are asked for pairs at 16 depths of rows as long as those they learned from, and longer.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,117 +22,11 @@ import torch
 
 from benchmarks.harness import options
 from benchmarks.learning.curriculum import KINDS, Run
-from benchmarks.learning.plan import Plan, Stage
-from benchmarks.learning.tasks import Vocabulary
-from benchmarks.learning.variants import VARIANTS
-from benchmarks.learning.workers import Job, Report, run_jobs
-from flexnsa import NSAConfig
+from benchmarks.learning.sizes import SIZES
+from benchmarks.learning.variants import ABLATIONS, VARIANTS
+from benchmarks.learning.workers import Job, Report, places, run_jobs
 from flexnsa.measure.recording import Recording
 from flexnsa.measure.table import format_table
-from flexnsa.models import DecoderConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """A model and how it is trained."""
-
-    model: DecoderConfig
-    plan: Plan
-
-
-def _model(vocabulary: Vocabulary, **sizes: Any) -> DecoderConfig:
-    return DecoderConfig(num_layers=2, vocab_size=vocabulary.size, rope_base=1e6, **sizes)
-
-
-_MANY = Vocabulary(keys=512, values=128, fillers=128)
-_FEW = Vocabulary(keys=64, values=32, fillers=16)
-
-SIZES = {
-    "gpu": Size(
-        model=_model(
-            _MANY,
-            dim=128,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=64,
-            nsa=NSAConfig(
-                compress_block_size=8,
-                compress_stride=4,
-                select_block_size=16,
-                num_selected_blocks=16,
-                num_init_blocks=0,
-                num_local_blocks=1,
-                window_size=16,
-            ),
-        ),
-        plan=Plan(
-            vocabulary=_MANY,
-            stages=(
-                Stage(seq_len=16, rows=512, pairs=3, steps=300),
-                Stage(seq_len=32, rows=256, pairs=4, steps=1400, selected_tokens=16, window_size=4),
-                Stage(seq_len=64, rows=128, pairs=8, steps=300, selected_tokens=32, window_size=4),
-                Stage(seq_len=128, rows=64, pairs=16, steps=400, selected_tokens=32, window_size=8),
-                Stage(seq_len=256, rows=64, pairs=32, steps=600, selected_tokens=64),
-                Stage(seq_len=512, rows=32, pairs=64, steps=600, selected_tokens=128),
-                Stage(seq_len=1024, rows=16, pairs=128, steps=600, selected_tokens=128),
-                Stage(seq_len=2048, rows=16, pairs=256, steps=800),
-                Stage(seq_len=4096, rows=8, pairs=256, steps=1400),
-            ),
-            lr=2e-3,
-            plain_up_to=128,
-            map_lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
-            map_seconds=60.0,
-            map_pairs=128,
-        ),
-    ),
-    "cpu": Size(
-        model=_model(
-            _FEW,
-            dim=64,
-            num_heads=2,
-            num_kv_heads=2,
-            head_dim=32,
-            nsa=NSAConfig(
-                compress_block_size=8,
-                compress_stride=4,
-                select_block_size=16,
-                num_selected_blocks=4,
-                num_init_blocks=0,
-                num_local_blocks=1,
-                window_size=16,
-            ),
-        ),
-        plan=Plan(
-            vocabulary=_FEW,
-            stages=(
-                Stage(seq_len=16, rows=128, pairs=3, steps=300),
-                Stage(seq_len=32, rows=64, pairs=4, steps=300, selected_tokens=16, window_size=4),
-                Stage(seq_len=64, rows=32, pairs=8, steps=200, selected_tokens=16, window_size=4),
-                Stage(seq_len=128, rows=16, pairs=16, steps=200, selected_tokens=32),
-                Stage(seq_len=256, rows=8, pairs=32, steps=300),
-            ),
-            lr=2e-3,
-            plain_up_to=256,
-            map_lengths=(128, 256, 512, 1024),
-            map_pairs=16,
-            map_tokens=2**12,
-        ),
-    ),
-}
-SIZES["smoke"] = Size(
-    model=SIZES["cpu"].model,
-    plan=replace(
-        SIZES["cpu"].plan,
-        stages=(
-            Stage(seq_len=32, rows=4, pairs=3, steps=2, selected_tokens=16, window_size=4),
-            Stage(seq_len=64, rows=1, pairs=4, steps=1),
-        ),
-        eval_every=2,
-        plain_up_to=32,
-        map_lengths=(64,),
-        map_pairs=2,
-    ),
-)
 
 
 def work(job: Job, report: Report) -> None:
@@ -141,7 +36,8 @@ def work(job: Job, report: Report) -> None:
         torch.set_num_threads(1)
     point = {name: job[name] for name in ("variant", "seed")}
     path = Path(job["folder"]) / f"{job['variant'].replace(' ', '-')}-{job['seed']}.pt"
-    run = Run(VARIANTS[job["variant"]], size.model, size.plan, seed=job["seed"], device=job["device"], path=path)
+    settings = {"seed": job["seed"], "device": job["device"], "path": path, "replayed": job["replayed"]}
+    run = Run(size.variants[job["variant"]], size.model, size.plan, **settings)
     if job["rehearsal"]:
         run.rehearse()
         return
@@ -170,31 +66,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train every variant with every seed, record whatever they report, print."""
     parser = options.parser(__doc__, json=options.RESULTS / "recall.json")
     parser.add_argument("--size", choices=SIZES, help="default: gpu on a GPU, else cpu")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
+    parser.add_argument("--variants", nargs="+", choices=[*VARIANTS, *ABLATIONS], help="default: all of the size")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--workers", type=int, help="trainings at a time; default: 15 on a GPU, else 1")
+    parser.add_argument("--workers", type=int, help="trainings at a time, on each GPU; default: 8, else 1")
+    parser.add_argument("--replayed", action="store_true", help="capture steps in CUDA graphs; takes a GPU")
     parser.add_argument("--folder", type=Path, default=Path("runs/recall"), help="of states; default: %(default)s")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which to stop; default: none")
     arguments = parser.parse_args(argv)
     cuda = arguments.device == "cuda"
     size = arguments.size or ("gpu" if cuda else "cpu")
+    variants, model = SIZES[size].variants, SIZES[size].model
+    names = arguments.variants or list(variants)
+    if unknown := [name for name in names if name not in variants]:
+        parser.error(f"--variants: expected some of {', '.join(variants)} with --size {size}, got {unknown[0]}")
     recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
-    models = {name: VARIANTS[name].configure(SIZES[size].model).to_dict() for name in arguments.variants}
+    models = {name: variant.configure(model).to_dict() for name, variant in variants.items()}
     setting = {"device": arguments.device, "size": size, "models": models}
     recording.note(setting=setting, plan=asdict(SIZES[size].plan))
-    shared = {"size": size, "device": arguments.device, "folder": arguments.folder.as_posix()}
+    shared = {
+        "size": size,
+        "device": arguments.device,
+        "replayed": arguments.replayed,
+        "folder": arguments.folder.as_posix(),
+    }
     shared["until"] = time.time() + arguments.deadline
-    runs = [(name, seed) for seed in arguments.seeds for name in arguments.variants]
+    runs = [(name, seed) for seed in arguments.seeds for name in names]
     jobs = [{"variant": name, "seed": seed, "rehearsal": False} | shared for name, seed in runs]
     if cuda:  # compiles, while the others are at rows that need no compiler, what they will then find in its cache
-        jobs.insert(0, {"variant": "NSA", "seed": -1, "rehearsal": True} | shared)
+        compiled = next((name for name in names if models[name]["attention"] == "nsa"), names[0])
+        jobs.insert(0, {"variant": compiled, "seed": -1, "rehearsal": True} | shared)
 
     def report(point: dict[str, Any]) -> None:
         hidden = {"rehearsal", *shared}
         recording.add({name: value for name, value in point.items() if name not in hidden}, ("variant", "seed"))
         print(_line(point), flush=True)
 
-    run_jobs(work, jobs, arguments.workers or (15 if cuda else 1), report)
+    run_jobs(work, jobs, places(arguments.workers or (8 if cuda else 1), arguments.device), report)
     print(f"\n{table(recording.points)}\n\nRecorded in {arguments.json}.")
 
 

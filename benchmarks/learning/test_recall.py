@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.learning.curriculum import Run
-from benchmarks.learning.recall import SIZES, main
+from benchmarks.learning.recall import main
 from benchmarks.learning.selection import unscored_blocks
+from benchmarks.learning.sizes import SIZES
 from benchmarks.learning.tasks import SLOT, Vocabulary, depth_rows, training_rows
-from benchmarks.learning.variants import VARIANTS
+from benchmarks.learning.variants import ABLATIONS, VARIANTS
+from benchmarks.learning.workers import places
 from flexnsa import NativeSparseAttention, NSAConfig
 from flexnsa.packing import IGNORED
 
 VOCABULARY = Vocabulary(keys=40, values=10, fillers=5)
 SMOKE = SIZES["smoke"]
+MODELS = VARIANTS | ABLATIONS
 
 
 def test_every_question_can_be_answered_from_the_row_alone() -> None:
@@ -60,14 +64,30 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     again = run("stopped")
     assert 0 < again.step < whole.step
     again.go_on(time.time() + 60, lambda _: None)
-    assert again.describe() | {"seconds": 0} == whole.describe() | {"seconds": 0}
+    timeless = {"seconds": 0, "clock": []}
+    assert again.describe() | timeless == whole.describe() | timeless
     for name, parameter in whole.model.state_dict().items():
         assert torch.equal(parameter, again.model.state_dict()[name]), name
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph takes a GPU")
+def test_steps_that_are_replayed_learn_what_others_learn(tmp_path: Path) -> None:
+    plan = replace(SMOKE.plan, stages=(replace(SMOKE.plan.stages[1], steps=20),), eval_every=20)
+
+    def losses(name: str, *, replayed: bool) -> list[list[float]]:
+        options = {"seed": 0, "device": "cuda", "path": tmp_path / name, "replayed": replayed}
+        run = Run(VARIANTS["NSA"], SMOKE.model, plan, **options)
+        run.go_on(time.time() + 60, lambda _: None)
+        assert not run.record.obstacles
+        return run.record.loss
+
+    expected = losses("as they come", replayed=False)
+    torch.testing.assert_close(losses("replayed", replayed=True), expected, rtol=1e-2, atol=0)
+
+
 def test_nsa_reads_as_little_as_a_stage_says_and_in_the_end_what_its_config_says(tmp_path: Path) -> None:
     def sizes_on_the_way(variant: str) -> list[tuple[int, int]]:
-        run = Run(VARIANTS[variant], SMOKE.model, SMOKE.plan, seed=0, device="cpu", path=tmp_path / variant)
+        run = Run(MODELS[variant], SMOKE.model, SMOKE.plan, seed=0, device="cpu", path=tmp_path / variant)
         layer = next(module for module in run.model.modules() if isinstance(module, NativeSparseAttention))
         seen = list[NSAConfig]()
         run.go_on(time.time() + 60, lambda _: seen.append(layer.config))
@@ -75,25 +95,26 @@ def test_nsa_reads_as_little_as_a_stage_says_and_in_the_end_what_its_config_says
 
     tight, end = (16, 4), (64, 16)
     assert sizes_on_the_way("NSA") == [tight, end, end, end]
-    assert sizes_on_the_way("NSA, all blocks from the start") == [end] * 4
+    assert sizes_on_the_way("all blocks from the start") == [end] * 4
 
 
 def first_layer(variant: str) -> NativeSparseAttention:
     torch.manual_seed(0)
-    model = VARIANTS[variant].build(VARIANTS[variant].configure(SMOKE.model))
+    model = MODELS[variant].build(MODELS[variant].configure(SMOKE.model))
     return next(module for module in model.modules() if isinstance(module, NativeSparseAttention))
 
 
 def test_a_compressor_begun_as_the_mean_gives_the_mean_of_its_blocks() -> None:
     keys = torch.randn(1, 2, 64, 32)
     mean = first_layer("NSA, mean compressor").phi_k(keys)
-    begun = first_layer("NSA, linear compressor begun as the mean")
-    torch.testing.assert_close(begun.phi_k(keys), mean)
-    torch.testing.assert_close(begun.phi_v(keys), mean)
+    for variant in ("linear, begun as mean", "MLP, begun as mean"):
+        begun = first_layer(variant)
+        torch.testing.assert_close(begun.phi_k(keys), mean)
+        torch.testing.assert_close(begun.phi_v(keys), mean)
 
 
 def test_normalised_compressed_keys_are_of_one_length_and_values_are_not() -> None:
-    layer, x = first_layer("NSA, normalised compressed keys"), torch.randn(1, 2, 64, 32)
+    layer, x = first_layer("NSA, normalised"), torch.randn(1, 2, 64, 32)
     length = layer.phi_k(x).square().mean(-1)
     torch.testing.assert_close(length, torch.ones_like(length), rtol=1e-3, atol=0)
     assert layer.phi_v(x).square().mean(-1).max() < 0.5
@@ -107,6 +128,15 @@ def test_blocks_score_nothing_where_scores_are_so_far_apart_that_all_but_the_bes
     share = unscored_blocks(layer, x)
     assert not share[:, :16].any(), "no block is whole"
     assert 0.4 < share[:, 48:].mean() < 1
+
+
+def test_workers_are_spread_over_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places(2, "cuda")] == ["0", "1", "0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places(1, "cuda")] == ["3", "5"]
+    assert places(2, "cpu") == [{}, {}]
 
 
 def test_all_variants_report_and_one_that_fails_costs_no_other(tmp_path: Path) -> None:

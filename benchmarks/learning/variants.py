@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexnsa import NativeSparseAttention
-from flexnsa.layers.compression import BlockLinear, LinearCompressor
+from flexnsa import LinearCompressor, MLPCompressor, NativeSparseAttention
 from flexnsa.models import DecoderConfig, DecoderLM
 
 
@@ -23,9 +21,9 @@ class Variant:
         config: fields of its config that differ.
         nsa: sizes of its branches that differ.
         shared_keys: what the compressed branch compresses are the keys of the selected one, rather than its own.
-        key_compressor_rate: learning rate of what compresses keys, relative to that of all else. It maps whole blocks:
-            a step moves a compressed key further than one of a token.
-        begun_as_mean: a linear compressor starts as the mean of its block, and learns from there.
+        compressor_rate: learning rate of what compresses keys and values, relative to that of all else. It maps whole
+            blocks: a step moves a compressed key further than one of a token.
+        begun_as_mean: compressors start as the mean of their blocks, and learn from there.
         normalised_keys: compressed keys are brought to one length, so that their scores cannot grow without end.
         tight: at stages that say so it reads but little; otherwise as much as at the end, from the beginning.
     """
@@ -33,7 +31,7 @@ class Variant:
     config: Mapping[str, Any] = field(default_factory=dict)
     nsa: Mapping[str, int] = field(default_factory=dict)
     shared_keys: bool = False
-    key_compressor_rate: float = 1.0
+    compressor_rate: float = 1.0
     begun_as_mean: bool = False
     normalised_keys: bool = False
     tight: bool = True
@@ -48,8 +46,8 @@ class Variant:
         for module in model.modules():
             if self.shared_keys and isinstance(module, NativeSparseAttention):
                 module.w_k_cmp = module.w_k_slc
-            if self.begun_as_mean and isinstance(module, LinearCompressor):
-                _begin_as_mean(module.project)
+            if self.begun_as_mean and isinstance(module, LinearCompressor | MLPCompressor):
+                module.begin_as_mean()
             if self.normalised_keys and isinstance(module, NativeSparseAttention):
                 module.phi_k.register_forward_hook(_normalise)
         return model
@@ -58,37 +56,63 @@ class Variant:
         """Group the parameters by their learning rate, relative to each other under ``scale``."""
         groups: dict[float, list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
-            groups.setdefault(self.key_compressor_rate if ".phi_k." in name else 1.0, []).append(parameter)
+            groups.setdefault(self.compressor_rate if ".phi_" in name else 1.0, []).append(parameter)
         return [{"params": parameters, "scale": scale} for scale, parameters in groups.items()]
-
-
-@torch.no_grad()
-def _begin_as_mean(project: BlockLinear) -> None:
-    project.position.zero_()
-    project.weight.copy_(project.mean_weight())
 
 
 def _normalise(_: nn.Module, __: object, keys: Tensor) -> Tensor:
     return F.rms_norm(keys, keys.shape[-1:])
 
 
-_SMALLER = {"compress_block_size": 4, "compress_stride": 2, "select_block_size": 8, "num_selected_blocks": 32}
+_MEAN = {"compression": "mean"}
+_LINEAR = {"compression": "linear"}
+_MLP = {"compression": "mlp"}
+_SLOW = 0.1
 
 VARIANTS: dict[str, Variant] = {
-    "NSA": Variant(),
     "dense": Variant(config={"attention": "dense"}),
     "window only": Variant(config={"branches": ("win",)}),
-    "NSA without selected": Variant(config={"branches": ("cmp", "win")}),
+    "NSA": Variant(),
+    "NSA, mean compressor": Variant(config=_MEAN),
+    "NSA, shared keys, mean compressor": Variant(config=_MEAN, shared_keys=True),
+    "NSA without selected": Variant(config={"branches": ("cmp", "win")} | _MEAN),
     "NSA without compressed": Variant(config={"branches": ("slc", "win")}),
-    "NSA, linear compressor": Variant(config={"compression": "linear"}),
-    "NSA, linear compressor begun as the mean": Variant(config={"compression": "linear"}, begun_as_mean=True),
-    "NSA, mean compressor": Variant(config={"compression": "mean"}),
     "NSA, shared keys": Variant(shared_keys=True),
-    "NSA, shared keys, mean compressor": Variant(config={"compression": "mean"}, shared_keys=True),
-    "NSA, normalised compressed keys": Variant(normalised_keys=True),
-    "NSA, shared keys, normalised compressed keys": Variant(normalised_keys=True, shared_keys=True),
-    "NSA, slow key compressor": Variant(key_compressor_rate=0.15),
-    "NSA, shared keys, slow key compressor": Variant(shared_keys=True, key_compressor_rate=0.15),
-    "NSA, smaller blocks": Variant(nsa=_SMALLER),
-    "NSA, all blocks from the start": Variant(tight=False),
+    "NSA, begun as mean": Variant(begun_as_mean=True),
+    "NSA, slow": Variant(compressor_rate=_SLOW),
+    "NSA, begun as mean, slow": Variant(begun_as_mean=True, compressor_rate=_SLOW),
+    "NSA, shared keys, begun as mean": Variant(shared_keys=True, begun_as_mean=True),
+    "NSA, shared keys, begun as mean, slow": Variant(shared_keys=True, begun_as_mean=True, compressor_rate=_SLOW),
+    "NSA, normalised": Variant(normalised_keys=True),
+    "NSA, shared keys, normalised": Variant(shared_keys=True, normalised_keys=True),
 }
+"""Models of the long recall; the compressor is the MLP where no other is named."""
+
+
+def _changed(shared_keys: bool = True, config: Mapping[str, Any] = _MEAN, **changes: Any) -> Variant:
+    return Variant(shared_keys=shared_keys, config={**_MEAN, **config}, **changes)
+
+
+ABLATIONS: dict[str, Variant] = {
+    "l=8 d=4 l'=16 n=16": _changed(),
+    "n=4": _changed(nsa={"num_selected_blocks": 4}),
+    "n=8": _changed(nsa={"num_selected_blocks": 8}),
+    "n=32": _changed(nsa={"num_selected_blocks": 32}),
+    "l'=8 n=32": _changed(nsa={"select_block_size": 8, "num_selected_blocks": 32}),
+    "l'=32 n=8": _changed(nsa={"select_block_size": 32, "num_selected_blocks": 8}),
+    "l'=64 n=4": _changed(nsa={"select_block_size": 64, "num_selected_blocks": 4}),
+    "l=4 d=2": _changed(nsa={"compress_block_size": 4, "compress_stride": 2}),
+    "l=16 d=8": _changed(nsa={"compress_block_size": 16, "compress_stride": 8}),
+    "l=8 d=8": _changed(nsa={"compress_stride": 8}),
+    "nothing forced": _changed(nsa={"num_local_blocks": 0}),
+    "first and two last forced": _changed(nsa={"num_init_blocks": 1, "num_local_blocks": 2}),
+    "w=64": _changed(nsa={"window_size": 64}),
+    "all blocks from the start": _changed(tight=False),
+    "softmax gate": _changed(config={"gate": "softmax"}),
+    "keys of its own": _changed(shared_keys=False),
+    "linear": _changed(config=_LINEAR),
+    "linear, begun as mean": _changed(config=_LINEAR, begun_as_mean=True),
+    "MLP": _changed(config=_MLP),
+    "MLP, begun as mean": _changed(config=_MLP, begun_as_mean=True),
+}
+"""What matters, one thing at a time: shared keys and the mean, sizes as in the first name, but for what is named."""

@@ -9,15 +9,28 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
+
 Point = dict[str, Any]
 Job = dict[str, Any]
+Place = dict[str, str]
+"""Variables of the environment that a process is started with, such as the GPU that it sees."""
 Report = Callable[[Point], object]
 Work = Callable[[Job, Report], object]
 """Do a job and report points on the way; it is named by the module that defines it, for it is sent to processes."""
 
 
-def run_jobs(work: Work, jobs: Sequence[Job], workers: int, report: Report) -> None:
-    """Do all jobs, so many at a time, and report what they report from this process alone.
+def places(workers: int, device: str) -> list[Place]:
+    """Give places for so many processes on each GPU that this process sees, or as many on the CPU."""
+    if device != "cuda":
+        return [{}] * workers
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    return [{"CUDA_VISIBLE_DEVICES": gpu} for _ in range(workers) for gpu in gpus]
+
+
+def run_jobs(work: Work, jobs: Sequence[Job], places: Sequence[Place], report: Report) -> None:
+    """Do all jobs, as many at a time as there are places, and report what they report from this process alone.
 
     A job that fails costs no other: a point ``job | {"label": why}`` is reported in the place of what it had to say.
     """
@@ -25,17 +38,19 @@ def run_jobs(work: Work, jobs: Sequence[Job], workers: int, report: Report) -> N
         os.environ.setdefault(variable, "1")
     context = multiprocessing.get_context("spawn")
     points: multiprocessing.Queue[Point] = context.Queue()
-    waiting, running = list(jobs), list[tuple[Job, BaseProcess]]()
+    waiting, free, running = list(jobs), list(places), list[tuple[Job, Place, BaseProcess]]()
     while waiting or running:
-        while waiting and len(running) < workers:
-            job = waiting.pop(0)
+        while waiting and free:
+            job, place = waiting.pop(0), free.pop(0)
+            os.environ.update(place)  # what a process is started with; this one itself has no use for a GPU
             process = context.Process(target=_run_job, args=(work, job, points), daemon=True)
             process.start()
-            running.append((job, process))
-        ended = [(job, process) for job, process in running if not process.is_alive()]
+            running.append((job, place, process))
+        ended = [entry for entry in running if not entry[2].is_alive()]
         _report_all(points, report)
-        for job, process in ended:
-            running.remove((job, process))
+        for job, place, process in ended:
+            running.remove((job, place, process))
+            free.append(place)
             if process.exitcode != 0:
                 report(job | {"label": f"ended with exit code {process.exitcode}"})
 
