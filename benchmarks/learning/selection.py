@@ -25,19 +25,19 @@ def layer_inputs(model: DecoderLM, tokens: Tensor) -> list[tuple[NativeSparseAtt
 @torch.no_grad()
 def selected_blocks(layer: NativeSparseAttention, x: Tensor, *, impl: str = "auto") -> Tensor:
     """Project, compress, turn and select as the layer does; ``(B, Hkv, S, n)``."""
-    return select_blocks(*_scored(layer, x), config=layer.config, impl=impl)
+    return select_blocks(*scoring_inputs(layer, x), config=layer.config, impl=impl)
 
 
 @torch.no_grad()
 def unscored_blocks(layer: NativeSparseAttention, x: Tensor) -> Tensor:
     """Give for each token the share of the whole blocks before it that score exactly 0, ``(B, S)``, mean over heads."""
-    scores = block_importance(*_scored(layer, x), config=layer.config)
+    scores = block_importance(*scoring_inputs(layer, x), config=layer.config)
     before = torch.arange(x.shape[1], device=x.device) // layer.config.select_block_size
     visible = torch.arange(scores.shape[-1], device=x.device) < before[:, None]
     return ((scores == 0) & visible).sum(-1).float().mean(1) / before.clamp_min(1)
 
 
-def _scored(layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+def scoring_inputs(layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     """Project and compress; queries and compressed keys, both turned."""
     keys = "w_k_cmp" if "cmp" in layer.branches else "w_k_slc"
     q, k_cmp = (

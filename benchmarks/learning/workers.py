@@ -34,8 +34,9 @@ def run_jobs(work: Work, jobs: Sequence[Job], places: Sequence[Place], report: R
 
     A job that fails costs no other: a point ``job | {"label": why}`` is reported in the place of what it had to say.
     """
-    for variable in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):  # as many processes as cores would each start
-        os.environ.setdefault(variable, "1")
+    threads = max(1, (os.cpu_count() or 1) // (2 * len(places)))
+    for variable in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):  # each would start as many as there are cores
+        os.environ.setdefault(variable, str(threads))
     context = multiprocessing.get_context("spawn")
     points: multiprocessing.Queue[Point] = context.Queue()
     waiting, free, running = list(jobs), list(places), list[tuple[Job, Place, BaseProcess]]()
@@ -51,7 +52,7 @@ def run_jobs(work: Work, jobs: Sequence[Job], places: Sequence[Place], report: R
         for job, place, process in ended:
             running.remove((job, place, process))
             free.append(place)
-            if process.exitcode != 0:
+            if process.exitcode not in (0, 1):  # with 1 it has said why
                 report(job | {"label": f"ended with exit code {process.exitcode}"})
 
 

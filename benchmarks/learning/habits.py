@@ -1,0 +1,119 @@
+"""What the layers of a trained model do with text: which blocks they select, and how they spread their attention.
+
+Measures are of queries that have more than ``n`` blocks to choose from, and of what they choose freely: forced blocks
+count for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.learning.reading import drawn_blocks
+from benchmarks.learning.selection import layer_inputs, scoring_inputs, selected_blocks, unscored_blocks
+from flexnsa import NativeSparseAttention, NSAConfig, block_importance
+from flexnsa.models import DecoderLM
+
+STEPS_APART = (1, 4, 16, 64, 256, 1024)
+"""Tokens between two queries whose blocks are compared."""
+Measured = dict[str, Any]
+
+
+@torch.no_grad()
+def habits(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> list[Measured]:
+    """Measure each layer of NSA on ``tokens (B, S)``; means over rows."""
+    measured: list[Measured] = []
+    with precision:
+        for layer, x in layer_inputs(model, tokens):
+            measured.append(_mean([_row_habits(layer, row[None]) for row in x]))
+    return measured
+
+
+@torch.no_grad()
+def mean_gates(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> list[list[float]]:
+    """Give the mean gate of each branch, by layer."""
+    with precision:
+        return [
+            [round(gate, 4) for gate in layer.gate(x).float().mean((0, 1, 2)).tolist()]
+            for layer, x in layer_inputs(model, tokens)
+        ]
+
+
+def _row_habits(layer: NativeSparseAttention, x: Tensor) -> Measured:
+    config, first = layer.config, first_that_chooses(layer.config)
+    q, k_cmp = (part.float() for part in scoring_inputs(layer, x))
+    gates, unscored = layer.gate(x).float().mean((0, 2)), unscored_blocks(layer, x)[:, first:].mean()
+    chosen, drawn = selected_blocks(layer, x), drawn_blocks(layer, x)
+    with torch.autocast(x.device.type, enabled=False):
+        importance = block_importance(q, k_cmp, config=config)
+        return {
+            "chosen": block_habits(chosen, importance, config),
+            "random": block_habits(drawn, importance, config),
+            "unscored": unscored,
+            "entropy": head_entropies(q, k_cmp, config),
+            "entropy_if_even": _visible(x.shape[1], config, x.device)[first:].sum(-1).double().log2().mean(),
+            "gates": gates,
+        }
+
+
+def first_that_chooses(config: NSAConfig) -> int:
+    """Give the first token with more than ``n`` blocks to choose from."""
+    return config.num_selected_blocks * config.select_block_size
+
+
+def block_habits(blocks: Tensor, importance: Tensor, config: NSAConfig) -> Measured:
+    """Measure ``blocks (B, Hkv, S, n)`` against the scores of all, ``importance (B, Hkv, S, M)``.
+
+    Returns:
+        ``shared``: by steps apart, which share of a query's blocks an earlier query has chosen too. ``back``: which
+        share of the blocks lies at least 1, 2, 4, ... blocks before the query's own. ``captured``: which share of the
+        compressed attention that free blocks get goes to those chosen.
+    """
+    first, (length, count) = first_that_chooses(config), importance.shape[-2:]
+    token, block = torch.arange(length, device=blocks.device), torch.arange(count, device=blocks.device)
+    back = token[:, None] // config.select_block_size - block
+    free = (back >= config.num_local_blocks) & (block >= config.num_init_blocks)
+    chosen = torch.zeros((*blocks.shape[:-1], count + 1), dtype=torch.bool, device=blocks.device)
+    chosen = chosen.scatter(-1, torch.where(blocks < 0, count, blocks).long(), True)[..., :-1] & free
+    late = chosen[:, :, first:]
+    total = late.sum()
+    shared = {
+        steps: (late[:, :, steps:] & late[:, :, :-steps]).sum() / late[:, :, steps:].sum()
+        for steps in STEPS_APART
+        if steps < late.shape[2]
+    }
+    octaves = [2**octave for octave in range((count - 1).bit_length())]
+    all_free, got = importance * free, importance * chosen
+    return {
+        "shared": shared,
+        "back": {least: (late & (back[first:] >= least)).sum() / total for least in octaves},
+        "captured": (got[:, :, first:].sum(-1) / all_free[:, :, first:].sum(-1).clamp_min(1e-9)).mean(),
+    }
+
+
+def head_entropies(q: Tensor, k_cmp: Tensor, config: NSAConfig) -> Tensor:
+    """Give the entropy of each head's compressed attention in bits, ``(Hq,)``, mean over queries."""
+    groups = q.shape[1] // k_cmp.shape[1]
+    scores = q @ k_cmp.repeat_interleave(groups, 1).mT * q.shape[-1] ** -0.5
+    first = first_that_chooses(config)
+    hidden = ~_visible(q.shape[2], config, q.device)
+    log_p = scores.masked_fill(hidden, -torch.inf)[:, :, first:].log_softmax(-1)
+    return -(log_p.exp() * log_p.masked_fill(hidden[first:], 0)).sum(-1).mean((0, 2)) / math.log(2)
+
+
+def _visible(length: int, config: NSAConfig, device: torch.device) -> Tensor:
+    """Tell which compressed tokens a query sees, ``(S, N)``."""
+    last = torch.arange(0, length - config.compress_block_size + 1, config.compress_stride, device=device)
+    last += config.compress_block_size - 1
+    return last <= torch.arange(length, device=device)[:, None]
+
+
+def _mean(rows: Sequence[Any]) -> Any:
+    """Give the means of values that are nested alike, as plain numbers."""
+    if isinstance(rows[0], dict):
+        return {name: _mean([row[name] for row in rows]) for name in rows[0]}
+    return torch.stack([row.double().cpu() for row in rows]).mean(0).round(decimals=4).tolist()
