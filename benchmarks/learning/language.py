@@ -23,8 +23,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
-
 from benchmarks.harness import options
 from benchmarks.learning.language_run import Finals, LanguageRun
 from benchmarks.learning.packages import read_text, standard_roots
