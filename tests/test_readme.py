@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from math import log
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -117,6 +118,23 @@ def test_the_tables_of_recall_are_what_was_recorded() -> None:
         last = {seq_len: share for _, seq_len, share in point["recall"]}
         looks.append(" | ".join([label, *(f"{100 * last[2**power]:.1f}" for power in range(5, 13))]))
     assert rows == [*maps, *looks]
+
+
+def test_the_times_of_models_of_transformers_are_what_was_recorded() -> None:
+    text = (ROOT / "docs" / "transformers.md").read_text()
+    content = json.loads((ROOT / "benchmarks/results/transformers_decoding_h200.json").read_text())
+    points = {(point["name"], point["context"] // 1024): point for point in content["points"]}
+    names = dict.fromkeys(name for name, _ in points)
+    cells = {name: [points[name, k] for k in (32, 64)] for name in names}
+    rows = [
+        f"| {name} | " + " | ".join(f"{x['token_ms']:.1f} / {x['first_ms']:,.0f}" for x in cells[name]) + " |"
+        for name in names
+    ]
+    assert "\n".join(rows) in text
+    runs = json.loads((ROOT / "benchmarks/results/up_training_h200.json").read_text())["points"]
+    last = {run["name"]: run["held_out"][-1][1] / log(2) for run in runs}
+    three, slc, dense = (f"{last[name]:.3f}" for name in ("three branches", "selected branch", "dense"))
+    assert f"the three branches have {three}, the selected branch alone {slc}, dense attention {dense}" in text
 
 
 def anchors(text: str) -> set[str]:

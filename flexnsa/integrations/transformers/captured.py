@@ -75,7 +75,8 @@ class CapturedModel:
         """As of the model."""
         tokens, cache, mask = (inputs.get(name) for name in ("input_ids", "past_key_values", "attention_mask"))
         others = inputs.keys() - WITHOUT_EFFECT - {"input_ids", "past_key_values", "attention_mask"}
-        if any(inputs[name] is not None and inputs[name] is not False for name in others) or not _fits(tokens, cache):
+        asks_more = any(inputs[name] is not None and inputs[name] is not False for name in others)
+        if asks_more or not _fits(tokens, cache, mask):
             return self._model(**inputs)
         assert isinstance(tokens, Tensor)
         assert isinstance(cache, FlexNSACache)
@@ -102,7 +103,7 @@ def _looks_at_positions(module: nn.Module) -> bool:
     return "dynamic" in kind or kind == "longrope"
 
 
-def _fits(tokens: Any, cache: Any) -> bool:
+def _fits(tokens: Any, cache: Any, mask: Any) -> bool:
     """Tell whether this is one token a row on a cache that holds some already, and need not grow for it."""
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] != 1:
         return False
@@ -110,6 +111,8 @@ def _fits(tokens: Any, cache: Any) -> bool:
         return False
     if len(cache.kept) < len(cache.layers) or cache.seen == 0:
         return False
+    if mask is not None and tuple(mask.shape) != (len(tokens), cache.seen + 1):
+        return False  # the model says what is wrong with it
     return all(nsa.batch_size == len(tokens) and cache.seen < nsa.max_seq_len for nsa in cache.kept)
 
 

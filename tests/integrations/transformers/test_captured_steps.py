@@ -111,6 +111,15 @@ def test_what_a_graph_would_leave_out_is_called(model: Any, replays: list[int]) 
     assert not replays
 
 
+def test_a_mask_of_ones_own_is_refused_by_the_model(model: Any, replays: list[int]) -> None:
+    x, cache = tokens(2, 20), FlexNSACache(model.config, 64)
+    model.generate(x, **GREEDY, past_key_values=cache, attention_mask=torch.ones_like(x))
+    mask = torch.ones(2, 1, 1, cache.seen + 1)
+    with torch.no_grad(), pytest.raises(ValueError, match="attention_mask: expected "):
+        model.get_compiled_call()(input_ids=x[:, :1], past_key_values=cache, attention_mask=mask)
+    assert replays == [11]
+
+
 def test_angles_that_depend_on_how_far_a_row_has_come_are_not_captured(replays: list[int]) -> None:
     x = tokens(1, 20)
     for kind, count in (("linear", 1), ("dynamic", 1)):
