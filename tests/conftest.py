@@ -21,11 +21,9 @@ TRANSFORMERS = Path(__file__).parent / "integrations" / "transformers"
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    gpu = "selected" if torch.cuda.is_available() else "deselected, no CUDA device here"
     emitted = "selected" if _are_alone(config, EMITTED) else "deselected, they run alone: pytest tests/emitted"
     transformers = "selected" if _are_alone(config, TRANSFORMERS) else "left out, they run alone: make transformers"
     return [
-        f"gpu tests: {gpu}",
         f"tests of emitted kernels: {emitted}",
         f"tests with Hugging Face transformers: {transformers}",
     ]
@@ -37,16 +35,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    num_gpus, without_emitted = torch.cuda.device_count(), not _are_alone(config, EMITTED)
-    selected, deselected = [], []
-    for item in items:
-        gpu, is_emitted = item.get_closest_marker("gpu"), item.path.is_relative_to(EMITTED)
-        too_few = gpu is not None and num_gpus < gpu.kwargs.get("count", 1)
-        cannot_run = too_few or (is_emitted and without_emitted)
-        (deselected if cannot_run else selected).append(item)
-    if deselected:
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = selected
+    if not _are_alone(config, EMITTED):
+        config.hook.pytest_deselected(items=[item for item in items if item.path.is_relative_to(EMITTED)])
+        items[:] = [item for item in items if not item.path.is_relative_to(EMITTED)]
 
 
 def _are_alone(config: pytest.Config, folder: Path) -> bool:

@@ -70,7 +70,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
         assert torch.equal(parameter, again.model.state_dict()[name]), name
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph takes a GPU")
+@pytest.mark.gpu
 def test_steps_that_are_replayed_learn_what_others_learn(tmp_path: Path) -> None:
     plan = replace(SMOKE.plan, stages=(replace(SMOKE.plan.stages[1], steps=20),), eval_every=20)
 
