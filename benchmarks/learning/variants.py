@@ -66,7 +66,6 @@ def _normalise(_: nn.Module, __: object, keys: Tensor) -> Tensor:
 
 _MEAN = {"compression": "mean"}
 _LINEAR = {"compression": "linear"}
-_MLP = {"compression": "mlp"}
 _SLOW = 0.1
 
 VARIANTS: dict[str, Variant] = {
@@ -89,8 +88,8 @@ VARIANTS: dict[str, Variant] = {
 """Models of the long recall; the compressor is the MLP where no other is named."""
 
 
-def _changed(shared_keys: bool = True, config: Mapping[str, Any] = _MEAN, **changes: Any) -> Variant:
-    return Variant(shared_keys=shared_keys, config={**_MEAN, **config}, **changes)
+def _changed(compressor_rate: float = _SLOW, **changes: Any) -> Variant:
+    return Variant(compressor_rate=compressor_rate, **changes)
 
 
 ABLATIONS: dict[str, Variant] = {
@@ -109,10 +108,14 @@ ABLATIONS: dict[str, Variant] = {
     "w=64": _changed(nsa={"window_size": 64}),
     "all blocks from the start": _changed(tight=False),
     "softmax gate": _changed(config={"gate": "softmax"}),
-    "keys of its own": _changed(shared_keys=False),
+    "shared keys": _changed(shared_keys=True),
+    "mean": _changed(config=_MEAN),
     "linear": _changed(config=_LINEAR),
     "linear, begun as mean": _changed(config=_LINEAR, begun_as_mean=True),
-    "MLP": _changed(config=_MLP),
-    "MLP, begun as mean": _changed(config=_MLP, begun_as_mean=True),
+    "MLP, begun as mean": _changed(begun_as_mean=True),
+    "MLP, normalised": _changed(normalised_keys=True),
+    "MLP at a third of the rate": _changed(compressor_rate=0.3),
 }
-"""What matters, one thing at a time: shared keys and the mean, sizes as in the first name, but for what is named."""
+"""What matters, one thing at a time: the MLP at a tenth of the rate, sizes as in the first name, but for what is named.
+
+At the full rate the MLP unlearns, and all that would be measured is when."""
