@@ -89,10 +89,10 @@ class Run:
             group.update(capturable=True, lr=torch.zeros((), device=device))
 
     def go_on(self, until: float, report: Report) -> None:
-        """Train until the steps or the time, ``time.time()``, are up, then draw maps; report on the way, keep all."""
+        """Train until the steps or the time, ``time.time()``, are up; maps end a run. Report on the way, keep all."""
         plan, losses = self.plan, list[Tensor]()
         started = time.perf_counter()
-        while self.step < plan.steps and time.time() < until - plan.map_seconds:
+        while self.step < plan.steps and time.time() < until:
             stage, end = plan.at(self.step)
             losses.append(self._train_step(stage))
             self.step += 1
@@ -107,7 +107,8 @@ class Run:
             self._save()
             report(self.describe())
             started = time.perf_counter()
-        self._draw_maps(until, report)
+        if self.step == plan.steps:
+            self._draw_maps(until, report)
         self._save()
 
     def rehearse(self) -> None:
@@ -205,7 +206,7 @@ class Run:
             return unscored_blocks(*layer_inputs(self.model, rows.tokens)[-1])
 
     def _draw_maps(self, until: float, report: Report) -> None:
-        """Draw the maps of this step that there are not yet, short rows first, while there is time."""
+        """Draw the maps that there are not yet, short rows first, while there is time."""
         self._attend(self.config.nsa, self.config.impl)
         drawn = [(entry["step"], entry["kind"], entry["seq_len"]) for entry in self.record.maps]
         for seq_len in self.plan.map_lengths:

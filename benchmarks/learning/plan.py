@@ -59,11 +59,10 @@ class Plan:
         fall_steps: last steps, over which it falls to a tenth along a half cosine.
         plain_up_to: rows of up to so many tokens are attended to by the reference, for which nothing is compiled.
         eval_every: steps between two looks at how much is recalled, in as many rows as a step has.
-        map_lengths: of the rows with pairs at all depths, when the steps or the time are up.
+        map_lengths: of the rows with pairs at all depths, after the last step.
         map_pairs: most pairs in such a row beside those that are asked for.
         map_rows: of each map, a multiple of :data:`DEPTHS`.
         map_tokens: of the rows that are read at once, at least two.
-        map_seconds: to keep for the maps when time is short.
     """
 
     vocabulary: Vocabulary
@@ -77,7 +76,6 @@ class Plan:
     map_pairs: int = 0
     map_rows: int = 2 * DEPTHS
     map_tokens: int = 2**17
-    map_seconds: float = 0.0
 
     @property
     def steps(self) -> int:

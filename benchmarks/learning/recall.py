@@ -6,13 +6,15 @@
 
 All models learn from the same rows in the same order, with the same learning rate, as many of them side by side as
 there are workers. Then they are asked for pairs at 16 depths of rows as long as those they learned from, and longer.
-When the time is up every run writes down where it is, and the same command goes on from there.
+When the time is up every run writes down where it is, and the same command goes on from there. Whole runs are recorded,
+and none that the file holds is done again.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +24,7 @@ import torch
 
 from benchmarks.harness import options
 from benchmarks.learning.curriculum import KINDS, Run
+from benchmarks.learning.plan import Plan
 from benchmarks.learning.sizes import SIZES
 from benchmarks.learning.variants import ABLATIONS, VARIANTS
 from benchmarks.learning.workers import Job, Report, places, run_jobs
@@ -45,14 +48,30 @@ def work(job: Job, report: Report) -> None:
     run.go_on(job["until"], lambda seen: report(point | seen))
 
 
+def is_whole(point: Mapping[str, Any], plan: Plan) -> bool:
+    """Tell whether a run has done all its steps and drawn all its maps."""
+    drawn = [entry for entry in point.get("maps", []) if entry["step"] == plan.steps]
+    return len(drawn) == len(KINDS) * len(plan.map_lengths)
+
+
+def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Name what both say, and say differently; one may know of settings that the other does not."""
+    names = []
+    for name in earlier.keys() & now.keys():
+        before, after = earlier[name], now[name]
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            names += [f"{name}, {inner}" for inner in differences(before, after)]
+        elif before != after:
+            names.append(name)
+    return sorted(names)
+
+
 def table(points: Sequence[dict[str, Any]]) -> str:
-    """A line of each run: recall of the last maps, means over depths."""
+    """A line of each run: recall of its maps, means over depths."""
     lengths = sorted({entry["seq_len"] for point in points for entry in point.get("maps", [])})
     rows = []
     for point in points:
-        maps = point.get("maps", [])
-        last = max((entry["step"] for entry in maps), default=0)
-        found = {(e["kind"], e["seq_len"]): fmean(e["recall"]) for e in maps if e["step"] == last}
+        found = {(entry["kind"], entry["seq_len"]): fmean(entry["recall"]) for entry in point.get("maps", [])}
         cells = [
             f"{found[kind, s]:.1%}" if (kind, s) in found else "-" for kind in ("pairs", "needle") for s in lengths
         ]
@@ -63,7 +82,7 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train every variant with every seed, record whatever they report, print."""
+    """Train every variant with every seed, record those that come to their end, print."""
     parser = options.parser(__doc__, json=options.RESULTS / "recall.json")
     parser.add_argument("--size", choices=SIZES, help="default: gpu on a GPU, else cpu")
     parser.add_argument("--variants", nargs="+", choices=[*VARIANTS, *ABLATIONS], help="default: all of the size")
@@ -74,35 +93,44 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which to stop; default: none")
     arguments = parser.parse_args(argv)
     cuda = arguments.device == "cuda"
-    size = arguments.size or ("gpu" if cuda else "cpu")
-    variants, model = SIZES[size].variants, SIZES[size].model
-    names = arguments.variants or list(variants)
-    if unknown := [name for name in names if name not in variants]:
-        parser.error(f"--variants: expected some of {', '.join(variants)} with --size {size}, got {unknown[0]}")
+    name = arguments.size or ("gpu" if cuda else "cpu")
+    size = SIZES[name]
+    names = arguments.variants or list(size.variants)
+    if unknown := [variant for variant in names if variant not in size.variants]:
+        parser.error(f"--variants: expected some of {', '.join(size.variants)} with --size {name}, got {unknown[0]}")
     recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
-    models = {name: variant.configure(model).to_dict() for name, variant in variants.items()}
-    setting = {"device": arguments.device, "size": size, "models": models}
-    recording.note(setting=setting, plan=asdict(SIZES[size].plan))
+    models = {variant: changes.configure(size.model).to_dict() for variant, changes in size.variants.items()}
+    notes = {"setting": {"device": arguments.device, "size": name, "models": models}, "plan": asdict(size.plan)}
+    notes = json.loads(json.dumps(notes))  # as it will be read
+    if recording.points and (differing := differences(recording.content, notes)):
+        parser.error(f"--json: {arguments.json} holds runs of another setting; it differs in {'; '.join(differing)}")
+    recording.note(**notes)
+    whole = {(point["variant"], point["seed"]) for point in recording.points if is_whole(point, size.plan)}
+    runs = [(variant, seed) for seed in arguments.seeds for variant in names if (variant, seed) not in whole]
     shared = {
-        "size": size,
+        "size": name,
         "device": arguments.device,
         "replayed": arguments.replayed,
         "folder": arguments.folder.as_posix(),
+        "until": time.time() + arguments.deadline,
     }
-    shared["until"] = time.time() + arguments.deadline
-    runs = [(name, seed) for seed in arguments.seeds for name in names]
-    jobs = [{"variant": name, "seed": seed, "rehearsal": False} | shared for name, seed in runs]
-    if cuda:  # compiles, while the others are at rows that need no compiler, what they will then find in its cache
-        compiled = next((name for name in names if models[name]["attention"] == "nsa"), names[0])
+    jobs = [{"variant": variant, "seed": seed, "rehearsal": False} | shared for variant, seed in runs]
+    if cuda and runs:  # compiles, while the others are at rows that need no compiler, what they find in its cache
+        compiled = next((variant for variant, _ in runs if models[variant]["attention"] == "nsa"), runs[0][0])
         jobs.insert(0, {"variant": compiled, "seed": -1, "rehearsal": True} | shared)
 
     def report(point: dict[str, Any]) -> None:
-        hidden = {"rehearsal", *shared}
-        recording.add({name: value for name, value in point.items() if name not in hidden}, ("variant", "seed"))
+        ended, hidden = is_whole(point, size.plan), {"rehearsal", *shared}
+        if ended:
+            whole.add((point["variant"], point["seed"]))
+        if ended or "label" in point:
+            recording.add({key: value for key, value in point.items() if key not in hidden}, ("variant", "seed"))
         print(_line(point), flush=True)
 
-    run_jobs(work, jobs, places(arguments.workers or (8 if cuda else 1), arguments.device), report)
-    print(f"\n{table(recording.points)}\n\nRecorded in {arguments.json}.")
+    workers = places(arguments.workers or (8 if cuda else 1), arguments.device)
+    run_jobs(work, jobs, workers, report, until=shared["until"])
+    stopped = ", ".join(f"{variant} with seed {seed}" for variant, seed in runs if (variant, seed) not in whole)
+    print(f"\n{table(recording.points)}\n\nRecorded in {arguments.json}. Not at their end: {stopped or 'none'}.")
 
 
 def _line(point: dict[str, Any]) -> str:

@@ -66,7 +66,6 @@ SIZES = {
             fall_steps=600,
             plain_up_to=128,
             map_lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
-            map_seconds=60.0,
             map_pairs=128,
         ),
     ),
@@ -110,7 +109,6 @@ SIZES["ablation"] = Size(
         SIZES["gpu"].plan,
         stages=tuple(stage for stage in SIZES["gpu"].plan.stages if stage.seq_len <= 2048),
         map_lengths=(512, 1024, 2048, 4096),
-        map_seconds=20.0,
     ),
     variants=ABLATIONS,
 )

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
         stopped.go_on(time.time() + 60, stop)
     again = run("stopped")
     assert 0 < again.step < whole.step
+    again.go_on(time.time(), lambda _: None)
+    assert not again.record.maps, "the time was up"
     again.go_on(time.time() + 60, lambda _: None)
     timeless = {"seconds": 0, "clock": []}
     assert again.describe() | timeless == whole.describe() | timeless
@@ -139,13 +142,29 @@ def test_workers_are_spread_over_the_gpus_that_are_visible(monkeypatch: pytest.M
     assert places(2, "cpu") == [{}, {}]
 
 
-def test_all_variants_report_and_one_that_fails_costs_no_other(tmp_path: Path) -> None:
+def test_whole_runs_are_recorded_once_and_one_that_fails_costs_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "NSA-0.pt").write_text("no state")
-    options = ["--size", "smoke", "--device", "cpu", "--seeds", "0", "--workers", "2"]
-    options += ["--json", f"{tmp_path / 'recall.json'}", "--folder", f"{tmp_path}"]
-    main([*options, "--variants", "NSA", "dense"])
-    points = {point["variant"]: point for point in json.loads((tmp_path / "recall.json").read_text())["points"]}
+    path = tmp_path / "recall.json"
+
+    def recall(*options: str, folder: Path, size: str = "smoke") -> dict[str, dict[str, Any]]:
+        main(
+            ["--size", size, "--device", "cpu", "--seeds", "0", "--json", f"{path}", "--folder", f"{folder}", *options]
+        )
+        return {point["variant"]: point for point in json.loads(path.read_text())["points"]}
+
+    points = recall("--variants", "NSA", "dense", "--workers", "2", folder=tmp_path)
     assert "label" in points["NSA"]
     assert points["dense"]["step"] == SMOKE.plan.steps
     drawn = {(entry["kind"], len(entry["recall"])) for entry in points["dense"]["maps"]}
     assert drawn == {("pairs", 16), ("needle", 16)}
+
+    elsewhere = tmp_path / "elsewhere"
+    assert recall("--variants", "dense", folder=elsewhere) == points
+    assert recall("--variants", "dense", "window only", "--deadline", "0", folder=elsewhere) == points
+    assert capsys.readouterr().out.endswith("Not at their end: window only with seed 0.\n")
+    assert not elsewhere.exists()
+    with pytest.raises(SystemExit):
+        recall("--variants", "dense", folder=elsewhere, size="cpu")
+    assert "differs in plan, eval_every; plan, map_lengths;" in capsys.readouterr().err

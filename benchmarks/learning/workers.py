@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import queue
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -29,9 +31,12 @@ def places(workers: int, device: str) -> list[Place]:
     return [{"CUDA_VISIBLE_DEVICES": gpu} for _ in range(workers) for gpu in gpus]
 
 
-def run_jobs(work: Work, jobs: Sequence[Job], places: Sequence[Place], report: Report) -> None:
+def run_jobs(
+    work: Work, jobs: Sequence[Job], places: Sequence[Place], report: Report, *, until: float = math.inf
+) -> None:
     """Do all jobs, as many at a time as there are places, and report what they report from this process alone.
 
+    No job begins once ``time.time()`` is ``until``; those that have begun know for themselves when to stop.
     A job that fails costs no other: a point ``job | {"label": why}`` is reported in the place of what it had to say.
     """
     threads = max(1, (os.cpu_count() or 1) // (2 * len(places)))
@@ -41,6 +46,8 @@ def run_jobs(work: Work, jobs: Sequence[Job], places: Sequence[Place], report: R
     points: multiprocessing.Queue[Point] = context.Queue()
     waiting, free, running = list(jobs), list(places), list[tuple[Job, Place, BaseProcess]]()
     while waiting or running:
+        if time.time() >= until:
+            waiting.clear()
         while waiting and free:
             job, place = waiting.pop(0), free.pop(0)
             os.environ.update(place)  # what a process is started with; this one itself has no use for a GPU

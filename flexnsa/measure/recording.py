@@ -22,8 +22,8 @@ class Recording:
     Args:
         path: the file, whose folder is made; None keeps everything in memory.
         about: what was measured, and how, in words.
-        keep: go on from the points that the file holds already, such as those of an earlier, stopped run. They say
-            their commit, if it is another.
+        keep: go on from the points that the file holds already, such as those of an earlier, stopped run, and from what
+            is noted beside them. They say their commit, if it is another.
         commit: state of the code; by default that of the git checkout that holds this file.
     """
 
@@ -33,7 +33,9 @@ class Recording:
         if path is None:
             return
         if keep and path.exists():
-            self.content["points"] = _with_commit(json.loads(path.read_text()), self.content["environment"]["commit"])
+            earlier = json.loads(path.read_text())
+            points = _with_commit(earlier, self.content["environment"]["commit"])
+            self.content = earlier | self.content | {"points": points}
         path.parent.mkdir(parents=True, exist_ok=True)
 
     @property

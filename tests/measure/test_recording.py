@@ -10,11 +10,14 @@ from flexnsa.measure.recording import Recording
 
 def test_every_point_is_on_disk_as_soon_as_it_exists(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "points.json"
-    Recording(path, "what and how").add({"name": "NSA", "ms": 1.0})
+    earlier = Recording(path, "what and how")
+    earlier.note(plan="long")
+    earlier.add({"name": "NSA", "ms": 1.0})
     recording = Recording(path, "what and how", keep=True, commit="c0ffee")
     recording.add({"name": "NSA", "ms": 2.0}, key=["name"])
     assert json.loads(path.read_text())["points"] == [{"name": "NSA", "ms": 2.0}]
     assert recording.content["environment"]["commit"] == "c0ffee"
+    assert recording.content["plan"] == "long"
 
 
 def test_points_of_an_earlier_commit_say_so(tmp_path: Path) -> None:
