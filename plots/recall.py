@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import fmean
 from typing import Any
 
@@ -15,18 +16,21 @@ from flexnsa.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SK
 from plots.records import NotRecordedError, Record, Results
 from plots.style import Label, figure, label_curves, short
 
+BLACK = "#000000"
 LINES = {
     "dense": ("dense", ORANGE, "s"),
-    "NSA, shared keys, mean compressor": ("shared keys, mean", BLUE, "o"),
-    "NSA without compressed": ("without compressed", GREEN, "D"),
-    "NSA, mean compressor": ("mean", SKY, "^"),
-    "NSA, shared keys": ("shared keys, MLP", PURPLE, "P"),
-    "NSA": ("MLP, the default", AMBER, "v"),
+    "NSA, slow": ("NSA, slow compressors", BLUE, "o"),
+    "NSA, normalised": ("NSA, normalised", SKY, "^"),
+    "NSA, shared keys, mean compressor": ("NSA, shared keys, mean", GREEN, "P"),
+    "NSA without selected": ("without selected", PURPLE, "D"),
+    "NSA without compressed": ("without compressed", BLACK, "d"),
+    "NSA": ("NSA, the default", AMBER, "v"),
     "window only": ("window only", GREY, "x"),
 }
 """Models in the order of panels, how they are called there; others are in the record alone."""
-NAMED = ("dense", "NSA, shared keys, mean compressor", "NSA")
+NAMED = ("dense", "NSA, slow", "NSA")
 """Those of the headline."""
+LOOKS = {"recall": "values recalled of new rows", "unscored": "blocks that score exactly 0, last layer"}
 TITLES = {"pairs": "one of many pairs", "needle": "a pair alone in filler"}
 SHARE = LinearSegmentedColormap.from_list("share", ["#ffffff", "#bcd4e6", BLUE, "#00263f"])
 _ROOM = 14
@@ -44,42 +48,33 @@ def by_length(results: Results) -> Figure:
     for ax, kind in zip(axes, TITLES, strict=True):
         _curves(ax, {(name, s): [*map(fmean, seeds)] for (name, k, s), seeds in maps.items() if k == kind}, longest)
         ax.axvspan(trained, longest * _ROOM, color=GREY, alpha=0.08, linewidth=0)
-        ax.text(trained * 1.1, 1.055, "longer than trained on", color=GREY, fontsize=8.5, va="center")
+        ax.text(trained * 1.1, -0.09, "longer than trained on", color=GREY, fontsize=8.5, va="center")
         ax.set_title(TITLES[kind], fontsize=10.5)
     axes[0].set_ylabel("values recalled, mean over depths")
     return result
 
 
 def by_step(results: Results) -> Figure:
-    """What is recalled of new rows in the course of training, and where each length of rows begins."""
+    """What is recalled in the course of training, and how many blocks selection cannot tell apart."""
     record = results.load("recall_h200.json")
     stages = record.content["plan"]["stages"]
-    end = sum(stage["steps"] for stage in stages)
-    title = "What models recall of new rows while the rows they learn from grow"
     model = record.content["setting"]["models"]["NSA"]
     reach = model["num_layers"] * model["nsa"]["window_size"]
     asked = f"At the top: S. Pairs at least {reach} tokens back, or half a row, in as many new rows as a step has."
-    result, ax = figure(title, f"{asked} {_models(record)}", size=(11.6, 4.9))
-    labels = []
-    for name, (label, colour, _) in LINES.items():
-        looks: dict[int, list[float]] = {}
-        for point in record.content["points"]:
-            for step, _, share in point.get("recall", ()) if point["variant"] == name else ():
-                looks.setdefault(step, []).append(share)
-        if looks:
-            y = [fmean(shares) for shares in looks.values()]
-            ax.plot(list(looks), y, color=colour, linewidth=2.2 if name in NAMED else 1.4)
-            labels.append(Label(end, y[-1], label, colour))
-    begin = 0
-    for stage in stages:
-        ax.axvline(begin, color=GREY, linewidth=0.6, alpha=0.5)
-        ax.text(begin + 20, 1.045, short(stage["seq_len"]), color=GREY, fontsize=8.5, va="bottom")
-        begin += stage["steps"]
-    ax.set_xlim(0, end * 1.18)
-    ax.set_xlabel("steps")
-    ax.set_ylabel("values recalled")
-    _shares(ax)
-    label_curves(ax, labels)
+    title = "While rows grow, the default unlearns what it knew: its blocks score nothing"
+    result, axes = figure(title, f"{asked} {_models(record)}", size=(11.6, 4.9), columns=2)
+    for ax, (kind, name) in zip(axes, LOOKS.items(), strict=True):
+        _looks(ax, record, kind)
+        ax.set_title(name, fontsize=10.5, pad=10)
+        begin = 0
+        for stage in stages:
+            ax.axvline(begin, color=GREY, linewidth=0.6, alpha=0.5)
+            ax.text(begin + 15, 1.04, short(stage["seq_len"]), color=GREY, fontsize=7, va="bottom")
+            begin += stage["steps"]
+        ax.set_xlim(0, begin)
+        ax.set_xticks(range(0, begin + 1, 1000))
+    result.subplots_adjust(right=0.81, wspace=0.2)
+    axes[0].legend(loc="center left", bbox_to_anchor=(2.23, 0.5), frameon=False, fontsize=9)
     return result
 
 
@@ -98,13 +93,27 @@ def by_depth(results: Results) -> Figure:
             axes[row, column].set_xticks(range(len(lengths)), [short(s) for s in lengths] if row else [], fontsize=7)
             axes[row, column].tick_params(axis="y", labelleft=column == 0, labelsize=8)
         axes[1, column].set_xlabel("S, tokens", fontsize=8.5)
-        axes[0, column].set_title(LINES[name][0], fontsize=9.5)
+        axes[0, column].set_title(LINES[name][0].removeprefix("NSA, "), fontsize=9.5)
     for row, kind in enumerate(TITLES):
         axes[row, 0].set_ylabel(f"{TITLES[kind]}\ndepth", fontsize=9)
     bar = result.add_axes((0.86, 0.955, 0.12, 0.018))
     result.colorbar(ScalarMappable(Normalize(0, 1), SHARE), cax=bar, orientation="horizontal", ticks=[0, 0.5, 1])
     bar.tick_params(labelsize=8, length=2)
     return result
+
+
+def _looks(ax: Axes, record: Record, kind: str) -> None:
+    """Draw what was seen of a kind in the course of training, means over seeds."""
+    for name, (label, colour, _) in LINES.items():
+        looks: dict[int, list[float]] = {}
+        for point in record.content["points"]:
+            for step, _, share in point.get(kind, ()) if point["variant"] == name else ():
+                looks.setdefault(step, []).append(share)
+        if looks:
+            y = [*map(fmean, looks.values())]
+            ax.plot([*looks], y, color=colour, linewidth=2.2 if name in NAMED else 1.4, label=label)
+    ax.set_xlabel("steps")
+    _shares(ax)
 
 
 def _curves(ax: Axes, seeds: dict[tuple[str, int], list[float]], longest: int) -> None:
@@ -142,10 +151,8 @@ def _heat(ax: Axes, shares: np.ndarray) -> None:
 def _maps(record: Record) -> Maps:
     found: Maps = {}
     for point in record.content["points"]:
-        last = max((entry["step"] for entry in point.get("maps", [])), default=0)
         for entry in point.get("maps", []):
-            if entry["step"] == last:
-                found.setdefault((point["variant"], entry["kind"], entry["seq_len"]), []).append(entry["recall"])
+            found.setdefault((point["variant"], entry["kind"], entry["seq_len"]), []).append(entry["recall"])
     if not found:
         raise NotRecordedError("recall_h200.json has no maps; python -m benchmarks learning.recall draws them.")
     return found
@@ -172,15 +179,15 @@ def _caption(record: Record) -> str:
 def _models(record: Record) -> str:
     model: dict[str, Any] = record.content["setting"]["models"]["NSA"]
     plan, nsa = record.content["plan"], model["nsa"]
-    seeds = len({point["seed"] for point in record.content["points"]})
-    steps = {point["step"] for point in record.content["points"] if "step" in point}
+    seeds = Counter(point["variant"] for point in record.content["points"] if "maps" in point).values()
+    most = f"{max(seeds)} seed{'s' * (max(seeds) > 1)}"
     selected = nsa["num_selected_blocks"] * nsa["select_block_size"]
     return (
         f"Models of {model['num_layers']} layers, "
         f"dim={model['dim']}, {model['num_heads']} query and {model['num_kv_heads']} key heads of {model['head_dim']}, "
-        f"trained on rows of {plan['stages'][0]['seq_len']} to {_trained_on(record)} tokens for "
-        f"{min(steps):,} to {max(steps):,} steps, as the time allowed. "
+        f"trained on rows of {plan['stages'][0]['seq_len']} to {short(_trained_on(record))} tokens for "
+        f"{sum(stage['steps'] for stage in plan['stages']):,} steps. "
         f"l={nsa['compress_block_size']}, d={nsa['compress_stride']}, l'={nsa['select_block_size']}, "
         f"n={nsa['num_selected_blocks']} ({selected} tokens), w={nsa['window_size']}; bf16. "
-        f"{seeds} seed{'s: means, least to most' * (seeds != 1)}. {record.where()}."
+        f"{most if min(seeds) == max(seeds) else f'{min(seeds)} to {most}: means, least to most'}. {record.where()}."
     )

@@ -16,7 +16,7 @@ COMMANDS = {
     "estimator_h200.json": "python -m benchmarks earlier_nsa --rows memory long --json FILE",
     "earlier_nsa.json": "make record",
     "trained.json": "python -m benchmarks learning.trained",
-    "recall_h200.json": "python -m benchmarks learning.recall --json benchmarks/results/recall_h200.json",
+    "recall_h200.json": "python -m benchmarks learning.recall --replayed --json benchmarks/results/recall_h200.json",
     "up_training_h200.json": "python -m benchmarks transformers.up_training --json FILE",
     "decode_h200.json": "python -m benchmarks decoding.gpu --json benchmarks/results/decode_h200.json",
 }

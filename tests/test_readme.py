@@ -18,12 +18,20 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BRANDS = {"flexnsa": "NSA", "cuDNN": "cuDNN SDPA", "FlashAttention-2": "flash SDPA", "FlexAttention": "dense Flex"}
 RECALLED = {
     "dense attention": "dense",
+    "slow compressors": "NSA, slow",
+    "normalised": "NSA, normalised",
+    "shared keys, normalised": "NSA, shared keys, normalised",
     "shared keys, mean": "NSA, shared keys, mean compressor",
+    "shared keys, begun as mean, slow": "NSA, shared keys, begun as mean, slow",
+    "begun as mean, slow": "NSA, begun as mean, slow",
     "without the compressed branch": "NSA without compressed",
     "mean": "NSA, mean compressor",
-    "shared keys, MLP": "NSA, shared keys",
-    "MLP (the default)": "NSA",
-    "MLP, all blocks from the start": "NSA, all blocks from the start",
+    "without the selected branch": "NSA without selected",
+    "shared keys, begun as mean": "NSA, shared keys, begun as mean",
+    "shared keys": "NSA, shared keys",
+    "begun as mean": "NSA, begun as mean",
+    "the default": "NSA",
+    "window only": "window only",
 }
 
 # Those of this page need transformers, and run with its tests.
@@ -103,21 +111,53 @@ def test_the_table_of_training_is_what_was_recorded() -> None:
 
 
 def test_the_tables_of_recall_are_what_was_recorded() -> None:
-    points = {
-        point["variant"]: point
-        for point in json.loads((ROOT / "benchmarks/results/recall_h200.json").read_text())["points"]
-    }
-    rows = re.findall(r"^\| (.*\d) \|$", (ROOT / "docs" / "learning.md").read_text(), re.MULTILINE)
-    maps, looks = [], []
-    for label, variant in RECALLED.items():
-        point = points[variant]
-        found = {(entry["kind"], entry["seq_len"] // 1024): fmean(entry["recall"]) for entry in point["maps"]}
-        cells = [f"{100 * found['pairs', k]:.1f}" for k in (1, 2, 4, 8, 16, 64)]
-        cells += [f"{32 * found['needle', k]:.0f}" for k in (4, 16, 64)]
-        maps.append(" | ".join([label, f"{point['step']:,}", *cells]))
-        last = {seq_len: share for _, seq_len, share in point["recall"]}
-        looks.append(" | ".join([label, *(f"{100 * last[2**power]:.1f}" for power in range(5, 13))]))
-    assert rows == [*maps, *looks]
+    record = json.loads((ROOT / "benchmarks/results/recall_h200.json").read_text())
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for point in record["points"]:
+        runs.setdefault(point["variant"], []).append(point)
+    steps = sum(stage["steps"] for stage in record["plan"]["stages"])
+    assert all(point["step"] == steps and not point["obstacles"] for point in record["points"])
+    tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", (ROOT / "docs" / "learning.md").read_text(), re.MULTILINE)
+    maps, scores, looks = ([row.strip("| ") for row in table.splitlines()] for table in tables)
+    assert maps == [recalled_by_length(label, runs[variant]) for label, variant in RECALLED.items()]
+    assert looks == [recalled_in_training(label, runs[RECALLED[label]]) for label in map(label_of, looks)]
+    assert scores == [
+        unscored_in_training(label, runs[RECALLED[label.split(", seed")[0]]]) for label in map(label_of, scores)
+    ]
+
+
+def recalled_by_length(label: str, seeds: list[dict[str, Any]]) -> str:
+    """Means over depths, and over seeds; of pairs alone, how many of each seed's 32."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for entry in (entry for seed in seeds for entry in seed["maps"]):
+        found.setdefault((entry["kind"], entry["seq_len"] // 1024), []).append(fmean(entry["recall"]))
+    cells = [f"{100 * fmean(found['pairs', k]):.1f}" for k in (1, 2, 4, 8, 16, 32, 64)]
+    cells += [", ".join(f"{32 * share:.0f}" for share in found["needle", k]) for k in (16, 32, 64)]
+    return " | ".join([label, f"{len(seeds)}", *cells])
+
+
+def recalled_in_training(label: str, seeds: list[dict[str, Any]]) -> str:
+    """Means over seeds of the last look at each length."""
+    last = [last_looks(seed, "recall") for seed in seeds]
+    return " | ".join([label, *(f"{100 * fmean(look[2**power] for look in last):.1f}" for power in range(5, 15))])
+
+
+def unscored_in_training(label: str, seeds: list[dict[str, Any]]) -> str:
+    """What one seed recalled, and the blocks that scored 0, at the last look of each length."""
+    _, _, number = label.partition(", seed ")
+    seed = next(seed for seed in seeds if seed["seed"] == int(number or 0))
+    recall, unscored = last_looks(seed, "recall"), last_looks(seed, "unscored")
+    return " | ".join(
+        [label, *(f"{100 * recall[k]:.0f}, {100 * unscored[k]:.0f}" for k in (64, 128, 256, 512, 1024, 2048, 4096))]
+    )
+
+
+def last_looks(seed: dict[str, Any], kind: str) -> dict[int, float]:
+    return {seq_len: share for _, seq_len, share in seed[kind]}
+
+
+def label_of(row: str) -> str:
+    return row.partition(" | ")[0]
 
 
 def test_the_times_of_models_of_transformers_are_what_was_recorded() -> None:
