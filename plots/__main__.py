@@ -8,6 +8,7 @@ from pathlib import Path
 from plots import (
     decoding,
     estimator,
+    language,
     masks,
     mods,
     peak_memory,
@@ -43,6 +44,8 @@ FIGURES = {
     "recall": recall.by_length,
     "recall_steps": recall.by_step,
     "recall_depths": recall.by_depth,
+    "language": language.losses,
+    "language_positions": language.positions,
 }
 
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "earlier_nsa.json": "make record",
     "trained.json": "python -m benchmarks learning.trained",
     "recall_h200.json": "python -m benchmarks learning.recall --replayed --json benchmarks/results/recall_h200.json",
+    "language_h200.json": "python -m benchmarks learning.language --json benchmarks/results/language_h200.json",
     "up_training_h200.json": "python -m benchmarks transformers.up_training --json FILE",
     "decode_h200.json": "python -m benchmarks decoding.gpu --json benchmarks/results/decode_h200.json",
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from math import log
+from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -175,6 +176,38 @@ def test_the_times_of_models_of_transformers_are_what_was_recorded() -> None:
     last = {run["name"]: run["held_out"][-1][1] / log(2) for run in runs}
     three, slc, dense = (f"{last[name]:.3f}" for name in ("three branches", "selected branch", "dense"))
     assert f"the three branches have {three}, the selected branch alone {slc}, dense attention {dense}" in text
+
+
+def test_the_tables_of_language_are_what_was_recorded() -> None:
+    points = json.loads((ROOT / "benchmarks/results/language_h200.json").read_text())["points"]
+    keys = itemgetter("size", "seed", "steps")
+    runs = {point["model"]: point for point in points if keys(point) == ("m7c-125m", 0, 1000)}
+    compared = {name: runs[name] for name in ("dense", "NSA, plain learning rate")}
+    expected, nsa = [], runs["NSA, plain learning rate"]["finals"]
+    for name, run in compared.items():
+        cells = [f"{run['parameters'] / 1e6:.1f}M", f"{run['finals']['bits']['mean']:.4f}"]
+        expected.append([name, *cells, f"{run['step']:,}", f"{run['seconds']:.0f}"])
+    for name, run in compared.items():
+        looks = {step: bits for step, _, bits in run["held_out"]}
+        expected.append([name, *(f"{looks[step]:.3f}" for step in (200, 400, 600, 700, 800, 1000))])
+    octaves = [slice(0, 1), *(slice(2**power, 2 ** (power + 1)) for power in range(7))]
+    by_octave = [[fmean(run["finals"]["bits"]["positions"][part]) for part in octaves] for run in compared.values()]
+    expected += [[name, *(f"{x:.3f}" for x in row)] for name, row in zip(compared, by_octave, strict=True)]
+    expected.append(["NSA - dense", *(f"{b - a:+.3f}" for a, b in zip(*by_octave, strict=True))])
+    blocks = {name: nsa[f"bits with {name} blocks"]["mean"] for name in ("own", "initial", "random", "forced")}
+    expected += [[name, f"{bits:.4f}", f"{bits - blocks['own']:+.4f}"] for name, bits in blocks.items()]
+    for branch, name in enumerate(("compressed", "selected", "window")):
+        gates = [fmean(gate[branch] for gate in layer["gates"]) for layer in nsa["habits"]]
+        expected.append([f"gate, {name}", *(f"{gate:.2f}" for gate in gates)])
+    expected.append(["entropy, bits", *(f"{fmean(layer['entropy']):.1f}" for layer in nsa["habits"])])
+    expected.append(["captured by own blocks", *(f"{layer['chosen']['captured']:.2f}" for layer in nsa["habits"])])
+    shared = [layer["chosen"]["shared"]["1"] for layer in nsa["habits"]]
+    expected.append(["shared with the query before", *(f"{share:.2f}" for share in shared)])
+    page = (ROOT / "docs" / "language.md").read_text()
+    rows = re.findall(r"^\| (\w.*\d) \|$", page, re.MULTILINE)
+    assert [row.split(" | ") for row in rows] == expected
+    gaps = [b - a for a, b in zip(*(run["finals"]["bits"]["rows"] for run in compared.values()), strict=True)]
+    assert f"{fmean(gaps):+.4f} ± {stdev(gaps) / len(gaps) ** 0.5:.4f}" in page
 
 
 def anchors(text: str) -> set[str]:

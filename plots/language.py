@@ -1,0 +1,154 @@
+"""Bits per byte of text: NSA and its dense twin while they learn, by position, and what the layers make of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from flexnsa.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
+from plots.records import Record, Results
+from plots.style import Label, figure, label_curves, short
+
+Point = dict[str, Any]
+SIZE = "m7c-125m"
+DENSE = "dense"
+COLOURS = {DENSE: ORANGE, "NSA": BLUE, "NSA, plain learning rate": SKY}
+MARKERS = {DENSE: "s", "NSA": "o", "NSA, plain learning rate": "^"}
+BLOCKS = {"random": ("random blocks - own", PURPLE), "forced": ("forced blocks alone - own", AMBER)}
+"""What layers read in place of the blocks that they select, how it is called and its colour."""
+BRANCHES = (("compressed", GREEN), ("selected", BLUE), ("window", GREY))
+POSITIONS = 64
+"""Bytes of one recorded mean."""
+EDGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Of what is drawn as one point, in :data:`POSITIONS`."""
+HIGHEST_BITS = 3.4
+
+
+def losses(results: Results) -> Figure:
+    """Left: held-out bits against bytes seen. Right: against seconds of training."""
+    record = results.load("language_h200.json")
+    runs = _runs(record)
+    result, axes = figure(_headline(runs), _caption(record), size=(11, 4.8), columns=2)
+    training = record.content["setting"]["sizes"][SIZE]["training"]
+    seen = training["batch_size"] * training["seq_len"] / 1e6
+    _curves(axes[0], runs, lambda look: look[0] * seen, "after equal text", "bytes seen, millions")
+    _curves(axes[1], runs, lambda look: look[1], "after equal time", "seconds of training, one H200 each")
+    axes[0].set_ylabel("bits per held-out byte")
+    return result
+
+
+def positions(results: Results) -> Figure:
+    """Left: how far NSA is behind by position, and what other blocks cost. Right: the gates while it learns."""
+    record = results.load("language_h200.json")
+    runs = {name: seeds[0] for name, seeds in _runs(record).items()}
+    dense = runs.pop(DENSE)
+    name, nsa = next(iter(runs.items()))
+    caption = f"Other blocks, and gates: {name}, seed {nsa['seed']}. {_caption(record)}"
+    result, (left, right) = figure(_cost(nsa, dense), caption, size=(11, 4.9), columns=2)
+    sizes = record.content["setting"]["sizes"][SIZE]["model"]["nsa"]
+    _gaps(left, runs, dense, sizes["num_selected_blocks"] * sizes["select_block_size"])
+    _gates(right, nsa)
+    return result
+
+
+def _curves(ax: Axes, runs: dict[str, list[Point]], x_of: Callable[[Any], float], title: str, x_label: str) -> None:
+    labels: list[Label] = []
+    for name, seeds in runs.items():
+        for run in seeds:
+            looks = [look for look in run["held_out"] if look[2] <= HIGHEST_BITS]
+            x, y = [x_of(look) for look in looks], [look[2] for look in looks]
+            ax.plot(x, y, color=COLOURS[name], marker=MARKERS[name], markersize=4.5, linewidth=1.8)
+        labels.append(Label(x_of(seeds[0]["held_out"][-1]), seeds[0]["held_out"][-1][2], name, COLOURS[name]))
+    end = max(label.x for label in labels)
+    ax.set(xlim=(0, end * 1.55), ylim=(ax.get_ylim()[0] - 0.1, None), title=title.capitalize(), xlabel=x_label)
+    # All names stand at the right, also those of curves that end early.
+    label_curves(ax, [Label(end, label.y, label.text, label.colour) for label in labels])
+    ax.title.set_fontsize(10.5)
+
+
+def _gaps(ax: Axes, runs: dict[str, Point], dense: Point, all_read: int) -> None:
+    """Draw the differences to dense attention, and what the first model loses with other blocks."""
+    finals = next(iter(runs.values()))["finals"]
+    x = [POSITIONS * (begin + end) / 2 for begin, end in pairwise(EDGES)]
+    labels: list[Label] = []
+
+    def draw(label: str, colour: str, measured: Point, base: Point) -> None:
+        gap = [a - b for a, b in zip(measured["positions"], base["positions"], strict=True)]
+        y = [fmean(gap[begin:end]) for begin, end in pairwise(EDGES)]
+        ax.plot(x, y, color=colour, marker="o", markersize=4, linewidth=1.8)
+        labels.append(Label(x[-1], y[-1], label, colour))
+
+    ax.plot([x[0], x[-1]], [0, 0], color=ORANGE, linewidth=1)
+    for blocks, (label, colour) in BLOCKS.items():
+        draw(label, colour, finals[f"bits with {blocks} blocks"], finals["bits with own blocks"])
+    for name, run in runs.items():
+        draw(f"{name}\n- dense", COLOURS[name], run["finals"]["bits"], dense["finals"]["bits"])
+    ax.axvspan(x[0] / 1.2, all_read, color=GREY, alpha=0.08, linewidth=0)
+    ax.text(all_read / 1.1, ax.get_ylim()[1], "all blocks\nare selected", color=GREY, ha="right", va="top")
+    ax.set_xscale("log", base=2)
+    ticks = [2**power for power in range(5, 14)]
+    ax.set_xticks(ticks, [short(tick) for tick in ticks])
+    ax.set_xlim(x[0] / 1.2, x[-1] * 18)
+    ax.set(title="By position in the row", xlabel="bytes before", ylabel="bits per byte")
+    ax.title.set_fontsize(10.5)
+    label_curves(ax, labels)
+
+
+def _gates(ax: Axes, nsa: Point) -> None:
+    """Draw each layer pale, and their mean."""
+    labels: list[Label] = []
+    steps = [step for step, _ in nsa["gates"]]
+    for branch, (name, colour) in enumerate(BRANCHES):
+        layers = zip(*([gates[branch] for gates in layers] for _, layers in nsa["gates"]), strict=True)
+        layers = [list(layer) for layer in layers]
+        for layer in layers:
+            ax.plot(steps, layer, color=colour, linewidth=0.8, alpha=0.35)
+        mean = [fmean(column) for column in zip(*layers, strict=True)]
+        ax.plot(steps, mean, color=colour, linewidth=2.4)
+        labels.append(Label(steps[-1], mean[-1], name, colour))
+    ax.set(xlim=(0, steps[-1] * 1.32), ylim=(0, None), title="Mean gates, a pale line for each layer", xlabel="steps")
+    ax.title.set_fontsize(10.5)
+    label_curves(ax, labels)
+
+
+def _runs(record: Record) -> dict[str, list[Point]]:
+    """Give the whole runs of the large model, by its name, of as many steps as that of NSA has."""
+    ended = [point for point in record.content["points"] if "mean" in point.get("finals", {}).get("bits", {})]
+    points = [point for point in ended if point["size"] == SIZE]
+    steps = {point["steps"] for point in points if point["model"] != DENSE}
+    found = {name: [p for p in points if p["model"] == name and p["steps"] in steps] for name in COLOURS}
+    return {name: seeds for name, seeds in found.items() if seeds}
+
+
+def _headline(runs: dict[str, list[Point]]) -> str:
+    bits = {name: fmean(run["finals"]["bits"]["mean"] for run in seeds) for name, seeds in runs.items()}
+    return "Bits per held-out byte: " + "; ".join(f"{name} {mean:.3f}" for name, mean in bits.items())
+
+
+def _cost(nsa: Point, dense: Point) -> str:
+    finals = nsa["finals"]
+    gap = finals["bits"]["mean"] - dense["finals"]["bits"]["mean"]
+    cost = finals["bits with random blocks"]["mean"] - finals["bits with own blocks"]["mean"]
+    return f"NSA - dense: {gap:+.3f} bits per byte; random blocks in place of those selected: {cost:+.3f}"
+
+
+def _caption(record: Record) -> str:
+    setting, text = record.content["setting"]["sizes"][SIZE], record.content["text"]["bytes"]
+    model, training, nsa = setting["model"], setting["training"], setting["model"]["nsa"]
+    runs = _runs(record)
+    models = "; ".join(f"{name}: {seeds[0]['parameters'] / 1e6:.0f}M" for name, seeds in runs.items())
+    seeds = "; ".join(f"{name}: {len(seeds)}" for name, seeds in runs.items())
+    rows = len(runs[DENSE][0]["finals"]["bits"]["rows"])
+    return (
+        f"Python sources, {text['train'] / 1e6:.0f}M bytes; {rows} rows of packages that no model has seen, for curves "
+        f"{training['eval_sequences']}. {model['num_layers']} layers of {model['dim']}, {model['num_heads']} query and "
+        f"{model['num_kv_heads']} key heads. Parameters: {models}. {runs[DENSE][0]['steps']:,} steps of "
+        f"B={training['batch_size']}, S={training['seq_len']:,}, {training['precision']}; "
+        f"l={nsa['compress_block_size']}, d={nsa['compress_stride']}, l'={nsa['select_block_size']}, "
+        f"n={nsa['num_selected_blocks']}, w={nsa['window_size']}. Seeds: {seeds}. {record.where()}."
+    )
