@@ -79,6 +79,7 @@ class DecoderLM(nn.Module):
         mask_mod: MaskMod | None = None,
         caches: Sequence[NSACache | DenseCache] | None = None,
         lengths: Tensor | None = None,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
         """Predict the next token at every position, or give the loss of predicting the given ones.
 
@@ -94,6 +95,8 @@ class DecoderLM(nn.Module):
             mask_mod: as in :func:`flexnsa.native_sparse_attention`, the same in every layer.
             caches: of :meth:`new_caches`; needs ``torch.no_grad()``.
             lengths: int ``(B,)``, with caches only: tokens of each row that are real, the others being padding.
+            states: a list that gets ``L + 1`` hidden states ``(B, S, dim)``: what goes into each layer, and what the
+                head is given.
 
         Returns:
             logits ``(B, S, vocab_size)``; given targets, the loss in nats, a scalar of fp32 or wider.
@@ -107,7 +110,9 @@ class DecoderLM(nn.Module):
             check_tokens("tokens", tokens, self.embedding.weight)
             check_targets(targets, tokens.shape, reduction)
         options: dict[str, Any] = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
-        x = self.norm(self._run_layers(tokens, caches, lengths, **options))
+        x = self.norm(self._run_layers(tokens, caches, lengths, states, **options))
+        if states is not None:
+            states.append(x)
         if targets is None:
             return self.head(x)
         return linear_cross_entropy(x, self.head.weight, targets, reduction=reduction)
@@ -143,7 +148,7 @@ class DecoderLM(nn.Module):
             check_lengths(lengths, tokens)
             last = lengths.long() - 1
         kept = None if caches is None else lengths
-        x = self._run_layers(tokens, caches, kept, score_mod=score_mod, mask_mod=mask_mod)
+        x = self._run_layers(tokens, caches, kept, None, score_mod=score_mod, mask_mod=mask_mod)
         return self.head(self.norm(x[torch.arange(len(x), device=x.device), last]))
 
     def _run_layers(
@@ -151,16 +156,19 @@ class DecoderLM(nn.Module):
         tokens: Tensor,
         caches: Sequence[NSACache | DenseCache] | None,
         lengths: Tensor | None,
+        states: list[Tensor] | None,
         *,
         document_ids: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Give the residual stream ``(B, S, dim)`` behind the last layer."""
+        """Give the residual stream ``(B, S, dim)`` behind the last layer; ``states`` gets what it was before each."""
         self._check(tokens, caches, lengths, document_ids)
         if caches is None or document_ids is not None or all(cache.takes_rows(tokens.shape[1]) for cache in caches):
             options["layout"] = self._layout(tokens, document_ids)
         x = self.embedding(tokens)
         for index, layer in enumerate(self.layers):
+            if states is not None:
+                states.append(x)
             if caches is not None:
                 x = layer(x, cache=caches[index], lengths=lengths, **options)
             else:

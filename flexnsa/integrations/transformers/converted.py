@@ -39,6 +39,7 @@ class ConvertedPreTrainedModel(SpreadHeads, PreTrainedModel):
     _can_compile_fullgraph = False
     _supports_flash_attn = False
     _supports_flex_attn = False
+    _supports_sdpa = False
     _supports_context_parallel = False
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:  # noqa: ARG002

@@ -38,7 +38,6 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
     supports_gradient_checkpointing = True
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012  (its type is that of the base class)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _supports_sdpa = True  # what asks for the default is given it; how it attends stands in ``config.impl``
     _supports_context_parallel = False
     _tp_plan = decoder_plan()
     _fsdp_plan = {  # noqa: RUF012
@@ -65,6 +64,8 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seq_lens_q: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token at every position.
@@ -78,15 +79,16 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             use_cache: whether to make a cache; by default where nothing is differentiated.
             logits_to_keep: give those of the last tokens only; 0 for all.
             cu_seq_lens_q: int ``(D + 1,)``, where the documents of a single packed row begin.
+            shift_labels: int ``(B, T)``, in place of ``labels``: what each token is to predict.
+            output_hidden_states: whether to give what goes into each layer, and what predicts tokens; by default as
+                the config says.
             kwargs: ``num_items_in_batch``, by which the loss is divided.
 
         Raises:
             TypeError: an argument is not of its kind.
             ValueError: an argument does not fit, or is not there to be had; the message names it.
         """
-        for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
-            if kwargs.get(name):
-                raise ValueError(f"{name}: expected None of {type(self).__name__}, got {describe(kwargs[name])}")
+        self._refuse(kwargs)
         check_integers("input_ids", input_ids, ("B", "T"))
         tokens = cast("Tensor", input_ids)
         cache = wanted_cache(self, past_key_values, use_cache)
@@ -95,9 +97,9 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         alignment = _alignment(tokens, attention_mask, seen)
         if alignment is not None:
             tokens = alignment.align_queries(tokens, dim=1)
-            position_ids, labels = (
+            position_ids, labels, shift_labels = (
                 None if x is None else alignment.align_queries(x.expand(len(tokens), -1), dim=1)
-                for x in (position_ids, labels)
+                for x in (position_ids, labels, shift_labels)
             )
         real = None if alignment is None else alignment.real
         begins = document_begins(position_ids, tokens.shape[1], real)
@@ -110,30 +112,46 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             options["caches"] = [
                 layer.prepare(_new_cache(block), *tokens.shape) for layer, block in zip(layers, blocks, strict=True)
             ]
+        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states: list[Tensor] | None = [] if wants_states else None
+        if labels is not None and shift_labels is None:
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         loss = logits = None
-        if labels is not None and self.training:
-            loss = self._loss(tokens, labels, options, kwargs.get("num_items_in_batch"))
-        elif cache is not None and isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None:
+        if shift_labels is not None and self.training:
+            loss = self._loss(tokens, shift_labels, kwargs.get("num_items_in_batch"), states=states, **options)
+        elif cache is not None and _is_one(logits_to_keep) and shift_labels is None and states is None:
             logits = self.model.last_logits(tokens, lengths=real, **options)[:, None]
         else:
-            logits = self.model(tokens, **options, **({"lengths": real} if cache is not None else {}))
-            if labels is not None:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            if cache is not None:
+                options["lengths"] = real
+            logits = self.model(tokens, states=states, **options)
+            if shift_labels is not None:
+                of_targets = {"labels": labels, "shift_labels": shift_labels, "vocab_size": self.config.vocab_size}
+                loss = self.loss_function(logits=logits, **of_targets, **kwargs)
             logits = logits if alignment is None else alignment.restore_queries(logits, dim=1)
             logits = logits[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
         for layer in layers:
             layer.seen += tokens.shape[1]
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        if states is not None and alignment is not None:
+            states = [alignment.restore_queries(x, dim=1) for x in states]
+        hidden_states = None if states is None else cast("Any", tuple(states))
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=hidden_states)
 
     def next_logits(self, tokens: Tensor, cache: FlexNSACache, real: Tensor) -> Tensor:
         """Give the logits of one token a row."""
         return self.model(tokens, caches=cache.kept, lengths=real)
 
-    def _loss(self, tokens: Tensor, labels: Tensor, options: dict[str, Any], count: Any) -> Tensor:
+    def _refuse(self, others: dict[str, Any]) -> None:
+        """Demand nothing that would be ignored."""
+        wanted = {"output_attentions": self.config.output_attentions} | others
+        for name in ("inputs_embeds", "output_attentions"):
+            value = wanted.get(name)
+            if value is not None and value is not False:
+                raise ValueError(f"{name}: expected None of {type(self).__name__}, got {describe(value)}")
+
+    def _loss(self, tokens: Tensor, targets: Tensor, count: Any, **options: Any) -> Tensor:
         """Give the mean over all targets, or their sum divided by ``count``."""
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        reduction = "mean" if count is None else "sum"
-        loss = self.model(tokens, targets=targets, reduction=reduction, **options)
+        loss = self.model(tokens, targets=targets, reduction="mean" if count is None else "sum", **options)
         return loss if count is None else loss / count
 
     @classmethod
@@ -214,6 +232,10 @@ def _alignment(tokens: Tensor, attention_mask: Tensor | None, seen: int) -> Alig
     mask = attention_mask.to(torch.bool)
     marks = mark_slots(len(tokens), tokens.shape[1], num_keys, seen, attention_mask=mask, device=tokens.device)
     return None if marks is None else Alignment.of(marks, tokens.shape[1])
+
+
+def _is_one(logits_to_keep: int | Tensor) -> bool:
+    return isinstance(logits_to_keep, int) and logits_to_keep == 1
 
 
 def _new_cache(block: DecoderLayer) -> Any:

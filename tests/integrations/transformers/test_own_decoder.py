@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -84,10 +85,54 @@ def test_a_run_of_the_library_is_read_and_written(tmp_path: Path) -> None:
         FlexNSAForCausalLM.from_run(tmp_path / "dense.safetensors")
 
 
+def test_targets_that_are_shifted_already_take_the_place_of_labels() -> None:
+    """Whoever splits a row into shards has to shift first; a shard's last token has a target too."""
+    model, targets = own(), tokens(2, 50)
+    padded = pad_left([tokens(40), tokens(23)])
+    for batch in ({"input_ids": tokens(2, 50), "attention_mask": torch.ones(2, 50)}, padded):
+        shift_labels = targets[:, : batch["input_ids"].shape[1]].masked_fill(batch["attention_mask"] == 0, -100)
+        logits = model.eval()(**batch).logits
+        want = F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
+        for mode in (model.eval(), model.train()):
+            got = mode(**batch, labels=batch["input_ids"], shift_labels=shift_labels).loss
+            assert_close(got, want, check_dtype=False, atol=1e-6, rtol=0)
+
+
+def test_hidden_states_are_what_goes_into_each_layer_and_what_predicts_tokens() -> None:
+    model, rows = own(num_layers=3), [tokens(40), tokens(23)]
+    told = model(**pad_left(rows), output_hidden_states=True)
+    states, want = told.hidden_states, [model.model.embedding(rows[0][None])]
+    for layer in model.model.layers:
+        want.append(layer(want[-1]))
+    want[-1] = model.model.norm(want[-1])
+    assert_close([state[:1] for state in states], want)
+    assert_close(model.model.head(states[-1])[1, 17:], told.logits[1, 17:])
+    alone = model(rows[1][None], output_hidden_states=True).hidden_states
+    assert_close([state[1:, 17:] for state in states], list(alone))
+    assert model(tokens(1, 9)).hidden_states is None
+
+
+@pytest.mark.parametrize("mode", ["training", "decoding", "config"])
+def test_hidden_states_can_be_had_however_the_model_is_called(mode: str) -> None:
+    model, x = own(output_hidden_states=mode == "config"), tokens(1, 12)
+    if mode == "training":
+        model.train()
+        told = model(x, labels=x, output_hidden_states=True)
+        told.hidden_states[0].retain_grad()
+        told.loss.backward()
+        assert told.hidden_states[0].grad.abs().sum() > 0
+    else:
+        options = {} if mode == "config" else {"output_hidden_states": True}
+        told = model.generate(x, max_new_tokens=3, return_dict_in_generate=True, **options)
+        lengths = [[state.shape[1] for state in step] for step in told.hidden_states]
+        assert lengths == [[12] * 3, [1] * 3, [1] * 3]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"output_hidden_states": True}, "output_hidden_states: expected None of FlexNSAForCausalLM"),
+        ({"inputs_embeds": torch.ones(1, 9, 48)}, "inputs_embeds: expected None of FlexNSAForCausalLM"),
+        ({"output_attentions": True}, "output_attentions: expected None of FlexNSAForCausalLM"),
         ({"attention_mask": torch.ones(1, 1, 9, 9)}, r"attention_mask: expected \(1, 9\)"),
         ({"attention_mask": torch.ones(1, 8)}, r"attention_mask: expected \(1, 9\)"),
     ],
@@ -95,6 +140,18 @@ def test_a_run_of_the_library_is_read_and_written(tmp_path: Path) -> None:
 def test_what_it_does_not_do_is_refused(call: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         own()(tokens(1, 9), **call)
+
+
+def test_probabilities_are_refused_to_a_config_too() -> None:
+    model = own(output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions: expected None of FlexNSAForCausalLM"):
+        model(tokens(1, 9))
+
+
+def test_another_attention_is_refused(tmp_path: Path) -> None:
+    own().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"does not support an attention implementation through .*scaled_dot_product"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
 
 
 def test_a_config_that_is_out_of_range_is_refused() -> None:
