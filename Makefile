@@ -5,7 +5,7 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples test emitted transformers lint format types bench bench-smoke bench-gpu record plots versions dist ci clean
+.PHONY: help demo examples test emitted transformers transformers-common lint format types bench bench-smoke bench-gpu record plots versions dist ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -24,6 +24,12 @@ emitted: .venv/.installed  ## compile the CUDA kernels for several GPUs and run 
 
 transformers: .venv/.transformers  ## run the tests that need Hugging Face transformers
 	$(BIN)/python -m pytest -n auto tests/integrations/transformers
+
+# git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers CHECKOUT
+transformers-common: .venv/.transformers  ## run transformers' own tests of all models; CHECKOUT=/path/to/its/repository has them
+	test -f "$(CHECKOUT)/tests/test_modeling_common.py"
+	$(BIN)/pip install --quiet parameterized
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(CHECKOUT) $(BIN)/python -m pytest -o addopts= -p no:warnings tests/integrations/transformers/common_tests.py
 
 lint: .venv/.installed  ## check style and formatting
 	$(BIN)/ruff check .
