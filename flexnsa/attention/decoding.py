@@ -55,7 +55,9 @@ class StepInputs:
         num_heads: ``Hq``.
         config: sizes of the branches.
         scale: factor on the scores.
-        rope_base: of the rotary frequencies.
+        rope_base: of the rotary frequencies, where none are given.
+        frequencies: ``(Dk / 2,)``, radians a token by which each pair is turned, in place of those of ``rope_base``.
+        rope_scale: factor on all that is turned.
     """
 
     q: Tensor
@@ -73,7 +75,9 @@ class StepInputs:
     num_heads: int
     config: NSAConfig
     scale: float
-    rope_base: float
+    rope_base: float = 10_000.0
+    frequencies: Tensor | None = None
+    rope_scale: float = 1.0
 
     def empty_results(self) -> tuple[Tensor, Tensor]:
         """Give room for the heads' outputs ``(B, T, Hq * Dv)`` and for the blocks that they select, if any."""

@@ -59,12 +59,49 @@ def step_inputs(
 ) -> StepInputs:
     """Project the tokens, and lay out all else that the step needs."""
     rows = dict(zip(maps, project_few(x, list(maps.values())), strict=True))
-    return StepInputs(
+    return lay_out_step(
+        cache,
+        lengths,
+        compressors,
         q=rows["q"],
         k={tag: rows[f"k_{tag}"] for tag in cache.branches},
         v={tag: rows[f"v_{tag}"] for tag in cache.branches},
         gates=rows["gate"],
         gate=gate.kind,
+        num_heads=gate.num_heads,
+        scale=cache.head_dim**-0.5,
+        rope_base=rope_base,
+    )
+
+
+def lay_out_step(
+    cache: NSACache,
+    lengths: Tensor | None,
+    compressors: Compressors,
+    *,
+    q: Tensor,
+    k: Mapping[str, Tensor],
+    v: Mapping[str, Tensor],
+    gates: Tensor,
+    gate: str,
+    num_heads: int,
+    scale: float,
+    rope_base: float = 10_000.0,
+    frequencies: Tensor | None = None,
+    rope_scale: float = 1.0,
+) -> StepInputs:
+    """Put what a layer projected beside its cache and its compressors; the names are those of the step's inputs."""
+    return StepInputs(
+        q=q,
+        k=k,
+        v=v,
+        gates=gates,
+        gate=gate,
+        num_heads=num_heads,
+        scale=scale,
+        rope_base=rope_base,
+        frequencies=frequencies,
+        rope_scale=rope_scale,
         phi_k=as_phi(compressors.k),
         phi_v=as_phi(compressors.v),
         buffers=cache.buffers,
@@ -72,10 +109,7 @@ def step_inputs(
         reached=cache.reached,
         new_lengths=None if lengths is None else lengths.contiguous(),
         max_seq_len=cache.max_seq_len,
-        num_heads=gate.num_heads,
         config=cache.config,
-        scale=cache.head_dim**-0.5,
-        rope_base=rope_base,
     )
 
 

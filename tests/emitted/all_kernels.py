@@ -55,7 +55,7 @@ def calls(shape: Shape) -> Iterator[tuple[str, Compile]]:
         for queries in (FEW, MANY):
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
     functions = (_select, _select_few, _selected, _selected_of_documents, _window, _window_of_documents)
-    for function in (*functions, _decoding_step):
+    for function in (*functions, _decoding_step, _decoding_step_by_given_frequencies):
         yield function.__name__.removeprefix("_").replace("_", " "), partial(_own, function, shape)
 
 
@@ -115,7 +115,12 @@ def _window_of_documents(shape: Shape) -> None:
     _window(shape, _positions(LENGTH))
 
 
-def _decoding_step(shape: Shape) -> None:
+def _decoding_step_by_given_frequencies(shape: Shape) -> None:
+    """Turn heads as a model that is not ours does."""
+    _decoding_step(shape, frequencies=torch.empty(shape.dims[0] // 2))
+
+
+def _decoding_step(shape: Shape, frequencies: Tensor | None = None) -> None:
     """Compress by the paper's compressor, which has the most kernels."""
     (dk, dv), new, dim = shape.dims, partial(torch.empty, dtype=shape.dtype), 1024
     cache = NSACache(2, LENGTH, KV_HEADS, dk, v_head_dim=dv, config=CONFIG, dtype=shape.dtype)
@@ -141,7 +146,7 @@ def _decoding_step(shape: Shape) -> None:
             num_heads=KV_HEADS * GROUP,
             config=CONFIG,
             scale=shape.scale,
-            rope_base=10_000.0,
+            frequencies=frequencies,
         )
     )
 

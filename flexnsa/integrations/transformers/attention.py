@@ -18,9 +18,9 @@ from flexnsa.integrations.transformers.cache import computed_dtype, layer_of
 from flexnsa.integrations.transformers.marks import Alignment, check_marks
 from flexnsa.integrations.transformers.options import LayerOptions
 from flexnsa.integrations.transformers.packs import demand_no_pack, document_begins, document_ids
-from flexnsa.layers.compression import BlockLinear, LinearCompressor, MeanCompressor, as_phi
+from flexnsa.layers.compression import BlockLinear, LinearCompressor, MeanCompressor
 from flexnsa.layers.core import Compressors, Heads, KeySource, RowKeys, RowLayout, attend_heads
-from flexnsa.layers.decoding import fits_step
+from flexnsa.layers.decoding import fits_step, lay_out_step
 from flexnsa.layers.projection import project, split_heads
 from flexnsa.layers.rope import RopeTables
 from flexnsa.masks.document import document_positions, first_tokens
@@ -29,8 +29,6 @@ GATE_LIMIT = 2.0
 """Gates are this times a sigmoid, so that one can start at 1 where the sigmoid is steepest."""
 GATE_STARTS = {"cmp": 0.02, "slc": 1.0, "win": 0.02}
 """The selected branch alone is what the dense layer was; the others start alive, but of no weight."""
-
-
 OPEN = 40.0
 """A logit whose sigmoid is 1."""
 
@@ -230,32 +228,34 @@ class ConvertedAttention(nn.Module):
     def takes_step(self, x: Tensor, cache: NSACache) -> bool:
         """Tell whether kernels that take a whole step turn heads as this model does, and weigh branches as it does."""
         rotary: Any = self.rotary_emb
-        plain: bool = rotary.rope_type == "default" and rotary.attention_scaling == 1
-        return plain and self.opening == 1 and fits_step(x, cache, Compressors(self.compress_k, self.compress_v))
+        turns = not looks_at_positions(rotary) and rotary.inv_freq.numel() == self.head_dim // 2
+        return turns and self.opening == 1 and fits_step(x, cache, Compressors(self.compress_k, self.compress_v))
 
     def step_inputs(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> StepInputs:
         """Project new tokens; what a kernel that takes a whole step wants to know."""
-        heads, branches = self._project(x), self.options.branches
+        heads, branches, rotary = self._project(x), self.options.branches, cast("Any", self.rotary_emb)
         gates = x.new_full((), OPEN).expand(*x.shape[:2], self.num_heads) if self.gate is None else self.gate(x)
 
         def flat(each: Tensor) -> Tensor:
             return each.transpose(1, 2).flatten(2)
 
-        return StepInputs(
+        return lay_out_step(
+            cache,
+            lengths,
+            Compressors(self.compress_k, self.compress_v),
             q=flat(heads.q),
             k={tag: flat(heads.k[tag]) for tag in branches},
             v={tag: flat(heads.v[tag]) for tag in branches},
             gates=gates,
             gate="sigmoid",
-            phi_k=as_phi(self.compress_k),
-            phi_v=as_phi(self.compress_v),
-            buffers=cache.buffers,
-            lengths=cache.lengths,
-            reached=cache.reached,
-            new_lengths=None if lengths is None else lengths.contiguous(),
-            max_seq_len=cache.max_seq_len,
             num_heads=self.num_heads,
-            config=self.options.sizes,
             scale=self.scaling,
-            rope_base=self.config.rope_parameters["rope_theta"],
+            frequencies=rotary.inv_freq,
+            rope_scale=rotary.attention_scaling,
         )
+
+
+def looks_at_positions(module: nn.Module) -> bool:
+    """Tell of a rotary embedding whose angles depend on the largest position so far, which it asks the device for."""
+    kind = getattr(module, "rope_type", "")
+    return "dynamic" in kind or kind == "longrope"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from flexnsa.integrations.transformers.attention import looks_at_positions
 from flexnsa.integrations.transformers.cache import FlexNSACache
 from flexnsa.layers.projection import has_no_hooks, is_dense
 from flexnsa.models.steps import Step, capture
@@ -94,13 +95,7 @@ def can_capture(model: nn.Module) -> bool:
     tensors = list(chain(model.parameters(), model.buffers()))
     if tensors[0].device.type not in DEVICES or not all(x.device == tensors[0].device and is_dense(x) for x in tensors):
         return False
-    return all(has_no_hooks(module) and not _looks_at_positions(module) for module in model.modules())
-
-
-def _looks_at_positions(module: nn.Module) -> bool:
-    """Tell of a rotary embedding whose angles depend on the largest position so far, which it asks the device for."""
-    kind = getattr(module, "rope_type", "")
-    return "dynamic" in kind or kind == "longrope"
+    return all(has_no_hooks(module) and not looks_at_positions(module) for module in model.modules())
 
 
 def _fits(tokens: Any, cache: Any, mask: Any) -> bool:

@@ -42,6 +42,26 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
 }
 
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "longrope": {
+        "factor": 4.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + i for i in range(8)],
+        "original_max_position_embeddings": 32,
+    },
+}
+ROPES = {name: {"rope_type": name, "rope_theta": 100.0, **options} for name, options in ROPES.items()}
+"""Of 40 tokens and more, each turns them otherwise than without it."""
+
 FEW = {
     "compress_block_size": 8,
     "compress_stride": 4,

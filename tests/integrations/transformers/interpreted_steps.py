@@ -14,20 +14,23 @@ import torch
 from torch import Tensor
 
 from flexnsa.integrations.transformers import FlexNSACache
-from tests.integrations.transformers.families import FEW, converted, pad_left, tokens
+from tests.integrations.transformers.families import FEW, ROPES, converted, pad_left, tokens
 from tests.support.triton_decoding import recording_steps
 
 CASES: dict[str, dict[str, Any]] = {
     "norms, three branches": {"family": "qwen3"},
     "biases, selected branch": {"family": "qwen2", "branches": ["slc"]},
     "no compressed branch": {"family": "llama", "branches": ["slc", "win"]},
+    "given frequencies": {"family": "llama", "rope": "llama3"},
+    "given frequencies and a scale": {"family": "llama", "branches": ["slc"], "rope": "yarn"},
 }
 STEPS = 5
 
 
-def run(family: str, **options: Any) -> dict[str, Tensor]:
+def run(family: str, rope: str | None = None, **options: Any) -> dict[str, Tensor]:
     """Continue two rows of different lengths: step by step on a cache, and as whole rows."""
-    model = converted(family, FEW | options, num_hidden_layers=1).float()
+    turning = {} if rope is None else {"rope_parameters": ROPES[rope]}
+    model = converted(family, FEW | options, num_hidden_layers=1, **turning).float()
     rows = [tokens(40), tokens(29)]
     more = tokens(2, STEPS)
     _attend_by(model, "reference")

@@ -14,26 +14,9 @@ from flexnsa import NSAConfig
 from flexnsa.checkpointing import keep_selection
 from flexnsa.integrations.transformers import FlexNSACache, convert, to_dense
 from flexnsa.layers.compression import average_blocks
-from tests.integrations.transformers.families import ALL, FAMILIES, FEW, converted, dense, own, pad_left, tokens
+from tests.integrations.transformers.families import ALL, FAMILIES, FEW, ROPES, converted, dense, own, pad_left, tokens
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 63}
-ROPES: dict[str, dict[str, Any]] = {
-    "linear": {"factor": 4.0},
-    "dynamic": {"factor": 2.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "longrope": {
-        "factor": 4.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [1.0 + i for i in range(8)],
-        "original_max_position_embeddings": 32,
-    },
-}
 
 
 @pytest.fixture(scope="module", params=["three branches", "selected branch", "own decoder"])
@@ -68,7 +51,7 @@ def test_the_selected_branch_alone_is_the_dense_model_and_becomes_it_again(famil
 def test_positions_are_turned_as_in_the_dense_model(rope: str) -> None:
     """In whole rows and in steps; with all three branches, compressed keys too are turned by the same angles."""
     limit = {"max_position_embeddings": 40} if rope == "dynamic" else {}
-    model = dense("llama", rope_parameters={"rope_type": rope, "rope_theta": 100.0, **ROPES[rope]}, **limit)
+    model = dense("llama", rope_parameters=ROPES[rope], **limit)
     x = tokens(1, 70)
     same = convert(model, NSAConfig(**ALL), branches=["slc"])
     assert_close(same(x, use_cache=False).logits, model(x).logits)

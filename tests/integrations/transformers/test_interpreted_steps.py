@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from flexnsa.integrations.transformers import FlexNSACache
 from flexnsa.integrations.transformers.attention import ConvertedAttention
 from tests.integrations.transformers import interpreted_steps
-from tests.integrations.transformers.families import FEW, converted, tokens
+from tests.integrations.transformers.families import FEW, ROPES, converted, tokens
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_steps_equal_whole_rows(name: str, interpreted: dict[str, Any]) -> None:
     ("changes", "takes"),
     [
         ({}, True),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, False),
+        *(({"rope_parameters": rope}, name not in ("dynamic", "longrope")) for name, rope in ROPES.items()),
         ({"opening": 0.5}, False),
         ({"hook": True}, False),
     ],

@@ -55,7 +55,7 @@ def place(inputs: StepInputs, work: Work) -> None:
         inputs.lengths, inputs.lengths if inputs.new_lengths is None else inputs.new_lengths, work.where, work.q,
         *(buffers.get(name, q) for name in ("k_tail", "v_tail", "k_slc", "v_slc", "k_win", "v_win")),
         work.batch, work.num_tokens, inputs.max_seq_len, work.slots.get("tail", 1), work.slots.get("win", 1),
-        *_in_two(log2(inputs.rope_base)),
+        *_rope(inputs), GIVEN=inputs.frequencies is not None,
         HQ=inputs.num_heads, HKV=work.kv_heads, DK=work.dk, DV=work.dv, HAS_REAL=inputs.new_lengths is not None,
         HAS_K_RAW="k_tail" in buffers, HAS_V_RAW="v_tail" in buffers, HAS_SLC="k_slc" in buffers,
         HAS_WIN="k_win" in buffers, BDK=padded(work.dk), BDV=padded(work.dv), HALF=padded(work.dk // 2, least=1),
@@ -96,8 +96,8 @@ def compress(inputs: StepInputs, work: Work) -> None:
         for x in (tail, middle, _or(phi.out, tail), cache)
     ]
     decoding_compress.finish_completed[(cdiv(num_rows, 16), 1 + makes_values)](
-        inputs.lengths, work.where, *lasts, *counts, work.slots["cmp"], *_in_two(log2(inputs.rope_base)),
-        K_KIND=phi_k.kind, V_KIND=phi_v.kind, **sizes,
+        inputs.lengths, work.where, *lasts, *counts, work.slots["cmp"], *_rope(inputs),
+        GIVEN=inputs.frequencies is not None, K_KIND=phi_k.kind, V_KIND=phi_v.kind, **sizes,
         K_HALF=padded(cdiv(work.dk, 2)), V_HALF=padded(cdiv(work.dv, 2)), PRECISION=precision(),
         num_warps=4,
     )  # fmt: skip
@@ -193,6 +193,11 @@ def _uniform(x: Tensor) -> Tensor:
     """Let the rows of ``(B, T, n)`` lie equally far apart, each in one piece."""
     apart = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
     return x if apart and x.stride(2) == 1 else x.contiguous()
+
+
+def _rope(inputs: StepInputs) -> tuple[Tensor, float, float, float]:
+    """Give what :func:`angles` reads: the frequencies or the logarithm of their base, and the scale."""
+    return _or(inputs.frequencies, inputs.q), *_in_two(log2(inputs.rope_base)), inputs.rope_scale
 
 
 def _in_two(x: float) -> tuple[float, float]:

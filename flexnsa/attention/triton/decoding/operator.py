@@ -15,6 +15,7 @@ from flexnsa.geometry import BRANCHES
 def step(inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
     """Run a step by Triton kernels on the current stream; see :data:`flexnsa.attention.decoding.StepFunction`."""
     phis = [phi for phi in (inputs.phi_k, inputs.phi_v) if phi is not None]
+    parameters = [parameter for phi in phis for parameter in phi.parameters]
     branches = [tag for tag in BRANCHES if tag in inputs.k]
     out, blocks = _decoding_step(
         inputs.lengths,
@@ -22,10 +23,10 @@ def step(inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         list(inputs.buffers.values()),
         inputs.new_lengths,
         [inputs.q, inputs.gates, *(x[tag] for tag in branches for x in (inputs.k, inputs.v))],
-        [parameter for phi in phis for parameter in phi.parameters],
+        parameters if inputs.frequencies is None else [*parameters, inputs.frequencies],
         ",".join([*branches, *inputs.buffers, *(phi.kind for phi in phis), inputs.gate]),
         [len(branches), inputs.num_heads, inputs.max_seq_len, *inputs.config.to_ints()],
-        [inputs.scale, inputs.rope_base],
+        [inputs.scale, inputs.rope_base, inputs.rope_scale],
     )
     return out, blocks if "slc" in branches else None
 
@@ -106,4 +107,6 @@ def _inputs(
         config=NSAConfig.from_ints(sizes),
         scale=numbers[0],
         rope_base=numbers[1],
+        frequencies=left[0] if left else None,
+        rope_scale=numbers[2],
     )

@@ -107,9 +107,10 @@ def part_of_block(
 
 @jit
 def finish_blocks(
-    head, block, complete, m, tail_ptr, hidden_ptr, out_ptr, cache_ptr, tail_size, cmp_size, base_high, base_low,
-    TURN: tl.constexpr, KIND: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
+    head, block, complete, m, tail_ptr, hidden_ptr, out_ptr, cache_ptr, tail_size, cmp_size,
+    frequency_ptr, base_high, base_low, rope_scale, GIVEN: tl.constexpr, TURN: tl.constexpr, KIND: tl.constexpr,
+    LENGTH: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Run what follows the first map, turn keys at their block's first token, and put all into the cache."""
     a, i, first = part_of_block(
@@ -125,7 +126,8 @@ def finish_blocks(
     if TURN:
         a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
         token = (block * STRIDE)[:, None]
-        cos, sin = angles(token, tl.arange(0, HALF)[None, :], base_high, base_low, D)
+        pair = tl.arange(0, HALF)[None, :]
+        cos, sin = angles(token, pair, frequency_ptr, base_high, base_low, rope_scale, GIVEN, D)
         a, b = a * cos - b * sin, b * cos + a * sin
     tl.store(cache_ptr + slot[:, None] + i[None, :], a.to(dtype), mask=first)
     tl.store(cache_ptr + slot[:, None] + j[None, :], b.to(dtype), mask=second)
@@ -135,8 +137,8 @@ def finish_blocks(
 def finish_completed(
     lengths_ptr, where_ptr, k_tail_ptr, k_hidden_ptr, k_out_ptr, k_cache_ptr,
     v_tail_ptr, v_hidden_ptr, v_out_ptr, v_cache_ptr,
-    num_rows, num_tokens, tail_size, cmp_size, base_high, base_low,
-    K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+    num_rows, num_tokens, tail_size, cmp_size, frequency_ptr, base_high, base_low, rope_scale,
+    GIVEN: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     HKV: tl.constexpr, E: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BM: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -148,10 +150,12 @@ def finish_completed(
         if tl.program_id(1) == 0:
             finish_blocks(
                 head, block, complete, m, k_tail_ptr, k_hidden_ptr, k_out_ptr, k_cache_ptr, tail_size, cmp_size,
-                base_high, base_low, True, K_KIND, LENGTH, STRIDE, DK, K_WIDTH, BM, K_HALF, PRECISION,
+                frequency_ptr, base_high, base_low, rope_scale, GIVEN, True, K_KIND,
+                LENGTH, STRIDE, DK, K_WIDTH, BM, K_HALF, PRECISION,
             )  # fmt: skip
         else:
             finish_blocks(
                 head, block, complete, m, v_tail_ptr, v_hidden_ptr, v_out_ptr, v_cache_ptr, tail_size, cmp_size,
-                base_high, base_low, False, V_KIND, LENGTH, STRIDE, DV, V_WIDTH, BM, V_HALF, PRECISION,
+                frequency_ptr, base_high, base_low, rope_scale, GIVEN, False, V_KIND,
+                LENGTH, STRIDE, DV, V_WIDTH, BM, V_HALF, PRECISION,
             )  # fmt: skip

@@ -9,17 +9,20 @@ from flexnsa.attention.triton.typed import jit
 
 
 @jit
-def angles(token, pair, base_high, base_low, D: tl.constexpr):
-    """Give cosines and sines of some pairs of a head of ``D`` numbers at a token, fp32.
+def angles(token, pair, frequency_ptr, base_high, base_low, scale, GIVEN: tl.constexpr, D: tl.constexpr):
+    """Give cosines and sines of some pairs of a head of ``D`` numbers at a token, times ``scale``, fp32.
 
-    ``base_high + base_low`` is ``log2(base)``, of which one fp32 number would hold too few bits. A float64 counts the
-    turns, so that only their fraction is rounded.
+    Their frequencies are given, or those of a base, of whose ``log2`` one fp32 number would hold too few bits: it is
+    ``base_high + base_low``. A float64 counts the turns, so that only their fraction is rounded.
     """
-    share = pair.to(tl.float64) / (D // 2)
-    exponent = share * base_high + share * base_low
-    turns = token.to(tl.float64) * tl.exp2(-exponent) / 6.283185307179586
+    if GIVEN:
+        frequency = tl.load(frequency_ptr + pair, mask=pair < D // 2, other=0.0).to(tl.float64)
+    else:
+        share = pair.to(tl.float64) / (D // 2)
+        frequency = tl.exp2(-(share * base_high + share * base_low))
+    turns = token.to(tl.float64) * frequency / 6.283185307179586
     angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
-    return tl.cos(angle), tl.sin(angle)
+    return tl.cos(angle) * scale, tl.sin(angle) * scale
 
 
 @jit
@@ -47,10 +50,10 @@ def place(
     q_st, kc_st, vc_st, ks_st, vs_st, kw_st, vw_st,
     lengths_ptr, real_ptr, where_ptr, turned_ptr,
     k_tail_ptr, v_tail_ptr, k_slc_cache_ptr, v_slc_cache_ptr, k_win_cache_ptr, v_win_cache_ptr,
-    batch, num_tokens, max_seq_len, tail_size, win_size, base_high, base_low,
+    batch, num_tokens, max_seq_len, tail_size, win_size, frequency_ptr, base_high, base_low, rope_scale,
     HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HAS_REAL: tl.constexpr,
     HAS_K_RAW: tl.constexpr, HAS_V_RAW: tl.constexpr, HAS_SLC: tl.constexpr, HAS_WIN: tl.constexpr,
-    BDK: tl.constexpr, BDV: tl.constexpr, HALF: tl.constexpr,
+    GIVEN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Take one head of one new token to its place; the first head also says where the token stands.
 
@@ -71,7 +74,7 @@ def place(
         tl.store(where_ptr + row, token.to(tl.int32))
         tl.store(where_ptr + batch * num_tokens + row, ((position >= after) & (position < end)).to(tl.int32))
         tl.store(where_ptr + 2 * batch * num_tokens + row, 0)
-    cos, sin = angles(token, tl.arange(0, HALF), base_high, base_low, DK)
+    cos, sin = angles(token, tl.arange(0, HALF), frequency_ptr, base_high, base_low, rope_scale, GIVEN, DK)
     if h < HQ:
         turn(q_ptr + row * q_st + h * DK, turned_ptr + ((b * HQ + h) * num_tokens + t) * DK, cos, sin, DK, HALF)
     elif position < after:
