@@ -46,10 +46,27 @@ def average_blocks(x: Tensor, first_tokens: Tensor | None, config: NSAConfig) ->
     """Average the blocks of ``x (B, Hkv, S, D)``, which begin every ``d`` or at ``first_tokens (B, N)``."""
     if first_tokens is not None:
         return _blocks(x, first_tokens, config).mean(3)
+    return _join_means(_segments(x, config).mean(3), x.shape[2], config)
+
+
+def average_kept_blocks(x: Tensor, config: NSAConfig) -> Tensor:
+    """Average the blocks of keys ``x (B, Hkv, S, D)`` that were kept, as :func:`average_blocks` does those of rows.
+
+    It reads them once: where few queries wait for them, a copy would take longer than all else. For that, a compiler of
+    dynamic lengths makes a second graph.
+    """
+    stride = config.compress_stride
+    count = x.shape[2] // stride
+    segments = torch.unflatten(x[:, :, : count * stride], 2, (count, stride))
+    means = torch.sum(segments, 3) / stride  # Tensor.mean in bf16 takes a CPU eight times as long
+    return _join_means(means, x.shape[2], config)
+
+
+def _join_means(means: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
+    """Average the means of segments, ``(B, Hkv, S // d or more, D)``, to those of blocks."""
     size = config.compress_block_size // config.compress_stride
-    means = _segments(x, config).mean(3)
     parts = means.unsqueeze(-2).expand(*means.shape[:-1], size, -1)
-    return _add_neighbours(parts, num_compressed(x.shape[2], config)) / size
+    return _add_neighbours(parts, num_compressed(num_tokens, config)) / size
 
 
 class MeanCompressor(nn.Module):

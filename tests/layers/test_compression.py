@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexnsa import LinearCompressor, MeanCompressor, MLPCompressor, NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.layers.compression import as_phi
+from flexnsa.layers.compression import as_phi, average_blocks, average_kept_blocks
 from tests.support.inputs import SMALL
 
 CONFIGS = [
@@ -36,6 +37,31 @@ def test_mean(config: NSAConfig) -> None:
     x = torch.randn(2, 3, 41, 6, dtype=torch.float64)
     expected = torch.stack([block.mean(2) for block in blocks(x, config)], dim=2)
     torch.testing.assert_close(MeanCompressor(3, 6, config=config)(x), expected)
+
+
+@configs
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 11, 12, 48, 53])
+def test_kept_keys_are_averaged_as_rows_are_and_read_once(config: NSAConfig, num_tokens: int) -> None:
+    """A copy of all keys, at every step, took four times as long as all else of a step."""
+    x = torch.randn(2, 3, num_tokens, 6, dtype=torch.float64)
+    with LargestResult(x) as largest:
+        got = average_kept_blocks(x, config)
+    torch.testing.assert_close(got, average_blocks(x, None, config))
+    assert largest.size <= x.nbytes / config.compress_stride
+
+
+class LargestResult(TorchDispatchMode):
+    """Note how many bytes were allocated at once."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.source, self.size = x.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() != self.source:
+            self.size = max(self.size, out.untyped_storage().nbytes())
+        return out
 
 
 @configs

@@ -8,11 +8,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from flexnsa.integrations.transformers.cache import FlexNSACache
+from flexnsa.integrations.transformers.choice import NAME
 from flexnsa.integrations.transformers.conversion import convert, to_dense
 from flexnsa.integrations.transformers.converted import LAYERS
 from flexnsa.integrations.transformers.decoder import FlexNSAForCausalLM
 from flexnsa.integrations.transformers.decoder_config import FlexNSAConfig
-from flexnsa.integrations.transformers.dropin import NAME, attention_forward, make_mask
+from flexnsa.integrations.transformers.dropin import attention_forward, make_mask
 from flexnsa.integrations.transformers.families import register_families
 from flexnsa.integrations.transformers.marks import mark_slots
 from flexnsa.integrations.transformers.options import DropInOptions, LayerOptions

@@ -13,29 +13,22 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from flexnsa.attention.implementations import attend, choose_implementation
 from flexnsa.attention.seam import Call, Keys
 from flexnsa.geometry import num_compressed
+from flexnsa.integrations.transformers.choice import NAME, note_choice
 from flexnsa.integrations.transformers.marks import Alignment, check_marks, mark_slots
 from flexnsa.integrations.transformers.options import DropInOptions
-from flexnsa.integrations.transformers.packs import demand_no_pack, document_begins, document_ids
-from flexnsa.layers.compression import average_blocks
+from flexnsa.integrations.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
+from flexnsa.layers.compression import average_blocks, average_kept_blocks
 from flexnsa.masks.document import document_positions, first_tokens
 from flexnsa.positions import Positions
 from flexnsa.validation import describe
-
-NAME = "flexnsa"
-"""What ``attn_implementation`` has to say."""
 
 REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
 """What some models pass to their attention, and NSA here does not do."""
 
 
 def make_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
-    """As :func:`mark_slots`; and note in ``config`` whose attention this is.
-
-    So it stands in config.json. Without that a saved model comes back with dense attention, and nobody is told: to
-    transformers, ``attn_implementation`` is a choice of whoever loads a model.
-    """
-    if config is not None and not torch.compiler.is_compiling() and not hasattr(config, "attn_implementation"):
-        config.attn_implementation = NAME
+    """As :func:`mark_slots`; and note in ``config`` whose attention this is."""
+    note_choice(config)
     return mark_slots(*args, **kwargs)
 
 
@@ -91,7 +84,9 @@ def attention_forward(
         out = _attend_rows(query, key, value, documents, scaling, options)
     else:
         demand_no_pack(begins, cu_seq_lens_q)
-        out = _attend_cached(query, key, value, alignment, scaling, options)
+        positions = _kept_positions(query, key, alignment)
+        demand_one_document(position_ids, positions.token[:, :1], real)
+        out = _attend_kept(query, key, value, positions, scaling, options)
     out = out.transpose(1, 2)
     return (out if alignment is None else alignment.restore_queries(out, dim=1)), None
 
@@ -111,19 +106,22 @@ def _attend_rows(
     return _attend(q, k, v, compress, positions, scale, options, cached=False)
 
 
-def _attend_cached(
-    q: Tensor, k: Tensor, v: Tensor, alignment: Alignment | None, scale: float | None, options: DropInOptions
-) -> Tensor:
-    """Attend from the last tokens of rows, or from some that further slots of the keys are still waiting behind."""
+def _kept_positions(q: Tensor, k: Tensor, alignment: Alignment | None) -> Positions:
+    """Say where the last tokens of rows stand, or some that further slots of the keys are still waiting behind."""
     if alignment is None:
         positions = Positions.of_sequence(k.shape[2], k.device).at(slice(-q.shape[2], None))
-        positions = positions.map(lambda x: x.expand(len(q), -1).contiguous())
-    else:
-        zero = torch.zeros_like(alignment.token)
-        positions = Positions(alignment.token, zero, zero)
+        return positions.map(lambda x: x.expand(len(q), -1).contiguous())
+    zero = torch.zeros_like(alignment.token)
+    return Positions(alignment.token, zero, zero)
+
+
+def _attend_kept(
+    q: Tensor, k: Tensor, v: Tensor, positions: Positions, scale: float | None, options: DropInOptions
+) -> Tensor:
+    """Attend from tokens at these positions to the keys of a cache."""
 
     def compress(x: Tensor) -> Tensor:
-        return F.pad(average_blocks(x, None, options.sizes), (0, 0, 0, 1))  # there is always one, be it seen by nobody
+        return F.pad(average_kept_blocks(x, options.sizes), (0, 0, 0, 1))  # there is always one, be it seen by nobody
 
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return _attend(q, k, v, compress, positions, scale, options, cached=not trains)

@@ -44,6 +44,30 @@ def demand_no_pack(begins: Tensor | None, cu_seqlens: Tensor | None) -> None:
         raise ValueError(f"{name}: expected one sequence a row with a cache, got several; pack with use_cache=False")
 
 
+def demand_one_document(position_ids: Tensor | None, past: Tensor, real: Tensor | None) -> None:
+    """Demand that all tokens of a cache are of the sequence that new ones go on, where looking is free.
+
+    Args:
+        position_ids: int ``(B or 1, T)``, of the new tokens, padding behind them.
+        past: int ``(B or 1, 1)``, how many tokens stand before the first of them.
+        real: int ``(B,)``, how many of a row's are no padding; by default all.
+
+    Raises:
+        ValueError: they go on a document that began later than the cache.
+    """
+    if position_ids is None or not may_look(position_ids):
+        return
+    wrong = position_ids[:, :1] < past
+    wrong = wrong if real is None else wrong & (real > 0)[:, None]
+    if wrong.any():
+        row = int(wrong.any(1).nonzero()[0])
+        first, before = (int(x.expand(len(wrong), -1)[row, 0]) for x in (position_ids, past))
+        raise ValueError(
+            f"position_ids: expected those of one sequence behind a cache, got {first} behind {before} tokens "
+            f"in row {row}; pack with use_cache=False"
+        )
+
+
 def document_begins(position_ids: Tensor | None, num_tokens: int, real: Tensor | None = None) -> Tensor | None:
     """Tell which of ``T`` tokens do not follow the one before, bool ``(B or 1, T)``; of the first it is not asked.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,32 @@ def test_a_saved_model_comes_back_with_the_attention_that_it_ran_with(tmp_path: 
     assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == "flexnsa"
     on_purpose = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert_close(on_purpose(x).logits, dense("llama")(x).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_attention_that_is_set_back_is_saved_as_set_back(copied: bool, tmp_path: Path) -> None:
+    """What a model said of itself outlived the choice: it came back with flexnsa."""
+    model, x = sparse("llama", FEW), tokens(1, 70)
+    few = model(x).logits
+    model = deepcopy(model) if copied else model
+    for chosen, saved in (("sdpa", "sdpa"), ("flexnsa", "flexnsa"), ("eager", "sdpa")):
+        model.set_attn_implementation(chosen)
+        model.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert again.config._attn_implementation == saved
+        assert_close(again(x).logits, few if chosen == "flexnsa" else dense("llama")(x).logits)
+    assert pickle.loads(pickle.dumps(model.config)).attn_implementation == "flexnsa"
+
+
+@torch.no_grad()
+def test_a_document_of_a_pack_is_not_gone_on_with_as_if_it_were_alone() -> None:
+    """A cache does not tell where documents began in it: the second turn attended to all of them."""
+    model = sparse("llama", FEW)
+    packed = {"input_ids": tokens(1, 40), "position_ids": torch.cat((torch.arange(25), torch.arange(15)))[None]}
+    cache = model(**packed, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"position_ids: expected those of one sequence .* got 15 behind 40 tokens"):
+        model(tokens(1, 1), position_ids=torch.tensor([[15]]), past_key_values=cache)
 
 
 @torch.no_grad()
