@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from flexnsa.errors import FileError
+from flexnsa.files import write_whole
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import whole_file
 from flexnsa.training.checkpoint import check_tensors, newest_checkpoint, read_checkpoint
 from flexnsa.training.shards import SUFFIX
-from flexnsa.training.tokenizer import FILE_NAME
+from flexnsa.training.tokenizer import FILE_NAME, TextTokenizer
 
 
 def read_model(checkpoint: Path) -> DecoderLM:
@@ -62,11 +63,19 @@ def _tokenizer_of(file: Path, header: dict[str, Any]) -> Path | None:
     return tokenizer
 
 
-def save_model(path: Path, model: DecoderLM) -> None:
-    """Write what :func:`read_model` reads; no run can go on from there.
+def save_model(path: Path, model: DecoderLM, tokenizer: TextTokenizer | None = None) -> None:
+    """Write what :func:`read_model_and_tokenizer` reads, the tokenizer beside it; no run can go on from there.
 
     Raises:
+        FileExistsError: another tokenizer is there, which may be that of another checkpoint.
         OSError: it could not be written; names the path.
     """
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    whole_file.save(path, tensors, {"model": json.dumps(model.config.to_dict())})
+    header = {"model": json.dumps(model.config.to_dict())}
+    if tokenizer is not None:
+        file = path.with_name(FILE_NAME)
+        if file.exists() and file.read_bytes() != tokenizer.content:
+            raise FileExistsError(f"{file}: expected the tokenizer of {path.name} or none, got another")
+        write_whole(file, tokenizer.content)
+        header["corpus"] = json.dumps({"tokenizer_sha256": tokenizer.sha256()})
+    whole_file.save(path, tensors, header)

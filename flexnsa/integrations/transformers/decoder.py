@@ -24,6 +24,7 @@ from flexnsa.integrations.transformers.parallel import SpreadHeads, decoder_plan
 from flexnsa.models.decoder import DecoderLayer, DecoderLM
 from flexnsa.packing import IGNORED
 from flexnsa.training.model_file import read_model, save_model
+from flexnsa.training.tokenizer import TextTokenizer
 from flexnsa.validation import check_integers, describe
 
 
@@ -168,13 +169,25 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         model.model = decoder
         return model.eval()
 
-    def save_run(self, path: str | Path) -> None:
+    def save_run(self, path: str | Path, *, tokenizer: str | Path | None = None) -> None:
         """Write what ``flexnsa generate`` and :meth:`from_run` read; no run goes on from there.
 
+        Args:
+            path: of the file.
+            tokenizer: a file of ``tokenizers``, or the folder of one that transformers saved, which is then written as
+                ``tokenizer.json`` beside the file; by default each token is a byte.
+
         Raises:
+            FileNotFoundError: there is no such tokenizer.
+            FileExistsError: beside the file is another tokenizer.
             OSError: it could not be written; names the path.
+            ValueError: it is no tokenizer, or one of more tokens than the model has.
         """
-        save_model(Path(path), self.model)
+        read = None if tokenizer is None else TextTokenizer(Path(tokenizer))
+        if read is not None and read.vocab_size > self.config.vocab_size:
+            expected = f"one of {self.config.vocab_size} tokens or fewer"
+            raise ValueError(f"tokenizer: expected {expected}, as the model, got one of {read.vocab_size}")
+        save_model(Path(path), self.model, read)
 
     def get_input_embeddings(self) -> nn.Module:
         """Give the embedding of tokens."""

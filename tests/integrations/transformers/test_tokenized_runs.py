@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from flexnsa.cli import main
 from flexnsa.integrations.transformers import FlexNSAForCausalLM
@@ -170,9 +170,28 @@ def test_a_stop_may_stand_anywhere_in_a_token(
 
 def test_transformers_reads_the_model_and_its_tokenizer(folder: Path) -> None:
     model: Any = FlexNSAForCausalLM.from_run(folder / "run")
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(folder / "run" / "tokenizer.json"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "run")
     assert model.config.vocab_size == len(tokenizer) == 300
     assert tokenizer("def zürich").input_ids == TextTokenizer(folder / "tokenizer.json").encode("def zürich")
+
+
+def test_a_model_of_transformers_is_written_with_its_tokenizer(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate(folder, "--temperature", "0", "--max-new-tokens", "5")
+    want = capsys.readouterr().out
+    model: Any = FlexNSAForCausalLM.from_run(folder / "run")
+    AutoTokenizer.from_pretrained(folder / "run").save_pretrained(tmp_path / "transformers")
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "run" / "checkpoint.safetensors"
+    model.save_run(file, tokenizer=tmp_path / "transformers")
+    generate(tmp_path, "--temperature", "0", "--max-new-tokens", "5")
+    assert capsys.readouterr().out == want
+    assert AutoTokenizer.from_pretrained(file.parent)("def").input_ids
+    with pytest.raises(FileExistsError, match=r"tokenizer.json: expected the tokenizer of checkpoint"):
+        model.save_run(file, tokenizer=write_tokenizer(tmp_path / "other.json", 290))
+    with pytest.raises(ValueError, match=r"tokenizer: expected one of 300 tokens or fewer, .* got one of 301"):
+        model.save_run(file, tokenizer=write_tokenizer(tmp_path / "larger.json", 301))
 
 
 def test_wrong_tokenizers_are_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
