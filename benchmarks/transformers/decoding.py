@@ -48,7 +48,10 @@ TINY: dict[str, Any] = SIZES | {
     "head_dim": 16,
     "vocab_size": 256,
 }
+STATIC = ", static cache"
+"""Of which transformers compiles a step."""
 CONTESTANTS = ("dense", "dense without cuDNN", "converted", "selected branch", "own decoder", "drop-in")
+CONTESTANTS += f"dense{STATIC}", f"drop-in{STATIC}"
 KEY = ("name", "context", "batch")
 
 
@@ -73,7 +76,7 @@ def make(name: str, sizes: dict[str, Any], device: str) -> Any:
     with torch.device(device):
         model: Any = own_decoder(sizes) if name == "own decoder" else LlamaForCausalLM(LlamaConfig(**sizes))
     model = model.to(dtype=torch.bfloat16).eval()
-    if name == "drop-in":
+    if name.startswith("drop-in"):
         model.set_attn_implementation("flexnsa")
     elif name in ("converted", "selected branch"):
         branches = ["slc"] if name == "selected branch" else ["cmp", "slc", "win"]
@@ -94,6 +97,8 @@ def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, tokens: i
     model = make(point["name"], sizes, device)
     prompt = torch.randint(sizes["vocab_size"], (point["batch"], point["context"]), device=device)
     arguments: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
+    if point["name"].endswith(STATIC):
+        arguments["cache_implementation"] = "static"
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for count in (3, tokens):

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.testing import assert_close
-from transformers import DataCollatorWithFlattening, StaticCache
+from transformers import CompileConfig, DataCollatorWithFlattening, StaticCache
 
 import flexnsa.integrations.transformers  # noqa: F401  (registers the attention)
 from tests.integrations.transformers.families import ALL, FAMILIES, FEW, dense, pad_left, sparse, tokens
@@ -177,6 +178,20 @@ def test_it_compiles_as_one_graph(padded: bool) -> None:
     want.logits[:, -1].square().mean().backward()
     assert_close(got.logits[:, -25:], want.logits[:, -25:])
     assert_close(gradient, few.get_input_embeddings().weight.grad)
+
+
+@torch.no_grad()
+def test_steps_on_a_cache_of_fixed_size_compile_as_one_graph() -> None:
+    """On a GPU, transformers compiles them without being asked."""
+    few = sparse("llama", FEW, num_hidden_layers=1)
+    rows = pad_left([tokens(40), tokens(25)])
+    config = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)  # pyright: ignore[reportArgumentType]
+    config._compile_all_devices = True  # pyright: ignore[reportAttributeAccessIssue]  (a flag that is there for tests)
+    torch._dynamo.reset()
+    counters.clear()
+    got = few.generate(**rows, **GREEDY, cache_implementation="static", compile_config=config)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(got, few.generate(**rows, **GREEDY))
 
 
 @pytest.mark.parametrize(
