@@ -43,7 +43,15 @@ NSA = DecoderConfig(
 )
 MODELS = {"NSA": NSA, "dense": replace(NSA, attention="dense", dim=176, head_dim=44)}
 TRAINING = TrainConfig(
-    steps=450, batch_size=1, seq_len=1024, lr=2e-3, min_lr=0.05, warmup_steps=30, eval_every=150, eval_sequences=48
+    steps=450,
+    batch_size=1,
+    seq_len=1024,
+    lr=2e-3,
+    min_lr=0.05,
+    warmup_steps=30,
+    compressor_lr=1.0,  # as of all else: what is recorded was trained so
+    eval_every=150,
+    eval_sequences=48,
 )
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 """Names of blocks in the recording: one character each, ``.`` for none."""

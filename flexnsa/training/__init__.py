@@ -2,6 +2,7 @@
 
 from flexnsa.training.config import TRAIN_PRESETS, TrainConfig
 from flexnsa.training.data import Corpus, read_corpus
+from flexnsa.training.optimizer import parameter_groups
 from flexnsa.training.rows import Batch, PackedDocuments, Windows
 from flexnsa.training.run import Watcher, run
 from flexnsa.training.tokenizer import TextTokenizer
@@ -18,6 +19,7 @@ __all__ = [
     "Trainer",
     "Watcher",
     "Windows",
+    "parameter_groups",
     "read_corpus",
     "run",
 ]

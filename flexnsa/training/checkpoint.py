@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from flexnsa.distributed import Ranks
 from flexnsa.errors import FileError
 from flexnsa.training import shards, whole_file
+from flexnsa.training.config import TrainConfig, completed
 from flexnsa.training.stored import REMEDY, Stored
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 CHECKPOINT_NAME = "checkpoint.safetensors"
 FREE = {"checkpointing", "recompute"}
 """Fields that no number depends on: a run may go on with others."""
+_ADDED: dict[str, Any] = {"compressor_lr": 1.0}
+"""What earlier versions did, and had no field of training for."""
 
 Moments = dict[Tensor, Any]
 """Of each parameter, what the optimizer keeps by name."""
@@ -73,7 +77,10 @@ def load_checkpoint(path: Path, trainer: Trainer) -> None:
     """
     stored = _read(path)
     header = _decoded(path, stored, ("step", "model", "training", "corpus"))
-    for name, asked in trainer.configs().items():
+    if isinstance(header["training"], dict):
+        header["training"] = _ADDED | header["training"]
+    config = _left_open(trainer.asked, header["training"], path)
+    for name, asked in (trainer.configs() | {"training": asdict(config)}).items():
         _require_equal(name, header[name], json.loads(json.dumps(asked)), path)
     step = _step(path, header)
     moments = _new_moments(trainer) if step else {}
@@ -82,6 +89,8 @@ def load_checkpoint(path: Path, trainer: Trainer) -> None:
         state.pop("rng.cuda", None)
     check_tensors(path, stored.layout, state)
 
+    if config != trainer.config:
+        trainer.go_by(config)
     stored.load_into(state, trainer.ranks)
     trainer.optimizer.state.update(moments)
     torch.set_rng_state(state["rng.cpu"])
@@ -162,6 +171,14 @@ def _new_moments(trainer: Trainer) -> Moments:
         for parameter in trainer.parameters.values()
         if parameter.requires_grad
     }
+
+
+def _left_open(asked: TrainConfig, began: Any, path: Path) -> TrainConfig:
+    """Give what a trainer goes on by: what it was asked for, and where that leaves something open, as the run began."""
+    try:
+        return completed(asked, began["compressor_lr"])
+    except (TypeError, ValueError) as error:
+        raise FileError(f"{path}: not of a training run, its header has {began!r} ({error}); {REMEDY}") from error
 
 
 def _require_equal(name: str, saved: Any, asked: Any, path: Path) -> None:

@@ -8,6 +8,9 @@ from typing import Literal
 
 from flexnsa.validation import check_choice, check_int, check_number, check_seed, check_type, describe
 
+COMPRESSOR_LR = 0.1
+"""What compressors learn at in new runs, relative to all else; see :func:`flexnsa.training.parameter_groups`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
@@ -22,6 +25,8 @@ class TrainConfig:
         lr: peak learning rate.
         min_lr: where the cosine ends, as a fraction of ``lr``.
         warmup_steps: steps of linear warm-up.
+        compressor_lr: learning rate of what compresses keys and values, as a fraction of ``lr``. None for what the run
+            began with: 0.1, or 1.0 if a version began it that had no such field.
         weight_decay: of matrices; vectors and embeddings are not decayed.
         beta1: decay of AdamW's first moment.
         beta2: decay of AdamW's second moment.
@@ -46,6 +51,7 @@ class TrainConfig:
     lr: float = 1e-3
     min_lr: float = 0.1
     warmup_steps: int = 50
+    compressor_lr: float | None = None
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -58,7 +64,7 @@ class TrainConfig:
     checkpoint_every: int = 100
 
     def __post_init__(self) -> None:
-        may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2")
+        may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "compressor_lr")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "precision":
@@ -69,6 +75,8 @@ class TrainConfig:
                 continue
             if field.name == "seed":
                 check_seed("seed", value)
+                continue
+            if field.name == "compressor_lr" and value is None:
                 continue
             kind = int if isinstance(field.default, int) else (int, float)
             if not isinstance(value, kind) or isinstance(value, bool):
@@ -93,6 +101,11 @@ class TrainConfig:
         progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
         cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
         return self.lr * (self.min_lr + (1 - self.min_lr) * cosine)
+
+
+def completed(config: TrainConfig, compressor_lr: float = COMPRESSOR_LR) -> TrainConfig:
+    """Give what a run goes by: the config, and ``compressor_lr`` where it leaves that open."""
+    return config if config.compressor_lr is not None else replace(config, compressor_lr=compressor_lr)
 
 
 _M7C = TrainConfig(steps=50_000, batch_size=8, seq_len=2048, lr=2e-4, weight_decay=0.01, warmup_steps=2000)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from flexnsa.distributed import Ranks
 from flexnsa.distributed.chunks import check_chunks
 from flexnsa.models import DecoderConfig, DecoderLM
-from flexnsa.training.config import TrainConfig
+from flexnsa.training.config import TrainConfig, completed
 from flexnsa.training.data import Corpus
+from flexnsa.training.optimizer import build_optimizer, set_learning_rate
 from flexnsa.training.rows import Batch
 
 
@@ -55,13 +56,13 @@ class Trainer:
         self.ranks = ranks = Ranks() if ranks is None else ranks
         self.device = model.embedding.weight.device
         check_training(model.config, corpus, config, self.device, ranks.world_size, ranks.context_parallel)
-        self.model, self.corpus, self.config = model, corpus, config
+        self.model, self.corpus, self.asked = model, corpus, config
         validation, rows = corpus.tokens("validation"), (config.seq_len, config.pack)
         self.training_rows = corpus.tokens("train").rows(*rows)
         self.validation_rows = validation.rows(*rows)
         self.validation_bytes = validation.bytes_of_spread_rows(*rows, config.eval_sequences)
         self.parameters = dict(model.named_parameters())  # once: those of a gathered layer are others
-        self.optimizer = build_optimizer(model, config)
+        self.go_by(completed(config))
         self.step = 0
         self.checks: list[Callable[[], object]] = []
         """Called on all ranks before anything follows from a step's gradients or from an evaluation."""
@@ -70,6 +71,11 @@ class Trainer:
             ranks.compile(model)
         self._forward = ranks.wrap(model)
         self._is_settled = False
+
+    def go_by(self, config: TrainConfig) -> None:
+        """Train as another config says, from the parameters as they are, with an optimizer that has seen nothing."""
+        self.config = config
+        self.optimizer = build_optimizer(self.model, config)
 
     def configs(self) -> dict[str, Any]:
         """Give what decides the numbers of the run, as plain values."""
@@ -107,8 +113,7 @@ class Trainer:
         if not math.isfinite(loss + grad_norm):
             raise FloatingPointError(f"step {self.step}: loss {loss}, gradient norm {grad_norm}")
         lr = config.learning_rate(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
         result = StepResult(self.step, loss, lr, grad_norm)
@@ -174,12 +179,3 @@ def _check_tokens(model: DecoderConfig, config: TrainConfig, context_parallel: i
     if config.pack:
         raise ValueError("pack: expected False with context_parallel, because documents begin anywhere, got True")
     check_chunks("seq_len", config.seq_len, 2 * context_parallel, model.nsa, model.branches)
-
-
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Give AdamW that decays the matrices of linear maps, and neither embeddings nor vectors."""
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    decayed = [p for p in model.parameters() if p.dim() >= 2 and p not in embeddings]
-    plain = [p for p in model.parameters() if p.dim() < 2 or p in embeddings]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2))

@@ -16,7 +16,7 @@ from flexnsa.distributed import joined_ranks
 from flexnsa.distributed.tensor_parallel import clip_gradients, parallelize_attention, parallelize_model
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import TrainConfig
-from flexnsa.training.trainer import build_optimizer
+from flexnsa.training.optimizer import build_optimizer
 from tests.distributed.steps import CPU, MODEL, whole
 from tests.support.inputs import TINY
 

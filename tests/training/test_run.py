@@ -169,6 +169,7 @@ def test_failed_write_leaves_the_previous_checkpoint(
     ("model", "training", "message"),
     [
         (MODEL, replace(TRAINING, lr=0.5), r"^lr: expected 0.001, as in the checkpoint .* got 0.5"),
+        (MODEL, replace(TRAINING, compressor_lr=1.0), r"^compressor_lr: expected 0.1, as in the checkpoint .* got 1.0"),
         (MODEL, replace(TRAINING, pack=True), r"^pack: expected False, as in the checkpoint .* got True"),
         (replace(MODEL, attention="dense"), TRAINING, r"^attention: expected 'nsa', .* got 'dense'"),
         (replace(MODEL, nsa=replace(TINY, window_size=9)), TRAINING, r"^window_size: expected 8, .* got 9"),

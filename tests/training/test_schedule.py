@@ -40,6 +40,7 @@ def test_production_preset_is_the_documented_run():
         ("min_lr", 1.5, ValueError),
         ("beta2", 1.0, ValueError),
         ("clip", 0.0, ValueError),
+        ("compressor_lr", -0.1, ValueError),
         ("precision", "fp16", ValueError),
         ("grad_accumulation", True, TypeError),
     ],
