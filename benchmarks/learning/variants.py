@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flexnsa import LinearCompressor, MLPCompressor, NativeSparseAttention
 from flexnsa.models import DecoderConfig, DecoderLM
+from flexnsa.training import parameter_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +55,8 @@ class Variant:
 
     def rates(self, model: DecoderLM) -> list[dict[str, Any]]:
         """Group the parameters by their learning rate, relative to each other under ``scale``."""
-        groups: dict[float, list[nn.Parameter]] = {}
-        for name, parameter in model.named_parameters():
-            groups.setdefault(self.compressor_rate if ".phi_" in name else 1.0, []).append(parameter)
-        return [{"params": parameters, "scale": scale} for scale, parameters in groups.items()]
+        groups = parameter_groups(model, lr=1.0, compressor_lr=self.compressor_rate)
+        return [{"params": group["params"], "scale": group["lr"]} for group in groups]
 
 
 def _normalise(_: nn.Module, __: object, keys: Tensor) -> Tensor:
