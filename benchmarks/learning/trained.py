@@ -1,12 +1,14 @@
 """Training loss of NSA and of dense attention on equal tokens, and what the trained model selects.
 
     python -m benchmarks learning.trained --json benchmarks/results/trained.json
+    python -m benchmarks learning.trained --models NSA --compressor-lr 0.1 --json benchmarks/results/trained_slow.json
 
 Byte-level models learn the source of Python's standard library, each seed's bytes in the same order for both, so that
 losses of one step are of the same text. The dense model has the same layers and heads; it is wider, because NSA's keys
 and values per branch and its compressors would else give NSA more parameters. The learning rate was not tuned for
-either. At the end, the first NSA model reads a sequence that no training saw: which blocks its queries select, and how
-far its gates open, is recorded. Everything runs on one thread.
+either; compressors learn at the same one, in the second file at a tenth of it. At the end, the first NSA model reads a
+sequence that no training saw: which blocks its queries select, and how far its gates open, is recorded. Everything runs
+on one thread.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ TRAINING = TrainConfig(
     lr=2e-3,
     min_lr=0.05,
     warmup_steps=30,
-    compressor_lr=1.0,  # as of all else: what is recorded was trained so
+    compressor_lr=1.0,
     eval_every=150,
     eval_sequences=48,
 )
@@ -142,18 +144,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = options.parser(__doc__, json=options.RESULTS / "trained.json", device=False)
     parser.add_argument("--steps", type=int, default=TRAINING.steps, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="default: all")
+    parser.add_argument(
+        "--compressor-lr", type=float, default=TRAINING.compressor_lr, help="relative to all else; default: %(default)s"
+    )
     arguments = parser.parse_args(argv)
+    training = replace(TRAINING, steps=arguments.steps, compressor_lr=arguments.compressor_lr)
     torch.set_num_threads(1)
     corpus = read_corpus()
     recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
     recording.note(
         setting={"device": "cpu", "models": {name: model.to_dict() for name, model in MODELS.items()}},
-        training=asdict(replace(TRAINING, steps=arguments.steps)),
+        training=asdict(training),
         text_sha256=corpus.sha256(),
     )
     for seed in arguments.seeds:
-        for name in MODELS:
-            model, point = train(name, corpus, replace(TRAINING, steps=arguments.steps, seed=seed))
+        for name in arguments.models:
+            model, point = train(name, corpus, replace(training, seed=seed))
             if "trained" not in recording.content and name == "NSA":
                 tokens = held_out_text(corpus)
                 recording.note(trained={"seed": seed} | describe(observe(model, tokens), tokens))
