@@ -27,6 +27,20 @@ def test_the_loss_falls(name: str, tmp_path: Path) -> None:
     assert sum(loss[-5:]) / 5 < 0.7 * loss[0]
 
 
+@pytest.mark.parametrize("name", ["own", "converted"])
+def test_compressors_go_a_tenth_as_far_in_a_step_and_all_else_as_far(name: str, tmp_path: Path) -> None:
+    starts = dict(train_text.MODELS[name]().float().named_parameters())
+    slow, plain = (trainer(name, tmp_path, steps=1, compressor_lr=rate) for rate in (0.1, 1.0))
+    slow.train()
+    plain.train()
+    moves = [{n: x - starts[n] for n, x in run.model.named_parameters()} for run in (slow, plain)]
+    compressors = {n for n in starts if ".phi_" in n or ".compress_" in n}
+    assert compressors
+    for n, move in moves[1].items():
+        expected = 0.1 * move if n in compressors else move
+        assert_close(moves[0][n], expected, atol=1e-6, rtol=0, msg=n)  # of 3e-3; what rounding leaves of weights of 1
+
+
 def test_a_run_that_is_resumed_ends_where_one_that_was_not_does(tmp_path: Path) -> None:
     whole = trainer("converted", tmp_path / "whole", steps=6, schedule=True)
     whole.train()

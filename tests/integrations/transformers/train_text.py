@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from flexnsa.integrations.transformers import UpTraining
+from flexnsa.training import parameter_groups
 from tests.integrations.transformers.families import FEW, converted, own, sparse
 
 ROW = 48
@@ -37,7 +38,16 @@ class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def trainer(name: str, out: Path, *, steps: int, batch: int = 8, schedule: bool = False, **options: Any) -> Any:
+def trainer(
+    name: str,
+    out: Path,
+    *,
+    steps: int,
+    batch: int = 8,
+    schedule: bool = False,
+    compressor_lr: float = 0.1,
+    **options: Any,
+) -> Any:
     """Set up training of a model in float32."""
     arguments = TrainingArguments(
         output_dir=str(out),
@@ -52,7 +62,9 @@ def trainer(name: str, out: Path, *, steps: int, batch: int = 8, schedule: bool 
         **{"save_strategy": "no", **options},
     )
     callbacks: Any = [UpTraining(opening_steps=4, frozen_steps=2)] if schedule else []
-    return Trainer(model=MODELS[name]().float(), args=arguments, train_dataset=Text(), callbacks=callbacks)
+    model = MODELS[name]().float()
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=arguments.learning_rate, compressor_lr=compressor_lr))
+    return Trainer(model=model, args=arguments, train_dataset=Text(), callbacks=callbacks, optimizers=(optimizer, None))
 
 
 def losses(run: Trainer) -> list[float]:
