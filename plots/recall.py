@@ -24,7 +24,7 @@ LINES = {
     "NSA, shared keys, mean compressor": ("NSA, shared keys, mean", GREEN, "P"),
     "NSA without selected": ("without selected", PURPLE, "D"),
     "NSA without compressed": ("without compressed", BLACK, "d"),
-    "NSA": ("NSA, the default", AMBER, "v"),
+    "NSA": ("NSA, plain", AMBER, "v"),
     "window only": ("window only", GREY, "x"),
 }
 """Models in the order of panels, how they are called there; others are in the record alone."""
@@ -61,7 +61,7 @@ def by_step(results: Results) -> Figure:
     model = record.content["setting"]["models"]["NSA"]
     reach = model["num_layers"] * model["nsa"]["window_size"]
     asked = f"At the top: S. Pairs at least {reach} tokens back, or half a row, in as many new rows as a step has."
-    title = "While rows grow, the default unlearns what it knew: its blocks score nothing"
+    title = "While rows grow, plain NSA unlearns what it knew: its blocks score nothing"
     result, axes = figure(title, f"{asked} {_models(record)}", size=(11.6, 4.9), columns=2)
     for ax, (kind, name) in zip(axes, LOOKS.items(), strict=True):
         _looks(ax, record, kind)

@@ -31,7 +31,7 @@ RECALLED = {
     "shared keys, begun as mean": "NSA, shared keys, begun as mean",
     "shared keys": "NSA, shared keys",
     "begun as mean": "NSA, begun as mean",
-    "the default": "NSA",
+    "plain": "NSA",
     "window only": "window only",
 }
 

@@ -18,10 +18,10 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Give the groups of an optimizer, ``AdamW(parameter_groups(model, lr=1e-3))``, in which compressors learn slower.
 
-    AdamW moves every weight by about the learning rate, whatever its gradient. A compressor reads ``l`` tokens at once:
-    its output adds up ``l`` times as many of these moves as that of a token's projection, so at the same rate keys of
-    blocks outrun the queries that are to find them. Rates of matrices that go with the inverse of their inputs are what
-    muP derives (arXiv 2203.03466). Every parameter is in one group, once, also where modules share it; schedulers of
+    AdamW moves every weight by about the learning rate, whatever its gradient, and a compressor sums over a whole
+    block, ``l * D`` inputs: at one rate for all its keys grow apart until most blocks score 0, and recall is unlearned;
+    at a tenth it is kept (``docs/learning.md``). Rates that fall with a matrix's inputs are what muP derives (arXiv
+    2203.03466). Every parameter is in one group, once, also where modules share it; schedulers of
     ``torch.optim.lr_scheduler`` keep the ratio.
 
     Args:
