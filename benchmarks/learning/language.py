@@ -4,12 +4,14 @@
     python -m benchmarks learning.language --size small --deadline 440      # three seeds, side by side
     python -m benchmarks learning.language --size tiny --device cpu         # a rehearsal, a minute on a core
 
-Both learn the Python sources of the machine, the same rows in the same order with the same schedule, and are asked for
-bytes of packages that neither has seen. Losses at equal tokens are those after the last step. For equal time the
-slower one's loss is read off where the faster one ended, between its looks at held-out rows: its learning rate has not
-come all the way down there. Seconds are those of training alone, where no other training is on the GPU.
+All learn the Python sources of the machine, the same rows in the same order with the same schedule, and are asked for
+bytes of packages that none has seen. Compressors of NSA learn at a tenth of the rate of all else, or at the plain one.
+Losses at equal tokens are those after the last step. For equal time the slower one's loss is read off where the faster
+one ended, between its looks at held-out rows: its learning rate has not come all the way down there. Seconds are those
+of training alone, where no other training is on the GPU.
 
-When the time is up every run writes down where it is, and the same command goes on from there.
+When the time is up every run writes down where it is, and the same command goes on from there. What is recorded whole
+is not run again.
 """
 
 from __future__ import annotations
@@ -18,13 +20,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.harness import options
-from benchmarks.learning.language_run import Finals, LanguageRun
+from benchmarks.learning.language_run import Finals, LanguageRun, final_names
 from benchmarks.learning.packages import read_text, standard_roots
 from benchmarks.learning.workers import Job, Report, places, run_jobs
 from flexnsa import NSAConfig
@@ -34,9 +35,8 @@ from flexnsa.models import DecoderConfig, preset
 from flexnsa.training import TrainConfig
 
 Point = dict[str, Any]
-MODELS = ("nsa", "dense")
-KEY = ("size", "model", "seed", "steps")
-"""What tells runs apart."""
+KEY = ("size", "model", "seed", "steps", "text_bytes")
+"""What tells runs apart; another machine may have other packages."""
 TO_SAVE = 12.0
 """Seconds of the deadline that are kept to write a checkpoint."""
 
@@ -52,8 +52,23 @@ class Size:
     side_by_side: int = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What tells the models of a size apart: their attention, and what compressors learn at, relative to all else."""
+
+    attention: Literal["nsa", "dense"] = "nsa"
+    compressor_lr: float = 1.0
+
+
+DENSE = "dense"
+MODELS = {
+    DENSE: Model(attention="dense"),
+    "NSA": Model(compressor_lr=0.1),
+    "NSA, plain learning rate": Model(),
+}
+
 _TRAINING = TrainConfig(
-    steps=1600,
+    steps=1000,
     batch_size=8,
     seq_len=8192,
     lr=6e-4,
@@ -92,8 +107,8 @@ SIZES = {
 
 def training_of(job: Job) -> TrainConfig:
     """Give how a job trains."""
-    training = SIZES[job["size"]].training
-    return replace(training, steps=job["steps"], seed=job["seed"])
+    changes = {"steps": job["steps"], "seed": job["seed"], "compressor_lr": MODELS[job["model"]].compressor_lr}
+    return replace(SIZES[job["size"]].training, **changes)
 
 
 def work(job: Job, report: Report) -> None:
@@ -103,12 +118,12 @@ def work(job: Job, report: Report) -> None:
     corpus, _ = read_text([], folder / "text.pt")
     point = {name: job[name] for name in (*KEY, "side_by_side")}
     run = LanguageRun(
-        replace(size.model, attention=job["model"]),
+        replace(size.model, attention=MODELS[job["model"]].attention),
         corpus,
         training_of(job),
         size.finals,
         device=device,
-        folder=folder / f"{job['size']}-{job['model']}-{job['seed']}",
+        folder=folder / f"{job['size']}-{job['model'].replace(', ', '-').replace(' ', '-')}-{job['seed']}",
         compiled=job["device"] == "cuda",
     )
     run.go_on(job["until"], lambda seen: report(point | seen))
@@ -118,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train each model with every seed, record whatever they report, print how they compare."""
     parser = options.parser(__doc__, json=options.RESULTS / "language.json")
     parser.add_argument("--size", choices=SIZES, help="default: m7c-125m on a GPU, else tiny")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: both")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the size")
     parser.add_argument("--steps", type=int, help="of the whole schedule; default: those of the size")
     parser.add_argument("--side-by-side", type=int, help="trainings on one GPU at a time; default: those of the size")
@@ -142,56 +157,62 @@ def main(argv: Sequence[str] | None = None) -> None:
     each = arguments.side_by_side or size.side_by_side
     sizes = {name, *(point["size"] for point in recording.points)}
     models = {size: {"model": SIZES[size].model.to_dict(), "training": asdict(SIZES[size].training)} for size in sizes}
-    recording.note(setting={"device": arguments.device, "sizes": models}, text={"bytes": bytes_of} | packages)
+    setting = {"device": arguments.device, "sizes": models, "models": {name: asdict(MODELS[name]) for name in MODELS}}
+    recording.note(setting=setting, text={"bytes": bytes_of} | packages)
     shared = {"device": arguments.device, "folder": arguments.folder.as_posix(), "until": until}
     steps = arguments.steps or size.training.steps
     jobs = [
-        {"size": name, "model": model, "seed": seed, "steps": steps, "side_by_side": each} | shared
+        dict(zip(KEY, (name, model, seed, steps, bytes_of["train"]), strict=True)) | {"side_by_side": each} | shared
         for seed in arguments.seeds or size.seeds
         for model in arguments.models
     ]
+    whole = [_key(point) for point in recording.points if is_whole(point)]
+    jobs = [job for job in jobs if _key(job) not in whole]
 
     def report(point: Point) -> None:
-        kept, key = {name: value for name, value in point.items() if name not in shared}, itemgetter(*KEY)
-        earlier = next((old for old in recording.points if key(old) == key(point)), {})
-        recording.add(earlier | kept, KEY)  # a run that fails keeps what it had
+        kept = {name: value for name, value in point.items() if name not in shared}
+        if "label" in point:  # a run that fails keeps what it had
+            kept = next((old for old in recording.points if _key(old) == _key(point)), {}) | kept
+        recording.add(kept, KEY)
         print(_line(point), flush=True)
 
     run_jobs(work, jobs, places(each, arguments.device), report)
     print(f"\n{table(recording.points)}\n\nRecorded in {arguments.json}.")
 
 
+def is_whole(point: Point) -> bool:
+    """Tell whether a run is at its end, and all is measured that is to be measured then."""
+    finals = point.get("finals", {})
+    names = final_names(MODELS[point["model"]].attention)
+    return all("label" not in finals.get(name, {"label": "not yet"}) for name in names)
+
+
 def table(points: Sequence[Point]) -> str:
-    """A line of each pair of models: held-out bits per byte after as many tokens, and after as many seconds."""
+    """A line of each run that has ended: held-out bits per byte, and beside those of its twin of the same seed."""
+    ended = {_key(point): point for point in points if "mean" in point.get("finals", {}).get("bits", {})}
     rows = []
-    for nsa, dense in pairs(points):
-        gaps = [a - b for a, b in zip(nsa["finals"]["bits"]["rows"], dense["finals"]["bits"]["rows"], strict=True)]
-        at, first, second = equal_time(nsa, dense)
-        row = [nsa["size"], str(nsa["seed"]), str(nsa["step"])]
-        row += [f"{point['finals']['bits']['mean']:.4f}" for point in (nsa, dense)]
-        row.append(f"{fmean(gaps):+.4f} +- {stdev(gaps) / len(gaps) ** 0.5:.4f}")
-        row.append(f"{nsa['seconds']:.0f}, {dense['seconds']:.0f}")
-        row.append(f"{first - second:+.4f} at {at:.0f} s" if nsa["side_by_side"] == 1 else "-")
+    for (size, model, seed, steps, text), point in ended.items():
+        bits, twin = point["finals"]["bits"], ended.get((size, DENSE, seed, steps, text))
+        row = [size, model, str(seed), str(steps), f"{bits['mean']:.4f}", f"{point['seconds']:.0f}", "-", "-"]
+        if twin is not None and model != DENSE:
+            gaps = [a - b for a, b in zip(bits["rows"], twin["finals"]["bits"]["rows"], strict=True)]
+            row[6] = f"{fmean(gaps):+.4f} +- {stdev(gaps) / len(gaps) ** 0.5:.4f}"
+            at, own, dense = equal_time(point, twin)
+            alone = point["side_by_side"] == twin["side_by_side"] == 1
+            row[7] = f"{own - dense:+.4f} at {at:.0f} s" if alone else "-"
         rows.append(row)
-    headings = ["size", "seed", "steps", "NSA", "dense", "NSA - dense, rows' s.e.", "seconds", "at equal time"]
+    headings = ["size", "model", "seed", "steps", "bits", "seconds", "- dense, rows' s.e.", "at equal time"]
     return format_table(headings, rows)
-
-
-def pairs(points: Sequence[Point]) -> list[tuple[Point, Point]]:
-    """Give the runs of NSA and of its twin that have ended after the same steps with the same seed."""
-    ended = {
-        tuple(point[name] for name in ("size", "seed", "steps", "model")): point
-        for point in points
-        if "bits" in point.get("finals", {})
-    }
-    found = [(point, ended.get((*key[:-1], "dense"))) for key, point in ended.items() if key[-1] == "nsa"]
-    return [(nsa, dense) for nsa, dense in found if dense is not None]
 
 
 def equal_time(nsa: Point, dense: Point) -> tuple[float, float, float]:
     """Give the seconds after which the faster one ended, and both losses then, of the rows of a look."""
     at = min(nsa["held_out"][-1][1], dense["held_out"][-1][1])
     return at, _loss_at(nsa, at), _loss_at(dense, at)
+
+
+def _key(point: Point) -> tuple[Any, ...]:
+    return tuple(point[name] for name in KEY)
 
 
 def _loss_at(point: Point, seconds: float) -> float:

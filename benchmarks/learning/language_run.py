@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.learning.habits import habits, mean_gates
-from benchmarks.learning.reading import bits_of_bytes, blocks_chosen, choices
+from benchmarks.learning.reading import CHOICES, bits_of_bytes, blocks_chosen, choices
 from benchmarks.learning.workers import Report
 from flexnsa.files import write_whole
 from flexnsa.models import DecoderConfig, DecoderLM
@@ -33,6 +33,13 @@ class Finals:
     rows: int = 512
     rows_of_choices: int = 128
     rows_of_habits: int = 8
+
+
+def final_names(attention: str) -> tuple[str, ...]:
+    """Name what is measured after the last step."""
+    if attention == "dense":
+        return ("bits",)
+    return ("bits", "habits", "initial_habits", *(f"bits with {name} blocks" for name in CHOICES))
 
 
 @dataclass
@@ -156,7 +163,7 @@ class LanguageRun:
             self.initial.to(self.trainer.device)
             yield "habits", lambda: habits(self.reader, tokens, self.precision)
             yield "initial_habits", lambda: habits(self.initial, tokens, self.precision)
-            for name in choices(self.reader, self.initial):
+            for name in CHOICES:
                 yield f"bits with {name} blocks", lambda name=name: self._bits_with(name)
 
     def _all_bits(self) -> dict[str, Any]:

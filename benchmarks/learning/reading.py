@@ -26,6 +26,8 @@ from flexnsa.training import Batch
 
 Choose = Callable[[NativeSparseAttention, Tensor], Tensor]
 """``(layer, x (B, S, dim))`` to the blocks that each query reads, int32 ``(B, Hkv, S, n)``."""
+CHOICES = ("own", "initial", "random", "forced")
+"""Names of those of :func:`choices`."""
 
 
 @torch.no_grad()

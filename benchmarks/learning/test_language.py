@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks.learning.habits import block_habits, first_that_chooses, head_entropies
-from benchmarks.learning.language import SIZES, equal_time, main
-from benchmarks.learning.language_run import LanguageRun
+from benchmarks.learning.language import SIZES, equal_time, is_whole, main
+from benchmarks.learning.language_run import LanguageRun, final_names
 from benchmarks.learning.packages import read_packages, read_text, split_packages
 from benchmarks.learning.reading import bits_of_bytes, blocks_chosen, choices, drawn_blocks, forced_blocks
 from benchmarks.learning.selection import selected_blocks
@@ -84,9 +84,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) ->
     assert seconds == sorted(seconds)
     finals = whole.record.finals
     assert finals["bits with own blocks"]["mean"] == whole.record.held_out[-1][2], "of the same rows"
-    assert set(finals) == {"bits", "habits", "initial_habits"} | {
-        f"bits with {name} blocks" for name in ("own", "initial", "random", "forced")
-    }
+    assert set(finals) == set(final_names("nsa"))
 
 
 @pytest.fixture(scope="module")
@@ -173,15 +171,30 @@ def test_at_equal_time_the_slower_one_is_read_between_its_looks() -> None:
     assert equal_time(fast, slow) == pytest.approx((15.0, 3.2, 3.5))
 
 
-def test_both_models_are_recorded_and_a_run_that_fails_costs_no_other(folder: Path, tmp_path: Path) -> None:
-    recorded = tmp_path / "language.json"
+def test_models_are_recorded_once_and_a_run_that_fails_costs_no_other(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded, names = tmp_path / "language.json", ["dense", "NSA", "NSA, plain learning rate"]
     options = ["--size", "tiny", "--device", "cpu", "--steps", "2", "--side-by-side", "2", "--text", f"{folder}"]
-    options += ["--json", f"{recorded}", "--folder", f"{tmp_path}"]
-    broken = tmp_path / "tiny-nsa-0"
-    broken.mkdir()
-    (broken / "checkpoint.safetensors").write_text("no checkpoint")
+    options += ["--json", f"{recorded}", "--folder", f"{tmp_path}", "--models", *names]
+    broken = tmp_path / "tiny-NSA-plain-learning-rate-0" / "checkpoint.safetensors"
+    broken.parent.mkdir()
+    broken.write_text("no checkpoint")
     main(options)
     points = {point["model"]: point for point in json.loads(recorded.read_text())["points"]}
-    assert "checkpoint.safetensors" in points["nsa"]["label"]
-    assert points["dense"]["step"] == 2
+    assert broken.name in points.pop("NSA, plain learning rate")["label"]
+    assert all(map(is_whole, points.values()))
     assert len(points["dense"]["finals"]["bits"]["positions"]) == 4
+
+    broken.unlink()
+    capsys.readouterr()
+    main(options)
+    again = {point["model"]: point for point in json.loads(recorded.read_text())["points"]}
+    plain = again["NSA, plain learning rate"]
+    assert is_whole(plain)
+    assert "label" not in plain
+    assert points == {name: again[name] for name in points}
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny, ")]
+    assert lines
+    assert all("plain learning rate" in line for line in lines), "those that are whole are not run again"
+    assert plain["loss"] != again["NSA"]["loss"], "compressors have learned at another rate"
