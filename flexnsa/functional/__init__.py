@@ -1,0 +1,14 @@
+"""The public functions: check the arguments, choose the implementation, let it attend."""
+
+from flexnsa.functional.attention import native_sparse_attention
+from flexnsa.functional.branches import compressed_attention, selected_attention, sliding_window_attention
+from flexnsa.functional.selection import block_importance, select_blocks
+
+__all__ = [
+    "block_importance",
+    "compressed_attention",
+    "native_sparse_attention",
+    "select_blocks",
+    "selected_attention",
+    "sliding_window_attention",
+]

@@ -1,0 +1,175 @@
+"""The whole of Native Sparse Attention: the gated sum of its branches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+from torch import Tensor
+
+from flexnsa.argument_checks import (
+    Sizes,
+    check_branches,
+    check_keys,
+    check_queries,
+    check_recompute,
+    checked_positions,
+    checked_selection,
+    count_tokens,
+)
+from flexnsa.attention.implementations import attend
+from flexnsa.attention.seam import Keys, NSAAux
+from flexnsa.config import NSAConfig
+from flexnsa.functional.calls import prepare, stand
+from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.validation import check_floating, check_tensor, check_type, describe
+
+
+@overload
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    gates: Tensor,
+    *,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    config: NSAConfig,
+    scale: float | None = None,
+    block_indices: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    positions: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    branches: Sequence[str] = BRANCHES,
+    impl: str = "auto",
+    recompute: Sequence[str] = (),
+    return_aux: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    gates: Tensor,
+    *,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    config: NSAConfig,
+    scale: float | None = None,
+    block_indices: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    positions: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    branches: Sequence[str] = BRANCHES,
+    impl: str = "auto",
+    recompute: Sequence[str] = (),
+    return_aux: Literal[True],
+) -> tuple[Tensor, NSAAux]: ...
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    gates: Tensor,
+    *,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    config: NSAConfig,
+    scale: float | None = None,
+    block_indices: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    positions: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    branches: Sequence[str] = BRANCHES,
+    impl: str = "auto",
+    recompute: Sequence[str] = (),
+    return_aux: bool = False,
+) -> Tensor | tuple[Tensor, NSAAux]:
+    """Causal Native Sparse Attention: the gated sum of three branches (NSA paper, Eq. 5).
+
+    Args:
+        q: queries ``(B, Hq, S, Dk)``.
+        k: keys of the selected branch ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``. ``None`` where no branch reads it.
+        v: values of the selected branch ``(B, Hkv, S, Dv)``, likewise.
+        gates: ``(B, Hq, S, 3)``, any floating dtype; columns are compressed, selected, window.
+        k_cmp: compressed keys ``(B, Hkv, N, Dk)``; ``None`` where neither ``cmp`` nor a selection needs them.
+        v_cmp: compressed values ``(B, Hkv, N, Dv)``; ``None`` without the ``cmp`` branch.
+        k_win: keys of the window, as k, which is the default.
+        v_win: values of the window, as v, which is the default.
+        config: sizes of the branches.
+        scale: factor on the scores, by default ``Dk ** -0.5``.
+        block_indices: int32 ``(B, Hkv, S, n)``, ascending, unique, padded with -1: use these blocks, select none.
+        document_ids: int ``(B, S)``, non-decreasing: the document of each token of a packed row. Each document is
+            then attended to as if it stood alone; k_cmp and v_cmp list the documents' compressed tokens one after
+            the other (:func:`flexnsa.masks.document.first_tokens` says where each begins), and block numbers count
+            from the document's start.
+        positions: int ``(T,)`` or ``(B, T)``, increasing: q and gates are of ``T`` queries only, which stand at these
+            of the ``S`` tokens; ``T`` is then read for ``S`` in all that has a row for each query, the output too. Rows
+            and gradients are those of the whole call. On CUDA the values are not looked at;
+            :func:`flexnsa.check_positions` does.
+        score_mod: ``(score, b, h, q_idx, kv_idx)`` to a score, for every pair in every branch and in the scoring of
+            blocks. ``score`` has the scale in it, ``h`` is a query head, and the indices are token positions counted
+            from the document's first token; a compressed token stands at its last. ``kv_idx <= q_idx`` always. Tensors
+            that it captures get gradients, except from flex on a CPU, which has none. With flex, scoring is then plain
+            products of a chunk of queries, a loop that ``torch.compile`` unrolls; with sdpa nothing of it is compiled.
+        mask_mod: ``(b, h, q_idx, kv_idx)`` to bool, likewise: False bans a key that the branch would show. A query all
+            of whose keys are banned has output 0.
+        branches: any of ``cmp``, ``slc``, ``win``; the others are neither computed nor added.
+        impl: ``"flex"``, ``"triton"``, ``"sdpa"`` or ``"reference"``; ``"auto"`` is sdpa where there is no CUDA, and
+            there triton, or flex with a mod or a head dimension above 256.
+        return_aux: return ``(out, NSAAux)``.
+        recompute: any of ``branches``, to run once more in backward: neither their outputs nor what their kernels keep
+            then waits for it, only q, keys, values and gates. Blocks are selected once all the same.
+
+    Returns:
+        ``out (B, Hq, S, Dv)`` in the dtype of q.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    check_type("config", config, NSAConfig)
+    branches = check_branches(branches)
+    recompute = check_recompute(recompute, branches)
+    check_type("return_aux", return_aux, bool)
+    check_queries(q)
+    check_tensor("gates", gates, (*q.shape[:3], len(BRANCHES)), like=q, dtype=getattr(gates, "dtype", None))
+    check_floating("gates", gates)
+    windows = ("k" if k_win is None else "k_win", "v" if v_win is None else "v_win")
+    k_win, v_win = k if k_win is None else k_win, v if v_win is None else v_win
+    selecting = "slc" in branches and block_indices is None
+    length = q.shape[2]
+    if positions is not None:
+        keys = ("k", k) if "slc" in branches else (windows[0], k_win) if "win" in branches else None
+        length = count_tokens(q, keys, k_cmp, document_ids, config)
+        positions = checked_positions(q, positions, length)
+    num_keys = num_compressed(length, config)
+    sizes = Sizes()
+    if "slc" in branches:
+        sizes = check_keys(q, k, v, ("k", "v"), length, sizes)
+    if "win" in branches:
+        sizes = check_keys(q, k_win, v_win, windows, length, sizes)
+    if "cmp" in branches:
+        sizes = check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_keys, sizes)
+    elif selecting:
+        check_tensor("k_cmp", k_cmp, (q.shape[0], sizes.heads, num_keys, q.shape[3]), like=q)
+    if block_indices is not None:
+        if "slc" not in branches:
+            raise ValueError(f"block_indices: expected None without the slc branch, got {describe(block_indices)}")
+        block_indices = checked_selection(q, block_indices, sizes.heads, length, config)
+    where = stand(q, config, document_ids, positions, length)
+    implementation, call = prepare(q, config, scale, where, score_mod, mask_mod, impl)
+    keys = Keys(k_cmp, v_cmp, k, v, k_win, v_win)
+    out, aux = attend(
+        implementation, q, keys, gates, call, block_indices=block_indices, branches=branches, recompute=recompute
+    )
+    return (out, aux) if return_aux else out

@@ -1,0 +1,100 @@
+"""Which blocks matter to a query: scores of all of them, and the best ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexnsa.argument_checks import check_compressed_keys, check_queries
+from flexnsa.attention.scoring import block_scores, group_probabilities
+from flexnsa.config import NSAConfig
+from flexnsa.functional.calls import prepare, stand
+from flexnsa.geometry import num_blocks
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.positions import Positions
+from flexnsa.validation import check_positive_int, check_tensor, check_type
+
+
+def block_importance(
+    q: Tensor,
+    k_cmp: Tensor,
+    *,
+    config: NSAConfig,
+    seq_len: int | None = None,
+    scale: float | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+) -> Tensor:
+    """Score every selection block for every query (NSA paper, Eq. 8 to 10): dense, for analysis and tests.
+
+    Args:
+        q: ``(B, Hq, T, Dk)``, the last ``T`` queries of the sequence.
+        k_cmp: ``(B, Hkv, N, Dk)``, ``N`` as of ``seq_len``.
+        config: gives ``l``, ``d`` and ``l'``.
+        seq_len: tokens of the sequence, by default ``T``.
+        scale: factor on the scores, by default ``Dk ** -0.5``.
+        score_mod: as in :func:`native_sparse_attention`.
+        mask_mod: as in :func:`native_sparse_attention`.
+
+    Returns:
+        fp32 ``(B, Hkv, T, M)``, ``M = ceil(seq_len / l')``; blocks that a query cannot see score 0.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    check_type("config", config, NSAConfig)
+    check_queries(q)
+    seq_len = q.shape[2] if seq_len is None else seq_len
+    check_positive_int("seq_len", seq_len)
+    if seq_len < q.shape[2]:
+        raise ValueError(f"seq_len: expected at least the {q.shape[2]} tokens of q, got {seq_len}")
+    check_compressed_keys(q, k_cmp, seq_len, config)
+    whole = Positions.of_sequence(seq_len, q.device)
+    last = whole.at(slice(seq_len - q.shape[2], None))
+    _, call = prepare(q, config, scale, None, score_mod, mask_mod, "sdpa")
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        probs = group_probabilities(q, k_cmp, None, last, call)
+        return block_scores(probs, last, num_blocks=num_blocks(seq_len, config), config=config)
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    *,
+    config: NSAConfig,
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Choose the ``n`` blocks that each query will attend to (NSA paper, Eq. 8 to 12); never differentiated.
+
+    Args:
+        q: ``(B, Hq, S, Dk)``.
+        k_cmp: ``(B, Hkv, N, Dk)``.
+        config: gives the block sizes, ``n`` and the forced blocks.
+        lse: of :func:`compressed_attention` with the same q, k_cmp and scale; saves computing it again.
+        scale: factor on the scores, by default ``Dk ** -0.5``.
+        document_ids: as in :func:`native_sparse_attention`.
+        score_mod: as in :func:`native_sparse_attention`.
+        mask_mod: as in :func:`native_sparse_attention`.
+        impl: as in :func:`native_sparse_attention`.
+
+    Returns:
+        int32 ``(B, Hkv, S, n)``: block numbers ascending, padded with -1; the heads of a group share them. Forced are
+        the first ``num_init_blocks`` and the last ``num_local_blocks``; a tie goes to the lower index.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    check_type("config", config, NSAConfig)
+    check_queries(q)
+    check_compressed_keys(q, k_cmp, q.shape[2], config)
+    if lse is not None:
+        check_tensor("lse", lse, tuple(q.shape[:3]), like=q, dtype=torch.promote_types(q.dtype, torch.float32))
+    implementation, call = prepare(q, config, scale, stand(q, config, document_ids), score_mod, mask_mod, impl)
+    return implementation.select(q, k_cmp, call, lse, None)
