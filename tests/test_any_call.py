@@ -40,7 +40,7 @@ def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "compile_once", compile_once)
 
 
-HEALTH_CHECKS: tuple[HealthCheck, ...] = tuple(HealthCheck.__members__.values())
+HEALTH_CHECKS: tuple[HealthCheck, ...] = tuple(HealthCheck)  # pyright: ignore[reportAssignmentType]
 """None applies: calls are slow to make, and most are refused."""
 
 

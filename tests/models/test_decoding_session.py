@@ -1,4 +1,4 @@
-"""Groups of tokens, stops within them, and a step on fixed memory: all of generation on a GPU but the graph itself."""
+"""A session steps on fixed memory and looks at no value: all of generation on a GPU but the graph itself."""
 
 from __future__ import annotations
 
@@ -7,58 +7,18 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexnsa import NSAConfig
 from flexnsa.decoding.row_cache import RowCache
-from flexnsa.models import DecoderConfig, DecoderLM, DecodingSession, Sampling, generate_tokens
+from flexnsa.models import DecodingSession, Sampling
 from flexnsa.models import session as session_file
 from flexnsa.models.steps import Draws
-
-SIZES = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=4, window_size=12)
-GREEDY = Sampling(temperature=0)
-LENGTHS = torch.tensor([17, 1, 9])
-
-
-def make_model(attention: str = "nsa") -> DecoderLM:
-    """A model whose predictions are not all alike: large embeddings and logits."""
-    torch.manual_seed(1)
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 6}
-    model = DecoderLM(DecoderConfig(dim=32, num_layers=2, **heads, nsa=SIZES, attention=attention)).eval()  # pyright: ignore[reportArgumentType]
-    with torch.no_grad():
-        model.head.weight.mul_(20)
-        for layer in model.layers:
-            layer.get_submodule("attention.w_o").weight.mul_(8)  # pyright: ignore[reportCallIssue, reportOperatorIssue]
-    return model
-
-
-def prompts(batch: int = 3, length: int = 17, seed: int = 3) -> Tensor:
-    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-class Script:
-    """A language model whose rows continue with ``texts[b]``; from token ``broken`` on it predicts no number."""
-
-    def __init__(self, texts: list[list[int]], broken: int | None = None) -> None:
-        self.texts, self.broken, self.steps = torch.tensor(texts), broken, 0
-        self.embedding = nn.Embedding(100, 1)
-
-    def new_caches(self, batch_size: int, max_seq_len: int) -> list[Any]:
-        del batch_size, max_seq_len
-        return [SimpleNamespace(reset=lambda: None)]
-
-    def __call__(self, tokens: Tensor, *, caches: Any = None, lengths: Tensor | None = None) -> Tensor:
-        assert caches is not None
-        assert lengths is not None
-        self.steps = 1 if tokens.shape[1] > 1 else self.steps + 1
-        logits = nn.functional.one_hot(self.texts[:, self.steps - 1], 100)[:, None].expand(-1, tokens.shape[1], -1)
-        return logits.double() if self.broken is None or self.steps <= self.broken else logits * torch.nan
+from tests.models.sessions import GREEDY, LENGTHS, make_model, prompts
 
 
 @pytest.fixture
@@ -90,54 +50,6 @@ def fixed_tensors(session: DecodingSession) -> Iterator[Tensor]:
     for owner in (session, session._draws, *session.caches):
         for value in vars(owner).values():
             yield from (x for x in (value.values() if isinstance(value, dict) else [value]) if isinstance(x, Tensor))
-
-
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=50, temperature=2.0)])
-def test_tokens_do_not_depend_on_how_many_are_drawn_between_two_looks(attention: str, sampling: Sampling) -> None:
-    model = make_model(attention)
-    free = model.generate(prompts(), 21, lengths=LENGTHS, sampling=sampling, cached=False)
-    stops = [free[0][6], tuple(free[1][6:9]), tuple(free[2][14:18])]  # in a group of 8, and across two
-    rows = [
-        model.generate(prompts(), 21, lengths=LENGTHS, sampling=sampling, stop_tokens=stops, group=group)
-        for group in (None, 1, 3, 8)
-    ]
-    assert rows[0] == model.generate(prompts(), 21, lengths=LENGTHS, sampling=sampling, stop_tokens=stops, cached=False)
-    assert rows[1:] == [rows[0]] * 3
-    assert max(map(len, rows[0])) < 21
-
-
-@pytest.mark.parametrize(("group", "looks"), [(1, 21), (3, 8), (8, 4)])
-def test_the_host_looks_once_a_group_and_the_last_is_no_longer_than_what_is_left(
-    group: int, looks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts: list[int] = []
-    read = Draws.read
-    monkeypatch.setattr(Draws, "read", lambda self, count: counts.append(count) or read(self, count))
-    generate_tokens(make_model(), prompts(), 21, group=group)
-    assert (len(counts), sum(counts), max(counts)) == (looks, 21, group)
-
-
-@pytest.mark.parametrize("group", [1, 2, 8])
-def test_what_was_drawn_behind_a_stop_is_thrown_away_and_rows_end_when_they_do(group: int) -> None:
-    model = Script([[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], [5, 6, 5, 5, 6, 7, 7, 7, 7, 7, 7, 7], [9] * 12])
-    seen: list[tuple[int, int]] = []
-    stops = [(5, 6, 7), 8]
-    told = {"group": group, "on_token": lambda *token: seen.append(token)}
-    rows = generate_tokens(model, prompts() % 100, 12, sampling=GREEDY, stop_tokens=stops, **told)
-    assert rows == [[1, 2, 3, 4], [5, 6, 5], [9] * 12]  # the first by a stop of three tokens, before that of one
-    assert [[token for row, token in seen if row == index] for index in range(3)] == rows
-    assert [row for row, _ in seen][:3] == [0, 2, 0]  # the second waits: 5 and 6 may begin a stop
-
-
-@pytest.mark.parametrize("group", [1, 3, 8])
-def test_a_prediction_that_is_no_number_is_told_once_it_is_needed(group: int) -> None:
-    texts, seen = [[1, 2, 3, 4, 5, 6, 7, 8]], []
-    options: dict[str, Any] = {"sampling": GREEDY, "group": group, "on_token": lambda *token: seen.append(token)}
-    with pytest.raises(FloatingPointError, match=r"logits: expected finite numbers, got \[nan\]"):
-        generate_tokens(Script(texts, 4), prompts(1) % 100, 8, **options)
-    assert seen == [(0, 1), (0, 2), (0, 3), (0, 4)]
-    assert generate_tokens(Script(texts, 4), prompts(1) % 100, 8, stop_tokens=[4], **options) == [[1, 2, 3]]
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -291,44 +203,3 @@ def test_last_logits_are_those_of_the_last_tokens_and_the_head_sees_no_other(att
     assert all(cache.lengths.tolist() == LENGTHS.tolist() for cache in caches)
     torch.testing.assert_close(model.last_logits(prompts())[0], expected[0])
     assert seen == [(3, 32)] * 3
-
-
-def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
-    return q_idx - kv_idx < 4
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": "graph"}, "steps: expected 'compiled' or 'eager' on cpu, got 'graph'"),
-        ({"steps": "graph", "mask_mod": near}, "steps: expected 'compiled' or 'eager' with mask_mod, got 'graph'"),
-        ({"steps": "fast"}, "steps: expected one of 'auto', 'graph', 'compiled', 'eager', got 'fast'"),
-        ({"steps": "compiled", "cached": False}, "steps: expected one of 'auto', 'eager', got 'compiled'"),
-        ({"steps": 1}, "steps: expected one of .*, got 1"),
-        ({"group": 0}, "group: expected at least 1, got 0"),
-        ({"group": 9}, "group: expected at most 8, got 9"),
-        ({"score_mod": 3}, "score_mod: expected"),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        generate_tokens(make_model(), prompts(), 3, **options)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda session: session.step(), "prompts: expected some to continue, got a step before the first prefill"),
-        (lambda session: session.step(9), "count: expected at most 8, got 9"),
-        (lambda session: session.prefill(prompts(2)), "prompts: expected 3 rows, as the session has, got a tensor"),
-        (lambda session: session.generate(prompts(2), 3), "prompts: expected 3 rows, as the session has"),
-        (lambda session: session.prefill(prompts(), LENGTHS - 1), "lengths: expected 1 .. 17"),
-        (lambda session: session.set_active([True]), "active: expected one for each of 3 rows, got 1"),
-        (lambda session: session.set_active([2, 0, 1]), "active: expected bool, got 2"),
-        (lambda session: session.set_active(True), "active: expected Sequence, got True"),
-        (lambda session: session.reserve(0), "max_seq_len: expected at least 1, got 0"),
-    ],
-)
-def test_wrong_calls_of_a_session_are_named(call: Callable[[DecodingSession], object], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        call(DecodingSession(make_model("dense"), 3, 20))

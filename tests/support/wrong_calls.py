@@ -14,7 +14,7 @@ from torch import Tensor
 from flexnsa import NSAConfig
 from flexnsa.validation import describe
 from tests.support.inputs import SMALL
-from tests.support.public_calls import Call, near, shift
+from tests.support.right_calls.call import Call, near, shift
 
 
 class Foreign:

@@ -1,0 +1,162 @@
+"""Right calls of attention, its compressors, the layer and its cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flexnsa
+from flexnsa import NSAConfig
+from flexnsa.checkpointing import keep_selection
+from tests.support.inputs import SMALL, make_inputs
+from tests.support.right_calls.call import HEADS, IDS, Call, config_fields, near, shift
+
+X = {name: x.float() for name, x in make_inputs(20, batch=2, dtype=torch.float32).named().items()}
+BLOCKS = flexnsa.select_blocks(X["q"], X["k_cmp"], config=SMALL)
+LAYER = flexnsa.NativeSparseAttention(16, 4, 2, 4, config=SMALL).requires_grad_(False)
+OPTIONS = {"config": SMALL, "scale": 0.25, "document_ids": IDS, "score_mod": shift, "mask_mod": near, "impl": "sdpa"}
+OPTIONAL = ("scale", "document_ids", "score_mod", "mask_mod")
+SIZES = {"num_kv_heads": 2, "head_dim": 16, "config": SMALL}
+COMPRESSED = X["k"][:, :, :18]
+
+
+def like_q(result: Any, arguments: dict[str, Any]) -> bool:
+    q, v = arguments["q"], arguments.get("v", arguments.get("v_cmp"))
+    out = result[0] if isinstance(result, tuple) else result
+    width = v.shape[-1] if isinstance(v, Tensor) else out.shape[-1]
+    return out.shape == (*q.shape[:3], width) and out.dtype == q.dtype
+
+
+def new_cache() -> flexnsa.NSACache:
+    """A cache of two rows of 6 and 4 tokens."""
+    cache = LAYER.new_cache(2, 12, max_rewind=2)
+    with torch.no_grad():
+        LAYER(torch.ones(2, 6, 16), cache=cache, lengths=torch.tensor([6, 4]))
+    return cache
+
+
+def pick(*names: str) -> dict[str, Any]:
+    return {name: X[name] for name in names}
+
+
+ATTENTION: dict[str, Call] = {
+    "NSAConfig": Call(NSAConfig, config_fields(NSAConfig)),
+    "native_sparse_attention": Call(
+        flexnsa.native_sparse_attention,
+        {**X, **OPTIONS, "block_indices": BLOCKS, "branches": ("cmp", "slc", "win"), "return_aux": True}
+        | {"recompute": ("win",), "positions": torch.arange(20)},
+        like_q,
+        (*OPTIONAL, "block_indices", "k_win", "v_win", "positions"),
+    ),
+    "compressed_attention": Call(
+        flexnsa.compressed_attention, pick("q", "k_cmp", "v_cmp") | OPTIONS, like_q, OPTIONAL
+    ),
+    "selected_attention": Call(
+        flexnsa.selected_attention, pick("q", "k", "v") | {"block_indices": BLOCKS} | OPTIONS, like_q, OPTIONAL
+    ),
+    "sliding_window_attention": Call(
+        flexnsa.sliding_window_attention, pick("q", "k", "v") | OPTIONS, like_q, OPTIONAL
+    ),
+    "select_blocks": Call(
+        flexnsa.select_blocks,
+        pick("q", "k_cmp") | OPTIONS | {"lse": torch.zeros(2, 4, 20)},
+        lambda result, call: result.shape[:3] == (*call["k_cmp"].shape[:2], call["q"].shape[2]),
+        (*OPTIONAL, "lse"),
+    ),
+    "block_importance": Call(
+        flexnsa.block_importance,
+        pick("q", "k_cmp") | {"config": SMALL, "seq_len": 20, "scale": 0.25, "score_mod": shift, "mask_mod": near},
+        lambda result, call: result.shape[:3] == (*call["k_cmp"].shape[:2], call["q"].shape[2]),
+        ("seq_len", "scale", "score_mod", "mask_mod"),
+    ),
+    "check_block_indices": Call(
+        flexnsa.check_block_indices, {"block_indices": BLOCKS, "config": SMALL, "seq_len": 20}
+    ),
+    "check_positions": Call(flexnsa.check_positions, {"positions": torch.tensor([[0, 5, 19]]), "seq_len": 20}),
+    "MeanCompressor": Call(flexnsa.MeanCompressor, SIZES),
+    "LinearCompressor": Call(flexnsa.LinearCompressor, SIZES),
+    "MLPCompressor": Call(flexnsa.MLPCompressor, SIZES | {"hidden_dim": 8}, optional=("hidden_dim",)),
+    **{
+        f"{cls.__name__}.forward": Call(
+            cls(2, 16, config=SMALL),
+            {"x": COMPRESSED, "first_tokens": torch.tensor([[0, 3, 10], [4, 5, 6]], dtype=torch.int32)},
+            optional=("first_tokens",),
+        )
+        for cls in (flexnsa.MeanCompressor, flexnsa.LinearCompressor, flexnsa.MLPCompressor)
+    },
+    "NativeSparseAttention": Call(
+        flexnsa.NativeSparseAttention,
+        {"dim": 16, **HEADS, "config": SMALL, "compression": "mlp", "gate": "softmax", "rope_base": 100.0}
+        | {"branches": ("cmp", "slc", "win"), "impl": "sdpa", "recompute": ("win",)},
+        optional=("v_head_dim",),
+    ),
+    "NativeSparseAttention.forward": Call(
+        LAYER,
+        {"x": torch.ones(2, 20, 16), "document_ids": IDS, "score_mod": shift, "mask_mod": near},
+        lambda out, call: out.shape == call["x"].shape,
+        ("document_ids", "score_mod", "mask_mod"),
+    ),
+    "NativeSparseAttention.forward with a cache": Call(
+        lambda cache, **arguments: LAYER(arguments.pop("x"), **{"cache": cache, **arguments}),
+        {"x": torch.ones(2, 3, 16), "lengths": torch.tensor([3, 1]), "score_mod": shift},
+        lambda out, call: out.shape == call["x"].shape,
+        ("lengths", "score_mod"),
+        new_cache,
+        ("cache",),
+    ),
+    "NativeSparseAttention.forward with an empty cache": Call(
+        lambda cache, **arguments: LAYER(arguments.pop("x"), **{"cache": cache, **arguments}),
+        {"x": torch.ones(1, 20, 16), "document_ids": IDS[:1], "score_mod": shift},
+        lambda out, call: out.shape == call["x"].shape,
+        ("score_mod",),
+        lambda: LAYER.new_cache(len(IDS[0].unique()), 20),
+        ("cache",),
+    ),
+    "NativeSparseAttention.new_cache": Call(
+        LAYER.new_cache, {"batch_size": 2, "max_seq_len": 9, "max_rewind": 3, "dtype": torch.float32},
+        optional=("dtype",),
+    ),
+    "NSACache": Call(
+        flexnsa.NSACache,
+        {"batch_size": 2, "max_seq_len": 9, "num_kv_heads": 1, "head_dim": 4, "v_head_dim": 6, "config": SMALL}
+        | {"branches": ("slc", "win"), "max_rewind": 2, "dtype": torch.float32, "device": "cpu"},
+        optional=("v_head_dim", "dtype", "device"),
+    ),
+    "NSACache.begin": Call(
+        lambda cache, **arguments: cache.begin(**arguments),
+        {"num_tokens": 3, "lengths": torch.tensor([3, 1]), "ordered": True},
+        optional=("lengths",),
+        state=new_cache,
+        also=("x",),
+    ),
+    "NSACache.crop": Call(
+        lambda cache, **arguments: cache.crop(**arguments), {"lengths": torch.tensor([5, 2])}, state=new_cache
+    ),
+    "NSACache.crop to one length": Call(
+        lambda cache, **arguments: cache.crop(**arguments), {"lengths": 4}, state=new_cache
+    ),
+    "NSACache.reorder": Call(
+        lambda cache, **arguments: cache.reorder(**arguments), {"rows": torch.tensor([1, 1])}, state=new_cache
+    ),
+    "NSACache.reset": Call(
+        lambda cache, **arguments: cache.reset(**arguments), {"rows": torch.tensor([1])}, optional=("rows",),
+        state=new_cache,
+    ),
+    "NSACache.insert": Call(
+        lambda cache, **arguments: cache.insert(**arguments),
+        {"rows": torch.tensor([1, 0]), "other": new_cache(), "other_rows": torch.tensor([1, 1])},
+        optional=("other_rows",),
+        state=new_cache,
+    ),
+    "NSACache.grow": Call(
+        lambda cache, **arguments: cache.grow(**arguments), {"max_seq_len": 20}, state=new_cache
+    ),
+    "NSACache.load_state_dict": Call(
+        lambda cache, **arguments: cache.load_state_dict(**arguments),
+        {"state": new_cache().state_dict()},
+        state=new_cache,
+    ),
+    "keep_selection": Call(keep_selection, {}),
+}  # fmt: skip
