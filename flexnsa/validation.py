@@ -200,7 +200,8 @@ def may_look(x: Tensor) -> bool:
 
 
 def _show(shape: Sequence[int | str]) -> str:
-    return "(" + ", ".join(map(str, shape)) + ")"
+    """Spell a shape as Python does, of words too: ``(B, 2)``, ``(B,)``."""
+    return "(" + ", ".join(map(str, shape)) + (",)" if len(shape) == 1 else ")")
 
 
 def _short() -> reprlib.Repr:

@@ -48,5 +48,5 @@ def test_wrong_mods_are_named() -> None:
             attend_with_aux(inputs, **options)
     with pytest.raises(ValueError, match="stop: expected at least 5, got 4"):
         mods.banned_span(4, 4)
-    with pytest.raises(ValueError, match=r"slopes: expected shape \(Hq\)"):
+    with pytest.raises(ValueError, match=r"slopes: expected shape \(Hq,\)"):
         mods.alibi(torch.zeros(2, 2))

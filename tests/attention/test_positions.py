@@ -129,7 +129,7 @@ WRONG = {
     "falling": ([[1, 2, 3], [5, 7, 6]], "expected tokens that increase, got 7 before 6 at query 1 of row 1"),
     "behind the last key": ([1, 2, LENGTH], f"expected 0 .. {LENGTH - 1}, got {LENGTH} at query 2 of row 0"),
     "negative": ([-1, 2, 3], f"expected 0 .. {LENGTH - 1}, got -1 at query 0 of row 0"),
-    "too few": ([1, 2], r"expected shape \(3\), got \(2,\)"),
+    "too few": ([1, 2], r"expected shape \(3,\), got \(2,\)"),
     "too many rows": ([[1, 2, 3]] * 3, r"expected shape \(2, 3\), got \(3, 3\)"),
     "floating": ([1.0, 2.0, 3.0], "expected dtype torch.int32 or torch.int64"),
 }
