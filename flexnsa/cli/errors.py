@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -37,10 +38,12 @@ def one_line_errors(parser: Parser) -> Iterator[None]:
 
     ``"seq_len: expected ..."`` is an error of the option that stores ``seq_len``; if there is none, it is no mistake
     of the user's. An :class:`OSError` is the user's if it names a file. Status 2; 1 where training diverged or the
-    memory did not suffice, which no check could know before.
+    memory did not suffice, which no check could know before. Ctrl-C ends with status 130, as shells have it.
     """
     try:
         yield
+    except KeyboardInterrupt:
+        parser.exit(128 + signal.SIGINT, f"{parser.prog}: interrupted\n")
     except (ValueError, TypeError, OSError, RuntimeError, MemoryError, FloatingPointError) as error:
         name, _, rest = str(error).partition(":")
         option = option_of(parser, name)

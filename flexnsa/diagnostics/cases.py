@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -115,7 +116,7 @@ def _started(
             own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=run_rank, args=(sender, folder, own, threads, function, arguments))
-            with _environment(own):
+            with _environment(own), _interrupts_held_back():
                 process.start()
             sender.close()
             group.append((process, receiver))
@@ -187,6 +188,17 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Start processes that Ctrl-C does not reach: a terminal sends it to all, and who started these ends them."""
+    resource_tracker.ensure_running()  # starts with the first process, and lets interrupts through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _free_port() -> int:

@@ -134,6 +134,19 @@ def test_mistakes_of_the_program_keep_their_traceback(monkeypatch: pytest.Monkey
             main(["estimate"])
 
 
+def test_an_interrupt_ends_any_command_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flexnsa.cli.diagnose.soak.recipe_of", interrupt)
+    with pytest.raises(SystemExit) as leaving:
+        main(["diagnose", "soak"])
+    assert leaving.value.code == 130
+    assert capsys.readouterr().err == "flexnsa diagnose soak: interrupted\n"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_the_options(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as leaving:
