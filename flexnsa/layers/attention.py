@@ -144,6 +144,9 @@ class NativeSparseAttention(nn.Module):
             ValueError: an argument does not fit the others; the message names it. The cache is then as it was.
         """
         check_layer_input(x, self.w_q.weight)
+        if layout is not None:
+            check_type("layout", layout, RowLayout)
+            layout.require(x, document_ids, head_dim=self.head_dim)
         mods = score_mod, mask_mod
         packed = document_ids is not None or (layout is not None and layout.positions is not None)
         if cache is not None:
@@ -157,8 +160,6 @@ class NativeSparseAttention(nn.Module):
             if document_ids is not None:
                 check_document_ids(document_ids, *x.shape[:2], like=x)
             layout = self.layout(x.shape[1], document_ids)
-        elif document_ids is not None:
-            raise ValueError(f"document_ids: expected None with a layout, got {describe(document_ids)}")
         out = self._attend_row(x, layout, mods) if cache is None else self._prefill(x, layout, mods, cache, lengths)
         return self.w_o(out.transpose(1, 2).flatten(2))
 

@@ -21,6 +21,7 @@ from flexnsa.geometry import num_compressed
 from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables, stored_rope_tables
 from flexnsa.masks.document import document_positions, first_tokens
 from flexnsa.positions import Positions
+from flexnsa.validation import describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,20 @@ class RowLayout:
     positions: Positions | None = None
     window_positions: Positions | None = None
     source: KeySource | None = None
+
+    def require(self, x: Tensor, document_ids: Tensor | None, *, head_dim: int) -> None:
+        """Demand to be one that a layer with heads of this size can have made for ``x (B, T, dim)``.
+
+        Raises:
+            ValueError: of other tokens or heads, or ``document_ids`` come too.
+        """
+        if document_ids is not None:
+            raise ValueError(f"document_ids: expected None with a layout, got {describe(document_ids)}")
+        shape = self.tokens.cos.shape
+        rows, tokens, dim = shape[0] if len(shape) == 4 else 1, shape[-2], 2 * shape[-1]
+        if rows not in (1, len(x)) or (tokens, dim) != (x.shape[1], head_dim):
+            expected = f"{x.shape[1]} tokens in {len(x)} rows and head_dim={head_dim}, as x and the layer have"
+            raise ValueError(f"layout: expected {expected}, got {tokens} tokens in {rows} rows and head_dim={dim}")
 
 
 def row_layout(

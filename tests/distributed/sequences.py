@@ -131,6 +131,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "cache": lambda: layer(torch.randn(1, 64, 48), cache=layer.new_cache(1, 64)),
         "short chunks": lambda: layer(torch.randn(1, 40, 48)),
         "uneven chunks": lambda: layer(torch.randn(1, 100, 48)),
+        "layout": lambda: layer(torch.randn(1, 64, 48), layout=make_layer().layout(64)),
         "dense": lambda: parallelize_model(DecoderLM(replace(MODEL, attention="dense")), mesh),
         "shard": lambda: shard(torch.randn(1, 99, 48), mesh),
         "dimension": lambda: unshard(torch.randn(1, 96, 48), mesh, seq_dim=3),

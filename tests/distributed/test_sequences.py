@@ -71,6 +71,8 @@ def test_what_ranks_cannot_share_is_refused_by_name(results: Results) -> None:
     assert refused["cache"] == f"cache: {ours} one"
     assert refused["short chunks"] == f"{chunks} 40 tokens"
     assert refused["uneven chunks"] == f"{chunks} 100 tokens"
+    spread = "tokens that are spread over ranks, as the layer has"
+    assert refused["layout"] == f"layout: expected one of {spread}, got whole rows"
     assert refused["dense"] == "layer: expected NativeSparseAttention, got DenseAttention"
     assert refused["shard"].startswith("x: expected a multiple of 2 * 2 ranks tokens in dimension 1, got")
     assert refused["dimension"].startswith("seq_dim: expected a dimension of a tensor (1, 96, 48)")

@@ -51,6 +51,20 @@ class TestLayer:
             results.append([out, *torch.autograd.grad(out.square().sum(), list(attention.parameters()))])
         torch.testing.assert_close(results[0], results[1])
 
+    def test_a_layout_of_other_tokens_rows_or_heads_is_refused_by_name(self) -> None:
+        attention, x = layer(), torch.randn(2, 20, 32)
+        expected = r"layout: expected 20 tokens in 2 rows and head_dim=8, as x and the layer have, got"
+        ids = torch.zeros(3, 20, dtype=torch.int64)
+        for other, got in {
+            attention.layout(19): "19 tokens in 1 rows and head_dim=8",
+            attention.layout(20, ids): "20 tokens in 3 rows and head_dim=8",
+            NativeSparseAttention(32, 4, 2, 4, config=SMALL).layout(20): "20 tokens in 1 rows and head_dim=4",
+        }.items():
+            with pytest.raises(ValueError, match=f"^{expected} {got}"):
+                attention(x, layout=other)
+        torch.testing.assert_close(attention(x, layout=attention.layout(20)), attention(x))
+        torch.testing.assert_close(attention(x, layout=attention.layout(20, ids[:2])), attention(x))
+
     def test_bf16(self) -> None:
         attention = layer().double()
         x = torch.randn(2, 77, 32).bfloat16()

@@ -98,6 +98,10 @@ ATTENTION: dict[str, Call] = {
         lambda out, call: out.shape == call["x"].shape,
         ("document_ids", "score_mod", "mask_mod"),
     ),
+    "NativeSparseAttention.forward with a layout": Call(
+        LAYER, {"x": torch.ones(2, 20, 16), "layout": LAYER.layout(20)}, lambda out, call: out.shape == call["x"].shape,
+        ("layout",),
+    ),
     "NativeSparseAttention.forward with a cache": Call(
         lambda cache, **arguments: LAYER(arguments.pop("x"), **{"cache": cache, **arguments}),
         {"x": torch.ones(2, 3, 16), "lengths": torch.tensor([3, 1]), "score_mod": shift},
