@@ -31,7 +31,7 @@ def gradients(layer: torch.nn.Module, x: torch.Tensor, compiled: bool = False, *
     def run(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(layer, x, use_reentrant=False, **options) if options else layer(x)  # pyright: ignore
 
-    out = torch.compile(run, fullgraph=True)(x) if compiled else run(x)
+    out = torch.compile(run, fullgraph=True, backend="aot_eager")(x) if compiled else run(x)
     return list(torch.autograd.grad(out.square().sum(), list(layer.parameters())))
 
 

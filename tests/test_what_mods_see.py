@@ -76,12 +76,12 @@ def test_a_score_mod_never_sees_the_future_nor_another_document() -> None:
 
 
 def test_banned_rows_and_tiny_documents_give_zeros_never_nan() -> None:
-    """1,000 packs of documents mostly shorter than l, l' and d, with mods that ban whole rows of some."""
+    """200 packs of documents mostly shorter than l, l' and d, with mods that ban whole rows of some."""
     config = NSAConfig(
         compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=4
     )
     generator = torch.Generator().manual_seed(0)
-    for trial in range(1000):
+    for trial in range(200):
         lengths = torch.randint(1, 14, (4,), generator=generator)
         ids = torch.repeat_interleave(torch.arange(4), lengths)[None]
         position = torch.cat([torch.arange(int(length)) for length in lengths])

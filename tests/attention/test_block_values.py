@@ -42,6 +42,11 @@ def test_blocks_of_the_future_show_nothing(impl: str, document_ids: Tensor | Non
 
 
 @impls
+def test_no_block_gives_zero(impl: str) -> None:
+    assert (attend(rows(-1, -1, -1, -1), None, impl) == 0).all()
+
+
+@impls
 @documents
 @pytest.mark.parametrize("wrong", [M, 1000, 2**25, 2**27, 2**31 - 1])
 def test_unseen_values_beyond_the_sequence_select_nothing(
@@ -64,14 +69,25 @@ def test_unseen_values_in_no_order_do_no_harm(
     assert attend(torch.randint(-3, 9, (2, 2, 77, 4)).int(), document_ids, impl).isfinite().all()
 
 
-@impls
+@pytest.mark.parametrize("impl", ["sdpa", "reference"])
 @pytest.mark.parametrize("scale", [0, -0.3, 1e-30, 40.0])
 def test_any_finite_scale_is_a_scale(impl: str, scale: float) -> None:
-    out, aux = native_sparse_attention(**X, config=SMALL, scale=scale, impl=impl, return_aux=True)
+    assert_scaled(impl, scale)
+
+
+@pytest.mark.parametrize(("scale", "branches"), [(0, ("win",)), (-40.0, ("cmp", "slc", "win"))])
+def test_flex_takes_any_scale_in_each_branch(scale: float, branches: tuple[str, ...]) -> None:
+    """Each is compiled anew: 0, which is none to Python's ``or``, in the branch that compiles fastest."""
+    assert_scaled("flex", scale, branches=branches)
+
+
+def assert_scaled(impl: str, scale: float, **options: Any) -> None:
+    options |= {"config": SMALL, "scale": scale}
+    out, aux = native_sparse_attention(**X, **options, impl=impl, return_aux=True)
     double = {name: x.double() for name, x in X.items()}
     # With large scores, importance below the least fp32 number is a tie, in fp64 it is not.
     double["block_indices"] = aux.block_indices
-    expected = native_sparse_attention(**double, config=SMALL, scale=scale, impl="reference")
+    expected = native_sparse_attention(**double, **options, impl="reference")
     torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-4)
 
 

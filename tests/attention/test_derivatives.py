@@ -109,10 +109,10 @@ def test_a_compiled_transform_refuses_too(name: str) -> None:
 @torch.no_grad()
 def test_flex_refuses_by_name_and_remembers_nothing() -> None:
     x = make_inputs(72, dtype=torch.float32)
-    before = attend(x, impl="reference")
+    before = attend(x, impl="reference", branches=("win",))
 
     def run(q: Tensor) -> Tensor:
-        return attend(x.replace(q=q), impl="flex")
+        return attend(x.replace(q=q), impl="flex", branches=("win",))
 
     with pytest.raises(NotImplementedError, match="impl='flex' works in no transform"):
         func.jvp(run, (x.q,), (x.q,))

@@ -94,13 +94,8 @@ def test_awkward_lengths(branch: str) -> None:
         check(branch, groups=2, seq_len=seq_len)
 
 
-@pytest.mark.parametrize("groups", [6])
-def test_group_sizes(groups: int) -> None:
-    check("slc", groups, seq_len=50)
-
-
-def test_bfloat16() -> None:
-    check("slc", groups=2, seq_len=77, dtype=torch.bfloat16)
+def test_a_group_that_is_no_power_of_two_in_bfloat16() -> None:
+    check("slc", groups=6, seq_len=50, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("branch", ["slc", "win"])
@@ -113,12 +108,6 @@ def test_documents_that_start_anywhere(branch: str) -> None:
     blocks = random_blocks(2, 2, token, start)
     want = dense(branch, q, k, v, lengths, blocks)
     torch.testing.assert_close(run(branch, q, k, v, blocks, positions), want, atol=3e-6, rtol=3e-6)
-
-
-def test_no_selected_block_gives_zero() -> None:
-    q, k, v = inputs("slc", 2, 2, 2, 77, (32, 16), torch.float32)
-    blocks = torch.full((2, 2, 77, SMALL.num_selected_blocks), -1, dtype=torch.int32)
-    assert (run("slc", q, k, v, blocks) == 0).all()
 
 
 def test_a_few_lengths_compile_what_all_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +185,7 @@ def test_what_a_cpu_cannot_do_is_said_by_name(name: str) -> None:
 
 
 def test_what_no_branch_reads_may_be_anything() -> None:
-    x = make_inputs(33, dtype=torch.float32)
+    x = make_inputs(72, dtype=torch.float32)
     read = {name: tensor.detach() for name, tensor in x.named().items()}
     unread: dict[str, Any] = {name: read[name].clone().requires_grad_() for name in ("k", "v", "k_cmp", "v_cmp")}
     arguments = read | unread

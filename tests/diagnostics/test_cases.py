@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from flexnsa.diagnostics import run_case
+from flexnsa.diagnostics import cases, run_case
 from flexnsa.distributed import joined_ranks
 from flexnsa.files import write_whole
 from tests.distributed.steps import CPU
@@ -98,30 +99,33 @@ def is_there(process: int) -> bool:
     return True
 
 
-def start_case(folder: Path, file: str) -> None:
-    """Be a command in a terminal, which heeds interrupts, whatever the process that this one was forked from does."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    try:
-        run_case(folder, sleep_by_number, file, seconds=600)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-
-
-def test_ranks_leave_with_who_started_them_and_not_before(tmp_path: Path) -> None:
+def test_ranks_leave_after_who_started_them_was_killed_and_at_no_interrupt(tmp_path: Path) -> None:
     """Ctrl-C reaches all processes of a terminal: a rank that heeded it would be told as one that failed."""
-    for ended_by in (signal.SIGINT, signal.SIGKILL):
-        file = tmp_path / ended_by.name
-        arguments = (tmp_path / "case", str(file))
-        starter = multiprocessing.get_context("forkserver").Process(target=start_case, args=arguments)
-        starter.start()
-        wait_until(file.exists)
-        rank = int(file.read_text())
-        os.kill(rank, signal.SIGINT)
-        time.sleep(0.2)
-        assert is_there(rank)
-        assert starter.pid is not None
-        os.kill(starter.pid, ended_by)
-        starter.join()
-        assert starter.exitcode == (130 if ended_by == signal.SIGINT else -signal.SIGKILL)
-        wait_until(lambda rank=rank: not is_there(rank))
+    file = tmp_path / "number"
+    arguments = (tmp_path / "case", sleep_by_number, str(file))
+    starter = multiprocessing.get_context("forkserver").Process(
+        target=run_case, args=arguments, kwargs={"seconds": 600}
+    )
+    starter.start()
+    wait_until(file.exists)
+    rank = int(file.read_text())
+    os.kill(rank, signal.SIGINT)
+    time.sleep(0.2)
+    assert is_there(rank)
+    starter.kill()
+    starter.join()
+    wait_until(lambda: not is_there(rank))
     assert not (tmp_path / "case" / "log.rank-0.txt").read_text()
+
+
+def test_an_interrupt_ends_the_ranks_of_who_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "number"
+
+    def interrupted(*_: object) -> list[Any]:
+        wait_until(file.exists)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cases, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_case(tmp_path / "case", sleep_by_number, str(file), seconds=600)
+    assert not is_there(int(file.read_text()))

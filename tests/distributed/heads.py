@@ -66,7 +66,8 @@ def compare_cases(file: Path) -> None:
         results: dict[str, Any] = {}
         for name, options in CASES.items():
             config = replace(HEADS, **options)
-            results[name] = learn(build(config)), learn(parallelize_model(build(config), mesh))
+            whole_model = learn(build(config)) if ranks.rank == 0 else None  # the same on every rank
+            results[name] = whole_model, learn(parallelize_model(build(config), mesh))
         results["steps"] = (
             take_steps(build(HEADS), lambda model: clip_grad_norm_(model.parameters(), 0.5)),
             take_steps(parallelize_model(build(HEADS), mesh), lambda model: clip_gradients(model, 0.5)),

@@ -198,7 +198,7 @@ def compile_operator() -> dict[str, Any]:
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     same = []
-    for length in (20, 27, 36):
+    for length in (20, 27):
         q = torch.randn(1, 2, length, 16, requires_grad=True)
         k = torch.randn(1, 1, num_compressed(length, config), 16, requires_grad=True)
         same.append(torch.equal(compiled(q, k), call(q, k)))

@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from flexnsa.cli import main
 from flexnsa.errors import FileError
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import TrainConfig, Trainer, read_corpus, run
 from flexnsa.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from flexnsa.training.lock import locked
 from flexnsa.training.log import JSONLog, read_log
+from tests.distributed.processes import started
 from tests.support.inputs import TINY
 
 MODEL = DecoderConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, nsa=TINY)
@@ -53,25 +53,24 @@ def test_resumed_run_equals_uninterrupted_run(text_folder: Path, tmp_path: Path,
 def test_killed_process_goes_on_to_the_same_curve(text_folder: Path, tmp_path: Path):
     options = ["--steps", "200", "--checkpoint-every", "7", "--eval-every", "50"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    process = _start_training(text_folder, killed, options)
-    _wait_for_steps(process, killed, 10)
-    process.kill()
-    process.wait()
+    with started(1, tmp_path / "output", _train, text_folder, killed, *options) as group:
+        group.wait_until(lambda: _steps(killed) >= 10)  # and is killed
     kept = _curve(killed)
     assert 10 <= len(kept) < 200
 
     for folder in (killed, whole):
-        assert _start_training(text_folder, folder, options).wait() == 0
+        _train(text_folder, folder, *options)
     assert len(_curve(killed)) == 200
     assert _curve(killed) == _curve(whole)
     assert _curve(killed)[: len(kept)] == kept
 
 
 def test_sigterm_ends_with_a_checkpoint_of_the_last_logged_step(text_folder: Path, tmp_path: Path):
-    process = _start_training(text_folder, tmp_path / "run", ["--steps", "100000", "--checkpoint-every", "50000"])
-    _wait_for_steps(process, tmp_path / "run", 3)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 128 + signal.SIGTERM
+    options = (tmp_path / "run", "--steps", "100000", "--checkpoint-every", "50000")
+    with started(1, tmp_path / "output", _train, text_folder, *options) as group:
+        group.wait_until(lambda: _steps(tmp_path / "run") >= 3)
+        group.processes[0].terminate()
+        assert group.wait() == [128 + signal.SIGTERM]
     header, _ = read_checkpoint(tmp_path / "run" / "checkpoint.safetensors")
     assert header["step"] == len(_curve(tmp_path / "run"))
 
@@ -131,14 +130,12 @@ def test_flex_does_not_train_on_a_cpu(text_folder: Path):
 
 
 def test_second_process_in_a_folder_is_told_of_the_first(text_folder: Path, tmp_path: Path):
-    first = _start_training(text_folder, tmp_path / "run", ["--steps", "100000", "--checkpoint-every", "5"])
-    try:
-        _wait_for_steps(first, tmp_path / "run", 6)
-        with pytest.raises(FileError, match=rf"^{tmp_path / 'run'}: process {first.pid} is training here; "):
+    options = (tmp_path / "run", "--steps", "100000", "--checkpoint-every", "5")
+    with started(1, tmp_path / "output", _train, text_folder, *options) as group:
+        group.wait_until(lambda: _steps(tmp_path / "run") >= 6)
+        first = group.processes[0].pid
+        with pytest.raises(FileError, match=rf"^{tmp_path / 'run'}: process {first} is training here; "):
             run(_trainer(text_folder), tmp_path / "run")
-    finally:
-        first.kill()
-        first.wait()
     with locked(tmp_path / "run"):  # a lock dies with its process
         pass
 
@@ -233,20 +230,11 @@ def _curve(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def _start_training(text_folder: Path, out: Path, options: list[str]) -> subprocess.Popen[bytes]:
+def _steps(folder: Path) -> int:
+    return len(_curve(folder)) if (folder / "log.jsonl").exists() else 0
+
+
+def _train(text_folder: Path, out: Path, *options: str) -> None:
     sizes = "--dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 --batch-size 1 --seq-len 32"
-    command = f"-m flexnsa train --pack --device cpu --attention dense --eval-sequences 2 {sizes}"
-    return subprocess.Popen(
-        [sys.executable, *command.split(), "--text", text_folder, "--out", out, *options],
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def _wait_for_steps(process: subprocess.Popen[bytes], folder: Path, steps: int) -> None:
-    deadline = time.monotonic() + 60
-    while not (folder / "log.jsonl").exists() or len(read_log(folder / "log.jsonl")) < steps:
-        assert process.poll() is None, "training ended before it was stopped"
-        assert time.monotonic() < deadline, f"no {steps} steps in a minute"
-        time.sleep(0.01)
+    command = f"train --pack --device cpu --attention dense --eval-sequences 2 {sizes}"
+    main([*command.split(), "--text", str(text_folder), "--out", str(out), *options])
