@@ -62,7 +62,8 @@ def test_rows_and_gradients_are_those_of_the_whole_call(impl: str, place: str) -
 
 def test_flex_on_a_cpu_gives_the_rows_of_the_whole_call() -> None:
     torch._dynamo.reset()
-    tokens, x = PLACES["of each row its own"], make_inputs(LENGTH, batch=2, dtype=torch.float32)
+    # Twice as far apart: the keys of a tile of queries are then more tiles than those of neighbours would be.
+    tokens, x = 2 * PLACES["of each row its own"], make_inputs(2 * LENGTH, batch=2, dtype=torch.float32)
     whole, aux = attend_with_aux(x, impl="sdpa")
     out, own = attend_with_aux(x.replace(q=at(x.q, tokens), gates=at(x.gates, tokens)), impl="flex", positions=tokens)
     torch.testing.assert_close(out, at(whole, tokens))
