@@ -153,7 +153,7 @@ def check_weighed(name: str, x: Any, shape: Sequence[int | str], weight: Tensor)
     """Demand a tensor of a shape, on the device of ``weight`` and of its dtype, unless autocast makes that fit."""
     autocast = isinstance(x, Tensor) and not x.is_meta and torch.is_autocast_enabled(x.device.type)
     dtype = x.dtype if autocast and x.dtype in FLOATING[1:] else weight.dtype  # it leaves those of 64 bits alone
-    check_tensor(name, x, shape, like=weight, as_of="the weights", dtype=dtype)
+    check_tensor(name, x, shape, like=weight, as_of="the layer", dtype=dtype)
 
 
 def check_layer_input(x: Any, weight: Tensor) -> None:
