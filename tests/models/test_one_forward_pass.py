@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
-from flexnsa import functional, mods
+from flexnsa import mods
 from flexnsa.attention import selection
 from flexnsa.attention.implementations import IMPLEMENTATIONS, SDPA
 from flexnsa.attention.seam import Attended, Call
+from flexnsa.functional import calls as functional_calls
 from flexnsa.layers import core
 from flexnsa.models import DecoderConfig, DecoderLM, decoder, dense
 from tests.support.inputs import SMALL
@@ -109,7 +110,7 @@ def test_where_tokens_stand_is_found_out_once(
 
 
 def test_where_tokens_of_the_dense_twin_stand_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, elsewhere = (counted(monkeypatch, module, "document_positions") for module in (dense, functional))
+    here, elsewhere = (counted(monkeypatch, module, "document_positions") for module in (dense, functional_calls))
     model = DecoderLM(replace(CONFIG, attention="dense"))
     model(torch.randint(256, (2, 150)), document_ids=torch.arange(150).expand(2, -1) // 40)
     assert len(here) == 1
