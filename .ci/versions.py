@@ -1,8 +1,9 @@
-"""Do the CPU parity tests pass with other versions of PyTorch? Each has an environment of its own, made once.
+"""Do the tests pass with other versions of PyTorch and transformers? Each has an environment of its own, made once.
 
-    python .ci/versions.py .versions 2.11.0 2.13.0 newest
+    python .ci/versions.py .versions 2.11.0 2.13.0 newest 2.13.0+transformers==5.10.1
 
-needs Python alone. The newest is the one that the package index has today. The status is 1 unless all tests pass.
+needs Python alone. The newest is the one that the package index has today. With a torch alone these are the CPU parity
+tests, with transformers beside it those of the integration. The status is 1 unless all tests pass.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 import venv
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from urllib.request import urlopen
@@ -25,30 +27,32 @@ PARITY = [
     f"tests/attention/test_{name}.py"
     for name in ("parity", "reference", "semantics", "selection", "empty_rows", "implementations")
 ]
+INTEGRATION = ["tests/integrations/transformers"]
 
 
 def main(folder: Path, versions: list[str]) -> int:
     """Make the environments, run the tests in each, print a table, and give the status."""
-    named = {newest(folder) if version == "newest" else version: version for version in versions}
-    rows = [try_version(folder / version, version) for version in named]
-    print(f"\n{'torch':12}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}")
+    named = dict.fromkeys(newest(folder) if version == "newest" else version for version in versions)
+    rows = [try_version(folder / version, *version.split("+")) for version in named]
+    print(f"\n{'torch':34}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}")
     for installed, passed, failed, skipped, seconds in rows:
-        print(f"{installed:12}{passed:8}{failed:8}{skipped:9}{seconds:9.0f}")
+        print(f"{installed:34}{passed:8}{failed:8}{skipped:9}{seconds:9.0f}")
     good = [row for row in rows if row[1] and not row[2]]
-    print(f"\nthe CPU parity tests pass with {len(good)} of {len(rows)} versions of torch.")
+    print(f"\nthe tests pass with {len(good)} of {len(rows)} sets of versions.")
     return 0 if len(good) == len(rows) else 1
 
 
-def try_version(folder: Path, version: str) -> tuple[str, int, int, int, float]:
-    """Give the version that ran, and how many tests passed, failed and were skipped in how many seconds."""
-    python = make_environment(folder, version)
-    installed = output(python, "-c", "import torch; print(torch.__version__)")
+def try_version(folder: Path, torch: str, *others: str) -> tuple[str, int, int, int, float]:
+    """Give the versions that ran, and how many tests passed, failed and were skipped in how many seconds."""
+    python = make_environment(folder, torch, others)
+    installed = ", ".join([output(python, "-c", "import torch; print(torch.__version__)"), *others])
     print(f"\n== torch {installed}", flush=True)
     report = folder.resolve() / "report.xml"
     report.unlink(missing_ok=True)
+    tests = INTEGRATION if others else PARITY
     start = time.monotonic()
     subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *PARITY],
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         check=False,  # the report says what did not pass
@@ -62,18 +66,20 @@ def try_version(folder: Path, version: str) -> tuple[str, int, int, int, float]:
     return installed, tests - failures - errors - skipped, failures + errors, skipped, seconds
 
 
-def make_environment(folder: Path, version: str) -> Path:
+def make_environment(folder: Path, torch: str, others: Sequence[str]) -> Path:
     """Give the Python of an environment with a version of torch, built for CPUs where the index of these answers."""
     python = folder / "bin" / "python"
     done = folder / ".installed"
     if not done.exists():
         print(f"making {folder}", flush=True)
         venv.create(folder, with_pip=True, symlinks=True, clear=True)  # also what an earlier start has left half made
-        run(python, "-m", "pip", "install", "--quiet", *cpu_index(), f"torch=={version}")
+        run(python, "-m", "pip", "install", "--quiet", *cpu_index(), f"torch=={torch}")
         constraints = folder / "constraints.txt"
+        left_open = ("torch==", "triton==", *(("transformers==", "tokenizers==") if others else ()))
         lines = (ROOT / "constraints.txt").read_text().splitlines()
-        constraints.write_text("\n".join(line for line in lines if not line.startswith(("torch==", "triton=="))) + "\n")
-        run(python, "-m", "pip", "install", "--quiet", "--constraint", str(constraints), *NEEDED)
+        constraints.write_text("\n".join(line for line in lines if not line.startswith(left_open)) + "\n")
+        needed = [*NEEDED, "accelerate", *others] if others else NEEDED
+        run(python, "-m", "pip", "install", "--quiet", "--constraint", str(constraints), *needed)
         done.touch()
     return python
 

@@ -154,5 +154,5 @@ def test_wrong_descriptions_are_named(call: Callable[[], object], message: str) 
 
 
 def test_what_is_no_tensor_is_named() -> None:
-    with pytest.raises(TypeError, match=r"^cu_seqlens: expected a tensor \(D \+ 1\), got \[0, 3\]"):
+    with pytest.raises(TypeError, match=r"^cu_seqlens: expected a tensor \(D \+ 1,\), got \[0, 3\]"):
         document_ids_from_cu_seqlens([0, 3])  # pyright: ignore[reportArgumentType]
