@@ -74,12 +74,19 @@ def make_environment(folder: Path, torch: str, others: Sequence[str]) -> Path:
         print(f"making {folder}", flush=True)
         venv.create(folder, with_pip=True, symlinks=True, clear=True)  # also what an earlier start has left half made
         run(python, "-m", "pip", "install", "--quiet", *cpu_index(), f"torch=={torch}")
-        constraints = folder / "constraints.txt"
-        left_open = ("torch==", "triton==", *(("transformers==", "tokenizers==") if others else ()))
         lines = (ROOT / "constraints.txt").read_text().splitlines()
-        constraints.write_text("\n".join(line for line in lines if not line.startswith(left_open)) + "\n")
-        needed = [*NEEDED, "accelerate", *others] if others else NEEDED
-        run(python, "-m", "pip", "install", "--quiet", "--constraint", str(constraints), *needed)
+        if others:  # what else these need is theirs to say
+            packages = [
+                f"torch=={torch}",
+                *(line for line in lines if line.startswith("triton==")),
+                "accelerate",
+                *others,
+            ]
+        else:
+            kept = [line for line in lines if not line.startswith(("torch==", "triton=="))]
+            (folder / "constraints.txt").write_text("\n".join(kept) + "\n")
+            packages = ["--constraint", str(folder / "constraints.txt")]
+        run(python, "-m", "pip", "install", "--quiet", *packages, *NEEDED)
         done.touch()
     return python
 
