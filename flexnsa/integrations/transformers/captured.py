@@ -45,8 +45,10 @@ class CapturedStep:
 
         def step() -> None:
             seen = cache.seen
-            self._logits = next_logits(self._tokens, cache, self._real)
-            cache.seen = seen  # whoever replays it counts
+            try:
+                self._logits = next_logits(self._tokens, cache, self._real)
+            finally:
+                cache.seen = seen  # whoever replays it counts
 
         advice = "disable_compile: expected True for a model whose steps no CUDA graph holds"
         self._replay: Step = capture(step, lengths.device, advice=advice)

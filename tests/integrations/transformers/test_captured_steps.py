@@ -120,6 +120,47 @@ def test_a_mask_of_ones_own_is_refused_by_the_model(model: Any, replays: list[in
     assert replays == [11]
 
 
+def test_a_row_that_has_ended_keeps_no_token(model: Any, replays: list[int]) -> None:
+    x, more = tokens(2, 20), tokens(2, 3)
+    logits, lengths = [], []
+    for forward in (model, model.get_compiled_call()):
+        cache, mask = FlexNSACache(model.config, 64), torch.ones(2, 20)
+        with torch.no_grad():
+            model(input_ids=x, past_key_values=cache)
+            for t in range(3):
+                mask = torch.cat((mask, torch.tensor([[1.0], [t == 0]])), dim=1)
+                out = forward(input_ids=more[:, t, None], past_key_values=cache, attention_mask=mask)
+                logits.append(out.logits[: 2 if t == 0 else 1])
+        lengths.append([kept.lengths.tolist() for kept in cache.kept])
+    for got, want in zip(logits[3:], logits[:3], strict=True):
+        torch.testing.assert_close(got, want)
+    assert lengths == [[[23, 21]] * 2] * 2
+    assert replays == [3]
+
+
+def test_whoever_asks_for_more_than_logits_gets_it(model: Any, replays: list[int]) -> None:
+    x, cache, asked = tokens(2, 20), FlexNSACache(model.config, 64), deepcopy(model)
+    with torch.no_grad():
+        asked(input_ids=x, past_key_values=cache)
+        out = asked.get_compiled_call()(input_ids=x[:, :1], past_key_values=cache, output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    assert not replays
+
+
+def test_a_step_that_cannot_be_captured_leaves_the_cache_as_it_was(model: Any, replays: list[int]) -> None:
+    x, cache = tokens(2, 20), FlexNSACache(model.config, 64)
+    with torch.no_grad():
+        model(input_ids=x, past_key_values=cache)
+
+    def fail(*_: object) -> torch.Tensor:
+        cache.layers[0].seen += 1  # as a layer does that gets as far
+        raise ValueError("no graph")
+
+    with pytest.raises(ValueError, match="no graph"):
+        captured.CapturedStep(fail, cache, None)
+    assert [layer.seen for layer in cache.layers] == [20, 20]
+
+
 def test_angles_that_depend_on_how_far_a_row_has_come_are_not_captured(replays: list[int]) -> None:
     x = tokens(1, 20)
     for kind, count in (("linear", 1), ("dynamic", 1)):
