@@ -106,6 +106,8 @@ class DecoderLM(nn.Module):
             ValueError: ``tokens`` is not a batch of sequences, a token is not in the vocabulary (which is seen on a
                 CPU), or another argument does not fit; the message names it.
         """
+        if states is not None:
+            check_type("states", states, list)
         if targets is not None:
             check_tokens("tokens", tokens, self.embedding.weight)
             check_targets(targets, tokens.shape, reduction)

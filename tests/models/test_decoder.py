@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from flexnsa import next_token_targets
 from flexnsa.models import DecoderConfig, DecoderLM, generate, preset
@@ -229,6 +230,19 @@ def test_round_trip_through_plain_values(checkpointing: bool | tuple[int, int] |
 def test_errors_name_the_field(change: dict[str, object], message: str):
     with pytest.raises((TypeError, ValueError), match=message):
         replace(CONFIG, **change)
+
+
+def test_hidden_states_are_what_goes_into_each_layer_and_what_the_head_is_given():
+    model, x = DecoderLM(CONFIG).eval(), torch.randint(256, (2, 40))
+    states: list[Tensor] = []
+    logits = model(x, states=states)
+    expected = [model.embedding(x)]
+    for layer in model.layers:
+        expected.append(layer(expected[-1]))
+    assert_close(states, [*expected[:2], model.norm(expected[2])])
+    assert_close(model.head(states[2]), logits)
+    with pytest.raises(TypeError, match=r"^states: expected list, got 3 \(int\)"):
+        model(x, states=3)
 
 
 def test_unknown_preset_and_flat_tokens_are_named():
