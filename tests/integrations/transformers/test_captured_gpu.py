@@ -8,18 +8,19 @@ import pytest
 import torch
 
 from flexnsa.integrations.transformers import FlexNSACache
-from tests.integrations.transformers.families import FEW, converted, own, pad_left, tokens
+from tests.integrations.transformers.families import FEW, ROPES, converted, own, pad_left, tokens
 
 pytestmark = pytest.mark.gpu
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": [*range(3, 8)]}
 
 
-@pytest.mark.parametrize("kind", ["three branches", "selected branch", "own decoder"])
+@pytest.mark.parametrize("kind", ["three branches", "selected branch", "given frequencies", "own decoder"])
 def test_captured_steps_give_the_tokens_of_steps_that_are_called(kind: str) -> None:
     few = FEW | {"select_block_size": 16}  # the smallest tile of tensor cores
-    options = few if kind == "three branches" else few | {"branches": ["slc"]}
-    model = (own(nsa=few) if kind == "own decoder" else converted("qwen3", options)).float().cuda()
+    options = few | {"branches": ["slc"]} if kind == "selected branch" else few
+    turning = {"rope_parameters": ROPES["llama3"]} if kind == "given frequencies" else {}
+    model = (own(nsa=few) if kind == "own decoder" else converted("qwen3", options, **turning)).float().cuda()
     rows = {name: x.cuda() for name, x in pad_left([tokens(50), tokens(31), tokens(9)]).items()}
     caches = [FlexNSACache(model.config, 64) for _ in range(2)]  # which grow on the way
     got, want = (
