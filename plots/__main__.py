@@ -14,6 +14,7 @@ from plots import (
     peak_memory,
     phases,
     recall,
+    recall_ablation,
     roofline,
     step_time,
     throughput,
@@ -44,6 +45,7 @@ FIGURES = {
     "recall": recall.by_length,
     "recall_steps": recall.by_step,
     "recall_depths": recall.by_depth,
+    "recall_ablation": recall_ablation.draw,
     "language": language.losses,
     "language_positions": language.positions,
 }

@@ -27,6 +27,7 @@ POSITIONS = 64
 EDGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Of what is drawn as one point, in :data:`POSITIONS`."""
 HIGHEST_BITS = 3.4
+LONGER: dict[str, Any] = {"color": ORANGE, "linestyle": "--", "linewidth": 1.2}
 
 
 def losses(results: Results) -> Figure:
@@ -38,6 +39,12 @@ def losses(results: Results) -> Figure:
     seen = training["batch_size"] * training["seq_len"] / 1e6
     _curves(axes[0], runs, lambda look: look[0] * seen, "after equal text", "bytes seen, millions")
     _curves(axes[1], runs, lambda look: look[1], "after equal time", "seconds of training, one H200 each")
+    for run in (longer := _longer_runs(record)):
+        axes[1].plot(*zip(*(look[1:] for look in run["held_out"] if look[2] <= HIGHEST_BITS), strict=True), **LONGER)
+    if longer:
+        steps = f"{longer[0]['steps']:,}"
+        axes[1].plot([], [], label=f"dense, with a schedule of {steps} steps", **LONGER)
+        axes[1].legend(loc="upper right", frameon=False)
     axes[0].set_ylabel("bits per held-out byte")
     return result
 
@@ -45,14 +52,14 @@ def losses(results: Results) -> Figure:
 def positions(results: Results) -> Figure:
     """Left: how far NSA is behind by position, and what other blocks cost. Right: the gates while it learns."""
     record = results.load("language_h200.json")
-    runs = {name: seeds[0] for name, seeds in _runs(record).items()}
+    runs = _runs(record)
     dense = runs.pop(DENSE)
     name, nsa = next(iter(runs.items()))
-    caption = f"Other blocks, and gates: {name}, seed {nsa['seed']}. {_caption(record)}"
+    caption = f"Left: means over seeds. Other blocks: {name}; gates: its seed {nsa[0]['seed']}. {_caption(record)}"
     result, (left, right) = figure(_cost(nsa, dense), caption, size=(11, 4.9), columns=2)
     sizes = record.content["setting"]["sizes"][SIZE]["model"]["nsa"]
     _gaps(left, runs, dense, sizes["num_selected_blocks"] * sizes["select_block_size"])
-    _gates(right, nsa)
+    _gates(right, nsa[0])
     return result
 
 
@@ -71,23 +78,23 @@ def _curves(ax: Axes, runs: dict[str, list[Point]], x_of: Callable[[Any], float]
     ax.title.set_fontsize(10.5)
 
 
-def _gaps(ax: Axes, runs: dict[str, Point], dense: Point, all_read: int) -> None:
+def _gaps(ax: Axes, runs: dict[str, list[Point]], dense: list[Point], all_read: int) -> None:
     """Draw the differences to dense attention, and what the first model loses with other blocks."""
-    finals = next(iter(runs.values()))["finals"]
+    own = next(iter(runs.values()))
     x = [POSITIONS * (begin + end) / 2 for begin, end in pairwise(EDGES)]
     labels: list[Label] = []
 
-    def draw(label: str, colour: str, measured: Point, base: Point) -> None:
-        gap = [a - b for a, b in zip(measured["positions"], base["positions"], strict=True)]
+    def draw(label: str, colour: str, measured: list[float], base: list[float]) -> None:
+        gap = [a - b for a, b in zip(measured, base, strict=True)]
         y = [fmean(gap[begin:end]) for begin, end in pairwise(EDGES)]
         ax.plot(x, y, color=colour, marker="o", markersize=4, linewidth=1.8)
         labels.append(Label(x[-1], y[-1], label, colour))
 
     ax.plot([x[0], x[-1]], [0, 0], color=ORANGE, linewidth=1)
     for blocks, (label, colour) in BLOCKS.items():
-        draw(label, colour, finals[f"bits with {blocks} blocks"], finals["bits with own blocks"])
-    for name, run in runs.items():
-        draw(f"{name}\n- dense", COLOURS[name], run["finals"]["bits"], dense["finals"]["bits"])
+        draw(label, colour, _by_position(own, f"bits with {blocks} blocks"), _by_position(own, "bits with own blocks"))
+    for name, seeds in runs.items():
+        draw(f"{name}\n- dense", COLOURS[name], _by_position(seeds), _by_position(dense))
     ax.axvspan(x[0] / 1.2, all_read, color=GREY, alpha=0.08, linewidth=0)
     ax.text(all_read / 1.1, ax.get_ylim()[1], "all blocks\nare selected", color=GREY, ha="right", va="top")
     ax.set_xscale("log", base=2)
@@ -118,22 +125,38 @@ def _gates(ax: Axes, nsa: Point) -> None:
 
 def _runs(record: Record) -> dict[str, list[Point]]:
     """Give the whole runs of the large model, by its name, of as many steps as that of NSA has."""
-    ended = [point for point in record.content["points"] if "mean" in point.get("finals", {}).get("bits", {})]
-    points = [point for point in ended if point["size"] == SIZE]
-    steps = {point["steps"] for point in points if point["model"] != DENSE}
-    found = {name: [p for p in points if p["model"] == name and p["steps"] in steps] for name in COLOURS}
+    ended = _ended(record)
+    steps = {point["steps"] for point in ended if point["model"] != DENSE}
+    found = {name: [p for p in ended if p["model"] == name and p["steps"] in steps] for name in COLOURS}
     return {name: seeds for name, seeds in found.items() if seeds}
 
 
+def _longer_runs(record: Record) -> list[Point]:
+    """Give runs of dense attention whose schedule ends about when that of NSA does."""
+    shown = {run["steps"] for run in _runs(record)[DENSE]}
+    return [point for point in _ended(record) if point["model"] == DENSE and point["steps"] not in shown]
+
+
+def _ended(record: Record) -> list[Point]:
+    points = [point for point in record.content["points"] if point["size"] == SIZE]
+    return [point for point in points if "mean" in point.get("finals", {}).get("bits", {})]
+
+
+def _by_position(seeds: list[Point], name: str = "bits") -> list[float]:
+    return [fmean(column) for column in zip(*(run["finals"][name]["positions"] for run in seeds), strict=True)]
+
+
+def _mean_bits(seeds: list[Point], name: str = "bits") -> float:
+    return fmean(run["finals"][name]["mean"] for run in seeds)
+
+
 def _headline(runs: dict[str, list[Point]]) -> str:
-    bits = {name: fmean(run["finals"]["bits"]["mean"] for run in seeds) for name, seeds in runs.items()}
-    return "Bits per held-out byte: " + "; ".join(f"{name} {mean:.3f}" for name, mean in bits.items())
+    return "Bits per held-out byte: " + "; ".join(f"{name} {_mean_bits(seeds):.3f}" for name, seeds in runs.items())
 
 
-def _cost(nsa: Point, dense: Point) -> str:
-    finals = nsa["finals"]
-    gap = finals["bits"]["mean"] - dense["finals"]["bits"]["mean"]
-    cost = finals["bits with random blocks"]["mean"] - finals["bits with own blocks"]["mean"]
+def _cost(nsa: list[Point], dense: list[Point]) -> str:
+    gap = _mean_bits(nsa) - _mean_bits(dense)
+    cost = _mean_bits(nsa, "bits with random blocks") - _mean_bits(nsa, "bits with own blocks")
     return f"NSA - dense: {gap:+.3f} bits per byte; random blocks in place of those selected: {cost:+.3f}"
 
 

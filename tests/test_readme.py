@@ -114,17 +114,23 @@ def test_the_table_of_training_is_what_was_recorded() -> None:
 def test_the_tables_of_recall_are_what_was_recorded() -> None:
     record = json.loads((ROOT / "benchmarks/results/recall_h200.json").read_text())
     runs: dict[str, list[dict[str, Any]]] = {}
-    for point in record["points"]:
+    for point in sorted(record["points"], key=itemgetter("seed")):
         runs.setdefault(point["variant"], []).append(point)
     steps = sum(stage["steps"] for stage in record["plan"]["stages"])
     assert all(point["step"] == steps and not point["obstacles"] for point in record["points"])
     tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", (ROOT / "docs" / "learning.md").read_text(), re.MULTILINE)
-    maps, scores, looks = ([row.strip("| ") for row in table.splitlines()] for table in tables)
+    maps, scores, looks, changes = ([row.strip("| ") for row in table.splitlines()] for table in tables)
     assert maps == [recalled_by_length(label, runs[variant]) for label, variant in RECALLED.items()]
     assert looks == [recalled_in_training(label, runs[RECALLED[label]]) for label in map(label_of, looks)]
     assert scores == [
         unscored_in_training(label, runs[RECALLED[label.split(", seed")[0]]]) for label in map(label_of, scores)
     ]
+    changed: dict[str, list[dict[str, Any]]] = {}
+    ablation = json.loads((ROOT / "benchmarks/results/recall_ablation_h200.json").read_text())["points"]
+    for point in sorted(ablation, key=itemgetter("seed")):
+        changed.setdefault(point["variant"], []).append(point)
+    assert changes == [recalled_with(label, changed.pop(label)) for label in map(label_of, changes)]
+    assert not changed, "all that was recorded is told"
 
 
 def recalled_by_length(label: str, seeds: list[dict[str, Any]]) -> str:
@@ -135,6 +141,18 @@ def recalled_by_length(label: str, seeds: list[dict[str, Any]]) -> str:
     cells = [f"{100 * fmean(found['pairs', k]):.1f}" for k in (1, 2, 4, 8, 16, 32, 64)]
     cells += [", ".join(f"{32 * share:.0f}" for share in found["needle", k]) for k in (16, 32, 64)]
     return " | ".join([label, f"{len(seeds)}", *cells])
+
+
+def recalled_with(label: str, seeds: list[dict[str, Any]]) -> str:
+    """What was recalled of rows of 32 while learning, and of maps."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for entry in (entry for seed in seeds for entry in seed["maps"]):
+        found.setdefault((entry["kind"], entry["seq_len"]), []).append(fmean(entry["recall"]))
+    pairs = {seq_len: f"{100 * fmean(found['pairs', seq_len]):.1f}" for seq_len in (512, 1024, 2048, 4096)}
+    lowest = f"{100 * min(found['pairs', 2048]):.1f}"
+    alone = ", ".join(f"{32 * share:.0f}" for share in found["needle", 4096])
+    short = f"{100 * fmean(last_looks(seed, 'recall')[32] for seed in seeds):.0f}"
+    return " | ".join([label, f"{len(seeds)}", short, *[*pairs.values()][:3], lowest, pairs[4096], alone])
 
 
 def recalled_in_training(label: str, seeds: list[dict[str, Any]]) -> str:
@@ -180,34 +198,59 @@ def test_the_times_of_models_of_transformers_are_what_was_recorded() -> None:
 
 def test_the_tables_of_language_are_what_was_recorded() -> None:
     points = json.loads((ROOT / "benchmarks/results/language_h200.json").read_text())["points"]
-    keys = itemgetter("size", "seed", "steps")
-    runs = {point["model"]: point for point in points if keys(point) == ("m7c-125m", 0, 1000)}
-    compared = {name: runs[name] for name in ("dense", "NSA, plain learning rate")}
-    expected, nsa = [], runs["NSA, plain learning rate"]["finals"]
-    for name, run in compared.items():
-        cells = [f"{run['parameters'] / 1e6:.1f}M", f"{run['finals']['bits']['mean']:.4f}"]
-        expected.append([name, *cells, f"{run['step']:,}", f"{run['seconds']:.0f}"])
-    for name, run in compared.items():
-        looks = {step: bits for step, _, bits in run["held_out"]}
-        expected.append([name, *(f"{looks[step]:.3f}" for step in (200, 400, 600, 700, 800, 1000))])
-    octaves = [slice(0, 1), *(slice(2**power, 2 ** (power + 1)) for power in range(7))]
-    by_octave = [[fmean(run["finals"]["bits"]["positions"][part]) for part in octaves] for run in compared.values()]
-    expected += [[name, *(f"{x:.3f}" for x in row)] for name, row in zip(compared, by_octave, strict=True)]
-    expected.append(["NSA - dense", *(f"{b - a:+.3f}" for a, b in zip(*by_octave, strict=True))])
-    blocks = {name: nsa[f"bits with {name} blocks"]["mean"] for name in ("own", "initial", "random", "forced")}
-    expected += [[name, f"{bits:.4f}", f"{bits - blocks['own']:+.4f}"] for name, bits in blocks.items()]
+    runs: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for point in sorted(points, key=itemgetter("seed")):
+        runs.setdefault((point["size"], point["model"], point["steps"]), []).append(point)
+    names = ("dense", "NSA", "NSA, plain learning rate")
+    large = {name: runs["m7c-125m", name, 1000] for name in names}
+    small = {name: runs["small", name, 800] for name in names}
+    longer = {"dense, for as long as NSA": runs["m7c-125m", "dense", 1107]}
+    expected = [[name, *ends(seeds)] for group in (large, longer, small) for name, seeds in group.items()]
+    for name, seeds in large.items():
+        looks = [{step: bits for step, _, bits in run["held_out"]} for run in seeds]
+        expected.append([name, *(f"{fmean(x[step] for x in looks):.3f}" for step in (200, 400, 600, 700, 800, 1000))])
+    by_octave = {name: octaves(seeds) for name, seeds in (large | longer).items()}
+    expected += [[name, *(f"{x:.3f}" for x in row)] for name, row in by_octave.items()]
+    gaps = zip(by_octave["dense"], by_octave["NSA"], strict=True)
+    expected.append(["NSA - dense", *(f"{b - a:+.3f}" for a, b in gaps)])
+    for blocks in ("initial", "random", "forced"):
+        cells = [cost_of(seeds, blocks) for group in (large, small) for name, seeds in group.items() if name != "dense"]
+        expected.append([blocks, *cells])
+    habits = large["NSA"][0]["finals"]["habits"]
     for branch, name in enumerate(("compressed", "selected", "window")):
-        gates = [fmean(gate[branch] for gate in layer["gates"]) for layer in nsa["habits"]]
+        gates = [fmean(gate[branch] for gate in layer["gates"]) for layer in habits]
         expected.append([f"gate, {name}", *(f"{gate:.2f}" for gate in gates)])
-    expected.append(["entropy, bits", *(f"{fmean(layer['entropy']):.1f}" for layer in nsa["habits"])])
-    expected.append(["captured by own blocks", *(f"{layer['chosen']['captured']:.2f}" for layer in nsa["habits"])])
-    shared = [layer["chosen"]["shared"]["1"] for layer in nsa["habits"]]
-    expected.append(["shared with the query before", *(f"{share:.2f}" for share in shared)])
+    expected.append(["entropy, bits", *(f"{fmean(layer['entropy']):.1f}" for layer in habits)])
+    expected.append(["captured by own blocks", *(f"{layer['chosen']['captured']:.2f}" for layer in habits)])
+    expected.append(["shared with the query before", *(f"{layer['chosen']['shared']['1']:.2f}" for layer in habits)])
     page = (ROOT / "docs" / "language.md").read_text()
     rows = re.findall(r"^\| (\w.*\d) \|$", page, re.MULTILINE)
     assert [row.split(" | ") for row in rows] == expected
-    gaps = [b - a for a, b in zip(*(run["finals"]["bits"]["rows"] for run in compared.values()), strict=True)]
-    assert f"{fmean(gaps):+.4f} ± {stdev(gaps) / len(gaps) ** 0.5:.4f}" in page
+    for group in (large, small):
+        gaps = [b - a for a, b in zip(*(means(group[name]) for name in ("dense", "NSA")), strict=True)]
+        assert f"{fmean(gaps):+.3f} ± {stdev(gaps) / len(gaps) ** 0.5:.3f}" in page
+
+
+def ends(seeds: list[dict[str, Any]]) -> list[str]:
+    """Parameters, steps, mean seconds, and of each seed the bits per held-out byte."""
+    parameters, steps = seeds[0]["parameters"], seeds[0]["step"]
+    seconds = fmean(run["seconds"] for run in seeds)
+    bits = ", ".join(f"{mean:.4f}" for mean in means(seeds))
+    return [f"{parameters / 1e6:.1f}M", f"{steps:,}", f"{seconds:.0f}", bits]
+
+
+def means(seeds: list[dict[str, Any]], name: str = "bits") -> list[float]:
+    return [run["finals"][name]["mean"] for run in seeds]
+
+
+def octaves(seeds: list[dict[str, Any]]) -> list[float]:
+    """Mean bits over seeds, of the first 64 bytes and of every doubling from there."""
+    parts = [slice(0, 1), *(slice(2**power, 2 ** (power + 1)) for power in range(7))]
+    return [fmean(fmean(run["finals"]["bits"]["positions"][part]) for run in seeds) for part in parts]
+
+
+def cost_of(seeds: list[dict[str, Any]], blocks: str) -> str:
+    return f"{fmean(means(seeds, f'bits with {blocks} blocks')) - fmean(means(seeds, 'bits with own blocks')):+.4f}"
 
 
 def anchors(text: str) -> set[str]:

@@ -8,6 +8,7 @@ that is there twice counts once, and what packages carry of others (``_vendor``)
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,7 +103,7 @@ def read_text(roots: Sequence[Path], cache: Path) -> tuple[Corpus, dict[str, Any
             for part, packages in (("train", train), ("held_out", held_out))
         }
         cache.parent.mkdir(parents=True, exist_ok=True)
-        temporary = cache.with_name(cache.name + ".tmp")
+        temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")  # several may be started at once
         torch.save({"about": about, "train": _joined(train), "validation": _joined(held_out)}, temporary)
         temporary.replace(cache)
     stored = torch.load(cache)

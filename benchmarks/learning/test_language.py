@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 from itertools import count
 from pathlib import Path
@@ -50,6 +51,21 @@ def test_text_is_kept_back_by_whole_packages_and_no_file_is_there_twice(folder: 
     assert len(corpus.validation) == sum(size for _, size in about["held_out"])
     again, _ = read_text([], tmp_path / "text.pt")
     assert again.sha256() == corpus.sha256()
+
+
+def test_text_may_be_read_by_several_at_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, save = tmp_path / "text.pt", torch.save
+
+    def save_while_another_does(text: Any, path: Path) -> None:
+        save(text, path)
+        other = multiprocessing.get_context("spawn").Process(target=read_text, args=([folder], cache))
+        other.start()
+        other.join()
+        assert other.exitcode == 0
+
+    monkeypatch.setattr(torch, "save", save_while_another_does)
+    read_text([folder], cache)
+    assert [path.name for path in tmp_path.glob("text*")] == ["text.pt"]
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) -> None:

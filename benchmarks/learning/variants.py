@@ -66,6 +66,7 @@ def _normalise(_: nn.Module, __: object, keys: Tensor) -> Tensor:
 _MEAN = {"compression": "mean"}
 _LINEAR = {"compression": "linear"}
 _SLOW = 0.1
+_SHORT = {"compress_block_size": 4, "compress_stride": 2}
 
 VARIANTS: dict[str, Variant] = {
     "dense": Variant(config={"attention": "dense"}),
@@ -78,6 +79,7 @@ VARIANTS: dict[str, Variant] = {
     "NSA, shared keys": Variant(shared_keys=True),
     "NSA, begun as mean": Variant(begun_as_mean=True),
     "NSA, slow": Variant(compressor_rate=_SLOW),
+    "NSA, slow, l=4 d=2": Variant(compressor_rate=_SLOW, nsa=_SHORT),
     "NSA, begun as mean, slow": Variant(begun_as_mean=True, compressor_rate=_SLOW),
     "NSA, shared keys, begun as mean": Variant(shared_keys=True, begun_as_mean=True),
     "NSA, shared keys, begun as mean, slow": Variant(shared_keys=True, begun_as_mean=True, compressor_rate=_SLOW),
@@ -93,27 +95,27 @@ def _changed(compressor_rate: float = _SLOW, **changes: Any) -> Variant:
 
 ABLATIONS: dict[str, Variant] = {
     "l=8 d=4 l'=16 n=16": _changed(),
+    "l=4 d=2": _changed(nsa=_SHORT),
+    "l=8 d=8": _changed(nsa={"compress_stride": 8}),
+    "l=16 d=8": _changed(nsa={"compress_block_size": 16, "compress_stride": 8}),
+    "MLP, begun as mean": _changed(begun_as_mean=True),
+    "MLP, normalised": _changed(normalised_keys=True),
+    "MLP at a third of the rate": _changed(compressor_rate=0.3),
+    "linear": _changed(config=_LINEAR),
+    "linear, begun as mean": _changed(config=_LINEAR, begun_as_mean=True),
+    "mean": _changed(config=_MEAN),
+    "shared keys": _changed(shared_keys=True),
+    "softmax gate": _changed(config={"gate": "softmax"}),
+    "w=64": _changed(nsa={"window_size": 64}),
     "n=4": _changed(nsa={"num_selected_blocks": 4}),
     "n=8": _changed(nsa={"num_selected_blocks": 8}),
     "n=32": _changed(nsa={"num_selected_blocks": 32}),
     "l'=8 n=32": _changed(nsa={"select_block_size": 8, "num_selected_blocks": 32}),
+    "nothing forced": _changed(nsa={"num_local_blocks": 0}),
     "l'=32 n=8": _changed(nsa={"select_block_size": 32, "num_selected_blocks": 8}),
     "l'=64 n=4": _changed(nsa={"select_block_size": 64, "num_selected_blocks": 4}),
-    "l=4 d=2": _changed(nsa={"compress_block_size": 4, "compress_stride": 2}),
-    "l=16 d=8": _changed(nsa={"compress_block_size": 16, "compress_stride": 8}),
-    "l=8 d=8": _changed(nsa={"compress_stride": 8}),
-    "nothing forced": _changed(nsa={"num_local_blocks": 0}),
     "first and two last forced": _changed(nsa={"num_init_blocks": 1, "num_local_blocks": 2}),
-    "w=64": _changed(nsa={"window_size": 64}),
     "all blocks from the start": _changed(tight=False),
-    "softmax gate": _changed(config={"gate": "softmax"}),
-    "shared keys": _changed(shared_keys=True),
-    "mean": _changed(config=_MEAN),
-    "linear": _changed(config=_LINEAR),
-    "linear, begun as mean": _changed(config=_LINEAR, begun_as_mean=True),
-    "MLP, begun as mean": _changed(begun_as_mean=True),
-    "MLP, normalised": _changed(normalised_keys=True),
-    "MLP at a third of the rate": _changed(compressor_rate=0.3),
 }
 """What matters, one thing at a time: the MLP at a tenth of the rate, sizes as in the first name, but for what is named.
 
