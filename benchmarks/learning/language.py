@@ -5,7 +5,8 @@
     python -m benchmarks learning.language --size tiny --device cpu         # a rehearsal, a minute on a core
 
 All learn the Python sources of the machine, the same rows in the same order with the same schedule, and are asked for
-bytes of packages that none has seen. Compressors of NSA learn at a tenth of the rate of all else, or at the plain one.
+bytes of packages that none has seen. Compressors of NSA learn at a tenth of the rate of all else, or at the plain one;
+in one model layers read little at first.
 Losses at equal tokens are those after the last step. For equal time the slower one's loss is read off where the faster
 one ended, between its looks at held-out rows: its learning rate has not come all the way down there. Seconds are those
 of training alone, where no other training is on the GPU.
@@ -54,10 +55,25 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What tells the models of a size apart: their attention, and what compressors learn at, relative to all else."""
+    """What tells the models of a size apart.
+
+    Args:
+        attention: of its layers.
+        compressor_lr: learning rate of compressors, relative to that of all else.
+        few_until: share of the steps in which a layer selects but one block beside the forced ones, and sees an eighth
+            of the window: what is far has to come through the compressed branch, whose scores are to choose blocks.
+    """
 
     attention: Literal["nsa", "dense"] = "nsa"
     compressor_lr: float = 1.0
+    few_until: float = 0.0
+
+    def sizes_at(self, share: float, sizes: NSAConfig) -> NSAConfig:
+        """Give the sizes that layers have after a share of the steps."""
+        if share >= self.few_until:
+            return sizes
+        few = sizes.num_init_blocks + sizes.num_local_blocks + 1
+        return replace(sizes, num_selected_blocks=few, window_size=max(sizes.window_size // 8, 1))
 
 
 DENSE = "dense"
@@ -65,6 +81,7 @@ MODELS = {
     DENSE: Model(attention="dense"),
     "NSA": Model(compressor_lr=0.1),
     "NSA, plain learning rate": Model(),
+    "NSA, few blocks first": Model(compressor_lr=0.1, few_until=0.4),
 }
 
 _TRAINING = TrainConfig(
@@ -117,11 +134,13 @@ def work(job: Job, report: Report) -> None:
     folder = Path(job["folder"])
     corpus, _ = read_text([], folder / "text.pt")
     point = {name: job[name] for name in (*KEY, "side_by_side")}
+    model = MODELS[job["model"]]
     run = LanguageRun(
-        replace(size.model, attention=MODELS[job["model"]].attention),
+        replace(size.model, attention=model.attention),
         corpus,
         training_of(job),
         size.finals,
+        sizes_at=lambda step: model.sizes_at(step / job["steps"], size.model.nsa),
         device=device,
         folder=folder / f"{job['size']}-{job['model'].replace(', ', '-').replace(' ', '-')}-{job['seed']}",
         compiled=job["device"] == "cuda",

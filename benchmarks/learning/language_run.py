@@ -17,6 +17,7 @@ import torch
 from benchmarks.learning.habits import habits, mean_gates
 from benchmarks.learning.reading import CHOICES, bits_of_bytes, blocks_chosen, choices
 from benchmarks.learning.workers import Report
+from flexnsa import NativeSparseAttention, NSAConfig
 from flexnsa.files import write_whole
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import Batch, Corpus, TrainConfig, Trainer
@@ -48,7 +49,7 @@ class Record:
 
     Args:
         step: of training.
-        seconds: of training alone, without the first step of each start, which compiles.
+        seconds: of training alone, without the first step of each start and of other sizes, which compiles.
         first_step_s: seconds of those.
         loss: of each step.
         held_out: ``[step, seconds, loss]`` of rows that nothing is learned from.
@@ -75,7 +76,10 @@ class Record:
 
 
 class LanguageRun:
-    """Train a model as its config says, in a folder, and look at it; all losses are bits per byte."""
+    """Train a model as its config says, in a folder, and look at it; all losses are bits per byte.
+
+    ``sizes_at`` gives what layers of NSA read after so many steps.
+    """
 
     def __init__(
         self,
@@ -84,11 +88,12 @@ class LanguageRun:
         training: TrainConfig,
         finals: Finals,
         *,
+        sizes_at: Callable[[int], NSAConfig],
         device: str,
         folder: Path,
         compiled: bool,
     ) -> None:
-        self.training, self.finals, self.folder = training, finals, folder
+        self.training, self.finals, self.sizes_at, self.folder = training, finals, sizes_at, folder
         torch.manual_seed(training.seed)
         model = DecoderLM(config)
         self.initial = copy.deepcopy(model).eval()
@@ -111,7 +116,8 @@ class LanguageRun:
             self._look()
         report(self.describe())
         while record.step < training.steps and time.time() < until:
-            self._train_step(first=record.step == first)
+            changed = self.sizes_at(record.step) != self.sizes_at(record.step - 1)
+            self._train_step(compiles=changed or record.step == first)
             if record.step % training.eval_every == 0 or record.step == training.steps:
                 self._look()
                 report(self.describe())
@@ -135,18 +141,27 @@ class LanguageRun:
         parameters = sum(parameter.numel() for parameter in self.trainer.model.parameters())
         return seen | {"parameters": parameters, "loss": [round(fmean(part), 4) for part in losses]}
 
-    def _train_step(self, *, first: bool) -> None:
+    def _train_step(self, *, compiles: bool) -> None:
+        self._read_as_at(self.record.step)
         start = time.perf_counter()
         self.record.loss.append(round(self.trainer.train_step().loss / math.log(2), 4))
         seconds = time.perf_counter() - start
         self.record.step += 1
-        if first:
+        if compiles:
             self.record.first_step_s.append(round(seconds, 2))
         else:
             self.record.seconds += seconds
 
+    def _read_as_at(self, step: int) -> None:
+        sizes = self.sizes_at(step)
+        for model in (self.trainer.model, self.reader):
+            for module in model.modules():
+                if isinstance(module, NativeSparseAttention):
+                    module.config = sizes
+
     def _look(self) -> None:
         record, batch = self.record, self._rows(self.training.eval_sequences)
+        self._read_as_at(record.step)
         bits = bits_of_bytes(self.reader, batch, self.training.batch_size, self.precision).mean().item()
         record.held_out.append((record.step, round(record.seconds, 2), round(bits, 5)))
         if self.reader.config.attention == "nsa":

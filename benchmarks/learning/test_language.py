@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.learning.habits import block_habits, first_that_chooses, head_entropies
-from benchmarks.learning.language import SIZES, equal_time, is_whole, main
+from benchmarks.learning.language import MODELS, SIZES, equal_time, is_whole, main
 from benchmarks.learning.language_run import LanguageRun, final_names
 from benchmarks.learning.packages import read_packages, read_text, split_packages
 from benchmarks.learning.reading import bits_of_bytes, blocks_chosen, choices, drawn_blocks, forced_blocks
@@ -73,7 +73,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) ->
 
     def run(name: str) -> LanguageRun:
         where: Any = {"device": "cpu", "folder": tmp_path / name, "compiled": False}
-        return LanguageRun(TINY.model, corpus, TINY.training, TINY.finals, **where)
+        return LanguageRun(TINY.model, corpus, TINY.training, TINY.finals, sizes_at=lambda _: TINY.model.nsa, **where)
 
     whole, stopped, reports = run("whole"), run("stopped"), count()
 
@@ -101,6 +101,37 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) ->
     finals = whole.record.finals
     assert finals["bits with own blocks"]["mean"] == whole.record.held_out[-1][2], "of the same rows"
     assert set(finals) == set(final_names("nsa"))
+
+
+def test_layers_may_read_few_blocks_at_first(folder: Path, tmp_path: Path) -> None:
+    corpus, _ = read_text([folder], tmp_path / "text.pt")
+    model, steps, seen = MODELS["NSA, few blocks first"], TINY.training.steps, list[tuple[bool, int, int]]()
+    run = LanguageRun(
+        TINY.model,
+        corpus,
+        TINY.training,
+        TINY.finals,
+        sizes_at=lambda step: model.sizes_at(step / steps, TINY.model.nsa),
+        device="cpu",
+        folder=tmp_path / "run",
+        compiled=False,
+    )
+
+    def note(layer: torch.nn.Module, _: object) -> None:
+        assert isinstance(layer, NativeSparseAttention)
+        seen.append((torch.is_grad_enabled(), layer.config.num_selected_blocks, layer.config.window_size))
+
+    for one in (run.trainer.model, run.reader):
+        assert isinstance(one, DecoderLM)
+        nsa_layers(one)[0].register_forward_pre_hook(note)
+    run.go_on(time.time() + 60, lambda _: None)
+    few, all_of_them = (3, 2), (4, 16)
+    assert [sizes for learns, *sizes in seen if learns] == [[*few]] * 3 + [[*all_of_them]] * 3, "40 % of six steps"
+    looks = [tuple(sizes) for learns, *sizes in seen if not learns]
+    assert looks[0] == few
+    assert looks[-1] == all_of_them
+    assert looks == sorted(looks), "what is looked at reads as much as what learns"
+    assert len(run.record.first_step_s) == 2, "both compile"
 
 
 @pytest.fixture(scope="module")
