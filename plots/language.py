@@ -55,7 +55,8 @@ def positions(results: Results) -> Figure:
     runs = _runs(record)
     dense = runs.pop(DENSE)
     name, nsa = next(iter(runs.items()))
-    caption = f"Left: means over seeds. Other blocks: {name}; gates: its seed {nsa[0]['seed']}. {_caption(record)}"
+    means = "Left: means over seeds, of dense attention the same ones"
+    caption = f"{means}. Other blocks: {name}; gates: its seed {nsa[0]['seed']}. {_caption(record)}"
     result, (left, right) = figure(_cost(nsa, dense), caption, size=(11, 4.9), columns=2)
     sizes = record.content["setting"]["sizes"][SIZE]["model"]["nsa"]
     _gaps(left, runs, dense, sizes["num_selected_blocks"] * sizes["select_block_size"])
@@ -94,7 +95,9 @@ def _gaps(ax: Axes, runs: dict[str, list[Point]], dense: list[Point], all_read: 
     for blocks, (label, colour) in BLOCKS.items():
         draw(label, colour, _by_position(own, f"bits with {blocks} blocks"), _by_position(own, "bits with own blocks"))
     for name, seeds in runs.items():
-        draw(f"{name}\n- dense", COLOURS[name], _by_position(seeds), _by_position(dense))
+        both = {run["seed"] for run in seeds} & {run["seed"] for run in dense}
+        pair = [[run for run in model if run["seed"] in both] for model in (seeds, dense)]
+        draw(f"{name}\n- dense", COLOURS[name], *map(_by_position, pair))
     ax.axvspan(x[0] / 1.2, all_read, color=GREY, alpha=0.08, linewidth=0)
     ax.text(all_read / 1.1, ax.get_ylim()[1], "all blocks\nare selected", color=GREY, ha="right", va="top")
     ax.set_xscale("log", base=2)

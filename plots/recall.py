@@ -44,7 +44,8 @@ def by_length(results: Results) -> Figure:
     maps = _maps(record)
     trained = _trained_on(record)
     longest = max(s for _, _, s in maps)
-    result, axes = figure(_headline(maps, trained), _caption(record), size=(11.6, 4.9), columns=2)
+    caption = f"{_caption(record)} Shaded: from the least seed to the most."
+    result, axes = figure(_headline(maps, trained), caption, size=(11.6, 4.9), columns=2)
     for ax, kind in zip(axes, TITLES, strict=True):
         _curves(ax, {(name, s): [*map(fmean, seeds)] for (name, k, s), seeds in maps.items() if k == kind}, longest)
         ax.axvspan(trained, longest * _ROOM, color=GREY, alpha=0.08, linewidth=0)
@@ -61,7 +62,7 @@ def by_step(results: Results) -> Figure:
     model = record.content["setting"]["models"]["NSA"]
     reach = model["num_layers"] * model["nsa"]["window_size"]
     asked = f"At the top: S. Pairs at least {reach} tokens back, or half a row, in as many new rows as a step has."
-    title = "While rows grow, plain NSA unlearns what it knew: its blocks score nothing"
+    title = "While rows grow, plain NSA unlearns what it knew, and its blocks come to score 0"
     result, axes = figure(title, f"{asked} {_models(record)}", size=(11.6, 4.9), columns=2)
     for ax, (kind, name) in zip(axes, LOOKS.items(), strict=True):
         _looks(ax, record, kind)
@@ -179,7 +180,8 @@ def _caption(record: Record) -> str:
 def _models(record: Record) -> str:
     model: dict[str, Any] = record.content["setting"]["models"]["NSA"]
     plan, nsa = record.content["plan"], model["nsa"]
-    seeds = Counter(point["variant"] for point in record.content["points"] if "maps" in point).values()
+    points = [point for point in record.content["points"] if point["variant"] in LINES and "maps" in point]
+    seeds = Counter(point["variant"] for point in points).values()
     most = f"{max(seeds)} seed{'s' * (max(seeds) > 1)}"
     selected = nsa["num_selected_blocks"] * nsa["select_block_size"]
     return (
@@ -189,5 +191,5 @@ def _models(record: Record) -> str:
         f"{sum(stage['steps'] for stage in plan['stages']):,} steps. "
         f"l={nsa['compress_block_size']}, d={nsa['compress_stride']}, l'={nsa['select_block_size']}, "
         f"n={nsa['num_selected_blocks']} ({selected} tokens), w={nsa['window_size']}; bf16. "
-        f"{most if min(seeds) == max(seeds) else f'{min(seeds)} to {most}: means, least to most'}. {record.where()}."
+        f"Means of {most if min(seeds) == max(seeds) else f'{min(seeds)} to {most}'}. {record.where()}."
     )
