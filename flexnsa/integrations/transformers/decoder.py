@@ -65,7 +65,6 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seq_lens_q: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -80,16 +79,17 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             use_cache: whether to make a cache; by default where nothing is differentiated.
             logits_to_keep: give those of the last tokens only; 0 for all.
             cu_seq_lens_q: int ``(D + 1,)``, where the documents of a single packed row begin.
-            shift_labels: int ``(B, T)``, in place of ``labels``: what each token is to predict.
             output_hidden_states: whether to give what goes into each layer, and what predicts tokens; by default as
                 the config says.
-            kwargs: ``num_items_in_batch``, by which the loss is divided.
+            kwargs: ``num_items_in_batch``, by which the loss is divided; ``shift_labels``, int ``(B, T)``, in place of
+                ``labels``: what each token is to predict. (Trainer evaluates only with all labels that are named above.)
 
         Raises:
             TypeError: an argument is not of its kind.
             ValueError: an argument does not fit, or is not there to be had; the message names it.
         """
         self._refuse(kwargs)
+        shift_labels = kwargs.pop("shift_labels", None)
         check_integers("input_ids", input_ids, ("B", "T"))
         tokens = cast("Tensor", input_ids)
         cache = wanted_cache(self, past_key_values, use_cache)

@@ -27,6 +27,16 @@ def test_the_loss_falls(name: str, tmp_path: Path) -> None:
     assert sum(loss[-5:]) / 5 < 0.7 * loss[0]
 
 
+@pytest.mark.parametrize("name", train_text.MODELS)
+def test_evaluation_gives_the_loss_of_the_model(name: str, tmp_path: Path) -> None:
+    run = trainer(name, tmp_path, steps=1)
+    run.eval_dataset = [run.train_dataset[i] for i in range(4)]
+    rows = torch.stack([row["input_ids"] for row in run.eval_dataset])
+    with torch.no_grad():
+        want = run.model(rows, labels=rows).loss.item()
+    assert run.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["own", "converted"])
 def test_compressors_go_a_tenth_as_far_in_a_step_and_all_else_as_far(name: str, tmp_path: Path) -> None:
     starts = dict(train_text.MODELS[name]().float().named_parameters())
