@@ -1,47 +1,53 @@
 """What config.json says of a model's attention: a model that attends by flexnsa comes back as one.
 
 transformers saves no ``attn_implementation``: to it, that is a choice of whoever loads a model. So a model would come
-back with dense attention, and nobody would be told.
+back with dense attention, and nobody would be told. It reads what is saved, though.
 """
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
-import torch
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 NAME = "flexnsa"
 """What ``attn_implementation`` has to say."""
 
+ToDict = Callable[[Any], dict[str, Any]]
 
-class Choice(str):
-    """:data:`NAME`, as an attribute of a config: saved as long as the config's attention is that, and else as None.
 
-    To save a config, or to copy it, is to copy its attributes.
+def save_choice() -> None:
+    """Let each config of transformers whose attention is flexnsa say so: to save one is to make a dict of it."""
+    PreTrainedConfig.to_dict = _saying(PreTrainedConfig.to_dict)
+
+
+def check_choice_counts(config: Any) -> None:
+    """Demand a model that takes its attention from transformers' interface: others go on to use their own.
+
+    Raises:
+        ValueError: transformers says that this one does not.
     """
-
-    __slots__ = ("_config",)
-
-    def __new__(cls, config: Any) -> Choice:
-        """Stand for the attention of this config."""
-        choice = super().__new__(cls, NAME)
-        choice._config = weakref.ref(config)
-        return choice
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Choice | str | None:
-        """Stand for the attention of the config's copy; without one, say what it is now."""
-        config = self._config()
-        if id(config) in memo:
-            return Choice(memo[id(config)])
-        return NAME if config is None or config._attn_implementation == NAME else None
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Be pickled as what it says."""
-        return str, (NAME,)
+    if not _takes_choice(type(config)):
+        raise ValueError(
+            f"attn_implementation: expected a model that takes its attention from transformers' interface with {NAME!r}, "
+            f"got one with a {type(config).__name__}"
+        )
 
 
-def note_choice(config: Any) -> None:
-    """Let a config that attends by flexnsa be saved as one, except inside of a compiler."""
-    if config is not None and not torch.compiler.is_compiling() and not hasattr(config, "attn_implementation"):
-        config.attn_implementation = Choice(config)
+@cache
+def _takes_choice(config_class: type) -> bool:
+    """Tell whether models with such configs have an attention that can be chosen; of strangers it is not known."""
+    model_class: Any = MODEL_MAPPING.get(config_class, None)  # pyright: ignore[reportArgumentType]
+    return not isinstance(model_class, type) or model_class._can_set_attn_implementation()  # pyright: ignore
+
+
+def _saying(to_dict: ToDict) -> ToDict:
+    @wraps(to_dict)
+    def say(config: Any) -> dict[str, Any]:
+        choice = {"attn_implementation": NAME} if getattr(config, "_attn_implementation", None) == NAME else {}
+        return to_dict(config) | choice
+
+    return say

@@ -13,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from flexnsa.attention.implementations import attend, choose_implementation
 from flexnsa.attention.seam import Call, Keys
 from flexnsa.geometry import num_compressed
-from flexnsa.integrations.transformers.choice import NAME, note_choice
+from flexnsa.integrations.transformers.choice import NAME, check_choice_counts
 from flexnsa.integrations.transformers.marks import Alignment, check_marks, mark_slots
 from flexnsa.integrations.transformers.options import DropInOptions
 from flexnsa.integrations.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
@@ -27,8 +27,9 @@ REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
 def make_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
-    """As :func:`mark_slots`; and note in ``config`` whose attention this is."""
-    note_choice(config)
+    """As :func:`mark_slots`; and, except inside of a compiler, see to it that the marks go to this attention."""
+    if config is not None and not torch.compiler.is_compiling():
+        check_choice_counts(config)
     return mark_slots(*args, **kwargs)
 
 

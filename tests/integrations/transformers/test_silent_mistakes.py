@@ -6,13 +6,15 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 import flexnsa.integrations.transformers  # noqa: F401  (registers the attention)
 from tests.integrations.transformers.families import FEW, dense, pad_left, sparse, tokens
@@ -41,20 +43,38 @@ def test_a_saved_model_comes_back_with_the_attention_that_it_ran_with(tmp_path: 
     assert_close(on_purpose(x).logits, dense("llama")(x).logits)
 
 
+def test_a_choice_is_saved_before_it_is_made_use_of(tmp_path: Path) -> None:
+    """It was noted when a model ran, and outside of a compiler: whoever compiled it, or only copied it, lost it."""
+    configs = [dense("llama", attn_implementation="flexnsa").config, sparse("llama", FEW, num_hidden_layers=1).config]
+    for config in configs:
+        config.save_pretrained(tmp_path)
+        AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+        assert again.config._attn_implementation == "flexnsa"
+        assert not hasattr(again.generation_config, "attn_implementation")
+
+
+def test_models_with_an_attention_of_their_own_are_refused() -> None:
+    """They took the marks for a mask to add to their scores, and saw the future where nothing was padded."""
+    sizes: Any = {"vocab_size": 64, "hidden_size": 48, "n_layer": 1, "n_head": 6}
+    model = BloomForCausalLM(BloomConfig(**sizes, attn_implementation="flexnsa"))
+    with pytest.raises(ValueError, match=r"attn_implementation: expected a model .* interface .* with a BloomConfig"):
+        model(tokens(1, 20))
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("copied", [False, True])
-def test_an_attention_that_is_set_back_is_saved_as_set_back(copied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("copy", [lambda model: model, deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_an_attention_that_is_set_back_is_saved_as_set_back(copy: Callable[[Any], Any], tmp_path: Path) -> None:
     """What a model said of itself outlived the choice: it came back with flexnsa."""
     model, x = sparse("llama", FEW), tokens(1, 70)
     few = model(x).logits
-    model = deepcopy(model) if copied else model
+    model = copy(model)
     for chosen, saved in (("sdpa", "sdpa"), ("flexnsa", "flexnsa"), ("eager", "sdpa")):
         model.set_attn_implementation(chosen)
         model.save_pretrained(tmp_path)
         again = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert again.config._attn_implementation == saved
         assert_close(again(x).logits, few if chosen == "flexnsa" else dense("llama")(x).logits)
-    assert pickle.loads(pickle.dumps(model.config)).attn_implementation == "flexnsa"
 
 
 @torch.no_grad()
