@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,9 +16,9 @@ from flexnsa.decoding.cache import NSACache
 from flexnsa.decoding.cached_keys import CachedKeys, KeptKeys
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.integrations.transformers.cache import computed_dtype, layer_of
-from flexnsa.integrations.transformers.marks import Alignment, check_marks
+from flexnsa.integrations.transformers.marks import Alignment, check_marks, check_past
 from flexnsa.integrations.transformers.options import LayerOptions
-from flexnsa.integrations.transformers.packs import demand_no_pack, document_begins, document_ids
+from flexnsa.integrations.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
 from flexnsa.layers.compression import BlockLinear, LinearCompressor, MeanCompressor
 from flexnsa.layers.core import Compressors, Heads, KeySource, RowKeys, RowLayout, attend_heads
 from flexnsa.layers.decoding import fits_step, lay_out_step
@@ -29,6 +30,8 @@ GATE_LIMIT = 2.0
 """Gates are this times a sigmoid, so that one can start at 1 where the sigmoid is steepest."""
 GATE_STARTS = {"cmp": 0.02, "slc": 1.0, "win": 0.02}
 """The selected branch alone is what the dense layer was; the others start alive, but of no weight."""
+MADE_FOR = ("branches", "compress_block_size", "compress_stride")
+"""Options that parameters are made for; all others may change at any time."""
 OPEN = 40.0
 """A logit whose sigmoid is 1."""
 
@@ -90,7 +93,6 @@ class ConvertedAttention(nn.Module):
         several = len(options.branches) > 1  # else it is the dense layer's own weight
         self.gate = StartingGate(config.hidden_size, self.num_heads, options.branches) if several else None
         self.rotary_emb = deepcopy(rotary)
-        self.opening = options.opening
 
     def forward(
         self,
@@ -126,10 +128,27 @@ class ConvertedAttention(nn.Module):
             out = self._attend(x, self._row_layout(x, documents), RowKeys())
         else:
             demand_no_pack(begins, cu_seq_lens_q)
-            out = self._attend_cached(x, layer.prepare(self._new_cache, len(x), num_tokens), real)
+            cache = layer.prepare(partial(self._new_cache, x), len(x), num_tokens)
+            cache.require(**self._kept(x))
+            check_past(attention_mask, cache.lengths)
+            demand_one_document(position_ids, cache.lengths[:, None], real)
+            out = self._attend_cached(x, cache, real)
             layer.seen += num_tokens
         out = self.o_proj(out.transpose(1, 2).flatten(2))
         return (out if alignment is None else alignment.restore_queries(out, dim=1)), None
+
+    def follow(self, options: LayerOptions) -> None:
+        """Attend by other options from now on.
+
+        Raises:
+            ValueError: the layer's parameters were made for others.
+        """
+        if options != self.options:
+            for name in MADE_FOR:
+                has, wanted = (getattr(x if name == "branches" else x.sizes, name) for x in (self.options, options))
+                if has != wanted:
+                    raise ValueError(f"config.flexnsa: expected {name}={has}, for which layers were made, got {wanted}")
+            self.options = options
 
     def _attend_cached(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> Tensor:
         """Put the first ``lengths (B,)`` tokens of each row into the cache, and attend from them to all of it."""
@@ -181,7 +200,7 @@ class ConvertedAttention(nn.Module):
         else:
             each = GATE_LIMIT * split_heads(self.gate(x), self.num_heads).sigmoid()
         gates = dict(zip(branches, each.unbind(-1), strict=True))
-        gates = {tag: gate if tag == "slc" else self.opening * gate for tag, gate in gates.items()}
+        gates = {tag: gate if tag == "slc" else self.options.opening * gate for tag, gate in gates.items()}
         shut = torch.zeros_like(each[..., 0])
         return torch.stack([gates.get(tag, shut) for tag in BRANCHES], dim=-1)
 
@@ -211,25 +230,27 @@ class ConvertedAttention(nn.Module):
     def _map(self, kind: str, tag: str) -> nn.Linear:
         return cast("nn.Linear", self.get_submodule(f"{kind}_proj_{tag}"))
 
-    def _new_cache(self, batch_size: int, max_seq_len: int, max_rewind: int) -> NSACache:
-        weight, options = self.q_proj.weight, self.options
-        return NSACache(
-            batch_size,
-            max_seq_len,
-            self.num_kv_heads,
-            self.head_dim,
-            config=options.sizes,
-            branches=options.branches,
-            max_rewind=max_rewind,
-            dtype=computed_dtype(weight),
-            device=weight.device,
-        )
+    def _kept(self, x: Tensor) -> dict[str, Any]:
+        """Say what a cache for tokens like these has to be made for."""
+        return {
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "config": self.options.sizes,
+            "branches": self.options.branches,
+            "dtype": computed_dtype(x.dtype, x.device),
+            "device": x.device,
+        }
+
+    def _new_cache(self, x: Tensor, batch_size: int, max_seq_len: int, max_rewind: int) -> NSACache:
+        return NSACache(batch_size, max_seq_len, max_rewind=max_rewind, **self._kept(x))
 
     def takes_step(self, x: Tensor, cache: NSACache) -> bool:
         """Tell whether kernels that take a whole step turn heads as this model does, and weigh branches as it does."""
         rotary: Any = self.rotary_emb
         turns = not looks_at_positions(rotary) and rotary.inv_freq.numel() == self.head_dim // 2
-        return turns and self.opening == 1 and fits_step(x, cache, Compressors(self.compress_k, self.compress_v))
+        return (
+            turns and self.options.opening == 1 and fits_step(x, cache, Compressors(self.compress_k, self.compress_v))
+        )
 
     def step_inputs(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> StepInputs:
         """Project new tokens; what a kernel that takes a whole step wants to know."""

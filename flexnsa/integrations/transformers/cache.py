@@ -162,10 +162,9 @@ class FlexNSACache(Cache):
         return vars(self) | {"captured": None}
 
 
-def computed_dtype(weight: Tensor) -> torch.dtype:
-    """Give the dtype of what a linear map with this weight computes, under autocast or not."""
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+def computed_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Give the dtype of what a linear map makes of numbers of this one, under autocast or not."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 def layer_of(cache: Any, index: int) -> FlexNSACacheLayer:

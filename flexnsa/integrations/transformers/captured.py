@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from flexnsa.config import NSAConfig
 from flexnsa.integrations.transformers.attention import looks_at_positions
 from flexnsa.integrations.transformers.cache import FlexNSACache
 from flexnsa.layers.projection import has_no_hooks, is_dense
@@ -23,6 +24,8 @@ NextLogits = Callable[[Tensor, FlexNSACache, Tensor], Tensor]
 """Of tokens ``(B, 1)``, a cache and how many of a row's are real, 0 or 1, int32 ``(B,)``: logits ``(B, 1, vocab)``."""
 DEVICES = ["cuda"]
 """That have graphs."""
+SETTINGS = (bool, int, float, str, tuple, NSAConfig)
+"""Types of attributes that say how a module computes."""
 WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
 """Arguments of a forward pass that change nothing about one token a row."""
 
@@ -33,7 +36,7 @@ class CapturedStep:
     Args:
         next_logits: what to capture. It writes to the cache.
         cache: whose rows hold tokens already, and have room for one more.
-        place: says where in memory everything lies.
+        place: says where in memory everything lies, and by which settings it was captured.
     """
 
     def __init__(self, next_logits: NextLogits, cache: FlexNSACache, place: object) -> None:
@@ -73,6 +76,7 @@ class CapturedModel:
     def __init__(self, model: Any, next_logits: NextLogits) -> None:
         self._model, self._next_logits = model, next_logits
         self._weights = [x.data_ptr() for x in chain(model.parameters(), model.buffers())]
+        self._settings = settings(model)
 
     def __call__(self, **inputs: Any) -> Any:
         """As of the model."""
@@ -83,7 +87,7 @@ class CapturedModel:
             return self._model(**inputs)
         assert isinstance(tokens, Tensor)
         assert isinstance(cache, FlexNSACache)
-        place = self._weights, _addresses(cache)
+        place = self._weights, self._settings, _addresses(cache)
         if cache.captured is None or cache.captured.place != place:
             cache.captured = None  # before the new one takes memory
             cache.captured = CapturedStep(self._next_logits, cache, place)
@@ -98,6 +102,12 @@ def can_capture(model: nn.Module) -> bool:
     if tensors[0].device.type not in DEVICES or not all(x.device == tensors[0].device and is_dense(x) for x in tensors):
         return False
     return all(has_no_hooks(module) and not looks_at_positions(module) for module in model.modules())
+
+
+def settings(model: Any) -> str:
+    """Spell what a model computes by that is no tensor: a graph goes on with what it was captured with."""
+    own = (value for module in model.modules() for value in vars(module).values() if isinstance(value, SETTINGS))
+    return repr([getattr(model.config, "flexnsa", None), *own])
 
 
 def _fits(tokens: Any, cache: Any, mask: Any) -> bool:

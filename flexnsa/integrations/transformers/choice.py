@@ -21,7 +21,7 @@ ToDict = Callable[[Any], dict[str, Any]]
 
 def save_choice() -> None:
     """Let each config of transformers whose attention is flexnsa say so: to save one is to make a dict of it."""
-    PreTrainedConfig.to_dict = _saying(PreTrainedConfig.to_dict)
+    PreTrainedConfig.to_dict = _saying(PreTrainedConfig.to_dict)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_choice_counts(config: Any) -> None:
@@ -32,8 +32,8 @@ def check_choice_counts(config: Any) -> None:
     """
     if not _takes_choice(type(config)):
         raise ValueError(
-            f"attn_implementation: expected a model that takes its attention from transformers' interface with {NAME!r}, "
-            f"got one with a {type(config).__name__}"
+            f"attn_implementation: expected {NAME!r} of a model that takes its attention from transformers' interface, "
+            f"got it of one with a {type(config).__name__}"
         )
 
 

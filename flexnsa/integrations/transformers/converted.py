@@ -79,8 +79,15 @@ class ConvertedModel(ConvertedPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As of the dense model; a cache is made if asked for, or where nothing is differentiated."""
-        cache = wanted_cache(self, past_key_values, use_cache)
+        """As of the dense model, by what ``config.flexnsa`` says now; see :func:`wanted_cache`.
+
+        Raises:
+            TypeError: an argument or an option is not of its kind.
+            ValueError: an argument does not fit, or an option is not to be had; the message names it.
+        """
+        cache, options = wanted_cache(self, past_key_values, use_cache), LayerOptions.of(self.config)
+        for layer in cast("Any", self.layers):
+            layer.self_attn.follow(options)
         return super().forward(  # pyright: ignore
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -15,11 +16,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
+from flexnsa.decoding.cache import NSACache
 from flexnsa.integrations.transformers.cache import FlexNSACache, computed_dtype, layer_of, wanted_cache
 from flexnsa.integrations.transformers.converted import CachedGeneration
 from flexnsa.integrations.transformers.decoder_config import FlexNSAConfig
-from flexnsa.integrations.transformers.marks import Alignment, mark_slots
-from flexnsa.integrations.transformers.packs import demand_no_pack, document_begins, document_ids
+from flexnsa.integrations.transformers.marks import Alignment, check_past, mark_slots
+from flexnsa.integrations.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
 from flexnsa.integrations.transformers.parallel import SpreadHeads, decoder_plan
 from flexnsa.models.decoder import DecoderLayer, DecoderLM
 from flexnsa.packing import IGNORED
@@ -51,7 +53,6 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         super().__init__(config)
         self.model = DecoderLM(config.decoder_config())
         self.gradient_checkpointing = False
-        self.stds = _standard_deviations(self.model)
         self.post_init()
 
     @can_return_tuple
@@ -82,7 +83,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             output_hidden_states: whether to give what goes into each layer, and what predicts tokens; by default as
                 the config says.
             kwargs: ``num_items_in_batch``, by which the loss is divided; ``shift_labels``, int ``(B, T)``, in place of
-                ``labels``: what each token is to predict. (Trainer evaluates only with all labels that are named above.)
+                ``labels``: what each token is to predict. (Trainer asks for all labels that are named above.)
 
         Raises:
             TypeError: an argument is not of its kind.
@@ -90,13 +91,14 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         """
         self._refuse(kwargs)
         shift_labels = kwargs.pop("shift_labels", None)
-        check_integers("input_ids", input_ids, ("B", "T"))
+        check_integers("input_ids", input_ids, ("B", "T"), like=self.model.embedding.weight, as_of="the model")
         tokens = cast("Tensor", input_ids)
         cache = wanted_cache(self, past_key_values, use_cache)
         layers = [] if cache is None else [layer_of(cache, index) for index in range(len(self.model.layers))]
         seen = layers[0].seen if layers else 0
-        alignment = _alignment(tokens, attention_mask, seen)
-        if alignment is not None:
+        marks, alignment = _marks(tokens, attention_mask, seen), None
+        if marks is not None:
+            alignment = Alignment.of(marks, tokens.shape[1])
             tokens = alignment.align_queries(tokens, dim=1)
             position_ids, labels, shift_labels = (
                 None if x is None else alignment.align_queries(x.expand(len(tokens), -1), dim=1)
@@ -111,8 +113,12 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             demand_no_pack(begins, cu_seq_lens_q)
             blocks = cast("Any", self.model.layers)
             options["caches"] = [
-                layer.prepare(_new_cache(block), *tokens.shape) for layer, block in zip(layers, blocks, strict=True)
+                layer.prepare(partial(_new_cache, block, tokens), *tokens.shape)
+                for layer, block in zip(layers, blocks, strict=True)
             ]
+            lengths = options["caches"][0].lengths
+            check_past(marks, lengths)
+            demand_one_document(position_ids, lengths[:, None], real)
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] | None = [] if wants_states else None
         if labels is not None and shift_labels is None:
@@ -196,6 +202,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
     def set_input_embeddings(self, value: Any) -> None:
         """Replace the embedding of tokens."""
         self.model.embedding = value
+        self.model.config = replace(self.model.config, vocab_size=len(value.weight))
 
     def get_output_embeddings(self) -> nn.Module:
         """Give what predicts tokens."""
@@ -216,7 +223,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # Of code that is not its own, transformers asks for modules with parameters of their own, one by one.
-        std = self.stds.get(module)
+        std = _standard_deviations(self.model).get(module)
         if std is not None:
             normal_(module.get_parameter("weight"), std=std)
         elif any(True for _ in module.parameters(recurse=False)):
@@ -235,7 +242,7 @@ def _standard_deviations(model: DecoderLM) -> dict[nn.Module, float]:
     return stds
 
 
-def _alignment(tokens: Tensor, attention_mask: Tensor | None, seen: int) -> Alignment | None:
+def _marks(tokens: Tensor, attention_mask: Tensor | None, seen: int) -> Tensor | None:
     """Read a mask ``(B, S)``; None where nothing is padded."""
     if attention_mask is None:
         return None
@@ -243,18 +250,14 @@ def _alignment(tokens: Tensor, attention_mask: Tensor | None, seen: int) -> Alig
     if tuple(attention_mask.shape) != (len(tokens), num_keys):
         raise ValueError(f"attention_mask: expected ({len(tokens)}, {num_keys}), got {describe(attention_mask)}")
     mask = attention_mask.to(torch.bool)
-    marks = mark_slots(len(tokens), tokens.shape[1], num_keys, seen, attention_mask=mask, device=tokens.device)
-    return None if marks is None else Alignment.of(marks, tokens.shape[1])
+    return mark_slots(len(tokens), tokens.shape[1], num_keys, seen, attention_mask=mask, device=tokens.device)
 
 
 def _is_one(logits_to_keep: int | Tensor) -> bool:
     return isinstance(logits_to_keep, int) and logits_to_keep == 1
 
 
-def _new_cache(block: DecoderLayer) -> Any:
-    def make(batch_size: int, max_seq_len: int, max_rewind: int) -> Any:
-        attention = cast("Any", block.attention)
-        dtype = computed_dtype(attention.w_q.weight)
-        return attention.new_cache(batch_size, max_seq_len, max_rewind=max_rewind, dtype=dtype)
-
-    return make
+def _new_cache(layer: DecoderLayer, tokens: Tensor, batch_size: int, max_seq_len: int, max_rewind: int) -> NSACache:
+    attention = cast("Any", layer.attention)
+    dtype = computed_dtype(attention.w_q.weight.dtype, tokens.device)
+    return attention.new_cache(batch_size, max_seq_len, max_rewind=max_rewind, dtype=dtype)

@@ -56,6 +56,8 @@ class FlexNSAConfig(PreTrainedConfig):
             TypeError: a field is not of its kind.
             ValueError: a field is out of range; the message names it.
         """
+        if self.tie_word_embeddings:
+            raise ValueError("tie_word_embeddings: expected False of the library's own decoder, got True")
         names = DECODER_FIELDS - {"nsa", "branches", "recompute"}
         return DecoderConfig(
             nsa=NSAConfig(**(self.nsa or {})),

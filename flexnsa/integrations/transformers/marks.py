@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexnsa.validation import describe
+from flexnsa.validation import describe, may_look
 
 REAL, NEW = 1, 2
 
@@ -74,6 +74,25 @@ def check_marks(marks: Any, batch_size: int, num_keys: int) -> None:
     if marks is not None and not is_ours:
         raise ValueError(
             f"attention_mask: expected (B, S) given to the model, 0 or False for padding, got {describe(marks)}"
+        )
+
+
+def check_past(marks: Tensor | None, lengths: Tensor) -> None:
+    """Demand that marks tell of the tokens ``lengths (B,)`` that a cache has of each row, where looking is free.
+
+    Raises:
+        ValueError: they tell of more or fewer.
+    """
+    if marks is None or not may_look(marks):
+        return
+    marks = marks[:, 0, 0]
+    before = (((marks & REAL) != 0) & ((marks & NEW) == 0)).sum(1)
+    row = (before != lengths).nonzero()
+    if len(row):
+        b = int(row[0])
+        raise ValueError(
+            f"attention_mask: expected {int(lengths[b])} tokens before the new ones in row {b}, as the cache has them, "
+            f"got {int(before[b])}"
         )
 
 

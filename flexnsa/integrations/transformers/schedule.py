@@ -10,6 +10,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from flexnsa.integrations.transformers.attention import ConvertedAttention
+from flexnsa.integrations.transformers.options import LayerOptions
 from flexnsa.validation import check_int, describe
 
 NEW = ("k_proj_cmp", "v_proj_cmp", "k_proj_win", "v_proj_win", "compress_k", "compress_v", "gate")
@@ -68,13 +69,10 @@ def open_branches(model: Any, opening: float) -> None:
     Raises:
         ValueError: the model has no converted layers.
     """
-    layers = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
-    if not layers:
+    if not any(isinstance(module, ConvertedAttention) for module in model.modules()):
         raise ValueError(f"model: expected a converted one, got {describe(type(model).__name__)}")
-    if layers[0].opening != opening:
+    if LayerOptions.of(model.config).opening != opening:
         model.config.flexnsa = {**model.config.flexnsa, "opening": opening}
-        for layer in layers:
-            layer.opening = opening
 
 
 def pretrained_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -7,7 +7,6 @@ it writes the logits of both ways to the path given.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,8 +47,7 @@ def run(family: str, rope: str | None = None, **options: Any) -> dict[str, Tenso
 
 
 def _attend_by(model: Any, impl: str) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.options = replace(layer.self_attn.options, impl=impl)
+    model.config.flexnsa["impl"] = impl
 
 
 if __name__ == "__main__":

@@ -96,6 +96,22 @@ def test_weights_that_lie_elsewhere_are_captured_anew(model: Any, replays: list[
     assert len(replays) == 2
 
 
+def test_settings_that_have_changed_are_captured_anew(model: Any, replays: list[int]) -> None:
+    """Only weights were compared: tokens went on by the branches that were open when the step was captured."""
+    x, cache, model = tokens(2, 20), FlexNSACache(model.config, 64), deepcopy(model)
+    mask = torch.ones_like(x)
+    model.generate(x, **GREEDY, past_key_values=cache, attention_mask=mask)
+    for layer in model.model.layers:
+        if "flexnsa" in vars(model.config):
+            model.config.flexnsa["impl"] = "reference"
+        else:
+            layer.attention.impl = "reference"
+    for _ in range(2):
+        cache.reset()
+        model.generate(x, **GREEDY, past_key_values=cache, attention_mask=mask)
+    assert replays == [11, 22]
+
+
 def test_what_a_graph_would_leave_out_is_called(model: Any, replays: list[int]) -> None:
     x = tokens(1, 20)
     mask = torch.ones_like(x)

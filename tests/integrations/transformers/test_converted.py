@@ -73,8 +73,7 @@ def test_it_begins_with_the_selected_branch_and_a_fiftieth_of_the_others() -> No
     assert_close(layer.compress_k(keys), average_blocks(keys, None, NSAConfig(**ALL)), atol=1e-6, rtol=0)
     want, got = model(x).logits, start(x).logits
     assert 1e-4 < (got - want).abs().mean() < 0.1 * want.abs().mean()
-    for layer in start.model.layers:
-        layer.self_attn.opening = 0.0
+    start.config.flexnsa["opening"] = 0.0
     assert_close(start(x).logits, want)
 
 

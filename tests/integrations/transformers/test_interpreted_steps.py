@@ -46,7 +46,7 @@ def test_layers_that_the_kernels_do_not_compute_go_branch_by_branch(changes: dic
     rope = {name: value for name, value in changes.items() if name == "rope_parameters"}
     model = converted("llama", FEW, **rope)
     layer: ConvertedAttention = model.model.layers[0].self_attn
-    layer.opening = changes.get("opening", 1.0)
+    model.config.flexnsa["opening"] = changes.get("opening", 1.0)
     if "hook" in changes:
         layer.compress_k.register_forward_hook(lambda *_: None)
     cache: Any = FlexNSACache(model.config)

@@ -74,13 +74,13 @@ def test_a_schedule_holds_still_what_was_pretrained_and_opens_branches(tmp_path:
         *("project", "gate"),
     }
     layers = [module for module in run.model.modules() if isinstance(module, ConvertedAttention)]
-    assert {layer.opening for layer in layers} == {0.5}
+    assert {layer.options.opening for layer in layers} == {0.5}
     again = type(run.model).from_pretrained(tmp_path / "checkpoint-2")
-    assert again.model.layers[0].self_attn.opening == 0.5  # as when it was saved
+    assert again.model.layers[0].self_attn.options.opening == 0.5  # as when it was saved
     run = trainer("converted", tmp_path, steps=5, schedule=True)
     run.train()
     assert run.model.config.flexnsa["opening"] == 1
-    assert all(layer.opening == 1 for layer in run.model.modules() if isinstance(layer, ConvertedAttention))
+    assert all(layer.options.opening == 1 for layer in run.model.modules() if isinstance(layer, ConvertedAttention))
 
 
 def test_a_schedule_is_for_converted_models(tmp_path: Path) -> None:

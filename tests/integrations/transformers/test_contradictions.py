@@ -1,0 +1,118 @@
+"""What contradicts a cache, or what layers were made for, is refused; what may change is followed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from flexnsa.integrations.transformers import FlexNSACache, FlexNSAForCausalLM
+from tests.integrations.transformers.families import ALL, FEW, converted, own, tokens
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+MODELS: dict[str, Any] = {"converted": lambda: converted("llama", FEW), "own decoder": own}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def few(request: pytest.FixtureRequest) -> Any:
+    return MODELS[request.param]()
+
+
+@pytest.fixture
+def filled(few: Any) -> FlexNSACache:
+    """A cache of two rows of 40 tokens."""
+    cache = FlexNSACache(few.config)
+    with torch.no_grad():
+        few(tokens(2, 40), past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def test_a_mask_that_tells_of_other_tokens_than_a_cache_has_is_refused(few: Any, filled: FlexNSACache) -> None:
+    """It said of tokens that were cached before that they are padding, and they were attended to."""
+    mask = torch.ones(2, 41, dtype=torch.int64)
+    mask[1, :10] = 0
+    message = "attention_mask: expected 40 tokens before the new ones in row 1, as the cache has them, got 30"
+    with pytest.raises(ValueError, match=message):
+        few(tokens(2, 1), attention_mask=mask, past_key_values=filled)
+    mask[1] = 1
+    few(tokens(2, 1), attention_mask=mask, past_key_values=filled)
+    assert filled.get_seq_length() == 41
+
+
+@torch.no_grad()
+def test_positions_of_tokens_that_a_cache_has_already_are_refused(few: Any, filled: FlexNSACache) -> None:
+    """As of a prompt that was edited, whose cache is longer: what was left out of it was attended to."""
+    message = "position_ids: expected those of one sequence behind a cache, got 35 behind 40 tokens in row 0"
+    with pytest.raises(ValueError, match=message):
+        few(tokens(2, 5), position_ids=torch.arange(35, 40)[None], past_key_values=filled)
+    with pytest.raises(ValueError, match="position_ids: expected those of one sequence behind a cache, got 10 behind"):
+        few.generate(tokens(2, 30), **GREEDY, past_key_values=filled)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options", [FEW | {"window_size": 7}, FEW | {"branches": ["slc"]}, FEW | {"compress_stride": 8}]
+)
+def test_a_cache_of_another_model_is_refused(filled: FlexNSACache, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"cache: expected (config|branches)=.*, as the layer has it, got"):
+        converted("llama", options)(tokens(2, 1), past_key_values=filled)
+
+
+@torch.no_grad()
+def test_converted_layers_attend_as_the_config_says_now(tmp_path: Path) -> None:
+    """They went on as they were made, and were saved as what the config said."""
+    model, more, x = converted("llama", FEW), converted("llama", ALL), tokens(1, 60)
+    assert not torch.equal(model(x).logits, more(x).logits)
+    for name in ("num_selected_blocks", "num_local_blocks"):
+        model.config.flexnsa[name] = more.config.flexnsa[name]
+    assert_close(model(x).logits, more(x).logits)
+    model.save_pretrained(tmp_path)
+    assert_close(type(model).from_pretrained(tmp_path)(x).logits, more(x).logits)
+    for name, value in {"compress_stride": 8, "compress_block_size": 16, "branches": ["slc"]}.items():
+        other = converted("llama", FEW)
+        other.config.flexnsa[name] = value
+        with pytest.raises(ValueError, match=f"config.flexnsa: expected {name}=.*, for which layers were made, got"):
+            other(x)
+
+
+class Packed(nn.Linear):
+    """A map whose weight is kept as bytes, as quantized ones are."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        self.bias, self.dtype = linear.bias, linear.weight.dtype
+        self.weight = nn.Parameter(linear.weight.detach().mul(100).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (its name in the base class)
+        return F.linear(input, self.weight.to(self.dtype) / 100, self.bias)
+
+
+def test_a_cache_keeps_what_is_computed_however_weights_are_kept() -> None:
+    """It had the dtype of the weights, and so whole numbers only."""
+    model = converted("qwen2", FEW)
+    for layer in model.model.layers:
+        for name, module in [*layer.self_attn.named_children()]:
+            if "_proj" in name:
+                layer.self_attn.add_module(name, Packed(module))
+    x = tokens(1, 40)
+    assert torch.equal(model.generate(x, **GREEDY), model.generate(x, **GREEDY, use_cache=False))
+
+
+def test_a_vocabulary_that_has_grown_is_written_and_read(tmp_path: Path) -> None:
+    """A run was written that nothing could read: its config told of the old one."""
+    model, x = own(), torch.randint(64, 70, (1, 20))
+    model.resize_token_embeddings(70)
+    model.save_run(tmp_path / "run.safetensors")
+    assert_close(FlexNSAForCausalLM.from_run(tmp_path / "run.safetensors")(x).logits, model(x).logits)
+
+
+def test_tied_embeddings_are_refused_to_the_own_decoder() -> None:
+    """They were promised by the config, and not there."""
+    with pytest.raises(ValueError, match="tie_word_embeddings: expected False of the library's own decoder, got True"):
+        own(tie_word_embeddings=True)
