@@ -122,7 +122,7 @@ class CachedGeneration:
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
-        rewind = MOST_DRAFTED if drafts else 1
+        rewind = max(MOST_DRAFTED, generation_config.prompt_lookup_num_tokens or 0) if drafts else 1
         model_kwargs["past_key_values"] = FlexNSACache(self.config, max_cache_length, max_rewind=rewind)
         return None
 

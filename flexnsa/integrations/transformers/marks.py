@@ -42,15 +42,20 @@ def mark_slots(
         kv_length: ``S``.
         q_offset: slot of the first query.
         kv_offset: of the first key; only a cache that forgets has one.
-        attention_mask: bool ``(B, S or less)``, False for padding; the slots behind it are those of the future.
+        attention_mask: bool ``(B, S)``, False for padding, or without the slots of the future.
         use_vmap: whether the model adds a mask of its own.
         device: of the keys.
 
     Raises:
-        ValueError: the model wants another mask than a causal one, or padding lies between tokens.
+        ValueError: the model wants another mask than a causal one; or the mask is not as long as the tokens so far, or
+            has padding between them.
     """
     if use_vmap or kv_offset:
         raise ValueError("attention_mask: expected a causal mask and padding, got a mask function of the model's own")
+    if attention_mask is not None and isinstance(q_offset, int):
+        seen, width = q_offset + q_length, attention_mask.shape[1]
+        if width not in (seen, kv_length):
+            raise ValueError(f"attention_mask: expected (B, {seen}), all tokens so far, got {describe(attention_mask)}")
     is_last = isinstance(q_offset, int) and q_offset + q_length == kv_length
     if is_last and (attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all()))):
         return None

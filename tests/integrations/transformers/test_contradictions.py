@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from flexnsa.integrations.transformers import FlexNSACache, FlexNSAForCausalLM
-from tests.integrations.transformers.families import ALL, FEW, converted, own, tokens
+from tests.integrations.transformers.families import ALL, FEW, converted, own, sparse, tokens
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 MODELS: dict[str, Any] = {"converted": lambda: converted("llama", FEW), "own decoder": own}
@@ -43,6 +43,17 @@ def test_a_mask_that_tells_of_other_tokens_than_a_cache_has_is_refused(few: Any,
     mask[1] = 1
     few(tokens(2, 1), attention_mask=mask, past_key_values=filled)
     assert filled.get_seq_length() == 41
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [*MODELS.values(), lambda: sparse("llama", FEW)], ids=[*MODELS, "drop-in"])
+def test_a_mask_of_the_new_tokens_alone_is_refused(make: Any) -> None:
+    """Where it was all ones nobody looked at it, and else the zeros were taken for those of other tokens."""
+    model = make()
+    cache = model(tokens(2, 40), use_cache=True).past_key_values
+    for width in (1, 40, 42):
+        with pytest.raises(ValueError, match=rf"attention_mask: expected \((B|2), 41\).* got a tensor \(2, {width}\)"):
+            model(tokens(2, 1), attention_mask=torch.ones(2, width), past_key_values=cache)
 
 
 @torch.no_grad()

@@ -142,6 +142,9 @@ def test_drafts_are_taken_back(few: Any) -> None:
     looked_up = few.generate(x, **GREEDY, prompt_lookup_num_tokens=4)
     assert torch.equal(looked_up[:, : want.shape[1]], want)  # transformers 5.10 may draw one more than it was asked for
     assert torch.equal(few.generate(x, **GREEDY, assistant_model=converted("qwen3", FEW | {"window_size": 3})), want)
+    many, greedy = tokens(1, 75).repeat(1, 2), GREEDY | {"max_new_tokens": 72}  # 70 drafts are wrong at once
+    want = few.generate(many, **greedy)
+    assert torch.equal(few.generate(many, **greedy, prompt_lookup_num_tokens=70)[:, : want.shape[1]], want)
 
 
 @torch.no_grad()
