@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.generation.utils import GenerationMixin
 from transformers.initialization import normal_
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -216,7 +217,10 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
     ) -> None:
         """Have layers computed again in backward, selections kept, by the decoder's own means."""
-        del gradient_checkpointing_func
+        asked = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)  # of a partial
+        if asked not in (None, checkpoint):
+            expected = "torch.utils.checkpoint.checkpoint, without offloading"
+            raise ValueError(f"gradient_checkpointing_func: expected {expected}, got {describe(asked)}")
         self.model.config = replace(self.model.config, checkpointing=f"every:{every_n_layers}" if enable else False)
         self.gradient_checkpointing = enable
 

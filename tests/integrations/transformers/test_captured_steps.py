@@ -66,6 +66,8 @@ def test_a_second_turn_goes_on_with_the_step_of_the_first(model: Any, replays: l
     more = torch.cat((first, tokens(2, 7)), dim=1)
     mask = torch.ones_like(more)
     kept = deepcopy(cache)
+    assert cache.captured is not None
+    assert kept.captured is None  # there is no copy of a graph
     second = model.generate(more, **GREEDY, past_key_values=cache, attention_mask=mask)
     assert replays == [22]
     assert torch.equal(model.generate(more, **GREEDY, past_key_values=kept, attention_mask=mask), second)
@@ -161,6 +163,17 @@ def test_whoever_asks_for_more_than_logits_gets_it(model: Any, replays: list[int
         out = asked.get_compiled_call()(input_ids=x[:, :1], past_key_values=cache, output_hidden_states=True)
     assert len(out.hidden_states) == 3
     assert not replays
+
+
+@pytest.mark.usefixtures("replays")
+def test_logits_of_a_step_outlast_the_next(model: Any) -> None:
+    """A graph writes them to the same memory each time."""
+    cache, memory = FlexNSACache(model.config, 64), torch.zeros(1, 1, 64)
+    with torch.no_grad():
+        model(input_ids=tokens(1, 20), past_key_values=cache)
+    step = captured.CapturedStep(lambda *_: memory.add_(1), cache, None)
+    logits = [step(tokens(1, 1), None) for _ in range(2)]
+    assert [float(x.max()) for x in logits] == [3, 4]  # after two calls to be captured
 
 
 @pytest.mark.usefixtures("replays")

@@ -92,6 +92,12 @@ def test_converted_layers_attend_as_the_config_says_now(tmp_path: Path) -> None:
             other(x)
 
 
+@pytest.mark.parametrize("make", [*MODELS.values(), lambda: sparse("llama", FEW)], ids=[*MODELS, "drop-in"])
+def test_offsets_of_documents_are_those_of_one_row(make: Any) -> None:
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected one packed row, got 2"):
+        make()(tokens(2, 20), cu_seq_lens_q=torch.tensor([0, 8, 20]), use_cache=False)
+
+
 class Packed(nn.Linear):
     """A map whose weight is kept as bytes, as quantized ones are."""
 

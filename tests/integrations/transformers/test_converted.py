@@ -46,6 +46,19 @@ def test_the_selected_branch_alone_is_the_dense_model_and_becomes_it_again(famil
         assert torch.equal(other.generate(**padded, **GREEDY), generated)
 
 
+def test_it_is_a_copy_that_goes_on_as_the_dense_model_was() -> None:
+    model = dense("llama", tie_word_embeddings=True).train()
+    model.generation_config.top_k = 7
+    copy = convert(model, NSAConfig(**ALL), branches=["slc"])
+    again = to_dense(copy.eval())
+    assert (model.training, copy.training, again.training) == (True, False, False)
+    assert convert(model, NSAConfig()).training
+    for one in (copy, again):
+        assert one.generation_config.top_k == 7
+        assert one.lm_head.weight is one.model.embed_tokens.weight
+        assert not _memory(one) & _memory(model)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("rope", ROPES)
 def test_positions_are_turned_as_in_the_dense_model(rope: str) -> None:
@@ -145,6 +158,12 @@ def test_drafts_are_taken_back(few: Any) -> None:
     many, greedy = tokens(1, 75).repeat(1, 2), GREEDY | {"max_new_tokens": 72}  # 70 drafts are wrong at once
     want = few.generate(many, **greedy)
     assert torch.equal(few.generate(many, **greedy, prompt_lookup_num_tokens=70)[:, : want.shape[1]], want)
+    cache: Any = FlexNSACache(few.config)
+    for layer in cache.layers:
+        layer.activate_past_recording()  # as generate does with a cache that it is given
+    few(many, past_key_values=cache)
+    cache.crop(-64)
+    assert_close(few(many[:, 86:87], past_key_values=cache).logits[:, -1], few(many[:, :87]).logits[:, -1])
 
 
 @torch.no_grad()
@@ -240,6 +259,10 @@ def _gradients(few: Any, model: Any, x: Tensor) -> list[Tensor]:
     few.zero_grad()
     model(x, labels=x, use_cache=False).loss.backward()
     return [parameter.grad for parameter in few.parameters()]
+
+
+def _memory(model: Any) -> set[int]:
+    return {x.data_ptr() for x in (*model.parameters(), *model.buffers())}
 
 
 def _in_steps(model: Any, x: Tensor, cache: Any) -> Tensor:

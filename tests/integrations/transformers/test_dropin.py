@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 from transformers import CompileConfig, DataCollatorWithFlattening, StaticCache
+from transformers.masking_utils import create_causal_mask
 
-import flexnsa.integrations.transformers  # noqa: F401  (registers the attention)
+from flexnsa.attention.implementations import attend
+from flexnsa.integrations.transformers import dropin
 from tests.integrations.transformers.families import ALL, FAMILIES, FEW, dense, pad_left, sparse, tokens
 
 THREE = FEW | {"branches": ["cmp", "slc", "win"], "gates": [0.3, 1.0, 0.2]}
@@ -42,6 +45,43 @@ def test_it_is_the_dense_model_while_every_block_is_selected(family: str) -> Non
         assert_close(parameter.grad, gradients[name], msg=name)
     for beams, want_tokens in zip((1, 3), generated, strict=True):
         assert torch.equal(same.generate(**padded, **GREEDY, num_beams=beams), want_tokens)
+
+
+@torch.no_grad()
+def test_scores_are_scaled_as_the_model_says() -> None:
+    models, x = (dense("llama"), sparse("llama", ALL)), tokens(1, 60)
+    usual = models[0](x).logits
+    for model in models:
+        for layer in model.model.layers:
+            layer.self_attn.scaling *= 3
+    want = models[0](x).logits
+    assert (want - usual).abs().max() > 1e-2
+    assert_close(models[1](x).logits, want)
+
+
+def test_under_autocast_all_that_is_attended_to_is_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm with weights in float32 gives that, and kernels take keys and values of one dtype only."""
+    seen: list[Any] = []
+
+    def attend_seeing(implementation: Any, q: Tensor, keys: Any, *rest: Any, **options: Any) -> Any:
+        seen.append({q.dtype, *(x.dtype for x in asdict(keys).values())})
+        return attend(implementation, q, keys, *rest, **options)
+
+    monkeypatch.setattr(dropin, "attend", attend_seeing)
+    model = sparse("qwen3", THREE).float()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(tokens(1, 40), use_cache=False)
+        model.generate(tokens(1, 40), max_new_tokens=2)
+    assert seen == [{torch.bfloat16}] * 2 + [{torch.float32}] * 4  # a cache of transformers has the dtype of its keys
+
+
+def test_gradients_flow_through_a_cache(few: Any) -> None:
+    x, embedding = tokens(2, 50), few.get_input_embeddings().weight
+    few(x).logits[:, 30:].square().mean().backward()
+    want, embedding.grad = embedding.grad, None
+    cache = few(x[:, :30], use_cache=True).past_key_values
+    few(x[:, 30:], past_key_values=cache).logits.square().mean().backward()
+    assert_close(embedding.grad, want)
 
 
 def test_it_is_another_model_where_blocks_are_left_out(few: Any) -> None:
@@ -224,6 +264,9 @@ def test_a_mask_of_ones_own_is_refused() -> None:
         model(x, attention_mask=mask)
     with pytest.raises(ValueError, match=r"attention_mask: expected one run of tokens a row, .* got holes in row 0"):
         model(x, attention_mask=torch.tensor([[1] * 9 + [0] + [1] * 10]))
+    given = {"inputs_embeds": torch.zeros(1, 20, 48), "attention_mask": None, "past_key_values": None}
+    with pytest.raises(ValueError, match="attention_mask: expected a causal mask and padding, got a mask function"):
+        create_causal_mask(model.config, **given, or_mask_function=lambda b, h, q, kv: kv < 5)  # noqa: ARG005
 
 
 def test_a_pack_on_a_cache_of_fixed_size_is_refused() -> None:

@@ -76,6 +76,7 @@ def test_a_run_of_the_library_is_read_and_written(tmp_path: Path) -> None:
     text = torch.tensor([list(b"def from_run(")])
     logits = read_model(RECORDED_RUN)(text)
     assert_close(model(text).logits, logits)
+    assert not model.training
     model.save_pretrained(tmp_path / "transformers")
     again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "transformers")
     again.save_run(tmp_path / "run.safetensors")
@@ -83,6 +84,17 @@ def test_a_run_of_the_library_is_read_and_written(tmp_path: Path) -> None:
     save_model(tmp_path / "dense.safetensors", DecoderLM(preset("small", attention="dense", num_layers=1)))
     with pytest.raises(ValueError, match="attention: expected 'nsa' of a model for transformers, got 'dense'"):
         FlexNSAForCausalLM.from_run(tmp_path / "dense.safetensors")
+
+
+def test_some_layers_are_computed_again_and_offloading_is_refused() -> None:
+    model = own(num_layers=4)
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        pytest.skip("transformers 5.10 knows of all layers or none")
+    enable(every_n_layers=2)
+    assert [model.model.config.is_checkpointed(layer) for layer in range(4)] == [True, False, True, False]
+    with pytest.raises(ValueError, match=r"gradient_checkpointing_func: expected .*, without offloading, got"):
+        enable(offload=True)
 
 
 def test_targets_that_are_shifted_already_take_the_place_of_labels() -> None:

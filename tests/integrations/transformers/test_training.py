@@ -77,6 +77,9 @@ def test_a_schedule_holds_still_what_was_pretrained_and_opens_branches(tmp_path:
     assert {layer.options.opening for layer in layers} == {0.5}
     again = type(run.model).from_pretrained(tmp_path / "checkpoint-2")
     assert again.model.layers[0].self_attn.options.opening == 0.5  # as when it was saved
+    run = trainer("converted", tmp_path, steps=3, schedule=True)
+    run.train()
+    assert not any(torch.equal(x, before[name]) for name, x in run.model.named_parameters())
     run = trainer("converted", tmp_path, steps=5, schedule=True)
     run.train()
     assert run.model.config.flexnsa["opening"] == 1
