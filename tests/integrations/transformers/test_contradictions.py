@@ -62,7 +62,9 @@ def test_positions_of_tokens_that_a_cache_has_already_are_refused(few: Any, fill
     message = "position_ids: expected those of one sequence behind a cache, got 35 behind 40 tokens in row 0"
     with pytest.raises(ValueError, match=message):
         few(tokens(2, 5), position_ids=torch.arange(35, 40)[None], past_key_values=filled)
-    with pytest.raises(ValueError, match=r"(position_ids|attention_mask): expected "):  # the second by transformers 5.10
+    with pytest.raises(
+        ValueError, match=r"(position_ids|attention_mask): expected "
+    ):  # the second by transformers 5.10
         few.generate(tokens(2, 30), **GREEDY, past_key_values=filled)
 
 
