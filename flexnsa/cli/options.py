@@ -139,4 +139,4 @@ def require(*packages: str, extra: str) -> None:
     """Leave with one line if a package that the command needs is not installed."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
-        raise SystemExit(f'flexnsa: {", ".join(missing)} not installed; try: pip install "flexnsa[{extra}]"')
+        raise SystemExit(f"flexnsa: {', '.join(missing)} not installed: install flexnsa with its extra {extra!r}")

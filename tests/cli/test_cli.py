@@ -174,7 +174,7 @@ def test_library_imports_torch_and_none_of_the_extras():
 
 def test_missing_package_is_answered_with_its_extra():
     require("json", extra="train")
-    with pytest.raises(SystemExit, match=r'no_such_package not installed; try: pip install "flexnsa\[plot\]"'):
+    with pytest.raises(SystemExit, match=r"no_such_package not installed: install flexnsa with its extra 'plot'$"):
         require("json", "no_such_package", extra="plot")
 
 
