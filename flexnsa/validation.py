@@ -156,9 +156,9 @@ def check_weighed(name: str, x: Any, shape: Sequence[int | str], weight: Tensor)
     check_tensor(name, x, shape, like=weight, as_of="the layer", dtype=dtype)
 
 
-def check_layer_input(x: Any, weight: Tensor) -> None:
-    """Demand a layer's input ``(B, S, dim)``, nothing empty, that its weights ``(any, dim)`` can be applied to."""
-    check_weighed("x", x, ("B", "S", weight.shape[1]), weight)
+def check_layer_input(x: Any, dim: int, weight: Tensor) -> None:
+    """Demand a layer's input ``(B, S, dim)``, nothing empty, that weights such as ``weight`` can be applied to."""
+    check_weighed("x", x, ("B", "S", dim), weight)
     if 0 in x.shape:
         raise ValueError(f"x: expected no empty dimension, got {tuple(x.shape)}")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.layers.attention import NativeSparseAttention
+from flexnsa.layers.projection import weight_of
 
 _PARTS = {
     r"attention\.w_[kv]_(cmp|slc|win)\b.*": r"branch \1",
@@ -58,7 +59,7 @@ def failing_branch(layer: NativeSparseAttention, x: Tensor, options: Mapping[str
     for tag in layer.branches:
         # Blocks are scored by the keys of the compressed branch, which has been found to be finite.
         tags = ("cmp", "slc") if tag == "slc" and "cmp" in layer.branches else (tag,)
-        part = _part_of(layer, tags).to(layer.w_q.weight)
+        part = _part_of(layer, tags).to(weight_of(layer))
         if not bool(torch.isfinite(part(x, **options)).all()):
             return tag
     return None

@@ -22,7 +22,7 @@ from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
 from flexnsa.layers.core import Compressors, Heads, RowKeys, RowLayout, attend_heads, row_layout, step_layout
 from flexnsa.layers.decoding import step_inputs, takes_step
 from flexnsa.layers.gating import Gate
-from flexnsa.layers.projection import project, split_heads
+from flexnsa.layers.projection import project, split_heads, weight_of
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
 from flexnsa.validation import (
     check_choice,
@@ -143,7 +143,7 @@ class NativeSparseAttention(nn.Module):
             TypeError: an argument is not of its kind.
             ValueError: an argument does not fit the others; the message names it. The cache is then as it was.
         """
-        check_layer_input(x, self.w_q.weight)
+        check_layer_input(x, self.dim, weight_of(self))
         if layout is not None:
             check_type("layout", layout, RowLayout)
             layout.require(x, document_ids, head_dim=self.head_dim)
@@ -167,7 +167,7 @@ class NativeSparseAttention(nn.Module):
         self, batch_size: int, max_seq_len: int, *, max_rewind: int = 1, dtype: torch.dtype | None = None
     ) -> NSACache:
         """Make an empty cache for this layer, by default in the dtype of its weights; see :class:`flexnsa.NSACache`."""
-        weight = self.w_q.weight
+        weight = weight_of(self)
         return NSACache(
             batch_size,
             max_seq_len,
@@ -196,9 +196,9 @@ class NativeSparseAttention(nn.Module):
             TypeError: ``document_ids`` is no tensor.
             ValueError: it is of another shape or dtype, or decreases.
         """
+        weight = weight_of(self)
         if document_ids is not None:
-            check_document_ids(document_ids, "B", seq_len, like=self.w_q.weight)
-        weight = self.w_q.weight
+            check_document_ids(document_ids, "B", seq_len, like=weight)
         return self.lay_out(
             seq_len,
             document_ids,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flexnsa.attention.triton.few_rows import multiply_few_rows
+from flexnsa.validation import FLOATING
 
 ROW_MULTIPLE = 64
 """Numbers in a row of the product are a multiple of this, so that kernels may read parts of it in whole cache lines."""
@@ -60,6 +62,20 @@ def is_plain(linear: nn.Linear) -> bool:
 def is_dense(weight: Tensor) -> bool:
     """Tell whether a kernel can read a weight: it is of no class that reads its numbers in a way of its own."""
     return type(weight) in (Tensor, nn.Parameter)
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """Give a tensor of the dtype and device that a layer computes with: its first floating parameter, or else buffer.
+
+    No map is asked for its ``weight``, because any module can take its place; and numbers of 8 bits are only stored.
+
+    Raises:
+        ValueError: the layer has neither.
+    """
+    for tensor in chain(layer.parameters(), layer.buffers()):
+        if tensor.dtype in FLOATING:
+            return tensor
+    raise ValueError(f"layer: expected a floating parameter or buffer, got none in {type(layer).__name__}")
 
 
 def has_no_hooks(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from flexnsa.attention.implementations import choose_implementation, prepare_mod
 from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
 from flexnsa.decoding.documents import check_pack
-from flexnsa.layers.projection import split_heads
+from flexnsa.layers.projection import split_heads, weight_of
 from flexnsa.layers.rope import RopeTables, apply_rope, stored_rope_tables
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
@@ -65,7 +65,7 @@ class DenseAttention(nn.Module):
         check_positive_int("dim", dim)
         check_heads(num_heads, num_kv_heads, head_dim, v_head_dim)
         check_positive_number("rope_base", rope_base)
-        self.num_heads, self.num_kv_heads, self.rope_base = num_heads, num_kv_heads, rope_base
+        self.dim, self.num_heads, self.num_kv_heads, self.rope_base = dim, num_heads, num_kv_heads, rope_base
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.w_q = nn.Linear(dim, num_heads * head_dim, bias=False)
         self.w_k = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
@@ -79,7 +79,7 @@ class DenseAttention(nn.Module):
 
     def new_cache(self, batch_size: int, max_seq_len: int, *, dtype: torch.dtype | None = None) -> DenseCache:
         """Make an empty cache for this layer, by default in the dtype of its weights."""
-        weight = self.w_q.weight
+        weight = weight_of(self)
         heads = (self.num_kv_heads, self.head_dim, self.v_head_dim)
         dtype = weight.dtype if dtype is None else dtype
         return DenseCache(batch_size, max_seq_len, *heads, dtype=dtype, device=weight.device)
@@ -96,7 +96,7 @@ class DenseAttention(nn.Module):
         layout: DenseLayout | None = None,
     ) -> Tensor:
         """Attend from every token to itself and all before it; arguments as :class:`flexnsa.NativeSparseAttention`."""
-        check_layer_input(x, self.w_q.weight)
+        check_layer_input(x, self.dim, weight_of(self))
         mods = {"score_mod": score_mod, "mask_mod": mask_mod}
         packed = document_ids is not None or (layout is not None and layout.positions is not None)
         if cache is not None:
@@ -124,7 +124,7 @@ class DenseAttention(nn.Module):
 
     def layout(self, seq_len: int, document_ids: Tensor | None = None) -> DenseLayout:
         """Lay out rows of ``seq_len`` tokens, for all layers of a model."""
-        weight = self.w_q.weight
+        weight = weight_of(self)
         if document_ids is None:
             positions, position = None, torch.arange(seq_len, device=weight.device)
         else:
@@ -135,13 +135,13 @@ class DenseAttention(nn.Module):
         return DenseLayout(tables, positions)
 
     def _table_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.w_q.weight.dtype, torch.float32)
+        return torch.promote_types(weight_of(self).dtype, torch.float32)
 
     def _check_cache(self, x: Tensor, cache: DenseCache, lengths: Tensor | None, *, packed: bool) -> None:
         check_type("cache", cache, DenseCache)
         if packed:
             check_pack(x, cache, lengths)
-        weight = self.w_q.weight
+        weight = weight_of(self)
         shape = cache.batch_size if packed else len(x), self.num_kv_heads, cache.max_seq_len + 1
         expected = [(*shape, dim) for dim in (self.head_dim, self.v_head_dim)]
         if [tuple(cache.k.shape), tuple(cache.v.shape)] != expected or cache.k.device != weight.device:
