@@ -21,7 +21,7 @@ from flexnsa.models.config import DecoderConfig
 from flexnsa.models.dense import DenseAttention, DenseLayout
 from flexnsa.models.dense_cache import DenseCache
 from flexnsa.models.generation import generate_tokens
-from flexnsa.models.loss import check_targets, linear_cross_entropy
+from flexnsa.models.loss import check_targets, cross_entropy, linear_cross_entropy
 from flexnsa.validation import check_lengths, check_tokens, check_type, describe
 
 
@@ -86,7 +86,8 @@ class DecoderLM(nn.Module):
         Args:
             tokens: int64 or int32 ``(B, S)``; with caches, the tokens that follow those in the caches.
             targets: int64 or int32 ``(B, S)``, -100 where there is nothing to predict. The loss takes memory for a
-                chunk of logits only; see :func:`flexnsa.models.linear_cross_entropy`.
+                chunk of logits only (see :func:`flexnsa.models.linear_cross_entropy`), and for all of them where the
+                head was replaced by what is more than its weight: one with a bias, an adapter.
             reduction: of the loss, ``"mean"`` or ``"sum"``.
             document_ids: int ``(B, S)``, never decreasing along a row: each document of a packed row then stands alone.
                 :func:`flexnsa.next_token_targets` gives what its tokens have to predict. With empty caches, document
@@ -117,7 +118,9 @@ class DecoderLM(nn.Module):
             states.append(x)
         if targets is None:
             return self.head(x)
-        return linear_cross_entropy(x, self.head.weight, targets, reduction=reduction)
+        if isinstance(self.head, nn.Linear) and self.head.bias is None:
+            return linear_cross_entropy(x, self.head.weight, targets, reduction=reduction)
+        return cross_entropy(self.head(x), targets, reduction=reduction)
 
     def last_logits(
         self,

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from flexnsa.custom_ops import opaque_operator
 from flexnsa.packing import IGNORED
-from flexnsa.validation import LARGEST_SIZE, check_choice, check_int, check_tensor, describe
+from flexnsa.validation import LARGEST_SIZE, check_choice, check_int, check_tensor, describe, may_look
 
 WORKSPACE_BYTES = 2**30
 """Most bytes that the logits of a chunk and their copies take."""
@@ -52,10 +53,24 @@ def linear_cross_entropy(
     rows, row_targets = hidden.flatten(0, -2), targets.flatten()
     wanted = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     total, *_ = _loss_and_gradients(rows, weight, row_targets, ignore_index, dtype, *wanted)
-    if reduction == "sum":
-        return total
-    count = (row_targets != ignore_index).sum()
-    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # whose gradient is 0 where there is no row
+    return _reduced(total, row_targets != ignore_index, reduction)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORED, reduction: str = "mean") -> Tensor:
+    """As :func:`linear_cross_entropy`, of logits ``(..., V)`` that are there already."""
+    check_targets(targets, logits.shape[:-1], reduction)
+    rows = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    classes = targets.flatten().to(torch.int64)
+    has_loss = classes != ignore_index
+    if may_look(classes):
+        _check_range(classes[has_loss], logits.shape[-1])
+    return _reduced(F.cross_entropy(rows, classes, ignore_index=ignore_index, reduction="sum"), has_loss, reduction)
+
+
+def _reduced(total: Tensor, has_loss: Tensor, reduction: str) -> Tensor:
+    """Give the sum of the rows' losses, or their mean: NaN where no row has one, with a gradient of 0."""
+    count = has_loss.sum()
+    return total if reduction == "sum" else torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
 def check_targets(targets: Tensor, shape: Sequence[int], reduction: str) -> None:

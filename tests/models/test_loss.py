@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
-from flexnsa.models import linear_cross_entropy, loss
+from flexnsa.models import DecoderConfig, DecoderLM, linear_cross_entropy, loss
 
 Loss = Callable[..., Tensor]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -192,3 +193,17 @@ def test_what_is_no_tensor_is_named(name: str, value: Any) -> None:
 def test_an_ignored_index_is_an_int() -> None:
     with pytest.raises(TypeError, match=r"^ignore_index: expected an int, got 'none'"):
         linear_cross_entropy(*make(), ignore_index="none")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("head", [nn.Linear(32, 256), nn.Sequential(nn.Linear(32, 256, bias=False), nn.Softshrink())])
+def test_a_model_whose_head_is_more_than_its_weight_has_the_loss_of_its_logits(head: nn.Module) -> None:
+    model = DecoderLM(DecoderConfig(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8))
+    model.head = head  # pyright: ignore[reportAttributeAccessIssue]
+    tokens = torch.randint(256, (2, 8))
+    targets = tokens.roll(-1, 1).masked_fill(torch.arange(8) == 7, -100)
+    logits = model(tokens).flatten(0, 1)
+    for reduction in ("mean", "sum"):
+        expected = F.cross_entropy(logits, targets.flatten(), reduction=reduction)
+        assert_close(model(tokens, targets=targets.int(), reduction=reduction), expected)
+    with pytest.raises(ValueError, match=r"^targets: expected 0 to 255 or ignore_index, got 256"):
+        model(tokens, targets=torch.full_like(tokens, 256))
