@@ -146,7 +146,7 @@ class NativeSparseAttention(nn.Module):
         check_layer_input(x, self.dim, weight_of(self))
         if layout is not None:
             check_type("layout", layout, RowLayout)
-            layout.require(x, document_ids, head_dim=self.head_dim)
+            layout.require(x, document_ids, head_dim=self.head_dim, cached=cache is not None)
         mods = score_mod, mask_mod
         packed = document_ids is not None or (layout is not None and layout.positions is not None)
         if cache is not None:

@@ -100,11 +100,11 @@ class RowLayout:
     window_positions: Positions | None = None
     source: KeySource | None = None
 
-    def require(self, x: Tensor, document_ids: Tensor | None, *, head_dim: int) -> None:
+    def require(self, x: Tensor, document_ids: Tensor | None, *, head_dim: int, cached: bool) -> None:
         """Demand to be one that a layer with heads of this size can have made for ``x (B, T, dim)``.
 
         Raises:
-            ValueError: of other tokens or heads, or ``document_ids`` come too.
+            ValueError: of other tokens or heads, or ``document_ids`` come too, or a cache that is to hold whole rows.
         """
         if document_ids is not None:
             raise ValueError(f"document_ids: expected None with a layout, got {describe(document_ids)}")
@@ -113,6 +113,8 @@ class RowLayout:
         if rows not in (1, len(x)) or (tokens, dim) != (x.shape[1], head_dim):
             expected = f"{x.shape[1]} tokens in {len(x)} rows and head_dim={head_dim}, as x and the layer have"
             raise ValueError(f"layout: expected {expected}, got {tokens} tokens in {rows} rows and head_dim={dim}")
+        if cached and self.source is not None:
+            raise ValueError("layout: expected one of whole rows with a cache, got tokens that are spread over ranks")
 
 
 def row_layout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from flexnsa import NativeSparseAttention, NSACache
 from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS
 from flexnsa.decoding.read_counter import ReadCounter
+from flexnsa.layers.core import RowKeys
 from flexnsa.mods import soft_cap
 from tests.support.decoding import BRANCH_SETS, CONFIGS, assert_equal_to_whole, decode, make_layer, tokens
 from tests.support.inputs import SMALL
@@ -151,6 +153,8 @@ def test_reads_of_a_prefill_are_counted() -> None:
 
 
 PACK = pack(tokens(2, 20), [20, 11])
+SPREAD = replace(make_layer().layout(31, PACK[1]), source=RowKeys())
+"""As of a rank, in that its keys do not come with the tokens alone."""
 
 
 @pytest.mark.parametrize(
@@ -167,6 +171,7 @@ PACK = pack(tokens(2, 20), [20, 11])
         (tokens(2, 26), {}, "x: expected at most 25 tokens, for which the cache of 25 has room in row 0, got 26"),
         (tokens(2, 9), {"lengths": torch.tensor([10, 1])}, "lengths: expected 0 .. 9"),
         (PACK[0], {"document_ids": PACK[1], "layout": make_layer().layout(31)}, "document_ids: expected None with a"),
+        (PACK[0], {"layout": SPREAD}, "layout: expected one of whole rows with a cache, got tokens that are spread"),
     ],
 )
 def test_what_does_not_fit_is_named_and_leaves_the_cache_empty(x: Tensor, options: Any, message: str) -> None:
