@@ -95,6 +95,8 @@ def compare_layers(mesh: DeviceMesh) -> dict[str, Any]:
         results[name] = learn_whole(make_layer(**options)), of_all_ranks(learn(layer, *own), mesh)
     layer, mods = parallelize_attention(make_layer(), mesh), {"score_mod": relative}
     results["score_mod"] = learn_whole(make_layer(), **mods), of_all_ranks(learn(layer, *own, **mods), mesh)
+    given = {"layout": layer.layout(own[0].shape[1])}
+    results["layout"] = learn_whole(make_layer()), of_all_ranks(learn(make_layer(), *own, **given), mesh)
     with Volume() as volume, torch.no_grad():
         layer(own[0])
     results["volume"] = volume.numbers

@@ -25,7 +25,7 @@ def results(run_once: RunOnce) -> Results:
     return lambda size: run_once(size, compare_sequences)
 
 
-@pytest.mark.parametrize("case", [*LAYERS, "score_mod", "compiled"])
+@pytest.mark.parametrize("case", [*LAYERS, "score_mod", "layout", "compiled"])
 @pytest.mark.parametrize("size", SIZES)
 def test_output_and_every_gradient_are_those_of_whole_rows(results: Results, size: int, case: str) -> None:
     one, spread = results(size)["layers"][case]
