@@ -48,7 +48,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 def _softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Normalise over the visible keys; a row without any has probabilities 0 and lse ``-inf``."""
-    visible = visible & (scores > -torch.inf)
+    visible = visible & (scores != -torch.inf)
     empty = ~visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(empty, 0.0)
     probs = scores.softmax(-1).masked_fill(~visible, 0.0)

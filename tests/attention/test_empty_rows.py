@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexnsa import compressed_attention, select_blocks, selected_attention
+from flexnsa import ScoreMod, compressed_attention, select_blocks, selected_attention, sliding_window_attention
+from flexnsa.mods import soft_cap
 from tests.support.inputs import SMALL, attend, make_inputs
 
 impls = pytest.mark.parametrize("impl", ["reference", "sdpa"])
@@ -60,3 +61,22 @@ def test_large_scores_do_not_overflow(impl: str, dtype: torch.dtype) -> None:
     grads = torch.autograd.grad(out.float().square().sum(), list(x.named().values()))
     assert out.isfinite().all()
     assert all(grad.isfinite().all() for grad in grads)
+
+
+@impls
+@pytest.mark.parametrize("mod", [None, soft_cap(30.0)])
+def test_a_key_that_is_not_a_number_is_not_one_that_nobody_sees(impl: str, mod: ScoreMod | None) -> None:
+    x = make_inputs(40)
+    blocks = torch.zeros(1, 2, 40, 4, dtype=torch.int32).sub_(torch.tensor([0, 1, 1, 1], dtype=torch.int32))
+    for key in (x.k, x.k_cmp):
+        key.data[:, :, 5] = torch.nan
+    options = {"config": SMALL, "impl": impl, "score_mod": mod}
+    for first, last, (out, lse) in (
+        (5, 40, selected_attention(x.q, x.k, x.v, blocks, **options)),
+        (5, 5 + SMALL.window_size, sliding_window_attention(x.q, x.k, x.v, **options)),
+        (5 * SMALL.compress_stride + 7, 40, compressed_attention(x.q, x.k_cmp, x.v_cmp, **options)),
+    ):
+        for found in (out[..., 0], lse):
+            assert found[:, :, first:last].isnan().all()
+            assert not found[:, :, :first].isnan().any()
+            assert not found[:, :, last:].isnan().any()

@@ -2,6 +2,9 @@
 
 Dense branches go through their intervals in chunks of queries, the selected branch block by block. On an accelerator
 each call reads a few loop bounds on the host; ``flex`` reads none.
+
+Causality is of finite numbers: a value that is infinite or not a number reaches the queries of its chunk or block that
+come before it too, as 0 times it is not a number. So it is in PyTorch's own SDPA, in FlexAttention and in the oracle.
 """
 
 from __future__ import annotations

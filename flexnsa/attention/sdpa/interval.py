@@ -127,7 +127,7 @@ def interval_attention(
             total = probs.sub_(top).exp2_().sum(-1, keepdim=True)
             values = torch.bmm(probs, v_acc[:, chunk.first : chunk.last]).div_(total.clamp_min(torch.finfo(dtype).tiny))
             out[..., queries, :] = values.view_as(out[..., queries, :])
-            lse_c = torch.where(total > 0, (top + total.double().log2()) / LOG2_E, -torch.inf)
+            lse_c = torch.where(total == 0, -torch.inf, (top + total.double().log2()) / LOG2_E)
             lse[..., queries] = lse_c.view_as(lse[..., queries])
 
     side_by_side(attend, (*grouped(k, q, out, lse), k, v, *repeated(k, lo, hi)), heads_at_once(q, k, chunk_size))

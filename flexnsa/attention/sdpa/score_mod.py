@@ -125,7 +125,7 @@ def _attend(
         shift = scores.detach().logsumexp(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
         probs = (scores - shift).exp()
         total = probs.sum(-1, keepdim=True)
-        lse = torch.where(total > 0, shift + total.clamp_min(0.5).log(), -torch.inf).squeeze(-1)
+        lse = torch.where(total == 0, -torch.inf, shift + total.clamp_min(0.5).log()).squeeze(-1)
         probs = torch.unflatten(probs / total.clamp_min(0.5), 1, (heads, group))
         out = torch.einsum(f"bkgcs,{keys}->bkgcd", probs, v.to(dtype))
     return Attended(out.flatten(1, 2).to(q.dtype), lse)
