@@ -75,7 +75,12 @@ def test_flex_on_a_cpu_gives_the_rows_of_the_whole_call() -> None:
 @pytest.mark.parametrize("branch", ["cmp", "win"])
 def test_flex_on_a_cpu_is_as_right_after_other_lengths(branch: str) -> None:
     torch._dynamo.reset()
-    for length, tokens in ((100, torch.tensor([3, 50, 99])), (100, torch.arange(20, 84)), (150, torch.arange(30, 70))):
+    # The first queries lie further apart than neighbours whose windows a tile of queries would read.
+    for length, tokens in (
+        (600, torch.tensor([3, 300, 599])),
+        (100, torch.arange(20, 84)),
+        (150, torch.arange(30, 70)),
+    ):
         x = make_inputs(length, batch=2, dtype=torch.float32)
         options: dict[str, Any] = {"document_ids": (torch.arange(length) // 37).expand(2, -1), "branches": (branch,)}
         whole, _ = attend_with_aux(x, impl="sdpa", **options)

@@ -135,10 +135,10 @@ def test_an_evaluation_is_looked_at_before_its_result_is_written(tmp_path: Path)
 
 
 def test_rows_are_those_of_the_step_however_many_passes_it_takes(tmp_path: Path) -> None:
-    trainer = make_trainer(Ranks(), batch_size=1, grad_accumulation=4)
+    trainer = make_trainer(Ranks(), batch_size=2, grad_accumulation=3)
     calls = itertools.count()
-    spoil(layer(trainer).mlp.up, lambda: next(calls) == 1, row=0)
-    with pytest.raises(FloatingPointError, match=r"step 0: .*layer 1, MLP.*, row 1, token 17$"):
+    spoil(layer(trainer).mlp.up, lambda: next(calls) == 2, row=1)
+    with pytest.raises(FloatingPointError, match=r"step 0: .*layer 1, MLP.*, row 5, token 17$"):
         run(trainer, tmp_path, watchers=[strict])
 
 
@@ -183,21 +183,21 @@ def test_the_command_names_it_in_one_line_with_a_status(
     assert "argument --strict: expected no --compile with it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("parallel", "step"), [("ddp", 0), ("fsdp2", 1)])
-def test_all_ranks_say_what_the_first_of_them_found(parallel: str, step: int, tmp_path: Path) -> None:
-    run_together(2, tmp_path, _meet_a_nan, parallel, step, tmp_path / "run")
+@pytest.mark.parametrize(("parallel", "step", "passes"), [("ddp", 0, 0), ("ddp", 0, 1), ("fsdp2", 1, 1)])
+def test_all_ranks_say_what_the_first_of_them_found(parallel: str, step: int, passes: int, tmp_path: Path) -> None:
+    run_together(2, tmp_path, _meet_a_nan, parallel, step, passes, tmp_path / "run")
     assert not list((tmp_path / "run").glob("checkpoint*"))
 
 
-def _meet_a_nan(parallel: str, step: int, folder: Path) -> None:
+def _meet_a_nan(parallel: str, step: int, passes: int, folder: Path) -> None:
     with joined_ranks(parallel, CPU) as ranks:
-        _meet_a_nan_on_rank_1(ranks, step, folder)
+        _meet_a_nan_on_rank_1(ranks, step, passes, folder)
 
 
-def _meet_a_nan_on_rank_1(ranks: Ranks, step: int, folder: Path) -> None:
-    trainer = make_trainer(ranks)
+def _meet_a_nan_on_rank_1(ranks: Ranks, step: int, passes: int, folder: Path) -> None:
+    trainer, calls = make_trainer(ranks), itertools.count()
     if ranks.rank == 1:  # whose share are the last two rows; DDP's first step has a pass more
-        spoil(layer(trainer).attention.w_v_slc, lambda: trainer.step == step, row=1)
+        spoil(layer(trainer).attention.w_v_slc, lambda: next(calls) >= passes, row=1)
     place = r"layer 1, branch slc \(attention.w_v_slc\), row 3, token 17, rank 1$"
     with pytest.raises(FloatingPointError, match=f"step {step}: the first non-finite value is in forward, {place}"):
         run(trainer, folder, watchers=[strict])

@@ -7,13 +7,15 @@ import random
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flexnsa.cli import main
 from flexnsa.diagnostics import stacks_on_request, watchdog
-from flexnsa.diagnostics.flight_recorder import Collective
+from flexnsa.diagnostics.flight_recorder import Collective, write_flight_record
 from flexnsa.diagnostics.parting import describe_parting
 from flexnsa.diagnostics.stall import Sighting, describe_stall
 from flexnsa.distributed import Ranks, joined_ranks
@@ -157,8 +159,8 @@ def test_a_time_that_is_none_is_named(seconds: str, tmp_path: Path, capsys: pyte
     assert not (tmp_path / "run").exists()
 
 
-def sighting(begun: int, *, moves: bool = False, broke_off: bool = False) -> Sighting:
-    return Sighting(step=7, begun=begun, moves=moves, place="here", broke_off=broke_off)
+def sighting(begun: int, **others: Any) -> Sighting:
+    return Sighting(step=7, begun=begun, **{"moves": False, "place": "here", **others})
 
 
 def test_who_has_begun_fewer_collectives_is_waited_for() -> None:
@@ -192,6 +194,42 @@ def test_a_rank_whose_process_has_ended_is_gone_and_who_was_told_so_lost_it() ->
     )
 
 
+def test_the_collective_that_a_rank_waits_in_is_named_unless_it_has_ended() -> None:
+    ended = Collective("0", 8, "sum", "there", True)
+    seen = [
+        sighting(5, recent=[ended, replace(ended, number=9, ended=False)]),
+        sighting(4),
+        sighting(5, recent=[ended]),
+    ]
+    assert describe_stall(seen, 60).endswith(
+        "rank 0 waits for it in here (collective 9, sum); rank 2 waits for it in here"
+    )
+
+
+def test_a_flight_record_is_of_collectives_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [
+        {
+            "process_group": ("0", "default"),
+            "collective_seq_id": number,
+            "profiling_name": "gloo:all_reduce",
+            "input_sizes": [[8, 3]],
+            "time_created_ns": -number,
+            "is_p2p": number == 2,
+            **ended,
+        }
+        for number, ended in enumerate([{"state": "scheduled"}, {"state": "completed"}, {}, {"retired": True}])
+    ]
+    monkeypatch.setattr(
+        "torch._C._distributed_c10d._dump_fr_trace", lambda: pickle.dumps({"entries": entries}), raising=False
+    )
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.delattr("torch._C._distributed_c10d._dump_nccl_trace", raising=False)
+    found = write_flight_record(tmp_path / "flight")
+    assert [(x.number, x.ended) for x in found] == [(3, True), (1, True), (0, False)]
+    assert {x.what for x in found} == {"all_reduce of (8, 3)"}
+    assert pickle.loads((tmp_path / "flight").read_bytes()) == {"entries": entries}
+
+
 def collectives(*calls: str, first: int = 1) -> list[Collective]:
     """Give those that a word each stands for: what and, after a slash, where."""
     pairs = [call.partition("/") for call in calls]
@@ -223,4 +261,9 @@ def test_a_skipped_collective_that_looks_like_the_next_is_found_by_where_it_was_
 
 def test_whose_collectives_are_others_altogether_has_skipped_none() -> None:
     said = describe_parting({0: collectives("sum", "sum"), 1: collectives("max", "max")})
+    assert said == "collective 1 is not the same on all: sum on rank 0; max on rank 1"
+
+
+def test_whoever_may_have_skipped_one_is_not_named_where_another_may_as_well() -> None:
+    said = describe_parting({0: collectives("sum", "max", "sum"), 1: collectives("max", "sum", "max")})
     assert said == "collective 1 is not the same on all: sum on rank 0; max on rank 1"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flexnsa.distributed import Ranks
+from flexnsa.distributed.chunks import check_chunks
 from flexnsa.geometry import num_compressed
 from tests.distributed.conftest import RunOnce
 from tests.distributed.sequences import LAYERS, ROW, TRAINED, TRAINED_ROW, compare_sequences
@@ -61,6 +62,15 @@ def test_steps_of_ranks_that_share_tokens_are_those_of_one_process(results: Resu
 @pytest.mark.parametrize("size", SIZES)
 def test_rows_come_back_in_their_order(results: Results, size: int) -> None:
     assert results(size)["round trip"]
+
+
+def test_chunks_are_as_long_as_what_their_branches_need_of_a_neighbour() -> None:
+    behind = SMALL.compress_block_size - SMALL.compress_stride
+    check_chunks("seq_len", 2 * behind, 2, SMALL, ("cmp", "slc"))
+    check_chunks("seq_len", 2 * SMALL.window_size, 2, SMALL, ("win",))
+    for tokens, branches, least in ((2 * behind, ("win",), SMALL.window_size - 1), (0, ("cmp",), behind)):
+        with pytest.raises(ValueError, match=f"^seq_len: expected 2 chunks of at least {least} tokens"):
+            check_chunks("seq_len", tokens, 2, SMALL, branches)
 
 
 def test_what_ranks_cannot_share_is_refused_by_name(results: Results) -> None:

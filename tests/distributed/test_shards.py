@@ -14,6 +14,7 @@ from flexnsa.distributed import Ranks
 from flexnsa.errors import FileError
 from flexnsa.training import Trainer
 from flexnsa.training.checkpoint import checkpoint_path, load_checkpoint, newest_checkpoint, save_checkpoint
+from flexnsa.training.model_file import read_model
 from tests.distributed.steps import make_trainer
 
 
@@ -70,6 +71,7 @@ def test_either_form_is_read_by_either_kind_of_run(tmp_path: Path, writer: type[
     path = newest_checkpoint(tmp_path)
     assert path is not None
     load_checkpoint(path, other)
+    assert all(torch.equal(one, two) for one, two in zip(copies(trainer), read_model(path).parameters(), strict=True))
     assert other.train_step() == trainer.train_step()
     assert all(torch.equal(one, two) for one, two in zip(copies(trainer), copies(other), strict=True))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.config import NSAConfig
+from flexnsa.masks.document import document_positions
 from flexnsa.masks.selected import SelectedMask, selected_mask
 from flexnsa.positions import Positions
 from tests.support.block_masks import mask_bytes, pairs_by_columns, pairs_by_rows
@@ -73,6 +74,14 @@ def test_documents_that_start_anywhere(lengths: list[int]) -> None:
     start = (ends - torch.tensor(lengths)).repeat_interleave(torch.tensor(lengths))
     blocks = random_blocks(2, 2, token, start, CONFIG)
     check(blocks, positions_of(token, start), definition(blocks, token, start, len(token), CONFIG), 2, CONFIG)
+
+
+def test_some_queries_of_documents() -> None:
+    ids, token = (torch.arange(300)[None] // 45), torch.tensor([0, 7, 44, 45, 46, 120, 133, 299])
+    start = token // 45 * 45
+    blocks = random_blocks(1, 2, token, start, CONFIG)
+    positions = document_positions(ids, CONFIG).of_some(token)
+    check(blocks, positions, definition(blocks, token, start, 300, CONFIG), 2, CONFIG)
 
 
 def test_queries_at_the_end_of_the_keys() -> None:

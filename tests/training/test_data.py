@@ -2,11 +2,14 @@
 
 import sysconfig
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from flexnsa.training.data import Corpus, read_corpus, split_files, standard_library_files, text_files
+from flexnsa.training.tokenizer import TextTokenizer
+from flexnsa.training.tokens import Tokens
 
 
 def test_split_is_disjoint_complete_and_independent_of_the_order_and_place_of_the_files(
@@ -45,6 +48,19 @@ def test_one_file_validates_on_its_last_tenth(tmp_path: Path):
     corpus = read_corpus(file)
     assert bytes(corpus.train.tolist()) == b"a" * 90 + b"\0"
     assert bytes(corpus.validation.tolist()) == b"b" * 10 + b"\0"
+
+
+def test_one_file_is_cut_between_characters_where_a_tokenizer_reads_them(tmp_path: Path):
+    class Letters:
+        def tokens(self, data: torch.Tensor) -> Tokens:
+            bytes(data.tolist()).decode()
+            return Tokens.of_bytes(data)
+
+    file = tmp_path / "book.txt"
+    file.write_bytes(b"a" * 88 + "😀".encode() + b"b" * 8)  # the cut is before byte 90, the third of four
+    corpus = read_corpus(file, cast("TextTokenizer", Letters()))
+    assert bytes(corpus.train.tolist()) == b"a" * 88 + b"\0"
+    assert len(read_corpus(file).train) == 90 + 1
 
 
 def test_standard_library_is_found_without_its_tests_and_without_installed_packages():

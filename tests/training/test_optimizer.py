@@ -37,8 +37,9 @@ def test_groups_hold_every_parameter_once_however_modules_share_it():
     model.head.weight = model.embedding.weight
     first, second = _attentions(model)
     first.w_k_cmp = first.w_k_slc
+    first.add_module("phi_v", nn.Linear(4, 4))  # of one's own
     second.phi_v = first.phi_k
-    second.add_module("phi_k", nn.Linear(8, 8))  # of one's own
+    second.add_module("phi_k", nn.Linear(8, 8))
     groups = parameter_groups(model, lr=0.5, weight_decay=0.3, compressor_lr=0.25)
     rates = {parameter: (group["lr"], group["weight_decay"]) for group in groups for parameter in group["params"]}
     assert sum(len(group["params"]) for group in groups) == len(rates)
@@ -47,6 +48,7 @@ def test_groups_hold_every_parameter_once_however_modules_share_it():
         (model, "head.weight", (0.5, 0.0)),
         (first, "w_k_cmp.weight", (0.5, 0.3)),
         (first, "phi_k.project.weight", (0.125, 0.3)),
+        (first, "phi_v.weight", (0.125, 0.3)),
         (second, "phi_k.weight", (0.125, 0.3)),
         (second, "phi_k.bias", (0.125, 0.0)),
     ):

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from flexnsa.cli import main
+from flexnsa.cli.spelling import TokenizerSpelling
 from flexnsa.integrations.transformers import FlexNSAForCausalLM
 from flexnsa.models import Sampling
 from flexnsa.training import Corpus, TextTokenizer, TrainConfig, Trainer, read_corpus
@@ -157,6 +158,15 @@ def test_text_is_streamed_in_whole_characters(
     generate(folder, "--max-new-tokens", str(len(ids)))
     assert "".join(written) == "def zürichö😀 Fluß\n\n\n"  # and not the half of another character
     assert f"{len(ids)} tokens in " in capsys.readouterr().err
+
+
+def test_text_behind_a_prompt_is_what_the_tokenizer_makes_of_both_together(tmp_path: Path) -> None:
+    tokenizer: Any = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1}, unk_token="▁the"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    spelling = TokenizerSpelling(TextTokenizer(tmp_path / "words.json"), [])
+    assert spelling.encode(b"the") == [0]
+    assert spelling.decode(1) == " cat"  # at the beginning of a text it would be "cat"
 
 
 def test_a_stop_may_stand_anywhere_in_a_token(
