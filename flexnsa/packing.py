@@ -22,6 +22,7 @@ from flexnsa.validation import (
     check_int,
     check_integers,
     check_tensor,
+    check_type,
     describe,
     is_dense,
     may_look,
@@ -67,6 +68,10 @@ def cu_seqlens_from_document_ids(document_ids: Tensor) -> Tensor:
 
     Returns:
         int32 ``(D + 1,)``, from 0 to ``B * S``.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: of another shape or dtype, without values, or decreasing (which is seen on a CPU).
     """
     begins = _begins(document_ids).flatten()
     check_has_values("document_ids", document_ids)
@@ -74,7 +79,7 @@ def cu_seqlens_from_document_ids(document_ids: Tensor) -> Tensor:
 
 
 def position_ids_from_document_ids(document_ids: Tensor) -> Tensor:
-    """Count the tokens of each document from 0, int32 ``(B, S)``."""
+    """Count the tokens of each document from 0, int32 ``(B, S)``; errors as of :func:`next_token_targets`."""
     begins = _begins(document_ids)
     token = torch.arange(begins.shape[1], dtype=torch.int32, device=begins.device)
     return token - torch.where(begins, token, 0).cummax(1).values
@@ -122,6 +127,10 @@ def pack_padded(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         The ``T`` real tokens ``(1, T, ...)`` and their int32 ``document_ids (1, T)``, which are the rows' numbers.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: ``attention_mask`` is not a mask or without values, or ``x`` has other rows than it.
     """
     mask = _check_attention_mask(attention_mask)
     check_has_values("attention_mask", mask)
@@ -138,13 +147,8 @@ def unpack_padded(packed: Tensor, attention_mask: Tensor) -> Tensor:
         ValueError: ``attention_mask`` is not a mask, or ``packed`` holds another number of tokens than it.
     """
     mask = _check_attention_mask(attention_mask)
-    if (
-        not isinstance(packed, Tensor)
-        or not is_dense(packed)
-        or packed.dim() < 2
-        or len(packed) != 1
-        or packed.device != mask.device
-    ):
+    check_type("packed", packed, Tensor)
+    if not is_dense(packed) or packed.dim() < 2 or len(packed) != 1 or packed.device != mask.device:
         raise ValueError(f"packed: expected a tensor (1, T, ...) on {mask.device}, got {describe(packed)}")
     if may_look(mask) and packed.shape[1] != mask.sum():
         raise ValueError(f"packed: expected the {int(mask.sum())} tokens of attention_mask, got {packed.shape[1]}")
@@ -161,6 +165,10 @@ def next_token_targets(tokens: Tensor, document_ids: Tensor) -> Tensor:
 
     Returns:
         int64 ``(B, S)``, for ``torch.nn.functional.cross_entropy``.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: of another shape or dtype, or ``document_ids`` decreases (which is seen on a CPU).
     """
     begins = _begins(document_ids)
     check_integers("tokens", tokens, tuple(begins.shape), like=begins, as_of="document_ids")
@@ -205,7 +213,8 @@ def _check_attention_mask(attention_mask: Tensor) -> Tensor:
 
 
 def _check_rows(name: str, x: Tensor, mask: Tensor) -> None:
-    if not isinstance(x, Tensor) or not is_dense(x) or x.shape[:2] != mask.shape or x.device != mask.device:
+    check_type(name, x, Tensor)
+    if not is_dense(x) or x.shape[:2] != mask.shape or x.device != mask.device:
         expected = f"a tensor {tuple(mask.shape)} + (...) on {mask.device}, as attention_mask"
         raise ValueError(f"{name}: expected {expected}, got {describe(x)}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -156,3 +157,8 @@ def test_wrong_descriptions_are_named(call: Callable[[], object], message: str) 
 def test_what_is_no_tensor_is_named() -> None:
     with pytest.raises(TypeError, match=r"^cu_seqlens: expected a tensor \(D \+ 1,\), got \[0, 3\]"):
         document_ids_from_cu_seqlens([0, 3])  # pyright: ignore[reportArgumentType]
+    mask, rows = torch.ones(1, 2, dtype=torch.bool), cast("torch.Tensor", [[1, 2]])
+    with pytest.raises(TypeError, match=r"^x: expected Tensor, got \[\[1, 2\]\]"):
+        pack_padded(rows, mask)
+    with pytest.raises(TypeError, match=r"^packed: expected Tensor, got \[\[1, 2\]\]"):
+        unpack_padded(rows, mask)

@@ -70,7 +70,17 @@ def _join_means(means: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
 
 
 class MeanCompressor(nn.Module):
-    """Average each block; no parameters."""
+    """Average each block; no parameters.
+
+    Args:
+        num_kv_heads: ``Hkv``.
+        head_dim: ``D`` of what is compressed, keys or values.
+        config: gives ``l`` and ``d``.
+
+    Raises:
+        TypeError: an argument is not of its kind; so too when called.
+        ValueError: a size is out of range, or when called, a tensor is of another shape, dtype or device.
+    """
 
     def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig) -> None:
         super().__init__()
@@ -91,7 +101,10 @@ class MeanCompressor(nn.Module):
 
 
 class LinearCompressor(nn.Module):
-    """Map each block, its intra-block position encoding added, to one vector by a learned matrix."""
+    """Map each block, its intra-block position encoding added, to one vector by a learned matrix.
+
+    Arguments and errors as of :class:`MeanCompressor`.
+    """
 
     def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig) -> None:
         super().__init__()
@@ -118,7 +131,7 @@ class LinearCompressor(nn.Module):
 class MLPCompressor(nn.Module):
     """Map each block, its intra-block position encoding added, to one vector by a two-layer MLP (the paper's choice).
 
-    ``hidden_dim`` defaults to ``4 * head_dim``.
+    ``hidden_dim`` defaults to ``4 * head_dim``; other arguments and errors as of :class:`MeanCompressor`.
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig, hidden_dim: int | None = None) -> None:
