@@ -24,6 +24,7 @@ from flexnsa.integrations.transformers.decoder_config import FlexNSAConfig
 from flexnsa.integrations.transformers.marks import Alignment, check_past, mark_slots
 from flexnsa.integrations.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
 from flexnsa.integrations.transformers.parallel import SpreadHeads, decoder_plan
+from flexnsa.layers.projection import weight_of
 from flexnsa.models.decoder import DecoderLayer, DecoderLM
 from flexnsa.packing import IGNORED
 from flexnsa.training.model_file import read_model, save_model
@@ -263,5 +264,5 @@ def _is_one(logits_to_keep: int | Tensor) -> bool:
 
 def _new_cache(layer: DecoderLayer, tokens: Tensor, batch_size: int, max_seq_len: int, max_rewind: int) -> NSACache:
     attention = cast("Any", layer.attention)
-    dtype = computed_dtype(attention.w_q.weight.dtype, tokens.device)
+    dtype = computed_dtype(weight_of(attention).dtype, tokens.device)
     return attention.new_cache(batch_size, max_seq_len, max_rewind=max_rewind, dtype=dtype)
