@@ -119,7 +119,7 @@ def test_the_tables_of_recall_are_what_was_recorded() -> None:
     steps = sum(stage["steps"] for stage in record["plan"]["stages"])
     assert all(point["step"] == steps and not point["obstacles"] for point in record["points"])
     tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", (ROOT / "docs" / "learning.md").read_text(), re.MULTILINE)
-    maps, scores, looks, changes = ([row.strip("| ") for row in table.splitlines()] for table in tables)
+    maps, scores, looks, changes, on_cpu = ([row.strip("| ") for row in table.splitlines()] for table in tables)
     assert maps == [recalled_by_length(label, runs[variant]) for label, variant in RECALLED.items()]
     assert looks == [recalled_in_training(label, runs[RECALLED[label]]) for label in map(label_of, looks)]
     assert scores == [
@@ -131,6 +131,10 @@ def test_the_tables_of_recall_are_what_was_recorded() -> None:
         changed.setdefault(point["variant"], []).append(point)
     assert changes == [recalled_with(label, changed.pop(label)) for label in map(label_of, changes)]
     assert not changed, "all that was recorded is told"
+    small: dict[str, list[dict[str, Any]]] = {}
+    for point in json.loads((ROOT / "benchmarks/results/recall_cpu.json").read_text())["points"]:
+        small.setdefault(point["variant"], []).append(point)
+    assert sorted(on_cpu) == sorted(recalled_on_cpu(label, seeds) for label, seeds in small.items())
 
 
 def recalled_by_length(label: str, seeds: list[dict[str, Any]]) -> str:
@@ -153,6 +157,14 @@ def recalled_with(label: str, seeds: list[dict[str, Any]]) -> str:
     alone = ", ".join(f"{32 * share:.0f}" for share in found["needle", 4096])
     short = f"{100 * fmean(last_looks(seed, 'recall')[32] for seed in seeds):.0f}"
     return " | ".join([label, f"{len(seeds)}", short, *[*pairs.values()][:3], lowest, pairs[4096], alone])
+
+
+def recalled_on_cpu(label: str, seeds: list[dict[str, Any]]) -> str:
+    found: dict[int, list[float]] = {}
+    for entry in (entry for seed in seeds for entry in seed["maps"] if entry["kind"] == "pairs"):
+        found.setdefault(entry["seq_len"], []).append(100 * fmean(entry["recall"]))
+    cells = [f"{fmean(found[128]):.1f}", f"{fmean(found[256]):.1f}", f"{min(found[256]):.1f}"]
+    return " | ".join([label, f"{len(seeds)}", *cells, f"{fmean(found[512]):.1f}", f"{fmean(found[1024]):.1f}"])
 
 
 def recalled_in_training(label: str, seeds: list[dict[str, Any]]) -> str:
