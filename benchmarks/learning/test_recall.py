@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,21 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     assert again.describe() | timeless == whole.describe() | timeless
     for name, parameter in whole.model.state_dict().items():
         assert torch.equal(parameter, again.model.state_dict()[name]), name
+
+
+LETTERS = {"l": "compress_block_size", "d": "compress_stride", "l'": "select_block_size", "n": "num_selected_blocks"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_the_sizes_and_the_rate_that_their_names_say(name: str) -> None:
+    sizes = MODELS[name].configure(SIZES["gpu"].model).nsa
+    for letter, number in re.findall(r"(l'|[ldnw])=(\d+)", name):
+        assert getattr(sizes, LETTERS.get(letter, "window_size")) == int(number), letter
+    slow = "slow" in name or name in ABLATIONS
+    rate = 0.3 if "a third" in name else 0.1 if slow else 1.0
+    assert MODELS[name].compressor_rate == rate
+    assert MODELS[name].begun_as_mean == ("begun as mean" in name)
+    assert MODELS[name].shared_keys == ("shared keys" in name)
 
 
 @pytest.mark.gpu
