@@ -128,6 +128,11 @@ def training_of(job: Job) -> TrainConfig:
     return replace(SIZES[job["size"]].training, **changes)
 
 
+def state_name(job: Job) -> str:
+    """Name the folder of a run's state: what tells runs apart, so that no run goes on with another's."""
+    return "-".join(str(job[name]).replace(", ", "-").replace(" ", "-") for name in KEY)
+
+
 def work(job: Job, report: Report) -> None:
     """Train one model with one seed."""
     size, device = SIZES[job["size"]], job["device"]
@@ -142,7 +147,7 @@ def work(job: Job, report: Report) -> None:
         size.finals,
         sizes_at=lambda step: model.sizes_at(step / job["steps"], size.model.nsa),
         device=device,
-        folder=folder / f"{job['size']}-{job['model'].replace(', ', '-').replace(' ', '-')}-{job['seed']}",
+        folder=folder / state_name(job),
         compiled=job["device"] == "cuda",
     )
     run.go_on(job["until"], lambda seen: report(point | seen))

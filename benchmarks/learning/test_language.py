@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.learning.habits import block_habits, first_that_chooses, head_entropies
-from benchmarks.learning.language import MODELS, SIZES, equal_time, is_whole, main
+from benchmarks.learning.language import KEY, MODELS, SIZES, equal_time, is_whole, main, state_name
 from benchmarks.learning.language_run import LanguageRun, final_names
 from benchmarks.learning.packages import read_packages, read_text, split_packages
 from benchmarks.learning.reading import bits_of_bytes, blocks_chosen, choices, drawn_blocks, forced_blocks
@@ -224,7 +224,9 @@ def test_models_are_recorded_once_and_a_run_that_fails_costs_no_other(
     recorded, names = tmp_path / "language.json", ["dense", "NSA", "NSA, plain learning rate"]
     options = ["--size", "tiny", "--device", "cpu", "--steps", "2", "--side-by-side", "2", "--text", f"{folder}"]
     options += ["--json", f"{recorded}", "--folder", f"{tmp_path}", "--models", *names]
-    broken = tmp_path / "tiny-NSA-plain-learning-rate-0" / "checkpoint.safetensors"
+    text_bytes = len(read_text([folder], tmp_path / "text.pt")[0].train)
+    values = ("tiny", "NSA, plain learning rate", 0, 2, text_bytes)
+    broken = tmp_path / state_name(dict(zip(KEY, values, strict=True))) / "checkpoint.safetensors"
     broken.parent.mkdir()
     broken.write_text("no checkpoint")
     main(options)
@@ -245,3 +247,7 @@ def test_models_are_recorded_once_and_a_run_that_fails_costs_no_other(
     assert lines
     assert all("plain learning rate" in line for line in lines), "those that are whole are not run again"
     assert plain["loss"] != again["NSA"]["loss"], "compressors have learned at another rate"
+
+    main([*options, "--steps", "3", "--models", "dense"])
+    ended = [point for point in json.loads(recorded.read_text())["points"] if point["model"] == "dense"]
+    assert [(point["steps"], is_whole(point)) for point in ended] == [(2, True), (3, True)], "beside the shorter run"
