@@ -5,8 +5,7 @@
     python -m benchmarks learning.language --size tiny --device cpu         # a rehearsal, a minute on a core
 
 All learn the Python sources of the machine, the same rows in the same order with the same schedule, and are asked for
-bytes of packages that none has seen. Compressors of NSA learn at a tenth of the rate of all else, or at the plain one;
-in one model layers read little at first.
+bytes of packages that none has seen. NSA comes with sizes that differ, or reads little at first.
 Losses at equal tokens are those after the last step. For equal time the slower one's loss is read off where the faster
 one ended, between its looks at held-out rows: its learning rate has not come all the way down there. Seconds are those
 of training alone, where no other training is on the GPU.
@@ -18,7 +17,7 @@ is not run again.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -59,14 +58,20 @@ class Model:
 
     Args:
         attention: of its layers.
+        nsa: sizes of its branches that differ.
         compressor_lr: learning rate of compressors, relative to that of all else.
         few_until: share of the steps in which a layer selects but one block beside the forced ones, and sees an eighth
             of the window: what is far has to come through the compressed branch, whose scores are to choose blocks.
     """
 
     attention: Literal["nsa", "dense"] = "nsa"
+    nsa: Mapping[str, int] = field(default_factory=dict)
     compressor_lr: float = 1.0
     few_until: float = 0.0
+
+    def configure(self, config: DecoderConfig) -> DecoderConfig:
+        """Change what differs."""
+        return replace(config, attention=self.attention, nsa=replace(config.nsa, **self.nsa))
 
     def sizes_at(self, share: float, sizes: NSAConfig) -> NSAConfig:
         """Give the sizes that layers have after a share of the steps."""
@@ -77,12 +82,17 @@ class Model:
 
 
 DENSE = "dense"
+_SLOW = 0.1
 MODELS = {
     DENSE: Model(attention="dense"),
-    "NSA": Model(compressor_lr=0.1),
+    "NSA": Model(compressor_lr=_SLOW),
     "NSA, plain learning rate": Model(),
-    "NSA, few blocks first": Model(compressor_lr=0.1, few_until=0.4),
+    "NSA, few blocks first": Model(compressor_lr=_SLOW, few_until=0.4),
+    "NSA, l=32 d=4": Model(compressor_lr=_SLOW, nsa={"compress_stride": 4}),
+    "NSA, l=8 d=4": Model(compressor_lr=_SLOW, nsa={"compress_block_size": 8, "compress_stride": 4}),
+    "NSA, n=32": Model(compressor_lr=_SLOW, nsa={"num_selected_blocks": 32}),
 }
+"""NSA learns with compressors at a tenth of the rate of all else, and has the sizes of its preset, but for its name."""
 
 _TRAINING = TrainConfig(
     steps=1000,
@@ -140,12 +150,13 @@ def work(job: Job, report: Report) -> None:
     corpus, _ = read_text([], folder / "text.pt")
     point = {name: job[name] for name in (*KEY, "side_by_side")}
     model = MODELS[job["model"]]
+    config = model.configure(size.model)
     run = LanguageRun(
-        replace(size.model, attention=model.attention),
+        config,
         corpus,
         training_of(job),
         size.finals,
-        sizes_at=lambda step: model.sizes_at(step / job["steps"], size.model.nsa),
+        sizes_at=lambda step: model.sizes_at(step / job["steps"], config.nsa),
         device=device,
         folder=folder / state_name(job),
         compiled=job["device"] == "cuda",

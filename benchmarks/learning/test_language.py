@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,16 @@ def test_layers_may_read_few_blocks_at_first(folder: Path, tmp_path: Path) -> No
     assert looks[-1] == all_of_them
     assert looks == sorted(looks), "what is looked at reads as much as what learns"
     assert len(run.record.first_step_s) == 2, "both compile"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_the_sizes_that_their_names_say(name: str) -> None:
+    usual = SIZES["m7c-125m"].model
+    config = MODELS[name].configure(usual)
+    letters = {"l": "compress_block_size", "d": "compress_stride", "n": "num_selected_blocks"}
+    named = {letters[letter]: int(number) for letter, number in re.findall(r"([ldn])=(\d+)", name)}
+    assert config == replace(usual, attention="nsa" if "NSA" in name else "dense", nsa=replace(usual.nsa, **named))
+    assert MODELS[name].compressor_lr == (1.0 if name in {"dense", "NSA, plain learning rate"} else 0.1)
 
 
 @pytest.fixture(scope="module")
