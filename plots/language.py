@@ -17,8 +17,8 @@ from plots.style import Label, figure, label_curves, short
 Point = dict[str, Any]
 SIZE = "m7c-125m"
 DENSE = "dense"
-COLOURS = {DENSE: ORANGE, "NSA": BLUE, "NSA, plain learning rate": SKY}
-MARKERS = {DENSE: "s", "NSA": "o", "NSA, plain learning rate": "^"}
+COLOURS = {DENSE: ORANGE, "NSA": BLUE, "NSA, few blocks first": GREEN, "NSA, plain learning rate": SKY}
+MARKERS = {DENSE: "s", "NSA": "o", "NSA, few blocks first": "P", "NSA, plain learning rate": "^"}
 BLOCKS = {"random": ("random blocks - own", PURPLE), "forced": ("forced blocks alone - own", AMBER)}
 """What layers read in place of the blocks that they select, how it is called and its colour."""
 BRANCHES = (("compressed", GREEN), ("selected", BLUE), ("window", GREY))
@@ -27,7 +27,8 @@ POSITIONS = 64
 EDGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Of what is drawn as one point, in :data:`POSITIONS`."""
 HIGHEST_BITS = 3.4
-LONGER: dict[str, Any] = {"color": ORANGE, "linestyle": "--", "linewidth": 1.2}
+SHORTER: dict[str, Any] = {"linewidth": 1.2, "alpha": 0.35}
+"""How runs of a shorter schedule are drawn."""
 
 
 def losses(results: Results) -> Figure:
@@ -37,13 +38,15 @@ def losses(results: Results) -> Figure:
     result, axes = figure(_headline(runs), _caption(record), size=(11, 4.8), columns=2)
     training = record.content["setting"]["sizes"][SIZE]["training"]
     seen = training["batch_size"] * training["seq_len"] / 1e6
-    _curves(axes[0], runs, lambda look: look[0] * seen, "after equal text", "bytes seen, millions")
-    _curves(axes[1], runs, lambda look: look[1], "after equal time", "seconds of training, one H200 each")
-    for run in (longer := _longer_runs(record)):
-        axes[1].plot(*zip(*(look[1:] for look in run["held_out"] if look[2] <= HIGHEST_BITS), strict=True), **LONGER)
-    if longer:
-        steps = f"{longer[0]['steps']:,}"
-        axes[1].plot([], [], label=f"dense, with a schedule of {steps} steps", **LONGER)
+    shorter = _shorter_runs(record)
+    for ax, x_of, title, x_label in (
+        (axes[0], lambda look: look[0] * seen, "after equal text", "bytes seen, millions"),
+        (axes[1], lambda look: look[1], "after equal time", "seconds of training, one H200 each"),
+    ):
+        _curves(ax, runs, shorter, x_of, title, x_label)
+    if shorter:
+        schedules = " and ".join(f"{steps:,}" for steps in sorted({run["steps"] for run in shorter}))
+        axes[1].plot([], [], label=f"schedules of {schedules} steps", color=GREY, **SHORTER)
         axes[1].legend(loc="upper right", frameon=False)
     axes[0].set_ylabel("bits per held-out byte")
     return result
@@ -64,13 +67,26 @@ def positions(results: Results) -> Figure:
     return result
 
 
-def _curves(ax: Axes, runs: dict[str, list[Point]], x_of: Callable[[Any], float], title: str, x_label: str) -> None:
+def _curves(
+    ax: Axes,
+    runs: dict[str, list[Point]],
+    shorter: list[Point],
+    x_of: Callable[[Any], float],
+    title: str,
+    x_label: str,
+) -> None:
     labels: list[Label] = []
+
+    def draw(run: Point, **style: Any) -> None:
+        looks = [look for look in run["held_out"] if look[2] <= HIGHEST_BITS]
+        x, y = [x_of(look) for look in looks], [look[2] for look in looks]
+        ax.plot(x, y, color=COLOURS[run["model"]], **style)
+
+    for run in shorter:
+        draw(run, **SHORTER)
     for name, seeds in runs.items():
         for run in seeds:
-            looks = [look for look in run["held_out"] if look[2] <= HIGHEST_BITS]
-            x, y = [x_of(look) for look in looks], [look[2] for look in looks]
-            ax.plot(x, y, color=COLOURS[name], marker=MARKERS[name], markersize=4.5, linewidth=1.8)
+            draw(run, marker=MARKERS[name], markersize=3.5, linewidth=1.6)
         labels.append(Label(x_of(seeds[0]["held_out"][-1]), seeds[0]["held_out"][-1][2], name, COLOURS[name]))
     end = max(label.x for label in labels)
     ax.set(xlim=(0, end * 1.55), ylim=(ax.get_ylim()[0] - 0.1, None), title=title.capitalize(), xlabel=x_label)
@@ -127,17 +143,17 @@ def _gates(ax: Axes, nsa: Point) -> None:
 
 
 def _runs(record: Record) -> dict[str, list[Point]]:
-    """Give the whole runs of the large model, by its name, of as many steps as that of NSA has."""
+    """Give the whole runs of the large model, by its name, of the longest schedule that NSA and its twin have."""
     ended = _ended(record)
-    steps = {point["steps"] for point in ended if point["model"] != DENSE}
-    found = {name: [p for p in ended if p["model"] == name and p["steps"] in steps] for name in COLOURS}
+    schedules = [{run["steps"] for run in ended if (run["model"] == DENSE) is dense} for dense in (True, False)]
+    steps = max(set.intersection(*schedules))
+    found = {name: [run for run in ended if run["model"] == name and run["steps"] == steps] for name in COLOURS}
     return {name: seeds for name, seeds in found.items() if seeds}
 
 
-def _longer_runs(record: Record) -> list[Point]:
-    """Give runs of dense attention whose schedule ends about when that of NSA does."""
-    shown = {run["steps"] for run in _runs(record)[DENSE]}
-    return [point for point in _ended(record) if point["model"] == DENSE and point["steps"] not in shown]
+def _shorter_runs(record: Record) -> list[Point]:
+    steps = _runs(record)[DENSE][0]["steps"]
+    return [run for run in _ended(record) if run["steps"] < steps]
 
 
 def _ended(record: Record) -> list[Point]:

@@ -19,8 +19,8 @@ from plots.style import Label, figure, label_curves, short
 BLACK = "#000000"
 LINES = {
     "dense": ("dense", ORANGE, "s"),
+    "NSA, slow, l=4 d=2": ("NSA, slow, l=4 d=2", SKY, "^"),
     "NSA, slow": ("NSA, slow compressors", BLUE, "o"),
-    "NSA, normalised": ("NSA, normalised", SKY, "^"),
     "NSA, shared keys, mean compressor": ("NSA, shared keys, mean", GREEN, "P"),
     "NSA without selected": ("without selected", PURPLE, "D"),
     "NSA without compressed": ("without compressed", BLACK, "d"),
@@ -28,8 +28,8 @@ LINES = {
     "window only": ("window only", GREY, "x"),
 }
 """Models in the order of panels, how they are called there; others are in the record alone."""
-NAMED = ("dense", "NSA, slow", "NSA")
-"""Those of the headline."""
+NAMED = ("dense", "NSA, slow, l=4 d=2", "NSA, slow", "NSA")
+"""Those drawn thick; the headline compares all but the last."""
 LOOKS = {"recall": "values recalled of new rows", "unscored": "blocks that score exactly 0, last layer"}
 TITLES = {"pairs": "one of many pairs", "needle": "a pair alone in filler"}
 SHARE = LinearSegmentedColormap.from_list("share", ["#ffffff", "#bcd4e6", BLUE, "#00263f"])
@@ -164,9 +164,9 @@ def _trained_on(record: Record) -> int:
 
 
 def _headline(maps: Maps, trained: int) -> str:
-    shares = {name: maps[name, "pairs", trained] for name in NAMED if (name, "pairs", trained) in maps}
+    shares = {name: maps[name, "pairs", trained] for name in NAMED[:-1] if (name, "pairs", trained) in maps}
     named = "; ".join(f"{LINES[name][0]} {100 * fmean(map(fmean, seeds)):.1f} %" for name, seeds in shares.items())
-    return f"Recalled of many pairs in {short(trained)} tokens: {named}"
+    return f"Recalled in {short(trained)} tokens: {named}"
 
 
 def _caption(record: Record) -> str:

@@ -19,6 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BRANDS = {"flexnsa": "NSA", "cuDNN": "cuDNN SDPA", "FlashAttention-2": "flash SDPA", "FlexAttention": "dense Flex"}
 RECALLED = {
     "dense attention": "dense",
+    "slow compressors, l=4 d=2": "NSA, slow, l=4 d=2",
     "slow compressors": "NSA, slow",
     "normalised": "NSA, normalised",
     "shared keys, normalised": "NSA, shared keys, normalised",
@@ -213,22 +214,32 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
     runs: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for point in sorted(points, key=itemgetter("seed")):
         runs.setdefault((point["size"], point["model"], point["steps"]), []).append(point)
-    names = ("dense", "NSA", "NSA, plain learning rate")
-    large = {name: runs["m7c-125m", name, 1000] for name in names}
-    small = {name: runs["small", name, 800] for name in names}
-    longer = {"dense, for as long as NSA": runs["m7c-125m", "dense", 1107]}
-    expected = [[name, *ends(seeds)] for group in (large, longer, small) for name, seeds in group.items()]
-    for name, seeds in large.items():
+    few, plain = "NSA, few blocks first", "NSA, plain learning rate"
+    large = {
+        (name, steps): runs["m7c-125m", name, steps]
+        for steps, names in (
+            (2000, ("dense", "NSA", few)),
+            (1000, ("dense", "NSA", few, plain)),
+            (1107, ("dense", "NSA")),
+        )
+        for name in names
+    }
+    small = {(name, 800): runs["small", name, 800] for name in ("dense", "NSA", plain)}
+    longest = {name: seeds for (name, steps), seeds in large.items() if steps == 2000}
+    assert sum(map(len, (large | small).values())) == len(points), "all that was recorded is told"
+    expected = [[name, *ends(seeds)] for group in (large, small) for (name, _), seeds in group.items()]
+    for name, seeds in longest.items():
         looks = [{step: bits for step, _, bits in run["held_out"]} for run in seeds]
-        expected.append([name, *(f"{fmean(x[step] for x in looks):.3f}" for step in (200, 400, 600, 700, 800, 1000))])
-    by_octave = {name: octaves(seeds) for name, seeds in (large | longer).items()}
+        expected.append([name, *(f"{fmean(x[step] for x in looks):.3f}" for step in (200, 400, 600, 1000, 1500, 2000))])
+    by_octave = {name: octaves(seeds) for name, seeds in longest.items()}
     expected += [[name, *(f"{x:.3f}" for x in row)] for name, row in by_octave.items()]
     gaps = zip(by_octave["dense"], by_octave["NSA"], strict=True)
     expected.append(["NSA - dense", *(f"{b - a:+.3f}" for a, b in gaps)])
+    read = [large[key] for key in (("NSA", 2000), (few, 2000), ("NSA", 1000), (few, 1000), (plain, 1000))]
+    read += [small[name, 800] for name in ("NSA", plain)]
     for blocks in ("initial", "random", "forced"):
-        cells = [cost_of(seeds, blocks) for group in (large, small) for name, seeds in group.items() if name != "dense"]
-        expected.append([blocks, *cells])
-    habits = large["NSA"][0]["finals"]["habits"]
+        expected.append([blocks, *(cost_of(seeds, blocks) for seeds in read)])
+    habits = longest["NSA"][0]["finals"]["habits"]
     for branch, name in enumerate(("compressed", "selected", "window")):
         gates = [fmean(gate[branch] for gate in layer["gates"]) for layer in habits]
         expected.append([f"gate, {name}", *(f"{gate:.2f}" for gate in gates)])
@@ -238,8 +249,15 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
     page = (ROOT / "docs" / "language.md").read_text()
     rows = re.findall(r"^\| (\w.*\d) \|$", page, re.MULTILINE)
     assert [row.split(" | ") for row in rows] == expected
-    for group in (large, small):
-        gaps = [b - a for a, b in zip(*(means(group[name]) for name in ("dense", "NSA")), strict=True)]
+    for sparse, dense in (
+        (longest["NSA"], longest["dense"]),
+        (large["NSA", 1000], large["dense", 1000]),
+        (large[few, 1000], large["dense", 1000]),
+        (longest[few], longest["dense"]),
+        (small["NSA", 800], small["dense", 800]),
+    ):
+        twins = {run["seed"]: run["finals"]["bits"]["mean"] for run in dense}
+        gaps = [run["finals"]["bits"]["mean"] - twins[run["seed"]] for run in sparse]
         assert f"{fmean(gaps):+.3f} ± {stdev(gaps) / len(gaps) ** 0.5:.3f}" in page
 
 
