@@ -58,6 +58,7 @@ class Model:
 
     Args:
         attention: of its layers.
+        config: other fields of its config that differ.
         nsa: sizes of its branches that differ.
         compressor_lr: learning rate of compressors, relative to that of all else.
         few_until: share of the steps in which a layer selects but one block beside the forced ones, and sees an eighth
@@ -65,13 +66,14 @@ class Model:
     """
 
     attention: Literal["nsa", "dense"] = "nsa"
+    config: Mapping[str, Any] = field(default_factory=dict)
     nsa: Mapping[str, int] = field(default_factory=dict)
     compressor_lr: float = 1.0
     few_until: float = 0.0
 
     def configure(self, config: DecoderConfig) -> DecoderConfig:
         """Change what differs."""
-        return replace(config, attention=self.attention, nsa=replace(config.nsa, **self.nsa))
+        return replace(config, attention=self.attention, nsa=replace(config.nsa, **self.nsa), **self.config)
 
     def sizes_at(self, share: float, sizes: NSAConfig) -> NSAConfig:
         """Give the sizes that layers have after a share of the steps."""
@@ -83,13 +85,20 @@ class Model:
 
 DENSE = "dense"
 _SLOW = 0.1
+_FAR = {"rope_base": 1e6}
+_SHORT = {"compress_block_size": 8, "compress_stride": 4}
+_SMALL_BLOCKS = {"select_block_size": 16, "num_selected_blocks": 64}
 MODELS = {
     DENSE: Model(attention="dense"),
     "NSA": Model(compressor_lr=_SLOW),
     "NSA, plain learning rate": Model(),
     "NSA, few blocks first": Model(compressor_lr=_SLOW, few_until=0.4),
-    "NSA, l=32 d=4": Model(compressor_lr=_SLOW, nsa={"compress_stride": 4}),
-    "NSA, l=8 d=4": Model(compressor_lr=_SLOW, nsa={"compress_block_size": 8, "compress_stride": 4}),
+    "dense, rope 1e6": Model(attention="dense", config=_FAR),
+    "NSA, rope 1e6": Model(compressor_lr=_SLOW, config=_FAR),
+    "NSA, l=8 d=4": Model(compressor_lr=_SLOW, nsa=_SHORT),
+    "NSA, l'=16 n=64": Model(compressor_lr=_SLOW, nsa=_SMALL_BLOCKS),
+    "NSA, rope 1e6, l=8 d=4": Model(compressor_lr=_SLOW, config=_FAR, nsa=_SHORT),
+    "NSA, rope 1e6, l'=16 n=64": Model(compressor_lr=_SLOW, config=_FAR, nsa=_SMALL_BLOCKS),
     "NSA, n=32": Model(compressor_lr=_SLOW, nsa={"num_selected_blocks": 32}),
 }
 """NSA learns with compressors at a tenth of the rate of all else, and has the sizes of its preset, but for its name."""

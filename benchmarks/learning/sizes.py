@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.learning.plan import Plan, Stage
 from benchmarks.learning.tasks import Vocabulary
-from benchmarks.learning.variants import ABLATIONS, VARIANTS, Variant
+from benchmarks.learning.variants import ABLATIONS, ON_CPU, VARIANTS, Variant
 from flexnsa import NSAConfig
 from flexnsa.models import DecoderConfig
 
@@ -101,6 +101,7 @@ SIZES = {
             map_pairs=16,
             map_tokens=2**12,
         ),
+        variants=ON_CPU,
     ),
 }
 SIZES["ablation"] = Size(

@@ -140,10 +140,17 @@ def test_layers_may_read_few_blocks_at_first(folder: Path, tmp_path: Path) -> No
 def test_models_have_the_sizes_that_their_names_say(name: str) -> None:
     usual = SIZES["m7c-125m"].model
     config = MODELS[name].configure(usual)
-    letters = {"l": "compress_block_size", "d": "compress_stride", "n": "num_selected_blocks"}
-    named = {letters[letter]: int(number) for letter, number in re.findall(r"([ldn])=(\d+)", name)}
-    assert config == replace(usual, attention="nsa" if "NSA" in name else "dense", nsa=replace(usual.nsa, **named))
-    assert MODELS[name].compressor_lr == (1.0 if name in {"dense", "NSA, plain learning rate"} else 0.1)
+    letters = {
+        "l": "compress_block_size",
+        "d": "compress_stride",
+        "l'": "select_block_size",
+        "n": "num_selected_blocks",
+    }
+    named = {letters[letter]: int(number) for letter, number in re.findall(r"(l'|[ldn])=(\d+)", name)}
+    assert config.nsa == replace(usual.nsa, **named)
+    kind, rope = "nsa" if "NSA" in name else "dense", 1e6 if "rope 1e6" in name else usual.rope_base
+    assert config == replace(usual, attention=kind, nsa=config.nsa, rope_base=rope)
+    assert MODELS[name].compressor_lr == (1.0 if kind == "dense" or "plain" in name else 0.1)
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,14 @@ from benchmarks.learning.recall import main
 from benchmarks.learning.selection import unscored_blocks
 from benchmarks.learning.sizes import SIZES
 from benchmarks.learning.tasks import SLOT, Vocabulary, depth_rows, training_rows
-from benchmarks.learning.variants import ABLATIONS, VARIANTS
+from benchmarks.learning.variants import ABLATIONS, ON_CPU, VARIANTS
 from benchmarks.learning.workers import places
 from flexnsa import NativeSparseAttention, NSAConfig
 from flexnsa.packing import IGNORED
 
 VOCABULARY = Vocabulary(keys=40, values=10, fillers=5)
 SMOKE = SIZES["smoke"]
-MODELS = VARIANTS | ABLATIONS
+MODELS = VARIANTS | ON_CPU | ABLATIONS
 
 
 def test_every_question_can_be_answered_from_the_row_alone() -> None:
@@ -79,9 +79,10 @@ LETTERS = {"l": "compress_block_size", "d": "compress_stride", "l'": "select_blo
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_sizes_and_the_rate_that_their_names_say(name: str) -> None:
-    sizes = MODELS[name].configure(SIZES["gpu"].model).nsa
+    config = MODELS[name].configure(SIZES["gpu"].model)
     for letter, number in re.findall(r"(l'|[ldnw])=(\d+)", name):
-        assert getattr(sizes, LETTERS.get(letter, "window_size")) == int(number), letter
+        assert getattr(config.nsa, LETTERS.get(letter, "window_size")) == int(number), letter
+    assert config.rope_base == (115.0 if "rope 115" in name else 1e8)
     slow = "slow" in name or name in ABLATIONS
     rate = 0.3 if "a third" in name else 0.1 if slow else 1.0
     assert MODELS[name].compressor_rate == rate
