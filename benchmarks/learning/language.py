@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train each model with every seed, record whatever they report, print how they compare."""
     parser = options.parser(__doc__, json=options.RESULTS / "language.json")
     parser.add_argument("--size", choices=SIZES, help="default: m7c-125m on a GPU, else tiny")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[DENSE, "NSA"], help="default: dense NSA")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the size")
     parser.add_argument("--steps", type=int, help="of the whole schedule; default: those of the size")
     parser.add_argument("--side-by-side", type=int, help="trainings on one GPU at a time; default: those of the size")

@@ -82,7 +82,8 @@ def test_models_have_the_sizes_and_the_rate_that_their_names_say(name: str) -> N
     config = MODELS[name].configure(SIZES["gpu"].model)
     for letter, number in re.findall(r"(l'|[ldnw])=(\d+)", name):
         assert getattr(config.nsa, LETTERS.get(letter, "window_size")) == int(number), letter
-    assert config.rope_base == (115.0 if "rope 115" in name else 1e8)
+    (base,) = re.findall(r"rope (\d+)", name) or ["1e8"]
+    assert config.rope_base == float(base)
     slow = "slow" in name or name in ABLATIONS
     rate = 0.3 if "a third" in name else 0.1 if slow else 1.0
     assert MODELS[name].compressor_rate == rate
