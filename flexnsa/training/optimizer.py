@@ -21,7 +21,7 @@ def parameter_groups(
     AdamW moves every weight by about the learning rate, whatever its gradient, and a compressor sums over a whole
     block, ``l * D`` inputs; rates that fall with a matrix's inputs are what muP derives (arXiv 2203.03466). Measured:
     at one rate for all, a model unlearns recall while most of its blocks come to score 0; at a tenth it is kept
-    (``docs/learning.md``). Of text a small model loses a little by that, and a larger one gains (``docs/language.md``).
+    (``docs/learning.md``). Of text a small model loses a little by that (``docs/language.md``).
     Every parameter is in one group, once, also where modules share it; schedulers of ``torch.optim.lr_scheduler`` keep
     the ratio.
 
