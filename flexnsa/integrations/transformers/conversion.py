@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flexnsa.argument_checks import check_branches
 from flexnsa.config import NSAConfig
@@ -45,7 +44,8 @@ def convert(
         recompute: as in :func:`flexnsa.native_sparse_attention`.
 
     Returns:
-        A model of a class of its own, which AutoModelForCausalLM loads once it has been saved.
+        A model of a class of its own, frozen where the dense one is, which AutoModelForCausalLM loads once it has been
+        saved.
 
     Raises:
         TypeError: an argument is not of its kind.
@@ -58,14 +58,14 @@ def convert(
     options = {**asdict(config), "branches": list(branches), "impl": impl, "recompute": list(recompute)}
     with torch.device("meta"):
         converted = family.model(family.config(**_shared(model), flexnsa=options))
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        names = [name]
+
+    def names_of(name: str) -> list[str]:
         for kind in ("k_proj", "v_proj"):
             if f"self_attn.{kind}." in name:
-                names = [name.replace(kind, f"{kind}_{tag}") for tag in branches]
-        state |= {new: tensor.clone() for new in names}
-    return _finish(converted, state, model)
+                return [name.replace(kind, f"{kind}_{tag}") for tag in branches]
+        return [name]
+
+    return _finish(converted, model, names_of)
 
 
 def to_dense(model: Any) -> Any:
@@ -81,8 +81,7 @@ def to_dense(model: Any) -> Any:
         raise ValueError(f"branches: expected ('slc',) of a model to make dense, got {branches}")
     with torch.device("meta"):
         dense = family.dense(family.dense.config_class(**_shared(model)))
-    state = {name.replace("_proj_slc", "_proj"): tensor.clone() for name, tensor in model.state_dict().items()}
-    return _finish(dense, state, model)
+    return _finish(dense, model, lambda name: [name.replace("_proj_slc", "_proj")])
 
 
 def _family(model: Any, kind: Any) -> Family:
@@ -99,8 +98,9 @@ def _shared(model: Any) -> dict[str, Any]:
     return {name: value for name, value in model.config.to_dict().items() if name not in NOT_SHARED}
 
 
-def _finish(new: Any, state: dict[str, Tensor], old: Any) -> Any:
-    """Bring a model on the meta device to life: with this state, and what is new in it as it starts."""
+def _finish(new: Any, old: Any, names_of: Callable[[str], list[str]]) -> Any:
+    """Bring a model on the meta device to life: with the old state, frozen as it was, and what is new as it starts."""
+    state = {name: tensor.clone() for old_name, tensor in old.state_dict().items() for name in names_of(old_name)}
     for index, layer in enumerate(new.model.layers):
         like = state[f"model.layers.{index}.self_attn.q_proj.weight"]
         for name, module in layer.self_attn.named_modules():
@@ -111,5 +111,8 @@ def _finish(new: Any, state: dict[str, Tensor], old: Any) -> Any:
     new.model.rotary_emb = deepcopy(old.model.rotary_emb)
     new.load_state_dict(state, assign=True)
     new.tie_weights()
+    for old_name, parameter in old.named_parameters():
+        for name in names_of(old_name):
+            new.get_parameter(name).requires_grad_(parameter.requires_grad)
     new.generation_config = deepcopy(old.generation_config)
     return new.train(old.training)

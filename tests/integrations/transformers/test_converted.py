@@ -12,6 +12,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 
 from flexnsa import NSAConfig
 from flexnsa.checkpointing import keep_selection
+from flexnsa.geometry import BRANCHES
 from flexnsa.integrations.transformers import FlexNSACache, convert, to_dense
 from flexnsa.layers.compression import average_blocks
 from tests.integrations.transformers.families import ALL, FAMILIES, FEW, ROPES, converted, dense, own, pad_left, tokens
@@ -57,6 +58,15 @@ def test_it_is_a_copy_that_goes_on_as_the_dense_model_was() -> None:
         assert one.generation_config.top_k == 7
         assert one.lm_head.weight is one.model.embed_tokens.weight
         assert not _memory(one) & _memory(model)
+
+
+def test_what_is_frozen_stays_frozen() -> None:
+    model = dense("llama")
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].self_attn.k_proj.requires_grad_(False)
+    keys = {f"model.layers.0.self_attn.k_proj_{tag}.{kind}" for tag in BRANCHES for kind in ("weight", "bias")}
+    assert _frozen(convert(model, NSAConfig(**ALL))) == {"model.embed_tokens.weight", *keys}
+    assert _frozen(to_dense(convert(model, NSAConfig(**ALL), branches=["slc"]))) == _frozen(model)
 
 
 @torch.no_grad()
@@ -272,3 +282,7 @@ def _in_steps(model: Any, x: Tensor, cache: Any) -> Tensor:
         cache = out.past_key_values
         logits.append(out.logits)
     return torch.cat(logits, 1)
+
+
+def _frozen(model: Any) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
