@@ -85,7 +85,7 @@ class Model:
 
 DENSE = "dense"
 _SLOW = 0.1
-_FAR = {"rope_base": 1e6}
+_FAR = {"rope_base": 1e8}
 _SHORT = {"compress_block_size": 8, "compress_stride": 4}
 _SMALL_BLOCKS = {"select_block_size": 16, "num_selected_blocks": 64}
 MODELS = {
@@ -93,12 +93,12 @@ MODELS = {
     "NSA": Model(compressor_lr=_SLOW),
     "NSA, plain learning rate": Model(),
     "NSA, few blocks first": Model(compressor_lr=_SLOW, few_until=0.4),
-    "dense, rope 1e6": Model(attention="dense", config=_FAR),
-    "NSA, rope 1e6": Model(compressor_lr=_SLOW, config=_FAR),
+    "dense, rope 1e8": Model(attention="dense", config=_FAR),
+    "NSA, rope 1e8": Model(compressor_lr=_SLOW, config=_FAR),
     "NSA, l=8 d=4": Model(compressor_lr=_SLOW, nsa=_SHORT),
     "NSA, l'=16 n=64": Model(compressor_lr=_SLOW, nsa=_SMALL_BLOCKS),
-    "NSA, rope 1e6, l=8 d=4": Model(compressor_lr=_SLOW, config=_FAR, nsa=_SHORT),
-    "NSA, rope 1e6, l'=16 n=64": Model(compressor_lr=_SLOW, config=_FAR, nsa=_SMALL_BLOCKS),
+    "NSA, rope 1e8, l=8 d=4": Model(compressor_lr=_SLOW, config=_FAR, nsa=_SHORT),
+    "NSA, rope 1e8, l'=16 n=64": Model(compressor_lr=_SLOW, config=_FAR, nsa=_SMALL_BLOCKS),
     "NSA, n=32": Model(compressor_lr=_SLOW, nsa={"num_selected_blocks": 32}),
 }
 """NSA learns with compressors at a tenth of the rate of all else, and has the sizes of its preset, but for its name."""

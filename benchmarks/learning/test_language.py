@@ -148,7 +148,7 @@ def test_models_have_the_sizes_that_their_names_say(name: str) -> None:
     }
     named = {letters[letter]: int(number) for letter, number in re.findall(r"(l'|[ldn])=(\d+)", name)}
     assert config.nsa == replace(usual.nsa, **named)
-    kind, rope = "nsa" if "NSA" in name else "dense", 1e6 if "rope 1e6" in name else usual.rope_base
+    kind, rope = "nsa" if "NSA" in name else "dense", 1e8 if "rope 1e8" in name else usual.rope_base
     assert config == replace(usual, attention=kind, nsa=config.nsa, rope_base=rope)
     assert MODELS[name].compressor_lr == (1.0 if kind == "dense" or "plain" in name else 0.1)
 
