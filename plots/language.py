@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flexnsa.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
-from plots.records import Record, Results
+from plots.records import NotRecordedError, Record, Results
 from plots.style import Label, figure, label_curves, short
 
 Point = dict[str, Any]
@@ -145,8 +145,10 @@ def _gates(ax: Axes, nsa: Point) -> None:
 def _runs(record: Record) -> dict[str, list[Point]]:
     """Give the whole runs of the large model, by its name, of the longest schedule that NSA and its twin have."""
     ended = _ended(record)
-    schedules = [{run["steps"] for run in ended if (run["model"] == DENSE) is dense} for dense in (True, False)]
-    steps = max(set.intersection(*schedules))
+    schedules = [{run["steps"] for run in ended if run["model"] == name} for name in (DENSE, "NSA")]
+    if not (both := set.intersection(*schedules)):
+        raise NotRecordedError(f"language_h200.json has no schedule of {SIZE} that both {DENSE} and NSA ended.")
+    steps = max(both)
     found = {name: [run for run in ended if run["model"] == name and run["steps"] == steps] for name in COLOURS}
     return {name: seeds for name, seeds in found.items() if seeds}
 
@@ -157,7 +159,7 @@ def _shorter_runs(record: Record) -> list[Point]:
 
 
 def _ended(record: Record) -> list[Point]:
-    points = [point for point in record.content["points"] if point["size"] == SIZE]
+    points = [point for point in record.content["points"] if point["size"] == SIZE and point["model"] in COLOURS]
     return [point for point in points if "mean" in point.get("finals", {}).get("bits", {})]
 
 

@@ -42,6 +42,13 @@ def device_type(name: str) -> str:
     return name
 
 
+def positive_int(text: str) -> int:
+    """Read a number of which there has to be one at least."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive int, got {text!r}")
+    return int(text)
+
+
 def about(doc: str | None) -> str:
     """What a recording says of how it was made: the module's docstring on one line."""
     return " ".join((doc or "").split())

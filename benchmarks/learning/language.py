@@ -5,7 +5,7 @@
     python -m benchmarks learning.language --size tiny --device cpu         # a rehearsal, a minute on a core
 
 All learn the Python sources of the machine, the same rows in the same order with the same schedule, and are asked for
-bytes of packages that none has seen. NSA comes with sizes that differ, or reads little at first.
+bytes of packages that none has seen. ``--models`` takes NSA of other sizes, too, and such as reads little at first.
 Losses at equal tokens are those after the last step. For equal time the slower one's loss is read off where the faster
 one ended, between its looks at held-out rows: its learning rate has not come all the way down there. Seconds are those
 of training alone, where no other training is on the GPU.
@@ -179,8 +179,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, help="default: m7c-125m on a GPU, else tiny")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[DENSE, "NSA"], help="default: dense NSA")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the size")
-    parser.add_argument("--steps", type=int, help="of the whole schedule; default: those of the size")
-    parser.add_argument("--side-by-side", type=int, help="trainings on one GPU at a time; default: those of the size")
+    parser.add_argument("--steps", type=options.positive_int, help="of the whole schedule; default: those of the size")
+    parser.add_argument(
+        "--side-by-side", type=options.positive_int, help="trainings on one GPU at a time; default: those of the size"
+    )
     parser.add_argument(
         "--text",
         type=Path,

@@ -26,7 +26,6 @@ from benchmarks.harness import options
 from benchmarks.learning.curriculum import KINDS, Run
 from benchmarks.learning.plan import Plan
 from benchmarks.learning.sizes import SIZES
-from benchmarks.learning.variants import ABLATIONS, ON_CPU, VARIANTS
 from benchmarks.learning.workers import Job, Report, places, run_jobs
 from flexnsa.measure.recording import Recording
 from flexnsa.measure.table import format_table
@@ -85,11 +84,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train every variant with every seed, record those that come to their end, print."""
     parser = options.parser(__doc__, json=options.RESULTS / "recall.json")
     parser.add_argument("--size", choices=SIZES, help="default: gpu on a GPU, else cpu")
-    parser.add_argument(
-        "--variants", nargs="+", choices=[*VARIANTS | ON_CPU | ABLATIONS], help="default: all of the size"
-    )
+    known = dict.fromkeys(variant for size in SIZES.values() for variant in size.variants)
+    parser.add_argument("--variants", nargs="+", choices=known, help="default: all of the size")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--workers", type=int, help="trainings at a time, on each GPU; default: 8, else 1")
+    parser.add_argument(
+        "--workers", type=options.positive_int, help="trainings at a time, on each GPU; default: 8, else 1"
+    )
     parser.add_argument("--replayed", action="store_true", help="capture steps in CUDA graphs; takes a GPU")
     parser.add_argument("--folder", type=Path, default=Path("runs/recall"), help="of states; default: %(default)s")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which to stop; default: none")

@@ -7,7 +7,7 @@ import multiprocessing
 import re
 import time
 from dataclasses import replace
-from itertools import count
+from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
@@ -237,12 +237,19 @@ def test_at_equal_time_the_slower_one_is_read_between_its_looks() -> None:
     assert equal_time(fast, slow) == pytest.approx((15.0, 3.2, 3.5))
 
 
+@pytest.mark.parametrize("option", ["--steps", "--side-by-side"])
+def test_a_number_of_nothing_is_no_default(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--size", "tiny", "--device", "cpu", option, "0"])
+    assert f"argument {option}: expected a positive int, got '0'" in capsys.readouterr().err
+
+
 def test_models_are_recorded_once_and_a_run_that_fails_costs_no_other(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded, names = tmp_path / "language.json", ["dense", "NSA", "NSA, plain learning rate"]
+    recorded, sparse = tmp_path / "language.json", ["NSA", "NSA, plain learning rate", "NSA, n=32", "NSA, rope 1e8"]
     options = ["--size", "tiny", "--device", "cpu", "--steps", "2", "--side-by-side", "2", "--text", f"{folder}"]
-    options += ["--json", f"{recorded}", "--folder", f"{tmp_path}", "--models", *names]
+    options += ["--json", f"{recorded}", "--folder", f"{tmp_path}", "--models", "dense", *sparse]
     text_bytes = len(read_text([folder], tmp_path / "text.pt")[0].train)
     values = ("tiny", "NSA, plain learning rate", 0, 2, text_bytes)
     broken = tmp_path / state_name(dict(zip(KEY, values, strict=True))) / "checkpoint.safetensors"
@@ -265,7 +272,8 @@ def test_models_are_recorded_once_and_a_run_that_fails_costs_no_other(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny, ")]
     assert lines
     assert all("plain learning rate" in line for line in lines), "those that are whole are not run again"
-    assert plain["loss"] != again["NSA"]["loss"], "compressors have learned at another rate"
+    read = [again[name]["finals"]["bits"]["rows"] for name in sparse]
+    assert all(one != other for one, other in combinations(read, 2)), "each has what its name says"
 
     main([*options, "--steps", "3", "--models", "dense"])
     ended = [point for point in json.loads(recorded.read_text())["points"] if point["model"] == "dense"]
