@@ -88,6 +88,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> None:
     if "rng.cuda" not in stored.layout:  # begun on another device
         state.pop("rng.cuda", None)
     check_tensors(path, stored.layout, state)
+    _check_shared(path, stored.layout, trainer)
 
     if config != trainer.config:
         trainer.go_by(config)
@@ -122,6 +123,16 @@ def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str
         there, wanted = _describe(found.get(name)), _describe(expected.get(name))
         if there != wanted:
             raise FileError(f"{path}: expected {name} to be {wanted}, got {there}; {REMEDY}")
+
+
+def _check_shared(path: Path, found: Mapping[str, Tensor], trainer: Trainer) -> None:
+    """Demand that parameters that modules of the model share have learned as one: of two, only one could be kept."""
+    for name in found:
+        kind, _, moment = name.partition(".")
+        parameter = moment.rpartition(".")[0]
+        if kind == "optimizer" and parameter not in trainer.parameters:
+            expected = f"expected {parameter}, which modules of the model share, to have learned as one with the other"
+            raise FileError(f"{path}: {expected}, got moments of its own; share parameters when a run begins")
 
 
 def _describe(tensor: Tensor | None) -> str:

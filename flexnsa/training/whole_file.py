@@ -25,7 +25,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -
 
     temporary = path.with_name(path.name + ".tmp")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=dict(header))
+        save_file(_apart(tensors), temporary, metadata=dict(header))
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -55,3 +55,14 @@ def read(path: Path) -> Stored:
             ranks.fill(target, tensors[name])
 
     return Stored(header, tensors, load_into)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors of a memory that is there already, as layers that share a weight have them; the format has none."""
+    apart, written = dict[str, Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        own = tensor.contiguous()
+        place = own.untyped_storage().data_ptr()
+        apart[name] = own.clone() if place in written else own
+        written.add(place)
+    return apart

@@ -16,12 +16,13 @@ from tqdm import tqdm
 from flexnsa.cli import main
 from flexnsa.errors import FileError
 from flexnsa.models import DecoderConfig, DecoderLM
-from flexnsa.training import TrainConfig, Trainer, read_corpus, run
+from flexnsa.training import TrainConfig, Trainer, read_corpus, run, whole_file
 from flexnsa.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from flexnsa.training.lock import locked
 from flexnsa.training.log import JSONLog, read_log
 from tests.distributed.processes import started
 from tests.support.inputs import TINY
+from tests.support.sharing import share_keys
 
 MODEL = DecoderConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, nsa=TINY)
 TRAINING = TrainConfig(
@@ -48,6 +49,41 @@ def test_resumed_run_equals_uninterrupted_run(text_folder: Path, tmp_path: Path,
     assert _curve(tmp_path / "resumed") == _curve(tmp_path / "whole")
     for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_layers_that_share_a_projection_go_on_sharing_it(text_folder: Path, tmp_path: Path):
+    whole, stopped, resumed = (_trainer_of_shared_keys(text_folder) for _ in range(3))
+    for trainer in (whole, stopped):
+        trainer.train_step()
+    save_checkpoint(tmp_path / "checkpoint.safetensors", stopped)
+    load_checkpoint(tmp_path / "checkpoint.safetensors", resumed)
+    for trainer in (whole, resumed):
+        trainer.train_step()
+    for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_overlaps_is_written_as_it_is(tmp_path: Path):
+    whole = torch.arange(6.0)
+    tensors = {"whole": whole, "part": whole[2:5], "again": whole}
+    whole_file.save(tmp_path / "file", tensors, {})
+    written = whole_file.read(tmp_path / "file").layout
+    assert {name: tensor.tolist() for name, tensor in written.items()} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["checkpoint.safetensors", "checkpoint-1.dcp"])
+def test_what_has_learned_apart_is_not_put_into_one_place(text_folder: Path, tmp_path: Path, name: str):
+    apart, shared = _trainer(text_folder), _trainer_of_shared_keys(text_folder)
+    apart.ranks.sharded = name.endswith(".dcp")
+    apart.train_step()
+    save_checkpoint(tmp_path / name, apart)
+    before = [parameter.detach().clone() for parameter in shared.parameters.values()]
+    with pytest.raises(FileError, match=r"layers\.0\.attention\.w_k_slc\.weight.* to have learned as one"):
+        load_checkpoint(tmp_path / name, shared)
+    assert shared.step == 0
+    assert all(torch.equal(old, new) for old, new in zip(before, shared.parameters.values(), strict=True))
 
 
 def test_killed_process_goes_on_to_the_same_curve(text_folder: Path, tmp_path: Path):
@@ -220,6 +256,11 @@ def test_file_that_is_no_log_is_left_alone(tmp_path: Path, content: str):
 def _trainer(text_folder: Path, seed: int = 0, pack: bool = False) -> Trainer:
     torch.manual_seed(seed)
     return Trainer(DecoderLM(MODEL), read_corpus(text_folder), replace(TRAINING, pack=pack))
+
+
+def _trainer_of_shared_keys(folder: Path) -> Trainer:
+    trainer = _trainer(folder)
+    return Trainer(share_keys(trainer.model), trainer.corpus, TRAINING)
 
 
 def _curve(folder: Path) -> list[dict[str, float]]:
