@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -136,9 +135,14 @@ class FSDP2Ranks(GroupRanks):
             fully_shard(layer, **options)
         fully_shard(model, **options)
         model.to_empty(device=device)
-        values = make().state_dict() if self.rank == 0 else {}
-        whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, values, options=whole)
+        drawn = _tensors(make()) if self.rank == 0 else {}
+        for name, tensor in _tensors(model).items():
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            if self.rank == 0:
+                whole.copy_(drawn[name])
+            # Not scattered: what has another size on rank 0 looks to the watchdog like another collective.
+            dist.broadcast(whole, src=0)
+            self.fill(tensor, whole)
         return model
 
     def compile(self, model: DecoderLM, **options: Any) -> None:
@@ -153,3 +157,8 @@ class FSDP2Ranks(GroupRanks):
             place = parameter.device_mesh, parameter.placements
             values = distribute_tensor(values.to(parameter.device), *place, src_data_rank=None)
         parameter.copy_(values)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Name parameters and buffers, also those of no checkpoint; what modules share, once."""
+    return {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())}

@@ -17,6 +17,7 @@ from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import Corpus, StepResult, TrainConfig, Trainer
 from flexnsa.training.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
 from tests.support.inputs import TINY
+from tests.support.sharing import share_keys
 
 CPU = torch.device("cpu")
 MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
@@ -27,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"pack": True},
     "accumulated": {"batch_size": 1, "grad_accumulation": 8, "pack": True},
     "checkpointed": {"checkpointing": True, "pack": True},
+    "shared keys": {"shared_keys": True},
     # A row a pass however many ranks: in bf16, a product of more rows is rounded another way.
     "mixed precision": {"precision": "bf16", "batch_size": 1, "grad_accumulation": 4},
 }
@@ -44,7 +46,9 @@ def corpus() -> Corpus:
     return Corpus(text, text[:2000].clone())
 
 
-def make_trainer(ranks: Ranks, *, compiled: bool = False, reduce_dtype: str = "fp32", **fields: Any) -> Trainer:
+def make_trainer(
+    ranks: Ranks, *, shared_keys: bool = False, compiled: bool = False, reduce_dtype: str = "fp32", **fields: Any
+) -> Trainer:
     """Build a trainer from fields of its two configs."""
     model = replace(MODEL, **{name: fields.pop(name) for name in ("checkpointing", "dim") if name in fields})
     config = replace(TRAINING, **fields)
@@ -53,7 +57,8 @@ def make_trainer(ranks: Ranks, *, compiled: bool = False, reduce_dtype: str = "f
 
     def make() -> DecoderLM:
         torch.manual_seed(config.seed)
-        return DecoderLM(model)
+        made = DecoderLM(model)
+        return share_keys(made) if shared_keys else made
 
     trainer = Trainer(ranks.build(make, CPU), corpus(), config, ranks=ranks)
     if compiled:
@@ -117,6 +122,32 @@ def go_on(ranks: Ranks, folder: Path) -> list[list[StepResult]]:
     return [[trainer.train_step() for _ in range(2)] for trainer in trainers]
 
 
+def build_with_buffers(ranks: Ranks) -> list[dict[str, torch.Tensor]]:
+    """Give the buffers that each rank has of a model whose first layer draws two, one of them for no checkpoint."""
+
+    def make() -> DecoderLM:
+        made = DecoderLM(MODEL)
+        made.layers[0].register_buffer("kept", torch.arange(5) + 10 * ranks.rank)
+        made.layers[0].register_buffer("not_kept", torch.full((2, 3), 0.5 + ranks.rank), persistent=False)
+        return made
+
+    return ranks.gather(dict(ranks.build(make, CPU).named_buffers()))
+
+
+def build_tied(ranks: Ranks) -> list[bool]:
+    """Tell of each rank whether a head that has the embedding's weight has it still, as rank 0 has drawn it."""
+
+    def make() -> DecoderLM:
+        torch.manual_seed(ranks.rank)
+        made = DecoderLM(MODEL)
+        made.head.weight = made.embedding.weight
+        return made
+
+    torch.manual_seed(0)
+    drawn, built = DecoderLM(MODEL).embedding.weight, ranks.build(make, CPU)
+    return ranks.gather(all(torch.equal(whole(one.weight), drawn) for one in (built.head, built.embedding)))
+
+
 def train_cases(file: Path, parallel: str) -> None:
     """Train in each way, go on from a checkpoint, and meet a NaN; save what rank 0 has seen."""
     with joined_ranks(parallel, CPU) as ranks:
@@ -124,6 +155,8 @@ def train_cases(file: Path, parallel: str) -> None:
         results: dict[str, Any] = {name: train(ranks, options) for name, options in cases.items()}
         results["going on"] = go_on(ranks, file.parent)
         results["NaN"] = meet_a_nan(ranks)
+        if parallel == "fsdp2":
+            results["buffers"], results["tied"] = build_with_buffers(ranks), build_tied(ranks)
         if ranks.rank == 0:
             torch.save(results, file)
 

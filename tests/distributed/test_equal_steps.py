@@ -86,6 +86,20 @@ def test_a_nan_on_one_rank_stops_all_before_the_parameters_change(results: Resul
         assert stayed
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_come_with_the_buffers_that_rank_0_has_drawn(results: Results, size: int) -> None:
+    everyone = results("fsdp2", size)["buffers"]
+    assert len(everyone) == size
+    for buffers in everyone:
+        assert buffers["layers.0.kept"].tolist() == [0, 1, 2, 3, 4]
+        assert buffers["layers.0.not_kept"].tolist() == [[0.5] * 3] * 2
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_of_what_is_tied_are_what_rank_0_has_drawn(results: Results, size: int) -> None:
+    assert results("fsdp2", size)["tied"] == [True] * size
+
+
 def test_ranks_have_unequal_numbers_of_targets_so_that_dividing_by_their_own_would_show() -> None:
     trainer = make_trainer(Ranks(), pack=True)
     batch = trainer.training_rows.spread(4)
