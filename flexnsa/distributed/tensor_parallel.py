@@ -77,8 +77,9 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _plan(layer: NativeSparseAttention) -> dict[str, ParallelStyle]:
-    """Spread the rows of heads and gates, and the columns that map heads back."""
-    heads = ["w_q", "gate.linear", *(f"w_{kind}_{tag}" for kind in "kv" for tag in layer.branches)]
+    """Spread the rows of heads and gates, and the columns that map heads back; a map that branches share, once."""
+    branches = {f"w_{kind}_{tag}" for kind in "kv" for tag in layer.branches}
+    heads = ["w_q", "gate.linear", *(name for name, _ in layer.named_children() if name in branches)]
     return {"w_o": RowwiseParallel(), **{name: ColwiseParallel() for name in heads}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from flexnsa.training import TrainConfig
 from flexnsa.training.optimizer import build_optimizer
 from tests.distributed.steps import CPU, MODEL, whole
 from tests.support.inputs import TINY
+from tests.support.sharing import share_keys
 
 HEADS = replace(MODEL, num_heads=8, num_kv_heads=4)
 CASES: dict[str, dict[str, Any]] = {
@@ -68,6 +70,7 @@ def compare_cases(file: Path) -> None:
             config = replace(HEADS, **options)
             whole_model = learn(build(config)) if ranks.rank == 0 else None  # the same on every rank
             results[name] = whole_model, learn(parallelize_model(build(config), mesh))
+        results["shared keys"] = learn(share_keys(build(HEADS))), _spread_in_silence(share_keys(build(HEADS)), mesh)
         results["steps"] = (
             take_steps(build(HEADS), lambda model: clip_grad_norm_(model.parameters(), 0.5)),
             take_steps(parallelize_model(build(HEADS), mesh), lambda model: clip_gradients(model, 0.5)),
@@ -78,6 +81,12 @@ def compare_cases(file: Path) -> None:
         results["refused"] = _refusals(mesh)
         if ranks.rank == 0:
             torch.save(results, file)
+
+
+def _spread_in_silence(model: DecoderLM, mesh: Any) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings(action="error"):
+        spread = parallelize_model(model, mesh)
+    return learn(spread)
 
 
 def _refusals(mesh: Any) -> dict[str, str]:

@@ -20,7 +20,7 @@ def results(run_once: RunOnce) -> Results:
     return lambda size: run_once(size, compare_cases)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "shared keys"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_logits_and_all_gradients_are_those_of_the_whole_model(results: Results, size: int, case: str) -> None:
     one, spread = results(size)[case]
