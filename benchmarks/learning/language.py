@@ -5,7 +5,8 @@
     python -m benchmarks learning.language --size tiny --device cpu         # a rehearsal, a minute on a core
 
 All learn the Python sources of the machine, the same rows in the same order with the same schedule, and are asked for
-bytes of packages that none has seen. ``--models`` takes NSA of other sizes, too, and such as reads little at first.
+bytes of packages that none has seen. ``--models`` takes NSA of other sizes, too, with keys that branches share, and
+such as reads less at first, or more.
 Losses at equal tokens are those after the last step. For equal time the slower one's loss is read off where the faster
 one ended, between its looks at held-out rows: its learning rate has not come all the way down there. Seconds are those
 of training alone, where no other training is on the GPU.
@@ -17,16 +18,17 @@ is not run again.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.harness import options
 from benchmarks.learning.language_run import Finals, LanguageRun, final_names
 from benchmarks.learning.packages import read_text, standard_roots
+from benchmarks.learning.variants import Change
 from benchmarks.learning.workers import Job, Report, places, run_jobs
 from flexnsa import NSAConfig
 from flexnsa.measure.recording import Recording
@@ -53,53 +55,57 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """What tells the models of a size apart.
+class Model(Change):
+    """A model of text.
 
     Args:
-        attention: of its layers.
-        config: other fields of its config that differ.
-        nsa: sizes of its branches that differ.
-        compressor_lr: learning rate of compressors, relative to that of all else.
         few_until: share of the steps in which a layer selects but one block beside the forced ones, and sees an eighth
             of the window: what is far has to come through the compressed branch, whose scores are to choose blocks.
+        all_until: share of the steps in which a layer selects all blocks: what is far can be learned before it is
+            chosen.
     """
 
-    attention: Literal["nsa", "dense"] = "nsa"
-    config: Mapping[str, Any] = field(default_factory=dict)
-    nsa: Mapping[str, int] = field(default_factory=dict)
-    compressor_lr: float = 1.0
     few_until: float = 0.0
+    all_until: float = 0.0
 
-    def configure(self, config: DecoderConfig) -> DecoderConfig:
-        """Change what differs."""
-        return replace(config, attention=self.attention, nsa=replace(config.nsa, **self.nsa), **self.config)
-
-    def sizes_at(self, share: float, sizes: NSAConfig) -> NSAConfig:
+    def sizes_at(self, share: float, sizes: NSAConfig, seq_len: int) -> NSAConfig:
         """Give the sizes that layers have after a share of the steps."""
-        if share >= self.few_until:
-            return sizes
-        few = sizes.num_init_blocks + sizes.num_local_blocks + 1
-        return replace(sizes, num_selected_blocks=few, window_size=max(sizes.window_size // 8, 1))
+        if share < self.few_until:
+            few = sizes.num_init_blocks + sizes.num_local_blocks + 1
+            return replace(sizes, num_selected_blocks=few, window_size=max(sizes.window_size // 8, 1))
+        if share < self.all_until:
+            return replace(sizes, num_selected_blocks=-(-seq_len // sizes.select_block_size))
+        return sizes
+
+
+def _dense(**config: Any) -> Model:
+    return Model(config={"attention": "dense"} | config)
+
+
+def _nsa(compressor_rate: float = 0.1, **changes: Any) -> Model:
+    return Model(compressor_rate=compressor_rate, **changes)
 
 
 DENSE = "dense"
-_SLOW = 0.1
-_FAR = {"rope_base": 1e8}
+_FAR: dict[str, Any] = {"rope_base": 1e8}
 _SHORT = {"compress_block_size": 8, "compress_stride": 4}
 _SMALL_BLOCKS = {"select_block_size": 16, "num_selected_blocks": 64}
+_SHARED = {"shared_keys": True, "begun_as_mean": True}
 MODELS = {
-    DENSE: Model(attention="dense"),
-    "NSA": Model(compressor_lr=_SLOW),
-    "NSA, plain learning rate": Model(),
-    "NSA, few blocks first": Model(compressor_lr=_SLOW, few_until=0.4),
-    "dense, rope 1e8": Model(attention="dense", config=_FAR),
-    "NSA, rope 1e8": Model(compressor_lr=_SLOW, config=_FAR),
-    "NSA, l=8 d=4": Model(compressor_lr=_SLOW, nsa=_SHORT),
-    "NSA, l'=16 n=64": Model(compressor_lr=_SLOW, nsa=_SMALL_BLOCKS),
-    "NSA, rope 1e8, l=8 d=4": Model(compressor_lr=_SLOW, config=_FAR, nsa=_SHORT),
-    "NSA, rope 1e8, l'=16 n=64": Model(compressor_lr=_SLOW, config=_FAR, nsa=_SMALL_BLOCKS),
-    "NSA, n=32": Model(compressor_lr=_SLOW, nsa={"num_selected_blocks": 32}),
+    DENSE: _dense(),
+    "NSA": _nsa(),
+    "NSA, plain learning rate": _nsa(1.0),
+    "NSA, few blocks first": _nsa(few_until=0.4),
+    "dense, rope 1e8": _dense(**_FAR),
+    "NSA, rope 1e8": _nsa(config=_FAR),
+    "NSA, l=8 d=4": _nsa(nsa=_SHORT),
+    "NSA, l'=16 n=64": _nsa(nsa=_SMALL_BLOCKS),
+    "NSA, shared keys, begun as mean": _nsa(**_SHARED),
+    "NSA, rope 1e8, shared keys, begun as mean": _nsa(**_SHARED, config=_FAR),
+    "NSA, rope 1e8, shared keys": _nsa(shared_keys=True, config=_FAR),
+    "NSA, rope 1e8, begun as mean": _nsa(begun_as_mean=True, config=_FAR),
+    "NSA, rope 1e8, shared keys, begun as mean, few blocks first": _nsa(**_SHARED, config=_FAR, few_until=0.4),
+    "NSA, rope 1e8, shared keys, begun as mean, all blocks first": _nsa(**_SHARED, config=_FAR, all_until=0.2),
 }
 """NSA learns with compressors at a tenth of the rate of all else, and has the sizes of its preset, but for its name."""
 
@@ -143,7 +149,7 @@ SIZES = {
 
 def training_of(job: Job) -> TrainConfig:
     """Give how a job trains."""
-    changes = {"steps": job["steps"], "seed": job["seed"], "compressor_lr": MODELS[job["model"]].compressor_lr}
+    changes = {"steps": job["steps"], "seed": job["seed"], "compressor_lr": MODELS[job["model"]].compressor_rate}
     return replace(SIZES[job["size"]].training, **changes)
 
 
@@ -158,14 +164,14 @@ def work(job: Job, report: Report) -> None:
     folder = Path(job["folder"])
     corpus, _ = read_text([], folder / "text.pt")
     point = {name: job[name] for name in (*KEY, "side_by_side")}
-    model = MODELS[job["model"]]
+    model, training = MODELS[job["model"]], training_of(job)
     config = model.configure(size.model)
     run = LanguageRun(
-        config,
+        lambda: model.build(config),
         corpus,
-        training_of(job),
+        training,
         size.finals,
-        sizes_at=lambda step: model.sizes_at(step / job["steps"], config.nsa),
+        sizes_at=lambda step: model.sizes_at(step / training.steps, config.nsa, training.seq_len),
         device=device,
         folder=folder / state_name(job),
         compiled=job["device"] == "cuda",
@@ -229,7 +235,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def is_whole(point: Point) -> bool:
     """Tell whether a run is at its end, and all is measured that is to be measured then."""
     finals = point.get("finals", {})
-    names = final_names(MODELS[point["model"]].attention)
+    config = MODELS[point["model"]].configure(SIZES[point["size"]].model)
+    names = final_names(config.attention)
     return all("label" not in finals.get(name, {"label": "not yet"}) for name in names)
 
 

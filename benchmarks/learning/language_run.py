@@ -19,7 +19,7 @@ from benchmarks.learning.reading import CHOICES, bits_of_bytes, blocks_chosen, c
 from benchmarks.learning.workers import Report
 from flexnsa import NativeSparseAttention, NSAConfig
 from flexnsa.files import write_whole
-from flexnsa.models import DecoderConfig, DecoderLM
+from flexnsa.models import DecoderLM
 from flexnsa.training import Batch, Corpus, TrainConfig, Trainer
 from flexnsa.training.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
 
@@ -76,14 +76,15 @@ class Record:
 
 
 class LanguageRun:
-    """Train a model as its config says, in a folder, and look at it; all losses are bits per byte.
+    """Train a model in a folder, and look at it; all losses are bits per byte.
 
-    ``sizes_at`` gives what layers of NSA read after so many steps.
+    ``build`` makes it, of the numbers of the training's seed; ``sizes_at`` gives what layers of NSA read after so many
+    steps.
     """
 
     def __init__(
         self,
-        config: DecoderConfig,
+        build: Callable[[], DecoderLM],
         corpus: Corpus,
         training: TrainConfig,
         finals: Finals,
@@ -95,7 +96,7 @@ class LanguageRun:
     ) -> None:
         self.training, self.finals, self.sizes_at, self.folder = training, finals, sizes_at, folder
         torch.manual_seed(training.seed)
-        model = DecoderLM(config)
+        model = build()
         self.initial = copy.deepcopy(model).eval()
         self.trainer = Trainer(model.to(device), corpus, training, compiled=compiled)
         # What looks at layers cannot be compiled with them: a twin without compilation, of the same parameters.

@@ -7,7 +7,8 @@ import multiprocessing
 import re
 import time
 from dataclasses import replace
-from itertools import combinations, count
+from functools import partial
+from itertools import combinations, count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import pytest
 import torch
 
 from benchmarks.learning.habits import block_habits, first_that_chooses, head_entropies
-from benchmarks.learning.language import KEY, MODELS, SIZES, equal_time, is_whole, main, state_name
+from benchmarks.learning.language import KEY, MODELS, SIZES, Model, equal_time, is_whole, main, state_name
 from benchmarks.learning.language_run import LanguageRun, final_names
 from benchmarks.learning.packages import read_packages, read_text, split_packages
 from benchmarks.learning.reading import bits_of_bytes, blocks_chosen, choices, drawn_blocks, forced_blocks
 from benchmarks.learning.selection import selected_blocks
-from flexnsa import NativeSparseAttention, NSAConfig
+from flexnsa import MeanCompressor, NativeSparseAttention, NSAConfig
 from flexnsa.models import DecoderLM
 from flexnsa.training import Windows
 
@@ -75,7 +76,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) ->
 
     def run(name: str) -> LanguageRun:
         where: Any = {"device": "cpu", "folder": tmp_path / name, "compiled": False}
-        return LanguageRun(TINY.model, corpus, TINY.training, TINY.finals, sizes_at=lambda _: TINY.model.nsa, **where)
+        model = MODELS["NSA, shared keys, begun as mean"]
+        build, sizes = partial(model.build, TINY.model), TINY.model.nsa
+        return LanguageRun(build, corpus, TINY.training, TINY.finals, sizes_at=lambda _: sizes, **where)
 
     whole, stopped, reports = run("whole"), run("stopped"), count()
 
@@ -105,15 +108,21 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) ->
     assert set(finals) == set(final_names("nsa"))
 
 
-def test_layers_may_read_few_blocks_at_first(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "steps_of_them", "blocks_and_window"),
+    [(Model(few_until=0.4), 3, (3, 2)), (Model(all_until=0.2), 2, (16, 16))],
+)
+def test_layers_may_read_other_blocks_at_first(
+    folder: Path, tmp_path: Path, model: Model, steps_of_them: int, blocks_and_window: tuple[int, int]
+) -> None:
     corpus, _ = read_text([folder], tmp_path / "text.pt")
-    model, steps, seen = MODELS["NSA, few blocks first"], TINY.training.steps, list[tuple[bool, int, int]]()
+    training, seen = TINY.training, list[tuple[bool, int, int]]()
     run = LanguageRun(
-        TINY.model,
+        partial(model.build, TINY.model),
         corpus,
-        TINY.training,
+        training,
         TINY.finals,
-        sizes_at=lambda step: model.sizes_at(step / steps, TINY.model.nsa),
+        sizes_at=lambda step: model.sizes_at(step / training.steps, TINY.model.nsa, training.seq_len),
         device="cpu",
         folder=tmp_path / "run",
         compiled=False,
@@ -127,12 +136,13 @@ def test_layers_may_read_few_blocks_at_first(folder: Path, tmp_path: Path) -> No
         assert isinstance(one, DecoderLM)
         nsa_layers(one)[0].register_forward_pre_hook(note)
     run.go_on(time.time() + 60, lambda _: None)
-    few, all_of_them = (3, 2), (4, 16)
-    assert [sizes for learns, *sizes in seen if learns] == [[*few]] * 3 + [[*all_of_them]] * 3, "40 % of six steps"
-    looks = [tuple(sizes) for learns, *sizes in seen if not learns]
-    assert looks[0] == few
-    assert looks[-1] == all_of_them
-    assert looks == sorted(looks), "what is looked at reads as much as what learns"
+    usual, looks = (4, 16), [tuple(sizes) for learns, *sizes in seen if not learns]
+    learned = [tuple(sizes) for learns, *sizes in seen if learns]
+    assert learned == [blocks_and_window] * steps_of_them + [usual] * (6 - steps_of_them)
+    assert looks[0] == blocks_and_window
+    assert looks[-1] == usual
+    changes = [one != other for one, other in pairwise(looks)]
+    assert sum(changes) == 1, "what is looked at reads as much as what learns"
     assert len(run.record.first_step_s) == 2, "both compile"
 
 
@@ -150,7 +160,14 @@ def test_models_have_the_sizes_that_their_names_say(name: str) -> None:
     assert config.nsa == replace(usual.nsa, **named)
     kind, rope = "nsa" if "NSA" in name else "dense", 1e8 if "rope 1e8" in name else usual.rope_base
     assert config == replace(usual, attention=kind, nsa=config.nsa, rope_base=rope)
-    assert MODELS[name].compressor_lr == (1.0 if kind == "dense" or "plain" in name else 0.1)
+    model = MODELS[name]
+    assert model.compressor_rate == (1.0 if kind == "dense" or "plain" in name else 0.1)
+    assert (model.few_until > 0) == ("few blocks first" in name)
+    assert (model.all_until > 0) == ("all blocks" in name)
+    for layer in nsa_layers(model.build(TINY.model)) if kind == "nsa" else ():
+        assert (layer.w_k_cmp is layer.w_k_slc) == ("shared keys" in name)
+        keys, mean = torch.randn(1, 2, 64, 8), MeanCompressor(2, 8, config=TINY.model.nsa)
+        assert torch.allclose(layer.phi_k(keys), mean(keys), atol=1e-5) == ("begun as mean" in name)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +264,8 @@ def test_a_number_of_nothing_is_no_default(option: str, capsys: pytest.CaptureFi
 def test_models_are_recorded_once_and_a_run_that_fails_costs_no_other(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded, sparse = tmp_path / "language.json", ["NSA", "NSA, plain learning rate", "NSA, n=32", "NSA, rope 1e8"]
+    changed = ["plain learning rate", "l'=16 n=64", "few blocks first", "shared keys, begun as mean"]
+    recorded, sparse = tmp_path / "language.json", ["NSA", *(f"NSA, {change}" for change in changed)]
     options = ["--size", "tiny", "--device", "cpu", "--steps", "2", "--side-by-side", "2", "--text", f"{folder}"]
     options += ["--json", f"{recorded}", "--folder", f"{tmp_path}", "--models", "dense", *sparse]
     text_bytes = len(read_text([folder], tmp_path / "text.pt")[0].train)

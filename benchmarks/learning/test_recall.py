@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.harness.options import RESULTS
 from benchmarks.learning.curriculum import Run
-from benchmarks.learning.recall import differences, main
+from benchmarks.learning.recall import main
 from benchmarks.learning.selection import unscored_blocks
 from benchmarks.learning.sizes import SIZES
 from benchmarks.learning.tasks import SLOT, Vocabulary, depth_rows, training_rows
@@ -90,17 +89,6 @@ def test_models_have_the_sizes_and_the_rate_that_their_names_say(name: str) -> N
     assert MODELS[name].compressor_rate == rate
     assert MODELS[name].begun_as_mean == ("begun as mean" in name)
     assert MODELS[name].shared_keys == ("shared keys" in name)
-
-
-@pytest.mark.parametrize(
-    ("size", "name"), [("gpu", "recall_h200"), ("ablation", "recall_ablation_h200"), ("cpu", "recall_cpu")]
-)
-def test_what_is_recorded_is_what_would_be_run(size: str, name: str) -> None:
-    record, now = json.loads((RESULTS / f"{name}.json").read_text()), SIZES[size]
-    models = {name: variant.configure(now.model).to_dict() for name, variant in now.variants.items()}
-    assert {point["variant"] for point in record["points"]} == set(models)
-    assert not differences(record["setting"]["models"], json.loads(json.dumps(models)))
-    assert not differences(record["plan"], json.loads(json.dumps(asdict(now.plan))))
 
 
 @pytest.mark.gpu

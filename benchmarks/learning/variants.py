@@ -1,4 +1,4 @@
-"""The models of recall: NSA as it is meant, NSA that differs in one thing, and attention to compare with."""
+"""What models differ in, and the models of recall: NSA, NSA with one thing changed, and attention to compare with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexnsa.training import parameter_groups
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class Change:
     """What a model has of its own.
 
     Args:
@@ -26,7 +26,6 @@ class Variant:
             blocks: a step moves a compressed key further than one of a token.
         begun_as_mean: compressors start as the mean of their blocks, and learn from there.
         normalised_keys: compressed keys are brought to one length, so that their scores cannot grow without end.
-        tight: at stages that say so it reads but little; otherwise as much as at the end, from the beginning.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -35,7 +34,6 @@ class Variant:
     compressor_rate: float = 1.0
     begun_as_mean: bool = False
     normalised_keys: bool = False
-    tight: bool = True
 
     def configure(self, config: DecoderConfig) -> DecoderConfig:
         """Change what differs."""
@@ -52,6 +50,17 @@ class Variant:
             if self.normalised_keys and isinstance(module, NativeSparseAttention):
                 module.phi_k.register_forward_hook(_normalise)
         return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant(Change):
+    """A model of recall.
+
+    Args:
+        tight: at stages that say so it reads but little; otherwise as much as at the end, from the beginning.
+    """
+
+    tight: bool = True
 
     def rates(self, model: DecoderLM) -> list[dict[str, Any]]:
         """Group the parameters by their learning rate, relative to each other under ``scale``."""
@@ -88,12 +97,23 @@ VARIANTS: dict[str, Variant] = {
 }
 """Models of the long recall; the compressor is the MLP where no other is named."""
 
-ON_CPU: dict[str, Variant] = {
-    name: VARIANTS[name] for name in ("dense", "NSA, slow, l=4 d=2", "NSA, slow", "NSA", "window only")
-} | {
-    f"{name}, rope {base}": replace(VARIANTS[name], config={**VARIANTS[name].config, "rope_base": float(base)})
+_SHORT_RECALL = {
+    name: VARIANTS[name]
+    for name in (
+        "dense",
+        "NSA, slow, l=4 d=2",
+        "NSA, slow",
+        "NSA",
+        "window only",
+        "NSA, begun as mean, slow",
+        "NSA, shared keys, begun as mean, slow",
+    )
+} | {"NSA, shared keys, slow": Variant(shared_keys=True, compressor_rate=_SLOW)}
+ON_CPU: dict[str, Variant] = _SHORT_RECALL | {
+    f"{name}, rope {base}": replace(variant, config={**variant.config, "rope_base": float(base)})
     for base in (1000, 115)
-    for name in ("dense", "NSA, slow, l=4 d=2", "NSA, slow")
+    for name, variant in _SHORT_RECALL.items()
+    if name not in ("NSA", "window only")
 }
 """Models of the short recall. With 115 as large a share of a head turns by less than a round within its 256 tokens as
 with 10,000 within 8k, about a fifth; with 1,000 it is seven in sixteen: what turns slowly matches keys wherever they
