@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.learning.language_run import Finals
 from flexnsa.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 from plots.records import NotRecordedError, Record, Results
 from plots.style import Label, figure, label_curves, short
@@ -17,16 +18,24 @@ from plots.style import Label, figure, label_curves, short
 Point = dict[str, Any]
 SIZE = "m7c-125m"
 DENSE = "dense"
-COLOURS = {DENSE: ORANGE, "NSA": BLUE, "NSA, few blocks first": GREEN, "NSA, plain learning rate": SKY}
-MARKERS = {DENSE: "s", "NSA": "o", "NSA, few blocks first": "P", "NSA, plain learning rate": "^"}
-BLOCKS = {"random": ("random blocks - own", PURPLE), "forced": ("forced blocks alone - own", AMBER)}
+FAR = "rope 1e8"
+COLOURS = {
+    DENSE: AMBER,
+    f"{DENSE}, {FAR}": ORANGE,
+    "NSA": SKY,
+    f"NSA, {FAR}": GREEN,
+    f"NSA, {FAR}, shared keys, begun as mean": BLUE,
+}
+"""Of the models that are drawn; what layers choose and how far gates open, of the last that was read so."""
+MARKERS = dict(zip(COLOURS, "sDoP^", strict=True))
+BLOCKS = {"random": ("random blocks\n- own", PURPLE), "forced": ("forced blocks alone\n- own", GREY)}
 """What layers read in place of the blocks that they select, how it is called and its colour."""
 BRANCHES = (("compressed", GREEN), ("selected", BLUE), ("window", GREY))
 POSITIONS = 64
 """Bytes of one recorded mean."""
 EDGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Of what is drawn as one point, in :data:`POSITIONS`."""
-HIGHEST_BITS = 3.4
+HIGHEST_BITS = 1.45
 SHORTER: dict[str, Any] = {"linewidth": 1.2, "alpha": 0.35}
 """How runs of a shorter schedule are drawn."""
 
@@ -34,9 +43,9 @@ SHORTER: dict[str, Any] = {"linewidth": 1.2, "alpha": 0.35}
 def losses(results: Results) -> Figure:
     """Left: held-out bits against bytes seen. Right: against seconds of training."""
     record = results.load("language_h200.json")
-    runs = _runs(record)
-    result, axes = figure(_headline(runs), _caption(record), size=(11, 4.8), columns=2)
-    training = record.content["setting"]["sizes"][SIZE]["training"]
+    runs, training = _runs(record), record.content["setting"]["sizes"][SIZE]["training"]
+    but = f", for curves {training['eval_sequences']}, below {HIGHEST_BITS} bits"
+    result, axes = figure(_headline(runs), _caption(record, but), size=(11, 4.8), columns=2)
     seen = training["batch_size"] * training["seq_len"] / 1e6
     shorter = _shorter_runs(record)
     for ax, x_of, title, x_label in (
@@ -46,7 +55,7 @@ def losses(results: Results) -> Figure:
         _curves(ax, runs, shorter, x_of, title, x_label)
     if shorter:
         schedules = " and ".join(f"{steps:,}" for steps in sorted({run["steps"] for run in shorter}))
-        axes[1].plot([], [], label=f"schedules of {schedules} steps", color=GREY, **SHORTER)
+        axes[1].plot([], [], label=f"pale: schedules of {schedules} steps", color=GREY, **SHORTER)
         axes[1].legend(loc="upper right", frameon=False)
     axes[0].set_ylabel("bits per held-out byte")
     return result
@@ -55,14 +64,14 @@ def losses(results: Results) -> Figure:
 def positions(results: Results) -> Figure:
     """Left: how far NSA is behind by position, and what other blocks cost. Right: the gates while it learns."""
     record = results.load("language_h200.json")
-    runs = _runs(record)
-    dense = runs.pop(DENSE)
-    name, nsa = next(iter(runs.items()))
-    means = "Left: means over seeds, of dense attention the same ones"
-    caption = f"{means}. Other blocks: {name}; gates: its seed {nsa[0]['seed']}. {_caption(record)}"
-    result, (left, right) = figure(_cost(nsa, dense), caption, size=(11, 4.9), columns=2)
-    sizes = record.content["setting"]["sizes"][SIZE]["model"]["nsa"]
-    _gaps(left, runs, dense, sizes["num_selected_blocks"] * sizes["select_block_size"])
+    runs, setting = _runs(record), record.content["setting"]["sizes"][SIZE]
+    sizes, rows = setting["model"]["nsa"], setting["training"]["batch_size"]
+    name, nsa = _last_that_chose(runs)
+    but = f", for other blocks {Finals().rows_of_choices}, for gates {rows}"
+    means = "Left: means over seeds; dense attention has the same seeds and the same rope_base"
+    caption = f"{means}. Other blocks: {name}; gates: its seed {nsa[0]['seed']}. {_caption(record, but)}"
+    result, (left, right) = figure(_cost(name, runs), caption, size=(11, 5.2), columns=2)
+    _gaps(left, runs, nsa, sizes["num_selected_blocks"] * sizes["select_block_size"])
     _gates(right, nsa[0])
     return result
 
@@ -87,17 +96,17 @@ def _curves(
     for name, seeds in runs.items():
         for run in seeds:
             draw(run, marker=MARKERS[name], markersize=3.5, linewidth=1.6)
-        labels.append(Label(x_of(seeds[0]["held_out"][-1]), seeds[0]["held_out"][-1][2], name, COLOURS[name]))
+        mean_end = fmean(run["held_out"][-1][2] for run in seeds)
+        labels.append(Label(x_of(seeds[0]["held_out"][-1]), mean_end, _in_lines(name), COLOURS[name]))
     end = max(label.x for label in labels)
-    ax.set(xlim=(0, end * 1.55), ylim=(ax.get_ylim()[0] - 0.1, None), title=title.capitalize(), xlabel=x_label)
+    ax.set(xlim=(0, end * 1.55), ylim=(ax.get_ylim()[0] - 0.06, None), title=title.capitalize(), xlabel=x_label)
     # All names stand at the right, also those of curves that end early.
     label_curves(ax, [Label(end, label.y, label.text, label.colour) for label in labels])
     ax.title.set_fontsize(10.5)
 
 
-def _gaps(ax: Axes, runs: dict[str, list[Point]], dense: list[Point], all_read: int) -> None:
-    """Draw the differences to dense attention, and what the first model loses with other blocks."""
-    own = next(iter(runs.values()))
+def _gaps(ax: Axes, runs: dict[str, list[Point]], own: list[Point], all_read: int) -> None:
+    """Draw the differences to dense attention, and what a model loses with other blocks than its own."""
     x = [POSITIONS * (begin + end) / 2 for begin, end in pairwise(EDGES)]
     labels: list[Label] = []
 
@@ -110,10 +119,9 @@ def _gaps(ax: Axes, runs: dict[str, list[Point]], dense: list[Point], all_read: 
     ax.plot([x[0], x[-1]], [0, 0], color=ORANGE, linewidth=1)
     for blocks, (label, colour) in BLOCKS.items():
         draw(label, colour, _by_position(own, f"bits with {blocks} blocks"), _by_position(own, "bits with own blocks"))
-    for name, seeds in runs.items():
-        both = {run["seed"] for run in seeds} & {run["seed"] for run in dense}
-        pair = [[run for run in model if run["seed"] in both] for model in (seeds, dense)]
-        draw(f"{name}\n- dense", COLOURS[name], *map(_by_position, pair))
+    for name in runs:
+        if pair := _pair(name, runs):
+            draw(f"{_in_lines(name)} - dense", COLOURS[name], *map(_by_position, pair))
     ax.axvspan(x[0] / 1.2, all_read, color=GREY, alpha=0.08, linewidth=0)
     ax.text(all_read / 1.1, ax.get_ylim()[1], "all blocks\nare selected", color=GREY, ha="right", va="top")
     ax.set_xscale("log", base=2)
@@ -153,6 +161,15 @@ def _runs(record: Record) -> dict[str, list[Point]]:
     return {name: seeds for name, seeds in found.items() if seeds}
 
 
+def _last_that_chose(runs: dict[str, list[Point]]) -> tuple[str, list[Point]]:
+    """Give the last model whose every run has read other blocks than those it selects."""
+    needed = [f"bits with {blocks} blocks" for blocks in ("own", *BLOCKS)]
+    for name, seeds in reversed(runs.items()):
+        if all("mean" in run["finals"].get(final, {}) for run in seeds for final in needed):
+            return name, seeds
+    raise NotRecordedError(f"language_h200.json has no model of {SIZE} that was read with other blocks.")
+
+
 def _shorter_runs(record: Record) -> list[Point]:
     steps = _runs(record)[DENSE][0]["steps"]
     return [run for run in _ended(record) if run["steps"] < steps]
@@ -172,16 +189,39 @@ def _mean_bits(seeds: list[Point], name: str = "bits") -> float:
 
 
 def _headline(runs: dict[str, list[Point]]) -> str:
-    return "Bits per held-out byte: " + "; ".join(f"{name} {_mean_bits(seeds):.3f}" for name, seeds in runs.items())
+    gaps = [f"{_called(name)} {_gap(*pair):+.3f}" for name in runs if (pair := _pair(name, runs))]
+    first_and_last = dict.fromkeys((*gaps[:1], *gaps[-1:]))
+    return f"Bits per held-out byte, NSA - dense: {'; '.join(first_and_last)}"
 
 
-def _cost(nsa: list[Point], dense: list[Point]) -> str:
-    gap = _mean_bits(nsa) - _mean_bits(dense)
-    cost = _mean_bits(nsa, "bits with random blocks") - _mean_bits(nsa, "bits with own blocks")
-    return f"NSA - dense: {gap:+.3f} bits per byte; random blocks in place of those selected: {cost:+.3f}"
+def _pair(name: str, runs: dict[str, list[Point]]) -> list[list[Point]] | None:
+    """Give the runs of a model of NSA and of its dense twin, with the seeds that both have, if they have any."""
+    if name.startswith(DENSE):
+        return None
+    seeds, dense = runs[name], runs.get(f"{DENSE}, {FAR}" if FAR in name else DENSE, [])
+    both = {run["seed"] for run in seeds} & {run["seed"] for run in dense}
+    return [[run for run in model if run["seed"] in both] for model in (seeds, dense)] if both else None
 
 
-def _caption(record: Record) -> str:
+def _gap(nsa: list[Point], dense: list[Point]) -> float:
+    return _mean_bits(nsa) - _mean_bits(dense)
+
+
+def _cost(name: str, runs: dict[str, list[Point]]) -> str:
+    cost = _mean_bits(runs[name], "bits with random blocks") - _mean_bits(runs[name], "bits with own blocks")
+    return f"{_called(name)}: random blocks in place of those selected cost {cost:+.3f} bits per byte"
+
+
+def _called(name: str) -> str:
+    """Shorten what the caption says whole."""
+    return name.removesuffix(", begun as mean")
+
+
+def _in_lines(name: str) -> str:
+    return _called(name).replace(", shared", ",\nshared")
+
+
+def _caption(record: Record, but: str) -> str:
     setting, text = record.content["setting"]["sizes"][SIZE], record.content["text"]["bytes"]
     model, training, nsa = setting["model"], setting["training"], setting["model"]["nsa"]
     runs = _runs(record)
@@ -189,8 +229,8 @@ def _caption(record: Record) -> str:
     seeds = "; ".join(f"{name}: {len(seeds)}" for name, seeds in runs.items())
     rows = len(runs[DENSE][0]["finals"]["bits"]["rows"])
     return (
-        f"Python sources, {text['train'] / 1e6:.0f}M bytes; {rows} rows of packages that no model has seen, for curves "
-        f"{training['eval_sequences']}. {model['num_layers']} layers of {model['dim']}, {model['num_heads']} query and "
+        f"Python sources, {text['train'] / 1e6:.0f}M bytes; {rows} rows of packages that no model has "
+        f"seen{but}. {model['num_layers']} layers of {model['dim']}, {model['num_heads']} query and "
         f"{model['num_kv_heads']} key heads. Parameters: {models}. {runs[DENSE][0]['steps']:,} steps of "
         f"B={training['batch_size']}, S={training['seq_len']:,}, {training['precision']}; "
         f"l={nsa['compress_block_size']}, d={nsa['compress_stride']}, l'={nsa['select_block_size']}, "

@@ -52,7 +52,7 @@ class NativeSparseAttention(nn.Module):
         config: sizes of the branches.
         compression: ``"mean"``, ``"linear"`` or ``"mlp"``.
         gate: ``"sigmoid"`` or ``"softmax"``.
-        rope_base: base of the rotary frequencies.
+        rope_base: base of the rotary frequencies; text of 8k is learned better with 1e8 (docs/language.md).
         branches: any of ``cmp``, ``slc``, ``win``.
         impl: as in :func:`flexnsa.native_sparse_attention`.
         recompute: as in :func:`flexnsa.native_sparse_attention`; no number depends on it.

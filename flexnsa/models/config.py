@@ -39,7 +39,7 @@ class DecoderConfig:
         gate: how the branches are weighted.
         branches: the branches to build.
         impl: implementation of the attention functions.
-        rope_base: base of the rotary frequencies.
+        rope_base: base of the rotary frequencies; text of 8k is learned better with 1e8 (docs/language.md).
         checkpointing: recompute layers in backward: ``"none"`` (or False), ``"all"`` (or True), those of a half-open
             range, ``"0:6"`` (or ``(0, 6)``), or ``"every:2"``, the first of two.
         recompute: branches to run once more in backward instead of keeping what they give; in a layer that is
