@@ -33,7 +33,8 @@ class Group:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        names = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        names = sizes | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         self.processes = [
             _CONTEXT.Process(
                 target=_run,

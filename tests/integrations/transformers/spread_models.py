@@ -1,8 +1,7 @@
-"""Models loaded by transformers over two processes; the script of a process under torchrun."""
+"""Models loaded by transformers over two processes."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,10 @@ def _whole(x: Any) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def spread_models(folder: Path) -> None:
+    """Save what each model gives, whole and spread in each way, by processes that see torchrun's variables."""
     dist.init_process_group("gloo")
-    folder, results = Path(sys.argv[1]), {}
+    results = {}
     for name, make in MODELS.items():
         model = make()
         model(tokens(1, 8))  # a drop-in that has run says in its config what it is
@@ -52,5 +51,4 @@ if __name__ == "__main__":
             results[name][way] = results_of(spread.eval())
     if dist.get_rank() == 0:
         torch.save(results, folder / "results.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    dist.barrier()  # gloo aborts a process that leaves before the other does

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from flexnsa.integrations.transformers.parallel import keep_own_heads
+from tests.distributed.processes import run_together
 from tests.integrations.transformers.families import FEW, converted
 
 pytest.importorskip("transformers.distributed.mixin")  # transformers 5.10 has no such plans
@@ -21,10 +18,9 @@ pytest.importorskip("transformers.distributed.mixin")  # transformers 5.10 has n
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("spread")
-    script = Path(__file__).with_name("spread_models.py")
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", *command], env=environment, check=True)
+    from tests.integrations.transformers.spread_models import spread_models
+
+    run_together(2, folder, spread_models, folder)
     return torch.load(folder / "results.pt")
 
 

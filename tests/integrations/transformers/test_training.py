@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,9 @@ from torch.testing import assert_close
 
 from flexnsa.integrations.transformers.attention import ConvertedAttention
 from flexnsa.integrations.transformers.schedule import pretrained_parameters
+from tests.distributed.processes import run_together
 from tests.integrations.transformers import train_text
-from tests.integrations.transformers.train_text import losses, trainer
+from tests.integrations.transformers.train_text import losses, train_together, trainer
 
 
 @pytest.mark.parametrize("name", train_text.MODELS)
@@ -94,9 +92,7 @@ def test_a_schedule_is_for_converted_models(tmp_path: Path) -> None:
 def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
     run = trainer("converted", tmp_path / "one", steps=3, batch=8)
     run.train()
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", train_text.__file__]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", *command, str(tmp_path / "two")], env=environment, check=True)
+    run_together(2, tmp_path / "output", train_together, tmp_path / "two")
     got = load_file(tmp_path / "two" / "model.safetensors")
     # Adam moves every number by about 3e-3 a step, however small its gradient is, so rounding is seen.
     for name, want in run.model.state_dict().items():

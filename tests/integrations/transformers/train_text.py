@@ -1,8 +1,7 @@
-"""Train a small model on text with transformers' Trainer; also the script of a process under torchrun."""
+"""Train a small model on text with transformers' Trainer."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +71,9 @@ def losses(run: Trainer) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    path = Path(sys.argv[1])
-    run = trainer("converted", path, steps=3, batch=4)
+def train_together(out: Path) -> None:
+    """Take three steps in processes that see torchrun's variables, and save what they give."""
+    run = trainer("converted", out, steps=3, batch=4)
     run.train()
-    run.save_model(str(path))
-    dist.barrier()
-    dist.destroy_process_group()  # gloo aborts a process that leaves before the other does
+    run.save_model(str(out))
+    dist.barrier()  # gloo aborts a process that leaves before the other does
