@@ -32,6 +32,14 @@ def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
     return tuple(tag for tag in BRANCHES if tag in branches)
 
 
+def check_shared_keys(shared_keys: bool, branches: Sequence[str]) -> bool:
+    """Demand both branches where they are to share keys."""
+    check_type("shared_keys", shared_keys, bool)
+    if shared_keys and not {"cmp", "slc"} <= {*branches}:
+        raise ValueError(f"shared_keys: expected branches with 'cmp' and 'slc', whose keys it shares, got {branches}")
+    return shared_keys
+
+
 def check_recompute(recompute: Sequence[str], branches: Sequence[str]) -> tuple[str, ...]:
     """Demand some of the branches that there are, or none, and put them in order."""
     if not isinstance(recompute, Sequence):

@@ -21,6 +21,9 @@ def add_config_options(
         if name in skip:
             continue
         choices = get_args(hint) if get_origin(hint) is Literal else None
+        if hint is bool:
+            group.add_argument(option_name(name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
+            continue
         kind = str if choices else next(iter(get_args(hint)), hint)  # int | None is an option of type int
         metavar = None if choices else kind.__name__.upper()
         group.add_argument(option_name(name), type=kind, choices=choices, default=argparse.SUPPRESS, metavar=metavar)

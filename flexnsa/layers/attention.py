@@ -9,19 +9,18 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from flexnsa.argument_checks import check_branches, check_document_ids, check_recompute
+from flexnsa.argument_checks import check_branches, check_document_ids, check_recompute, check_shared_keys
 from flexnsa.attention.decoding import StepInputs
 from flexnsa.attention.implementations import IMPLEMENTATIONS, choose_implementation, prepare_mods
 from flexnsa.attention.seam import Call, Implementation
 from flexnsa.config import NSAConfig
 from flexnsa.decoding.cache import NSACache
 from flexnsa.decoding.cached_keys import CachedKeys, KeptKeys
-from flexnsa.decoding.documents import check_pack
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
 from flexnsa.layers.core import Compressors, Heads, RowKeys, RowLayout, attend_heads, row_layout, step_layout
-from flexnsa.layers.decoding import step_inputs, takes_step
-from flexnsa.layers.gating import Gate
+from flexnsa.layers.decoding import check_cache, step_inputs, takes_step
+from flexnsa.layers.gating import Gate, in_columns
 from flexnsa.layers.projection import project, split_heads, weight_of
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
 from flexnsa.validation import (
@@ -38,10 +37,10 @@ from flexnsa.validation import (
 class NativeSparseAttention(nn.Module):
     """Causal self-attention layer (NSA paper, section 3): ``(B, S, dim)`` to ``(B, S, dim)``.
 
-    Each branch has keys and values of its own. q, k_slc and k_win are turned at their token's position; k_cmp is
-    compressed first and turned at the position of its block's first token. Only the branches asked for have
-    parameters. Without the compressed branch nothing would train its keys, so blocks are then scored by the mean of
-    the selected branch's own keys.
+    Each branch has keys and values of its own, if the keys of two are not shared. q, k_slc and k_win are turned at
+    their token's position; k_cmp is compressed first and turned at the position of its block's first token. Only the
+    branches asked for have parameters. Without the compressed branch nothing would train its keys, so blocks are then
+    scored by the mean of the selected branch's own keys.
 
     Args:
         dim: width of the input.
@@ -53,6 +52,8 @@ class NativeSparseAttention(nn.Module):
         compression: ``"mean"``, ``"linear"`` or ``"mlp"``.
         gate: ``"sigmoid"`` or ``"softmax"``.
         rope_base: base of the rotary frequencies; text of 8k is learned better with 1e8 (docs/language.md).
+        shared_keys: the compressed branch compresses the selected one's keys, rather than keys of its own.
+        begin_as_mean: compressors begin as the mean of a block, and learn from there.
         branches: any of ``cmp``, ``slc``, ``win``.
         impl: as in :func:`flexnsa.native_sparse_attention`.
         recompute: as in :func:`flexnsa.native_sparse_attention`; no number depends on it.
@@ -74,6 +75,8 @@ class NativeSparseAttention(nn.Module):
         compression: str = "mlp",
         gate: str = "sigmoid",
         rope_base: float = 10_000.0,
+        shared_keys: bool = False,
+        begin_as_mean: bool = False,
         branches: Sequence[str] = BRANCHES,
         impl: str = "auto",
         recompute: Sequence[str] = (),
@@ -86,6 +89,7 @@ class NativeSparseAttention(nn.Module):
         check_choice("compression", compression, tuple(COMPRESSORS))
         check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
         check_positive_number("rope_base", rope_base)
+        check_type("begin_as_mean", begin_as_mean, bool)
         self.dim = dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -94,17 +98,22 @@ class NativeSparseAttention(nn.Module):
         self.config = config
         self.rope_base = rope_base
         self.branches = check_branches(branches)
+        self.shared_keys = check_shared_keys(shared_keys, self.branches)
         self.recompute = check_recompute(recompute, self.branches)
         self.impl = impl
         self.lay_out = row_layout  # another one where ranks share the tokens of a row
 
         self.w_q = nn.Linear(dim, num_heads * head_dim, bias=False)
         for tag in self.branches:
-            self.add_module(f"w_k_{tag}", nn.Linear(dim, num_kv_heads * head_dim, bias=False))
+            if not (shared_keys and tag == "cmp"):
+                self.add_module(f"w_k_{tag}", nn.Linear(dim, num_kv_heads * head_dim, bias=False))
             self.add_module(f"w_v_{tag}", nn.Linear(dim, num_kv_heads * v_head_dim, bias=False))
         if "cmp" in self.branches:
             self.phi_k = COMPRESSORS[compression](num_kv_heads, head_dim, config=config)
             self.phi_v = COMPRESSORS[compression](num_kv_heads, v_head_dim, config=config)
+            if begin_as_mean:
+                self.phi_k.begin_as_mean()
+                self.phi_v.begin_as_mean()
         elif "slc" in self.branches:
             self.phi_k = MeanCompressor(num_kv_heads, head_dim, config=config)
         self.gate = Gate(dim, num_heads, len(self.branches), kind=gate)
@@ -150,7 +159,7 @@ class NativeSparseAttention(nn.Module):
         mods = score_mod, mask_mod
         packed = document_ids is not None or (layout is not None and layout.positions is not None)
         if cache is not None:
-            self._check_cache(x, cache, packed=packed, lengths=lengths)
+            check_cache(self, x, cache, packed=packed, lengths=lengths)
         elif lengths is not None:
             raise ValueError(f"lengths: expected None without a cache, got {describe(lengths)}")
         if cache is not None and not (packed or cache.takes_rows(x.shape[1])):
@@ -263,15 +272,6 @@ class NativeSparseAttention(nn.Module):
     def _compressors(self) -> Compressors:
         return Compressors(getattr(self, "phi_k", None), getattr(self, "phi_v", None))
 
-    def _check_cache(self, x: Tensor, cache: NSACache, *, packed: bool, lengths: Tensor | None) -> None:
-        check_type("cache", cache, NSACache)
-        if packed:
-            check_pack(x, cache, lengths)
-        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
-            raise ValueError("cache: expected torch.no_grad(), because what it holds has no gradient, got training")
-        sizes = {name: getattr(self, name) for name in ("config", "branches", "num_kv_heads", "head_dim", "v_head_dim")}
-        cache.require(**sizes, batch_size=cache.batch_size if packed else len(x), device=x.device)
-
     def _project(self, x: Tensor) -> Heads:
         """Project to the heads of all branches, and their gates."""
         maps = self._maps()
@@ -281,20 +281,15 @@ class NativeSparseAttention(nn.Module):
         projected: dict[str, Tensor] = {}
         for names in filter(None, ([name for name in maps if name not in kept], kept)):
             projected |= zip(names, project(x, [maps[name] for name in names]), strict=True)
-        q, gates = split_heads(projected["q"], self.num_heads), self._gates(x, projected["gate"])
+        q, gates = split_heads(projected["q"], self.num_heads), self.gate(x, projected["gate"]).unbind(-1)
         k, v = (
             {tag: split_heads(projected[f"{kind}_{tag}"], self.num_kv_heads) for tag in self.branches} for kind in "kv"
         )
-        return Heads(q, k, v, gates)
+        return Heads(q, k, v, in_columns(dict(zip(self.branches, gates, strict=True))))
 
     def _maps(self) -> dict[str, nn.Linear]:
-        """Name the maps of the input."""
+        """Name the maps of the input; one may have two names."""
         kinds = [f"{kind}_{tag}" for kind in "kv" for tag in self.branches]
-        maps = {name: cast("nn.Linear", self.get_submodule(f"w_{name}")) for name in ("q", *kinds)}
+        owners = {"k_cmp": "k_slc"} if self.shared_keys else {}
+        maps = {name: cast("nn.Linear", self.get_submodule(f"w_{owners.get(name, name)}")) for name in ("q", *kinds)}
         return maps | {"gate": self.gate.linear}  # last, because its columns are of no round number
-
-    def _gates(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Put the gates of the layer's branches in their columns; a branch that does not exist has 0."""
-        gates = dict(zip(self.branches, self.gate(x, logits).unbind(-1), strict=True))
-        shut = torch.zeros_like(gates[self.branches[0]])
-        return torch.stack([gates.get(tag, shut) for tag in BRANCHES], dim=-1)

@@ -106,6 +106,8 @@ class LinearCompressor(nn.Module):
     Arguments and errors as of :class:`MeanCompressor`.
     """
 
+    begins_as_mean = False
+
     def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig) -> None:
         super().__init__()
         _check_sizes(num_kv_heads, head_dim, config)
@@ -118,14 +120,17 @@ class LinearCompressor(nn.Module):
         return self.project(x, first_tokens)
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Draw the weights anew, or begin as the mean anew."""
         self.project.reset_parameters()
+        if self.begins_as_mean:
+            self.begin_as_mean()
 
     @torch.no_grad()
     def begin_as_mean(self) -> None:
-        """Set the weights to those of the mean of a block, to learn from there."""
+        """Set the weights to those of the mean of a block, to learn from there; resetting does so again."""
         self.project.position.zero_()
         self.project.weight.copy_(self.project.mean_weight())
+        self.begins_as_mean = True
 
 
 class MLPCompressor(nn.Module):
@@ -133,6 +138,8 @@ class MLPCompressor(nn.Module):
 
     ``hidden_dim`` defaults to ``4 * head_dim``; other arguments and errors as of :class:`MeanCompressor`.
     """
+
+    begins_as_mean = False
 
     def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig, hidden_dim: int | None = None) -> None:
         super().__init__()
@@ -149,13 +156,15 @@ class MLPCompressor(nn.Module):
         return self.out(F.silu(self.project(x, first_tokens)))
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Draw the weights anew, or begin as the mean anew."""
         self.project.reset_parameters()
         self.out.reset_parameters()
+        if self.begins_as_mean:
+            self.begin_as_mean()
 
     @torch.no_grad()
     def begin_as_mean(self) -> None:
-        """Set the weights so that this is the mean of a block, and learns from there.
+        """Set the weights so that this is the mean of a block, and learns from there; resetting does so again.
 
         ``silu(x) - silu(-x)`` is ``x``, so two hidden units carry a component of the mean. The others keep what they
         compute, which counts for nothing until training makes it count.
@@ -171,6 +180,7 @@ class MLPCompressor(nn.Module):
         self.project.weight[: 2 * dim] = torch.cat((mean, -mean)).to(self.project.weight)
         self.out.weight.zero_()
         self.out.weight[:, : 2 * dim] = torch.cat((one, -one), 1).to(self.out.weight)
+        self.begins_as_mean = True
 
 
 class BlockLinear(nn.Module):

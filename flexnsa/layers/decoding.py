@@ -11,10 +11,23 @@ from flexnsa.attention.decoding import MOST_TOKENS, StepInputs
 from flexnsa.attention.triton.operators import MOST_HEADS
 from flexnsa.attention.triton.selected import LARGEST_DIM
 from flexnsa.decoding.cache import NSACache
+from flexnsa.decoding.documents import check_pack
 from flexnsa.layers.compression import as_phi
 from flexnsa.layers.core import Compressors
 from flexnsa.layers.gating import Gate
 from flexnsa.layers.projection import has_no_hooks, is_plain, project_few
+from flexnsa.validation import check_type
+
+
+def check_cache(layer: nn.Module, x: Tensor, cache: NSACache, *, packed: bool, lengths: Tensor | None) -> None:
+    """Demand a cache made for such a layer that can take these tokens, and that nothing of them is to be learned."""
+    check_type("cache", cache, NSACache)
+    if packed:
+        check_pack(x, cache, lengths)
+    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in layer.parameters())):
+        raise ValueError("cache: expected torch.no_grad(), because what it holds has no gradient, got training")
+    sizes = {name: getattr(layer, name) for name in ("config", "branches", "num_kv_heads", "head_dim", "v_head_dim")}
+    cache.require(**sizes, batch_size=cache.batch_size if packed else len(x), device=x.device)
 
 
 def takes_step(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor, nn
 
+from flexnsa.geometry import BRANCHES
 from flexnsa.layers.projection import split_heads
 from flexnsa.validation import check_choice
 
@@ -40,3 +44,9 @@ class Gate(nn.Module):
         """Give the gates of each head and branch; ``logits`` is what the linear map gives for x, where it is known."""
         each = split_heads(self.linear(x) if logits is None else logits, self.num_heads)
         return each.sigmoid() if self.kind == "sigmoid" else each.softmax(-1)
+
+
+def in_columns(gates: Mapping[str, Tensor]) -> Tensor:
+    """Put gates of branches ``(B, Hq, T)`` in their columns, ``(B, Hq, T, 3)``; a branch that has none has 0."""
+    shut = torch.zeros_like(next(iter(gates.values())))
+    return torch.stack([gates.get(tag, shut) for tag in BRANCHES], dim=-1)

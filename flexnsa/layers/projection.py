@@ -17,15 +17,18 @@ ROW_MULTIPLE = 64
 
 
 def project(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
-    """Apply each of some maps ``(..., dim)`` to ``(..., out_features)``.
+    """Apply each of some maps ``(..., dim)`` to ``(..., out_features)``; one that is there twice, once.
 
     On a GPU one product reads x once, and its gradient once instead of adding up those of many. The rows of its parts
     lie further apart than they are long. A CPU gains nothing by it, and a map that is more than a product (of a
     subclass, with a bias, with hooks or with a forward or a weight of another kind) has to be called.
     """
-    if x.is_cuda and all(map(is_plain, linears)):
-        return project_together(x, [linear.weight for linear in linears])
-    return [linear(x) for linear in linears]
+    each = _once(linears)
+    if x.is_cuda and all(map(is_plain, each)):
+        rows = project_together(x, [linear.weight for linear in each])
+    else:
+        rows = [linear(x) for linear in each]
+    return [rows[each.index(linear)] for linear in linears]
 
 
 def project_few(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
@@ -33,10 +36,10 @@ def project_few(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
 
     It has no gradient.
     """
-    sizes = [linear.out_features for linear in linears]
-    weights = [linear.weight for linear in linears]
-    product = multiply_few_rows(torch.flatten(x, 0, -2).contiguous(), weights)
-    return list(torch.split(torch.unflatten(product, 0, x.shape[:-1]), sizes, dim=-1))
+    each = _once(linears)
+    product = multiply_few_rows(torch.flatten(x, 0, -2).contiguous(), [linear.weight for linear in each])
+    rows = torch.split(torch.unflatten(product, 0, x.shape[:-1]), [linear.out_features for linear in each], dim=-1)
+    return [rows[each.index(linear)] for linear in linears]
 
 
 def project_together(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -82,3 +85,8 @@ def has_no_hooks(module: nn.Module) -> bool:
     """Tell whether calling the module is calling the ``forward`` of its class, and nothing else."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "forward" not in vars(module) and not any(getattr(module, name) for name in hooks)
+
+
+def _once(linears: Sequence[nn.Linear]) -> list[nn.Linear]:
+    """Name each map once, in order: branches may share one."""
+    return [linear for i, linear in enumerate(linears) if linear not in linears[:i]]

@@ -27,10 +27,11 @@ def layer_weights(config: DecoderConfig) -> dict[str, int]:
     """Parameters of one layer."""
     nsa = config.attention == "nsa"
     num_branches = len(config.branches) if nsa else 1
+    widths = (num_branches - (nsa and config.shared_keys)) * config.head_dim + num_branches * v_dim(config)
     weights = {
         "norms": 2 * config.dim,
         "queries": config.dim * config.num_heads * config.head_dim,
-        "keys and values": num_branches * config.dim * config.num_kv_heads * (config.head_dim + v_dim(config)),
+        "keys and values": config.dim * config.num_kv_heads * widths,
         "output": config.dim * config.num_heads * v_dim(config),
         "MLP": 8 * config.dim**2,
     }

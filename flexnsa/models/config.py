@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from flexnsa.argument_checks import check_branches, check_recompute
+from flexnsa.argument_checks import check_branches, check_recompute, check_shared_keys
 from flexnsa.attention.implementations import IMPLEMENTATIONS
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
@@ -34,8 +34,10 @@ class DecoderConfig:
         v_head_dim: ``Dv``; ``None`` means ``head_dim``.
         vocab_size: tokens; 256 is one per byte.
         attention: ``"nsa"``, or ``"dense"`` for the twin that differs in nothing else.
-        nsa: sizes of the three branches; used by ``attention="nsa"`` alone, like the four fields that follow.
+        nsa: sizes of the three branches; used by ``attention="nsa"`` alone, like the six fields that follow.
         compression: ``"mean"``, ``"linear"`` or ``"mlp"``.
+        shared_keys: the compressed branch compresses the selected one's keys, rather than keys of its own.
+        begin_as_mean: compressors begin as the mean of a block, and learn from there.
         gate: how the branches are weighted.
         branches: the branches to build.
         impl: implementation of the attention functions.
@@ -60,6 +62,8 @@ class DecoderConfig:
     attention: Literal["nsa", "dense"] = "nsa"
     nsa: NSAConfig = field(default_factory=NSAConfig)
     compression: str = "mlp"
+    shared_keys: bool = False
+    begin_as_mean: bool = False
     gate: str = "sigmoid"
     branches: tuple[str, ...] = BRANCHES
     impl: str = "auto"
@@ -83,6 +87,8 @@ class DecoderConfig:
         check_choice("impl", self.impl, ("auto", *IMPLEMENTATIONS))
         check_positive_number("rope_base", self.rope_base)
         branches = check_branches(self.branches)
+        check_type("begin_as_mean", self.begin_as_mean, bool)
+        check_shared_keys(self.shared_keys, branches)
         check_gate(self.gate, len(branches))
         check_recompute(self.recompute, branches)
         layer_range("checkpointing", self.checkpointing, self.num_layers)
@@ -113,7 +119,7 @@ class DecoderConfig:
         return cls(**read)
 
 
-_ADDED: dict[str, Any] = {"recompute": ()}
+_ADDED: dict[str, Any] = {"recompute": (), "shared_keys": False, "begin_as_mean": False}
 """Fields that the first version had not, as it would have set them."""
 
 

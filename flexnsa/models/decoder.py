@@ -279,6 +279,8 @@ def build_attention(config: DecoderConfig) -> NativeSparseAttention | DenseAtten
         v_head_dim=config.v_head_dim,
         config=config.nsa,
         compression=config.compression,
+        shared_keys=config.shared_keys,
+        begin_as_mean=config.begin_as_mean,
         gate=config.gate,
         rope_base=config.rope_base,
         branches=config.branches,

@@ -29,6 +29,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "long blocks": {"config": replace(SMALL, compress_block_size=16), "compression": "mean", "gate": "softmax"},
     "selected alone": {"branches": ("slc",)},
     "recomputed": {"recompute": ("slc", "win")},
+    "shared keys": {"shared_keys": True},
     "window of one token": {"config": replace(SMALL, window_size=1), "branches": ("cmp", "win")},
 }
 COMPILED = "plain"

@@ -145,6 +145,10 @@ def test_a_compressor_can_begin_as_the_mean_and_learns_from_there(kind: type[Mea
     if parameters:
         gradients = torch.autograd.grad(out.square().sum(), list(parameters.values()))
         assert all(gradient.any() for gradient in gradients)
+    for parameter in parameters.values():
+        nn.init.constant_(parameter, torch.nan)
+    compressor.reset_parameters()
+    torch.testing.assert_close(compressor(x), mean(x))
 
 
 def test_an_mlp_with_too_few_hidden_units_cannot_begin_as_the_mean() -> None:

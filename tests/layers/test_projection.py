@@ -26,6 +26,17 @@ def test_one_product_gives_what_many_give_and_leaves_hooks_alone() -> None:
     assert project(x, linears)[1] is seen[0]
 
 
+def test_a_map_that_is_there_twice_is_called_once_and_learns_from_both() -> None:
+    one, other, calls = plain(), plain(), []
+    one.register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(2, 3, 4)
+    first, second, third = project(x, [one, other, one])
+    assert len(calls) == 1
+    torch.testing.assert_close((first, second, third), (x @ one.weight.T, x @ other.weight.T, x @ one.weight.T))
+    (gradient,) = torch.autograd.grad((first + 2 * third).sum(), one.weight)
+    torch.testing.assert_close(gradient, 3 * x.sum((0, 1)).expand(4, -1))
+
+
 def plain() -> torch.nn.Linear:
     return torch.nn.Linear(4, 4, bias=False)
 

@@ -30,6 +30,7 @@ MODELS = {
     "tiny, the last layers checkpointed": (replace(TINY, num_layers=20, checkpointing="8:20"), 64),
     "tiny, mean of blocks, no window": (replace(TINY, compression="mean", branches=("cmp", "slc")), 256),
     "tiny, one key head, narrow values": (replace(TINY, num_kv_heads=1, v_head_dim=8), 256),
+    "tiny, shared keys": (replace(TINY, shared_keys=True, v_head_dim=24), 256),
     "tiny, wide head": (replace(TINY, num_layers=1, vocab_size=8192), 256),
     "tiny, branches run again": (replace(TINY, recompute=("cmp", "slc", "win")), 256),
     "tiny, checkpointed and run again": (replace(TINY, checkpointing=True, recompute=("win",)), 256),

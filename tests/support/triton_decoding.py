@@ -54,6 +54,7 @@ class Case:
     compression: str = "mlp"
     gate: str = "sigmoid"
     branches: tuple[str, ...] = BRANCHES
+    shared_keys: bool = False
     dtype: torch.dtype = torch.float32
     take_back: int = 0
 
@@ -76,6 +77,7 @@ class Case:
             compression=self.compression,
             gate=self.gate,
             branches=self.branches,
+            shared_keys=self.shared_keys,
         ).requires_grad_(False)
         layer.gate.linear.weight.normal_()
         return layer.to(self.dtype)
@@ -115,6 +117,7 @@ CASES = {
     "compressed alone": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp",)),
     "selected alone": Case(steps=ALONE * 5, prompts=(30,), branches=("slc",)),
     "window alone": Case(steps=ALONE * 3, prompts=(20,), branches=("win",)),
+    "shared keys": Case(steps=((3, 1),) * 3, prompts=(14, 20), heads=(4, 2, 16, 24), shared_keys=True),
     "window and compressed": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "win")),
     "compressed and selected": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "slc")),
     "bf16, 16 heads of 64": Case(

@@ -14,7 +14,7 @@ from flexnsa.attention.implementations import choose_implementation
 from flexnsa.attention.seam import Call
 from flexnsa.decoding.cache import NSACache
 from flexnsa.decoding.cached_keys import CachedKeys, KeptKeys
-from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.geometry import num_compressed
 from flexnsa.integrations.transformers.cache import computed_dtype, layer_of
 from flexnsa.integrations.transformers.marks import Alignment, check_marks, check_past
 from flexnsa.integrations.transformers.options import LayerOptions
@@ -22,6 +22,7 @@ from flexnsa.integrations.transformers.packs import demand_no_pack, demand_one_d
 from flexnsa.layers.compression import BlockLinear, LinearCompressor, MeanCompressor
 from flexnsa.layers.core import Compressors, Heads, KeySource, RowKeys, RowLayout, attend_heads
 from flexnsa.layers.decoding import fits_step, lay_out_step
+from flexnsa.layers.gating import in_columns
 from flexnsa.layers.projection import project, split_heads
 from flexnsa.layers.rope import RopeTables
 from flexnsa.masks.document import document_positions, first_tokens
@@ -200,9 +201,7 @@ class ConvertedAttention(nn.Module):
         else:
             each = GATE_LIMIT * split_heads(self.gate(x), self.num_heads).sigmoid()
         gates = dict(zip(branches, each.unbind(-1), strict=True))
-        gates = {tag: gate if tag == "slc" else self.options.opening * gate for tag, gate in gates.items()}
-        shut = torch.zeros_like(each[..., 0])
-        return torch.stack([gates.get(tag, shut) for tag in BRANCHES], dim=-1)
+        return in_columns({tag: gate if tag == "slc" else self.options.opening * gate for tag, gate in gates.items()})
 
     def _row_layout(self, x: Tensor, documents: Tensor | None) -> RowLayout:
         """Lay out whole rows, or rows packed with the documents ``(B, S)``."""

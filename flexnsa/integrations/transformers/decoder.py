@@ -24,6 +24,7 @@ from flexnsa.integrations.transformers.decoder_config import FlexNSAConfig
 from flexnsa.integrations.transformers.marks import Alignment, check_past, mark_slots
 from flexnsa.integrations.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
 from flexnsa.integrations.transformers.parallel import SpreadHeads, decoder_plan
+from flexnsa.layers.compression import MLPCompressor
 from flexnsa.layers.projection import weight_of
 from flexnsa.models.decoder import DecoderLayer, DecoderLM
 from flexnsa.packing import IGNORED
@@ -225,6 +226,13 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         self.model.config = replace(self.model.config, checkpointing=f"every:{every_n_layers}" if enable else False)
         self.gradient_checkpointing = enable
 
+    def initialize_weights(self) -> None:
+        """Draw what is not loaded, and let compressors begin as the mean that are to."""
+        starts = [x for x in self.model.modules() if getattr(x, "begins_as_mean", False) and not _is_initialized(x)]
+        super().initialize_weights()
+        for compressor in cast("list[MLPCompressor]", starts):
+            compressor.begin_as_mean()
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # Of code that is not its own, transformers asks for modules with parameters of their own, one by one.
@@ -233,6 +241,11 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             normal_(module.get_parameter("weight"), std=std)
         elif any(True for _ in module.parameters(recurse=False)):
             module.reset_parameters()  # pyright: ignore[reportCallIssue]
+
+
+def _is_initialized(module: nn.Module) -> bool:
+    """Tell whether transformers has drawn or loaded the module before, or some of its parameters."""
+    return any(getattr(x, "_is_hf_initialized", False) for x in (module, *module.parameters()))
 
 
 def _standard_deviations(model: DecoderLM) -> dict[nn.Module, float]:

@@ -37,6 +37,8 @@ class FlexNSAConfig(PreTrainedConfig):
     vocab_size: int = 256
     nsa: dict[str, int] | None = None
     compression: str = "mlp"
+    shared_keys: bool = False
+    begin_as_mean: bool = False
     gate: str = "sigmoid"
     branches: list[str] | tuple[str, ...] = BRANCHES
     impl: str = "auto"

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from flexnsa import MeanCompressor
 from flexnsa.integrations.transformers import FlexNSAConfig, FlexNSAForCausalLM
 from flexnsa.models import DecoderLM, Sampling, preset
 from flexnsa.training.model_file import read_model, save_model
@@ -54,6 +55,26 @@ def test_what_a_checkpoint_lacks_is_drawn_as_in_a_new_model(tmp_path: Path) -> N
     for name, want in fresh.items():
         got = drawn[f"model.{name}"]
         assert_close(got.double().std(), want.double().std(), atol=1e-9, rtol=0.2, msg=name)
+
+
+def test_compressors_begin_as_the_mean_and_keep_what_is_loaded(tmp_path: Path) -> None:
+    model, keys = own(begin_as_mean=True), torch.randn(1, 2, 40, 16, dtype=torch.float64)
+    layers = [layer.attention for layer in model.model.layers]
+    mean = MeanCompressor(2, 16, config=layers[0].config)
+    for layer in layers:
+        assert_close(layer.phi_k(keys), mean(keys))
+        assert_close(layer.phi_v(keys), mean(keys))
+    with torch.no_grad():
+        layers[1].phi_k.out.weight.mul_(2)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers
+    assert_close(again[1].attention.phi_k(keys), 2 * mean(keys))
+    state = load_file(tmp_path / "model.safetensors")
+    kept = {name: x for name, x in state.items() if not name.startswith("model.layers.0.attention.phi_k")}
+    save_file(kept, tmp_path / "model.safetensors")
+    drawn = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers
+    assert_close(drawn[0].attention.phi_k(keys), mean(keys))
+    assert_close(drawn[1].attention.phi_k(keys), 2 * mean(keys))
 
 
 def test_a_new_model_knows_nothing_yet() -> None:

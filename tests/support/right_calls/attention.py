@@ -89,7 +89,8 @@ ATTENTION: dict[str, Call] = {
     "NativeSparseAttention": Call(
         flexnsa.NativeSparseAttention,
         {"dim": 16, **HEADS, "config": SMALL, "compression": "mlp", "gate": "softmax", "rope_base": 100.0}
-        | {"branches": ("cmp", "slc", "win"), "impl": "sdpa", "recompute": ("win",)},
+        | {"branches": ("cmp", "slc", "win"), "impl": "sdpa", "recompute": ("win",)}
+        | {"shared_keys": True, "begin_as_mean": True},
         optional=("v_head_dim",),
     ),
     "NativeSparseAttention.forward": Call(
