@@ -39,7 +39,7 @@ def unscored_blocks(layer: NativeSparseAttention, x: Tensor) -> Tensor:
 
 def scoring_inputs(layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     """Project and compress; queries and compressed keys, both turned."""
-    keys = "w_k_cmp" if "cmp" in layer.branches else "w_k_slc"
+    keys = "w_k_cmp" if hasattr(layer, "w_k_cmp") else "w_k_slc"
     q, k_cmp = (
         layer.get_submodule(name)(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for name in ("w_q", keys)
     )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from benchmarks.harness.options import RESULTS
 from benchmarks.learning import language, recall
+from flexnsa.models import PRESETS, DecoderConfig
+from flexnsa.training import TRAIN_PRESETS
+from flexnsa.training.config import completed
 
 
 @pytest.mark.parametrize(
@@ -29,7 +32,19 @@ def test_text_that_is_recorded_is_what_would_be_run() -> None:
         assert record["setting"]["models"][name] == _as_recorded(asdict(language.MODELS[name])), name
     for name, size in record["setting"]["sizes"].items():
         now = language.SIZES[name]
-        assert size == _as_recorded({"model": now.model.to_dict(), "training": asdict(now.training)}), name
+        assert DecoderConfig.from_dict(size["model"]) == now.model, name
+        assert size["training"] == asdict(now.training), name
+
+
+def test_the_preset_for_text_is_the_best_nsa_that_is_recorded() -> None:
+    points = json.loads((RESULTS / "language_h200.json").read_text())["points"]
+    whole = [p for p in points if p["size"] == "m7c-125m" and p["steps"] == 2000 and p["model"].startswith("NSA")]
+    best = min(whole, key=lambda point: point["finals"]["bits"]["mean"])
+    size, model = language.SIZES["m7c-125m"], language.MODELS[best["model"]]
+    assert PRESETS["text-125m"] == model.configure(size.model)
+    training = replace(size.training, steps=2000, compressor_lr=model.compressor_rate)
+    looks = {"eval_sequences": training.eval_sequences, "checkpoint_every": training.checkpoint_every}
+    assert completed(replace(TRAIN_PRESETS["text-125m"], **looks)) == training
 
 
 def _as_recorded(values: dict[str, Any]) -> Any:

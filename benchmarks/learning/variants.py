@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexnsa import LinearCompressor, MLPCompressor, NativeSparseAttention
+from flexnsa import NativeSparseAttention
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import parameter_groups
 
@@ -37,16 +37,13 @@ class Change:
 
     def configure(self, config: DecoderConfig) -> DecoderConfig:
         """Change what differs."""
-        return replace(config, nsa=replace(config.nsa, **self.nsa), **self.config)
+        options = {"shared_keys": self.shared_keys, "begin_as_mean": self.begun_as_mean, **self.config}
+        return replace(config, nsa=replace(config.nsa, **self.nsa), **options)
 
     def build(self, config: DecoderConfig) -> DecoderLM:
         """Make the model of the config that has what differs already."""
         model = DecoderLM(config)
         for module in model.modules():
-            if self.shared_keys and isinstance(module, NativeSparseAttention):
-                module.w_k_cmp = module.w_k_slc
-            if self.begun_as_mean and isinstance(module, LinearCompressor | MLPCompressor):
-                module.begin_as_mean()
             if self.normalised_keys and isinstance(module, NativeSparseAttention):
                 module.phi_k.register_forward_hook(_normalise)
         return model

@@ -115,5 +115,6 @@ TRAIN_PRESETS: dict[str, TrainConfig] = {
     "large": replace(_M7C, batch_size=1),
     "m7c-125m": replace(_M7C, precision="bf16"),
     "m7c-cpu": replace(_M7C, batch_size=2, seq_len=512),
+    "text-125m": TrainConfig(steps=2000, seq_len=8192, lr=6e-4, warmup_steps=100, precision="bf16"),
 }
 """Defaults that go with the models of the same names in :data:`flexnsa.models.PRESETS`."""

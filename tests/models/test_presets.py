@@ -6,6 +6,7 @@ from torch import nn
 
 from flexnsa import NSAConfig
 from flexnsa.models import PRESETS, DecoderLM, preset
+from flexnsa.training import TRAIN_PRESETS
 
 
 @pytest.mark.parametrize(("name", "num_layers"), [("small", 5), ("large", 4), ("m7c-125m", 12)])
@@ -29,12 +30,12 @@ def test_nsa_preset_adds_keys_values_gates_and_compression_to_its_twin():
 
 
 def test_presets_are_the_published_sizes():
-    assert set(PRESETS) == {"small", "large", "m7c-125m", "m7c-cpu"}
-    for name in ("large", "m7c-125m", "m7c-cpu"):
+    assert set(PRESETS) == set(TRAIN_PRESETS) == {"small", "large", "m7c-125m", "m7c-cpu", "text-125m"}
+    for name in ("large", "m7c-125m", "m7c-cpu", "text-125m"):
         config = PRESETS[name]
         assert (config.dim, config.num_heads, config.num_kv_heads, config.head_dim) == (768, 12, 2, 64)
         assert config.nsa == NSAConfig()
-        assert config.is_checkpointed(0) == (name != "large")
+        assert config.is_checkpointed(0) == name.startswith("m7c")
     assert preset("large", num_layers=10).num_layers == 10
 
 
