@@ -32,12 +32,12 @@ def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
     return tuple(tag for tag in BRANCHES if tag in branches)
 
 
-def check_shared_keys(shared_keys: bool, branches: Sequence[str]) -> bool:
-    """Demand both branches where they are to share keys."""
-    check_type("shared_keys", shared_keys, bool)
-    if shared_keys and not {"cmp", "slc"} <= {*branches}:
-        raise ValueError(f"shared_keys: expected branches with 'cmp' and 'slc', whose keys it shares, got {branches}")
-    return shared_keys
+def check_option(name: str, value: bool, about: Sequence[str], branches: Sequence[str]) -> bool:
+    """Demand a bool, and where it is true the branches that it is about."""
+    check_type(name, value, bool)
+    if value and not {*about} <= {*branches}:
+        raise ValueError(f"{name}: expected False without the branches {' and '.join(about)}, got {value}")
+    return value
 
 
 def check_recompute(recompute: Sequence[str], branches: Sequence[str]) -> tuple[str, ...]:

@@ -73,4 +73,6 @@ def _part_of(layer: NativeSparseAttention, tags: tuple[str, ...]) -> NativeSpars
     for name, module in layer.named_children():
         if hasattr(part, name) and name not in ("gate", "w_o"):
             part.add_module(name, module)
+    if layer.shared_keys and "cmp" in tags:
+        part.w_k_cmp = layer.w_k_slc
     return part

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flexnsa.distributed.context_parallel import parallelize_model, shard
 from flexnsa.distributed.ranks import Ranks
+from flexnsa.layers.spread import write
 from flexnsa.models import DecoderLM
 from flexnsa.models.decoder import DecoderLayer
 
@@ -142,7 +142,7 @@ class FSDP2Ranks(GroupRanks):
                 whole.copy_(drawn[name])
             # Not scattered: what has another size on rank 0 looks to the watchdog like another collective.
             dist.broadcast(whole, src=0)
-            self.fill(tensor, whole)
+            write(tensor, whole)
         return model
 
     def compile(self, model: DecoderLM, **options: Any) -> None:
@@ -150,13 +150,6 @@ class FSDP2Ranks(GroupRanks):
         forward = torch.compile(DecoderLayer.forward, fullgraph=True, **options)
         for layer in model.layers:
             layer.forward = MethodType(forward, layer)
-
-    def fill(self, parameter: Tensor, values: Tensor) -> None:
-        """Copy this rank's shard of the values."""
-        if isinstance(parameter, DTensor):
-            place = parameter.device_mesh, parameter.placements
-            values = distribute_tensor(values.to(parameter.device), *place, src_data_rank=None)
-        parameter.copy_(values)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -39,10 +39,6 @@ class Ranks:
         """Run the layers through ``torch.compile(**options)``, all through the same code."""
         model.compile_layers(**options)
 
-    def fill(self, parameter: Tensor, values: Tensor) -> None:
-        """Copy values, whole on every rank, into a tensor of the model's or like one of them."""
-        parameter.copy_(values)
-
     def share(self, num_rows: int) -> slice:
         """Give this rank's rows of a batch, of whose tokens it may have a part."""
         size = num_rows * self.context_parallel // self.world_size

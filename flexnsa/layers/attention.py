@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from flexnsa.argument_checks import check_branches, check_document_ids, check_recompute, check_shared_keys
+from flexnsa.argument_checks import check_branches, check_document_ids, check_option, check_recompute
 from flexnsa.attention.decoding import StepInputs
 from flexnsa.attention.implementations import IMPLEMENTATIONS, choose_implementation, prepare_mods
 from flexnsa.attention.seam import Call, Implementation
@@ -89,7 +89,6 @@ class NativeSparseAttention(nn.Module):
         check_choice("compression", compression, tuple(COMPRESSORS))
         check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
         check_positive_number("rope_base", rope_base)
-        check_type("begin_as_mean", begin_as_mean, bool)
         self.dim = dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -98,7 +97,8 @@ class NativeSparseAttention(nn.Module):
         self.config = config
         self.rope_base = rope_base
         self.branches = check_branches(branches)
-        self.shared_keys = check_shared_keys(shared_keys, self.branches)
+        self.shared_keys = check_option("shared_keys", shared_keys, ("cmp", "slc"), self.branches)
+        check_option("begin_as_mean", begin_as_mean, ("cmp",), self.branches)
         self.recompute = check_recompute(recompute, self.branches)
         self.impl = impl
         self.lay_out = row_layout  # another one where ranks share the tokens of a row
@@ -290,6 +290,6 @@ class NativeSparseAttention(nn.Module):
     def _maps(self) -> dict[str, nn.Linear]:
         """Name the maps of the input; one may have two names."""
         kinds = [f"{kind}_{tag}" for kind in "kv" for tag in self.branches]
-        owners = {"k_cmp": "k_slc"} if self.shared_keys else {}
+        owners = {} if hasattr(self, "w_k_cmp") else {"k_cmp": "k_slc"}
         maps = {name: cast("nn.Linear", self.get_submodule(f"w_{owners.get(name, name)}")) for name in ("q", *kinds)}
         return maps | {"gate": self.gate.linear}  # last, because its columns are of no round number

@@ -15,6 +15,7 @@ from flexnsa.attention.decoding import Phi
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.layers.projection import has_no_hooks, is_dense, is_plain
+from flexnsa.layers.spread import whole, write
 from flexnsa.validation import check_integers, check_positive_int, check_tensor, check_type, check_weighed, may_look
 
 
@@ -129,7 +130,7 @@ class LinearCompressor(nn.Module):
     def begin_as_mean(self) -> None:
         """Set the weights to those of the mean of a block, to learn from there; resetting does so again."""
         self.project.position.zero_()
-        self.project.weight.copy_(self.project.mean_weight())
+        write(self.project.weight, self.project.mean_weight())
         self.begins_as_mean = True
 
 
@@ -175,11 +176,11 @@ class MLPCompressor(nn.Module):
         hidden_dim, dim = self.project.weight.shape[0], self.out.weight.shape[0]
         if hidden_dim < 2 * dim:
             raise ValueError(f"hidden_dim: expected at least 2 * head_dim = {2 * dim} to be a mean, got {hidden_dim}")
-        mean, one = self.project.mean_weight(), torch.eye(dim)
+        spare = whole(self.project.weight)[2 * dim :]
+        mean, one = self.project.mean_weight().to(spare), torch.eye(dim)
         self.project.position.zero_()
-        self.project.weight[: 2 * dim] = torch.cat((mean, -mean)).to(self.project.weight)
-        self.out.weight.zero_()
-        self.out.weight[:, : 2 * dim] = torch.cat((one, -one), 1).to(self.out.weight)
+        write(self.project.weight, torch.cat((mean, -mean, spare)))
+        write(self.out.weight, torch.cat((one, -one, torch.zeros(dim, hidden_dim - 2 * dim)), 1))
         self.begins_as_mean = True
 
 

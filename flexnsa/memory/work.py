@@ -74,7 +74,7 @@ class Work:
         if self.config.attention == "dense":
             return 3
         if self.impl == "sdpa":
-            return 2 + 2 * len(self.config.branches)
+            return 2 + 2 * len(self.config.branches) - self.config.shared_keys
         return 1 + any(tag != "cmp" for tag in self.config.branches)
 
     def embedded(self) -> int:

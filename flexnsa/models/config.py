@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from flexnsa.argument_checks import check_branches, check_recompute, check_shared_keys
+from flexnsa.argument_checks import check_branches, check_option, check_recompute
 from flexnsa.attention.implementations import IMPLEMENTATIONS
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
@@ -87,8 +87,8 @@ class DecoderConfig:
         check_choice("impl", self.impl, ("auto", *IMPLEMENTATIONS))
         check_positive_number("rope_base", self.rope_base)
         branches = check_branches(self.branches)
-        check_type("begin_as_mean", self.begin_as_mean, bool)
-        check_shared_keys(self.shared_keys, branches)
+        check_option("shared_keys", self.shared_keys, ("cmp", "slc"), branches)
+        check_option("begin_as_mean", self.begin_as_mean, ("cmp",), branches)
         check_gate(self.gate, len(branches))
         check_recompute(self.recompute, branches)
         layer_range("checkpointing", self.checkpointing, self.num_layers)
@@ -111,7 +111,7 @@ class DecoderConfig:
             ValueError: a field is missing, unknown or out of range.
         """
         check_type("values", values, dict)
-        values = _ADDED | values
+        values = ADDED | values
         _check_keys("values", values, cls)
         _check_keys("values['nsa']", values["nsa"], NSAConfig)
         read: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
@@ -119,7 +119,7 @@ class DecoderConfig:
         return cls(**read)
 
 
-_ADDED: dict[str, Any] = {"recompute": (), "shared_keys": False, "begin_as_mean": False}
+ADDED: dict[str, Any] = {"recompute": (), "shared_keys": False, "begin_as_mean": False}
 """Fields that the first version had not, as it would have set them."""
 
 

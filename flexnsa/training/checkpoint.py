@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexnsa.distributed import Ranks
 from flexnsa.errors import FileError
+from flexnsa.models.config import ADDED as MODEL_ADDED
 from flexnsa.training import shards, whole_file
 from flexnsa.training.config import TrainConfig, completed
 from flexnsa.training.stored import REMEDY, Stored
@@ -77,8 +77,9 @@ def load_checkpoint(path: Path, trainer: Trainer) -> None:
     """
     stored = _read(path)
     header = _decoded(path, stored, ("step", "model", "training", "corpus"))
-    if isinstance(header["training"], dict):
-        header["training"] = _ADDED | header["training"]
+    for name, added in (("model", MODEL_ADDED), ("training", _ADDED)):
+        if isinstance(header[name], dict):
+            header[name] = added | header[name]
     config = _left_open(trainer.asked, header["training"], path)
     for name, asked in (trainer.configs() | {"training": asdict(config)}).items():
         _require_equal(name, header[name], json.loads(json.dumps(asked)), path)
@@ -92,7 +93,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> None:
 
     if config != trainer.config:
         trainer.go_by(config)
-    stored.load_into(state, trainer.ranks)
+    stored.load_into(state)
     trainer.optimizer.state.update(moments)
     torch.set_rng_state(state["rng.cpu"])
     if "rng.cuda" in state:
@@ -109,7 +110,7 @@ def read_checkpoint(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str,
     stored = _read(path)
     header = _decoded(path, stored, tuple(dict.fromkeys((*fields, *stored.header))))
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in stored.layout.items()}
-    stored.load_into(tensors, Ranks())
+    stored.load_into(tensors)
     return header, tensors
 
 

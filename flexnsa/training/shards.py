@@ -103,7 +103,7 @@ def read(path: Path) -> Stored:
         if isinstance(entry, TensorStorageMetadata)
     }
 
-    def load_into(targets: Mapping[str, Tensor], _ranks: Ranks) -> None:
+    def load_into(targets: Mapping[str, Tensor]) -> None:
         state: dict[str, Any] = dict(targets)
         try:
             with _silent_when_alone():

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexnsa.distributed import Ranks
-
 REMEDY = "restore it from a copy, or move it away to begin anew"
 
 
@@ -24,4 +22,4 @@ class Stored:
 
     header: Mapping[str, str]
     layout: Mapping[str, Tensor]
-    load_into: Callable[[Mapping[str, Tensor], Ranks], None]
+    load_into: Callable[[Mapping[str, Tensor]], None]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from flexnsa.distributed import Ranks
 from flexnsa.errors import FileError
+from flexnsa.layers.spread import write
 from flexnsa.training.stored import REMEDY, Stored
 
 
@@ -50,9 +50,9 @@ def read(path: Path) -> Stored:
     except (OSError, SafetensorError) as error:
         raise FileError(f"{path}: not a whole safetensors file ({error}); {REMEDY}") from error
 
-    def load_into(targets: Mapping[str, Tensor], ranks: Ranks) -> None:
+    def load_into(targets: Mapping[str, Tensor]) -> None:
         for name, target in targets.items():
-            ranks.fill(target, tensors[name])
+            write(target, tensors[name])
 
     return Stored(header, tensors, load_into)
 

@@ -10,8 +10,10 @@ import torch
 
 from flexnsa.cli import COMMANDS, main
 from flexnsa.cli.options import add_device_option, require
+from flexnsa.cli.recipe_options import add_recipe_options, model_config
 from flexnsa.measure.growth import fit_power_law
 from flexnsa.measure.table import format_table
+from flexnsa.models import preset
 from flexnsa.training.log import read_log
 from tests.cli.tiny_run import train, write_text
 
@@ -170,6 +172,17 @@ def test_library_imports_torch_and_none_of_the_extras():
     imported = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert "flexnsa" in imported
     assert not [name for name in ("numpy", "matplotlib", "tqdm", "safetensors") if name in imported]
+
+
+@pytest.mark.parametrize(
+    ("options", "shared_keys", "begin_as_mean"),
+    [("", True, True), ("--no-shared-keys", False, True), ("--no-begin-as-mean --shared-keys", True, False)],
+)
+def test_a_preset_says_what_is_left_open(options: str, shared_keys: bool, begin_as_mean: bool) -> None:
+    parser = argparse.ArgumentParser()
+    add_recipe_options(parser)
+    config = model_config(parser.parse_args(["--preset", "text-125m", *options.split()]))
+    assert config == preset("text-125m", shared_keys=shared_keys, begin_as_mean=begin_as_mean)
 
 
 def test_missing_package_is_answered_with_its_extra():

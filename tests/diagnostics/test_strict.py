@@ -14,14 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flexnsa import NativeSparseAttention
 from flexnsa.attention.implementations import IMPLEMENTATIONS
 from flexnsa.cli import main
 from flexnsa.diagnostics import strict
+from flexnsa.diagnostics.places import failing_branch
 from flexnsa.distributed import Ranks, joined_ranks
 from flexnsa.models.decoder import DecoderLayer
 from flexnsa.training import Trainer, run
 from tests.distributed.processes import run_together
 from tests.distributed.steps import CPU, make_trainer, parameters
+from tests.support.inputs import SMALL
 
 NAN_AT = (2, 17)
 """Row of the step and token."""
@@ -53,6 +56,16 @@ def spoil_gradient(module: nn.Module) -> None:
             output.register_hook(spoilt)
 
     module.register_forward_hook(overflow)
+
+
+def test_a_branch_that_shares_its_keys_is_looked_at_with_them() -> None:
+    """Compressed keys overflow, of keys that are as large as they may be; with others they would not."""
+    layer = NativeSparseAttention(32, 4, 2, 8, config=SMALL, compression="linear", shared_keys=True)
+    with torch.no_grad():
+        layer.get_parameter("w_k_slc.weight").mul_(1e20)
+        layer.get_parameter("phi_k.project.weight").mul_(1e20)
+        layer.w_q.weight.mul_(1e-10)
+    assert failing_branch(layer, torch.randn(1, 77, 32), {}) == "cmp"
 
 
 def layer(trainer: Trainer, index: int = 1) -> Any:

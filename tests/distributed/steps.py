@@ -10,8 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from flexnsa import MeanCompressor, MLPCompressor
 from flexnsa.distributed import REDUCE_DTYPES, Ranks, joined_ranks
 from flexnsa.models import DecoderConfig, DecoderLM
 from flexnsa.training import Corpus, StepResult, TrainConfig, Trainer
@@ -148,6 +151,21 @@ def build_tied(ranks: Ranks) -> list[bool]:
     return ranks.gather(all(torch.equal(whole(one.weight), drawn) for one in (built.head, built.embedding)))
 
 
+def reset_on_meta(ranks: Ranks) -> list[list[bool]]:
+    """Tell of each rank which compressors begin as the mean in a model that was sharded before it had numbers."""
+    with torch.device("meta"):
+        made = DecoderLM(replace(MODEL, begin_as_mean=True))
+    fully_shard(made, mesh=init_device_mesh("cpu", (ranks.world_size,)))
+    made.to_empty(device="cpu").reset_parameters()
+    keys, found = torch.randn(1, 2, 40, 8), []
+    for name, compressor in made.named_modules():
+        if name.rpartition(".")[2] in ("phi_k", "phi_v"):
+            alone = MLPCompressor(2, 8, config=TINY)
+            alone.load_state_dict({name: whole(x) for name, x in compressor.state_dict().items()})
+            found.append(torch.allclose(alone(keys), MeanCompressor(2, 8, config=TINY)(keys), atol=1e-5))
+    return ranks.gather(found)
+
+
 def train_cases(file: Path, parallel: str) -> None:
     """Train in each way, go on from a checkpoint, and meet a NaN; save what rank 0 has seen."""
     with joined_ranks(parallel, CPU) as ranks:
@@ -157,6 +175,7 @@ def train_cases(file: Path, parallel: str) -> None:
         results["NaN"] = meet_a_nan(ranks)
         if parallel == "fsdp2":
             results["buffers"], results["tied"] = build_with_buffers(ranks), build_tied(ranks)
+            results["reset on meta"] = reset_on_meta(ranks)
         if ranks.rank == 0:
             torch.save(results, file)
 

@@ -100,6 +100,11 @@ def test_shards_of_what_is_tied_are_what_rank_0_has_drawn(results: Results, size
     assert results("fsdp2", size)["tied"] == [True] * size
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_compressors_begin_as_the_mean_where_shards_are_reset(results: Results, size: int) -> None:
+    assert results("fsdp2", size)["reset on meta"] == [[True] * 4] * size
+
+
 def test_ranks_have_unequal_numbers_of_targets_so_that_dividing_by_their_own_would_show() -> None:
     trainer = make_trainer(Ranks(), pack=True)
     batch = trainer.training_rows.spread(4)

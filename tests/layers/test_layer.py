@@ -8,7 +8,7 @@ from torch import nn
 
 from flexnsa import NativeSparseAttention
 from flexnsa.layers import attention, projection
-from flexnsa.layers.gating import Gate
+from flexnsa.layers.gating import Gate, in_columns
 from flexnsa.layers.projection import project_together
 from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.measure.memory import saved_for_backward
@@ -196,6 +196,11 @@ class TestGate:
     def test_softmax_shares_sum_to_one(self) -> None:
         gates = Gate(16, 4, 3, kind="softmax")(torch.randn(2, 9, 16))
         torch.testing.assert_close(gates.sum(-1), torch.ones(2, 4, 9))
+
+    def test_each_branch_has_its_column_and_one_that_is_not_there_nothing(self) -> None:
+        win, cmp = torch.rand(2, 4, 9), torch.rand(2, 4, 9)
+        columns = in_columns({"win": win, "cmp": cmp}).unbind(-1)
+        torch.testing.assert_close(columns, (cmp, torch.zeros(2, 4, 9), win))
 
 
 @pytest.mark.parametrize("shape", [(12,), (2, 12)])

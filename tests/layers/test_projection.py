@@ -37,6 +37,20 @@ def test_a_map_that_is_there_twice_is_called_once_and_learns_from_both() -> None
     torch.testing.assert_close(gradient, 3 * x.sum((0, 1)).expand(4, -1))
 
 
+class OnGPU(torch.Tensor):
+    """Says that it is on a GPU, where plain maps are one product."""
+
+    is_cuda = True
+
+
+def test_in_one_product_too_a_map_that_is_there_twice_counts_once() -> None:
+    one, other = plain(), torch.nn.Linear(4, 6, bias=False)
+    x = torch.randn(2, 3, 4)
+    got = [y.as_subclass(torch.Tensor) for y in project(x.as_subclass(OnGPU), [one, one, other])]
+    torch.testing.assert_close(got, [one(x), one(x), other(x)])
+    assert all(y.stride(1) == 64 for y in got)
+
+
 def plain() -> torch.nn.Linear:
     return torch.nn.Linear(4, 4, bias=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,11 @@ IDS = (torch.arange(77) >= 30).int().expand(2, -1)
 def layer(**options: Any) -> NativeSparseAttention:
     torch.manual_seed(0)
     return NativeSparseAttention(32, 4, 2, 8, **{"config": SMALL, "v_head_dim": 12, **options}).double()
+
+
+def config(**options: Any) -> DecoderConfig:
+    sizes: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "nsa": TINY}
+    return DecoderConfig(**sizes | options)
 
 
 def with_the_numbers_of(shared: NativeSparseAttention, **options: Any) -> NativeSparseAttention:
@@ -87,22 +93,27 @@ def test_by_default_they_do_not_begin_as_the_mean() -> None:
 
 @pytest.mark.parametrize("branches", [("slc",), ("cmp", "win"), ("slc", "win")])
 def test_what_there_is_not_cannot_be_shared(branches: tuple[str, ...]) -> None:
-    message = "shared_keys: expected branches with 'cmp' and 'slc', whose keys it shares, got "
-    for make in (
-        lambda: layer(shared_keys=True, branches=branches),
-        lambda: DecoderConfig(
-            dim=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, shared_keys=True, branches=branches
-        ),
-    ):
+    message = "shared_keys: expected False without the branches cmp and slc, got True"
+    for make in (layer, config):
         with pytest.raises(ValueError, match=message):
-            make()
+            make(shared_keys=True, branches=branches)
+
+
+@pytest.mark.parametrize("make", [layer, config])
+def test_what_compresses_nothing_cannot_begin_as_the_mean(make: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match="begin_as_mean: expected False without the branches cmp, got True"):
+        make(begin_as_mean=True, branches=("slc", "win"))
+
+
+@pytest.mark.parametrize("make", [layer, config])
+@pytest.mark.parametrize("name", ["shared_keys", "begin_as_mean"])
+def test_options_are_true_or_false(name: str, make: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match=f"{name}: expected bool, got 'yes'"):
+        make(**{name: "yes"})
 
 
 def test_a_model_learns_what_its_config_says() -> None:
-    config = DecoderConfig(
-        dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY, shared_keys=True, begin_as_mean=True
-    )
-    model = DecoderLM(config)
+    model = DecoderLM(config(shared_keys=True, begin_as_mean=True))
     keys = torch.randn(1, 2, 40, 8)
     for module in model.layers:
         attention = module.get_submodule("attention")
@@ -115,6 +126,5 @@ def test_a_model_learns_what_its_config_says() -> None:
 
 
 def test_a_config_of_before_has_keys_and_numbers_of_its_own() -> None:
-    config = DecoderConfig(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8)
-    values = {name: x for name, x in config.to_dict().items() if name not in ("shared_keys", "begin_as_mean")}
-    assert DecoderConfig.from_dict(values) == config
+    values = {name: x for name, x in config().to_dict().items() if name not in ("shared_keys", "begin_as_mean")}
+    assert DecoderConfig.from_dict(values) == config()

@@ -227,7 +227,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         self.gradient_checkpointing = enable
 
     def initialize_weights(self) -> None:
-        """Draw what is not loaded, and let compressors begin as the mean that are to."""
+        """Draw what is not loaded; a compressor that is to begin as the mean does, if it is not loaded whole."""
         starts = [x for x in self.model.modules() if getattr(x, "begins_as_mean", False) and not _is_initialized(x)]
         super().initialize_weights()
         for compressor in cast("list[MLPCompressor]", starts):
@@ -244,8 +244,9 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
 
 
 def _is_initialized(module: nn.Module) -> bool:
-    """Tell whether transformers has drawn or loaded the module before, or some of its parameters."""
-    return any(getattr(x, "_is_hf_initialized", False) for x in (module, *module.parameters()))
+    """Tell whether transformers has drawn the module before, or loaded all of its parameters."""
+    drawn, *loaded = (getattr(x, "_is_hf_initialized", False) for x in (module, *module.parameters()))
+    return drawn or all(loaded)
 
 
 def _standard_deviations(model: DecoderLM) -> dict[nn.Module, float]:
