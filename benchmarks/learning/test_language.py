@@ -168,16 +168,6 @@ def test_models_have_the_sizes_that_their_names_say(name: str) -> None:
     assert (model.all_until > 0) == ("all blocks" in name)
 
 
-def test_blocks_of_shared_keys_are_those_of_keys_of_its_own_that_are_equal() -> None:
-    shared, apart = (NativeSparseAttention(32, 4, 2, 8, config=TINY.model.nsa, shared_keys=x) for x in (True, False))
-    state = shared.state_dict()
-    apart.load_state_dict(state | {"w_k_cmp.weight": state["w_k_slc.weight"]})
-    x = torch.randn(1, 200, 32)
-    assert torch.equal(selected_blocks(shared, x), selected_blocks(apart, x))
-    torch.nn.init.normal_(apart.get_parameter("w_k_cmp.weight"))
-    assert not torch.equal(selected_blocks(shared, x), selected_blocks(apart, x))
-
-
 @pytest.fixture(scope="module")
 def model() -> DecoderLM:
     """A model of NSA whose scores are far apart, so that which blocks are read makes a difference."""

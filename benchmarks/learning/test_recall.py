@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.learning.curriculum import Run
 from benchmarks.learning.recall import main
-from benchmarks.learning.selection import unscored_blocks
+from benchmarks.learning.selection import selected_blocks, unscored_blocks
 from benchmarks.learning.sizes import SIZES
 from benchmarks.learning.tasks import SLOT, Vocabulary, depth_rows, training_rows
 from benchmarks.learning.variants import ABLATIONS, VARIANTS
@@ -150,6 +150,16 @@ def test_blocks_score_nothing_where_scores_are_so_far_apart_that_all_but_the_bes
     share = unscored_blocks(layer, x)
     assert not share[:, :16].any(), "no block is whole"
     assert 0.4 < share[:, 48:].mean() < 1
+
+
+def test_blocks_of_shared_keys_are_those_of_keys_of_its_own_that_are_equal() -> None:
+    shared, apart = (NativeSparseAttention(32, 4, 2, 8, config=SMOKE.model.nsa, shared_keys=x) for x in (True, False))
+    state = shared.state_dict()
+    apart.load_state_dict(state | {"w_k_cmp.weight": state["w_k_slc.weight"]})
+    x = torch.randn(1, 200, 32)
+    assert torch.equal(selected_blocks(shared, x), selected_blocks(apart, x))
+    torch.nn.init.normal_(apart.get_parameter("w_k_cmp.weight"))
+    assert not torch.equal(selected_blocks(shared, x), selected_blocks(apart, x))
 
 
 def test_workers_are_spread_over_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
