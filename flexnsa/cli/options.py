@@ -20,10 +20,10 @@ def add_config_options(
     for name, hint in get_type_hints(config_class).items():
         if name in skip:
             continue
-        choices = get_args(hint) if get_origin(hint) is Literal else None
         if hint is bool:
             group.add_argument(option_name(name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
             continue
+        choices = get_args(hint) if get_origin(hint) is Literal else None
         kind = str if choices else next(iter(get_args(hint)), hint)  # int | None is an option of type int
         metavar = None if choices else kind.__name__.upper()
         group.add_argument(option_name(name), type=kind, choices=choices, default=argparse.SUPPRESS, metavar=metavar)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import triton_decoding
+from tests.decoding import interpreted_decoding
 from tests.support.triton_decoding import CASES, run
 
 
@@ -21,7 +21,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("triton")
     path = tmp_path_factory.mktemp("interpreted") / "results.pt"
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, triton_decoding.__file__, str(path)], env=environment, check=True)
+    subprocess.run([sys.executable, interpreted_decoding.__file__, str(path)], env=environment, check=True)
     return torch.load(path)
 
 

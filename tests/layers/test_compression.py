@@ -151,6 +151,15 @@ def test_a_compressor_can_begin_as_the_mean_and_learns_from_there(kind: type[Mea
     torch.testing.assert_close(compressor(x), mean(x))
 
 
+def test_hidden_units_that_the_mean_does_not_need_learn_too() -> None:
+    compressor = MLPCompressor(2, 16, config=SMALL)
+    compressor.begin_as_mean()
+    compressor(torch.randn(1, 2, 20, 16)).square().sum().backward()
+    gradient = compressor.out.weight.grad
+    assert gradient is not None
+    assert gradient.any(0).all()
+
+
 def test_an_mlp_with_too_few_hidden_units_cannot_begin_as_the_mean() -> None:
     compressor = MLPCompressor(2, 16, config=SMALL, hidden_dim=31)
     before = compressor.out.weight.clone()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from flexnsa import NativeSparseAttention
-from flexnsa.layers.projection import is_plain, project, project_together
+from flexnsa.layers import projection
+from flexnsa.layers.projection import is_plain, project, project_few, project_together
 from tests.support.inputs import SMALL
 
 
@@ -49,6 +50,19 @@ def test_in_one_product_too_a_map_that_is_there_twice_counts_once() -> None:
     got = [y.as_subclass(torch.Tensor) for y in project(x.as_subclass(OnGPU), [one, one, other])]
     torch.testing.assert_close(got, [one(x), one(x), other(x)])
     assert all(y.stride(1) == 64 for y in got)
+
+
+def test_kernels_for_a_few_rows_read_a_map_that_is_there_twice_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[int]()
+
+    def multiply(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+        read.append(len(weights))
+        return x @ torch.cat(weights).T
+
+    monkeypatch.setattr(projection, "multiply_few_rows", multiply)
+    one, other, x = plain(), torch.nn.Linear(4, 6, bias=False), torch.randn(2, 1, 4)
+    torch.testing.assert_close(project_few(x, [one, other, one]), [one(x), other(x), one(x)])
+    assert read == [2]
 
 
 def plain() -> torch.nn.Linear:

@@ -76,6 +76,19 @@ def test_estimate_is_within_a_tenth(name: str, precision: Precision) -> None:
     assert ratios == {quantity: pytest.approx(1, abs=0.1) for quantity in measured}
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_shared_keys_save_is_estimated_to_the_byte(precision: Precision) -> None:
+    own, shared = TINY, replace(TINY, shared_keys=True)
+    measured, estimated = (
+        [saved(config) for config in (own, shared)]
+        for saved in (
+            lambda config: measure(config, 256, precision)["saved"],
+            lambda config: estimate_training(config, seq_len=256, precision=precision).saved,
+        )
+    )
+    assert measured[0] - measured[1] == estimated[0] - estimated[1]
+
+
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
 def test_flex_saves_what_the_recorded_gpu_measured(branch: str) -> None:
     record = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200.json").read_text())

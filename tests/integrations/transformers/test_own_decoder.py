@@ -66,6 +66,8 @@ def test_compressors_begin_as_the_mean_and_keep_what_is_loaded(tmp_path: Path) -
         assert_close(layer.phi_v(keys), mean(keys))
     with torch.no_grad():
         layers[1].phi_k.out.weight.mul_(2)
+    model.init_weights()
+    assert_close(layers[1].phi_k(keys), 2 * mean(keys), msg="what has begun does not begin again")
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers
     assert_close(again[1].attention.phi_k(keys), 2 * mean(keys))
