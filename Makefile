@@ -5,7 +5,7 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples test emitted transformers transformers-common lint format types bench bench-smoke bench-gpu record plots versions dist ci clean
+.PHONY: help demo examples test emitted transformers transformers-common lint format types bench bench-smoke bench-gpu gpu record plots versions dist ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -50,6 +50,15 @@ bench-smoke: .venv/.installed  ## do the benchmarks run? The smallest size, once
 
 bench-gpu: .venv/.installed  ## measure on a GPU: correctness, then time and memory beside dense attention
 	$(BIN)/python -m benchmarks attention.gpu
+
+# Half an hour of an H200. The figures of the last recording are in benchmarks/results, under the same names.
+gpu: .venv/.installed  ## all that a GPU has to show: its tests, then attention, decoding and training, recorded in runs/gpu
+	$(BIN)/python -m pytest -m gpu
+	mkdir -p runs/gpu
+	$(BIN)/python -m benchmarks attention.gpu --json runs/gpu/attention_h200.json
+	$(BIN)/python -m benchmarks decoding.gpu --json runs/gpu/decode_h200.json
+	$(BIN)/python -m benchmarks training.throughput --lengths 8192 --json runs/gpu/training_h200.json
+	$(BIN)/python -m benchmarks kernels.selected_gpu --json runs/gpu/selected_h200.json
 
 # On a machine with nothing else to do. What is recorded of a point stays, whenever this is stopped.
 record: .venv/.installed  ## measure what the plots show of a CPU: memory, throughput, the earlier system's work

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from flexnsa.models import DecoderLM, preset
+from flexnsa.lm import DecoderLM, preset
 
 
 @torch.no_grad()  # a cache keeps keys and values without their history, so nothing could be trained through it
@@ -23,7 +23,7 @@ def main(prompt_len: int = 4096, new_tokens: int = 32, chunk: int = 1024) -> Non
 
     begin, generated = time.perf_counter(), []
     for _ in range(new_tokens):
-        token = logits[:, -1:].argmax(-1)  # greedy; flexnsa.models.Sampling has temperature, top-k and top-p
+        token = logits[:, -1:].argmax(-1)  # greedy; flexnsa.lm.Sampling has temperature, top-k and top-p
         generated.append(token.item())
         logits = model(token, caches=caches)
     print(f"{1000 * (time.perf_counter() - begin) / new_tokens:.1f} ms a token behind {prompt_len} tokens")

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from flexnsa.models import DecoderLM, DecodingSession, Sampling, preset
+from flexnsa.lm import DecoderLM, DecodingSession, Sampling, preset
 
 
 def main(prompt_len: int = 1024, new_tokens: int = 64, batch_size: int = 4) -> None:

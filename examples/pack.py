@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from flexnsa import document_ids_from_cu_seqlens, next_token_targets
-from flexnsa.models import DecoderLM, preset
+from flexnsa.lm import DecoderLM, preset
 
 
 def main(lengths: tuple[int, ...] = (700, 33, 1, 257, 1024, 5)) -> None:

@@ -1,9 +1,9 @@
 """Native Sparse Attention (arXiv 2502.11089) as FlexAttention block masks: exact, linear in memory, compiled."""
 
-from flexnsa.argument_checks import check_block_indices, check_positions
 from flexnsa.attention.seam import NSAAux
+from flexnsa.cache.cache import NSACache
+from flexnsa.checks.calls import check_block_indices, check_positions
 from flexnsa.config import NSAConfig
-from flexnsa.decoding.cache import NSACache
 from flexnsa.functional import (
     block_importance,
     compressed_attention,

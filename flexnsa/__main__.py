@@ -1,6 +1,6 @@
 """``python -m flexnsa``."""
 
-from flexnsa.cli import main
+from flexnsa.lm.cli import main
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,7 @@
-"""Activation checkpointing that saves which blocks were selected, because selecting anew could choose others.
+"""Activation checkpointing that saves the selected blocks, because selecting again could choose others.
 
-A recomputed score may differ in its last bit, and a tie may then fall the other way: the gradient would belong to
-another forward pass. The indices are small, ``n`` integers a query and group, and scoring them again is not free.
+A recomputed score may differ in its last bit and break a tie differently: the gradient would then belong to another
+forward pass. The indices are small, ``n`` integers per query and group, and scoring again takes time.
 """
 
 from __future__ import annotations
@@ -10,16 +10,23 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from flexnsa.operators import in_transform
+
 SELECTION_OPERATORS = tuple(
     f"flexnsa.{name}.default" for name in ("select_in_chunks", "selection_with_mod", "select_blocks_triton")
 )
 
 
 def keep_selection() -> tuple[Any, Any]:
-    """Give the contexts of a checkpoint that recomputes everything but the selection.
+    """Return the contexts of a checkpoint that recomputes everything but the selection.
 
-    For ``torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=keep_selection)``.
+    Usage: ``torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=keep_selection)``.
+
+    Raises:
+        NotImplementedError: called inside a transform of ``torch.func``, where nothing can be checkpointed.
     """
+    if in_transform():
+        raise NotImplementedError("keep_selection works in no transform of torch.func: call the layer itself there")
     return create_selective_checkpoint_contexts(_policy)
 
 

@@ -1,4 +1,4 @@
-"""The seven numbers that define a Native Sparse Attention."""
+"""The seven sizes that define a Native Sparse Attention."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from flexnsa.validation import check_int
+from flexnsa.checks.primitives import check_int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +52,12 @@ class NSAConfig:
             )
 
     def to_ints(self) -> tuple[int, ...]:
-        """Write the config as whole numbers, for operators of :mod:`torch.library`, which take no dataclass."""
-        # Constants to a compiler, even where it traces any sizes. Not by astuple, whose deepcopy torch 2.11 refuses.
+        """Return the config as integers, for operators of :mod:`torch.library`, which take no dataclass."""
+        # operator.index makes them constants under torch.compile(dynamic=True). astuple would deepcopy, which
+        # torch 2.11 cannot compile.
         return tuple(operator.index(getattr(self, field.name)) for field in fields(self))
 
     @classmethod
     def from_ints(cls, sizes: Sequence[int]) -> NSAConfig:
-        """Undo :meth:`to_ints`."""
+        """Build a config from the integers of :meth:`to_ints`."""
         return cls(**{field.name: size for field, size in zip(fields(cls), sizes, strict=True)})

@@ -1,4 +1,4 @@
-"""Sizes and block grids as plain integers; everything here can be checked with pencil and paper."""
+"""Sizes and block grids, in plain integers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ BRANCHES: tuple[str, ...] = ("cmp", "slc", "win")
 
 
 def num_compressed(seq_len: int, config: NSAConfig) -> int:
-    """Count the compressed tokens ``N`` of a sequence: one per full block of ``l`` tokens every ``d``.
+    """Return ``N``, the number of compressed tokens: one block of ``l`` tokens starts every ``d``, if it is complete.
 
-    This is also the number that the query at position ``seq_len - 1`` sees.
+    The query at position ``seq_len - 1`` sees all of them.
     """
     return max(0, (seq_len - config.compress_block_size) // config.compress_stride + 1)
 
 
 def num_blocks(seq_len: int, config: NSAConfig) -> int:
-    """Count the selection blocks ``M`` of a sequence, the last one possibly unfinished."""
+    """Return ``M``, the number of selection blocks of a sequence; the last one may be incomplete."""
     return -(-seq_len // config.select_block_size)
 
 
 def blocks_within(num_keys: int, config: NSAConfig) -> int:
-    """Bound the blocks of any sequence that has ``num_keys`` compressed tokens; at most one more than it has."""
+    """Return an upper bound of ``M`` for sequences with ``num_keys`` compressed tokens; at most one too many."""
     return max(1, num_blocks(num_keys * config.compress_stride + config.compress_block_size - 1, config))
 
 
 def overlap_band(config: NSAConfig) -> tuple[int, tuple[int, ...]]:
-    """Give the weights of the compressed tokens that overlap selection block 0 (NSA paper, Eq. 9).
+    """Return the weights with which compressed tokens count for a selection block (NSA paper, Eq. 9).
 
     Returns ``(first, weights)``: compressed token ``j * l'/d + first + o`` shares ``weights[o] * d`` tokens with
     block ``j``, for every ``j``. For ``l, d, l'`` of 32, 16, 64 that is ``(-1, (1, 2, 2, 2, 1))``.

@@ -1,7 +1,7 @@
-"""Score and mask mods ready to use; each returns a function of token positions, as FlexAttention takes them.
+"""Score mods and mask mods ready to use: functions of token positions, with FlexAttention's signatures.
 
-Nothing here is special: a mod of your own is five lines too. Masks combine with ``torch.nn.attention.flex_attention``'s
-``and_masks`` and ``or_masks``, score mods with :func:`chain`. Attention is causal whatever a mask says.
+A mod of your own is as short as these. Combine masks with ``and_masks`` and ``or_masks`` of
+``torch.nn.attention.flex_attention``, and score mods with :func:`chain`. Attention stays causal whatever a mask allows.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexnsa.masks.user_mods import MaskMod, ScoreMod
-from flexnsa.validation import (
+from flexnsa.checks.primitives import (
     check_device,
     check_int,
     check_positive_int,
@@ -18,13 +17,14 @@ from flexnsa.validation import (
     check_tensor,
     describe,
 )
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
 
 
 def soft_cap(cap: float | Tensor) -> ScoreMod:
-    """Bend scores into ``(-cap, cap)``: ``cap * tanh(score / cap)`` (Gemma 2, arXiv 2408.00118, section 2).
+    """Limit scores to ``(-cap, cap)``: ``cap * tanh(score / cap)`` (Gemma 2, arXiv 2408.00118, section 2).
 
     Args:
-        cap: a number, which a compiler takes for a constant; or a tensor ``()``, which may change from call to call.
+        cap: a number, a constant to ``torch.compile``; or a tensor ``()``, whose value may change between calls.
     """
     if isinstance(cap, Tensor):
         check_tensor("cap", cap, ())
@@ -38,10 +38,10 @@ def soft_cap(cap: float | Tensor) -> ScoreMod:
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
-    """Take ``slope`` off for every token of distance (ALiBi, arXiv 2108.12409, section 3).
+    """Subtract ``slope * distance`` from each score, distance in tokens (ALiBi, arXiv 2108.12409, section 3).
 
     Args:
-        slopes: ``(Hq,)``, of :func:`alibi_slopes` or learned.
+        slopes: ``(Hq,)``, from :func:`alibi_slopes` or learned.
     """
     check_tensor("slopes", slopes, ("Hq",))
 
@@ -52,9 +52,9 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
-    """Give ALiBi's slopes, fp32 ``(num_heads,)``: ``2 ** (-8 i / num_heads)`` for head ``i = 1 .. num_heads``.
+    """Return ALiBi's slopes, fp32 ``(num_heads,)``: ``2 ** (-8 i / num_heads)`` for head ``i = 1 .. num_heads``.
 
-    The paper interleaves two such series where ``num_heads`` is no power of two; this is one series for any number.
+    Where ``num_heads`` is no power of two the paper interleaves two such series; this is always one.
     """
     check_positive_int("num_heads", num_heads)
     check_device("device", device)
@@ -62,10 +62,10 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
 
 
 def distance_bias(bias: Tensor) -> ScoreMod:
-    """Add a bias by head and distance, usually learned (T5, arXiv 1910.10683, section 2.1, with a bucket a token).
+    """Add a bias for each head and distance, usually learned (T5, arXiv 1910.10683, section 2.1, one bucket per token).
 
     Args:
-        bias: ``(Hq, R)``; tokens ``R - 1`` and more apart share the last.
+        bias: ``(Hq, R)``; distances of ``R - 1`` and more share the last entry.
     """
     check_tensor("bias", bias, ("Hq", "R"))
     last = bias.shape[1] - 1
@@ -77,7 +77,7 @@ def distance_bias(bias: Tensor) -> ScoreMod:
 
 
 def chain(*score_mods: ScoreMod) -> ScoreMod:
-    """Apply score mods one after the other, the first one first."""
+    """Compose score mods, applied in the order given."""
     for score_mod in score_mods:
         if not callable(score_mod):
             raise TypeError(f"score_mods: expected functions, got {describe(score_mod)}")
@@ -91,9 +91,9 @@ def chain(*score_mods: ScoreMod) -> ScoreMod:
 
 
 def prefix_lm(prefix_length: int, window: int) -> MaskMod:
-    """Show the first ``prefix_length`` tokens to all that follow, and of the others the last ``window``.
+    """Allow the first ``prefix_length`` tokens, and of the others the last ``window`` before a query.
 
-    A prompt that is never forgotten, and local attention behind it (arXiv 1910.10683, section 3.2.1; 2309.17453).
+    A prompt that every token sees, and local attention after it (arXiv 1910.10683, section 3.2.1; 2309.17453).
     """
     check_positive_int("prefix_length", prefix_length)
     check_positive_int("window", window)
@@ -105,10 +105,10 @@ def prefix_lm(prefix_length: int, window: int) -> MaskMod:
 
 
 def banned_span(first: int, stop: int) -> MaskMod:
-    """Hide the keys ``first .. stop - 1`` from everyone, as if a passage had been struck out.
+    """Ban the keys ``first .. stop - 1`` for every query.
 
-    A compressed token is hidden if its last token is, so up to ``l - 1`` tokens of the passage may shine through one
-    that ends later; ban to ``stop + l - 1`` where none may.
+    A compressed token is banned if its last token is. One that ends after the span may therefore contain up to
+    ``l - 1`` banned tokens; pass ``stop + l - 1`` to ban those compressed tokens too.
     """
     check_int("first", first, 0)
     check_int("stop", stop, first + 1)

@@ -1,12 +1,12 @@
-"""Packed documents, said in four ways, and what turns one into another.
+"""Four formats of packed documents, and conversions between them.
 
-- ``document_ids`` ``(B, S)``: the document of each token, never decreasing along a row. What attention takes.
-- ``cu_seqlens`` ``(D + 1,)``: where documents begin in one long row, and its end. What varlen kernels take.
+- ``document_ids`` ``(B, S)``: the document of each token, never decreasing along a sequence. Attention takes this one.
+- ``cu_seqlens`` ``(D + 1,)``: the start of each document in one long sequence, and its end. Varlen kernels take this.
 - ``position_ids`` ``(B, S)``: the position of each token in its document, from 0.
-- ``attention_mask`` ``(B, S)``: which tokens of padded rows are real; one run a row, padding on any side.
+- ``attention_mask`` ``(B, S)``: which tokens of padded sequences are real: one run each, padding on any side.
 
-Values are checked on a CPU, outside of a compiler; elsewhere looking at them would cost a synchronisation. Those
-functions synchronise whose result has a shape that depends on values, and their docstrings say so.
+Values are checked on a CPU outside ``torch.compile``; elsewhere a check would synchronise with the device. A function
+whose result has a shape that depends on values has to synchronise, and its docstring says so.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexnsa.argument_checks import check_document_ids
-from flexnsa.validation import (
+from flexnsa.checks.calls import check_document_ids
+from flexnsa.checks.primitives import (
     LARGEST_SIZE,
     check_has_values,
     check_int,
@@ -29,29 +29,29 @@ from flexnsa.validation import (
 )
 
 IGNORED = -100
-"""The target that ``torch.nn.functional.cross_entropy`` leaves out."""
+"""The target that ``torch.nn.functional.cross_entropy`` ignores."""
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int | None = None) -> Tensor:
-    """Number the tokens of one packed row by document.
+    """Return the document id of each token of one packed sequence.
 
     Args:
-        cu_seqlens: int ``(D + 1,)``, from 0 to S. A document may be empty, so the list may end in any number of S.
-        seq_len: S. Without it, it is read off ``cu_seqlens``, which synchronises.
+        cu_seqlens: int ``(D + 1,)``, from 0 to S. Documents may be empty, so S may be repeated at the end.
+        seq_len: S. If None, it is read from ``cu_seqlens``, which synchronises.
 
     Returns:
-        int32 ``(1, S)``; the numbers of empty documents are left out.
+        int32 ``(1, S)``; ids of empty documents do not occur.
 
     Raises:
         TypeError: not a tensor.
-        ValueError: of another shape or dtype, not from 0, decreasing, or not up to ``seq_len``.
+        ValueError: wrong shape or dtype, not starting at 0, decreasing, or not ending at ``seq_len``.
     """
     check_integers("cu_seqlens", cu_seqlens, ("D + 1",))
     if len(cu_seqlens) == 0:
         raise ValueError("cu_seqlens: expected at least the end of the row, got no entry")
     if seq_len is None:
         check_has_values("cu_seqlens", cu_seqlens)
-    elif not torch.compiler.is_compiling():  # to a compiler it may be a number read off a tensor
+    elif not torch.compiler.is_compiling():  # in a graph it may be a symbolic size
         check_int("seq_len", seq_len, 0)
     if may_look(cu_seqlens):
         _check_cu_seqlens(cu_seqlens, seq_len)
@@ -61,36 +61,37 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int | None = None)
 
 
 def cu_seqlens_from_document_ids(document_ids: Tensor) -> Tensor:
-    """List where the documents begin when all rows are laid end to end; synchronises to count them.
+    """Return the starts of the documents with all sequences concatenated; synchronises to count them.
 
     Args:
-        document_ids: int ``(B, S)``, never decreasing along a row. Documents never go on in the next row.
+        document_ids: int ``(B, S)``, never decreasing along a sequence. A document never continues in the next
+            sequence.
 
     Returns:
         int32 ``(D + 1,)``, from 0 to ``B * S``.
 
     Raises:
         TypeError: not a tensor.
-        ValueError: of another shape or dtype, without values, or decreasing (which is seen on a CPU).
+        ValueError: wrong shape or dtype, without values, or decreasing (checked on a CPU only).
     """
-    begins = _begins(document_ids).flatten()
+    starts = _starts(document_ids).flatten()
     check_has_values("document_ids", document_ids)
-    return F.pad(begins, (0, 1), value=True).nonzero()[:, 0].to(torch.int32)
+    return F.pad(starts, (0, 1), value=True).nonzero()[:, 0].to(torch.int32)
 
 
 def position_ids_from_document_ids(document_ids: Tensor) -> Tensor:
-    """Count the tokens of each document from 0, int32 ``(B, S)``; errors as of :func:`next_token_targets`."""
-    begins = _begins(document_ids)
-    token = torch.arange(begins.shape[1], dtype=torch.int32, device=begins.device)
-    return token - torch.where(begins, token, 0).cummax(1).values
+    """Return the position of each token in its document, int32 ``(B, S)``; raises as :func:`next_token_targets`."""
+    starts = _starts(document_ids)
+    token = torch.arange(starts.shape[1], dtype=torch.int32, device=starts.device)
+    return token - torch.where(starts, token, 0).cummax(1).values
 
 
 def document_ids_from_position_ids(position_ids: Tensor) -> Tensor:
-    """Number the documents of each row, int32 ``(B, S)``; a new one begins wherever the position is 0.
+    """Return document ids from 0 in each sequence, int32 ``(B, S)``; a document starts wherever the position is 0.
 
     Raises:
         TypeError: not a tensor.
-        ValueError: of another shape or dtype, or a position that is neither 0 nor one more than that before it.
+        ValueError: wrong shape or dtype, or a position that is neither 0 nor one more than the previous.
     """
     check_integers("position_ids", position_ids, ("B", "S"))
     if may_look(position_ids):
@@ -105,32 +106,32 @@ def document_ids_from_position_ids(position_ids: Tensor) -> Tensor:
 
 
 def document_ids_from_attention_mask(attention_mask: Tensor) -> Tensor:
-    """Number the runs of padding and of real tokens in each row, int32 ``(B, S)``, so that neither sees the other.
+    """Return ids that make padding documents of its own, int32 ``(B, S)``, so that real tokens never see it.
 
     Args:
-        attention_mask: bool or int 0 and 1, ``(B, S)``: the real tokens of a row are one run, or none.
+        attention_mask: bool or int 0 and 1, ``(B, S)``; the real tokens of a sequence are one run, or none.
 
     Raises:
         TypeError: not a tensor.
-        ValueError: of another shape or dtype, of other values, or with a hole between real tokens.
+        ValueError: wrong shape or dtype, other values, or padding between real tokens.
     """
     mask = _check_attention_mask(attention_mask)
     return _changes(mask, first=False).cumsum(1, dtype=torch.int32)
 
 
 def pack_padded(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay the real tokens of padded rows end to end; synchronises to count them.
+    """Concatenate the real tokens of padded sequences into one; synchronises to count them.
 
     Args:
-        x: ``(B, S, ...)``: tokens or what was computed of them, any dtype.
+        x: ``(B, S, ...)``: tokens, or anything computed for each token, any dtype.
         attention_mask: as in :func:`document_ids_from_attention_mask`.
 
     Returns:
-        The ``T`` real tokens ``(1, T, ...)`` and their int32 ``document_ids (1, T)``, which are the rows' numbers.
+        The ``T`` real tokens ``(1, T, ...)``, and int32 ``document_ids (1, T)``: the batch index of each.
 
     Raises:
         TypeError: not a tensor.
-        ValueError: ``attention_mask`` is not a mask or without values, or ``x`` has other rows than it.
+        ValueError: ``attention_mask`` is not a mask or has no values, or ``x`` does not start with its shape.
     """
     mask = _check_attention_mask(attention_mask)
     check_has_values("attention_mask", mask)
@@ -144,7 +145,7 @@ def unpack_padded(packed: Tensor, attention_mask: Tensor) -> Tensor:
 
     Raises:
         TypeError: not a tensor.
-        ValueError: ``attention_mask`` is not a mask, or ``packed`` holds another number of tokens than it.
+        ValueError: ``attention_mask`` is not a mask, or has another number of real tokens than ``packed``.
     """
     mask = _check_attention_mask(attention_mask)
     check_type("packed", packed, Tensor)
@@ -157,7 +158,7 @@ def unpack_padded(packed: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def next_token_targets(tokens: Tensor, document_ids: Tensor) -> Tensor:
-    """Give what each position has to predict: the next token, or -100 where its document ends.
+    """Return the target of each position: the next token, or -100 at the end of a document.
 
     Args:
         tokens: int ``(B, S)``.
@@ -168,23 +169,23 @@ def next_token_targets(tokens: Tensor, document_ids: Tensor) -> Tensor:
 
     Raises:
         TypeError: not a tensor.
-        ValueError: of another shape or dtype, or ``document_ids`` decreases (which is seen on a CPU).
+        ValueError: wrong shape or dtype, or ``document_ids`` decreases (checked on a CPU only).
     """
-    begins = _begins(document_ids)
-    check_integers("tokens", tokens, tuple(begins.shape), like=begins, as_of="document_ids")
-    next_begins = begins.roll(-1, dims=1)  # behind the last token comes the first, which begins a document too
-    return tokens.roll(-1, dims=1).to(torch.int64).masked_fill(next_begins, IGNORED)
+    starts = _starts(document_ids)
+    check_integers("tokens", tokens, tuple(starts.shape), like=starts, as_of="document_ids")
+    next_starts = starts.roll(-1, dims=1)  # the last token is followed by the first, which also starts a document
+    return tokens.roll(-1, dims=1).to(torch.int64).masked_fill(next_starts, IGNORED)
 
 
-def _begins(document_ids: Tensor) -> Tensor:
-    """Tell which tokens are the first of their document, bool ``(B, S)``."""
+def _starts(document_ids: Tensor) -> Tensor:
+    """Return which tokens are the first of their document, bool ``(B, S)``."""
     check_integers("document_ids", document_ids, ("B", "S"))
     check_document_ids(document_ids, "B", "S")
     return _changes(document_ids, first=True)
 
 
 def _changes(x: Tensor, *, first: bool) -> Tensor:
-    """Tell where a row differs from the entry before, bool ``(B, S)``; ``first`` stands at its start."""
+    """Return where an entry differs from the one before it in its row, bool ``(B, S)``; ``first`` for the first."""
     start = torch.full_like(x[:, :1], first, dtype=torch.bool)
     return torch.cat((start, x[:, 1:] != x[:, :-1]), dim=1)
 
@@ -200,7 +201,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, seq_len: int | None) -> None:
 
 
 def _check_attention_mask(attention_mask: Tensor) -> Tensor:
-    """Demand one run of real tokens a row, and give the mask as booleans."""
+    """Check that real tokens are one run in each sequence, and return the mask as booleans."""
     check_tensor("attention_mask", attention_mask, ("B", "S"), dtype=getattr(attention_mask, "dtype", None))
     if attention_mask.dtype not in (torch.bool, torch.int32, torch.int64):
         raise ValueError(f"attention_mask: expected dtype bool, int32 or int64, got {attention_mask.dtype}")

@@ -1,4 +1,4 @@
-"""Where the queries stand: the one description of them that every mask starts from."""
+"""The positions of queries among the keys, from which every mask is built."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Coordinates of ``T`` queries in their sequences, each int32 ``(B or 1, T)``.
+    """Positions of ``T`` queries in their sequences, each int32 ``(B or 1, T)``; ``document`` may be int64.
 
-    Along ``T`` the tokens never decrease, and neither do the first keys that queries see.
+    Along ``T``, ``token`` never decreases, nor does the first key that a query sees.
 
     Args:
-        token: index of the query's own token in the key sequence.
-        start: index of the first token of its document (0 without documents; negative if it precedes the keys).
-        cmp_start: index of the first compressed token of its document in the list of compressed tokens.
-        consecutive: whether no key stands between the tokens of two neighbouring queries.
-        aligned: whether every start is 0, so that the blocks of all queries are the same runs of keys.
+        token: index of the query's token among the keys.
+        start: index of the first token of its document: 0 without documents, negative if it precedes the keys.
+        cmp_start: index of the first compressed token of its document among the compressed keys.
+        consecutive: whether neighbouring queries have neighbouring tokens.
+        aligned: whether every start is 0, so that all queries share one block grid.
+        document: id of the token's document, for whole packed sequences only; masks do not use it.
     """
 
     token: Tensor
@@ -29,37 +30,38 @@ class Positions:
     _: KW_ONLY
     consecutive: bool = True
     aligned: bool = False
+    document: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Token, start and cmp_start, as an operator takes them."""
+        """``token``, ``start`` and ``cmp_start``, as arguments of an operator."""
         return self.token, self.start, self.cmp_start
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Positions:
-        """Change the three tensors alike."""
+        """Apply one function to the three tensors."""
         changed = (change(self.token), change(self.start), change(self.cmp_start))
         return Positions(*changed, consecutive=self.consecutive, aligned=self.aligned)
 
     def at(self, queries: slice) -> Positions:
-        """Keep some of the queries."""
+        """Return the positions of a slice of the queries."""
         return self.map(lambda x: x[:, queries])
 
     @classmethod
     def of_sequence(cls, seq_len: int, device: torch.device | str | None = None) -> Positions:
-        """Describe one whole sequence that starts at token 0."""
+        """Return the positions of every token of one sequence from token 0."""
         token = torch.arange(seq_len, dtype=torch.int32, device=device)[None]
         zero = torch.zeros_like(token)
         return cls(token, zero, zero, aligned=True)
 
     @classmethod
     def of_queries(cls, tokens: Tensor) -> Positions:
-        """Describe queries at increasing ``tokens``, int ``(T,)`` or ``(B, T)``, of sequences from token 0 on."""
+        """Return the positions of queries at increasing ``tokens``, int ``(T,)`` or ``(B, T)``, without documents."""
         token = torch.atleast_2d(tokens.to(torch.int32)).contiguous()
         zero = torch.zeros_like(token)
         return cls(token, zero, zero, consecutive=False, aligned=True)
 
-    def of_some(self, tokens: Tensor) -> Positions:
-        """Keep some increasing ``tokens``, int ``(T,)`` or ``(B, T)``, where each token is a query."""
+    def at_tokens(self, tokens: Tensor) -> Positions:
+        """Keep the queries at increasing ``tokens``, int ``(T,)`` or ``(B, T)``; requires one query for every token."""
         rows = max(len(self.token), tokens.shape[0] if tokens.dim() == 2 else 1)
         index = torch.atleast_2d(tokens.to(torch.int64)).expand(rows, -1)
         kept = self.map(lambda x: x.expand(rows, -1).gather(1, index))
@@ -67,5 +69,5 @@ class Positions:
 
 
 def positions_of(q: Tensor, positions: Positions | None) -> Positions:
-    """Take ``None`` for what it stands for: ``q (B, H, T, D)`` is one whole sequence from token 0."""
+    """Return ``positions``, where None means that ``q (B, H, T, D)`` is one whole sequence from token 0."""
     return Positions.of_sequence(q.shape[2], q.device) if positions is None else positions

@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from flexnsa import (
-    NativeSparseAttention,
-    select_blocks,
-    sliding_window_attention,
-)
-from flexnsa.attention.implementations import IMPLEMENTATIONS
+from flexnsa import NativeSparseAttention, select_blocks, sliding_window_attention
 from flexnsa.attention.seam import Call, Implementation
+from flexnsa.attention.table import IMPLEMENTATIONS
 from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
 from tests.support.inputs import SMALL, Inputs, attend, make_inputs

@@ -24,7 +24,7 @@ from flexnsa import (
     selected_attention,
     sliding_window_attention,
 )
-from flexnsa.attention.implementations import IMPLEMENTATIONS
+from flexnsa.attention.table import IMPLEMENTATIONS
 from tests.support.inputs import SMALL, make_inputs
 
 X = make_inputs(40, batch=2, dtype=torch.float32)  # Hq 4, Hkv 2, D 16, N 9, M 3
@@ -160,7 +160,7 @@ WRONG_CALLS: list[tuple[Callable[[], object], type[Exception], str, str, str]] =
     (lambda: MLPCompressor(2, 16, config=SMALL, hidden_dim=0), ValueError, "hidden_dim", "at least 1", "0"),
     (lambda: MeanCompressor(2, 16, config=None), TypeError, "config", "NSAConfig", "None"),  # pyright: ignore[reportArgumentType]
     # NativeSparseAttention
-    (lambda: layer(32, 4, 3, 8), ValueError, "num_heads", "multiple of num_kv_heads=3", "4"),
+    (lambda: layer(32, 4, 3, 8), ValueError, "num_kv_heads", "divisor of num_heads=4", "3"),
     (lambda: layer(0, 4, 2, 8), ValueError, "dim", "at least 1", "0"),
     (lambda: layer(32, 4, 2, 7), ValueError, "head_dim", "even", "7"),
     (lambda: layer(32, 4.0, 2, 8), TypeError, "num_heads", "int", "4.0 (float)"),

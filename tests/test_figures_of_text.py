@@ -21,10 +21,10 @@ def run(model: str, seed: int, bits: float, *, other_blocks: bool) -> dict[str, 
     """A run whose every position has the same bits, and half a bit more with random blocks."""
     costs = {"own": 0.0, "random": 0.5, "forced": 1.0} if other_blocks else {}
     finals: dict[str, Any] = {
-        f"bits with {name} blocks": {"mean": bits + cost, "positions": [bits + cost] * 128}
+        f"bits with {name} blocks": {"mean": bits + cost, "positions": [bits + cost] * 14}
         for name, cost in costs.items()
     }
-    finals["bits"] = {"mean": bits, "rows": [bits], "positions": [bits] * 128}
+    finals["bits"] = {"mean": bits, "num_rows": 1, "positions": [bits] * 14}
     held_out, gates = [[0, 0.0, 8.0], [9, 5.0, bits]], [[0, [[0.5] * 3]], [9, [[0.1, 0.2, 0.3]]]]
     about = {"size": "m7c-125m", "model": model, "seed": seed, "steps": 9, "parameters": 10}
     return about | {"finals": finals, "held_out": held_out, "gates": gates}

@@ -10,6 +10,18 @@ from statistics import fmean, stdev
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+LEARNING = ROOT / "docs" / "learning.md"
+RECALL, LANGUAGE = (ROOT / "benchmarks" / "results" / name for name in ("recall.md", "language.md"))
+
+# The rows of recall on the page for readers, by the names of the table that holds every model.
+SHOWN = {
+    "dense attention": "dense attention",
+    "NSA, l = 4, d = 2": "slow compressors, l=4 d=2",
+    "NSA": "slow compressors",
+    "NSA, mean compressor, shared keys": "shared keys, mean",
+    "NSA, one learning rate": "plain",
+    "window only": "window only",
+}
 RECALLED = {
     "dense attention": "dense",
     "slow compressors, l=4 d=2": "NSA, slow, l=4 d=2",
@@ -31,65 +43,70 @@ RECALLED = {
 
 
 def test_the_tables_of_recall_are_what_was_recorded() -> None:
-    record = json.loads((ROOT / "benchmarks/results/recall_h200.json").read_text())
+    record = recall_record("recall_h200")
     runs: dict[str, list[dict[str, Any]]] = {}
     for point in sorted(record["points"], key=itemgetter("seed")):
         runs.setdefault(point["variant"], []).append(point)
     steps = sum(stage["steps"] for stage in record["plan"]["stages"])
     assert all(point["step"] == steps and not point["obstacles"] for point in record["points"])
-    tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", (ROOT / "docs" / "learning.md").read_text(), re.MULTILINE)
-    maps, scores, looks, changes, on_cpu = ([row.strip("| ") for row in table.splitlines()] for table in tables)
+    tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", RECALL.read_text(), re.MULTILINE)
+    maps, scores, changes, on_cpu = ([row.strip("| ") for row in table.splitlines()] for table in tables)
     assert maps == [recalled_by_length(label, runs[variant]) for label, variant in RECALLED.items()]
-    assert looks == [recalled_in_training(label, runs[RECALLED[label]]) for label in map(label_of, looks)]
+    cells = {label: recalled_by_length(label, runs[variant]).split(" | ") for label, variant in RECALLED.items()}
+    shown = [[label, *(cells[name][column] for column in (2, 4, 6, 8))] for label, name in SHOWN.items()]
+    assert rows_of(LEARNING)[: len(SHOWN)] == shown
     assert scores == [
         unscored_in_training(label, runs[RECALLED[label.split(", seed")[0]]]) for label in map(label_of, scores)
     ]
     changed: dict[str, list[dict[str, Any]]] = {}
-    ablation = json.loads((ROOT / "benchmarks/results/recall_ablation_h200.json").read_text())["points"]
+    ablation = recall_record("recall_ablation_h200")["points"]
     for point in sorted(ablation, key=itemgetter("seed")):
         changed.setdefault(point["variant"], []).append(point)
     assert changes == [recalled_with(label, changed.pop(label)) for label in map(label_of, changes)]
     assert not changed, "all that was recorded is told"
     small: dict[str, list[dict[str, Any]]] = {}
-    for point in json.loads((ROOT / "benchmarks/results/recall_cpu.json").read_text())["points"]:
+    for point in recall_record("recall_cpu")["points"]:
         small.setdefault(point["variant"], []).append(point)
     assert sorted(on_cpu) == sorted(recalled_on_cpu(label, seeds) for label, seeds in small.items())
 
 
+def recall_record(name: str) -> dict[str, Any]:
+    """A recording whose points have the lengths of the sequences at each look."""
+    record = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    for point in record["points"]:
+        point["lengths"] = [seq_len for _, seq_len in record["looks"]]
+    return record
+
+
 def recalled_by_length(label: str, seeds: list[dict[str, Any]]) -> str:
     """Means over depths, and over seeds; of pairs alone, how many of each seed's 32."""
-    found: dict[tuple[str, int], list[float]] = {}
-    for entry in (entry for seed in seeds for entry in seed["maps"]):
-        found.setdefault((entry["kind"], entry["seq_len"] // 1024), []).append(fmean(entry["recall"]))
-    cells = [f"{100 * fmean(found['pairs', k]):.1f}" for k in (1, 2, 4, 8, 16, 32, 64)]
-    cells += [", ".join(f"{32 * share:.0f}" for share in found["needle", k]) for k in (16, 32, 64)]
+    cells = [f"{100 * fmean(pairs_found(seeds, 1024 * k)):.1f}" for k in (1, 2, 4, 8, 16, 32, 64)]
+    cells += [alone_found(seeds, 1024 * k) for k in (16, 32, 64)]
     return " | ".join([label, f"{len(seeds)}", *cells])
 
 
 def recalled_with(label: str, seeds: list[dict[str, Any]]) -> str:
     """What was recalled of rows of 32 while learning, and of maps."""
-    found: dict[tuple[str, int], list[float]] = {}
-    for entry in (entry for seed in seeds for entry in seed["maps"]):
-        found.setdefault((entry["kind"], entry["seq_len"]), []).append(fmean(entry["recall"]))
-    pairs = {seq_len: f"{100 * fmean(found['pairs', seq_len]):.1f}" for seq_len in (512, 1024, 2048, 4096)}
-    lowest = f"{100 * min(found['pairs', 2048]):.1f}"
-    alone = ", ".join(f"{32 * share:.0f}" for share in found["needle", 4096])
+    pairs = {seq_len: f"{100 * fmean(pairs_found(seeds, seq_len)):.1f}" for seq_len in (512, 1024, 2048, 4096)}
+    lowest = f"{100 * min(pairs_found(seeds, 2048)):.1f}"
+    alone = alone_found(seeds, 4096)
     short = f"{100 * fmean(last_looks(seed, 'recall')[32] for seed in seeds):.0f}"
     return " | ".join([label, f"{len(seeds)}", short, *[*pairs.values()][:3], lowest, pairs[4096], alone])
 
 
 def recalled_on_cpu(label: str, seeds: list[dict[str, Any]]) -> str:
-    found: dict[int, list[float]] = {}
-    for entry in (entry for seed in seeds for entry in seed["maps"] if entry["kind"] == "pairs"):
-        found.setdefault(entry["seq_len"], []).append(100 * fmean(entry["recall"]))
+    found = {seq_len: [100 * share for share in pairs_found(seeds, seq_len)] for seq_len in (128, 256, 512, 1024)}
     cells = [f"{fmean(found[128]):.1f}", f"{fmean(found[256]):.1f}", f"{min(found[256]):.1f}"]
     return " | ".join([label, f"{len(seeds)}", *cells, f"{fmean(found[512]):.1f}", f"{fmean(found[1024]):.1f}"])
 
 
-def recalled_in_training(label: str, seeds: list[dict[str, Any]]) -> str:
-    """Means over seeds of the last look at each length."""
-    last = [last_looks(seed, "recall") for seed in seeds]
-    return " | ".join([label, *(f"{100 * fmean(look[2**power] for look in last):.1f}" for power in range(5, 15))])
+def pairs_found(seeds: list[dict[str, Any]], seq_len: int) -> list[float]:
+    """The share of 16 depths in 32 sequences that each seed recalled."""
+    return [sum(seed["maps"]["pairs"][str(seq_len)]) / (16 * 32) for seed in seeds]
+
+
+def alone_found(seeds: list[dict[str, Any]], seq_len: int) -> str:
+    return ", ".join(f"{sum(seed['maps']['needle'][str(seq_len)])}" for seed in seeds)
 
 
 def unscored_in_training(label: str, seeds: list[dict[str, Any]]) -> str:
@@ -103,11 +120,17 @@ def unscored_in_training(label: str, seeds: list[dict[str, Any]]) -> str:
 
 
 def last_looks(seed: dict[str, Any], kind: str) -> dict[int, float]:
-    return {seq_len: share for _, seq_len, share in seed[kind]}
+    return dict(zip(seed["lengths"], seed[kind], strict=False))
 
 
 def label_of(row: str) -> str:
     return row.partition(" | ")[0]
+
+
+def rows_of(page: Path) -> list[list[str]]:
+    """Return the cells of every row of the page's tables that ends in a number."""
+    rows = re.findall(r"^\| (\w.*\d[ a-z]*) \|$", page.read_text(), re.MULTILINE)
+    return [row.split(" | ") for row in rows]
 
 
 def test_the_tables_of_language_are_what_was_recorded() -> None:
@@ -130,51 +153,50 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
     small = {(name, 800): runs["small", name, 800] for name in ("dense", "NSA", plain)}
     longest = {name: seeds for (name, steps), seeds in large.items() if steps == 2000}
     assert sum(map(len, (large | small).values())) == len(points), "all that was recorded is told"
-    expected = [
+    shown = [
         [name, *map(mean_of, by_base)]
         for name, *by_base in (
             ("dense", longest["dense"], longest[far_dense]),
             ("NSA", longest["NSA"], longest[far]),
-            ("NSA, shared keys, begun as mean", longest[shared], longest[best]),
+            ("NSA, shared keys, mean start", longest[shared], longest[best]),
         )
     ]
-    expected += [[name, *ends(seeds)] for group in (large, small) for (name, _), seeds in group.items()]
-    for name in ("dense", far_dense, "NSA", few, far, best):
-        looks = [{step: bits for step, _, bits in run["held_out"]} for run in longest[name]]
-        expected.append([name, *(f"{fmean(x[step] for x in looks):.3f}" for step in (200, 400, 600, 1000, 1500, 2000))])
+    assert rows_of(LEARNING)[len(SHOWN) :] == shown
+    expected = [[name, *ends(seeds)] for group in (large, small) for (name, _), seeds in group.items()]
+    gaps = [
+        (f"{sparse} - {dense}", steps, gap_of(of[sparse, steps], of[dense, steps]))
+        for of, steps, sparse, dense in (
+            (large, 2000, "NSA", "dense"),
+            (large, 2000, far_dense, "dense"),
+            (large, 2000, best, far_dense),
+            (large, 2000, best, "dense"),
+            (large, 2000, best, "NSA"),
+            (large, 2000, few, "dense"),
+            (large, 1000, "NSA", "dense"),
+            (large, 1000, few, "dense"),
+            (small, 800, "NSA", "dense"),
+        )
+    ]
+    expected += [[label, f"{steps:,}", gap] for label, steps, gap in gaps]
+    told = set(re.findall(r"[+-]\d\S* ± \d\.\d+", LEARNING.read_text()))
+    assert told == {gap for _, _, gap in (gaps[0], gaps[2])}
     by_octave = {name: octaves(seeds) for name, seeds in longest.items()}
     expected += [[name, *(f"{x:.3f}" for x in row)] for name, row in by_octave.items()]
     for name, dense in (("NSA", "dense"), (best, far_dense)):
-        gaps = zip(by_octave[dense], by_octave[name], strict=True)
-        expected.append([f"{name} - {dense}", *(f"{b - a:+.3f}" for a, b in gaps)])
+        pairs = zip(by_octave[dense], by_octave[name], strict=True)
+        expected.append([f"{name} - {dense}", *(f"{b - a:+.3f}" for a, b in pairs)])
     for (name, steps), seeds in (large | small).items():
         if name.startswith("NSA") and name != small_blocks:  # the time was up before that one read other blocks
             costs = (cost_of(seeds, blocks) for blocks in ("initial", "random", "forced"))
             expected.append([f"{name}, small" if (name, steps) in small else name, f"{steps:,}", *costs])
-    habits = longest[best][0]["finals"]["habits"]
-    for branch, name in enumerate(("compressed", "selected", "window")):
-        gates = [fmean(gate[branch] for gate in layer["gates"]) for layer in habits]
-        expected.append([f"gate, {name}", *(f"{gate:.2f}" for gate in gates)])
-    expected.append(["entropy, bits", *(f"{fmean(layer['entropy']):.1f}" for layer in habits)])
-    expected.append(["captured by own blocks", *(f"{layer['chosen']['captured']:.2f}" for layer in habits)])
-    expected.append(["shared with the query before", *(f"{layer['chosen']['shared']['1']:.2f}" for layer in habits)])
-    page = (ROOT / "docs" / "language.md").read_text()
-    rows = re.findall(r"^\| (\w.*\d[ a-z]*) \|$", page, re.MULTILINE)
-    assert [row.split(" | ") for row in rows] == expected
-    for sparse, dense in (
-        (longest["NSA"], longest["dense"]),
-        (large["NSA", 1000], large["dense", 1000]),
-        (large[few, 1000], large["dense", 1000]),
-        (longest[few], longest["dense"]),
-        (longest[best], longest[far_dense]),
-        (longest[best], longest["dense"]),
-        (longest[far_dense], longest["dense"]),
-        (longest[best], longest["NSA"]),
-        (small["NSA", 800], small["dense", 800]),
-    ):
-        twins = {run["seed"]: run["finals"]["bits"]["mean"] for run in dense}
-        gaps = [run["finals"]["bits"]["mean"] - twins[run["seed"]] for run in sparse]
-        assert f"{fmean(gaps):+.3f} ± {stdev(gaps) / len(gaps) ** 0.5:.3f}" in page
+    assert rows_of(LANGUAGE) == expected
+
+
+def gap_of(sparse: list[dict[str, Any]], dense: list[dict[str, Any]]) -> str:
+    """Return the mean difference in bits of runs with the same seeds, and its standard error."""
+    baseline = {run["seed"]: run["finals"]["bits"]["mean"] for run in dense}
+    gaps = [run["finals"]["bits"]["mean"] - baseline[run["seed"]] for run in sparse]
+    return f"{fmean(gaps):+.3f} ± {stdev(gaps) / len(gaps) ** 0.5:.3f}"
 
 
 def ends(seeds: list[dict[str, Any]]) -> list[str]:
@@ -191,8 +213,8 @@ def means(seeds: list[dict[str, Any]], name: str = "bits") -> list[float]:
 
 
 def octaves(seeds: list[dict[str, Any]]) -> list[float]:
-    """Mean bits over seeds, of the first 64 bytes and of every doubling from there."""
-    parts = [slice(0, 1), *(slice(2**power, 2 ** (power + 1)) for power in range(7))]
+    """Mean bits over seeds, of the first 64 bytes and of every doubling from there, recorded by halves from 128 on."""
+    parts = [slice(0, 1), slice(1, 2), *(slice(half, half + 2) for half in range(2, 14, 2))]
     return [fmean(fmean(run["finals"]["bits"]["positions"][part]) for run in seeds) for part in parts]
 
 

@@ -17,29 +17,35 @@ import pytest
 from tests.support.import_graph import ROOT, below, find_circle, import_graph, imported_names, rooms, sources
 
 FLOORS = (
-    # integers, and where rows stand
-    "flexnsa/config flexnsa/geometry flexnsa/positions flexnsa/custom_ops flexnsa/errors flexnsa/files"
-    " flexnsa/validation flexnsa/argument_checks",
+    # integers, positions of tokens, checks
+    "flexnsa/checks/__init__ flexnsa/checks/primitives flexnsa/operators flexnsa/errors flexnsa/files",
+    "flexnsa/config flexnsa/geometry flexnsa/positions",
+    "flexnsa/checks/calls",
     "flexnsa/masks",
     "flexnsa/mods flexnsa/packing",
     # attention: the contract, what implementations share, the implementations, the table of them
     "flexnsa/attention/__init__ flexnsa/attention/decoding flexnsa/attention/seam flexnsa/attention/compilation"
-    " flexnsa/attention/operators flexnsa/attention/footprint",
+    " flexnsa/attention/operators flexnsa/attention/footprint flexnsa/attention/queries",
     "flexnsa/attention/scoring flexnsa/attention/selection flexnsa/attention/threads flexnsa/attention/tiles",
     "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton",
-    "flexnsa/attention/implementations",
+    "flexnsa/attention/table",
     "flexnsa/functional",
     # modules
-    "flexnsa/decoding",
-    "flexnsa/layers flexnsa/checkpointing",
-    "flexnsa/__init__",
-    "flexnsa/models",
-    # what is done with them
-    "flexnsa/distributed",
-    "flexnsa/training flexnsa/memory",
-    "flexnsa/measure",
-    "flexnsa/diagnostics flexnsa/integrations",
-    "flexnsa/cli flexnsa/__main__",
+    "flexnsa/cache",
+    "flexnsa/layers flexnsa/checkpointing flexnsa/loss",
+    "flexnsa/__init__ flexnsa/optim",
+    # layers on several ranks, and in models of others
+    "flexnsa/parallel flexnsa/transformers",
+    # the language model
+    "flexnsa/lm/generation flexnsa/lm/dense flexnsa/lm/measure",
+    "flexnsa/lm/model",
+    "flexnsa/lm/parallel flexnsa/lm/estimate",
+    "flexnsa/lm/checkpoint",
+    "flexnsa/lm/data",
+    "flexnsa/lm/training",
+    "flexnsa/lm/__init__ flexnsa/lm/transformers_model",
+    "flexnsa/lm/diagnosis",
+    "flexnsa/lm/cli flexnsa/__main__",
     # not in the package
     "benchmarks",
     "plots examples",
@@ -100,9 +106,18 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     assert not find_circle(import_graph())
 
 
-@pytest.mark.parametrize("top", ["flexnsa", "benchmarks"])
+@pytest.mark.parametrize("top", ["flexnsa", "flexnsa/lm", "flexnsa/attention", "benchmarks"])
 def test_no_room_imports_itself_by_way_of_others(top: str) -> None:
-    assert not find_circle(rooms({name: import_graph()[name] for name in below(top, names=sources())}))
+    files = below(top, names=sources()) - {f"{top}/__init__"} - below("flexnsa/checks", names=sources())
+    assert not find_circle(rooms({name: import_graph()[name] & files for name in files}, depth=top.count("/") + 2))
+
+
+def test_nothing_outside_lm_imports_lm_but_main() -> None:
+    files = below("flexnsa", names=sources()) - below("flexnsa/lm", names=sources()) - {"flexnsa/__main__"}
+    assert len(files) > 80
+    _assert_none(
+        f"{name} imports {found}" for name in files for found in below("flexnsa/lm", names=import_graph()[name])
+    )
 
 
 def test_a_circle_is_found() -> None:
@@ -126,7 +141,7 @@ def test_the_oracle_shares_no_attention_masking_or_scoring_code() -> None:
 def test_masks_know_nothing_of_scores() -> None:
     files = below("flexnsa/masks", names=sources())
     imported = set[str]().union(*(import_graph()[name] for name in files)) - files
-    assert imported <= {f"flexnsa/{name}" for name in ("config", "geometry", "positions", "validation")}
+    assert imported <= {f"flexnsa/{name}" for name in ("config", "geometry", "positions", "checks/primitives")}
 
 
 @pytest.mark.parametrize("place", ["flexnsa/functional", "flexnsa/layers", "flexnsa/attention"])
@@ -153,6 +168,18 @@ def test_a_file_of_kernels_runs_nothing_on_the_host(name: str) -> None:
     _assert_none(f.name for f in functions if not re.match(r"jit\b", ast.unparse(f.decorator_list[0])))
 
 
+def test_modules_that_moved_are_where_the_list_says() -> None:
+    for line in (ROOT / "docs/moved.txt").read_text().splitlines():
+        old, new = line.split()
+        assert _is_module(new), new
+        assert not _is_module(old), old
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT / name.replace(".", "/")
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
 def test_no_file_uses_what_another_keeps_private() -> None:
     _assert_none(f"{name}: {found}" for name in sources() for found in _private_names_of_others(name))
 
@@ -169,7 +196,7 @@ def test_importing_flexnsa_brings_in_torch_and_nothing_heavier() -> None:
 
 def test_models_and_training_need_no_extra_before_they_are_used() -> None:
     code = (
-        "import sys, torch; before = set(sys.modules); import flexnsa.models, flexnsa.training, flexnsa.memory; "
+        "import sys, torch; before = set(sys.modules); import flexnsa.lm, flexnsa.lm.estimate; "
         "print(*set(sys.modules) - before)"
     )
     imported = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).split()

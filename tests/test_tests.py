@@ -20,6 +20,22 @@ def test_no_test_is_skipped_or_expected_to_fail() -> None:
         assert not [name for name in names if excuses.fullmatch(name)], file
 
 
+def test_a_test_that_is_left_out_says_what_installs_what_it_needs() -> None:
+    """By itself, ``importorskip`` says no more than that a package could not be imported."""
+    calls = [
+        (file, call)
+        for folder in ("tests", "benchmarks", "plots")
+        for file in (ROOT / folder).rglob("*.py")
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "importorskip"
+    ]
+    assert calls
+    for file, call in calls:
+        reasons = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "reason"]
+        assert reasons, f"{file}:{call.lineno}"
+        assert "pip install" in reasons[0] or "not_installed(" in reasons[0], f"{file}:{call.lineno}"
+
+
 def test_continuous_integration_can_fail() -> None:
     """CI piped pytest into tee, whose status is always 0."""
     script = (ROOT / ".ci" / "run").read_text()

@@ -10,7 +10,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TextStreamer
 
-from flexnsa.integrations.transformers import FlexNSACache, FlexNSAConfig, FlexNSAForCausalLM
+from flexnsa.lm.transformers_model import FlexNSAConfig, FlexNSAForCausalLM
+from flexnsa.transformers import FlexNSACache
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
 

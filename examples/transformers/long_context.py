@@ -9,7 +9,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import flexnsa.integrations.transformers  # noqa: F401  (registers "flexnsa")
+import flexnsa.transformers  # noqa: F401  (registers "flexnsa")
 
 
 def main(name: str | None = None, short: int = 1024, long: int = 8192) -> None:

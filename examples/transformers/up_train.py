@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from flexnsa import NSAConfig
-from flexnsa.integrations.transformers import UpTraining, convert
-from flexnsa.training import parameter_groups
+from flexnsa.lm import parameter_groups
+from flexnsa.transformers import UpTraining, convert
 
 
 def main(

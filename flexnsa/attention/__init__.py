@@ -1,1 +1,1 @@
-"""Three implementations of the same four functions: ``reference``, ``sdpa`` and ``flex``. None imports another."""
+"""Attention: the interface in ``seam``, its four implementations, and the choice among them in ``table``."""

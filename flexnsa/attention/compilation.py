@@ -1,4 +1,4 @@
-"""Branches compile themselves, once for all lengths, unless their caller is compiling already."""
+"""Compilation of branches, once for all lengths, unless the caller is compiling already."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import torch
 from torch import Tensor
 
 MAX_VARIANTS = 64
-"""Of one branch in one process: architectures, devices, dtypes, mods."""
+"""Limit of the compiled variants of a branch in one process: architectures, devices, dtypes, mods."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def compile_once(branch: Callable[P, T], *, each_length: bool = False) -> Callable[P, T]:
-    """Compile a function of ``q, k, v`` and more, unless a compiler is at work already.
+    """Compile a function of ``q, k, v`` and more, unless it is being compiled already.
 
-    FlexAttention must never run uncompiled: it then computes every score, and applies the mask function to tiles that
-    were not selected. ``fullgraph`` makes that an error instead.
+    FlexAttention must never run uncompiled: it would compute every score, and apply the mask function to tiles that
+    were not selected. ``fullgraph`` turns that into an error.
 
     Args:
         branch: the function.
-        each_length: whether to compile anew for every length.
+        each_length: whether to compile again for every length.
     """
     return branch if torch.compiler.is_compiling() else functools.partial(_call_compiled, branch, each_length)
 
 
 def _call_compiled(branch: Callable[P, T], each_length: bool, *args: P.args, **kwargs: P.kwargs) -> T:
-    # Not at the top: to import this package is not to import a compiler.
+    # Imported here, so that importing the package does not import the compiler.
     from torch import _dynamo  # pyright: ignore[reportPrivateUsage]
 
-    # Batch and lengths may vary from call to call. Heads, head dimensions and block sizes are architecture: tiles are
-    # chosen from them, so each choice is compiled anew, and so is each mod: more variants than a compiler expects.
-    # The first length is compiled for itself, which is fastest; the next few show the compiler what varies.
+    # Batch and lengths may vary between calls. Heads, head dimensions and block sizes decide the tiles, so each choice
+    # is compiled separately, and so is each mod: more variants than the default limit of recompilations. The first
+    # length is compiled as a constant, which is fastest; from the next ones the compiler learns which sizes vary.
     for x in args[:3]:
         if isinstance(x, Tensor) and x.dim() == 4:
             _dynamo.mark_static(x, 1)
@@ -48,11 +48,11 @@ def _call_compiled(branch: Callable[P, T], each_length: bool, *args: P.args, **k
 
 @functools.cache
 def compile_branch(branch: Callable[P, T]) -> Callable[P, T]:
-    """Compile the function, in one graph; the same one for every caller."""
+    """Compile a function in one graph; every caller gets the same compiled function."""
     return torch.compile(branch, fullgraph=True)  # pyright: ignore[reportUnknownMemberType]
 
 
 @functools.cache
 def compile_for_each_length(branch: Callable[P, T]) -> Callable[P, T]:
-    """As :func:`compile_branch`, anew for every length; more than :data:`MAX_VARIANTS` are an error."""
+    """Compile a function again for every length; more than :data:`MAX_VARIANTS` lengths raise an error."""
     return torch.compile(branch, fullgraph=True, dynamic=False)  # pyright: ignore[reportUnknownMemberType]

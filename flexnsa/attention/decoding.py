@@ -1,26 +1,45 @@
-"""The contract of a whole decoding step: from what a layer's maps give to the heads' outputs, the cache written."""
+"""The contract of a whole decoding step: from projected tokens and a cache to the heads' outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from flexnsa.config import NSAConfig
+from flexnsa.geometry import BRANCHES
 
-MOST_TOKENS = 8
-"""New tokens of a row in one step: several are those of a draft."""
+COMPRESSORS = {"mean": 0, "linear": 2, "mlp": 3}
+"""Kinds of compressors, and how many parameters each has."""
+GATES = ("sigmoid", "softmax")
+"""Kinds of gates."""
+
+StepArguments = tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tensor], Sequence[int], Sequence[float]]
+"""A step as an operator takes it: lengths, reached, buffers, new_lengths, all other tensors, sizes, and factors."""
+
+
+def buffer_names(branches: Sequence[str]) -> list[str]:
+    """List the buffers that a layer needs; selection needs compressed keys even without the compressed branch."""
+    names: list[str] = []
+    if "cmp" in branches or "slc" in branches:
+        names += ["k_cmp", "k_tail"]
+    if "cmp" in branches:
+        names += ["v_cmp", "v_tail"]
+    for tag in ("slc", "win"):
+        if tag in branches:
+            names += [f"k_{tag}", f"v_{tag}"]
+    return names
 
 
 @dataclass(frozen=True, slots=True)
-class Phi:
-    """A compressor as numbers: ``mean``, ``linear`` or ``mlp``, and its parameters.
+class CompressorWeights:
+    """The parameters of a compressor.
 
     Args:
-        kind: which of them.
+        kind: one of :data:`COMPRESSORS`.
         position: ``(l, D)``, added to a block.
-        weight: ``(H, l * D)``, of the first map.
+        weight: ``(H, l * D)``, of the first projection.
         out: ``(D, H)``, of the second.
     """
 
@@ -31,33 +50,33 @@ class Phi:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """List those that there are."""
+        """List those that this kind has."""
         return [x for x in (self.position, self.weight, self.out) if x is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """``T`` new tokens a row, as projected, and the cache that they join.
+    """``T`` new tokens of each sequence after projection, and the cache that they are added to.
 
     Args:
-        q: ``(B, T, Hq * Dk)``, not yet turned.
-        k: by branch, ``(B, T, Hkv * Dk)``, not yet turned.
+        q: ``(B, T, Hq * Dk)``, before rotation.
+        k: by branch, ``(B, T, Hkv * Dk)``, before rotation.
         v: by branch, ``(B, T, Hkv * Dv)``.
-        gates: ``(B, T, Hq * branches)``, what the gate's map gives.
-        gate: what makes gates of that, ``sigmoid`` or ``softmax``.
-        phi_k: makes compressed keys; None where no branch reads them.
-        phi_v: makes compressed values; None without that branch.
+        gates: ``(B, T, Hq * branches)``, before their activation.
+        gate: the activation, one of :data:`GATES`.
+        phi_k: the compressor of keys; None where no branch reads compressed keys.
+        phi_v: the compressor of values; None without the compressed branch.
         buffers: of the cache, by name; written to.
-        lengths: int32 ``(B,)``, tokens of each row; written to.
-        reached: int32 ``(B,)``, the most that there have been; written to.
-        new_lengths: int ``(B,)``, contiguous, how many of the new tokens are real; None for all.
-        max_seq_len: tokens for which a row has room.
+        lengths: int32 ``(B,)``, tokens of each sequence; written to.
+        reached: int32 ``(B,)``, the largest lengths so far; written to.
+        new_lengths: int ``(B,)``, contiguous, how many of the new tokens are not padding; None for all.
+        max_seq_len: tokens that a sequence can hold.
         num_heads: ``Hq``.
         config: sizes of the branches.
         scale: factor on the scores.
-        rope_base: of the rotary frequencies, where none are given.
-        frequencies: ``(Dk / 2,)``, radians a token by which each pair is turned, in place of those of ``rope_base``.
-        rope_scale: factor on all that is turned.
+        rope_base: of the rotary frequencies, without ``frequencies``.
+        frequencies: ``(Dk / 2,)``, radians by which each rotary pair turns in a token.
+        rope_scale: factor on everything that is rotated.
     """
 
     q: Tensor
@@ -65,8 +84,8 @@ class StepInputs:
     v: Mapping[str, Tensor]
     gates: Tensor
     gate: str
-    phi_k: Phi | None
-    phi_v: Phi | None
+    phi_k: CompressorWeights | None
+    phi_v: CompressorWeights | None
     buffers: Mapping[str, Tensor]
     lengths: Tensor
     reached: Tensor
@@ -80,18 +99,91 @@ class StepInputs:
     rope_scale: float = 1.0
 
     def empty_results(self) -> tuple[Tensor, Tensor]:
-        """Give room for the heads' outputs ``(B, T, Hq * Dv)`` and for the blocks that they select, if any."""
+        """Allocate the heads' outputs ``(B, T, Hq * Dv)`` and the blocks that they select, if any."""
         (batch, num_tokens), kv_heads = self.q.shape[:2], next(iter(self.buffers.values())).shape[1]
         width = next(iter(self.v.values())).shape[-1] // kv_heads * self.num_heads
         selected = self.config.num_selected_blocks if "slc" in self.k else 0
         blocks = self.lengths.new_empty(batch, kv_heads, num_tokens, selected)
         return self.q.new_empty(batch, num_tokens, width), blocks
 
+    def to_args(self) -> StepArguments:
+        """Write the inputs as an operator takes them; buffers are those of the branches, in their order."""
+        branches = [tag for tag in BRANCHES if tag in self.k]
+        compressors = [phi for phi in (self.phi_k, self.phi_v) if phi is not None]
+        return (
+            self.lengths,
+            self.reached,
+            [self.buffers[name] for name in buffer_names(branches)],
+            self.new_lengths,
+            [
+                self.q,
+                self.gates,
+                *(x[tag] for tag in branches for x in (self.k, self.v)),
+                *(x for phi in compressors for x in phi.parameters),
+                *([] if self.frequencies is None else [self.frequencies]),
+            ],
+            [
+                *(int(tag in branches) for tag in BRANCHES),
+                *(-1 if phi is None else list(COMPRESSORS).index(phi.kind) for phi in (self.phi_k, self.phi_v)),
+                GATES.index(self.gate),
+                self.num_heads,
+                self.max_seq_len,
+                *self.config.to_ints(),
+            ],
+            [self.scale, self.rope_base, self.rope_scale],
+        )
+
+    @classmethod
+    def from_args(
+        cls,
+        lengths: Tensor,
+        reached: Tensor,
+        buffers: Sequence[Tensor],
+        new_lengths: Tensor | None,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int],
+        factors: Sequence[float],
+    ) -> StepInputs:
+        """Undo :meth:`to_args`."""
+        has_cmp, has_slc, has_win, k_kind, v_kind, gate, num_heads, max_seq_len, *config = sizes
+        branches = [tag for tag, has in zip(BRANCHES, (has_cmp, has_slc, has_win), strict=True) if has]
+        scale, rope_base, rope_scale = factors
+        left = iter(tensors)
+
+        def compressor(index: int) -> CompressorWeights | None:
+            if index < 0:
+                return None
+            kind, count = list(COMPRESSORS.items())[index]
+            return CompressorWeights(kind, *(next(left) for _ in range(count)))
+
+        q, gates = next(left), next(left)
+        pairs = {tag: (next(left), next(left)) for tag in branches}
+        return cls(
+            q=q,
+            k={tag: k for tag, (k, _) in pairs.items()},
+            v={tag: v for tag, (_, v) in pairs.items()},
+            gates=gates,
+            gate=GATES[gate],
+            phi_k=compressor(k_kind),
+            phi_v=compressor(v_kind),
+            buffers=dict(zip(buffer_names(branches), buffers, strict=True)),
+            lengths=lengths,
+            reached=reached,
+            new_lengths=new_lengths,
+            max_seq_len=max_seq_len,
+            num_heads=num_heads,
+            config=NSAConfig.from_ints(config),
+            scale=scale,
+            rope_base=rope_base,
+            frequencies=next(left, None),
+            rope_scale=rope_scale,
+        )
+
 
 StepFunction = Callable[[StepInputs], tuple[Tensor, Tensor | None]]
-"""Put the tokens into the cache and attend from them to all of it, without waiting for the device.
+"""Add the tokens to the cache and attend from them to all of it, without waiting for the device.
 
-Gives the heads' outputs ``(B, T, Hq * Dv)``, not a number for tokens that found no room, and the selected blocks, int32
-``(B, Hkv, T, n)``, where any are selected. A call may take no more tokens than :data:`MOST_TOKENS` and
-than the cache's ``max_rewind``.
+Returns the heads' outputs ``(B, T, Hq * Dv)``, NaN for tokens without capacity, and the selected blocks, int32
+``(B, Hkv, T, n)``, with the selected branch. A call may take no more tokens than the cache's ``max_rewind`` and
+:data:`flexnsa.attention.queries.STEP_TOKENS`.
 """

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Attended, Call, Compressed, ScoreMod
+from flexnsa.attention.seam import BranchOutput, Call, Compressed, ScoreMod
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within
 from flexnsa.positions import Positions, positions_of
@@ -36,7 +36,7 @@ def _without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Give each query head its own copy of its group's keys: head ``h`` reads head ``h // G``."""
+    """Repeat the keys of each group for its query heads: head ``h`` reads head ``h // G``."""
     return x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
@@ -66,13 +66,13 @@ def _modified(score_mod: ScoreMod | None, scores: Tensor, query: Tensor, key: Te
     return modified.view_as(scores).to(scores.dtype)
 
 
-def _attend(v: Tensor, scores: Tensor, visible: Tensor) -> Attended:
+def _attend(v: Tensor, scores: Tensor, visible: Tensor) -> BranchOutput:
     probs, lse = _softmax(scores, visible)
-    return Attended(probs.to(v.dtype) @ _repeat_heads(v, scores.shape[1]), lse)
+    return BranchOutput(probs.to(v.dtype) @ _repeat_heads(v, scores.shape[1]), lse)
 
 
 def _score_compressed(q: Tensor, k_cmp: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Give the scores of the compressed tokens ``(B, Hq, T, N)`` and which of them are visible, ``(B, 1, T, N)``.
+    """Return the scores of the compressed tokens ``(B, Hq, T, N)`` and which are visible, ``(B, 1, T, N)``.
 
     Visible are those of the own document whose last token is not in the future.
     """
@@ -85,7 +85,7 @@ def _score_compressed(q: Tensor, k_cmp: Tensor, call: Call) -> tuple[Tensor, Ten
 
 
 def _score_tokens(q: Tensor, k: Tensor, positions: Positions | None, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the scores of the tokens ``(B, Hq, T, S)`` and the positions of queries and keys, ``(B, T, 1 or S)``."""
+    """Return the scores of the tokens ``(B, Hq, T, S)`` and the positions of queries and keys, ``(B, T, 1 or S)``."""
     positions = positions_of(q, positions)
     query = (positions.token - positions.start)[..., None]
     key = torch.arange(k.shape[2], device=k.device) - positions.start[..., None]
@@ -99,7 +99,7 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
 
 
 @_without_autocast
-def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
+def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     """Attend to the last ``window_size`` tokens of the document (section 3.3.3)."""
     scores, query, key = _score_tokens(q, k, call.window_positions, call)
     visible = (key >= 0) & (key <= query) & (key > query - call.config.window_size)
@@ -107,7 +107,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
 
 
 @_without_autocast
-def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
+def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
     """Attend to the past tokens of the selected blocks (section 3.3.2)."""
     scores, query, key = _score_tokens(q, k, call.positions, call)
     block = key.div(call.config.select_block_size, rounding_mode="floor")

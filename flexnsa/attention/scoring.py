@@ -54,15 +54,21 @@ def group_probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions:
     return probs.sum(2).masked_fill_(hidden[:, None], 0)
 
 
-def block_scores(probs: Tensor, positions: Positions, *, num_blocks: int, config: NSAConfig) -> Tensor:
-    """Add up the compressed tokens that overlap each block of the query's document, ``(B, Hkv, T, M)`` (Eq. 9)."""
+def block_scores(probs: Tensor, positions: Positions | None, *, num_blocks: int, config: NSAConfig) -> Tensor:
+    """Sum the compressed tokens that overlap each block of the query's document, ``(B, Hkv, T, M)`` (Eq. 9).
+
+    Without ``positions``, all sequences start at token 0, and each block's compressed tokens are at fixed columns.
+    """
     first, weights = overlap_band(config)
     step = config.select_block_size // config.compress_stride
     width = (num_blocks - 1) * step + len(weights)
     num_keys = probs.shape[-1]
 
-    own = torch.arange(first, first + width, device=probs.device) + positions.cmp_start[..., None]
-    own = own.where((own >= positions.cmp_start[..., None]) & (own < num_keys), num_keys).to(torch.int64)[:, None]
-    banded = F.pad(probs, (0, 1)).gather(-1, own.expand(*probs.shape[:3], width))
+    if positions is None:
+        banded = F.pad(probs, (-first, width + first - num_keys))
+    else:
+        own = torch.arange(first, first + width, device=probs.device) + positions.cmp_start[..., None]
+        own = own.where((own >= positions.cmp_start[..., None]) & (own < num_keys), num_keys).to(torch.int64)[:, None]
+        banded = F.pad(probs, (0, 1)).gather(-1, own.expand(*probs.shape[:3], width))
     blocks = (banded[..., o : o + (num_blocks - 1) * step + 1 : step] * weight for o, weight in enumerate(weights))
     return functools.reduce(Tensor.add_, blocks)

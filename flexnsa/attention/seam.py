@@ -1,7 +1,7 @@
-"""The contract between those who call attention and those who compute it: a table of four typed functions.
+"""The interface between callers of attention and its kernels: a table of four typed functions.
 
-An :class:`Implementation` knows nothing of layers, caches and checks; its callers know nothing of kernels. All that
-the branches of one call share stands in its :class:`Call`.
+An :class:`Implementation` depends on no layers, caches or checks; its callers depend on no kernels. Everything that the
+branches of one call share is in its :class:`Call`.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Keys:
 
 
 def given(x: T | None) -> T:
-    """Take what is known to be given, as was checked."""
+    """Return an argument that a check has found not to be None."""
     assert x is not None
     return x
 
 
-class Attended(NamedTuple):
+class BranchOutput(NamedTuple):
     """Output of a branch.
 
     ``out (B, Hq, T, Dv)`` in the dtype of q; ``lse (B, Hq, T)``, natural log, fp32 or wider, None where an
@@ -70,9 +70,9 @@ class Attended(NamedTuple):
 
 
 class Compressed(NamedTuple):
-    """Output of the compressed branch, and what it leaves for the selection: one of the two, or neither.
+    """Output of the compressed branch, with its lse or the importance of blocks for the selection, or neither.
 
-    ``out`` and ``lse`` as in :class:`Attended`; ``importance`` fp32 ``(B, Hkv, T, M)``, the scores of the blocks.
+    ``out`` and ``lse`` as in :class:`BranchOutput`; ``importance`` fp32 ``(B, Hkv, T, M)``, the scores of the blocks.
     """
 
     out: Tensor
@@ -85,26 +85,26 @@ CompressedBranch = Callable[[Tensor, Tensor, Tensor, Call], Compressed]
 
 Selector = Callable[[Tensor, Tensor, Call, Tensor | None, Tensor | None], Tensor]
 """``(q, k_cmp, call, lse, importance)``: choose ``n`` blocks for each query, int32 ``(B, Hkv, T, n)`` (NSA paper, Eq. 8
-to 12), without a gradient. The last two are of the same implementation's compressed branch, where they are at hand.
+to 12), without a gradient. The last two come from the same implementation's compressed branch, or are None.
 """
 
-SelectedBranch = Callable[[Tensor, Tensor, Tensor, Tensor, Call], Attended]
+SelectedBranch = Callable[[Tensor, Tensor, Tensor, Tensor, Call], BranchOutput]
 """``(q, k, v, block_indices, call)``: attend to the past tokens of the selected blocks (NSA paper, section 3.3.2)."""
 
-WindowBranch = Callable[[Tensor, Tensor, Tensor, Call], Attended]
+WindowBranch = Callable[[Tensor, Tensor, Tensor, Call], BranchOutput]
 """``(q, k, v, call)``: attend to the last ``w`` tokens, at ``call.window_positions`` (NSA paper, section 3.3.3)."""
 
 InputCheck = Callable[[str, Tensor], None]
-"""``(name, x)``: refuse by its name, in a :class:`ValueError`, a tensor that an implementation cannot take."""
+"""``(name, x)``: raise a :class:`ValueError` that names a tensor which an implementation cannot take."""
 
 
 def accept(name: str, x: Tensor) -> None:
-    """Take any tensor that is floating and of the right shape, as the public functions have made sure."""
+    """Accept every tensor; the public functions have checked its dtype and shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """One way to compute Native Sparse Attention; another kernel for a branch replaces one cell.
+    """One way to compute Native Sparse Attention; another kernel for a branch replaces one field.
 
     Args:
         compressed: see ``CompressedBranch``.
@@ -114,8 +114,8 @@ class Implementation:
         check_input: see ``InputCheck``.
         cpu_backward: whether there is a backward pass on a CPU.
         takes_mods: whether a score_mod may be given.
-        step: puts a few new tokens into a cache and attends from them at once, see ``StepFunction``; None where that
-            goes branch by branch.
+        step: adds a few new tokens to a cache and computes all branches in one call, see ``StepFunction``; None
+            where steps are computed branch by branch.
     """
 
     compressed: CompressedBranch
@@ -128,14 +128,14 @@ class Implementation:
     step: StepFunction | None = None
 
     def check(self, **inputs: Tensor | None) -> None:
-        """Refuse inputs that no branch could take, by their names, before any work is done."""
+        """Check named inputs before any work is done; raise for those that no branch could take."""
         for name, x in inputs.items():
             if x is not None:
                 self.check_input(name, x)
 
 
 class NSAAux(NamedTuple):
-    """What the branches produced on the way; ``None`` for what was not computed.
+    """Intermediate results of the branches; ``None`` for those not computed.
 
     ``block_indices`` int32 ``(B, Hkv, S, n)``; ``out_*`` ``(B, Hq, S, Dv)``; ``lse_cmp`` fp32 ``(B, Hq, S)``.
     """

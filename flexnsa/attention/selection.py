@@ -10,14 +10,14 @@ from torch import Tensor
 
 from flexnsa.attention.scoring import block_scores, group_probabilities
 from flexnsa.attention.seam import Call
-from flexnsa.attention.threads import grouped, heads_at_once, repeated, side_by_side
+from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
 from flexnsa.config import NSAConfig
-from flexnsa.custom_ops import opaque_operator
 from flexnsa.geometry import blocks_within, num_compressed
+from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions, positions_of
 
 Probabilities = Callable[[Tensor, Tensor, Tensor | None, Positions, Call], Tensor]
-"""Of ``q, k_cmp, lse``, the queries' positions and the call: ``p_cmp`` summed over a group, ``(B, Hkv, T, N)``."""
+"""``(q, k_cmp, lse, positions, call)``: ``p_cmp`` summed over each group, ``(B, Hkv, T, N)``."""
 
 CHUNK = 256
 """Queries scored at a time: peak memory is ``B * Hq * CHUNK * N`` scores."""
@@ -53,7 +53,7 @@ def select_in_chunks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -
     """Score and choose the blocks of every query, int32 ``(B, Hkv, T, n)``, without a gradient.
 
     One opaque operator to the compiler: its loop neither unrolls nor breaks the graph, and a checkpointing policy can
-    save its result instead of selecting anew.
+    save its result instead of selecting again.
     """
     positions = positions_of(q, call.positions)
     q, k_cmp, lse = q.detach(), k_cmp.detach(), None if lse is None else lse.detach()
@@ -69,7 +69,7 @@ def select_with_mod(
     probabilities: Probabilities = group_probabilities,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """As :func:`select_in_chunks`, in the open: an operator takes no functions. A compiler unrolls the loop.
+    """As :func:`select_in_chunks`, but not as an operator, which takes no functions: a compiler unrolls the loop.
 
     Args:
         q: ``(B, Hq, T, Dk)``.
@@ -109,7 +109,7 @@ def _select_in_chunks(
         grouped(k_cmp, *(x for x in (q, lse) if x is not None)),
     )
     views = (next(per_head), k_cmp, chosen, *per_token, *per_head)
-    side_by_side(select, views, heads_at_once(q, k_cmp, CHUNK))
+    run_heads_in_threads(select, views, heads_at_once(q, k_cmp, CHUNK))
     return chosen
 
 
@@ -130,7 +130,7 @@ def _(
 
 @opaque_operator("selection_with_mod")
 def _selection_with_mod(block_indices: Tensor) -> Tensor:
-    """Give a selection a name by which a checkpointing policy knows what to save."""
+    """Copy a selection by an operator, whose name tells a checkpointing policy what to save."""
     return block_indices.clone()
 
 
@@ -161,7 +161,7 @@ def _select(
 
 
 def _keys_until(positions: Positions, num_keys: int, config: NSAConfig) -> int:
-    """Bound the compressed keys that are in no query's future, by a look at the queries where one costs nothing."""
+    """Bound the compressed keys that any query sees, by the largest position where reading it needs no wait."""
     if torch.compiler.is_compiling() or positions.token.is_cuda:
         return num_keys
     return num_compressed(int(positions.token.max()) + 1, config)

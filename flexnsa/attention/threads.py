@@ -1,4 +1,4 @@
-"""Heads side by side: each runs on threads of its own, because many small operations gain little from many threads."""
+"""Runs heads on threads of their own on a CPU, because many small operations gain little from many threads each."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-FEWEST_QUERIES = 256
-"""Fewer are done before threads have started."""
+from flexnsa.attention.queries import THREADED_QUERIES
+
 ROWS = 384
-"""Heads are taken together until a chunk of their queries has so many rows: products of fewer are slow."""
+"""Rows of queries that a chunk of heads should have: products of fewer are slow."""
 
 
 def grouped(k: Tensor, *tensors: Tensor) -> Iterator[Tensor]:
-    """View what query heads own, ``(B, Hq, ...)``, by the key heads ``(B, Hkv, ...)`` that they share."""
+    """View tensors of query heads, ``(B, Hq, ...)``, by the key heads ``(B, Hkv, ...)`` that they share."""
     return (torch.unflatten(x, 1, (k.shape[1], -1)) for x in tensors)
 
 
 def repeated(k: Tensor, *tensors: Tensor) -> Iterator[Tensor]:
-    """View what belongs to tokens, ``(B or 1, T)``, as if each of the key heads ``(B, Hkv, ...)`` had its own."""
+    """View tensors of tokens, ``(B or 1, T)``, as if each of the key heads ``(B, Hkv, ...)`` had its own."""
     return (x[:, None].expand(*k.shape[:2], -1) for x in tensors)
 
 
@@ -31,11 +31,11 @@ def heads_at_once(q: Tensor, k: Tensor, chunk_size: int) -> int:
     return max(1, ROWS // max(1, q.shape[1] // k.shape[1] * min(chunk_size, q.shape[2])))
 
 
-def side_by_side(work: Callable[..., None], views: Sequence[Tensor], size: int) -> None:
-    """Call ``work(*views)`` on one part of the heads after the other, or on several at once; it writes to the views.
+def run_heads_in_threads(work: Callable[..., None], views: Sequence[Tensor], size: int) -> None:
+    """Call ``work(*views)`` for each part of the heads, several at once where that is faster; it writes to the views.
 
     Args:
-        work: takes the views ``(b, h, ...)`` of some heads; nothing that it does has a gradient.
+        work: takes the views ``(b, h, ...)`` of some heads, and computes no gradient.
         views: each ``(B, Hkv, ...)``, the first ``(B, Hkv, G, T, ...)``.
         size: heads a part.
     """
@@ -48,11 +48,11 @@ def side_by_side(work: Callable[..., None], views: Sequence[Tensor], size: int) 
     ]
 
     def work_on(part: tuple[slice, slice]) -> None:
-        with torch.no_grad():  # a new thread does not know what its starter has switched off
+        with torch.no_grad():  # a new thread does not inherit this mode
             work(*(x[part] for x in views))
 
     threads = torch.get_num_threads()
-    pays = views[0].device.type == "cpu" and queries >= FEWEST_QUERIES and _thread_setters()
+    pays = views[0].device.type == "cpu" and queries >= THREADED_QUERIES and _thread_setters()
     workers = min(threads, len(parts)) if pays else 1
     if workers == 1:
         for part in parts:
@@ -63,21 +63,21 @@ def side_by_side(work: Callable[..., None], views: Sequence[Tensor], size: int) 
 
 
 def _limit_this_thread(number: int) -> None:
-    """Give the operations of the calling thread so many threads, and no other thread another number.
+    """Set the number of threads of the calling thread's operations, and of no other thread's.
 
-    ``torch.set_num_threads`` would also set what threads begin with that are still to come, anybody's.
+    ``torch.set_num_threads`` would also set the initial number of all threads that start later.
     """
-    torch.get_num_threads()  # at the first question a thread takes the number it begins with: ours comes after
+    torch.get_num_threads()  # the first call sets the thread's initial number, which ours then replaces
     for set_threads in _thread_setters():
         set_threads(number)
 
 
 @functools.cache
 def _thread_setters() -> tuple[Callable[[int], object], ...]:
-    """Find what sets a thread's own number in the OpenMP that torch is linked with, and in MKL where it is.
+    """Return the functions that set a thread's own number in the OpenMP, and MKL, that torch is linked with.
 
-    Nothing where torch computes without OpenMP or where a library does not tell what it is linked with, as on Windows:
-    there heads go one after the other.
+    Empty where torch has no OpenMP, or where a library does not export what it is linked with, as on Windows: there
+    heads run one after the other.
     """
     library = ctypes.CDLL(torch._C.__file__)  # pyright: ignore[reportPrivateUsage]
     names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")

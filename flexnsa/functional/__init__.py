@@ -1,4 +1,4 @@
-"""The public functions: check the arguments, choose the implementation, let it attend."""
+"""The public functions: each checks its arguments, chooses the implementation and calls it."""
 
 from flexnsa.functional.attention import native_sparse_attention
 from flexnsa.functional.branches import compressed_attention, selected_attention, sliding_window_attention

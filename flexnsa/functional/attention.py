@@ -1,4 +1,4 @@
-"""The whole of Native Sparse Attention: the gated sum of its branches."""
+"""Native Sparse Attention: the gated sum of its branches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from flexnsa.argument_checks import (
+from flexnsa.attention.seam import Keys, NSAAux
+from flexnsa.attention.table import attend
+from flexnsa.checks.calls import (
     Sizes,
     check_branches,
     check_keys,
@@ -17,13 +19,11 @@ from flexnsa.argument_checks import (
     checked_selection,
     count_tokens,
 )
-from flexnsa.attention.implementations import attend
-from flexnsa.attention.seam import Keys, NSAAux
+from flexnsa.checks.primitives import check_floating, check_tensor, check_type, describe
 from flexnsa.config import NSAConfig
-from flexnsa.functional.calls import prepare, stand
+from flexnsa.functional.calls import locate_queries, prepare
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
-from flexnsa.validation import check_floating, check_tensor, check_type, describe
 
 
 @overload
@@ -94,47 +94,48 @@ def native_sparse_attention(
     recompute: Sequence[str] = (),
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, NSAAux]:
-    """Causal Native Sparse Attention: the gated sum of three branches (NSA paper, Eq. 5).
+    """Compute causal Native Sparse Attention: the gated sum of three branches (NSA paper, Eq. 5).
 
     Args:
         q: queries ``(B, Hq, S, Dk)``.
-        k: keys of the selected branch ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``. ``None`` where no branch reads it.
+        k: keys of the selected branch ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``. ``None`` if no branch reads them.
         v: values of the selected branch ``(B, Hkv, S, Dv)``, likewise.
         gates: ``(B, Hq, S, 3)``, any floating dtype; columns are compressed, selected, window.
-        k_cmp: compressed keys ``(B, Hkv, N, Dk)``; ``None`` where neither ``cmp`` nor a selection needs them.
+        k_cmp: compressed keys ``(B, Hkv, N, Dk)``; ``None`` if neither ``cmp`` nor the selection reads them.
         v_cmp: compressed values ``(B, Hkv, N, Dv)``; ``None`` without the ``cmp`` branch.
-        k_win: keys of the window, as k, which is the default.
-        v_win: values of the window, as v, which is the default.
+        k_win: keys of the window, shaped as k; by default k.
+        v_win: values of the window, shaped as v; by default v.
         config: sizes of the branches.
         scale: factor on the scores, by default ``Dk ** -0.5``.
-        block_indices: int32 ``(B, Hkv, S, n)``, ascending, unique, padded with -1: use these blocks, select none.
-        document_ids: int ``(B, S)``, non-decreasing: the document of each token of a packed row. Each document is
-            then attended to as if it stood alone; k_cmp and v_cmp list the documents' compressed tokens one after
-            the other (:func:`flexnsa.masks.document.first_tokens` says where each begins), and block numbers count
-            from the document's start.
-        positions: int ``(T,)`` or ``(B, T)``, increasing: q and gates are of ``T`` queries only, which stand at these
-            of the ``S`` tokens; ``T`` is then read for ``S`` in all that has a row for each query, the output too. Rows
-            and gradients are those of the whole call. On CUDA the values are not looked at;
-            :func:`flexnsa.check_positions` does.
-        score_mod: ``(score, b, h, q_idx, kv_idx)`` to a score, for every pair in every branch and in the scoring of
-            blocks. ``score`` has the scale in it, ``h`` is a query head, and the indices are token positions counted
-            from the document's first token; a compressed token stands at its last. ``kv_idx <= q_idx`` always. Tensors
-            that it captures get gradients, except from flex on a CPU, which has none. With flex, scoring is then plain
-            products of a chunk of queries, a loop that ``torch.compile`` unrolls; with sdpa nothing of it is compiled.
-        mask_mod: ``(b, h, q_idx, kv_idx)`` to bool, likewise: False bans a key that the branch would show. A query all
-            of whose keys are banned has output 0.
+        block_indices: int32 ``(B, Hkv, S, n)``, ascending, unique, padded with -1: attend to these blocks instead of
+            selecting some.
+        document_ids: int ``(B, S)``, never decreasing: the document of each token of packed sequences. Each document
+            is attended to as if it were alone. k_cmp and v_cmp are then the compressed tokens of one document after the
+            other, which start at :func:`flexnsa.masks.document.first_tokens`, and block indices count from the
+            document's start.
+        positions: int ``(T,)`` or ``(B, T)``, increasing: q and gates hold only the queries at these ``T`` of the ``S``
+            tokens. Per-query tensors, output included, then have length ``T``. Outputs and gradients are those of the
+            whole call. Values are not checked on CUDA; call :func:`flexnsa.check_positions` for that.
+        score_mod: ``(score, b, h, q_idx, kv_idx)`` to a score, applied in every branch and when blocks are scored.
+            ``score`` includes the scale, ``h`` is a query head, and the indices are token positions counted from the
+            document's first token; that of a compressed token is its last token's. ``kv_idx <= q_idx`` always holds.
+            Tensors that it captures get gradients, except from flex on a CPU, which has none. With flex, blocks are
+            scored by plain products of chunks of queries, a loop that ``torch.compile`` unrolls; with sdpa no part of
+            the attention is compiled.
+        mask_mod: ``(b, h, q_idx, kv_idx)`` to bool, with the same indices: False bans a key that the branch would show.
+            A query whose keys are all banned has output 0.
         branches: any of ``cmp``, ``slc``, ``win``; the others are neither computed nor added.
-        impl: ``"flex"``, ``"triton"``, ``"sdpa"`` or ``"reference"``; ``"auto"`` is sdpa where there is no CUDA, and
-            there triton, or flex with a mod or a head dimension above 256.
+        impl: ``"flex"``, ``"triton"``, ``"sdpa"`` or ``"reference"``. ``"auto"`` is sdpa without CUDA; on CUDA it is
+            triton, or flex with a mod or a head dimension above 256.
         return_aux: return ``(out, NSAAux)``.
-        recompute: any of ``branches``, to run once more in backward: neither their outputs nor what their kernels keep
-            then waits for it, only q, keys, values and gates. Blocks are selected once all the same.
+        recompute: any of ``branches``, to compute again in backward: only q, keys, values and gates are kept for it,
+            neither the branches' outputs nor what their kernels save. Blocks are still selected only once.
 
     Returns:
         ``out (B, Hq, S, Dv)`` in the dtype of q.
 
     Raises:
-        TypeError: an argument is not of its kind.
+        TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
     check_type("config", config, NSAConfig)
@@ -166,8 +167,9 @@ def native_sparse_attention(
         if "slc" not in branches:
             raise ValueError(f"block_indices: expected None without the slc branch, got {describe(block_indices)}")
         block_indices = checked_selection(q, block_indices, sizes.heads, length, config)
-    where = stand(q, config, document_ids, positions, length)
-    implementation, call = prepare(q, config, scale, where, score_mod, mask_mod, impl)
+    v_any = next((x for x in (v, v_win, v_cmp) if x is not None), None)
+    where = locate_queries(q, config, document_ids, positions, length)
+    implementation, call = prepare(q, config, scale, where, score_mod, mask_mod, impl, v_any)
     keys = Keys(k_cmp, v_cmp, k, v, k_win, v_win)
     out, aux = attend(
         implementation, q, keys, gates, call, block_indices=block_indices, branches=branches, recompute=recompute

@@ -1,15 +1,15 @@
-"""Each branch alone: compressed tokens, selected blocks, the window."""
+"""Each branch on its own: compressed tokens, selected blocks, sliding window."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from flexnsa.argument_checks import check_keys, check_queries, checked_selection
+from flexnsa.checks.calls import check_keys, check_queries, checked_selection
+from flexnsa.checks.primitives import check_type
 from flexnsa.config import NSAConfig
-from flexnsa.functional.calls import prepare, stand
+from flexnsa.functional.calls import locate_queries, prepare
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
-from flexnsa.validation import check_type
 
 
 def compressed_attention(
@@ -24,13 +24,13 @@ def compressed_attention(
     mask_mod: MaskMod | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend to the compressed tokens that lie wholly in the past (NSA paper, section 3.3.1).
+    """Attend to the compressed tokens of which all tokens are in the past (NSA paper, section 3.3.1).
 
     Args:
         q: ``(B, Hq, S, Dk)``.
         k_cmp: ``(B, Hkv, N, Dk)``, ``N = max(0, (S - l) // d + 1)``.
         v_cmp: ``(B, Hkv, N, Dv)``.
-        config: gives ``l`` and ``d``.
+        config: provides ``l`` and ``d``.
         scale: factor on the scores, by default ``Dk ** -0.5``.
         document_ids: as in :func:`native_sparse_attention`.
         score_mod: as in :func:`native_sparse_attention`.
@@ -39,16 +39,17 @@ def compressed_attention(
 
     Returns:
         ``(out, lse)``: ``(B, Hq, S, Dv)`` and ``(B, Hq, S)``, natural log, fp32; 0 and ``-inf`` for the first
-        ``l - 1`` queries, which see nothing. lse is ``None`` where flex runs on a CPU, which has none.
+        ``l - 1`` queries, which see no key. lse is ``None`` from flex on a CPU, which has none.
 
     Raises:
-        TypeError: an argument is not of its kind.
+        TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
     check_type("config", config, NSAConfig)
     check_queries(q)
     check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_compressed(q.shape[2], config))
-    implementation, call = prepare(q, config, scale, stand(q, config, document_ids), score_mod, mask_mod, impl)
+    where = locate_queries(q, config, document_ids)
+    implementation, call = prepare(q, config, scale, where, score_mod, mask_mod, impl, v_cmp)
     implementation.check(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
     out, lse, _ = implementation.compressed(q, k_cmp, v_cmp, call)
     return out, lse
@@ -73,8 +74,8 @@ def selected_attention(
         q: ``(B, Hq, S, Dk)``.
         k: ``(B, Hkv, S, Dk)``.
         v: ``(B, Hkv, S, Dv)``.
-        block_indices: int32 ``(B, Hkv, S, n)``, ascending, unique, padded with -1, as :func:`select_blocks` gives.
-        config: gives ``l'``.
+        block_indices: int32 ``(B, Hkv, S, n)``, ascending, unique, padded with -1, as from :func:`select_blocks`.
+        config: provides ``l'``.
         scale: factor on the scores, by default ``Dk ** -0.5``.
         document_ids: as in :func:`native_sparse_attention`.
         score_mod: as in :func:`native_sparse_attention`.
@@ -83,17 +84,18 @@ def selected_attention(
 
     Returns:
         ``(out, lse)``: ``(B, Hq, S, Dv)`` and ``(B, Hq, S)``, natural log, fp32; 0 and ``-inf`` for a query without a
-        block. lse is ``None`` where flex runs on a CPU, which has none.
+        block. lse is ``None`` from flex on a CPU, which has none.
 
     Raises:
-        TypeError: an argument is not of its kind.
+        TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
     check_type("config", config, NSAConfig)
     check_queries(q)
     sizes = check_keys(q, k, v, ("k", "v"), q.shape[2])
     block_indices = checked_selection(q, block_indices, sizes.heads, q.shape[2], config)
-    implementation, call = prepare(q, config, scale, stand(q, config, document_ids), score_mod, mask_mod, impl)
+    where = locate_queries(q, config, document_ids)
+    implementation, call = prepare(q, config, scale, where, score_mod, mask_mod, impl, v)
     implementation.check(q=q, k=k, v=v)
     return implementation.selected(q, k, v, block_indices, call)
 
@@ -116,7 +118,7 @@ def sliding_window_attention(
         q: ``(B, Hq, S, Dk)``.
         k: ``(B, Hkv, S, Dk)``.
         v: ``(B, Hkv, S, Dv)``.
-        config: gives ``w``.
+        config: provides ``w``.
         scale: factor on the scores, by default ``Dk ** -0.5``.
         document_ids: as in :func:`native_sparse_attention`.
         score_mod: as in :func:`native_sparse_attention`.
@@ -124,16 +126,17 @@ def sliding_window_attention(
         impl: as in :func:`native_sparse_attention`.
 
     Returns:
-        ``(out, lse)``: ``(B, Hq, S, Dv)`` and ``(B, Hq, S)``, natural log, fp32. lse is ``None`` where flex runs on a
-        CPU, which has none.
+        ``(out, lse)``: ``(B, Hq, S, Dv)`` and ``(B, Hq, S)``, natural log, fp32. lse is ``None`` from flex on a CPU,
+        which has none.
 
     Raises:
-        TypeError: an argument is not of its kind.
+        TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
     check_type("config", config, NSAConfig)
     check_queries(q)
     check_keys(q, k, v, ("k", "v"), q.shape[2])
-    implementation, call = prepare(q, config, scale, stand(q, config, document_ids), score_mod, mask_mod, impl)
+    where = locate_queries(q, config, document_ids)
+    implementation, call = prepare(q, config, scale, where, score_mod, mask_mod, impl, v)
     implementation.check(q=q, k=k, v=v)
     return implementation.window(q, k, v, call)

@@ -1,18 +1,18 @@
-"""Which blocks matter to a query: scores of all of them, and the best ones."""
+"""Selection on its own: the scores of all blocks, and the indices of the selected ones."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flexnsa.argument_checks import check_compressed_keys, check_queries
 from flexnsa.attention.scoring import block_scores, group_probabilities
+from flexnsa.checks.calls import check_compressed_keys, check_queries
+from flexnsa.checks.primitives import check_positive_int, check_tensor, check_type
 from flexnsa.config import NSAConfig
-from flexnsa.functional.calls import prepare, stand
+from flexnsa.functional.calls import locate_queries, prepare
 from flexnsa.geometry import num_blocks
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.positions import Positions
-from flexnsa.validation import check_positive_int, check_tensor, check_type
 
 
 def block_importance(
@@ -30,7 +30,7 @@ def block_importance(
     Args:
         q: ``(B, Hq, T, Dk)``, the last ``T`` queries of the sequence.
         k_cmp: ``(B, Hkv, N, Dk)``, ``N`` as of ``seq_len``.
-        config: gives ``l``, ``d`` and ``l'``.
+        config: provides ``l``, ``d`` and ``l'``.
         seq_len: tokens of the sequence, by default ``T``.
         scale: factor on the scores, by default ``Dk ** -0.5``.
         score_mod: as in :func:`native_sparse_attention`.
@@ -40,7 +40,7 @@ def block_importance(
         fp32 ``(B, Hkv, T, M)``, ``M = ceil(seq_len / l')``; blocks that a query cannot see score 0.
 
     Raises:
-        TypeError: an argument is not of its kind.
+        TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
     check_type("config", config, NSAConfig)
@@ -70,13 +70,13 @@ def select_blocks(
     mask_mod: MaskMod | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Choose the ``n`` blocks that each query will attend to (NSA paper, Eq. 8 to 12); never differentiated.
+    """Select the ``n`` blocks that each query attends to (NSA paper, Eq. 8 to 12); never differentiated.
 
     Args:
         q: ``(B, Hq, S, Dk)``.
         k_cmp: ``(B, Hkv, N, Dk)``.
-        config: gives the block sizes, ``n`` and the forced blocks.
-        lse: of :func:`compressed_attention` with the same q, k_cmp and scale; saves computing it again.
+        config: provides the block sizes, ``n`` and the forced blocks.
+        lse: from :func:`compressed_attention` with the same q, k_cmp and scale, so that it is not computed again.
         scale: factor on the scores, by default ``Dk ** -0.5``.
         document_ids: as in :func:`native_sparse_attention`.
         score_mod: as in :func:`native_sparse_attention`.
@@ -84,11 +84,11 @@ def select_blocks(
         impl: as in :func:`native_sparse_attention`.
 
     Returns:
-        int32 ``(B, Hkv, S, n)``: block numbers ascending, padded with -1; the heads of a group share them. Forced are
-        the first ``num_init_blocks`` and the last ``num_local_blocks``; a tie goes to the lower index.
+        int32 ``(B, Hkv, S, n)``: ascending block indices, padded with -1, shared by the heads of a group. The first
+        ``num_init_blocks`` and the last ``num_local_blocks`` are always selected. A tie goes to the lower index.
 
     Raises:
-        TypeError: an argument is not of its kind.
+        TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
     check_type("config", config, NSAConfig)
@@ -96,5 +96,6 @@ def select_blocks(
     check_compressed_keys(q, k_cmp, q.shape[2], config)
     if lse is not None:
         check_tensor("lse", lse, tuple(q.shape[:3]), like=q, dtype=torch.promote_types(q.dtype, torch.float32))
-    implementation, call = prepare(q, config, scale, stand(q, config, document_ids), score_mod, mask_mod, impl)
+    implementation, call = prepare(q, config, scale, locate_queries(q, config, document_ids), score_mod, mask_mod, impl)
+    implementation.check(q=q.detach(), k_cmp=k_cmp.detach())
     return implementation.select(q, k_cmp, call, lse, None)

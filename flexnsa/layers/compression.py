@@ -1,8 +1,8 @@
 """Compression: one key (or value) for every block of ``l`` tokens, a new block every ``d`` (section 3.3.1, Eq. 7).
 
-All compressors map ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``, heads apart but with the same weights. ``d`` divides
-``l``, so a block is ``l / d`` neighbouring segments; a linear map of overlapping blocks is then a sum of maps of
-segments, each computed once, and the blocks themselves are never laid out in memory.
+All compressors map ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``, each head separately with the same weights. ``d`` divides
+``l``, so a block consists of ``l / d`` segments. A linear projection of overlapping blocks is then a sum of projections
+of segments. Each is computed once, and the blocks are never stored.
 """
 
 from __future__ import annotations
@@ -11,19 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexnsa.attention.decoding import Phi
+from flexnsa.attention.decoding import CompressorWeights
+from flexnsa.checks.primitives import (
+    check_integers,
+    check_like_weight,
+    check_positive_int,
+    check_tensor,
+    check_type,
+    may_look,
+)
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.layers.projection import has_no_hooks, is_dense, is_plain
 from flexnsa.layers.spread import whole, write
-from flexnsa.validation import check_integers, check_positive_int, check_tensor, check_type, check_weighed, may_look
 
 
 def _segments(x: Tensor, config: NSAConfig) -> Tensor:
-    """Cut the tokens into segments of ``d``, ``(B, Hkv, S // d + 1, d, D)``; the last is filled up with zeros.
+    """Split the tokens into segments of ``d``, ``(B, Hkv, S // d + 1, d, D)``; the last is padded with zeros.
 
-    With two segments of padding no slice ever takes a whole dimension: one that sometimes did would cost a compiler of
-    dynamic lengths a second graph.
+    With two segments of padding no slice ever spans a whole dimension. One that sometimes did would make
+    ``torch.compile`` of dynamic lengths build a second graph.
     """
     stride = config.compress_stride
     count = x.shape[2] // stride + 1
@@ -31,30 +38,30 @@ def _segments(x: Tensor, config: NSAConfig) -> Tensor:
 
 
 def _add_neighbours(parts: Tensor, count: int) -> Tensor:
-    """Sum the segments of ``count`` blocks: ``parts[..., s, p, :]`` is segment ``s`` as part ``p`` of a block."""
+    """Sum the parts of ``count`` blocks: ``parts[..., s, p, :]`` is segment ``s`` as part ``p`` of block ``s - p``."""
     first, *others = (parts[..., p : p + count, p, :] for p in range(parts.shape[-2]))
     return sum(others, first)
 
 
 def _blocks(x: Tensor, first_tokens: Tensor, config: NSAConfig) -> Tensor:
-    """Lay out the blocks of packed documents, which may begin anywhere, ``(B, Hkv, N, l, D)``."""
+    """Gather the blocks of packed documents, which may start anywhere, ``(B, Hkv, N, l, D)``."""
     token = first_tokens[..., None] + torch.arange(config.compress_block_size, device=x.device)
     index = token.flatten(1)[:, None, :, None].to(torch.int64).expand(-1, x.shape[1], -1, x.shape[3])
     return torch.unflatten(x.gather(2, index), 2, token.shape[1:])
 
 
 def average_blocks(x: Tensor, first_tokens: Tensor | None, config: NSAConfig) -> Tensor:
-    """Average the blocks of ``x (B, Hkv, S, D)``, which begin every ``d`` or at ``first_tokens (B, N)``."""
+    """Average the blocks of ``x (B, Hkv, S, D)``, which start every ``d`` or at ``first_tokens (B, N)``."""
     if first_tokens is not None:
         return _blocks(x, first_tokens, config).mean(3)
     return _join_means(_segments(x, config).mean(3), x.shape[2], config)
 
 
-def average_kept_blocks(x: Tensor, config: NSAConfig) -> Tensor:
-    """Average the blocks of keys ``x (B, Hkv, S, D)`` that were kept, as :func:`average_blocks` does those of rows.
+def average_cached_blocks(x: Tensor, config: NSAConfig) -> Tensor:
+    """Average the blocks of cached keys ``x (B, Hkv, S, D)`` like :func:`average_blocks`, without padding them.
 
-    It reads them once: where few queries wait for them, a copy would take longer than all else. For that, a compiler of
-    dynamic lengths makes a second graph.
+    With few queries a padded copy of all keys would take longer than everything else. The price is a second graph when
+    ``torch.compile`` takes dynamic lengths.
     """
     stride = config.compress_stride
     count = x.shape[2] // stride
@@ -64,23 +71,23 @@ def average_kept_blocks(x: Tensor, config: NSAConfig) -> Tensor:
 
 
 def _join_means(means: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
-    """Average the means of segments, ``(B, Hkv, S // d or more, D)``, to those of blocks."""
+    """Average the means of segments, ``(B, Hkv, S // d or more, D)``, into the means of blocks."""
     size = config.compress_block_size // config.compress_stride
     parts = means.unsqueeze(-2).expand(*means.shape[:-1], size, -1)
     return _add_neighbours(parts, num_compressed(num_tokens, config)) / size
 
 
 class MeanCompressor(nn.Module):
-    """Average each block; no parameters.
+    """Compressor that averages each block, without parameters.
 
     Args:
         num_kv_heads: ``Hkv``.
-        head_dim: ``D`` of what is compressed, keys or values.
-        config: gives ``l`` and ``d``.
+        head_dim: ``D`` of the keys or values to compress.
+        config: provides ``l`` and ``d``.
 
     Raises:
-        TypeError: an argument is not of its kind; so too when called.
-        ValueError: a size is out of range, or when called, a tensor is of another shape, dtype or device.
+        TypeError: an argument has the wrong type, here or in a call.
+        ValueError: a size is out of range; in a call, a tensor has the wrong shape, dtype or device.
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig) -> None:
@@ -90,21 +97,21 @@ class MeanCompressor(nn.Module):
         self.config = config
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
-        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks begin every ``d`` or at ``first_tokens (B, N)``."""
+        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks start every ``d`` or at ``first_tokens (B, N)``."""
         _check_input(x, first_tokens, self.shape, self.config)
         return average_blocks(x, first_tokens, self.config)
 
     def reset_parameters(self) -> None:
-        """Do nothing: there is nothing to draw."""
+        """Do nothing: there are no parameters."""
 
     def begin_as_mean(self) -> None:
-        """Do nothing: it is the mean already."""
+        """Do nothing: this is the mean already."""
 
 
 class LinearCompressor(nn.Module):
-    """Map each block, its intra-block position encoding added, to one vector by a learned matrix.
+    """Compressor that maps each block, with intra-block position encoding added, to one vector by a learned matrix.
 
-    Arguments and errors as of :class:`MeanCompressor`.
+    Arguments and errors are those of :class:`MeanCompressor`.
     """
 
     begins_as_mean = False
@@ -116,28 +123,29 @@ class LinearCompressor(nn.Module):
         self.project = BlockLinear(head_dim, head_dim, config)
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
-        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks begin every ``d`` or at ``first_tokens (B, N)``."""
+        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks start every ``d`` or at ``first_tokens (B, N)``."""
         _check_input(x, first_tokens, self.shape, self.project.config, self.project.weight)
         return self.project(x, first_tokens)
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, or begin as the mean anew."""
+        """Initialise the weights, as the mean if that was chosen before."""
         self.project.reset_parameters()
         if self.begins_as_mean:
             self.begin_as_mean()
 
     @torch.no_grad()
     def begin_as_mean(self) -> None:
-        """Set the weights to those of the mean of a block, to learn from there; resetting does so again."""
+        """Initialise the weights as the mean of a block, also whenever they are reset."""
         self.project.position.zero_()
         write(self.project.weight, self.project.mean_weight())
         self.begins_as_mean = True
 
 
 class MLPCompressor(nn.Module):
-    """Map each block, its intra-block position encoding added, to one vector by a two-layer MLP (the paper's choice).
+    """Compressor that maps each block, with intra-block position encoding added, to one vector by a two-layer MLP.
 
-    ``hidden_dim`` defaults to ``4 * head_dim``; other arguments and errors as of :class:`MeanCompressor`.
+    It is the paper's choice. ``hidden_dim`` defaults to ``4 * head_dim``; other arguments and errors are those of
+    :class:`MeanCompressor`.
     """
 
     begins_as_mean = False
@@ -152,12 +160,12 @@ class MLPCompressor(nn.Module):
         self.out = nn.Linear(hidden_dim, head_dim, bias=False)
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
-        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks begin every ``d`` or at ``first_tokens (B, N)``."""
+        """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks start every ``d`` or at ``first_tokens (B, N)``."""
         _check_input(x, first_tokens, self.shape, self.project.config, self.project.weight)
         return self.out(F.silu(self.project(x, first_tokens)))
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, or begin as the mean anew."""
+        """Initialise the weights, as the mean if that was chosen before."""
         self.project.reset_parameters()
         self.out.reset_parameters()
         if self.begins_as_mean:
@@ -165,10 +173,10 @@ class MLPCompressor(nn.Module):
 
     @torch.no_grad()
     def begin_as_mean(self) -> None:
-        """Set the weights so that this is the mean of a block, and learns from there; resetting does so again.
+        """Initialise the weights so that the output is the mean of a block, also whenever they are reset.
 
-        ``silu(x) - silu(-x)`` is ``x``, so two hidden units carry a component of the mean. The others keep what they
-        compute, which counts for nothing until training makes it count.
+        ``silu(x) - silu(-x)`` is ``x``, so two hidden units carry one component of the mean. The other hidden units
+        keep their weights, with output weights of 0 until training changes these.
 
         Raises:
             ValueError: ``hidden_dim`` is less than ``2 * head_dim``.
@@ -185,7 +193,7 @@ class MLPCompressor(nn.Module):
 
 
 class BlockLinear(nn.Module):
-    """Linear map of whole blocks ``(l, D)`` plus position encoding, computed segment by segment."""
+    """Linear projection of whole blocks ``(l, D)`` plus position encoding, computed segment by segment."""
 
     def __init__(self, head_dim: int, out_dim: int, config: NSAConfig) -> None:
         super().__init__()
@@ -195,17 +203,17 @@ class BlockLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Initialise the weights."""
         nn.init.normal_(self.position, std=0.02)
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def mean_weight(self) -> Tensor:
-        """Give the weight ``(D, l * D)`` that maps a block to its mean, if ``position`` is 0."""
+        """Return the weight ``(D, l * D)`` that maps a block to its mean where ``position`` is 0."""
         length, dim = self.position.shape
         return torch.eye(dim).repeat(1, length) / length
 
     def forward(self, x: Tensor, first_tokens: Tensor | None) -> Tensor:
-        """Map ``(B, Hkv, S, D)`` to ``(B, Hkv, N, out_dim)``; blocks begin every ``d`` or at ``first_tokens``."""
+        """Map ``(B, Hkv, S, D)`` to ``(B, Hkv, N, out_dim)``; blocks start every ``d`` or at ``first_tokens``."""
         position = F.linear(self.position.flatten(), self.weight)
         if first_tokens is not None:
             return F.linear(_blocks(x, first_tokens, self.config).flatten(3), self.weight) + position
@@ -215,12 +223,12 @@ class BlockLinear(nn.Module):
         return _add_neighbours(mapped, num_compressed(x.shape[2], self.config)) + position
 
 
-def as_phi(compressor: object) -> Phi | None:
-    """Give the numbers of a compressor; None where calling it does something else than compute with them."""
+def as_phi(compressor: object) -> CompressorWeights | None:
+    """Return the weights of a compressor, or None where calling it does anything else than compute with them."""
     if not isinstance(compressor, nn.Module) or not all(map(has_no_hooks, compressor.modules())):
         return None
     if type(compressor) is MeanCompressor:
-        return Phi("mean")
+        return CompressorWeights("mean")
     if type(compressor) not in (LinearCompressor, MLPCompressor):
         return None
     assert isinstance(compressor, LinearCompressor | MLPCompressor)
@@ -228,8 +236,12 @@ def as_phi(compressor: object) -> Phi | None:
     if type(project) is not BlockLinear or not all(map(is_dense, (project.position, project.weight))):
         return None
     if isinstance(compressor, LinearCompressor):
-        return Phi("linear", project.position, project.weight)
-    return Phi("mlp", project.position, project.weight, compressor.out.weight) if is_plain(compressor.out) else None
+        return CompressorWeights("linear", project.position, project.weight)
+    return (
+        CompressorWeights("mlp", project.position, project.weight, compressor.out.weight)
+        if is_plain(compressor.out)
+        else None
+    )
 
 
 COMPRESSORS = {"mean": MeanCompressor, "linear": LinearCompressor, "mlp": MLPCompressor}
@@ -252,7 +264,7 @@ def _check_input(
     if weight is None:
         check_tensor("x", x, ("B", heads, "S", dim))
     else:
-        check_weighed("x", x, ("B", heads, "S", dim), weight)
+        check_like_weight("x", x, ("B", heads, "S", dim), weight)
     if first_tokens is None:
         return
     check_integers("first_tokens", first_tokens, (len(x), "N"), like=x, as_of="x")

@@ -7,36 +7,24 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.decoding import MOST_TOKENS, StepInputs
+from flexnsa.attention.decoding import StepInputs
+from flexnsa.attention.queries import STEP_TOKENS
 from flexnsa.attention.triton.operators import MOST_HEADS
 from flexnsa.attention.triton.selected import LARGEST_DIM
-from flexnsa.decoding.cache import NSACache
-from flexnsa.decoding.documents import check_pack
+from flexnsa.cache.cache import NSACache
 from flexnsa.layers.compression import as_phi
 from flexnsa.layers.core import Compressors
 from flexnsa.layers.gating import Gate
 from flexnsa.layers.projection import has_no_hooks, is_plain, project_few
-from flexnsa.validation import check_type
-
-
-def check_cache(layer: nn.Module, x: Tensor, cache: NSACache, *, packed: bool, lengths: Tensor | None) -> None:
-    """Demand a cache made for such a layer that can take these tokens, and that nothing of them is to be learned."""
-    check_type("cache", cache, NSACache)
-    if packed:
-        check_pack(x, cache, lengths)
-    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in layer.parameters())):
-        raise ValueError("cache: expected torch.no_grad(), because what it holds has no gradient, got training")
-    sizes = {name: getattr(layer, name) for name in ("config", "branches", "num_kv_heads", "head_dim", "v_head_dim")}
-    cache.require(**sizes, batch_size=cache.batch_size if packed else len(x), device=x.device)
 
 
 def takes_step(
     x: Tensor, cache: NSACache, maps: Iterable[nn.Linear], gate: nn.Module, compressors: Compressors
 ) -> bool:
-    """Tell whether a step can be computed at once: few tokens, and modules that are what they look like.
+    """Return whether a step can be computed at once: few tokens, and modules without hooks or a forward of their own.
 
-    Whatever else a layer is made of (hooks, biases, other compressors, autocast) goes branch by branch, as does what is
-    counted.
+    Computed branch by branch instead are layers with hooks, biases or other compressors, calls under autocast, and
+    caches that count their reads.
     """
     linears = list(maps)
     plain = type(gate) is Gate and has_no_hooks(gate) and all(map(is_plain, linears))
@@ -44,9 +32,9 @@ def takes_step(
 
 
 def fits_step(x: Tensor, cache: NSACache, compressors: Compressors) -> bool:
-    """Tell whether the kernels that take a step have room for it, and compress as these modules do."""
+    """Return whether a step fits its kernels, and whether these compress as the modules do."""
     tokens = x.shape[1]
-    if tokens > min(MOST_TOKENS, cache.max_rewind) or cache.reads is not None or max(_dims(cache)) > LARGEST_DIM:
+    if tokens > min(STEP_TOKENS, cache.max_rewind) or cache.reads is not None or max(_dims(cache)) > LARGEST_DIM:
         return False
     if tokens * x.shape[0] * cache.num_kv_heads > MOST_HEADS or torch.is_autocast_enabled(x.device.type):
         return False
@@ -127,7 +115,7 @@ def lay_out_step(
 
 
 def _is_ready(parameter: Tensor, cache: NSACache) -> bool:
-    """Tell whether a kernel can read a parameter beside the cache."""
+    """Return whether a kernel can read a parameter with the cache."""
     return parameter.dtype == cache.dtype and parameter.is_contiguous()
 
 

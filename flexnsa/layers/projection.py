@@ -1,8 +1,8 @@
-"""Several linear maps of one input, on a GPU as one product."""
+"""Several linear projections of one input; on a GPU as one matrix product."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flexnsa.attention.triton.few_rows import multiply_few_rows
-from flexnsa.validation import FLOATING
+from flexnsa.checks.primitives import FLOATING
 
 ROW_MULTIPLE = 64
-"""Numbers in a row of the product are a multiple of this, so that kernels may read parts of it in whole cache lines."""
+"""The row length of the joint product is a multiple of this, so that kernels read its parts in whole cache lines."""
 
 
 def project(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
-    """Apply each of some maps ``(..., dim)`` to ``(..., out_features)``; one that is there twice, once.
+    """Apply linear projections to ``x (..., dim)``, each to ``(..., out_features)``; one that occurs twice runs once.
 
-    On a GPU one product reads x once, and its gradient once instead of adding up those of many. The rows of its parts
-    lie further apart than they are long. A CPU gains nothing by it, and a map that is more than a product (of a
-    subclass, with a bias, with hooks or with a forward or a weight of another kind) has to be called.
+    On a GPU one joint product reads x once, and backward computes its gradient at once instead of summing several. The
+    results are then strided views of the product. A CPU gains nothing by this. A module that does more than multiply
+    (a subclass, a bias, hooks, another forward or kind of weight) is called.
     """
     each = _once(linears)
     if x.is_cuda and all(map(is_plain, each)):
@@ -31,8 +31,19 @@ def project(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
     return [rows[each.index(linear)] for linear in linears]
 
 
+def project_named(x: Tensor, maps: Mapping[str, nn.Linear]) -> dict[str, Tensor]:
+    """Apply all projections of an attention layer, in two joint products."""
+    # Autograd saves these values unchanged. The others are rotated, compressed or squashed first, and a joint product
+    # with these would keep them in memory too.
+    kept = [name for name in maps if name in ("v_slc", "v_win")]
+    projected: dict[str, Tensor] = {}
+    for names in filter(None, ([name for name in maps if name not in kept], kept)):
+        projected |= zip(names, project(x, [maps[name] for name in names]), strict=True)
+    return projected
+
+
 def project_few(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
-    """As :func:`project` of plain maps of one dtype, for a few rows: a kernel reads the weights where they lie.
+    """Apply plain projections of one dtype to a few rows, as :func:`project`, by a kernel that copies no weights.
 
     It has no gradient.
     """
@@ -43,7 +54,7 @@ def project_few(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
 
 
 def project_together(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Multiply by all weights ``(out_features, dim)`` at once."""
+    """Multiply x by all weights ``(out_features, dim)`` in one product."""
     sizes = [len(weight) for weight in weights]
     padding = weights[0].new_zeros(-sum(sizes) % ROW_MULTIPLE, weights[0].shape[1])
     product = F.linear(x, torch.cat([*weights, padding]))
@@ -56,21 +67,21 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def is_plain(linear: nn.Linear) -> bool:
-    """Tell whether calling the map is a product with its weight, and nothing else."""
+    """Return whether calling the module is a product with its weight, and nothing else."""
     if type(linear) is not nn.Linear or linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
         return False
     return is_dense(linear.weight) and has_no_hooks(linear)
 
 
 def is_dense(weight: Tensor) -> bool:
-    """Tell whether a kernel can read a weight: it is of no class that reads its numbers in a way of its own."""
+    """Return whether a kernel can read a weight's memory: it is no tensor subclass, such as a quantised one."""
     return type(weight) in (Tensor, nn.Parameter)
 
 
 def weight_of(layer: nn.Module) -> Tensor:
-    """Give a tensor of the dtype and device that a layer computes with: its first floating parameter, or else buffer.
+    """Return a tensor of the dtype and device that a layer computes with: its first floating parameter, or else buffer.
 
-    No map is asked for its ``weight``, because any module can take its place; and numbers of 8 bits are only stored.
+    Submodules need not have a ``weight``, because users may replace them. 8-bit dtypes are for storage only.
 
     Raises:
         ValueError: the layer has neither.
@@ -81,12 +92,21 @@ def weight_of(layer: nn.Module) -> Tensor:
     raise ValueError(f"layer: expected a floating parameter or buffer, got none in {type(layer).__name__}")
 
 
+def computed_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of linear projections of x, autocast considered, which does not cast float64."""
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype in FLOATING[1:]
+    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+
+
 def has_no_hooks(module: nn.Module) -> bool:
-    """Tell whether calling the module is calling the ``forward`` of its class, and nothing else."""
+    """Return whether calling the module runs the ``forward`` of its class, and nothing else."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" not in vars(module) and not any(getattr(module, name) for name in hooks)
+    of_all_modules = (getattr(nn.modules.module, f"_global{name}") for name in hooks)
+    has_hooks = any(getattr(module, name) for name in hooks) or any(of_all_modules)
+    is_called_as_any = type(module).__call__ is nn.Module.__call__
+    return is_called_as_any and "forward" not in vars(module) and not has_hooks
 
 
 def _once(linears: Sequence[nn.Linear]) -> list[nn.Linear]:
-    """Name each map once, in order: branches may share one."""
+    """Return each module once, in order: branches may share one."""
     return [linear for i, linear in enumerate(linears) if linear not in linears[:i]]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexnsa.custom_ops import opaque_operator
+from flexnsa.operators import opaque_operator
 
 
 class RopeTables(NamedTuple):
@@ -20,13 +20,13 @@ class RopeTables(NamedTuple):
 def rope_tables(
     positions: Tensor, dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.float32
 ) -> RopeTables:
-    """Tabulate the angles by which heads are turned.
+    """Return tables of the angles by which heads are rotated.
 
     Args:
         positions: int ``(T,)`` or ``(B, T)``, in tokens.
         dim: ``D`` of the heads, even.
-        base: wavelength scale; pair ``i`` turns by ``position * base ** (-2i / D)`` radians.
-        dtype: of the tables; that in which heads will be turned.
+        base: wavelength scale; pair ``i`` is rotated by ``position * base ** (-2i / D)`` radians.
+        dtype: of the tables, and of the rotation.
     """
     # fp64 angles: in fp32 a position of a million would be off by 0.06 radians.
     frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
@@ -39,10 +39,10 @@ def rope_tables(
 def stored_rope_tables(
     positions: Tensor, dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.float32
 ) -> RopeTables:
-    """Give the tables that many layers read, as :func:`rope_tables` does.
+    """Return :func:`rope_tables` for many layers to share, computed once.
 
-    A compiler would compute powers and sines anew wherever they are read, and again in backward, instead of keeping
-    them; into this it does not look.
+    Inductor would recompute powers and sines wherever they are read, and again in backward. An opaque operator
+    prevents that.
     """
     return RopeTables(*_stored_tables(positions, dim, base, dtype))
 
@@ -61,7 +61,7 @@ def _(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Ten
 
 
 def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:
-    """Turn the pairs ``(x[i], x[i + D/2])`` of each head of ``x (B, H, T, D)``; computed in fp32 or wider."""
+    """Rotate the pairs ``(x[i], x[i + D/2])`` of each head of ``x (B, H, T, D)``; computed in fp32 or wider."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = tables.cos.to(dtype), tables.sin.to(dtype)
     first, second = x.to(dtype).chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Parameters that may be spread over ranks, read and written whole."""
+"""Whole values of parameters that may be sharded over ranks, read and written."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """Give all of a parameter, on every rank."""
-    return parameter.full_tensor() if _is_spread(parameter) else parameter
+    """Return the whole parameter on every rank."""
+    return parameter.full_tensor() if _is_sharded(parameter) else parameter
 
 
 def write(parameter: Tensor, values: Tensor) -> None:
-    """Set a parameter to values that every rank has."""
-    if _is_spread(parameter):
+    """Set a parameter to whole values that every rank has."""
+    if _is_sharded(parameter):
         from torch.distributed.tensor import distribute_tensor
 
-        place = parameter.device_mesh, parameter.placements
-        values = distribute_tensor(values.to(parameter.device), *place, src_data_rank=None)
+        layout = parameter.device_mesh, parameter.placements
+        values = distribute_tensor(values.to(parameter.device), *layout, src_data_rank=None)
     parameter.copy_(values)
 
 
-def _is_spread(parameter: Tensor) -> TypeGuard[DTensor]:
+def _is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
     return hasattr(parameter, "device_mesh")

@@ -1,1 +1,1 @@
-"""Which key reaches which query, one idea a file. Everything here takes plain tensors and knows nothing of scores."""
+"""Which keys each query sees, one kind of mask per file; functions of plain tensors, without scores."""

@@ -1,4 +1,4 @@
-"""Which compressed tokens a query sees: those whose last token is not in its future (NSA paper, section 3.3.1)."""
+"""The mask of the compressed branch: compressed tokens whose last token is not in the future (paper, section 3.3.1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexnsa.positions import Positions
 
 
 def compressed_intervals(positions: Positions, config: NSAConfig) -> Intervals:
-    """Give the compressed tokens ``i`` with ``i * d + l - 1 <= t``, counted from the document's first."""
+    """Return the compressed tokens ``i`` with ``i * d + l - 1 <= t``, both counted in the query's document."""
     complete = positions.token - positions.start - config.compress_block_size + 1
     visible = (complete.div(config.compress_stride, rounding_mode="floor") + 1).clamp_min(0)
     return Intervals(positions.cmp_start, positions.cmp_start + visible)
@@ -23,9 +23,9 @@ def compressed_intervals(positions: Positions, config: NSAConfig) -> Intervals:
 def compressed_mask(
     positions: Positions | None, seq_len: int, num_keys: int, config: NSAConfig, device: torch.device
 ) -> BlockMask:
-    """Build the mask of ``seq_len`` queries at ``positions``, None for one whole sequence, among ``num_keys`` keys.
+    """Build the mask of ``seq_len`` queries at ``positions``, None for one whole sequence, over ``num_keys`` keys.
 
-    Its lists hold their first tile only, see :func:`flexnsa.masks.intervals.interval_block_mask`.
+    Its lists hold only their first tile, see :func:`flexnsa.masks.intervals.interval_block_mask`.
     """
     length, stride = operator.index(config.compress_block_size), operator.index(config.compress_stride)
 

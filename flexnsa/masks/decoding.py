@@ -1,6 +1,6 @@
-"""Masks of a few queries on a cache, whose rows are sequences from token 0. One row of tiles is one query.
+"""Masks of a few queries over a cache, whose sequences start at token 0. One tile row is one query.
 
-Without backward nobody asks for a tile's queries, so the tiles of each query are all that there is to say.
+There is no backward, so the lists of queries of each key tile, which only backward reads, are left out.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from flexnsa.masks.intervals import Intervals, MaskMod, by_query, stored
 def cached_selected_mask(
     block_indices: Tensor, token: Tensor, num_keys: int, *, rows: int, config: NSAConfig
 ) -> BlockMask:
-    """Turn selected blocks into the mask of queries whose heads are folded into ``rows`` rows each.
+    """Build the mask of selected blocks for queries whose heads are folded into ``rows`` kernel rows each.
 
-    The blocks are tiles of the keys as they lie.
+    A block is a key tile of the cache itself; nothing is gathered.
 
     Args:
         block_indices: int32 ``(B, Hkv, T, n)``, ascending, padded right with -1.
-        token: int32 ``(B or 1, T)``, the key that each query stands at.
+        token: int32 ``(B or 1, T)``, the index of each query's own key.
         num_keys: length of the cache.
-        rows: rows per query, at least the size of a head group.
-        config: gives the block size.
+        rows: kernel rows per query, at least the size of a head group.
+        config: provides the block size.
     """
     own = by_query(stored(token))
 
@@ -35,7 +35,7 @@ def cached_selected_mask(
 
     return _forward_mask(
         (block_indices >= 0).sum(-1, dtype=torch.int32),
-        block_indices.clamp(0, num_blocks(num_keys, config) - 1),  # a tile of the keys, whatever was selected
+        block_indices.clamp(0, num_blocks(num_keys, config) - 1),  # never out of bounds, whatever was selected
         num_keys,
         (rows, config.select_block_size),
         mask_mod,
@@ -43,13 +43,13 @@ def cached_selected_mask(
 
 
 def cached_interval_mask(intervals: Intervals, num_keys: int, *, rows: int, tile: int) -> BlockMask:
-    """Build the mask of queries that see an interval of keys each, heads folded as above.
+    """Build the mask of queries that each see an interval of keys, heads folded as in :func:`cached_selected_mask`.
 
     Args:
         intervals: of ``T`` queries, in any order.
         num_keys: length of the keys.
-        rows: rows per query.
-        tile: keys of a tile. All are tested one by one: a query's tiles are few, and shared among programs.
+        rows: kernel rows per query.
+        tile: keys per tile. No tile is marked full: a query has few, and they are split among programs.
     """
     lo, hi = stored(intervals.lo.expand_as(intervals.hi)), stored(intervals.hi)
     lo_of, hi_of = by_query(lo), by_query(hi)
@@ -73,7 +73,7 @@ def cached_interval_mask(intervals: Intervals, num_keys: int, *, rows: int, tile
 def _forward_mask(
     counts: Tensor, tiles: Tensor, num_keys: int, block_size: tuple[int, int], mask_mod: MaskMod
 ) -> BlockMask:
-    """Make the mask whose row of tiles ``t`` is the first ``counts[..., t]`` of ``tiles[..., t, :]``."""
+    """Return the mask whose tile row ``t`` lists the first ``counts[..., t]`` of ``tiles[..., t, :]``."""
     return BlockMask(
         seq_lengths=(tiles.shape[2] * block_size[0], num_keys),
         kv_num_blocks=counts,

@@ -1,4 +1,4 @@
-"""Packed documents: everything restarts at each document's first token, block grids included."""
+"""Positions in packed documents: everything restarts at a document's first token, block grids included."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from flexnsa.positions import Positions
 
 
 def document_positions(document_ids: Tensor, config: NSAConfig) -> Positions:
-    """Find where each token's document begins, among the tokens and among the compressed tokens.
+    """Return positions with the start of each token's document, in tokens and in compressed tokens.
 
     Args:
-        document_ids: int ``(B, S)``, non-decreasing along a row.
-        config: gives ``l`` and ``d``.
+        document_ids: int ``(B, S)``, never decreasing along a sequence.
+        config: provides ``l`` and ``d``.
     """
     token = torch.arange(document_ids.shape[1], dtype=torch.int32, device=document_ids.device).expand_as(document_ids)
     start = _document_start(document_ids, token)
     completed = _completes_block(token - start, config).cumsum(1, dtype=torch.int32)
     before_document = torch.nn.functional.pad(completed, (1, 0)).gather(1, start.to(torch.int64))
-    return Positions(token.contiguous(), start, before_document)
+    return Positions(token.contiguous(), start, before_document, document=document_ids)
 
 
 def first_tokens(positions: Positions, num_compressed: int, config: NSAConfig) -> Tensor:
-    """List the first token of every compressed token of packed documents, int32 ``(B, N)``.
+    """Return the first token of every compressed token of packed documents, int32 ``(B, N)``.
 
-    Documents never have more compressed tokens than the undivided sequence; the list ends in zeros, seen by no query.
+    Documents have at most as many compressed tokens as the undivided sequence. Spare entries are 0; no query sees them.
     """
     completes = _completes_block(positions.token - positions.start, config)
     slot = torch.where(completes, completes.cumsum(1) - 1, num_compressed)
@@ -41,6 +41,6 @@ def _document_start(document_ids: Tensor, token: Tensor) -> Tensor:
 
 
 def _completes_block(own_position: Tensor, config: NSAConfig) -> Tensor:
-    """Tell whether a token, by its position in its document, is the last of a compressed token."""
+    """Return whether a token, by its position in its document, is the last of a compressed token."""
     beyond = own_position - (config.compress_block_size - 1)
     return (beyond >= 0) & (beyond % config.compress_stride == 0)

@@ -1,8 +1,8 @@
-"""Dense branches are intervals: the keys that a query sees are ``[lo, hi)``, and both bounds never decrease.
+"""Block masks of intervals: in a dense branch a query sees the keys ``[lo, hi)``, and both bounds never decrease.
 
-So the key tiles that a tile of queries touches are a range, and those it sees in full are a range inside it; likewise
-the query tiles of a tile of keys. The BlockMask follows in closed form from the bounds at the edges of the tiles,
-without looking at any (query, key) pair.
+So the key tiles that a query tile touches are a range, and those it sees in full are a range inside it. The same holds
+for the query tiles of a key tile. The BlockMask therefore follows in closed form from the bounds at the edges of the
+tiles; no (query, key) pair is evaluated.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 DENSE_TILE = 128
-"""Queries and keys of a tile in the dense branches: the size that FlexAttention's kernels are tuned for."""
+"""Queries, and keys, per tile in the dense branches: the size that FlexAttention's kernels are tuned for."""
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""The user's ``(b, h, q_idx, kv_idx)`` to bool, or FlexAttention's, in the coordinates of a kernel."""
+"""``(b, h, q_idx, kv_idx)`` to bool, of token positions (a user's mod) or of a kernel's own indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Intervals:
 
 @dataclass(frozen=True, slots=True)
 class TileRanges:
-    """Of each row of tiles: ``[first, end)`` is touched, ``[first_full, end_full)`` in full; all int32 ``(B, R)``."""
+    """Tiles ``[first, end)`` that each tile row touches, ``[first_full, end_full)`` in full; all int32 ``(B, R)``."""
 
     first: Tensor
     end: Tensor
@@ -52,11 +52,11 @@ def interval_block_mask(
     Args:
         intervals: of ``T`` queries.
         num_keys: length of the key sequence.
-        widths: most key tiles that a tile of queries touches, and most query tiles that a tile of keys touches
-            (see :func:`tiles_touched`). With None, each list holds its first tile only: the tiles of a list are then
-            consecutive, and a kernel told ``BLOCKS_ARE_CONTIGUOUS`` needs no more.
-        block_size: queries and keys of a tile.
-        mask_mod: the same intervals as a formula, which costs a kernel less than to look the bounds up.
+        widths: upper bounds of the key tiles that a query tile touches, and of the query tiles that a key tile touches
+            (see :func:`tiles_touched`). With None, each list holds only its first tile: its tiles are consecutive then,
+            and a kernel with ``BLOCKS_ARE_CONTIGUOUS`` needs no more.
+        block_size: queries and keys per tile.
+        mask_mod: the same intervals as a formula, which costs a kernel less than reading the bounds.
     """
     num_queries = intervals.hi.shape[-1]
     intervals = Intervals(stored(intervals.lo), stored(intervals.hi))
@@ -70,7 +70,7 @@ def interval_block_mask(
 
 
 def interval_mask_mod(intervals: Intervals) -> MaskMod:
-    """Say of each (query, key) pair whether the key lies in the query's interval."""
+    """Return a mask_mod that is True where the key is in the query's interval."""
     lo, hi = by_query(intervals.lo), by_query(intervals.hi)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
@@ -80,7 +80,7 @@ def interval_mask_mod(intervals: Intervals) -> MaskMod:
 
 
 def by_query(table: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Look up ``(B or 1, T)`` by batch and query inside a mask_mod; one row serves every batch."""
+    """Return a function that reads ``table (B or 1, T)`` by batch index and query inside a mask_mod."""
     if table.shape[0] > 1:
         return lambda b, query: table[b, query]
     row = table[0]
@@ -88,15 +88,15 @@ def by_query(table: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def tiles_touched(length: int, tile: int) -> int:
-    """Count the tiles that ``length`` consecutive positions touch at most, wherever they begin."""
+    """Return the number of tiles that ``length`` consecutive positions touch at most, wherever they start."""
     return (length + tile - 2) // tile + 1
 
 
 def stored(table: Tensor) -> Tensor:
-    """Have a compiler compute ``table`` once, in memory.
+    """Make Inductor compute ``table`` once and store it.
 
-    Inductor would evaluate its formula anew wherever it is read, mask_mod included, and fails to simplify quotients of
-    maxima of an arange. What is viewed by strides it always stores.
+    Otherwise it would evaluate the formula again wherever the table is read, in a mask_mod too, and it fails to
+    simplify quotients of maxima of an arange. It always stores the input of ``as_strided``.
     """
     return table.as_strided(table.shape, table.stride())
 
@@ -128,14 +128,14 @@ def _tiles_of_keys(intervals: Intervals, num_keys: int, block_size: tuple[int, i
         first=torch.searchsorted(hi, left, right=True, out_int32=True),  # from here on hi > left
         end=torch.searchsorted(lo, right, right=True, out_int32=True),
         first_full=torch.searchsorted(hi, right, right=True, out_int32=True),
-        # Past the last query there is nothing to mask: its tile is as good as complete.
+        # Rows after the last query need no mask, so the last query tile counts as complete.
         end_full=torch.where(end_full == num_queries, end_full + q_tile - 1, end_full),
         tile=q_tile,
     )
 
 
 def _ranges(first: Tensor, end: Tensor, first_full: Tensor, end_full: Tensor, tile: int) -> TileRanges:
-    """Round bounds to tiles: outwards where a tile is touched, inwards where it is full."""
+    """Convert bounds to tiles, rounded outwards for touched tiles and inwards for full ones."""
     first = first // tile
     end = torch.maximum((end + tile - 1) // tile, first)
     first_full = torch.minimum((first_full + tile - 1) // tile, end)
@@ -145,7 +145,7 @@ def _ranges(first: Tensor, end: Tensor, first_full: Tensor, end_full: Tensor, ti
 
 
 def _compact_lists(ranges: TileRanges, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """List partial and full tiles, each ``(B, 1, R, width)``: the full ones are the middle of a range."""
+    """Return counts and lists ``(B, 1, R, width)`` of partial tiles, and of full ones, the middle of each range."""
     first, end, first_full, end_full = (
         x[:, None, :, None] for x in (ranges.first, ranges.end, ranges.first_full, ranges.end_full)
     )
@@ -162,9 +162,9 @@ def _compact_lists(ranges: TileRanges, width: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _consecutive_lists(ranges: TileRanges) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give the first partial and the first full tile, each ``(B, 1, R, 1)``.
+    """Return counts, and lists ``(B, 1, R, 1)`` of the first partial tile and of the first full one.
 
-    Partial tiles on both sides of full ones are not consecutive; all of the range counts as partial then.
+    Partial tiles on both sides of full ones would not be consecutive; the whole range is marked partial then.
     """
     first, end = ranges.first, ranges.end
     both_sides = (ranges.first_full > first) & (ranges.end_full < end)
@@ -172,7 +172,7 @@ def _consecutive_lists(ranges: TileRanges) -> tuple[Tensor, Tensor, Tensor, Tens
     end_full = torch.where(both_sides, first, ranges.end_full)
     num_full = end_full - first_full
     first_partial = torch.where(first_full > first, first, end_full)
-    # An empty list still names a tile, which the kernel may read before it looks at the count.
+    # An empty list still holds a valid tile, because a kernel may read the tile before the count.
     last = (end - 1).clamp_min(0)
     lists = (
         end - first - num_full,

@@ -1,10 +1,12 @@
-"""User mods: functions of token positions, lifted into the coordinates of each branch.
+"""User mods: functions of token positions, translated to the indices of each branch's kernel.
 
 A ``score_mod(score, b, h, q_idx, kv_idx)`` and a ``mask_mod(b, h, q_idx, kv_idx)`` are written once, as for dense
-attention: ``h`` is a query head, ``q_idx`` and ``kv_idx`` are token positions, counted from the first token of the
-document. A compressed token stands at the position of its last token. Inside, one function does the work of both, and
-it is never called for a pair outside ``0 <= kv_idx <= q_idx``: where a tile holds such pairs, which no branch shows,
-the key's position is moved to the nearest that is inside. So a mod may index tables and take logarithms of distances.
+attention: ``h`` is a query head, and ``q_idx`` and ``kv_idx`` are token positions, counted from the first token of the
+document. The position of a compressed token is that of its last token.
+
+Internally both are merged into one score_mod. It is never called outside ``0 <= kv_idx <= q_idx``: a tile may contain
+such pairs, which are masked, and there the key's position is clamped. So a mod may index tables and take logarithms of
+distances.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ Mods = tuple[ScoreMod | None, MaskMod | None]
 
 
 def merge_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> ScoreMod | None:
-    """Make one score_mod of both: it gives a banned pair the score ``-inf``.
+    """Merge both into one score_mod, which returns ``-inf`` for a banned pair.
 
-    As part of the score, a mask leaves the block masks as they are, full tiles and cached ones included.
+    Block masks then do not depend on the mask_mod: their full tiles stay full, and cached ones stay valid.
     """
     if mask_mod is None:
         return score_mod
@@ -39,10 +41,10 @@ def merge_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> ScoreMod
 
 
 def apply_score_mod(score_mod: ScoreMod, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Call a score_mod for every pair, as FlexAttention does: it sees numbers, never dimensions.
+    """Call a score_mod for every pair, as FlexAttention does: its arguments are scalars, by vmap.
 
     Args:
-        score_mod: in token positions.
+        score_mod: of token positions.
         scores: ``(B, H, T, K)``.
         query: int ``(B or 1, T)``, the position of each query in its document.
         key: int ``(B or 1, H or 1, T, K)``, the position of each key in the query's document.
@@ -62,17 +64,17 @@ def apply_score_mod(score_mod: ScoreMod, scores: Tensor, query: Tensor, key: Ten
 
 
 def query_positions(positions: Positions) -> Tensor:
-    """Count the queries from the first token of their document, ``(B or 1, T)``."""
+    """Return the position of each query in its document, ``(B or 1, T)``."""
     return positions.token - positions.start
 
 
 def token_positions(key: Tensor, positions: Positions) -> Tensor:
-    """Locate tokens ``key (B or 1, H or 1, T or 1, K)`` in the document of each query, ``(B or 1, H or 1, T, K)``."""
+    """Return positions of tokens ``key (B or 1, H or 1, T or 1, K)`` in each query's document, ``(..., T, K)``."""
     return key - positions.start[:, None, :, None]
 
 
 def compressed_positions(key: Tensor, positions: Positions, config: NSAConfig) -> Tensor:
-    """As :func:`token_positions`, for compressed tokens: each stands where its last token does."""
+    """Return :func:`token_positions` of compressed tokens, which are at the position of their last token."""
     return _last_token(key - positions.cmp_start[:, None, :, None], config)
 
 
@@ -84,13 +86,13 @@ def mod_of_tokens(
     rows: int = 1,
     groups: int = 1,
 ) -> ScoreMod:
-    """Lift to a kernel whose keys are tokens.
+    """Translate a score_mod to the indices of a kernel whose keys are tokens.
 
     Args:
-        score_mod: in token positions.
+        score_mod: of token positions.
         positions: of the queries; None for one whole sequence from token 0.
-        tokens: int ``(B, H, V)``, the token that each key is; None where keys are tokens as they lie.
-        rows: kernel rows a query; the first ``groups`` are heads of its group, the others padding.
+        tokens: int ``(B, H, V)``, the token of each key; None where key ``i`` is token ``i``.
+        rows: kernel rows per query; the first ``groups`` are heads of its group, the others padding.
         groups: see ``rows``.
     """
     start = None if positions is None else by_query(positions.start)
@@ -99,29 +101,29 @@ def mod_of_tokens(
         token = kv_idx if tokens is None else tokens[b, h, kv_idx]
         return token if start is None else token - start(b, query)
 
-    return _lifted(score_mod, positions, position, rows, groups)
+    return _translated(score_mod, positions, position, rows, groups)
 
 
 def mod_of_compressed(
     score_mod: ScoreMod, positions: Positions | None, *, config: NSAConfig, rows: int = 1, groups: int = 1
 ) -> ScoreMod:
-    """Lift to a kernel whose keys are compressed tokens; arguments as in :func:`mod_of_tokens`."""
+    """Translate a score_mod to a kernel whose keys are compressed tokens; arguments as in :func:`mod_of_tokens`."""
     first = None if positions is None else by_query(positions.cmp_start)
 
     def position(b: Tensor, h: Tensor, query: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
         return _last_token(kv_idx if first is None else kv_idx - first(b, query), config)
 
-    return _lifted(score_mod, positions, position, rows, groups)
+    return _translated(score_mod, positions, position, rows, groups)
 
 
-def _lifted(
+def _translated(
     score_mod: ScoreMod,
     positions: Positions | None,
     key_position: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     rows: int,
     groups: int,
 ) -> ScoreMod:
-    """Turn a kernel's row into a query head and a position, and its key into a position by ``key_position``."""
+    """Compute head and query position from a kernel's row, and the key's position by ``key_position``."""
     own = None if positions is None else by_query(stored(query_positions(positions)))
 
     def kernel_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -135,5 +137,5 @@ def _lifted(
 
 
 def _last_token(key: Tensor, config: NSAConfig) -> Tensor:
-    """Give the last token of a document's compressed token."""
+    """Return the last token of compressed token ``key``, both counted in the document."""
     return key * config.compress_stride + config.compress_block_size - 1

@@ -1,4 +1,4 @@
-"""Which keys the sliding window shows: the last ``w`` of the document, the query itself included (section 3.3.3)."""
+"""The mask of the sliding window: the last ``w`` keys of the document, the query's included (paper, section 3.3.3)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexnsa.positions import Positions
 
 
 def window_intervals(positions: Positions, config: NSAConfig) -> Intervals:
-    """Give the keys ``t - w + 1 .. t``, none before the document's first token, nor before key 0."""
+    """Return the keys ``t - w + 1 .. t``, from the document's first token and from key 0 on."""
     lo = torch.maximum(positions.start, positions.token - (config.window_size - 1)).clamp_min(0)
     return Intervals(lo, positions.token + 1)
 
@@ -22,10 +22,10 @@ def window_intervals(positions: Positions, config: NSAConfig) -> Intervals:
 def window_mask(
     positions: Positions | None, seq_len: int, num_keys: int, config: NSAConfig, device: torch.device
 ) -> BlockMask:
-    """Build the mask of ``seq_len`` queries at ``positions``, None for one whole sequence, among ``num_keys`` keys.
+    """Build the mask of ``seq_len`` queries at ``positions``, None for one whole sequence, over ``num_keys`` keys.
 
-    Where these are not consecutive, a tile of queries may reach from the first key to the last. Its lists then hold
-    their first tile only, see :func:`flexnsa.masks.intervals.interval_block_mask`.
+    Where the queries are not consecutive, a query tile may touch every key tile. The lists then hold only their first
+    tile, see :func:`flexnsa.masks.intervals.interval_block_mask`.
     """
     window = operator.index(config.window_size)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexnsa import argument_checks as arguments
 from flexnsa import native_sparse_attention, selected_attention
+from flexnsa.checks import calls as arguments
 from tests.support.inputs import SMALL, make_inputs
 
 X: dict[str, Any] = {name: x.detach() for name, x in make_inputs(77, batch=2, dtype=torch.float32).named().items()}

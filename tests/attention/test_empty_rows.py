@@ -65,7 +65,7 @@ def test_large_scores_do_not_overflow(impl: str, dtype: torch.dtype) -> None:
 
 @impls
 @pytest.mark.parametrize("mod", [None, soft_cap(30.0)])
-def test_a_key_that_is_not_a_number_is_not_one_that_nobody_sees(impl: str, mod: ScoreMod | None) -> None:
+def test_a_nan_key_reaches_the_queries_that_see_it(impl: str, mod: ScoreMod | None) -> None:
     x = make_inputs(40)
     blocks = torch.zeros(1, 2, 40, 4, dtype=torch.int32).sub_(torch.tensor([0, 1, 1, 1], dtype=torch.int32))
     for key in (x.k, x.k_cmp):

@@ -20,8 +20,8 @@ from flexnsa import (
 )
 from flexnsa.attention import compilation
 from flexnsa.attention.flex import branches as flex
-from flexnsa.attention.implementations import FLEX
-from flexnsa.attention.seam import Attended, Call
+from flexnsa.attention.seam import BranchOutput, Call
+from flexnsa.attention.table import FLEX
 from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
 from tests.support.dense import dense_attention, visible_keys
@@ -94,7 +94,7 @@ def test_awkward_lengths(branch: str) -> None:
         check(branch, groups=2, seq_len=seq_len)
 
 
-def test_a_group_that_is_no_power_of_two_in_bfloat16() -> None:
+def test_bf16_group_that_is_not_a_power_of_two() -> None:
     check("slc", groups=6, seq_len=50, dtype=torch.bfloat16)
 
 
@@ -157,10 +157,10 @@ def test_cached_masks_serve_training_after_inference(monkeypatch: pytest.MonkeyP
     q, k, v = inputs("win", 1, 1, 1, 33, (16, 16), torch.float32)
     masks: list[BlockMask] = []
 
-    def record(*_: object, **__: object) -> Callable[..., Attended]:
-        def run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, call: Call) -> Attended:  # noqa: ARG001
+    def record(*_: object, **__: object) -> Callable[..., BranchOutput]:
+        def run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, call: Call) -> BranchOutput:  # noqa: ARG001
             masks.append(mask)
-            return Attended(q, None)
+            return BranchOutput(q, None)
 
         return run
 
@@ -174,7 +174,7 @@ def test_cached_masks_serve_training_after_inference(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "k_cmp", "v_cmp", "k_win", "v_win"])
-def test_what_a_cpu_cannot_do_is_said_by_name(name: str) -> None:
+def test_flex_on_cpu_rejects_gradients_and_float64(name: str) -> None:
     named = make_inputs(33, dtype=torch.float32).named()
     arguments = {key: x.detach().requires_grad_(key == name) for key, x in named.items()}
     with pytest.raises(ValueError, match=rf"^{name}: expected no gradient with impl='flex' on a CPU"):

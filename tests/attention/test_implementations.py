@@ -1,28 +1,29 @@
-"""What the implementations in the table owe one another, whichever cell computes it."""
+"""What holds for every implementation in the table."""
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexnsa.attention.flex import decoding as flex_decoding
-from flexnsa.attention.implementations import (
+from flexnsa import NativeSparseAttention
+from flexnsa.attention.flex import cached as flex_cached
+from flexnsa.attention.queries import GATHERED_QUERIES, OWN_KEYS_QUERIES
+from flexnsa.attention.seam import Call, Implementation, Keys, NSAAux
+from flexnsa.attention.table import (
     CACHED_IMPLEMENTATIONS,
-    FEW_QUERIES,
     IMPLEMENTATIONS,
     REFERENCE,
     attend,
     choose_implementation,
 )
-from flexnsa.attention.sdpa.branches import GATHERED_QUERIES
-from flexnsa.attention.seam import Call, Keys, NSAAux
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import window as triton_window
 from flexnsa.functional import native_sparse_attention
+from flexnsa.layers import forward
 from flexnsa.mods import soft_cap
 from flexnsa.positions import Positions
 from tests.support.inputs import SMALL, make_inputs
@@ -30,7 +31,7 @@ from tests.support.inputs import SMALL, make_inputs
 
 @pytest.mark.parametrize("count", [1, 3, GATHERED_QUERIES, GATHERED_QUERIES + 1])
 @pytest.mark.parametrize("impl", ["reference", "sdpa"])
-def test_a_cached_step_never_gives_importance_for_the_log_sum_exp(impl: str, count: int) -> None:
+def test_a_cached_step_never_returns_importance_as_lse(impl: str, count: int) -> None:
     """For few queries sdpa has no lse: it scores the blocks in passing, and that is nobody's ``lse_cmp``."""
     length = 75
     x = make_inputs(length, batch=2)
@@ -63,6 +64,26 @@ def test_what_comes_back_is_known_before_the_call() -> None:
     assert isinstance(assert_type(aux, NSAAux), NSAAux)
 
 
+def test_every_implementation_has_a_cached_form() -> None:
+    assert IMPLEMENTATIONS.keys() == CACHED_IMPLEMENTATIONS.keys()
+
+
+@pytest.mark.parametrize(("dims", "chosen"), [((64, 64), "triton"), ((320, 64), "flex"), ((64, 320), "flex")])
+def test_auto_of_a_layer_depends_on_the_dimensions_of_its_heads(
+    dims: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose_on_cuda(impl: str, x: Tensor, **options: Any) -> Implementation:
+        with FakeTensorMode():
+            assert (
+                choose_implementation(impl, torch.empty(x.shape, device="cuda"), **options) is IMPLEMENTATIONS[chosen]
+            )
+        return IMPLEMENTATIONS["sdpa"]
+
+    monkeypatch.setattr(forward, "choose_implementation", choose_on_cuda)
+    layer = NativeSparseAttention(64, 4, 2, dims[0], v_head_dim=dims[1], config=SMALL)
+    assert layer(torch.randn(1, 40, 64)).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("device", "dim", "modded", "chosen"),
     [
@@ -84,17 +105,17 @@ def test_auto_takes_what_can_do_what_was_asked(device: str, dim: int, modded: bo
 @pytest.mark.parametrize(
     ("count", "dim", "modded", "chosen"),
     [
-        (FEW_QUERIES, 64, False, "flex"),
-        (FEW_QUERIES + 1, 64, False, "triton"),
-        (FEW_QUERIES + 1, 512, False, "flex"),
-        (FEW_QUERIES + 1, 64, True, "flex"),
+        (OWN_KEYS_QUERIES, 64, False, "flex"),
+        (OWN_KEYS_QUERIES + 1, 64, False, "triton"),
+        (OWN_KEYS_QUERIES + 1, 512, False, "flex"),
+        (OWN_KEYS_QUERIES + 1, 64, True, "flex"),
     ],
 )
-def test_many_queries_on_a_cache_go_to_the_kernels_of_whole_rows(
+def test_many_cached_queries_use_the_kernels_of_whole_sequences(
     count: int, dim: int, modded: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
-    for name, modules in (("flex", (flex_decoding, flex_decoding)), ("triton", (triton_selected, triton_window))):
+    for name, modules in (("flex", (flex_cached, flex_cached)), ("triton", (triton_selected, triton_window))):
         for module, branch in zip(modules, ("selected", "window"), strict=True):
             monkeypatch.setattr(module, branch, lambda *_, name=name: called.append(name))
     call = Call(SMALL, 0.25, soft_cap(3.0) if modded else None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention
-from flexnsa.measure.memory import saved_for_backward
+from flexnsa.lm.measure.memory import saved_for_backward
 from tests.support.inputs import SMALL, attend, make_inputs
 
 
@@ -52,5 +52,5 @@ def test_a_layer_is_linear(measure: Callable[[Callable[[], Tensor]], int]) -> No
 
 
 @measures
-def test_the_measure_knows_a_square_when_it_sees_one(measure: Callable[[Callable[[], Tensor]], int]) -> None:
+def test_the_measure_finds_quadratic_memory(measure: Callable[[Callable[[], Tensor]], int]) -> None:
     assert math.log2(measure(attention(1024, "reference")) / measure(attention(512, "reference"))) > 1.8

@@ -43,7 +43,7 @@ def sink_by_distance(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx:
 
 @places
 @pytest.mark.parametrize("impl", ["sdpa", "reference"])
-def test_rows_and_gradients_are_those_of_the_whole_call(impl: str, place: str) -> None:
+def test_outputs_and_gradients_equal_those_of_all_queries(impl: str, place: str) -> None:
     tokens, x = PLACES[place], make_inputs(LENGTH, batch=2, value_dim=24).to(torch.float64)
     whole, aux = attend_with_aux(x, impl=impl)
     upstream = torch.randn_like(whole)
@@ -60,7 +60,7 @@ def test_rows_and_gradients_are_those_of_the_whole_call(impl: str, place: str) -
         torch.testing.assert_close(one, at(two, tokens) if name in OF_QUERIES else two)
 
 
-def test_flex_on_a_cpu_gives_the_rows_of_the_whole_call() -> None:
+def test_flex_on_cpu_equals_the_call_of_all_queries() -> None:
     torch._dynamo.reset()
     # Twice as far apart: the keys of a tile of queries are then more tiles than those of neighbours would be.
     tokens, x = 2 * PLACES["of each row its own"], make_inputs(2 * LENGTH, batch=2, dtype=torch.float32)
@@ -73,7 +73,7 @@ def test_flex_on_a_cpu_gives_the_rows_of_the_whole_call() -> None:
 
 
 @pytest.mark.parametrize("branch", ["cmp", "win"])
-def test_flex_on_a_cpu_is_as_right_after_other_lengths(branch: str) -> None:
+def test_flex_on_cpu_stays_correct_after_other_lengths(branch: str) -> None:
     torch._dynamo.reset()
     # The first queries lie further apart than neighbours whose windows a tile of queries would read.
     for length, tokens in (
@@ -89,7 +89,7 @@ def test_flex_on_a_cpu_is_as_right_after_other_lengths(branch: str) -> None:
         torch.testing.assert_close(out, at(whole, tokens))
 
 
-def test_chunks_of_a_sequence_add_up_to_its_gradients() -> None:
+def test_gradients_of_chunks_sum_to_those_of_the_sequence() -> None:
     x = make_inputs(LENGTH, dtype=torch.float32).to(torch.float32)
     whole, _ = attend_with_aux(x)
     want = torch.autograd.grad(whole.square().sum(), list(x.named().values()))
@@ -157,7 +157,7 @@ def test_values_are_checked_on_request() -> None:
 
 
 @pytest.mark.parametrize("length", [LENGTH, LENGTH - 2])
-def test_without_other_keys_documents_say_how_many_tokens_there_are(length: int) -> None:
+def test_document_ids_give_the_number_of_tokens(length: int) -> None:
     x, tokens = make_inputs(length, dtype=torch.float32), torch.tensor([3, 150, length - 1])
     ids = document_ids_from_cu_seqlens(torch.tensor([0, 101, length]))
     whole, _ = attend_with_aux(x, branches=("cmp",), document_ids=ids)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from flexnsa import NativeSparseAttention, NSAAux, native_sparse_attention
-from flexnsa.attention import implementations
+from flexnsa.attention import table as implementations
 from flexnsa.geometry import BRANCHES
-from flexnsa.measure.memory import saved_for_backward
+from flexnsa.lm.measure.memory import saved_for_backward
 from flexnsa.mods import soft_cap
 from tests.support.inputs import SMALL, Inputs, attend, make_inputs
 
@@ -95,7 +95,7 @@ def test_saved_bytes_fall_by_what_the_branches_give(recompute: tuple[str, ...]) 
     assert saved[()] - saved[recompute] == len(recompute) * (given + tokens)
 
 
-def test_nothing_but_inputs_and_the_selection_is_saved_if_all_run_again() -> None:
+def test_recomputing_all_branches_saves_inputs_and_the_selection() -> None:
     x = inputs()
     with saved_for_backward(list(x.named().values())) as held:
         attend(x, recompute=BRANCHES)
@@ -118,7 +118,7 @@ def test_what_branches_give_beside_the_sum_is_differentiable() -> None:
         assert torch.equal(plain, again)
 
 
-def test_packed_rows_of_any_length_give_the_same_compiled_from_one_graph() -> None:
+def test_packed_sequences_of_any_length_use_one_graph() -> None:
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=PARTITIONED)
@@ -162,6 +162,6 @@ def test_wrong_choices_are_named(wrong: Any, error: type[Exception], message: st
         NativeSparseAttention(32, 6, 2, 8, recompute=wrong)
 
 
-def test_a_branch_that_is_not_there_cannot_run_again() -> None:
+def test_a_missing_branch_cannot_be_recomputed() -> None:
     with pytest.raises(ValueError, match=r"^recompute: expected some of \('cmp', 'slc'\), .* got \('win',\)"):
         attend(inputs(), branches=("cmp", "slc"), recompute=("win",))

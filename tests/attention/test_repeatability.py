@@ -38,7 +38,7 @@ def test_inputs_are_left_alone(impl: str) -> None:
 
 
 @impls
-def test_gradients_do_not_depend_on_what_else_requires_one(impl: str) -> None:
+def test_gradients_do_not_depend_on_other_inputs_requiring_one(impl: str) -> None:
     x = make_inputs(50).to(torch.float64)
     every = dict(zip(x.named(), torch.autograd.grad(attend(x, impl=impl).sum(), list(x.named().values())), strict=True))
     for name, tensor in x.named().items():

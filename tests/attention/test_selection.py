@@ -25,7 +25,7 @@ def test_equal_inputs_tie_to_the_lower_index(impl: str) -> None:
 
 
 @impls
-def test_repeated_keys_tie_to_the_lower_index_in_every_row(impl: str) -> None:
+def test_ties_go_to_the_lower_block_index(impl: str) -> None:
     """Keys that repeat with the blocks: all inner blocks that lie wholly in the past score exactly the same."""
     config = replace(SMALL, compress_block_size=4, num_init_blocks=1, num_local_blocks=1, num_selected_blocks=4)
     q = torch.randn(1, 1, 1, 16).expand(1, 4, 160, 16)

@@ -99,7 +99,7 @@ class TestWhoSeesWhom:
         self.check(lambda k, v: selected_attention(x.q, k, v, blocks, config=SMALL, impl=impl)[0], x.k, x.v, visible)
 
     @impls
-    def test_heads_of_a_group_share_their_keys_and_no_others(self, impl: str) -> None:
+    def test_heads_of_a_group_share_only_their_own_keys(self, impl: str) -> None:
         x = make_inputs(SEQ_LEN, kv_heads=3, group=2)
         before = attend(x, impl=impl)
         for head in range(3):

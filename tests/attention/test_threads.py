@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexnsa.attention.threads import FEWEST_QUERIES, grouped, repeated, side_by_side
+from flexnsa.attention.queries import THREADED_QUERIES
+from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
 from tests.support.inputs import SMALL, attend, make_inputs
 
 
@@ -23,7 +24,7 @@ def threads() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 99])
-@pytest.mark.parametrize("queries", [1, FEWEST_QUERIES])
+@pytest.mark.parametrize("queries", [1, THREADED_QUERIES])
 def test_every_head_is_visited_once(threads: int, size: int, queries: int) -> None:
     x = torch.zeros(2, 6, queries, 1)
     k = torch.empty(2, 3, 5, 1)
@@ -33,7 +34,7 @@ def test_every_head_is_visited_once(threads: int, size: int, queries: int) -> No
         q += row[:, :, None, :, None]
 
     row = torch.arange(2.0)[:, None].expand(2, queries)
-    side_by_side(add, (*grouped(k, x), *repeated(k, row)), size)
+    run_heads_in_threads(add, (*grouped(k, x), *repeated(k, row)), size)
     assert torch.equal(x, torch.arange(2.0).view(2, 1, 1, 1).expand_as(x))
     assert torch.get_num_threads() == threads
 
@@ -43,14 +44,14 @@ def test_an_error_reaches_the_caller(threads: int) -> None:
         raise RuntimeError("a head failed")
 
     with pytest.raises(RuntimeError, match="a head failed"):
-        side_by_side(fail, [torch.zeros(2, 3, 1, FEWEST_QUERIES)], 1)
+        run_heads_in_threads(fail, [torch.zeros(2, 3, 1, THREADED_QUERIES)], 1)
     assert torch.get_num_threads() == threads
 
 
 def test_attention_is_the_same_on_any_number_of_threads(threads: int) -> None:
     def run(number: int) -> list[Tensor]:
         torch.set_num_threads(number)
-        x = make_inputs(2 * FEWEST_QUERIES, batch=2).to(torch.float64)
+        x = make_inputs(2 * THREADED_QUERIES, batch=2).to(torch.float64)
         out = attend(x, config=SMALL, impl="sdpa")
         return [out, *torch.autograd.grad(out.square().sum(), list(x.named().values()))]
 
@@ -64,7 +65,7 @@ def many_calls(number: int = 12) -> None:
             q.exp_()
 
     for _ in range(number):
-        side_by_side(work, [torch.zeros(1, 8, 1, FEWEST_QUERIES, 4)], 1)
+        run_heads_in_threads(work, [torch.zeros(1, 8, 1, THREADED_QUERIES, 4)], 1)
 
 
 def test_threads_that_start_meanwhile_keep_their_number(threads: int) -> None:
@@ -100,7 +101,7 @@ def test_a_number_set_meanwhile_stays(threads: int) -> None:
     started, done = threading.Event(), threading.Event()
     setter = threading.Thread(target=lambda: (started.wait(10), torch.set_num_threads(3), done.set()))
     setter.start()
-    side_by_side(set_another, [torch.zeros(1, 4, 1, FEWEST_QUERIES)], 1)
+    run_heads_in_threads(set_another, [torch.zeros(1, 4, 1, THREADED_QUERIES)], 1)
     setter.join()
     seen: list[int] = []
     new = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -112,5 +113,5 @@ def test_a_number_set_meanwhile_stays(threads: int) -> None:
 
 def test_workers_share_the_threads_of_their_caller(threads: int) -> None:
     seen: list[int] = []
-    side_by_side(lambda _: seen.append(torch.get_num_threads()), [torch.zeros(1, 2, 1, FEWEST_QUERIES)], 1)
+    run_heads_in_threads(lambda _: seen.append(torch.get_num_threads()), [torch.zeros(1, 2, 1, THREADED_QUERIES)], 1)
     assert seen == [threads // 2] * 2

@@ -86,12 +86,12 @@ def test_kernels_of_our_own_have_tiles(device: Device, dtype: torch.dtype, dims:
         assert chosen.num_warps in (4, 8, 16)  # Triton takes powers of two
 
 
-def test_wide_heads_stay_within_the_tensor_memory_of_blackwell() -> None:
+def test_wide_heads_fit_the_tensor_memory_of_blackwell() -> None:
     """Triton 3.6 and 3.7 compile 64 rows of 256 and 256 columns to an empty kernel, without a word."""
     assert selected.backward_tiles(B200, BF16, 256, 256, 64).rows <= 32
 
 
-def test_what_does_not_fit_a_device_is_refused_by_name() -> None:
+def test_tiles_that_fit_no_device_raise() -> None:
     with pytest.raises(ValueError, match=r"k: impl='triton' expects blocks of 64 keys of 256 .* to fit 101376 bytes"):
         selected.backward_tiles(RTX_4090, FP32, 256, 256, 64)
     with pytest.raises(ValueError, match=r"k: impl='flex' expects .* keys of 1024 and values of 1024 .* 101376 bytes"):

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
     """A process that runs cases by name, one after the other."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
     command = [sys.executable, "-m", "tests.support.triton_selected", str(tmp_path_factory.mktemp("interpreted"))]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
@@ -48,7 +48,7 @@ def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
 
 
 def check(name: str, got: dict[str, Any]) -> None:
-    """Demand the oracle's results to the precision of plain PyTorch, and equal bits at every call."""
+    """Check that results equal the oracle to the precision of plain PyTorch, with equal bits at every call."""
     exact, plain = (attend(reference.selected, reference.window, CASES[name], dtype) for dtype in (torch.float64, None))
     for names, factor in ((("out", "lse"), 2), (("dq", "dk", "dv"), 3)):
         parts = ({key: results[key] for key in names} for results in (got["results"], plain, exact))
@@ -81,11 +81,11 @@ def test_parts_hold_every_head_once_within_the_workspace(heads: int, bytes_of_he
 
 
 @pytest.mark.parametrize("bytes_of_query", [16 * 16 * 128 * 2, 64 * 32 * 256 * 4])
-def test_partial_rows_of_a_chunk_take_at_most_half_the_workspace(bytes_of_query: int) -> None:
+def test_partial_outputs_fill_at_most_half_the_workspace(bytes_of_query: int) -> None:
     assert selected.chunk_of(bytes_of_query) * bytes_of_query <= selected.WORKSPACE_BYTES // 2
 
 
-def test_what_the_kernels_cannot_take_is_refused_by_name() -> None:
+def test_unsupported_inputs_of_triton_raise() -> None:
     config, chosen = NSAConfig(), torch.zeros(1, 1, 8, 16, dtype=torch.int32).fill_(-1)
     x = torch.zeros(1, 1, 8, 16)
     with pytest.raises(ValueError, match=r"^q: expected a CUDA device with impl='triton', got cpu"):
@@ -99,7 +99,7 @@ def test_what_the_kernels_cannot_take_is_refused_by_name() -> None:
         window.window(x, x, x, call)
 
 
-def test_more_heads_than_a_grid_has_programs_are_refused_by_name() -> None:
+def test_more_heads_than_a_grid_has_programs_raise() -> None:
     config, x = NSAConfig(), torch.zeros(1, 1, 1, 16).expand(2**15, 2, 1, 16)
     with pytest.raises(ValueError, match=r"^k: expected at most 65535 heads in all .*, got \(32768, 2\)"):
         selected.selected(x, x, x, torch.zeros(1, dtype=torch.int32).expand(2**15, 2, 1, 16), Call(config, 1.0))

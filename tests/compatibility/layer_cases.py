@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa import NativeSparseAttention, NSAConfig, mods
-from flexnsa.models import DecoderConfig, DecoderLM, Sampling
+from flexnsa.lm import DecoderConfig, DecoderLM, Sampling
 
 SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)
 MODEL = {"dim": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 32, "nsa": SMALL}

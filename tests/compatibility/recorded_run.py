@@ -34,5 +34,5 @@ def generate_options(folder: Path) -> list[str]:
 def read_losses(log: Path) -> dict[int, dict[str, float]]:
     """Give by step what does not depend on the machine: loss, rate, gradient norm and validation."""
     records = map(json.loads, log.read_text().splitlines())
-    machine = {"step", "tokens_per_second", "peak_mib"}
+    machine = {"step", "tokens_per_second", "peak_mib", "checksum"}
     return {r["step"]: {name: value for name, value in r.items() if name not in machine} for r in records}

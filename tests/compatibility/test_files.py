@@ -12,8 +12,8 @@ from recorded_run import RECORDED, RUN, WHOLE_LOG, generate_options, read_losses
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSACache, NSAConfig
-from flexnsa.cli import main
-from flexnsa.models import DecoderConfig, DecoderLM, Sampling
+from flexnsa.lm import DecoderConfig, DecoderLM, Sampling
+from flexnsa.lm.cli import main
 
 SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)
 STATE_DICTS: dict[str, Any] = torch.load(RECORDED / "state_dicts.pt", weights_only=True)

@@ -11,17 +11,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexnsa import NSACache
-from flexnsa.attention.decoding import Phi, StepInputs
-from flexnsa.attention.implementations import FLEX_CACHED
-from flexnsa.attention.seam import Attended, Call, given
+from flexnsa.attention.decoding import CompressorWeights, StepInputs
+from flexnsa.attention.seam import BranchOutput, Call, given
+from flexnsa.attention.table import FLEX_CACHED
 from flexnsa.attention.triton import few_rows
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import window as triton_window
 from flexnsa.attention.triton.decoding import operator as triton_decoding
 from flexnsa.config import NSAConfig
-from flexnsa.custom_ops import OpaqueOperator
 from flexnsa.geometry import num_compressed
+from flexnsa.operators import OpaqueOperator
 from flexnsa.positions import Positions
 from tests.emitted.calls import BRANCHES, arguments, attention, cached_attention
 from tests.emitted.emit import emit
@@ -128,7 +128,9 @@ def _decoding_step(shape: Shape, frequencies: Tensor | None = None) -> None:
     rows = few_rows.multiply_few_rows(new(2, dim), [new(size, dim) for size in sizes])
     q, k_cmp, k_slc, k_win, v_cmp, v_slc, v_win, gates = rows[:, None].split(sizes, dim=-1)
     length = CONFIG.compress_block_size
-    phis = [Phi("mlp", new(length, dim), new(4 * dim, length * dim), new(dim, 4 * dim)) for dim in shape.dims]
+    phis = [
+        CompressorWeights("mlp", new(length, dim), new(4 * dim, length * dim), new(dim, 4 * dim)) for dim in shape.dims
+    ]
     triton_decoding.step(
         StepInputs(
             q=q,
@@ -161,5 +163,5 @@ def _positions(queries: int) -> Positions:
     return Positions(row, row, row)
 
 
-def _differentiate(attended: Attended) -> None:
+def _differentiate(attended: BranchOutput) -> None:
     (attended.out.float().sum() + given(attended.lse).sum()).backward()

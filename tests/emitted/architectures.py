@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from flexnsa.measure.table import format_table
+from flexnsa.lm.measure.table import format_table
 from tests.emitted.machine_code import Resources
 from tests.emitted.targets import TARGETS, Target
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.flex import branches
-from flexnsa.attention.implementations import FLEX
 from flexnsa.attention.seam import Call
+from flexnsa.attention.table import FLEX
 from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
 from tests.emitted.calls import BRANCHES, TWO_BLOCKS

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
-from flexnsa.attention.seam import Attended, Call, Compressed, Implementation
-from flexnsa.models import DecoderConfig, DecoderLM, dense_step
+from flexnsa.attention.seam import BranchOutput, Call, Compressed, Implementation
+from flexnsa.attention.table import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.lm import DecoderConfig, DecoderLM
+from flexnsa.lm.dense import step as dense_step
 from tests.support.inputs import SMALL
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Attended:  # noqa: ARG001
-    return Attended(q.new_empty(*q.shape[:3], v.shape[3]), None)
+def attended(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> BranchOutput:  # noqa: ARG001
+    return BranchOutput(q.new_empty(*q.shape[:3], v.shape[3]), None)
 
 
 def select(q: Tensor, k_cmp: Tensor, call: Call, *_: object) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexnsa import LinearCompressor, MeanCompressor, MLPCompressor, NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.layers.compression import as_phi, average_blocks, average_kept_blocks
+from flexnsa.layers.compression import as_phi, average_blocks, average_cached_blocks
 from tests.support.inputs import SMALL
 
 CONFIGS = [
@@ -45,7 +45,7 @@ def test_kept_keys_are_averaged_as_rows_are_and_read_once(config: NSAConfig, num
     """A copy of all keys, at every step, took four times as long as all else of a step."""
     x = torch.randn(2, 3, num_tokens, 6, dtype=torch.float64)
     with LargestResult(x) as largest:
-        got = average_kept_blocks(x, config)
+        got = average_cached_blocks(x, config)
     torch.testing.assert_close(got, average_blocks(x, None, config))
     assert largest.size <= x.nbytes / config.compress_stride
 

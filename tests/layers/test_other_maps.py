@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flexnsa import NativeSparseAttention
-from flexnsa.models.dense import DenseAttention
+from flexnsa.lm.dense.attention import DenseAttention
 from tests.support.inputs import SMALL
 
 Layer = NativeSparseAttention | DenseAttention

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn.modules import module
 
 from flexnsa import NativeSparseAttention
 from flexnsa.layers import projection
@@ -95,3 +96,17 @@ def packed() -> torch.nn.Linear:
 def test_only_plain_maps_share_a_product(make: Callable[[], torch.nn.Linear]) -> None:
     assert is_plain(plain())
     assert not is_plain(make())
+
+
+def test_no_map_is_plain_while_all_modules_have_a_hook() -> None:
+    linear = plain()
+    for register in (
+        module.register_module_forward_hook,
+        module.register_module_forward_pre_hook,
+        module.register_module_full_backward_hook,
+        module.register_module_full_backward_pre_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert not is_plain(linear)
+        handle.remove()
+    assert is_plain(linear)

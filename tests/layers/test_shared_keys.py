@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import MeanCompressor, NativeSparseAttention
-from flexnsa.models import DecoderConfig, DecoderLM
+from flexnsa.lm import DecoderConfig, DecoderLM
 from tests.support.inputs import SMALL, TINY
 
 IDS = (torch.arange(77) >= 30).int().expand(2, -1)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa import NativeSparseAttention, NSAConfig
-from flexnsa.attention.decoding import MOST_TOKENS, StepInputs
-from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS
-from flexnsa.decoding.read_counter import ReadCounter
+from flexnsa.attention.decoding import StepInputs
+from flexnsa.attention.queries import STEP_TOKENS
+from flexnsa.attention.table import CACHED_IMPLEMENTATIONS
+from flexnsa.cache.steps import ReadCounter
 from flexnsa.layers.compression import LinearCompressor
 from flexnsa.layers.gating import Gate
 
@@ -51,14 +52,14 @@ def plain_layer(**options: Any) -> Layer:
     return Layer(DIM, 4, 2, 8, config=CONFIG, impl="sdpa", **options)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, MOST_TOKENS])
+@pytest.mark.parametrize("tokens", [1, 2, STEP_TOKENS])
 @pytest.mark.parametrize("compression", ["mlp", "linear", "mean"])
 def test_few_tokens_of_a_plain_layer_go_at_once(compression: str, tokens: int) -> None:
     with pytest.raises(TakenAtOnceError):
         step(plain_layer(compression=compression), tokens=tokens)
 
 
-@pytest.mark.parametrize(("tokens", "max_rewind"), [(2, 1), (4, 3), (MOST_TOKENS + 1, 16)])
+@pytest.mark.parametrize(("tokens", "max_rewind"), [(2, 1), (4, 3), (STEP_TOKENS + 1, 16)])
 def test_tokens_that_would_overwrite_what_the_first_of_them_sees_do_not(tokens: int, max_rewind: int) -> None:
     assert step(plain_layer(), tokens=tokens, max_rewind=max_rewind).isfinite().all()
 

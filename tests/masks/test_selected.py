@@ -80,7 +80,7 @@ def test_some_queries_of_documents() -> None:
     ids, token = (torch.arange(300)[None] // 45), torch.tensor([0, 7, 44, 45, 46, 120, 133, 299])
     start = token // 45 * 45
     blocks = random_blocks(1, 2, token, start, CONFIG)
-    positions = document_positions(ids, CONFIG).of_some(token)
+    positions = document_positions(ids, CONFIG).at_tokens(token)
     check(blocks, positions, definition(blocks, token, start, 300, CONFIG), 2, CONFIG)
 
 

@@ -1,6 +1,6 @@
 """Who imports whom in this repository, read from the source: also inside functions and for the type checker only.
 
-A file is named by its path from the root without the suffix: ``flexnsa/config``, ``flexnsa/models/__init__``.
+A file is named by its path from the root without the suffix: ``flexnsa/config``, ``flexnsa/lm/__init__``.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def find_circle(graph: Graph) -> list[str]:
     return []
 
 
-def rooms(graph: Graph) -> dict[str, set[str]]:
-    """Merge the files of each folder right below a top one: ``flexnsa/attention``; a file there is a room itself."""
+def rooms(graph: Graph, depth: int = 2) -> dict[str, set[str]]:
+    """Merge the files of each folder by the first parts of their names, ``flexnsa/attention`` by two of them."""
     found: dict[str, set[str]] = {}
     for name, targets in graph.items():
-        room = found.setdefault(_room(name), set())
-        room |= {_room(target) for target in targets} - {_room(name)}
+        room = found.setdefault(_room(name, depth), set())
+        room |= {_room(target, depth) for target in targets} - {_room(name, depth)}
     return found
 
 
@@ -70,8 +70,8 @@ def below(*prefixes: str, names: Iterable[str]) -> set[str]:
     return {name for name in names if any(name == prefix or name.startswith(f"{prefix}/") for prefix in prefixes)}
 
 
-def _room(name: str) -> str:
-    return "/".join(name.split("/")[:2])
+def _room(name: str, depth: int) -> str:
+    return "/".join(name.split("/")[:depth])
 
 
 def _absolute(name: str, node: ast.ImportFrom) -> str:

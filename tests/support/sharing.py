@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexnsa import NativeSparseAttention
-from flexnsa.models import DecoderLM
+from flexnsa.lm import DecoderLM
 
 
 def share_keys(model: DecoderLM) -> DecoderLM:

@@ -1,4 +1,4 @@
-"""Cases of decoding by the kernels that take a whole step, and what these make of them beside whole rows."""
+"""Cases of decoding by the kernels that compute a whole step, and their results and those of whole sequences."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSACache, NSAConfig
 from flexnsa.attention.decoding import StepInputs
-from flexnsa.attention.implementations import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
 from flexnsa.attention.seam import given
+from flexnsa.attention.table import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
 from flexnsa.geometry import BRANCHES
 
 DIM = 24
@@ -33,12 +33,12 @@ SMALLEST = NSAConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Rows that take a prompt at once and then some tokens at a time.
+    """Sequences that get a prompt at once and then some tokens at a time.
 
     Args:
-        steps: for every step, how many tokens each row takes; rows that take fewer than the most are padded.
-        prompts: tokens of each row before that.
-        take_back: tokens to forget again after each step but the last, which the next one brings anew.
+        steps: for every step, the new tokens of each sequence; those with fewer than the most are padded.
+        prompts: tokens of each sequence before the steps.
+        take_back: tokens to crop after each step but the last, which the next step adds again.
     """
 
     steps: tuple[tuple[int, ...], ...]
@@ -53,12 +53,12 @@ class Case:
     take_back: int = 0
 
     def starts(self, row: int) -> list[int]:
-        """Give the length of a row before every step."""
+        """Return the length of a sequence before every step."""
         taken = (counts[row] - self.take_back for counts in self.steps[:-1])
         return list(accumulate(taken, initial=self.prompts[row]))
 
     def layer(self) -> NativeSparseAttention:
-        """Make the layer, with gates and blocks that differ."""
+        """Make the layer, with gates that differ between tokens."""
         torch.manual_seed(0)
         query_heads, kv_heads, dk, dv = self.heads
         layer = NativeSparseAttention(
@@ -77,7 +77,7 @@ class Case:
         return layer.to(self.dtype)
 
     def tokens(self) -> Tensor:
-        """Draw the inputs of all tokens that a row ever sees."""
+        """Draw the inputs of all tokens of the sequences."""
         length = max(self.prompts) + sum(map(max, self.steps))
         generator = torch.Generator().manual_seed(1)
         return torch.randn(len(self.prompts), length, DIM, generator=generator).to(self.dtype)
@@ -85,7 +85,7 @@ class Case:
 
 ALONE = ((1,),)
 EVERY = replace(SMALLEST, num_selected_blocks=16)
-"""Every block: with rounded scores there is nothing to choose that rounding could choose otherwise."""
+"""All blocks are selected, so that the rounding of scores changes nothing."""
 CASES = {
     "every residue": Case(steps=ALONE * 13, prompts=(21,)),
     "from nothing, ragged": Case(steps=((1, 0, 1), (1, 1, 1), (0, 1, 1)) * 2, prompts=(0, 17, 3), heads=(4, 2, 16, 16)),
@@ -125,7 +125,7 @@ CASES = {
 
 
 def run(case: Case, device: str = "cpu") -> dict[str, Any]:
-    """Decode, and compute the same on whole rows by the oracle, in the case's precision and in float64."""
+    """Decode, and compute the same on whole sequences by the oracle, in the case's precision and in float64."""
     layer, x = case.layer().to(device), case.tokens().to(device)
     layer.impl = "reference"
     wholes = {"plain": layer(x)}
@@ -150,7 +150,7 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
 
 
 def decode(case: Case, layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor, Tensor, NSACache]:
-    """Give the outputs and the selected blocks of all decoded tokens, where they stand, and the cache."""
+    """Return the outputs and the selected blocks of all decoded tokens at their positions, and the cache."""
     device, most = x.device, max(map(max, case.steps))
     cache = layer.new_cache(len(x), x.shape[1], max_rewind=max(most, case.take_back))
     prompts = torch.tensor(case.prompts, device=device)
@@ -181,7 +181,7 @@ def decode(case: Case, layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor,
 
 
 def _held(cache: NSACache, name: str) -> Tensor | None:
-    """Give what a full buffer holds of the first row; of a ring buffer, nothing but its last token."""
+    """Return the first sequence's part of a full buffer; of a ring buffer, only its last token."""
     length, kind = int(cache.lengths[0]), name.partition("_")[2]
     buffer = cache.buffers[name][0]
     if kind == "slc":
@@ -194,7 +194,7 @@ def _held(cache: NSACache, name: str) -> Tensor | None:
 
 @contextmanager
 def recording_steps() -> Iterator[list[Tensor]]:
-    """List the blocks that every step of the kernels selects; fail where one goes branch by branch."""
+    """Record the blocks that every step of the kernels selects; a step computed branch by branch fails."""
     implementation, chosen = CACHED_IMPLEMENTATIONS["triton"], list[Tensor]()
 
     def step(inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
@@ -211,7 +211,7 @@ def recording_steps() -> Iterator[list[Tensor]]:
 
 @contextmanager
 def recording(table: dict[str, Any], impl: str) -> Iterator[list[Tensor]]:
-    """List the blocks that an implementation selects."""
+    """Record the blocks that an implementation selects."""
     implementation, chosen = table[impl], list[Tensor]()
 
     def select(*args: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Cases of block selection, the formula written out densely in float64, and what the Triton kernels make of them.
+"""Cases of block selection, the dense formula in float64, and the results of the Triton kernels.
 
 The interpreter is chosen when Triton is first imported, so the kernels run in a process of their own. This file is its
 script: it writes to the path given what the kernels returned for every case.
@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from flexnsa.attention.queries import STEP_TOKENS
 from flexnsa.attention.seam import Call
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks, num_compressed
@@ -35,7 +36,7 @@ def sizes(length: int, stride: int, block: int, selected: int, init: int = 1, lo
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call: documents packed one after the other, of which the last ``num_queries`` tokens ask."""
+    """One call: packed documents, of which the last ``num_queries`` tokens are queries."""
 
     config: NSAConfig
     documents: tuple[int, ...]
@@ -166,7 +167,7 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     width = num_blocks(max(case.documents), case.config)
     own, passed = torch.zeros(2, case.batch * case.kv_heads, num_queries, scoring_triton.aligned(width), device=device)
     scores = Scores(own, passed, num_queries, own.shape[-1], Band.of(case.config))
-    if num_queries <= scoring_triton.FEW_QUERIES:
+    if num_queries <= STEP_TOKENS:
         importance_few(q, k, lse, rows, scores, **arguments)
     else:
         importance(q, k, lse, rows, scores, 0, **arguments)

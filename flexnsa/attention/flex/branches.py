@@ -1,8 +1,8 @@
-"""Native Sparse Attention as FlexAttention: Inductor compiles each branch to Triton on CUDA and to C++ on a CPU.
+"""The branches as FlexAttention: Inductor compiles each to Triton on CUDA and to C++ on a CPU.
 
-The compressed and the window branch are intervals of keys (:mod:`flexnsa.masks.intervals`). The selected branch folds
-the heads of a group into rows, so that a tile of queries is one token and the blocks that it selected *are* its list
-of key tiles (:mod:`flexnsa.masks.selected`). Memory is linear in the sequence length, in backward too.
+The compressed branch and the window are intervals of keys (:mod:`flexnsa.masks.intervals`). The selected branch folds
+the heads of a group into rows, so that a query tile is one token, and its list of key tiles is the blocks that it
+selected (:mod:`flexnsa.masks.selected`). Memory is linear in the sequence length, in backward too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flexnsa.attention.flex.kernels import (
     sizes_of_tiles,
     unfold_heads,
 )
-from flexnsa.attention.seam import Attended, Call, Compressed
+from flexnsa.attention.seam import BranchOutput, Call, Compressed
 from flexnsa.attention.tiles.flex import dense_tiles, sparse_tiles
 from flexnsa.config import NSAConfig
 from flexnsa.masks.compressed import compressed_mask
@@ -41,7 +41,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ENOUGH_PROGRAMS = 2048
-"""Of unequal lengths, to keep all processors of a GPU at work until the end: about 16 for each of an H200."""
+"""Programs of unequal lengths that keep all multiprocessors busy to the end: about 16 for each of an H200."""
 
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
@@ -65,7 +65,7 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
     return Compressed(*compiled(_compressed, q, call.positions)(q, k_cmp, v_cmp, mask, call))
 
 
-def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
+def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
     """Attend to the tokens of the selected blocks, up to the query's own (NSA paper, section 3.3.2).
 
     Args:
@@ -73,7 +73,7 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
         k: ``(B, Hkv, S, Dk)``.
         v: ``(B, Hkv, S, Dv)``.
         block_indices: int32 ``(B, Hkv, T, n)``, ascending, padded right with -1.
-        call: see :func:`compressed`; so is what is returned.
+        call: see :func:`compressed`, also for the result.
 
     Raises:
         ValueError: the device has no tile for blocks or heads of this size.
@@ -83,14 +83,14 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     return compiled(_selected, q, call.positions)(q, k, v, block_indices, call)
 
 
-def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
+def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     """Attend to the last ``window_size`` tokens, the query's own included (NSA paper, section 3.3.3).
 
     Args:
         q: ``(B, Hq, T, Dk)``.
         k: ``(B, Hkv, S, Dk)``.
         v: ``(B, Hkv, S, Dv)``.
-        call: see :func:`compressed`; so is what is returned and raised.
+        call: see :func:`compressed`, also for the result and the errors.
     """
     check_heads(q, v)
     mask = _interval_mask(window_mask, q, k.shape[2], call.window_positions, call.config)
@@ -98,17 +98,17 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
 
 
 def compiled(branch: Callable[P, T], q: Tensor, positions: Positions | None) -> Callable[P, T]:
-    """Compile what attends from ``q`` at ``positions``.
+    """Compile a branch for queries at ``positions``.
 
-    On a CPU, for each length: where lengths vary and the mask reads tables of them, FlexAttention's kernel takes one
-    size for another, and is wrong without a word (torch 2.13).
+    On a CPU it is compiled for each length: with dynamic lengths and a mask that reads tables, FlexAttention's kernel
+    confuses sizes and is silently wrong (torch 2.13).
     """
     return compile_once(branch, each_length=positions is not None and not q.is_cuda)
 
 
-def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, mask: BlockMask, call: Call) -> Attended:
-    # Few compressed keys give backward few programs. Repeating the keys gives it Hq / Hkv times as many; where there
-    # are programs enough, it would only take memory.
+def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, mask: BlockMask, call: Call) -> BranchOutput:
+    # Backward has a program for each key tile, too few with few compressed keys. Repeating the keys for all query heads
+    # gives it Hq / Hkv times as many; with enough programs it would only cost memory.
     tiles = k_cmp.shape[0] * k_cmp.shape[1] * (k_cmp.shape[2] // DENSE_TILE + 1)
     groups = q.shape[1] // k_cmp.shape[1] if tiles < ENOUGH_PROGRAMS else 1
     k, v = (F.pad(x, (0, 0, 0, _padding(x))).repeat_interleave(groups, dim=1) for x in (k_cmp, v_cmp))
@@ -117,7 +117,7 @@ def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, mask: BlockMask, call: 
     return attend(q, k, v, mask, call.scale, options, kernel_mod)
 
 
-def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
+def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
     groups, rows = operator.index(q.shape[1] // k.shape[1]), rows_of_query(q, k)
     mask = selected_mask(block_indices, call.positions, k.shape[2], rows=rows, config=call.config)
     kernel_mod = call.score_mod and mod_of_tokens(
@@ -129,7 +129,7 @@ def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call
     return unfold_heads(folded, rows, groups)
 
 
-def _window(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, call: Call) -> Attended:
+def _window(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, call: Call) -> BranchOutput:
     kernel_mod = call.score_mod and mod_of_tokens(call.score_mod, call.window_positions)
     options = dense_tiles(*sizes_of_tiles(q, v), stages=2)
     if call.window_positions is not None and not call.window_positions.consecutive:
@@ -138,14 +138,14 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, call: Call) -> Att
 
 
 def _padding(k_cmp: Tensor) -> int:
-    """Count the rows that fill up the last tile of keys; at least one, so that there always is a tile."""
+    """Return the rows that fill the last key tile; at least one, so that there is always a tile."""
     return (k_cmp.shape[2] // DENSE_TILE + 1) * DENSE_TILE - k_cmp.shape[2]
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:
-    """Pick rows ``tokens (B, H, V)`` of ``x (B, H, S, D)``.
+    """Gather rows ``tokens (B, H, V)`` of ``x (B, H, S, D)``.
 
-    As an embedding, because its backward sums the rows that were picked more than once in float32.
+    It is an embedding, because that sums the gradients of rows that are gathered more than once in float32.
     """
     batch, heads, length, dim = x.shape
     offset = torch.arange(batch * heads, dtype=torch.int32, device=x.device).view(batch, heads, 1) * length
@@ -155,7 +155,7 @@ def _gather(x: Tensor, tokens: Tensor) -> Tensor:
 def _interval_mask(
     build: Callable[..., BlockMask], q: Tensor, num_keys: int, positions: Positions | None, config: NSAConfig
 ) -> BlockMask:
-    """Build the mask of a dense branch, or take it from the cache if it is that of a whole sequence."""
+    """Return the mask of a dense branch, from a cache if it is that of one whole sequence."""
     if positions is not None or torch.compiler.is_compiling():
         return build(positions, q.shape[2], num_keys, config, q.device)
     return _cached_mask(build, q.shape[2], num_keys, config, q.device)

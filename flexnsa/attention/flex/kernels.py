@@ -1,4 +1,4 @@
-"""FlexAttention's kernels as this package calls them: what differs between devices and versions stands here alone."""
+"""Calls of FlexAttention, with all that differs between devices and versions of torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from flexnsa.attention.seam import Attended, given
+from flexnsa.attention.seam import BranchOutput, given
 from flexnsa.attention.tiles.device import Device, device_of
 from flexnsa.attention.tiles.flex import KernelOptions, dense_tiles
 from flexnsa.config import NSAConfig
-from flexnsa.custom_ops import opaque_operator, refuse_transforms
 from flexnsa.masks.intervals import DENSE_TILE, stored
 from flexnsa.masks.user_mods import ScoreMod
+from flexnsa.operators import opaque_operator, refuse_transforms
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
@@ -26,10 +26,10 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def check_input(name: str, x: Tensor) -> None:
-    """Refuse what FlexAttention cannot take, in words that say so.
+    """Check that FlexAttention has a kernel for an input.
 
     Raises:
-        ValueError: a dtype, head dimension or gradient that it has no kernel for on this device.
+        ValueError: it has none for this dtype, head dimension or gradient on this device.
     """
     if not torch.compiler.is_compiling():
         refuse_transforms("impl='flex'", x)
@@ -45,7 +45,7 @@ def check_input(name: str, x: Tensor) -> None:
 
 
 def check_blocks(q: Tensor, config: NSAConfig) -> None:
-    """Refuse blocks that tensor cores cannot tile."""
+    """Check that tensor cores can tile the selection blocks."""
     if q.is_cuda and config.select_block_size % 16:
         raise ValueError(
             "select_block_size: expected a multiple of 16, the smallest tile of the tensor cores, "
@@ -54,15 +54,15 @@ def check_blocks(q: Tensor, config: NSAConfig) -> None:
 
 
 def check_heads(q: Tensor, v: Tensor, rows: int = 1) -> None:
-    """Refuse heads of which the device cannot hold the smallest tiles, and those too long for the kernels' integers.
+    """Check that tiles of the heads fit the device, and that offsets in a head fit the kernels' integers.
 
     Args:
         q: ``(B, H, T, Dk)``.
         v: ``(B, H, S, Dv)``.
-        rows: of a query, where heads are folded into rows.
+        rows: kernel rows per query, where heads are folded.
 
     Raises:
-        ValueError: the device has no tile of them, or one head has 2^31 numbers.
+        ValueError: no tile fits, or a head has 2^31 elements.
     """
     if not q.is_cuda:
         return
@@ -76,7 +76,7 @@ def check_heads(q: Tensor, v: Tensor, rows: int = 1) -> None:
 
 
 def sizes_of_tiles(q: Tensor, v: Tensor) -> tuple[Device, torch.dtype, int, int]:
-    """Give what the tiles of :mod:`flexnsa.attention.tiles.flex` depend on; a compiler takes it for constant."""
+    """Return what the tiles of :mod:`flexnsa.attention.tiles.flex` depend on, constants under ``torch.compile``."""
     return device_of(q), q.dtype, operator.index(q.shape[-1]), operator.index(v.shape[-1])
 
 
@@ -88,12 +88,12 @@ def attend(
     scale: float,
     options: KernelOptions,
     score_mod: ScoreMod | None = None,
-) -> Attended:
-    """Call FlexAttention: the output, and the natural log-sum-exp where the device can give it.
+) -> BranchOutput:
+    """Call FlexAttention for the output and, except on a CPU, the natural log-sum-exp.
 
-    ``options`` are those of :mod:`flexnsa.attention.tiles.flex`; ``score_mod`` is in the kernel's own coordinates.
+    ``options`` are those of :mod:`flexnsa.attention.tiles.flex`; ``score_mod`` takes the kernel's own indices.
     """
-    # Lengths are those of the tensors: a compiler would take integers that are kept in a mask for constants.
+    # Lengths come from the tensors, because torch.compile treats integers stored in a mask as constants.
     mask, options = _fit_to_kernels(mask, (q.shape[2], k.shape[2]), options, q.device)
     q, k, v = (x if _reaches(x.shape[2], x.stride(2)) or not x.is_cuda else x.contiguous() for x in (q, k, v))
     attention = functools.partial(
@@ -105,21 +105,21 @@ def attend(
         kernel_options=cast("FlexKernelOptions", options),
     )
     if q.device.type == "cpu":
-        # The CPU kernel's choice of tiles reads the shape beneath a view of q: this copy is no view. It also refuses
-        # tensors that require a gradient where nobody asks for one.
-        return Attended(_unfused(attention(_unfused(q).detach(), k.detach(), v.detach())), None)
+        # The CPU kernel chooses tiles by the shape of the base of a view, so q is copied. It also raises for tensors
+        # that require a gradient, even under torch.no_grad().
+        return BranchOutput(_unfused(attention(_unfused(q).detach(), k.detach(), v.detach())), None)
     out, aux = attention(q, k, v, return_aux=AuxRequest(lse=True))
-    return Attended(out, aux.lse)
+    return BranchOutput(out, aux.lse)
 
 
 def _reaches(rows: int, stride: int) -> bool:
-    """Tell whether the kernels find the last of a head's rows: before 2.14 they multiply row and stride in 32 bits."""
+    """Return whether the kernels can address all rows of a head: before 2.14 they use 32-bit offsets."""
     return TORCH >= (2, 14) or rows * stride < 2**31
 
 
 @opaque_operator("unfused")
 def _unfused(x: Tensor) -> Tensor:
-    """Copy ``x`` behind a compiler's back: Inductor would fuse what follows into the CPU kernel, and then fails."""
+    """Copy ``x`` in an opaque operator: Inductor would fuse neighbouring operations into the CPU kernel and fail."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -131,15 +131,15 @@ def _(x: Tensor) -> Tensor:
 def _fit_to_kernels(
     mask: BlockMask, lengths: tuple[int, int], options: KernelOptions, device: torch.device
 ) -> tuple[BlockMask, KernelOptions]:
-    """Hide what differs between devices and versions of torch; nothing else here asks for either.
+    """Adapt a mask and options to the kernels of a device and version of torch.
 
-    - A CPU ignores kernel options and has no backward. Its lists must spell tiles out, and must look as long as there
-      are key tiles.
-    - CUDA must use the kernel for long queries at any length: the one for decoding reads the lists differently.
-    - CUDA's kernels find a batch's lists at multiples of the heads' stride, but Inductor may pad the stride of a batch.
-      What is viewed by strides it stores as it is.
-    - Before 2.14, CUDA's backward compares BLOCK_SIZE with its own default tiles even where others are set by hand, and
-      finds none that fit a tile below 128. So BLOCK_SIZE claims 128, and the kernels are told the true size.
+    - The CPU kernel ignores options and has no backward. Its lists must contain all tiles, and be as wide as there are
+      key tiles.
+    - On CUDA the kernel for long queries must be used at any length; the one for decoding reads the lists differently.
+    - CUDA kernels compute the batch stride of lists from the stride of heads, but Inductor may pad the batch stride. It
+      does not pad the input of ``as_strided``.
+    - Before 2.14, backward on CUDA compares BLOCK_SIZE with its default tiles even if others are set, and finds none
+      for tiles below 128. So BLOCK_SIZE is set to 128, and options give the kernels the true size.
     """
     block_size, kv_indices, full_kv_indices = mask.BLOCK_SIZE, mask.kv_indices, mask.full_kv_indices
     if device.type == "cpu":
@@ -177,27 +177,27 @@ def _fit_to_kernels(
 
 
 def _overlapping(indices: Tensor, width: int) -> Tensor:
-    """View lists ``(B, H, R, n)`` as ``(B, H, R, width)``: behind its own entries, each shows those of the next."""
+    """View lists ``(B, H, R, n)`` as ``(B, H, R, width)``; after its own entries each overlaps the next lists."""
     flat = F.pad(indices.flatten(), (0, width))
     return flat.as_strided((*indices.shape[:3], width), indices.stride())
 
 
 def rows_of_query(q: Tensor, k: Tensor) -> int:
-    """Count the rows that the heads of a group take: tensor cores want a multiple of 16, a CPU any number."""
-    groups = operator.index(q.shape[1] // k.shape[1])  # a constant to a compiler, as tiles have to be
+    """Return the kernel rows per query: the size of a group, on a GPU padded to a multiple of 16 for tensor cores."""
+    groups = operator.index(q.shape[1] // k.shape[1])  # tiles must be constants under torch.compile
     return -(-groups // 16) * 16 if q.is_cuda else groups
 
 
 def fold_heads(q: Tensor, rows: int, groups: int) -> Tensor:
-    """Lay the heads of a group below each other: ``(B, Hq, T, D)`` to ``(B, Hkv, T * rows, D)``, padded with zeros."""
+    """Fold the heads of a group into rows: ``(B, Hq, T, D)`` to ``(B, Hkv, T * rows, D)``, padded with zeros."""
     grouped = torch.unflatten(q, 1, (-1, groups)).transpose(2, 3)
     return F.pad(grouped, (0, 0, 0, rows - groups)).flatten(2, 3)
 
 
-def unfold_heads(folded: Attended, rows: int, groups: int) -> Attended:
+def unfold_heads(folded: BranchOutput, rows: int, groups: int) -> BranchOutput:
     """Undo :func:`fold_heads` of an output and its log-sum-exp."""
 
     def unfold(x: Tensor) -> Tensor:
         return torch.unflatten(x, 2, (-1, rows))[:, :, :, :groups].transpose(2, 3).flatten(1, 2)
 
-    return Attended(unfold(folded.out), None if folded.lse is None else unfold(folded.lse))
+    return BranchOutput(unfold(folded.out), None if folded.lse is None else unfold(folded.lse))

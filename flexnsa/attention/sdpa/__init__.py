@@ -1,1 +1,1 @@
-"""Plain PyTorch in linear memory: it trains on CPUs, and is eager unless one compiles around it."""
+"""Plain PyTorch in linear memory: it trains on CPUs, and runs eagerly unless the caller compiles it."""

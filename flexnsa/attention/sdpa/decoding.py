@@ -1,9 +1,9 @@
-"""``sdpa`` where the keys are a cache: few queries, each row one sequence from token 0, no backward.
+"""``sdpa`` where the keys are a cache: few queries, sequences that start at token 0, no backward.
 
-What pays for a thousand queries costs more than it saves for one: chunks, copies in float32, masks for every key. Here
-the keys that some query sees are one slice of the cache, read as they lie by PyTorch's own SDPA with the heads of a
-group as its rows, and a mask is made only if the queries do not all see the same keys. Where the slice ends is read
-from the device; without that a CPU would read all slots.
+Chunks, copies in float32 and masks for every key save time for a thousand queries, and cost time for one. Here the keys
+that any query sees are one slice of the cache. PyTorch's SDPA reads it in place, with the heads of a group as its
+queries, and with a mask only if the queries do not all see the same keys. The end of the slice is read from the device;
+otherwise a CPU would read all slots.
 """
 
 from __future__ import annotations
@@ -15,52 +15,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexnsa.attention.queries import Queries
+from flexnsa.attention.scoring import block_scores
 from flexnsa.attention.sdpa import branches
-from flexnsa.attention.sdpa.branches import GATHERED_QUERIES
-from flexnsa.attention.sdpa.gathered import gather_rows, selected_keys
-from flexnsa.attention.seam import Attended, Call, Compressed
+from flexnsa.attention.sdpa.gathered import gather_keys, selected_keys
+from flexnsa.attention.seam import BranchOutput, Call, Compressed
 from flexnsa.attention.selection import top_blocks
 from flexnsa.config import NSAConfig
-from flexnsa.custom_ops import opaque_operator
-from flexnsa.geometry import blocks_within, overlap_band
+from flexnsa.geometry import blocks_within
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.window import window_intervals
+from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions, positions_of
 
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
     """As :func:`flexnsa.attention.sdpa.branches.compressed`; for few queries with importance instead of lse."""
-    if not _are_few(q, call):
+    if not Queries.of(q, k_cmp, call).are_gathered:
         return branches.compressed(q, k_cmp, v_cmp, call)
     token = positions_of(q, call.positions).token
     out, importance = _attend_and_score(q, k_cmp, v_cmp, token, call.config.to_ints(), call.scale)
     return Compressed(out, None, importance)
 
 
-def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
+def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     """As :func:`flexnsa.attention.sdpa.branches.window`; for few queries without lse."""
-    if not _are_few(q, call):
+    if not Queries.of(q, k, call).are_gathered:
         return branches.window(q, k, v, call)
     visible = window_intervals(positions_of(q, call.window_positions), call.config)
-    return Attended(_attend_to_interval(q, k, v, visible.lo, visible.hi, call.scale), None)
+    return BranchOutput(_attend_to_interval(q, k, v, visible.lo, visible.hi, call.scale), None)
 
 
-def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
+def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
     """As :func:`flexnsa.attention.sdpa.branches.selected`; for few queries without lse."""
-    if not _are_few(q, call):
+    if not Queries.of(q, k, call).are_gathered:
         return branches.selected(q, k, v, block_indices, call)
     token, size = positions_of(q, call.positions).token, call.config.select_block_size
-    return Attended(_attend_to_blocks(q, k, v, block_indices, token, size, call.scale), None)
+    return BranchOutput(_attend_to_blocks(q, k, v, block_indices, token, size, call.scale), None)
 
 
 def select(q: Tensor, k_cmp: Tensor, call: Call, lse: Tensor | None, importance: Tensor | None) -> Tensor:
     """As :func:`flexnsa.attention.sdpa.branches.select`; for few queries by importance.
 
-    A step's q and k_cmp may differ from a whole pass's in the last bit, because a product of one row adds up in another
-    order than one of many. In bf16, about 1 row of 100 then takes other blocks, worth the same but for that rounding.
+    A step's q and k_cmp may differ from those of a whole sequence in the last bit, because a product of one row is
+    summed in another order than one of many. In bf16, about 1 query of 100 then selects other blocks, whose scores are
+    equal but for that rounding.
     """
-    if not _are_few(q, call):
+    if not Queries.of(q, k_cmp, call).are_gathered:
         return branches.select(q, k_cmp, call, lse, None)
     positions = positions_of(q, call.positions)
     if importance is None:
@@ -69,15 +71,11 @@ def select(q: Tensor, k_cmp: Tensor, call: Call, lse: Tensor | None, importance:
     return top_blocks(importance, positions, config=call.config)
 
 
-def _are_few(q: Tensor, call: Call) -> bool:
-    return q.shape[2] <= GATHERED_QUERIES and call.score_mod is None
-
-
 @opaque_operator("attend_and_score")
 def _attend_and_score(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, token: Tensor, sizes: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the compressed tokens that each query sees, and add the probabilities up by blocks (Eq. 8 to 10)."""
+    """Attend to the compressed tokens that each query sees, and sum the probabilities by blocks (Eq. 8 to 10)."""
     config, zero = NSAConfig.from_ints(sizes), torch.zeros_like(token)
     keys, hidden = _seen(compressed_intervals(Positions(token, zero, zero), config))
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -87,11 +85,11 @@ def _attend_and_score(
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
     probs = scores.softmax(-1)
     if hidden is not None:
-        probs.masked_fill_(hidden[:, None, None], 0)  # of a query that sees no key, the softmax is not a number
+        probs.masked_fill_(hidden[:, None, None], 0)  # the softmax of a query that sees no key is NaN
     num_blocks = blocks_within(k_cmp.shape[2], config)
     importance = scores.new_zeros(*k_cmp.shape[:2], q.shape[2], num_blocks, dtype=torch.float32)
-    scored = _block_scores(probs.sum(2), config)
-    importance[..., : scored.shape[-1]] = scored
+    seen_blocks = blocks_within(probs.shape[-1], config)
+    importance[..., :seen_blocks] = block_scores(probs.sum(2), None, num_blocks=seen_blocks, config=config)
     if v_cmp is None:
         return q.new_empty(0), importance
     out = probs.flatten(2, 3).to(v_cmp.dtype) @ v_cmp[:, :, keys]
@@ -128,12 +126,10 @@ def _attend_to_blocks(
 ) -> Tensor:
     """Attend to the past tokens of the blocks of each query, gathered for it."""
     key, visible = selected_keys(block_indices, token, torch.zeros_like(token), block_size)
-    head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)
-    row = torch.where(visible, key, 0).add_(head * k.shape[2]).flatten(1, 2)
-    grouped = torch.unflatten(q, 1, (k.shape[1], -1)).transpose(2, 3).flatten(1, 2)  # (B, Hkv * T, G, D)
-    out = F.scaled_dot_product_attention(
-        grouped, gather_rows(k, row), gather_rows(v, row), attn_mask=visible.flatten(1, 2)[:, :, None], scale=scale
-    )
+    keys, values = (x.flatten(1, 2) for x in gather_keys(k, v, key, visible))  # (B, Hkv * T, K, D)
+    grouped = torch.unflatten(q, 1, (k.shape[1], -1)).transpose(2, 3).flatten(1, 2)
+    mask = visible.flatten(1, 2)[:, :, None]
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return torch.unflatten(out, 1, (k.shape[1], -1)).transpose(2, 3).reshape(*q.shape[:3], -1)
 
 
@@ -144,7 +140,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:  # noqa: ARG001
 
 
 def _seen(visible: Intervals) -> tuple[slice, Tensor | None]:
-    """Give the keys that some query sees, at least one, and ``(B, T, K)`` which of them each does not; None: none."""
+    """Return the slice of keys that any query sees, at least one, and the mask ``(B, T, K)`` of hidden ones, if any."""
     lo = cast("list[int]", visible.lo.flatten().tolist())  # pyright: ignore[reportUnknownMemberType]
     hi = cast("list[int]", visible.hi.flatten().tolist())  # pyright: ignore[reportUnknownMemberType]
     first, last = min(lo), max(*hi, min(lo) + 1)
@@ -152,12 +148,3 @@ def _seen(visible: Intervals) -> tuple[slice, Tensor | None]:
         return slice(first, last), None
     key = torch.arange(first, last, dtype=visible.lo.dtype, device=visible.lo.device)
     return slice(first, last), (key < visible.lo[..., None]) | (key >= visible.hi[..., None])
-
-
-def _block_scores(probs: Tensor, config: NSAConfig) -> Tensor:
-    """As :func:`flexnsa.attention.scoring.block_scores`, for sequences from token 0: bands lie at fixed places."""
-    first, weights = overlap_band(config)
-    step = config.select_block_size // config.compress_stride
-    width = (blocks_within(probs.shape[-1], config) - 1) * step + len(weights)
-    banded = F.pad(probs, (-first, width + first - probs.shape[-1]))
-    return banded.unfold(-1, len(weights), step) @ probs.new_tensor(weights)

@@ -1,4 +1,4 @@
-"""What :mod:`flexnsa.attention.sdpa` saves for backward, and what backward allocates."""
+"""Memory that :mod:`flexnsa.attention.sdpa` saves for backward, and that backward allocates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexnsa.attention.sdpa.key_major import MAX_ROWS
 from flexnsa.attention.threads import ROWS
 
 ACCUMULATOR = 4
-"""Bytes of a number in which sums are kept."""
+"""Bytes per element of sums."""
 
 
 def _saved(tag: str, sizes: AttentionSizes) -> int:
@@ -19,7 +19,7 @@ def _saved(tag: str, sizes: AttentionSizes) -> int:
 def _backward(tag: str, sizes: AttentionSizes) -> int:
     config, length, wider = sizes.config, sizes.length(tag), ACCUMULATOR // sizes.activation
     gradients, share = sizes.queries + sizes.keys(length), _heads_at_once(tag, sizes)
-    if tag == "slc":  # rows and keys in fp32, each with a number beside, and the pairs of blocks and queries sorted
+    if tag == "slc":  # rows and keys in fp32 with one extra column, and the sorted (block, query) pairs
         workspace = ACCUMULATOR * MAX_ROWS * sizes.group * (2 * config.select_block_size + 3 * sizes.head_dim)
         pairs = 12 * sizes.seq_len * config.num_selected_blocks
         rows = wider * (2 * sizes.queries + sizes.outputs + 2 * sizes.keys(length))
@@ -31,7 +31,7 @@ def _backward(tag: str, sizes: AttentionSizes) -> int:
 
 
 def _heads_at_once(tag: str, sizes: AttentionSizes) -> float:
-    """The share of key heads that are worked on at once, on one thread."""
+    """Return the fraction of kv heads that are processed at once, on one thread."""
     heads = sizes.batch * sizes.num_kv_heads
     if tag == "slc":
         return 1 / heads

@@ -1,7 +1,7 @@
 """Attention to selected blocks, query by query: the keys of its blocks are gathered for each query.
 
-That moves ``n * l'`` rows a query, which is more than :mod:`flexnsa.attention.sdpa.key_major` moves if there are many
-queries. For a few, as in decoding, it is less than any loop over blocks costs, and nothing else of the keys is touched.
+That copies ``n * l'`` keys for each query: more than :mod:`flexnsa.attention.sdpa.key_major` copies for many queries,
+but less than a loop over blocks costs for a few, as in decoding. No other keys are read.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ def gathered_attention(
     Arguments and result are those of :func:`flexnsa.attention.sdpa.key_major.key_major_attention`.
     """
     key, visible = selected_keys(block_indices, token, start, block_size)
-    head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)
-    row = torch.where(visible, key, 0) + head * k.shape[2]
     q_BKTGD = torch.unflatten(q, 1, (k.shape[1], -1)).transpose(2, 3)
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = _attend(q_BKTGD, gather_rows(k, row), gather_rows(v, row), visible[..., None, :], scale)
+        out, lse = _attend(q_BKTGD, *gather_keys(k, v, key, visible), visible[..., None, :], scale)
     return out.transpose(2, 3).flatten(1, 2), lse.transpose(2, 3).flatten(1, 2)
 
 
-def gather_rows(x: Tensor, row: Tensor) -> Tensor:
-    """Gather rows of ``x (B, Hkv, S, D)``, numbered through; an embedding copies them whole."""
-    return F.embedding(row, x.reshape(-1, x.shape[-1]))
+def gather_keys(k: Tensor, v: Tensor, key: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Gather the keys and values of each query, ``key (B, Hkv, T, K)``; where one is not visible, the head's first."""
+    head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)
+    row = torch.where(visible, key, 0) + head * k.shape[2]
+    # An embedding copies whole rows of D elements.
+    return F.embedding(row, k.reshape(-1, k.shape[-1])), F.embedding(row, v.reshape(-1, v.shape[-1]))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend from the rows of each matrix of ``q`` to those of ``k``, as far as ``visible``."""
+    """Attend from the rows of each matrix of ``q`` to the ``visible`` rows of ``k``."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = ((q.to(dtype) * scale) @ k.to(dtype).mT).masked_fill(~visible, -torch.inf)
     # A row that sees nothing: subtracting a finite maximum from -inf leaves probabilities 0, not NaN.

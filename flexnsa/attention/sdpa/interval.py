@@ -1,7 +1,7 @@
 """Attention to intervals of keys, a chunk of queries at a time: memory linear in the sequence, forward and backward.
 
-A chunk reads only the keys that some of its queries see, and tests only those that not all of them see. Nothing of a
-chunk is saved: backward rebuilds its probabilities from q, k and lse, as FlashAttention does.
+A chunk reads only the keys that some of its queries see, and masks only those that not all of them see. Nothing of a
+chunk is saved: backward recomputes its probabilities from q, k and lse, as FlashAttention does.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from flexnsa.attention.operators import contiguous_gradients, contiguous_outputs
+from flexnsa.attention.operators import empty_contiguous_gradients, empty_contiguous_outputs
 from flexnsa.attention.scoring import LOG2_E
-from flexnsa.attention.threads import grouped, heads_at_once, repeated, side_by_side
-from flexnsa.custom_ops import opaque_operator
+from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
+from flexnsa.operators import opaque_operator
 
 ALIGNED = 16
-"""A chunk reads a multiple of so many keys: rows of scores of odd length cost a tenth of the time."""
+"""A chunk reads a multiple of this number of keys; score rows of odd length cost a tenth of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _Chunk:
     inner_last: int
 
     def ragged(self) -> Iterator[slice]:
-        """Slices of ``[first, last)``, counted from ``first``, that some queries see and some do not."""
+        """Yield slices of ``[first, last)``, counted from ``first``, of keys that only some queries see."""
         if self.inner_first >= self.inner_last:
             yield slice(0, self.last - self.first)
         else:
@@ -43,7 +43,7 @@ class _Chunk:
 
 
 def _chunks(lo: Tensor, hi: Tensor, size: int) -> list[_Chunk]:
-    """Cut the queries into chunks; the bounds of the intervals never decrease, so a chunk's ends tell its range."""
+    """Split the queries into chunks; a chunk's first and last query decide its range, as bounds never decrease."""
     starts = torch.arange(0, lo.shape[-1], size, device=lo.device)
     stops = (starts + size).clamp_max(lo.shape[-1])
     lo, hi = lo.flatten(0, -2), hi.flatten(0, -2)
@@ -60,19 +60,19 @@ def _chunks(lo: Tensor, hi: Tensor, size: int) -> list[_Chunk]:
 
 
 def _fold(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Lay the queries of a group below each other: ``(B, Hkv, G, c, D)`` to ``(B * Hkv, G * c, D)``."""
+    """Fold the queries of a group into rows: ``(B, Hkv, G, c, D)`` to ``(B * Hkv, G * c, D)``."""
     return x.to(dtype).flatten(2, 3).flatten(0, 1)
 
 
 def _padded(x: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Copy keys or values to ``(B * Hkv, length, D)``, zeros after the last."""
+    """Copy keys or values to ``(B * Hkv, length, D)``, padded with zeros."""
     out = torch.zeros(*x.shape[:2], length, x.shape[3], dtype=dtype, device=x.device)
     out[:, :, : x.shape[2]] = x
     return out.flatten(0, 1)
 
 
 def _scores(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, chunk: _Chunk, workspace: Tensor) -> Tensor:
-    """Compute the chunk's scores ``(B * Hkv, G * c, last - first)`` in the workspace, ``-inf`` where hidden."""
+    """Compute the chunk's scores ``(B * Hkv, G * c, last - first)`` in the workspace, ``-inf`` where masked."""
     shape = (q.shape[0], q.shape[1], chunk.last - chunk.first)
     scores = workspace[: shape[0] * shape[1] * shape[2]].view(shape)
     torch.bmm(q, k[:, chunk.first : chunk.last].mT, out=scores)
@@ -85,7 +85,7 @@ def _scores(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, chunk: _Chunk, workspa
 
 
 def _workspace(q: Tensor, chunks: list[_Chunk], dtype: torch.dtype) -> Tensor:
-    """Allocate the scores of the largest chunk once: allocating per chunk costs more than computing on a CPU."""
+    """Allocate memory for the scores of the largest chunk; allocating for each chunk would take most of the time."""
     largest = max((c.stop - c.start) * max(0, c.last - c.first) for c in chunks)
     return q.new_empty(q.shape[:3].numel() * largest, dtype=dtype)
 
@@ -103,7 +103,7 @@ def interval_attention(
         lo: int ``(B or 1, T)``, never decreasing.
         hi: int ``(B or 1, T)``, never decreasing.
         scale: factor on the scores.
-        chunk_size: queries a chunk; a workspace holds the scores of one chunk, and each thread has one.
+        chunk_size: queries per chunk; each thread has a workspace for the scores of one chunk.
 
     Returns:
         ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
@@ -115,7 +115,7 @@ def interval_attention(
     def attend(*views: Tensor) -> None:
         q, out, lse, k, v, lo, hi = views
         chunks = _chunks(lo, hi, chunk_size)
-        past = max((chunk.last for chunk in chunks), default=0)  # of keys kept for decoding, most may be in the future
+        past = max((chunk.last for chunk in chunks), default=0)  # of a cache most keys may be in the future
         k_acc, v_acc = _padded(k[:, :, :past], past, dtype).mul_(scale * LOG2_E), _padded(v[:, :, :past], past, dtype)
         workspace = _workspace(q, chunks, dtype)
         for chunk in chunks:
@@ -130,7 +130,9 @@ def interval_attention(
             lse_c = torch.where(total == 0, -torch.inf, (top + total.double().log2()) / LOG2_E)
             lse[..., queries] = lse_c.view_as(lse[..., queries])
 
-    side_by_side(attend, (*grouped(k, q, out, lse), k, v, *repeated(k, lo, hi)), heads_at_once(q, k, chunk_size))
+    run_heads_in_threads(
+        attend, (*grouped(k, q, out, lse), k, v, *repeated(k, lo, hi)), heads_at_once(q, k, chunk_size)
+    )
     return out, lse
 
 
@@ -155,7 +157,7 @@ def _interval_attention_backward(
     def differentiate(*views: Tensor) -> None:
         q, out, lse, grad_out, grad_lse, grad_q, k, v, grad_k, grad_v, lo, hi = views
         chunks = _chunks(lo, hi, chunk_size)
-        # A row that sees nothing has probabilities 0, not NaN.
+        # lse = inf gives a row without keys probabilities of 0, not NaN.
         lse_2 = (lse.double() * LOG2_E).to(dtype).masked_fill_(lse == -torch.inf, torch.inf)
         length = -(-k.shape[2] // ALIGNED) * ALIGNED
         k_acc, v_acc = _padded(k, length, dtype).mul_(scale * LOG2_E), _padded(v, length, dtype)
@@ -180,10 +182,10 @@ def _interval_attention_backward(
 
     by_group = grouped(k, q, out, lse, grad_out, grad_lse, grad_q)
     views = (*by_group, k, v, grad_k, grad_v, *repeated(k, lo, hi))
-    side_by_side(differentiate, views, heads_at_once(q, k, chunk_size))
+    run_heads_in_threads(differentiate, views, heads_at_once(q, k, chunk_size))
     return grad_q, grad_k, grad_v
 
 
-interval_attention.register_fake(contiguous_outputs)
-_interval_attention_backward.register_fake(contiguous_gradients)
+interval_attention.register_fake(empty_contiguous_outputs)
+_interval_attention_backward.register_fake(empty_contiguous_gradients)
 interval_attention.register_backward(_interval_attention_backward)

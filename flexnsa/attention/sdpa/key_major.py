@@ -1,9 +1,9 @@
-"""Attention to selected blocks, block by block: each block meets the queries that chose it in one matrix product.
+"""Attention to selected blocks, block by block: one matrix product of a block and the queries that selected it.
 
-Gathering the ``n * l'`` keys of every query would move ``n * l'`` rows a query; gathering the queries of every block
-moves ``n``. A query's scores are taken relative to a reference, one of its own scores, so that its parts from many
-blocks are simply added; a score far above the reference raises it, as FlashAttention's running maximum. Backward
-starts from q, k, v, out, lse and the indices alone. The loop depends on data, so it stands behind an opaque operator.
+Gathering the keys of every query would move ``n * l'`` rows per query; gathering the queries of every block moves
+``n``. The scores of a query are taken relative to a reference, one of its own scores, so that its partial outputs from
+many blocks can simply be added. A score far above the reference raises it, like FlashAttention's running maximum.
+Backward needs only q, k, v, out, lse and the indices. The loop depends on data, so it is an opaque operator.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from flexnsa.attention.operators import contiguous_gradients, contiguous_outputs
+from flexnsa.attention.operators import empty_contiguous_gradients, empty_contiguous_outputs
 from flexnsa.attention.scoring import LOG2_E
-from flexnsa.attention.threads import grouped, repeated, side_by_side
-from flexnsa.custom_ops import opaque_operator
+from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
+from flexnsa.operators import opaque_operator
 
 MAX_ROWS = 512
 """Queries of one product: enough to run at full speed, few enough for the scores to stay in cache."""
 HEADROOM = 64.0
-"""A score may exceed the reference by so much, in powers of two: far from where fp32 overflows, rarely reached."""
+"""How far a score may exceed the reference, base 2: rarely reached, and far below the overflow of fp32."""
 PARTIAL_SUMS = 4
-"""Sums over the rows of a tile are taken in so many parts."""
+"""Number of partial sums over the rows of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Queries that chose one block; the first ``ragged`` may be inside the block and see a part of it."""
+    """Queries that selected one block; the first ``ragged`` may be inside the block and see only a part of it."""
 
     keys: slice
     rows: Tensor
@@ -53,40 +53,40 @@ def _tiles(block_indices: Tensor, token: Tensor, start: Tensor, num_keys: int, b
         keys = slice(key, min(key + block_size, num_keys))
         for offset in range(0, count, MAX_ROWS):
             tile_rows = rows[at + offset : min(at + offset + MAX_ROWS, stop)]
-            # Queries come in order, so those inside the block are the first of its list, at most one a token.
+            # Queries ascend, so those inside the block come first, at most one per token.
             yield _Tile(keys, tile_rows, min(max(0, block_size - offset), len(tile_rows)))
 
 
 def _first_keys(block_indices: Tensor, start: Tensor, block_size: int) -> Tensor:
-    """Give the first key of each block."""
+    """Return the first key of each block."""
     return block_indices * block_size + start
 
 
 class _Rows:
-    """Vectors of a group's query heads laid out for row gathers, ``(T, G, D)``, with a workspace for a tile.
+    """Vectors of a group's query heads as rows to gather, ``(T, G, D)``, with a workspace for a tile.
 
-    ``beside`` adds a number to each vector: a product with vectors that end in 1 adds it to their dot product.
+    ``extra`` is an extra column: a product with vectors that end in 1 adds it to the dot product.
     """
 
-    def __init__(self, x: Tensor, dtype: torch.dtype, beside: Tensor | None = None) -> None:
+    def __init__(self, x: Tensor, dtype: torch.dtype, extra: Tensor | None = None) -> None:
         group, length, dim = x.shape
-        self.all = torch.empty(length, group, dim + (beside is not None), dtype=dtype, device=x.device)
+        self.all = torch.empty(length, group, dim + (extra is not None), dtype=dtype, device=x.device)
         self.all[..., :dim] = x.transpose(0, 1)
-        if beside is not None:
-            self.all[..., dim] = beside.T
+        if extra is not None:
+            self.all[..., dim] = extra.T
         self.workspace = self.all.new_empty(MAX_ROWS, *self.all.shape[1:])
 
-    def room(self, tile: _Tile) -> Tensor:
-        """Give the tile's part of the workspace, one row a query head ``(m * G, D)``."""
+    def workspace_of(self, tile: _Tile) -> Tensor:
+        """Return the tile's part of the workspace, one row per query head ``(m * G, D)``."""
         return self.workspace[: len(tile.rows)].flatten(0, 1)
 
     def gather(self, tile: _Tile) -> Tensor:
         """Copy the tile's rows to the workspace."""
         torch.index_select(self.all, 0, tile.rows, out=self.workspace[: len(tile.rows)])
-        return self.room(tile)
+        return self.workspace_of(tile)
 
     def add(self, tile: _Tile) -> None:
-        """Add the workspace to the tile's rows; a query is at most once in a tile."""
+        """Add the workspace to the tile's rows; a query occurs at most once in a tile."""
         self.all.flatten(1).index_add_(0, tile.rows, self.workspace[: len(tile.rows)].flatten(1))
 
 
@@ -110,13 +110,13 @@ def _scores(q: Tensor, k: Tensor, tile: _Tile, token: Tensor, workspace: Tensor)
 
 
 def _references(q: Tensor, k: Tensor, block_indices: Tensor, start: Tensor, block_size: int) -> Tensor:
-    """Score each query ``(G, T, D)`` with the first key of its first block, ``(G, T)``."""
+    """Return the score of each query ``(G, T, D)`` for the first key of its first block, ``(G, T)``."""
     first = _first_keys(block_indices[:, 0], start, block_size).clamp(0, len(k) - 1)
     return torch.einsum("gtd,td->gt", q.to(k.dtype), k[first, : q.shape[-1]])
 
 
 def _raise_references(scores: Tensor, tile: _Tile, queries: _Rows, out: _Rows) -> None:
-    """Move the references of the tile's rows up to their greatest score, with all that is relative to them."""
+    """Raise the references of the tile's rows to their largest score, and rescale their partial outputs."""
     rise = scores.amax(-1, keepdim=True).clamp_min_(0)
     scores.sub_(rise)
     rise = rise.view(len(tile.rows), -1)
@@ -125,7 +125,7 @@ def _raise_references(scores: Tensor, tile: _Tile, queries: _Rows, out: _Rows) -
 
 
 def _add_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left.T @ right``, in a few sums where the rows allow it: one long sum in fp32 loses more."""
+    """Add ``left.T @ right``, in partial sums if the rows divide evenly: one long fp32 sum is less accurate."""
     if len(left) % PARTIAL_SUMS:
         total.addmm_(left.T, right)
     else:
@@ -143,11 +143,11 @@ def key_major_attention(
         q: ``(B, Hq, T, Dk)``.
         k: ``(B, Hkv, S, Dk)``.
         v: ``(B, Hkv, S, Dv)``.
-        block_indices: int32 ``(B, Hkv, T, n)``, ascending in a row, -1 where there is none.
+        block_indices: int32 ``(B, Hkv, T, n)``, ascending, padded with -1.
         token: int ``(B or 1, T)``, never decreasing: each query's own token among the keys.
-        start: int ``(B or 1, T)``: the key at which block 0 of the query begins.
+        start: int ``(B or 1, T)``: the first key of the query's block 0.
         scale: factor on the scores.
-        block_size: keys a block.
+        block_size: keys per block.
 
     Returns:
         ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
@@ -166,14 +166,14 @@ def key_major_attention(
             probs = _scores(queries.gather(tile), keys, tile, token, workspace)
             if probs.amax() > HEADROOM:
                 _raise_references(probs, tile, queries, parts)
-            torch.mm(probs.exp2_(), values[tile.keys], out=parts.room(tile))
+            torch.mm(probs.exp2_(), values[tile.keys], out=parts.workspace_of(tile))
             parts.add(tile)
         weighted, total = torch.split(parts.all.transpose(0, 1), [v.shape[-1], 1], dim=-1)
         torch.div(weighted, total.clamp_min(torch.finfo(dtype).tiny), out=out)
         lse.copy_((total.squeeze(-1).double().log2() - queries.all[..., -1].T) / LOG2_E)
 
     views = (*grouped(k, q, out, lse), k, v, block_indices, *repeated(k, token, start))
-    side_by_side(attend, views, size=1)
+    run_heads_in_threads(attend, views, size=1)
     return out, lse
 
 
@@ -214,17 +214,19 @@ def _selected_attention_backward(
             torch.mm(grad_rows, values[tile.keys].T, out=grad_scores)
             grad_scores.mul_(probs)
             _add_over_rows(grad_keys[tile.keys], grad_scores, q_rows[:, :-1])
-            torch.mm(grad_scores, keys[tile.keys, :-1], out=grad_queries.room(tile))
+            torch.mm(grad_scores, keys[tile.keys, :-1], out=grad_queries.workspace_of(tile))
             grad_queries.add(tile)
         grad_q.copy_(grad_queries.all.div_(LOG2_E).transpose(0, 1))
         grad_k.copy_(grad_keys.mul_(scale))
         grad_v.copy_(grad_values)
 
     by_group = grouped(k, q, grad_q, out, grad_out, lse, grad_lse)
-    side_by_side(differentiate, (*by_group, k, grad_k, v, grad_v, block_indices, *repeated(k, token, start)), size=1)
+    run_heads_in_threads(
+        differentiate, (*by_group, k, grad_k, v, grad_v, block_indices, *repeated(k, token, start)), size=1
+    )
     return grad_q, grad_k, grad_v
 
 
-key_major_attention.register_fake(contiguous_outputs)
-_selected_attention_backward.register_fake(contiguous_gradients)
+key_major_attention.register_fake(empty_contiguous_outputs)
+_selected_attention_backward.register_fake(empty_contiguous_gradients)
 key_major_attention.register_backward(_selected_attention_backward)

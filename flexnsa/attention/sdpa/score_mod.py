@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from flexnsa.attention.sdpa.gathered import gather_rows, selected_keys
-from flexnsa.attention.seam import Attended
-from flexnsa.custom_ops import in_transform
+from flexnsa.attention.sdpa.gathered import gather_keys, selected_keys
+from flexnsa.attention.seam import BranchOutput
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.user_mods import ScoreMod, apply_score_mod, query_positions, token_positions
+from flexnsa.operators import in_transform
 from flexnsa.positions import Positions
 
 P = ParamSpec("P")
@@ -39,7 +39,7 @@ def interval_attention(
     key_positions: Callable[[Tensor, Positions], Tensor],
     score_mod: ScoreMod,
     scale: float,
-) -> Attended:
+) -> BranchOutput:
     """Attend to an interval of keys.
 
     Args:
@@ -56,7 +56,7 @@ def interval_attention(
         ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
     """
 
-    def chunk(queries: slice) -> Attended:
+    def chunk(queries: slice) -> BranchOutput:
         here = positions.at(queries)
         lo, hi = visible.lo[:, None, queries, None], visible.hi[:, None, queries, None]
         first = int(lo.min())
@@ -78,19 +78,15 @@ def selected_attention(
     score_mod: ScoreMod,
     scale: float,
     block_size: int,
-) -> Attended:
+) -> BranchOutput:
     """Attend to the past tokens of the selected blocks, gathered for each query; see :func:`interval_attention`."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, here: Positions) -> Attended:
+    def attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, here: Positions) -> BranchOutput:
         key, seen = selected_keys(chosen, here.token, here.start, block_size)
-        head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1, 1)
-        row = torch.where(seen, key, 0) + head * k.shape[2]
-        kv_idx = token_positions(key, here)
-        return _attend(
-            q, gather_rows(k, row), gather_rows(v, row), seen, query_positions(here), kv_idx, score_mod, scale
-        )
+        keys, kv_idx = gather_keys(k, v, key, seen), token_positions(key, here)
+        return _attend(q, *keys, seen, query_positions(here), kv_idx, score_mod, scale)
 
-    def chunk(queries: slice) -> Attended:
+    def chunk(queries: slice) -> BranchOutput:
         return _run(attend, q[:, :, queries], k, v, block_indices[:, :, queries], positions.at(queries))
 
     numbers = k.shape[0] * k.shape[1] * block_indices.shape[-1] * block_size * max(k.shape[-1], v.shape[-1])
@@ -106,7 +102,7 @@ def _attend(
     key: Tensor,
     score_mod: ScoreMod,
     scale: float,
-) -> Attended:
+) -> BranchOutput:
     """Attend from ``q (B, Hq, C, D)`` to keys ``(B, Hkv, K, D)``, or to each query's own, ``(B, Hkv, C, K, D)``.
 
     ``visible`` and the positions ``key`` are ``(B or 1, Hkv or 1, C, K)``, the positions ``query`` ``(B or 1, C)``.
@@ -128,7 +124,7 @@ def _attend(
         lse = torch.where(total == 0, -torch.inf, shift + total.clamp_min(0.5).log()).squeeze(-1)
         probs = torch.unflatten(probs / total.clamp_min(0.5), 1, (heads, group))
         out = torch.einsum(f"bkgcs,{keys}->bkgcd", probs, v.to(dtype))
-    return Attended(out.flatten(1, 2).to(q.dtype), lse)
+    return BranchOutput(out.flatten(1, 2).to(q.dtype), lse)
 
 
 def _uncompiled(function: Callable[P, T]) -> Callable[P, T]:
@@ -137,12 +133,12 @@ def _uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     return cast("Callable[P, T]", torch.compiler.disable(function, reason=reason))  # pyright: ignore[reportUnknownMemberType]
 
 
-def _run(attend: Callable[..., Attended], *arguments: object) -> Attended:
+def _run(attend: Callable[..., BranchOutput], *arguments: object) -> BranchOutput:
     if not torch.is_grad_enabled() or in_transform():
         return attend(*arguments)
-    return cast("Attended", checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False))
+    return cast("BranchOutput", checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False))
 
 
-def _in_chunks(chunk: Callable[[slice], Attended], length: int, size: int) -> Attended:
+def _in_chunks(chunk: Callable[[slice], BranchOutput], length: int, size: int) -> BranchOutput:
     outs, lses = zip(*(chunk(slice(at, at + size)) for at in range(0, length, size)), strict=True)
-    return Attended(torch.cat(outs, dim=2), torch.cat(lses, dim=2))
+    return BranchOutput(torch.cat(outs, dim=2), torch.cat(lses, dim=2))

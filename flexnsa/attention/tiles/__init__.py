@@ -1,1 +1,1 @@
-"""Which tiles, warps and stages a device runs a kernel with: the one place that knows devices."""
+"""Tile sizes, warps and stages of kernels, by device; no other folder depends on the type of device."""

@@ -1,4 +1,4 @@
-"""How a decoding step is cut: few queries, so that the keys are what programs divide among them."""
+"""Tiles of a decoding step, which has few queries, so that its keys are split among programs."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 from flexnsa.attention.tiles.device import cdiv, padded
 
 PROGRAMS = 4
-"""Wanted for each multiprocessor: enough for some to load while others compute."""
+"""Programs per multiprocessor, so that some load while others compute."""
 MOST_SPLITS = 32
-"""Parts of the dense branches' keys, each of which leaves rows to be merged."""
+"""Upper bound of the splits of the dense branches' keys; each stores partial outputs to merge."""
 TILE_BYTES = 32 * 1024
-"""Of a tile of keys and values."""
+"""Bytes of a tile of keys and values."""
 MOST_ROWS = 64
-"""(query, head) rows of a program."""
+"""Upper bound of the (query, head) rows of a program."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiles:
-    """How the keys of a step are divided.
+    """Launch parameters of a step, whose keys are split among programs.
 
     Args:
-        cmp: parts of the compressed tokens.
-        slc: parts of the selected blocks of a query.
-        win: parts of the window.
-        keys: of a tile.
-        block_keys: of a tile of a selected block.
-        rows: (query, head) rows of a program of the dense branches.
-        group_rows: heads of a program of the selected branch.
-        num_warps: of a program.
+        cmp: splits of the compressed tokens.
+        slc: splits of the selected blocks of a query.
+        win: splits of the window.
+        keys: keys per tile.
+        block_keys: keys per tile in a selected block.
+        rows: (query, head) rows per program of the dense branches.
+        group_rows: heads per program of the selected branch.
+        num_warps: warps per program.
     """
 
     cmp: int
@@ -55,7 +55,7 @@ def step_tiles(
     num_selected: int,
     block_size: int,
 ) -> StepTiles:
-    """Choose by what there is to do: ``heads`` pairs of a row and a kv head, each with its ``num_keys`` (cmp, win)."""
+    """Return the tiles for ``B * Hkv = heads``, each with ``num_keys`` of the compressed branch and the window."""
     row_bytes = sum(map(padded, dims)) * dtype.itemsize
     keys = min(64, max(16, 1 << (TILE_BYTES // row_bytes).bit_length() - 1))
     rows = min(padded(num_tokens * group), MOST_ROWS)

@@ -1,4 +1,4 @@
-"""What tiles depend on: what a device has, and how sizes become tiles."""
+"""The properties of a device that tiles depend on, and the rounding of sizes to tiles."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ AMPERE, HOPPER, BLACKWELL = 8, 9, 10
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What tiles depend on: bytes of shared memory of one program, and the generation whose instructions it has."""
+    """The shared memory of one program, in bytes, and the generation of a device's instructions."""
 
     shared_memory: int
     generation: int
 
     def buffers(self, stages: int, dtype: torch.dtype) -> int:
-        """Count the tiles in flight that lie in shared memory: on Hopper and later 16-bit products read them there."""
+        """Return how many of the staged tiles are in shared memory: all where 16-bit products read them there."""
         return stages if self.generation >= HOPPER and dtype.itemsize == 2 else max(1, stages - 1)
 
 
 class _Properties(Protocol):
-    """What is asked of torch's properties of a device, which have no types."""
+    """The used attributes of torch's device properties, which have no types."""
 
     shared_memory_per_block_optin: int
     multi_processor_count: int
@@ -31,7 +31,7 @@ class _Properties(Protocol):
 
 
 def device_of(x: torch.Tensor) -> Device:
-    """Describe the device of a tensor, also to a compiler; the interpreter on a CPU passes for a Hopper."""
+    """Return the device of a tensor, also under ``torch.compile``; Triton's interpreter on a CPU counts as Hopper."""
     if x.device.type != "cuda":
         return Device(227 * 1024, HOPPER)
     properties = _properties(x)
@@ -39,7 +39,7 @@ def device_of(x: torch.Tensor) -> Device:
 
 
 def multiprocessors(x: torch.Tensor) -> int:
-    """Count the multiprocessors of the device of a tensor; the interpreter on a CPU passes for a small one."""
+    """Return the multiprocessors of a tensor's device; Triton's interpreter on a CPU counts as a small one."""
     return _properties(x).multi_processor_count if x.is_cuda else 4
 
 
@@ -48,7 +48,7 @@ def _properties(x: torch.Tensor) -> _Properties:
 
 
 def generation_of(major: int) -> int:
-    """Give the generation of a compute capability; Ada and the Blackwell of desktops (12) multiply as Ampere does."""
+    """Return the generation of a compute capability; Ada and desktop Blackwell (12) multiply like Ampere."""
     return {9: HOPPER, 10: BLACKWELL, 11: BLACKWELL}.get(major, AMPERE)
 
 
@@ -58,5 +58,5 @@ def cdiv(x: int, y: int) -> int:
 
 
 def padded(size: int, least: int = 16) -> int:
-    """Round up to a power of two; a product is 16 wide at least."""
+    """Round up to a power of two, at least ``least``; the operands of a product need 16."""
     return max(least, 1 << (size - 1).bit_length())

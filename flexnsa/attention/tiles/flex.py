@@ -1,7 +1,7 @@
 """Tiles of FlexAttention's kernels.
 
-Its own choices know some head dimensions of some devices, and elsewhere may not fit. Here stands what is wanted of a
-generation, and where a device has too little for that, the next smaller tile is taken.
+FlexAttention's own choices cover some head dimensions of some devices, and others may not fit. Here each generation has
+preferred tiles, and a device with too little shared memory gets the next smaller tile.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from flexnsa.attention.tiles.device import AMPERE, BLACKWELL, HOPPER, Device, padded
 
 KernelOptions = Mapping[str, str | int | bool]
-"""What FlexAttention is told of tiles, warps and stages."""
+"""FlexAttention's options for tiles, warps and stages."""
 
 
 class Tile(NamedTuple):
-    """Rows of queries, keys that they meet at a time, and how many tiles of such keys are in flight."""
+    """Rows of queries, keys per iteration, and how many such key tiles are loaded ahead."""
 
     rows: int
     keys: int
@@ -33,24 +33,24 @@ FORWARD: Mapping[tuple[int, int], Mapping[int, Tile]] = {
     (BLACKWELL, 2): {64: Tile(128, 128, 3), 128: Tile(128, 64, 3), 192: Tile(128, 128, 1), 256: Tile(64, 32, 3)},
     (BLACKWELL, 4): {64: Tile(128, 32, 3), 128: Tile(32, 64, 3), 192: Tile(32, 64, 2), 256: Tile(32, 32, 3)},
 }
-"""Wanted of a generation and the bytes of a number, by head dimension of the keys; else ``OTHER``."""
+"""Preferred tiles by (generation, bytes per element), then by head dimension of the keys; else ``OTHER``."""
 OTHER = Tile(64, 64, 3)
 SMALLER = {
     2: (Tile(128, 64, 2), Tile(64, 64, 2), Tile(64, 32, 2), Tile(32, 32, 2), Tile(32, 16, 2), Tile(16, 16, 1)),
     4: (Tile(32, 32, 2), Tile(32, 16, 2), Tile(16, 16, 1)),
 }
-"""By bytes of a number. In float32 larger ones spill kilobytes of registers."""
+"""Smaller tiles by bytes per element. In float32, larger tiles spill kilobytes of registers."""
 
 NARROW_BACKWARD = Tile(64, 32, 3)
-"""Where 16-bit heads are no wider than 128: FlexAttention's own spill registers."""
+"""For 16-bit heads up to 128, where FlexAttention's own tiles spill registers."""
 WIDE_BACKWARD = {AMPERE: Tile(64, 64, 2), HOPPER: Tile(64, 64, 2), BLACKWELL: Tile(64, 64, 1)}
 SMALLER_BACKWARD = (Tile(64, 64, 1), Tile(64, 32, 1), Tile(32, 32, 1), Tile(16, 16, 1))
 SPARE = 1024
-"""Bytes for sums and whatever else is small."""
+"""Bytes reserved for sums and other small buffers."""
 
 
 def dense_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, stages: int = 3) -> KernelOptions:
-    """Choose the tiles of a branch whose masks have tiles of 128; ``stages`` are those of narrow heads in backward.
+    """Return the tiles for masks with tiles of 128; ``stages`` are those of narrow heads in backward.
 
     Raises:
         ValueError: none fit the device.
@@ -69,9 +69,9 @@ def dense_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, stages: in
 
 
 def sparse_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, rows: int, keys: int) -> KernelOptions:
-    """Choose the tiles of a branch whose masks have tiles of ``rows`` by ``keys``, as measured on an H200.
+    """Return the tiles for masks with tiles of ``rows`` by ``keys``, as measured on an H200.
 
-    Such tiles are small: one warp each, and many, beats fewer large programs. 4-byte numbers fill more registers.
+    Many programs of one warp are faster than a few large ones. 4-byte elements need more registers, so more warps.
 
     Raises:
         ValueError: none fit the device.
@@ -83,7 +83,7 @@ def sparse_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, rows: int
 
 
 def decoding_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, rows: int, keys: int) -> KernelOptions:
-    """Choose the tiles of the kernel for few queries, in tiles of a mask of ``rows`` by ``keys``.
+    """Return the tiles of the kernel for few queries, for masks with tiles of ``rows`` by ``keys``.
 
     Raises:
         ValueError: none fit the device.
@@ -98,27 +98,27 @@ def _forward_options(tile: Tile, warps: int) -> dict[str, int]:
 
 
 def _backward_options(tile: Tile, warps: int) -> dict[str, int]:
-    """Let the same tile stay, and the same stream past it: keys and queries for dk, dv; queries and keys for dq."""
+    """Return options with ``rows`` for what stays (keys for dk and dv, queries for dq), ``keys`` for what streams."""
     sizes = {"bwd_BLOCK_N1": tile.rows, "bwd_BLOCK_M1": tile.keys, "bwd_BLOCK_M2": tile.rows, "bwd_BLOCK_N2": tile.keys}
     return sizes | {"bwd_num_warps": warps, "bwd_num_stages": tile.stages}
 
 
 def _within(rows: int, keys: int) -> tuple[Tile, ...]:
-    """Give tiles of powers of two in ``rows`` and ``keys``, the largest first."""
+    """Return tiles of powers of two that divide ``rows`` and ``keys``, the largest first."""
     rows, widest = rows & -rows, min(keys & -keys, 64)
     widths = [widest, *(width for width in (32, 16) if width < widest)]
     return tuple(Tile(rows, width, stages) for stages in (2, 1) for width in widths)
 
 
 def _forward_bytes(tile: Tile, device: Device, dtype: torch.dtype, dk: int, dv: int) -> int:
-    """Count queries, keys and values in flight, and in float32 the probabilities, which do not stay in registers."""
+    """Return the shared memory of queries, staged keys and values, and in float32 probabilities, in bytes."""
     numbers = tile.rows * padded(dk) + device.buffers(tile.stages, dtype) * tile.keys * (padded(dk) + padded(dv))
     probabilities = tile.rows * tile.keys if dtype.itemsize > 2 else 0
     return (numbers + probabilities) * dtype.itemsize
 
 
 def _backward_bytes(tile: Tile, device: Device, dtype: torch.dtype, dk: int, dv: int) -> int:
-    """Count the tile that stays, and what streams past it."""
+    """Return the shared memory of the tile that stays and of the tiles that stream, in bytes."""
     rows = tile.rows + device.buffers(tile.stages, dtype) * tile.keys
     return rows * (padded(dk) + padded(dv)) * dtype.itemsize
 

@@ -21,7 +21,7 @@ class ImportanceTiles:
 
 
 def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_block: int) -> ImportanceTiles:
-    """Choose tiles whose keys stay in shared memory beside the queries; in 16 bits the fastest of 12 on an H200.
+    """Return tiles whose keys and queries fit shared memory together; in 16 bits the fastest of 12 on an H200.
 
     Raises:
         ValueError: none fit the device.
@@ -53,7 +53,7 @@ class LogSumExpTiles:
 
 
 def log_sum_exp_tiles(device: Device, dtype: torch.dtype, head_dim: int) -> LogSumExpTiles:
-    """Choose tiles of queries beside which two of keys fit.
+    """Return tiles of which one of queries and two of keys fit shared memory.
 
     Raises:
         ValueError: none fit the device.

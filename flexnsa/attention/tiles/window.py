@@ -12,7 +12,7 @@ from flexnsa.attention.tiles.device import Device, padded
 
 @dataclass(frozen=True, slots=True)
 class WindowTiles:
-    """How a kernel of the window is cut: queries and keys of a tile, warps of a program, tiles in flight."""
+    """Launch parameters of a kernel of the window: queries and keys per tile, warps per program, stages."""
 
     queries: int
     keys: int
@@ -20,12 +20,12 @@ class WindowTiles:
     num_stages: int
 
     def options(self) -> dict[str, int]:
-        """Give what a launch is told."""
+        """Return the keyword arguments of a launch."""
         return {"BM": self.queries, "BN": self.keys, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 def window_forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int) -> WindowTiles:
-    """Choose the tiles of the window's forward pass: the first that fit.
+    """Return the first tiles of the window's forward pass that fit.
 
     Raises:
         ValueError: none fit.
@@ -41,7 +41,7 @@ def window_forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int) -
 def window_backward_tiles(
     device: Device, dtype: torch.dtype, dk: int, dv: int, *, placed: bool
 ) -> tuple[WindowTiles, WindowTiles]:
-    """Choose the tiles for the gradient of queries, and for those of keys: the first that fit.
+    """Return the first tiles that fit, for the gradient of queries and for the gradients of keys.
 
     Triton 3.7 cannot pipeline the positions of ``placed`` queries, which the second kernel reads in its loop.
 
@@ -72,7 +72,7 @@ def _first_that_fits(
     backward: bool = False,
     keys_stay: bool = False,
 ) -> WindowTiles:
-    """Count the rows that stay, those that stream past them, and a tile of probabilities."""
+    """Return the first tiles whose staying rows, streaming rows and probabilities fit shared memory together."""
     for tiles in candidates:
         stay, stream = (tiles.keys, tiles.queries) if keys_stay else (tiles.queries, tiles.keys)
         both = padded(dk) + padded(dv)

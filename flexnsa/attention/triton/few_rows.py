@@ -1,4 +1,4 @@
-"""Several linear maps of a few rows as one kernel: what a decoding step costs is to read the weights once."""
+"""Several linear projections of a few rows in one kernel: in decoding, the cost is reading the weights once."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.operators import precision, require_device
-from flexnsa.custom_ops import opaque_operator
+from flexnsa.operators import opaque_operator
 
 MOST_WEIGHTS = 8
 MOST_ROWS = 64
-"""Of a program. More rows read the weights again."""
+"""Rows per program. With more rows the weights are read again."""
 COLUMNS = 16
-"""Of a program: few, so that there are programs for every multiprocessor. Twice as many where rows fill one tile."""
+"""Columns per program: few, to have programs for every multiprocessor; twice as many if all rows fit 16."""
 
 
 @opaque_operator("few_rows_triton")
 def multiply_few_rows(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Multiply ``x (M, K)`` by up to 8 weights ``(out_features, K)``, side by side ``(M, sum of out_features)``.
+    """Multiply ``x (M, K)`` by up to 8 weights ``(out_features, K)``, concatenated to ``(M, sum of out_features)``.
 
-    All are of one dtype and contiguous.
+    All tensors have one dtype and are contiguous.
     """
     from flexnsa.attention.triton.kernels.few_rows import few_rows
 

@@ -1,10 +1,10 @@
-"""What :mod:`flexnsa.attention.triton` saves for backward, and what backward allocates: selected branch and window."""
+"""Memory that :mod:`flexnsa.attention.triton` saves for backward, and that backward allocates: slc and win."""
 
 from __future__ import annotations
 
 from flexnsa.attention.footprint import AttentionSizes, Footprint
 from flexnsa.attention.triton.selected import LIST_ROWS, WORKSPACE_BYTES, chunk_of
-from flexnsa.attention.triton.selected_sizes import max_copies, max_shared, num_bins
+from flexnsa.attention.triton.selected_sizes import max_replicas, max_shared, num_key_tiles
 
 
 def _saved(tag: str, sizes: AttentionSizes) -> int:
@@ -17,15 +17,15 @@ def _backward(tag: str, sizes: AttentionSizes) -> int:
 
 
 def _lists(sizes: AttentionSizes) -> int:
-    """Pairs by bin, which are as many as indices, and five numbers of every copy."""
+    """Return the bytes of the pairs, as many as indices, and of five integers per replica."""
     chunk = _chunk(sizes)
-    bins = num_bins(sizes.seq_len, sizes.config.select_block_size, has_positions=False)
-    copies = max_copies(bins, chunk * sizes.config.num_selected_blocks, _capacity(sizes))
-    return sizes.indices + 4 * sizes.batch * sizes.num_kv_heads * -(-sizes.seq_len // chunk) * 5 * copies
+    key_tiles = num_key_tiles(sizes.seq_len, sizes.config.select_block_size, has_positions=False)
+    replicas = max_replicas(key_tiles, chunk * sizes.config.num_selected_blocks, _capacity(sizes))
+    return sizes.indices + 4 * sizes.batch * sizes.num_kv_heads * -(-sizes.seq_len // chunk) * 5 * replicas
 
 
 def _workspace(sizes: AttentionSizes) -> int:
-    """Partial rows of a chunk, fp32 sums of keys and values with those of shared copies, and two numbers a query."""
+    """Return the bytes of partial outputs of a chunk, fp32 gradients with shared replicas, and row statistics."""
     pairs = min(_chunk(sizes), sizes.seq_len) * sizes.config.num_selected_blocks
     keys = sizes.seq_len + max_shared(pairs, _capacity(sizes)) * sizes.config.select_block_size
     of_head = pairs * sizes.group * sizes.head_dim * sizes.activation + 4 * keys * (sizes.head_dim + sizes.v_head_dim)

@@ -1,9 +1,9 @@
 """Importance of selection blocks from compressed keys, summed over the group in registers (NSA paper, Eq. 8-10).
 
-Compressed token ``j * l'/d + o`` shares ``own[o]`` strides with block ``j`` and, where ``l > d``, reaches into block
-``j + 1`` by ``passed[o]`` strides. A program scores a tile of queries against the keys of a tile of blocks, each key
-once, and writes both sums: ``importance[j] = own[j] + passed[j - 1]``. To score the overlapping keys again for the next
-block would multiply products and exponentials by ``1 + (l - d) / l'``; the second sum is four more bytes to write.
+Compressed token ``j * l'/d + o`` shares ``own[o]`` strides with block ``j`` and, where ``l > d``, ``passed[o]`` strides
+with block ``j + 1``. A program scores a tile of queries against the keys of a tile of blocks, each key once, and stores
+both sums: ``importance[j] = own[j] + passed[j - 1]``. Scoring the overlapping keys again for the next block would cost
+``1 + (l - d) / l'`` times the products and exponentials; the second sum costs only four more bytes to store.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from flexnsa.positions import Positions
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Overlap of compressed tokens with blocks: key ``j * l'/d + first + o`` gives ``own[o]`` to block ``j``.
+    """Weights of compressed tokens: key ``j * l'/d + first + o`` counts ``own[o]`` for block ``j``.
 
-    ``passed[o]`` is what it gives to block ``j + 1``. A key that reaches further still (``l > l' + d``) cannot be
-    shared so: then ``passed`` is all zero, ``own`` the whole band and ``first`` its negative start.
+    It counts ``passed[o]`` for block ``j + 1``. If keys overlap more than two blocks (``l > l' + d``), ``passed`` is
+    all zero, ``own`` is the whole band, and ``first`` its negative start.
     """
 
     first: int
@@ -47,7 +47,7 @@ class Band:
 class Scores:
     """Importance of ``width`` blocks for ``num_rows`` queries; ``own`` and ``passed`` are ``(B * Hkv, rows, width)``.
 
-    ``importance[j] = own[j] + passed[j - 1]``; cells of blocks without a visible key are not written. ``width`` is a
+    ``importance[j] = own[j] + passed[j - 1]``; entries of blocks without a visible key are not written. ``width`` is a
     multiple of 16, so that rows are aligned.
     """
 
@@ -76,12 +76,12 @@ def importance(
         q: queries ``(B, Hq, T, D)``, last dimension contiguous.
         k_cmp: compressed keys ``(B, Hkv, N, D)``, last dimension contiguous, same dtype.
         lse: natural log-sum-exp of the compressed branch, float32 ``(B, Hq, T)``, contiguous.
-        positions: where all the queries stand.
-        scores: what to fill.
-        first_row: the query that ``scores`` starts with.
+        positions: of all queries.
+        scores: to fill.
+        first_row: the first query of ``scores``.
         config: the sizes.
         scale: factor on the attention scores.
-        tiles: launch parameters; chosen by the device where None.
+        tiles: launch parameters; None chooses by device.
     """
     batch, q_heads, _, head_dim = q.shape
     kv_heads, num_keys = k_cmp.shape[1:3]

@@ -1,7 +1,7 @@
 """Importance of selection blocks for a few queries: the heads of a group are the rows of a product.
 
-The kernel for many queries (:mod:`flexnsa.attention.triton.importance`) would fill a tile with one query and go
-through the heads one by one. Here a program has one query, all heads of its group and a tile of blocks.
+The kernel for many queries (:mod:`flexnsa.attention.triton.importance`) would pad one query to a whole tile and loop
+over the heads. Here a program has one query, all heads of its group and a tile of blocks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
 
 BLOCK_J = 16
-"""Blocks of a program: the fewest columns of a tensor core's product, for as many programs as can be."""
+"""Blocks per program: the fewest columns of a tensor core product, for as many programs as possible."""
 
 
 def importance_few(
     q: Tensor, k_cmp: Tensor, lse: Tensor, positions: Positions, scores: Scores, *, config: NSAConfig, scale: float
 ) -> None:
-    """Fill ``scores`` with the importance of blocks for all queries; arguments as for ``importance``."""
+    """Fill ``scores`` with the importance of blocks for all queries; arguments as of ``importance``."""
     batch, q_heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k_cmp.shape[1:3]
     group, band = q_heads // kv_heads, scores.band

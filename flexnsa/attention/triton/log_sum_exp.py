@@ -1,4 +1,4 @@
-"""Log-sum-exp of the compressed branch alone, for callers that want a selection and have no attention output."""
+"""Log-sum-exp of the compressed branch, for selections without its attention output."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from flexnsa.positions import Positions
 
 
 def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions, *, config: NSAConfig, scale: float) -> Tensor:
-    """Give the natural log-sum-exp of the scores of every query over the compressed tokens that it sees.
+    """Return the natural log-sum-exp of each query's scores over the compressed tokens that it sees.
 
     Args:
         q: queries ``(B, Hq, T, D)``, last dimension contiguous.
         k_cmp: compressed keys ``(B, Hkv, N, D)``, last dimension contiguous, same dtype.
-        positions: where the queries stand.
+        positions: of the queries.
         config: the sizes.
         scale: factor on the scores.
 
     Returns:
-        float32 ``(B, Hq, T)``; ``-inf`` for a query that sees nothing.
+        float32 ``(B, Hq, T)``; ``-inf`` for a query that sees no key.
     """
     batch, q_heads, num_queries, head_dim = q.shape
     out = torch.empty(batch, q_heads, num_queries, dtype=torch.float32, device=q.device)

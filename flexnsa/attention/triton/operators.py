@@ -1,6 +1,8 @@
-"""What the operators around Triton kernels share."""
+"""Functions that the operators around Triton kernels share."""
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -8,11 +10,11 @@ from torch import Tensor
 from flexnsa.attention.seam import Call
 
 MOST_HEADS = 65535
-"""Programs of CUDA's second dimension."""
+"""CUDA's limit of programs in the second dimension of a grid."""
 
 
 def check_call(call: Call, name: str, x: Tensor) -> None:
-    """Demand no mod, and of ``x (B, H, ...)``, whose heads have programs of their own, no more heads than programs.
+    """Check that there is no mod, and that the heads of ``x (B, H, ...)`` fit the second dimension of a grid.
 
     Raises:
         ValueError: there is a score_mod, or there are too many heads in all.
@@ -25,23 +27,33 @@ def check_call(call: Call, name: str, x: Tensor) -> None:
         )
 
 
-def require_device(q: Tensor) -> None:
-    """Demand a device that runs the kernels; Triton's interpreter takes any."""
+def require_device(x: Tensor, name: str = "q") -> None:
+    """Check that a device runs the kernels; Triton's interpreter runs on any."""
+    if x.device.type != "cuda" and not _is_interpreted():
+        raise ValueError(f"{name}: expected a CUDA device with impl='triton', got {x.device}")
+
+
+def _is_interpreted() -> bool:
+    if find_spec("triton") is None:
+        return False
     from flexnsa.attention.triton.typed import is_interpreted
 
-    if q.device.type != "cuda" and not is_interpreted():
-        raise ValueError(f"q: impl='triton' expects a CUDA device, got {q.device}")
+    return is_interpreted()
+
+
+# Dynamo cannot trace into Triton. torch.compiler.assume_constant_result does the same, but imports the compiler.
+_is_interpreted._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def rows_of(token: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay positions ``(B or 1, T)`` out as the kernels read them."""
+    """Return positions ``(B or 1, T)`` as the kernels read them: int32, contiguous, of equal batch size."""
     rows = max(len(token), len(start))
     tokens, starts = (x.to(torch.int32).expand(rows, -1).contiguous() for x in (token, start))
     return tokens, starts
 
 
 def position_arguments(token: Tensor | None, start: Tensor | None, unread: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Give positions and their stride of the batch as kernels take them; where there are none, what nobody reads."""
+    """Return positions and their batch stride as arguments of a kernel; ``unread`` and 0 where there are none."""
     if token is None or start is None:
         return unread, unread, 0
     tokens, starts = rows_of(token, start)
@@ -49,5 +61,5 @@ def position_arguments(token: Tensor | None, start: Tensor | None, unread: Tenso
 
 
 def precision() -> str:
-    """Say how products of float32 are computed: exactly unless the user allows TensorFloat-32."""
+    """Return the precision of float32 products: exact unless the user allows TensorFloat-32."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -3,7 +3,7 @@
 Importance for all queries would be ``S x M`` numbers. Here it exists for one chunk of queries at a time, in a scratch
 buffer that all chunks share; a chunk of a causal sequence is only as wide as its last query needs, so the first chunks
 hold more queries. Scoring and selecting stay two kernels: the products want tiles of queries and blocks, the selection
-wants a query's whole row, and one trip of the row through the cache is little beside either.
+needs all scores of a query, and writing and reading them once costs little next to either.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.compilation import compile_once
+from flexnsa.attention.queries import STEP_TOKENS
 from flexnsa.attention.scoring import group_probabilities
 from flexnsa.attention.seam import Call
 from flexnsa.attention.selection import select_in_chunks, select_with_mod
 from flexnsa.config import NSAConfig
-from flexnsa.custom_ops import opaque_operator
 from flexnsa.geometry import blocks_within, num_blocks
+from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions
 
 SCRATCH_BYTES = 64 * 2**20
@@ -28,11 +29,9 @@ MANY_PROGRAMS = 4096
 """Queries times kv heads of a chunk, at least. At 512k tokens 64 MB hold a quarter of it: to score half the queries so
 took 245 ms, and 194 in chunks of this size (H200)."""
 ROW_MULTIPLE = 128
-"""Chunks hold whole tiles of queries, so that no program idles at their seams."""
+"""Chunks hold whole tiles of queries, so that no program idles at their ends."""
 MODIFIED_SCORES = 2**26
-"""Scores that a chunk of queries may have in memory for a mod to change: 256 MB."""
-FEW_QUERIES = 8
-"""Up to so many queries, as in decoding, each has programs of its own."""
+"""Scores of a chunk of queries that are in memory for a mod: 256 MB."""
 
 
 def select(
@@ -50,7 +49,7 @@ def select(
     Args:
         q: queries ``(B, Hq, T, D)``; float32, bfloat16 or float16, ``D >= 16``.
         k_cmp: compressed keys ``(B, Hkv, N, D)`` of the same dtype.
-        call: sizes, scale, and where the queries stand.
+        call: sizes, scale, and positions of the queries.
         lse: natural log-sum-exp of the compressed branch, float32 ``(B, Hq, T)``; computed here where None.
         importance: not read.
 
@@ -111,7 +110,7 @@ def aligned(width: int) -> int:
 
 
 def chunks(num_queries: int, num_heads: int, width: int | None, config: NSAConfig) -> Iterator[tuple[int, int, int]]:
-    """Cut the queries into chunks ``(first_row, num_rows, width)`` of about ``SCRATCH_BYTES`` of scores.
+    """Split the queries into chunks ``(first_row, num_rows, width)`` of about ``SCRATCH_BYTES`` of scores.
 
     Where rows are so long that these are few rows, a chunk holds more, :data:`MANY_PROGRAMS` over all heads.
 
@@ -155,7 +154,7 @@ def launch_selection(
     if positions is None:
         positions = Positions.of_sequence(num_queries, q.device)
     else:
-        # Positions are on the device; the compressed keys bound the length of any document without asking it.
+        # The number of compressed keys bounds the length of any document without reading positions from the device.
         width = blocks_within(num_keys, config)
         rows = max(map(len, positions.tensors))
         positions = positions.map(lambda x: x.expand(rows, -1).contiguous())
@@ -172,7 +171,7 @@ def launch_selection(
     out = q.new_empty(batch, kv_heads, num_queries, config.num_selected_blocks, dtype=torch.int32)
     for first_row, num_rows, chunk_width in plan:
         scores = Scores(own, passed, num_rows, chunk_width, band)
-        if num_queries <= FEW_QUERIES:
+        if num_queries <= STEP_TOKENS:
             importance_few(q, k_cmp, lse.contiguous(), positions, scores, config=config, scale=scale)
         else:
             importance(q, k_cmp, lse.contiguous(), positions, scores, first_row, config=config, scale=scale)

@@ -1,6 +1,6 @@
-"""Selected attention as one operator of tensors and numbers, which ``torch.compile`` does not look into.
+"""Selected attention as one opaque operator.
 
-The operator also returns the lists of queries that the forward pass built, for the backward pass to go by.
+The operator also returns the lists of queries that forward builds, for backward to use.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flexnsa.attention.operators import gradients, outputs, with_rows
-from flexnsa.attention.seam import Attended, Call
+from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
+from flexnsa.attention.seam import BranchOutput, Call
 from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of
-from flexnsa.custom_ops import opaque_operator
+from flexnsa.operators import opaque_operator
 
 if TYPE_CHECKING:
     from flexnsa.attention.triton.selected_lists import Selection
 
 WORKSPACE_BYTES = 2 * 2**30
-"""Of partial rows and sums at a time: more heads wait for their turn. One head with a chunk of queries is the least."""
+"""Limit of partial outputs and sums; heads that do not fit run later. A chunk of one head is the least."""
 CHUNK = 8192
-"""Queries that share lists, at most: enough for the keys to be read rarely."""
+"""Upper bound of the queries that share lists: many, so that keys are read rarely."""
 LEAST_CHUNK = 256
 LEAST_DIM, LARGEST_DIM = 16, 256
 LIST_ROWS = 4096
-"""(query, head) rows that one program takes, at most: many programs for a block that many queries selected."""
+"""Upper bound of a program's (query, head) rows; a block that many queries selected gets several programs."""
 FLOAT32_LIST_ROWS = 512
-"""The same for float32, whose sums are exact enough only if they are not too long."""
+"""The same for float32, in which long sums would not be accurate enough."""
 
 
-def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Attended:
+def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
     """Attend to the past tokens of the selected blocks (NSA paper, section 3.3.2).
 
     Products of float32 inputs are exact (IEEE) unless ``torch.set_float32_matmul_precision`` allows TensorFloat-32.
-    Repeated calls give equal bits, gradients included. The queries' tokens increase strictly.
+    Repeated calls return equal bits, gradients included. The queries' tokens must increase strictly.
 
     Args:
         q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
         k: ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``.
         v: ``(B, Hkv, S, Dv)``.
-        block_indices: int32 ``(B, Hkv, T, n)``, unique in a row; what is no block of the query's past is left out.
+        block_indices: int32 ``(B, Hkv, T, n)``, unique in a row; indices of no past block are ignored.
         call: see :class:`flexnsa.attention.seam.Call`.
 
     Returns:
         The output in the memory order of q, and the log-sum-exp, which is differentiable too.
 
     Raises:
-        ValueError: there is a score_mod, or there are too many rows of the batch and kv heads.
+        ValueError: there is a score_mod, or the batch has too many kv heads in all.
     """
     check_call(call, "k", k)
     positions, config = call.positions, call.config
@@ -61,17 +61,16 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     capacity = max(1, rows // group)
     size = operator.index(config.select_block_size)
     out, lse, _, _ = _selected_attention(q, k, v, block_indices, token, start, call.scale, size, chunk, capacity)
-    return Attended(out, lse)
+    return BranchOutput(out, lse)
 
 
 def check_input(name: str, x: Tensor) -> None:
-    """Refuse what the kernels cannot take, in words that say so.
+    """Check that there is a kernel for an input.
 
     Raises:
-        ValueError: a dtype, head dimension or device for which there is no kernel.
+        ValueError: there is none for this dtype, head dimension or device.
     """
-    if x.device.type != "cuda":
-        raise ValueError(f"{name}: expected a CUDA device with impl='triton', got {x.device}")
+    require_device(x, name)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{name}: expected float32, bfloat16 or float16 with impl='triton', got {x.dtype}")
     if x.dim() == 4 and not LEAST_DIM <= x.shape[-1] <= LARGEST_DIM:
@@ -80,7 +79,7 @@ def check_input(name: str, x: Tensor) -> None:
 
 
 def chunk_of(bytes_of_query: int) -> int:
-    """Take as many queries as fit the workspace with the partial rows of one kv head: a power of two."""
+    """Return how many queries' partial outputs fit the workspace, for one kv head: a power of two."""
     chunk = CHUNK
     while chunk > LEAST_CHUNK and chunk * bytes_of_query > WORKSPACE_BYTES // 2:
         chunk //= 2
@@ -100,7 +99,7 @@ def _selected_attention(
     chunk: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give out, lse, and the two tensors of the lists."""
+    """Return out, lse, and both tensors of the lists."""
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.selected import forward_tiles
     from flexnsa.attention.triton.selected_forward import forward, forward_bytes
@@ -109,14 +108,14 @@ def _selected_attention(
     require_device(q)
     selection = selection_of(block_indices, token, start, block_size, k.shape[2])
     lists = build_lists(selection, chunk, capacity)
-    out, lse = outputs(q, v.shape[-1])
+    out, lse = empty_outputs(q, v.shape[-1])
     q, k, v = (with_rows(x) for x in (q, k, v))
     tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
     for part in parts_of(k, forward_bytes(q, k, v, block_indices.shape[-1], chunk)):
         q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
         some = selection.of_heads(*part), lists.of_heads(*part)
         forward(q_part, k_part, v_part, *some, out_part, lse_part, scale=scale, precision=precision(), tiles=tiles)
-    return out, lse, lists.order, lists.copies
+    return out, lse, lists.order, lists.replicas
 
 
 @opaque_operator("selected_attention_triton_backward")
@@ -132,7 +131,7 @@ def _selected_attention_backward(
     out: Tensor,
     lse: Tensor,
     order: Tensor,
-    copies: Tensor,
+    replicas: Tensor,
     scale: float,
     block_size: int,
     chunk: int,
@@ -144,8 +143,8 @@ def _selected_attention_backward(
     from flexnsa.attention.triton.selected_lists import Lists
 
     selection = selection_of(block_indices, token, start, block_size, k.shape[2])
-    lists = Lists(order, copies, chunk, capacity)
-    grads = gradients(grad_out, grad_lse, q, k, v)
+    lists = Lists(order, replicas, chunk, capacity)
+    grads = empty_gradients(grad_out, grad_lse, q, k, v)
     q, k, v, out, grad_out = (with_rows(x) for x in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     tiles = backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
@@ -161,7 +160,7 @@ def _selected_attention_backward(
 def selection_of(
     block_indices: Tensor, token: Tensor | None, start: Tensor | None, block_size: int, num_keys: int
 ) -> Selection:
-    """Say for the lists who selected what."""
+    """Return the selection from which lists are built."""
     from flexnsa.attention.triton.selected_lists import Selection
 
     if token is not None and start is not None:
@@ -170,17 +169,17 @@ def selection_of(
 
 
 def parts_of(k: Tensor, bytes_of_head: int) -> Iterator[tuple[slice, slice]]:
-    """Cut ``(B, Hkv)`` into what fits the workspace: some rows of the batch at a time, or some heads of one row."""
+    """Split ``(B, Hkv)`` into parts that fit the workspace: some batch elements, or some heads of one."""
     batch, heads = k.shape[:2]
     at_once = max(1, WORKSPACE_BYTES // bytes_of_head)
-    rows = max(1, at_once // heads)
-    for row in range(0, batch, rows):
+    elements = max(1, at_once // heads)
+    for b in range(0, batch, elements):
         for head in range(0, heads, min(at_once, heads)):
-            yield slice(row, min(row + rows, batch)), slice(head, min(head + at_once, heads))
+            yield slice(b, min(b + elements, batch)), slice(head, min(head + at_once, heads))
 
 
 def _of_heads(x: Tensor, k: Tensor, part: tuple[slice, slice]) -> Tensor:
-    """Take from ``x (B, Hq or Hkv, ...)`` the heads that belong to a part of those of k."""
+    """Return the heads of ``x (B, Hq or Hkv, ...)`` that belong to a part of the heads of k."""
     group = x.shape[1] // k.shape[1]
     return x[part[0], part[1].start * group : part[1].stop * group]
 
@@ -199,12 +198,12 @@ def _(
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from flexnsa.attention.triton.selected_lists import empty_lists
-    from flexnsa.attention.triton.selected_sizes import num_bins
+    from flexnsa.attention.triton.selected_sizes import num_key_tiles
 
-    bins = num_bins(k.shape[2], block_size, has_positions=token is not None)
-    lists = empty_lists(block_indices, bins, chunk, capacity)
-    return *outputs(q, v.shape[-1]), lists.order, lists.copies
+    key_tiles = num_key_tiles(k.shape[2], block_size, has_positions=token is not None)
+    lists = empty_lists(block_indices, key_tiles, chunk, capacity)
+    return *empty_outputs(q, v.shape[-1]), lists.order, lists.replicas
 
 
-_selected_attention_backward.register_fake(gradients)
+_selected_attention_backward.register_fake(empty_gradients)
 _selected_attention.register_backward(_selected_attention_backward)

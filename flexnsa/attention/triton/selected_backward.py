@@ -1,9 +1,9 @@
-"""Selected attention, backward: the forward pass once more, on the same lists, with transposed tiles.
+"""Selected attention, backward: forward once more, on the same lists, with transposed tiles.
 
-``S^T = K Q^T`` and ``dP^T = V dO^T``, so that the products for dk and dv take them from registers. A copy leaves dq
-for each of its pairs, which a second kernel sums over the ``n`` slots, and adds dk and dv to float32 sums: directly
-if it is its bin's only copy, else beside the others of its bin, which a third kernel adds in their order. Chunks come
-one after the other. So everything is added in an order that does not change, and nothing is atomic.
+``S^T = K Q^T`` and ``dP^T = V dO^T``, so that the products for dk and dv read them from registers. A replica stores dq
+for each of its pairs, and a second kernel sums it over the ``n`` slots. It adds dk and dv to float32 sums directly if
+its key tile has no other replica; otherwise it stores them, and a third kernel adds the replicas in a fixed order.
+Chunks run one after the other. So every sum has a fixed order, and no addition is atomic.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flexnsa.attention.triton.kernels.selected_backward import backward_parts
 from flexnsa.attention.triton.kernels.selected_sums import row_stats, sum_shared, sum_slots
 from flexnsa.attention.triton.selected_forward import is_wide, strides
 from flexnsa.attention.triton.selected_lists import Lists, Selection
-from flexnsa.attention.triton.selected_sizes import max_copies, max_shared
+from flexnsa.attention.triton.selected_sizes import max_replicas, max_shared
 
 
 def backward_bytes(q: Tensor, k: Tensor, v: Tensor, n: int, chunk: int, capacity: int, block_size: int) -> int:
-    """Bytes that one kv head needs: partial rows of a chunk, shared copies, and the sums of dk and dv."""
+    """Return the bytes that one kv head needs: partial dq of a chunk, shared replicas, and sums of dk and dv."""
     pairs = min(chunk, q.shape[2]) * n
     dk, dv, group = k.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
     keys = k.shape[2] + max_shared(pairs, capacity) * block_size
@@ -49,7 +49,7 @@ def backward(
     precision: str,
     tiles: Tiles,
 ) -> None:
-    """Write the gradients of q, k and v; ``grad_lse`` is None where nothing depends on lse."""
+    """Compute the gradients of q, k and v; ``grad_lse`` is None where nothing depends on lse."""
     (batch, q_heads, num_queries, d_k), (kv_heads, num_keys), d_v = q.shape, k.shape[1:3], v.shape[-1]
     group, n, size = q_heads // kv_heads, selection.block_indices.shape[-1], selection.block_size
     chunk = min(lists.chunk, num_queries)
@@ -61,7 +61,7 @@ def backward(
     part = torch.empty(heads, chunk, n, group, d_k, dtype=q.dtype, device=q.device)
     stats = new(heads, num_queries, group, 2)
 
-    num_copies = max_copies(selection.num_bins, chunk * n, lists.capacity)
+    num_replicas = max_replicas(selection.num_key_tiles, chunk * n, lists.capacity)
     low, high = columns(d_k, halve=tiles.halve)
     has_positions = selection.token is not None
     shape: dict[str, object] = {"n": n, "G": group, "DK": d_k, "SIZE": size, "HAS_POSITIONS": has_positions}
@@ -73,21 +73,21 @@ def backward(
         *strides(grad_out, kv_heads), *strides(out, kv_heads), kv_heads, num_queries, scale,
         G=group, DV=d_v, BR=32, BDV=padded(d_v), HAS_GRAD_LSE=grad_lse is not None, num_warps=4,
     )  # fmt: skip
-    for index in range(lists.copies.shape[2]):
+    for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
-        tables = (*lists.copies.shape[2:5:2], num_shared)
+        tables = (*lists.replicas.shape[2:5:2], num_shared)
         sums = (dk, dv, dk_shared, dv_shared)
         for parity in parities:
-            backward_parts[(num_copies, heads)](
-                q, k, v, grad_out, stats, *queries, lists.order, lists.copies, part, *sums,
+            backward_parts[(num_replicas, heads)](
+                q, k, v, grad_out, stats, *queries, lists.order, lists.replicas, part, *sums,
                 *strides(q, kv_heads), *k.stride()[:3], *v.stride()[:3], *strides(grad_out, kv_heads),
                 *sizes, *tables, parity, scale, scale * LOG2_E,
                 **shape, DV=d_v, LOW=low, HIGH=high, BDV=padded(d_v), BN=padded(size), PRECISION=precision,
                 WIDE=wide, **tiles.of_group(group), **tiles.launch_options(),
             )  # fmt: skip
         for parity in parities:
-            sum_shared[(num_copies * (padded(size) // 16), heads)](
-                *queries, lists.order, lists.copies, *sums, *sizes, *tables, parity,
+            sum_shared[(num_replicas * (padded(size) // 16), heads)](
+                *queries, lists.order, lists.replicas, *sums, *sizes, *tables, parity,
                 n=n, DK=d_k, DV=d_v, SIZE=size, HAS_POSITIONS=has_positions, BN=padded(size),
                 BDK=padded(d_k), BDV=padded(d_v), ROWS=16, num_warps=4,
             )  # fmt: skip

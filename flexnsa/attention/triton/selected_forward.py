@@ -1,9 +1,9 @@
-"""Selected attention, forward: every key block meets the queries that selected it.
+"""Selected attention, forward: a program per key tile, which loops over the queries that selected it.
 
-A program owns one copy of a bin (:mod:`flexnsa.attention.triton.selected_lists`): its keys and values stay on chip,
-and the rows of its queries, all heads of the group, stream past them. It leaves for each pair a *partial row*, the
-output of the query over these keys alone, and its log-sum-exp; a second kernel joins the ``n`` partial rows of each
-query. Traffic does not depend on the size of the group, and every product has as many rows as tensor cores want.
+A program has one replica of a key tile (:mod:`flexnsa.attention.triton.selected_lists`). Its keys and values stay on
+chip, and the rows of its queries, all heads of the group, stream past them. For each pair it stores a *partial output*,
+that of the query over these keys only, with its log-sum-exp. A second kernel joins the ``n`` partial outputs of each
+query. Memory traffic does not depend on the size of the group, and every product has enough rows for tensor cores.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.tiles.selected import Tiles, columns
 from flexnsa.attention.triton.kernels.selected_forward import combine, forward_parts
 from flexnsa.attention.triton.selected_lists import Lists, Selection
-from flexnsa.attention.triton.selected_sizes import max_copies
+from flexnsa.attention.triton.selected_sizes import max_replicas
 
 
 def strides(x: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
-    """Strides of ``(B, Hq, T, D)``: of the batch, the kv head, the head in its group, the token."""
+    """Return the strides of ``(B, Hq, T, D)``: of the batch, the kv head, the head in its group, and the token."""
     return x.stride(0), x.stride(1) * (x.shape[1] // kv_heads), x.stride(1), x.stride(2)
 
 
 def is_wide(x: Tensor, group: int, chunk: int) -> bool:
-    """Tell whether the rows of one chunk of a group are too far apart for 32-bit offsets."""
+    """Return whether the rows of one chunk of a group are too far apart for 32-bit offsets."""
     return min(chunk, x.shape[2]) * x.stride(2) + group * x.stride(1) >= 2**31
 
 
 def forward_bytes(q: Tensor, k: Tensor, v: Tensor, n: int, chunk: int) -> int:
-    """Bytes of partial rows that one kv head needs for a chunk."""
+    """Return the bytes of partial outputs of one kv head for a chunk."""
     group = q.shape[1] // k.shape[1]
     return min(chunk, q.shape[2]) * n * group * (v.shape[-1] * q.element_size() + 4)
 
@@ -48,23 +48,23 @@ def forward(
     precision: str,
     tiles: Tiles,
 ) -> None:
-    """Write ``out (B, Hq, T, Dv)`` and the natural ``lse`` (float32, ``(B, Hq, T)``), chunk by chunk of queries."""
+    """Compute ``out (B, Hq, T, Dv)`` and the natural ``lse`` (float32, ``(B, Hq, T)``), chunk by chunk of queries."""
     (batch, q_heads, num_queries, dk), (kv_heads, num_keys), dv = q.shape, k.shape[1:3], v.shape[-1]
     group, n = q_heads // kv_heads, selection.block_indices.shape[-1]
     chunk = min(lists.chunk, num_queries)
     part_out = torch.empty(batch * kv_heads, chunk, n, group, dv, dtype=q.dtype, device=q.device)
     part_lse = torch.empty(batch * kv_heads, chunk, n, group, dtype=torch.float32, device=q.device)
-    num_copies = max_copies(selection.num_bins, chunk * n, lists.capacity)
+    num_replicas = max_replicas(selection.num_key_tiles, chunk * n, lists.capacity)
     low, high = columns(dk, halve=False)
     shape: dict[str, object] = {"n": n, "G": group, "DV": dv, "SIZE": selection.block_size, "BDV": padded(dv)}
     shape |= {"HAS_POSITIONS": selection.token is not None}
     queries = (selection.block_indices, *selection.positions())
-    for index in range(lists.copies.shape[2]):
+    for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
-        forward_parts[(num_copies, batch * kv_heads)](
-            q, k, v, *queries, lists.order, lists.copies, part_out, part_lse,
+        forward_parts[(num_replicas, batch * kv_heads)](
+            q, k, v, *queries, lists.order, lists.replicas, part_out, part_lse,
             *strides(q, kv_heads), *k.stride()[:3], *v.stride()[:3],
-            *sizes, *lists.copies.shape[2:5:2], scale * LOG2_E,
+            *sizes, *lists.replicas.shape[2:5:2], scale * LOG2_E,
             **shape, DK=dk, LOW=low, HIGH=high, BN=padded(selection.block_size), PRECISION=precision,
             WIDE=is_wide(q, group, chunk), **tiles.of_group(group), **tiles.launch_options(),
         )  # fmt: skip

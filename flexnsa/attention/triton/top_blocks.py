@@ -1,9 +1,9 @@
 """The ``n`` blocks of highest importance, by a search for the n-th largest value (NSA paper, Eq. 11).
 
-One program selects for one query. It keeps the query's ``M`` scores in registers and builds the bits of the n-th
-largest one from the top down, since non-negative floats order like their bits: a bit costs one comparison and one sum
-over ``M``, and the search ends when exactly ``n`` are left. Nothing is sorted; a cumulative sum puts the ``n`` indices
-in ascending order. Each score is read once, the least that any method must do.
+One program selects for one query. It keeps the query's ``M`` scores in registers and finds the bits of the n-th largest
+one from the highest down, since non-negative floats order like their bits. A bit costs one comparison and one sum over
+``M``, and the search ends when exactly ``n`` are left. Nothing is sorted; a cumulative sum yields the ``n`` indices in
+ascending order. Each score is read only once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
 
 MAX_BLOCKS = 1 << 17
-"""Blocks of one sequence whose scores fit one program (8.4 million tokens in blocks of 64)."""
+"""Upper bound of the blocks whose scores fit one program (8.4 million tokens in blocks of 64)."""
 
 LONG = 512
-"""Blocks from which on a query with at most a half or a quarter of them searches no more than these: a search takes as
-long as it is wide, and the width is that of the last query, rounded up to a power of two."""
+"""From this number of blocks on, queries with at most a half or a quarter of the blocks search only these. The time of
+a search grows with its width, which is otherwise that of the last query, rounded up to a power of two."""
 
 
 def check_width(width: int) -> None:
-    """Refuse sequences whose scores do not fit one program.
+    """Check that the scores of a query fit one program.
 
     Raises:
         ValueError: more than ``MAX_BLOCKS`` blocks.
@@ -43,15 +43,15 @@ def write_top_blocks(
     config: NSAConfig,
     num_warps: int | None = None,
 ) -> None:
-    """Write the selected blocks of the queries ``first_row ..`` into ``out``.
+    """Write the selected blocks of the queries from ``first_row`` on to ``out``.
 
     Args:
         scores: importance of the blocks for ``scores.num_rows`` queries.
-        positions: where all the queries stand.
+        positions: of all queries.
         out: block_indices, int32 ``(B, Hkv, T, n)``, contiguous.
-        first_row: the query that ``scores`` starts with.
+        first_row: the first query of ``scores``.
         config: the sizes.
-        num_warps: warps of one program; by default such that a thread holds at most 32 scores.
+        num_warps: warps per program; by default a thread holds at most 32 scores.
     """
     batch, kv_heads, num_queries, num_selected = out.shape
     block_j = padded(scores.width, least=1)

@@ -1,4 +1,4 @@
-"""What this package takes of Triton, with the types that Triton lacks."""
+"""The parts of Triton that this package uses, with the types that Triton lacks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     @overload
     def jit(*, do_not_specialize: list[str]) -> Callable[[Callable[..., object]], Kernel]: ...
     def jit(*arguments: object, **options: object) -> object:
-        """Compile a function that kernels call or, where it says what not to specialize, a kernel."""
+        """Compile a function that kernels call or, with ``do_not_specialize``, a kernel."""
 else:
     from triton import jit as jit
 
 
 def is_interpreted() -> bool:
-    """Tell whether kernels run in Triton's interpreter, which takes the tensors of a CPU."""
+    """Return whether kernels run in Triton's interpreter, which accepts CPU tensors."""
     from triton import knobs  # pyright: ignore[reportMissingTypeStubs]
 
     return knobs.runtime.interpret

@@ -1,4 +1,4 @@
-"""The window as one operator of tensors and numbers, which ``torch.compile`` does not look into."""
+"""The window as one opaque operator."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import operator
 import torch
 from torch import Tensor
 
-from flexnsa.attention.operators import gradients, outputs, with_rows
+from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
 from flexnsa.attention.scoring import LOG2_E
-from flexnsa.attention.seam import Attended, Call
+from flexnsa.attention.seam import BranchOutput, Call
 from flexnsa.attention.triton.operators import check_call, position_arguments, precision, require_device
-from flexnsa.custom_ops import opaque_operator
+from flexnsa.operators import opaque_operator
 
 
-def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
+def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     """Attend to the last ``window_size`` tokens, the query's own included (NSA paper, section 3.3.3).
 
-    Repeated calls give equal bits, gradients included. The queries' tokens never decrease.
+    Repeated calls return equal bits, gradients included. The queries' tokens must never decrease.
 
     Args:
         q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
@@ -29,12 +29,12 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
         The output in the memory order of q, and the log-sum-exp, which is differentiable too.
 
     Raises:
-        ValueError: there is a score_mod, or there are too many rows of the batch and heads.
+        ValueError: there is a score_mod, or the batch has too many heads in all.
     """
     check_call(call, "q", q)
     positions = call.window_positions
     token, start = (None, None) if positions is None else (positions.token, positions.start)
-    return Attended(*_window_attention(q, k, v, token, start, call.scale, operator.index(call.config.window_size)))
+    return BranchOutput(*_window_attention(q, k, v, token, start, call.scale, operator.index(call.config.window_size)))
 
 
 @opaque_operator("window_attention_triton")
@@ -46,7 +46,7 @@ def _window_attention(
     from flexnsa.attention.triton.kernels import window as kernels
 
     require_device(q)
-    out, lse = outputs(q, v.shape[-1])
+    out, lse = empty_outputs(q, v.shape[-1])
     q, k, v = (with_rows(x) for x in (q, k, v))
     tiles = window_forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1])
     batch, heads, length, _ = q.shape
@@ -77,7 +77,7 @@ def _window_attention_backward(
     from flexnsa.attention.tiles.window import window_backward_tiles
     from flexnsa.attention.triton.kernels import window as kernels
 
-    dq, dk, dv = gradients(grad_out, grad_lse, q, k, v)
+    dq, dk, dv = empty_gradients(grad_out, grad_lse, q, k, v)
     q, k, v, out, grad_out = (with_rows(x) for x in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     delta = torch.empty_like(lse)
@@ -109,8 +109,8 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, window_size: i
 
 @_window_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return outputs(q, v.shape[-1])
+    return empty_outputs(q, v.shape[-1])
 
 
-_window_attention_backward.register_fake(gradients)
+_window_attention_backward.register_fake(empty_gradients)
 _window_attention.register_backward(_window_attention_backward)

@@ -1,7 +1,7 @@
 """transformers' own tests of what every model does, on the library's decoder and on a converted Llama.
 
 They are in no wheel: ``make transformers-common CHECKOUT=/path/to/transformers`` takes them from a checkout of its
-repository, of the version that is installed. Nothing else collects this file; docs/transformers.md says what fails.
+repository, of the version that is installed. Nothing else collects this file; docs/transformers.md says why some fail.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from tests.generation.test_utils import GenerationTesterMixin  # pyright: ignore
 from tests.test_modeling_common import ModelTesterMixin, ids_tensor  # pyright: ignore[reportMissingImports]
 from transformers.models.auto import modeling_auto as known
 
-from flexnsa.integrations.transformers import FlexNSACache, FlexNSAConfig, FlexNSAForCausalLM
-from flexnsa.integrations.transformers.cache import FlexNSACacheLayer
-from flexnsa.integrations.transformers.families import (
-    FlexNSALlamaConfig,
-    FlexNSALlamaForCausalLM,
-    FlexNSALlamaModel,
-)
+from flexnsa.lm.transformers_model import FlexNSAConfig, FlexNSAForCausalLM
+from flexnsa.transformers import FlexNSACache
+from flexnsa.transformers.cache import FlexNSACacheLayer
+from flexnsa.transformers.families import FlexNSALlamaConfig, FlexNSALlamaForCausalLM, FlexNSALlamaModel
 
 # The tests tell models with a head, which have a loss, from those without by these tables of transformers' own.
 known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["flexnsa"] = FlexNSAForCausalLM.__name__

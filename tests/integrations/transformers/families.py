@@ -19,7 +19,8 @@ from transformers import (
 
 from flexnsa import NSAConfig
 from flexnsa.geometry import BRANCHES
-from flexnsa.integrations.transformers import FlexNSAConfig, FlexNSAForCausalLM, convert
+from flexnsa.lm.transformers_model import FlexNSAConfig, FlexNSAForCausalLM
+from flexnsa.transformers import convert
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

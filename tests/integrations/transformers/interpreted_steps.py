@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.integrations.transformers import FlexNSACache
+from flexnsa.transformers import FlexNSACache
 from tests.integrations.transformers.families import FEW, ROPES, converted, pad_left, tokens
 from tests.support.triton_decoding import recording_steps
 

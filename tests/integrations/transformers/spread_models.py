@@ -23,13 +23,17 @@ WAYS: dict[str, Any] = {"tensor parallel": {"tp_size": 2}, "sharded": {"fsdp_siz
 
 
 def results_of(model: Any) -> dict[str, Tensor]:
-    """Give logits, the gradient of every parameter, and tokens."""
+    """Give logits, the loss in training and the gradient of every parameter, and tokens."""
     x = tokens(2, 60)
     out = model(x, labels=x, use_cache=False)
     out.loss.backward()
+    model.zero_grad()
+    trained = model.train()(x, labels=x, use_cache=False).loss
+    trained.backward()
+    model.eval()
     gradients = {name: _whole(parameter.grad) for name, parameter in model.named_parameters()}
     generated = model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=8, do_sample=False)
-    return {"logits": out.logits.detach(), "tokens": generated, **gradients}
+    return {"logits": out.logits.detach(), "loss": trained.detach(), "tokens": generated, **gradients}
 
 
 def _whole(x: Any) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexnsa.integrations.transformers import FlexNSACache
+from flexnsa.transformers import FlexNSACache
 from tests.integrations.transformers.families import FEW, ROPES, converted, own, pad_left, tokens
 
 pytestmark = pytest.mark.gpu

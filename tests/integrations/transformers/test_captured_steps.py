@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.generation.configuration_utils import CompileConfig
 
-from flexnsa.integrations.transformers import FlexNSACache, captured
+from flexnsa.transformers import FlexNSACache, captured
 from tests.integrations.transformers import families
 from tests.integrations.transformers.families import FEW, own, pad_left, tokens
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from flexnsa.integrations.transformers import FlexNSACache, FlexNSAForCausalLM
+from flexnsa.lm.transformers_model import FlexNSAForCausalLM
+from flexnsa.transformers import FlexNSACache
 from tests.integrations.transformers.families import ALL, FEW, converted, own, sparse, tokens
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -135,3 +136,28 @@ def test_tied_embeddings_are_refused_to_the_own_decoder() -> None:
     """They were promised by the config, and not there."""
     with pytest.raises(ValueError, match="tie_word_embeddings: expected False of the library's own decoder, got True"):
         own(tie_word_embeddings=True)
+
+
+@torch.no_grad()
+def test_a_cache_whose_layers_share_a_part_is_refused(few: Any) -> None:
+    cache: Any = FlexNSACache(few.config)
+    cache.layers[1] = cache.layers[0]
+    with pytest.raises(ValueError, match=r"^past_key_values: expected a part of its own for each layer, got one"):
+        few(tokens(2, 20), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+@torch.no_grad()
+def test_a_first_call_that_fails_leaves_a_cache_for_any_number_of_rows(few: Any) -> None:
+    cache: Any = FlexNSACache(few.config)
+
+    def stop(*_: object) -> None:
+        raise RuntimeError("stopped")
+
+    first = next(module for name, module in few.named_modules() if name.endswith(("q_proj", "w_q")))
+    hook = first.register_forward_hook(stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        few(tokens(2, 20), past_key_values=cache)
+    hook.remove()
+    few(tokens(3, 20), past_key_values=cache)
+    assert cache.get_seq_length() == 20

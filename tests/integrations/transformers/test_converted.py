@@ -13,8 +13,8 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 from flexnsa import NSAConfig
 from flexnsa.checkpointing import keep_selection
 from flexnsa.geometry import BRANCHES
-from flexnsa.integrations.transformers import FlexNSACache, convert, to_dense
 from flexnsa.layers.compression import average_blocks
+from flexnsa.transformers import FlexNSACache, convert, to_dense
 from tests.integrations.transformers.families import ALL, FAMILIES, FEW, ROPES, converted, dense, own, pad_left, tokens
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 63}

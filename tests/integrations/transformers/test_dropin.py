@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from transformers import CompileConfig, DataCollatorWithFlattening, StaticCache
 from transformers.masking_utils import create_causal_mask
 
-from flexnsa.attention.implementations import attend
-from flexnsa.integrations.transformers import dropin
+from flexnsa.attention.table import attend
+from flexnsa.transformers import dropin
 from tests.integrations.transformers.families import ALL, FAMILIES, FEW, dense, pad_left, sparse, tokens
 
 THREE = FEW | {"branches": ["cmp", "slc", "win"], "gates": [0.3, 1.0, 0.2]}

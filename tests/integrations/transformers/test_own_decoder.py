@@ -15,9 +15,9 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flexnsa import MeanCompressor
-from flexnsa.integrations.transformers import FlexNSAConfig, FlexNSAForCausalLM
-from flexnsa.models import DecoderLM, Sampling, preset
-from flexnsa.training.model_file import read_model, save_model
+from flexnsa.lm import DecoderLM, Sampling, preset
+from flexnsa.lm.training.model_file import read_model, save_model
+from flexnsa.lm.transformers_model import FlexNSAConfig, FlexNSAForCausalLM
 from tests.integrations.transformers.families import FEW, own, pad_left, tokens
 
 RECORDED_RUN = Path(__file__).parents[2] / "compatibility" / "recorded" / "run"
@@ -30,6 +30,17 @@ def test_it_generates_what_it_generates_by_itself() -> None:
     greedy = Sampling(temperature=0)
     want = model.model.generate(prompts, 12, lengths=torch.tensor([40, 23]), sampling=greedy)
     assert got.tolist() == want
+
+
+@torch.no_grad()
+def test_a_row_of_padding_alone_leaves_the_last_logits_of_the_others() -> None:
+    model, x = own(), tokens(3, 20)
+    mask = torch.ones_like(x)
+    mask[1], mask[2, :5] = 0, 0
+    want = model(x, attention_mask=mask).logits[:, -1:]
+    got = model(x, attention_mask=mask, use_cache=True, logits_to_keep=1)
+    assert_close(got.logits[::2], want[::2])
+    assert got.past_key_values.kept[0].lengths.tolist() == [20, 0, 15]
 
 
 def test_it_is_saved_and_found_by_the_auto_classes(tmp_path: Path) -> None:

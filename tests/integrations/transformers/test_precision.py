@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NSAConfig
-from flexnsa.integrations.transformers import convert
+from flexnsa.transformers import convert
 from tests.integrations.transformers.families import ALL, dense, sparse, tokens
 from tests.support.comparison import assert_as_exact_as_plain
 

@@ -16,7 +16,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
-import flexnsa.integrations.transformers  # noqa: F401  (registers the attention)
+import flexnsa.transformers  # noqa: F401  (registers the attention)
 from tests.integrations.transformers.families import FEW, dense, pad_left, sparse, tokens
 
 

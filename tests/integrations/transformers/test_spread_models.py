@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flexnsa.integrations.transformers.parallel import keep_own_heads
-from tests.distributed.processes import run_together
+from flexnsa.transformers.parallel import keep_own_heads
 from tests.integrations.transformers.families import FEW, converted
+from tests.parallel.processes import run_together
 
-pytest.importorskip("transformers.distributed.mixin")  # transformers 5.10 has no such plans
+pytest.importorskip(
+    "transformers.distributed.mixin",
+    reason="transformers spreads no models by DistributedConfig: pip install --upgrade transformers",
+)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import io
 import math
 import random
 import re
+import shutil
 import sys
 from importlib.util import find_spec
 from itertools import pairwise
@@ -17,14 +18,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from flexnsa.cli import main
-from flexnsa.cli.spelling import TokenizerSpelling
-from flexnsa.integrations.transformers import FlexNSAForCausalLM
-from flexnsa.models import Sampling
-from flexnsa.training import Corpus, TextTokenizer, TrainConfig, Trainer, read_corpus
-from flexnsa.training.checkpoint import load_checkpoint, save_checkpoint
-from flexnsa.training.model_file import read_model
-from tests.cli.tiny_run import contents, train
+from flexnsa.errors import FileError
+from flexnsa.lm import Corpus, Sampling, TextTokenizer, TrainConfig, Trainer, preset, read_corpus
+from flexnsa.lm.cli import main
+from flexnsa.lm.cli.generate import TokenizerSpelling
+from flexnsa.lm.diagnosis import recipe as recipe_module
+from flexnsa.lm.training.checkpoint import load_checkpoint, save_checkpoint
+from flexnsa.lm.training.model_file import read_model
+from flexnsa.lm.transformers_model import FlexNSAForCausalLM
+from tests.lm.cli.tiny_run import contents, train
+from tests.support.damage import flip, places
 
 TEXT = "def zürich():\n    return '😀' * 8001\n\n\nclass Fluß:\n    pass\n\n"
 
@@ -62,10 +65,8 @@ def decoded(folder: Path, ids: torch.Tensor) -> str:
 
 
 def test_all_of_the_text_is_there_once_in_few_tokens_and_each_byte_is_counted(folder: Path, corpus: Corpus) -> None:
-    for data, tokens in (
-        (corpus.train, corpus.tokens("train")),
-        (corpus.validation, corpus.tokens("validation")),
-    ):
+    for part in ("train", "validation"):
+        data, tokens = getattr(corpus, part), corpus.tokens(part)
         text = bytes(data.tolist())
         assert decoded(folder, tokens.ids).encode() == text
         assert tokens.ids.dtype == torch.uint16
@@ -124,6 +125,60 @@ def test_a_run_is_resumed_with_its_tokenizer_alone(folder: Path, tmp_path: Path,
     assert (folder / "run" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     train(folder / "run", folder / "text.txt", "--tokenizer", str(folder))  # of a folder, as transformers writes it
     assert contents(folder / "run").keys() == before.keys()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_flipped_bit_of_the_tokenizer_is_refused_and_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], own: bool
+) -> None:
+    run = shutil.copytree(folder / "run", tmp_path / "run")
+    file = run / "tokenizer.json"
+    whole = file.read_bytes()
+
+    def resume() -> None:
+        train(run, folder / "text.txt", "--tokenizer", str(file if own else folder / "tokenizer.json"))
+
+    for place in places(file, 8):
+        flip(file, place, place % 8)
+        before = contents(tmp_path)
+        for command in (resume, lambda: generate(tmp_path)):
+            with pytest.raises(SystemExit) as left:
+                command()
+            assert left.value.code == 2
+            assert str(file) in capsys.readouterr().err.splitlines()[-1]
+        with pytest.raises(FileError, match=rf"^{file}: expected the tokenizer of checkpoint.safetensors, of sha256 "):
+            FlexNSAForCausalLM.from_run(run)
+        assert contents(tmp_path) == before
+        file.write_bytes(whole)
+    resume()
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_refused_and_named(folder: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(folder / "run", tmp_path / "run")
+    file = run / "checkpoint.safetensors"
+    whole = file.read_bytes()
+    for place in places(file, 4):
+        flip(file, place, place % 8)
+        with pytest.raises(FileError, match=rf"^{file}: not a whole safetensors file "):
+            FlexNSAForCausalLM.from_run(run)
+        file.write_bytes(whole)
+    model: Any = FlexNSAForCausalLM.from_run(run)
+    (tmp_path / "own").mkdir()
+    model.save_run(tmp_path / "own" / "model.safetensors")
+    flip(tmp_path / "own" / "model.safetensors", len(whole) // 4)
+    with pytest.raises(FileError, match=r"^.*model.safetensors: not a whole safetensors file "):
+        FlexNSAForCausalLM.from_run(tmp_path / "own" / "model.safetensors")
+
+
+def test_an_outcome_of_another_tokenizer_under_the_same_path_is_not_taken(tmp_path: Path, folder: Path) -> None:
+    recorded: list[dict[str, Any]] = []
+    for size in (300, 290):
+        file = write_tokenizer(tmp_path / "tokenizer.json", size)
+        model, text = preset("small", num_layers=1, vocab_size=300), folder / "text.txt"
+        recipe_module.corpus.cache_clear()
+        recorded.append(recipe_module.Recipe(model=model, training=TrainConfig(), text=text, tokenizer=file).record())
+    changed = {name for name in recorded[0] if recorded[0][name] != recorded[1][name]}
+    assert changed == {"tokenizer_sha256"}
 
 
 def test_steps_go_on_as_if_never_stopped(folder: Path, corpus: Corpus, tmp_path: Path) -> None:
@@ -223,8 +278,7 @@ def test_wrong_tokenizers_are_named(folder: Path, tmp_path: Path, capsys: pytest
 def test_a_checkpoint_without_its_tokenizer_is_named(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    moved = tmp_path / "run"
-    moved.mkdir()
+    (moved := tmp_path / "run").mkdir()
     (moved / "checkpoint.safetensors").write_bytes((folder / "run" / "checkpoint.safetensors").read_bytes())
     for content, found in ((None, "there is none"), (b"{}", "that one's is ")):
         if content is not None:
@@ -235,7 +289,9 @@ def test_a_checkpoint_without_its_tokenizer_is_named(
 
 
 def test_a_missing_package_is_named_with_its_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexnsa.cli.options.find_spec", lambda name: None if name == "tokenizers" else find_spec(name))
+    monkeypatch.setattr(
+        "flexnsa.lm.cli.options.find_spec", lambda name: None if name == "tokenizers" else find_spec(name)
+    )
     missing = "tokenizers not installed: install flexnsa with its extra 'hf'$"
     with pytest.raises(SystemExit, match=missing):
         train(folder / "other", folder / "text.txt", "--tokenizer", str(folder))

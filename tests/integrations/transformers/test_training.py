@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from flexnsa.integrations.transformers.attention import ConvertedAttention
-from flexnsa.integrations.transformers.schedule import pretrained_parameters
-from tests.distributed.processes import run_together
+from flexnsa.transformers.attention import ConvertedAttention
+from flexnsa.transformers.schedule import pretrained_parameters
 from tests.integrations.transformers import train_text
 from tests.integrations.transformers.train_text import losses, train_together, trainer
+from tests.parallel.processes import run_together
 
 
 @pytest.mark.parametrize("name", train_text.MODELS)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from flexnsa.integrations.transformers import UpTraining
-from flexnsa.training import parameter_groups
+from flexnsa.lm import parameter_groups
+from flexnsa.transformers import UpTraining
 from tests.integrations.transformers.families import FEW, converted, own, sparse
 
 ROW = 48

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from flexnsa.memory import estimate_decoding, estimate_training, parameter_count
-from flexnsa.models import (
+from flexnsa.lm import (
     DecoderConfig,
     DecoderLM,
     DecodingSession,
     DenseAttention,
     DenseCache,
     Sampling,
+    TrainConfig,
     generate,
     generate_tokens,
     preset,
 )
-from flexnsa.training import TrainConfig
+from flexnsa.lm.estimate import estimate_decoding, estimate_training, parameter_count
 from tests.support.inputs import SMALL
 from tests.support.right_calls.call import HEADS, IDS, Call, config_fields, near, shift
 

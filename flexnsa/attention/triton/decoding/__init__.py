@@ -1,1 +1,1 @@
-"""A decoding step in few kernels: place, compress, attend, score, select, attend, merge."""
+"""A decoding step in few kernels: store, compress, attend, score, select, attend, merge."""

@@ -1,4 +1,4 @@
-"""The kernels of a decoding step, one after the other: each line of :func:`launch_step` is one or two of them."""
+"""Launch the kernels of a decoding step in order: place, compress, dense branches, score, select, attend, merge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from flexnsa.attention.decoding import StepInputs
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
-from flexnsa.attention.triton.decoding.work import Work
+from flexnsa.attention.triton.decoding.scratch import StepScratch
 from flexnsa.attention.triton.importance import Band, Scores
 from flexnsa.attention.triton.kernels import decoding_attend, decoding_compress, decoding_merge, decoding_place
 from flexnsa.attention.triton.kernels.decoding_importance import importance_of_scores
@@ -24,60 +24,67 @@ from flexnsa.positions import Positions
 BLOCK_J = 16
 """Blocks whose importance a program sums: few, so that there are many programs."""
 SCORES = 2048
-"""Scores that a warp has in registers to sum."""
+"""Scores that a warp sums in registers."""
 SELECTING_WARPS = 4
-"""Of a program that selects: more than in training, because few programs hide no latency."""
+"""Warps of a program that selects: more than in training, because few programs hide no latency."""
 MERGED = 2048
-"""Numbers of partial rows that a warp adds up."""
+"""Elements of partial outputs that a warp sums."""
 
 
 def launch_step(inputs: StepInputs) -> tuple[Tensor, Tensor]:
-    """Run a step, and wait for nothing; see :func:`flexnsa.attention.triton.decoding.operator.step`."""
+    """Run a step without waiting for the device; see :func:`flexnsa.attention.triton.decoding.operator.step`."""
     require_device(inputs.q)
     out, blocks = inputs.empty_results()
     if not inputs.q.numel():
         return out, blocks
-    work = Work.of(inputs)
-    place(inputs, work)
-    compress(inputs, work)
-    attend(inputs, work, out, blocks)
+    scratch = StepScratch.of(inputs)
+    place(inputs, scratch)
+    compress(inputs, scratch)
+    attend(inputs, scratch, out, blocks)
     return out, blocks
 
 
-def place(inputs: StepInputs, work: Work) -> None:
-    """Turn queries and keys, and put keys and values into their slots."""
+def place(inputs: StepInputs, scratch: StepScratch) -> None:
+    """Rotate queries and keys, and write keys and values to their slots."""
     q, k, v, buffers = inputs.q, inputs.k, inputs.v, inputs.buffers
     raw = "cmp" if "cmp" in k else "slc"
     rows = [q, k.get(raw, q), v.get("cmp", q), k.get("slc", q), v.get("slc", q), k.get("win", q), v.get("win", q)]
     rows = [_uniform(x) for x in rows]
-    decoding_place.place[(work.batch * work.num_tokens, inputs.num_heads + 6 * work.kv_heads)](
+    decoding_place.place[(scratch.batch * scratch.num_tokens, inputs.num_heads + 6 * scratch.kv_heads)](
         *rows, *(x.stride(1) for x in rows),
-        inputs.lengths, inputs.lengths if inputs.new_lengths is None else inputs.new_lengths, work.where, work.q,
+        inputs.lengths, inputs.lengths if inputs.new_lengths is None else inputs.new_lengths, scratch.where, scratch.q,
         *(buffers.get(name, q) for name in ("k_tail", "v_tail", "k_slc", "v_slc", "k_win", "v_win")),
-        work.batch, work.num_tokens, inputs.max_seq_len, work.slots.get("tail", 1), work.slots.get("win", 1),
+        scratch.batch, scratch.num_tokens, inputs.max_seq_len,
+        scratch.slots.get("tail", 1), scratch.slots.get("win", 1),
         *_rope(inputs), GIVEN=inputs.frequencies is not None,
-        HQ=inputs.num_heads, HKV=work.kv_heads, DK=work.dk, DV=work.dv, HAS_REAL=inputs.new_lengths is not None,
-        HAS_K_RAW="k_tail" in buffers, HAS_V_RAW="v_tail" in buffers, HAS_SLC="k_slc" in buffers,
-        HAS_WIN="k_win" in buffers, BDK=padded(work.dk), BDV=padded(work.dv), HALF=padded(work.dk // 2, least=1),
+        HQ=inputs.num_heads, HKV=scratch.kv_heads, DK=scratch.dk, DV=scratch.dv,
+        HAS_REAL=inputs.new_lengths is not None, HAS_K_RAW="k_tail" in buffers, HAS_V_RAW="v_tail" in buffers,
+        HAS_SLC="k_slc" in buffers, HAS_WIN="k_win" in buffers,
+        BDK=padded(scratch.dk), BDV=padded(scratch.dv), HALF=padded(scratch.dk // 2, least=1),
         num_warps=1,
     )  # fmt: skip
 
 
-def compress(inputs: StepInputs, work: Work) -> None:
-    """Make compressed tokens of the blocks that are now complete."""
+def compress(inputs: StepInputs, scratch: StepScratch) -> None:
+    """Compress the blocks that are now complete."""
     phi_k, config, buffers = inputs.phi_k, inputs.config, inputs.buffers
     if phi_k is None:
         return
     phi_v = phi_k if inputs.phi_v is None else inputs.phi_v
     makes_values = inputs.phi_v is not None
-    blocks = cdiv(work.num_tokens, config.compress_stride)
-    num_rows = work.batch * blocks * work.kv_heads
+    blocks = cdiv(scratch.num_tokens, config.compress_stride)
+    num_rows = scratch.batch * blocks * scratch.kv_heads
     widths = [0 if phi.weight is None else phi.weight.shape[0] for phi in (phi_k, phi_v)]
     hidden = [inputs.q.new_empty(num_rows, width) for width in widths]
     tails = [buffers["k_tail"], buffers["v_tail" if makes_values else "k_tail"]]
-    sizes = {"HKV": work.kv_heads, "E": blocks, "LENGTH": config.compress_block_size, "STRIDE": config.compress_stride}
-    sizes |= {"DK": work.dk, "DV": work.dv, "K_WIDTH": widths[0], "V_WIDTH": widths[1], "BM": 16}
-    counts = num_rows, work.num_tokens, work.slots["tail"]
+    sizes = {
+        "HKV": scratch.kv_heads,
+        "E": blocks,
+        "LENGTH": config.compress_block_size,
+        "STRIDE": config.compress_stride,
+    }
+    sizes |= {"DK": scratch.dk, "DV": scratch.dv, "K_WIDTH": widths[0], "V_WIDTH": widths[1], "BM": 16}
+    counts = num_rows, scratch.num_tokens, scratch.slots["tail"]
     if max(widths):
         firsts = [
             x
@@ -85,8 +92,8 @@ def compress(inputs: StepInputs, work: Work) -> None:
             for x in (tail, _or(phi.position, tail), _or(phi.weight, tail), out)
         ]
         decoding_compress.map_completed[(cdiv(num_rows, 16), cdiv(max(widths), 16), 1 + makes_values)](
-            inputs.lengths, work.where, *firsts, *counts,
-            **sizes, BN=16, BDK=padded(work.dk), BDV=padded(work.dv), PRECISION=precision(),
+            inputs.lengths, scratch.where, *firsts, *counts,
+            **sizes, BN=16, BDK=padded(scratch.dk), BDV=padded(scratch.dv), PRECISION=precision(),
             num_warps=4,
         )  # fmt: skip
     caches = [buffers["k_cmp"], buffers["v_cmp" if makes_values else "k_cmp"]]
@@ -96,112 +103,112 @@ def compress(inputs: StepInputs, work: Work) -> None:
         for x in (tail, middle, _or(phi.out, tail), cache)
     ]
     decoding_compress.finish_completed[(cdiv(num_rows, 16), 1 + makes_values)](
-        inputs.lengths, work.where, *lasts, *counts, work.slots["cmp"], *_rope(inputs),
+        inputs.lengths, scratch.where, *lasts, *counts, scratch.slots["cmp"], *_rope(inputs),
         GIVEN=inputs.frequencies is not None, K_KIND=phi_k.kind, V_KIND=phi_v.kind, **sizes,
-        K_HALF=padded(cdiv(work.dk, 2)), V_HALF=padded(cdiv(work.dv, 2)), PRECISION=precision(),
+        K_HALF=padded(cdiv(scratch.dk, 2)), V_HALF=padded(cdiv(scratch.dv, 2)), PRECISION=precision(),
         num_warps=4,
     )  # fmt: skip
 
 
-def attend(inputs: StepInputs, work: Work, out: Tensor, blocks: Tensor) -> None:
-    """Attend from tokens that are in their places; write the heads' outputs and the selected blocks."""
-    _attend_dense(inputs, work)
+def attend(inputs: StepInputs, scratch: StepScratch, out: Tensor, blocks: Tensor) -> None:
+    """Attend from tokens that are stored; write the heads' outputs and the selected blocks."""
+    _attend_dense(inputs, scratch)
     if "slc" in inputs.k:
-        _select(inputs, work, blocks)
-        _attend_selected(inputs, work, blocks)
-    _merge(inputs, work, out)
+        _select(inputs, scratch, blocks)
+        _attend_selected(inputs, scratch, blocks)
+    _merge(inputs, scratch, out)
 
 
-def _attend_dense(inputs: StepInputs, work: Work) -> None:
+def _attend_dense(inputs: StepInputs, scratch: StepScratch) -> None:
     """Attend to the compressed tokens and to the window."""
-    buffers, tiles, config = inputs.buffers, work.tiles, inputs.config
+    buffers, tiles, config = inputs.buffers, scratch.tiles, inputs.config
     cmp = tiles.cmp if "k_cmp" in buffers else 0
     win = tiles.win if "k_win" in buffers else 0
     if not cmp + win:
         return
-    rows = cdiv(work.num_tokens * work.group, tiles.rows)
-    keys = [buffers.get(name, work.q) for name in ("k_cmp", "v_cmp", "k_win", "v_win")]
-    decoding_attend.attend_dense[(tiles.cmp + win, work.batch * work.kv_heads, rows)](
-        work.q, work.where, *keys, work.scores, work.part, work.top, work.total,
-        work.heads, work.num_tokens, work.slots.get("cmp", 0), work.slots.get("win", 1), work.scores.shape[-1],
-        inputs.scale * LOG2_E,
-        **_dims(work), LENGTH=config.compress_block_size, STRIDE=config.compress_stride, WINDOW=config.window_size,
+    rows = cdiv(scratch.num_tokens * scratch.group, tiles.rows)
+    keys = [buffers.get(name, scratch.q) for name in ("k_cmp", "v_cmp", "k_win", "v_win")]
+    decoding_attend.attend_dense[(tiles.cmp + win, scratch.batch * scratch.kv_heads, rows)](
+        scratch.q, scratch.where, *keys, scratch.scores, scratch.part, scratch.top, scratch.total,
+        scratch.heads, scratch.num_tokens, scratch.slots.get("cmp", 0), scratch.slots.get("win", 1),
+        scratch.scores.shape[-1], inputs.scale * LOG2_E,
+        **_dims(scratch), LENGTH=config.compress_block_size, STRIDE=config.compress_stride, WINDOW=config.window_size,
         CMP_SPLITS=tiles.cmp, WIN_SPLITS=tiles.win, HAS_CMP=cmp > 0, HAS_SCORES="slc" in inputs.k,
         HAS_V_CMP="v_cmp" in buffers, BR=tiles.rows, BN=tiles.keys, num_warps=tiles.num_warps,
     )  # fmt: skip
 
 
-def _select(inputs: StepInputs, work: Work, blocks: Tensor) -> None:
+def _select(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -> None:
     """Choose the blocks of each query from the scores of its compressed tokens."""
     config, band = inputs.config, Band.of(inputs.config)
     width = aligned(num_blocks(inputs.max_seq_len, config))
     check_width(width)
-    own = work.scores.new_empty(work.batch, work.kv_heads, work.num_tokens, width)
+    own = scratch.scores.new_empty(scratch.batch, scratch.kv_heads, scratch.num_tokens, width)
     passed = torch.empty_like(own) if any(band.passed) else own
     ratio = config.select_block_size // config.compress_stride
-    group, offsets = padded(work.group, least=1), padded(len(band.own), least=1)
-    importance_of_scores[(cdiv(width, BLOCK_J), work.batch * work.kv_heads * work.num_tokens)](
-        work.scores, work.top, work.total, work.where, own, passed,
-        work.heads, work.num_tokens, work.scores.shape[-1], width,
-        HKV=work.kv_heads, G=work.group, LENGTH=config.compress_block_size, STRIDE=config.compress_stride,
-        RATIO=ratio, SPLITS=work.tiles.cmp,
+    group, offsets = padded(scratch.group, least=1), padded(len(band.own), least=1)
+    importance_of_scores[(cdiv(width, BLOCK_J), scratch.batch * scratch.kv_heads * scratch.num_tokens)](
+        scratch.scores, scratch.top, scratch.total, scratch.where, own, passed,
+        scratch.heads, scratch.num_tokens, scratch.scores.shape[-1], width,
+        HKV=scratch.kv_heads, G=scratch.group, LENGTH=config.compress_block_size, STRIDE=config.compress_stride,
+        RATIO=ratio, SPLITS=scratch.tiles.cmp,
         FIRST=band.first, NUM_OFFSETS=len(band.own), OWN=band.own, PASSED=band.passed, HAS_PASSED=any(band.passed),
-        BG=group, BP=padded(work.tiles.cmp, least=1), BJ=BLOCK_J, BO=offsets,
+        BG=group, BP=padded(scratch.tiles.cmp, least=1), BJ=BLOCK_J, BO=offsets,
         num_warps=max(1, min(16, group * offsets * BLOCK_J // SCORES)),
     )  # fmt: skip
-    scores = Scores(own, passed, work.num_tokens, width, band)
-    positions = Positions(work.where[0], work.where[2], work.where[2])
+    scores = Scores(own, passed, scratch.num_tokens, width, band)
+    positions = Positions(scratch.where[0], scratch.where[2], scratch.where[2])
     write_top_blocks(scores, positions, blocks, 0, config=config, num_warps=SELECTING_WARPS)
 
 
-def _attend_selected(inputs: StepInputs, work: Work, blocks: Tensor) -> None:
-    tiles, config, buffers = work.tiles, inputs.config, inputs.buffers
-    queries, rows = work.batch * work.kv_heads * work.num_tokens, cdiv(work.group, tiles.group_rows)
+def _attend_selected(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -> None:
+    tiles, config, buffers = scratch.tiles, inputs.config, inputs.buffers
+    queries, rows = scratch.batch * scratch.kv_heads * scratch.num_tokens, cdiv(scratch.group, tiles.group_rows)
     decoding_attend.attend_selected[(tiles.slc, queries, rows)](
-        work.q, work.where, blocks, buffers["k_slc"], buffers["v_slc"], work.part, work.top, work.total,
-        work.heads, work.num_tokens, work.slots["slc"], work.first_split("slc"), inputs.scale * LOG2_E,
-        **_dims(work), BLOCK=config.select_block_size, SELECTED=config.num_selected_blocks,
+        scratch.q, scratch.where, blocks, buffers["k_slc"], buffers["v_slc"], scratch.part, scratch.top, scratch.total,
+        scratch.heads, scratch.num_tokens, scratch.slots["slc"], scratch.first_split("slc"), inputs.scale * LOG2_E,
+        **_dims(scratch), BLOCK=config.select_block_size, SELECTED=config.num_selected_blocks,
         PER_PROGRAM=cdiv(config.num_selected_blocks, tiles.slc), BR=tiles.group_rows, BN=tiles.block_keys,
         num_warps=tiles.num_warps,
     )  # fmt: skip
 
 
-def _merge(inputs: StepInputs, work: Work, out: Tensor) -> None:
-    """Weigh and add the branches; count the tokens."""
-    gates, tiles = _uniform(inputs.gates), work.tiles
+def _merge(inputs: StepInputs, scratch: StepScratch, out: Tensor) -> None:
+    """Add the gated branches, and add the tokens to the lengths."""
+    gates, tiles = _uniform(inputs.gates), scratch.tiles
     order = {tag: index for index, tag in enumerate(inputs.k)}
     branches: dict[str, int] = {}
     for tag, splits in (("cmp", tiles.cmp), ("slc", tiles.slc), ("win", tiles.win)):
         name = tag.upper()
-        branches |= {name: work.first_split(tag), f"{name}_SPLITS": splits, f"{name}_GATE": order.get(tag, -1)}
+        branches |= {name: scratch.first_split(tag), f"{name}_SPLITS": splits, f"{name}_GATE": order.get(tag, -1)}
     splits = tiles.cmp + tiles.win + tiles.slc
     rows = padded(splits, least=1)
-    decoding_merge.merge[(work.batch * work.num_tokens, inputs.num_heads)](
-        work.part, work.top, work.total, gates, work.where, inputs.lengths, inputs.reached, out,
-        work.batch, work.num_tokens, gates.stride(1),
-        HQ=inputs.num_heads, DV=work.dv, GATE=inputs.gate, BRANCHES=len(order), SPLITS=splits, **branches,
-        BP=rows, BDV=padded(work.dv), num_warps=min(16, max(1, rows * padded(work.dv) // MERGED)),
+    decoding_merge.merge[(scratch.batch * scratch.num_tokens, inputs.num_heads)](
+        scratch.part, scratch.top, scratch.total, gates, scratch.where, inputs.lengths, inputs.reached, out,
+        scratch.batch, scratch.num_tokens, gates.stride(1),
+        HQ=inputs.num_heads, DV=scratch.dv, GATE=inputs.gate, BRANCHES=len(order), SPLITS=splits, **branches,
+        BP=rows, BDV=padded(scratch.dv), num_warps=min(16, max(1, rows * padded(scratch.dv) // MERGED)),
     )  # fmt: skip
 
 
-def _dims(work: Work) -> dict[str, object]:
-    dims: dict[str, object] = {"HKV": work.kv_heads, "G": work.group, "DK": work.dk, "DV": work.dv}
-    return dims | {"BDK": padded(work.dk), "BDV": padded(work.dv), "PRECISION": precision()}
+def _dims(scratch: StepScratch) -> dict[str, object]:
+    dims: dict[str, object] = {"HKV": scratch.kv_heads, "G": scratch.group, "DK": scratch.dk, "DV": scratch.dv}
+    return dims | {"BDK": padded(scratch.dk), "BDV": padded(scratch.dv), "PRECISION": precision()}
 
 
 def _uniform(x: Tensor) -> Tensor:
-    """Let the rows of ``(B, T, n)`` lie equally far apart, each in one piece."""
+    """Make the rows of ``(B, T, n)`` contiguous, with one stride over all of them."""
     apart = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
     return x if apart and x.stride(2) == 1 else x.contiguous()
 
 
 def _rope(inputs: StepInputs) -> tuple[Tensor, float, float, float]:
-    """Give what :func:`angles` reads: the frequencies or the logarithm of their base, and the scale."""
+    """Return the frequencies or the logarithm of their base, and the scale, for the kernel's :func:`angles`."""
     return _or(inputs.frequencies, inputs.q), *_in_two(log2(inputs.rope_base)), inputs.rope_scale
 
 
 def _in_two(x: float) -> tuple[float, float]:
-    """Split into two numbers of 32 bits, which is what a kernel takes."""
+    """Split into two floats of 32 bits, as kernels take."""
     (high,) = struct.unpack("f", struct.pack("f", x))
     return high, x - high
 

@@ -1,4 +1,4 @@
-"""What runs on the device, and nothing else; the files around this folder launch it.
+"""Triton kernels; the files in the folder above launch them.
 
-Python has no types for what a kernel takes and computes: these files alone of attention are not checked strictly.
+Python has no types for the values in a kernel, so these files are exempt from strict type checks.
 """

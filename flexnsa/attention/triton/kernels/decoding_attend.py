@@ -1,8 +1,8 @@
 # pyright: standard
-"""Attention of a few queries to a cache: a program has a part of their keys, all heads of a group, and keeps no score.
+"""Attention of a few queries to a cache: a program processes a split of their keys, for all heads of a group.
 
-What it leaves are *partial rows*: for each query and head the output over these keys alone, not yet divided by the sum
-of probabilities, with that sum and the largest score (in powers of two). :func:`merge` joins them.
+It stores *partial outputs*: for each query and head the output over these keys only, before division by the sum of
+probabilities, with that sum and the largest score (base 2). The kernel ``merge`` joins them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def load_queries(q_ptr, r, num_rows, bh, num_tokens, G: tl.constexpr, D: tl.cons
 
 @jit
 def load_keys(ptr, index, inside, D: tl.constexpr, BD: tl.constexpr):
-    """Load rows of keys or values that lie one after the other."""
+    """Load rows of contiguous keys or values."""
     d = tl.arange(0, BD)
     at = index.to(tl.int64)[:, None] * D + d[None, :]
     mask = inside[:, None] & (d < D)[None, :]
@@ -31,7 +31,7 @@ def load_keys(ptr, index, inside, D: tl.constexpr, BD: tl.constexpr):
 
 @jit
 def join(s, v, top, total, acc, HAS_V: tl.constexpr, PRECISION: tl.constexpr):
-    """Add keys of scores ``s`` (``-inf`` where a query does not see one) to partial rows."""
+    """Add keys with scores ``s`` (``-inf`` where a query does not see one) to partial outputs."""
     new_top = tl.maximum(top, tl.max(s, 1))
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(s - shift[:, None])
@@ -43,11 +43,11 @@ def join(s, v, top, total, acc, HAS_V: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @jit
-def leave(
+def store_partial(
     top, total, acc, split, r, num_rows, bh, num_heads, num_tokens, part_ptr, top_ptr, total_ptr,
     G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, HAS_V: tl.constexpr,
 ):  # fmt: skip
-    """Store partial rows as ``(splits, B, Hq, T)``."""
+    """Store partial outputs as ``(splits, B, Hq, T)``."""
     at = split.to(tl.int64) * num_heads * num_tokens + (bh * G + r % G) * num_tokens + r // G
     inside = r < num_rows
     tl.store(top_ptr + at, top, mask=inside)
@@ -66,7 +66,7 @@ def attend_dense(
     HAS_SCORES: tl.constexpr, HAS_V_CMP: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a part of the compressed tokens, whose scores the selection wants too, or of the window."""
+    """Attend to a split of the compressed tokens, whose scores are stored for the selection, or of the window."""
     split = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     b = bh // HKV
@@ -107,18 +107,18 @@ def attend_dense(
         v_ptr = v_win_ptr + bh * (win_size + 1) * DV
         for first in tl.range(start, tl.minimum(start + chunk, win_size), BN):
             slot = first + n
-            # The slot of token p is p % size: of the tokens so far, the last one that has it.
+            # Token p is in slot p % size: a slot holds the last token that was written to it.
             age = (last - slot) % win_size
             age = tl.where(age < 0, age + win_size, age)
             holds = last - age
-            # A token that was taken back passes for one before all windows. It may be no number: times 0 it is none.
+            # Mask slots of rewound tokens as before all windows; they may hold NaN, and 0 * NaN is NaN.
             inside = (slot < win_size) & (holds >= 0) & (holds > earliest - WINDOW)
             shown = inside[None, :] & (holds[None, :] <= token[:, None]) & (holds[None, :] > token[:, None] - WINDOW)
             k = load_keys(k_ptr, slot, inside, DK, BDK)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
             v = load_keys(v_ptr, slot, inside, DV, BDV)
             top, total, acc = join(tl.where(shown, s, float("-inf")), v, top, total, acc, True, PRECISION)
-    leave(
+    store_partial(
         top, total, acc, split, r, num_rows, bh, num_heads, num_tokens, part_ptr, top_ptr, total_ptr,
         G, DV, BDV, True,
     )  # fmt: skip
@@ -157,7 +157,7 @@ def attend_selected(
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
                 v = load_keys(v_ptr, key, inside, DV, BDV)
                 top, total, acc = join(tl.where(inside[None, :], s, float("-inf")), v, top, total, acc, True, PRECISION)
-    leave(
+    store_partial(
         top, total, acc, first_split + tl.program_id(0), r, num_tokens * G, bh, num_heads, num_tokens,
         part_ptr, top_ptr, total_ptr, G, DV, BDV, True,
     )  # fmt: skip

@@ -1,5 +1,5 @@
 # pyright: standard, reportGeneralTypeIssues=false
-"""Compressed tokens of the blocks that a step completes. Where it completes none, the programs look and leave."""
+"""Compressed tokens of the blocks that a step completes; programs without such a block return at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexnsa.attention.triton.typed import jit
 @jit
 def completed(m, lengths_ptr, where_ptr, num_rows, num_tokens, HKV: tl.constexpr, E: tl.constexpr,
               LENGTH: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
-    """Give for rows ``m`` of ``(B, E, Hkv)`` the index of (batch, kv head), the block, and whether it is complete."""
+    """Return the (batch, kv head) index, the block, and whether it is complete, for rows ``m`` of ``(B, E, Hkv)``."""
     inside = m < num_rows
     b = m // (HKV * E)
     before = tl.load(lengths_ptr + b, mask=inside, other=0)
@@ -28,7 +28,7 @@ def map_blocks(
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply blocks, their position encoding added, by rows ``n0 ..`` of the weight ``(WIDTH, l * D)``."""
+    """Multiply blocks, position encoding added, by the rows from ``n0`` of the weight ``(WIDTH, l * D)``."""
     n = n0 + tl.arange(0, BN)
     d = tl.arange(0, BD)
     acc = tl.zeros([BM, BN], tl.float32)
@@ -57,7 +57,7 @@ def map_completed(
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BDK: tl.constexpr, BDV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Run the first map of the compressors, of keys (third program index 0) or values (1)."""
+    """Compute the first projection of the compressors, of keys (third program index 0) or values (1)."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     head, block, complete = completed(m, lengths_ptr, where_ptr, num_rows, num_tokens, HKV, E, LENGTH, STRIDE)
     n0 = tl.program_id(1) * BN
@@ -80,7 +80,7 @@ def part_of_block(
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Give half of the numbers of compressed tokens, from ``start`` on, fp32 ``(BM, HALF)``."""
+    """Return half of the columns of compressed tokens, from ``start`` on, fp32 ``(BM, HALF)``."""
     i = start + tl.arange(0, HALF)
     inside = (tl.arange(0, HALF) < (D + 1) // 2) & (i < D)
     shown = complete[:, None] & inside[None, :]
@@ -108,11 +108,11 @@ def part_of_block(
 @jit
 def finish_blocks(
     head, block, complete, m, tail_ptr, hidden_ptr, out_ptr, cache_ptr, tail_size, cmp_size,
-    frequency_ptr, base_high, base_low, rope_scale, GIVEN: tl.constexpr, TURN: tl.constexpr, KIND: tl.constexpr,
+    frequency_ptr, base_high, base_low, rope_scale, GIVEN: tl.constexpr, ROTATE: tl.constexpr, KIND: tl.constexpr,
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
     HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Run what follows the first map, turn keys at their block's first token, and put all into the cache."""
+    """Complete the compression, rotate keys at the position of their block's first token, and store to the cache."""
     a, i, first = part_of_block(
         0, head, block, complete, m, tail_ptr, hidden_ptr, out_ptr, tail_size, KIND,
         LENGTH, STRIDE, D, WIDTH, BM, HALF, PRECISION,
@@ -123,7 +123,7 @@ def finish_blocks(
     )  # fmt: skip
     dtype = cache_ptr.dtype.element_ty
     slot = (head * (cmp_size + 1) + block) * D
-    if TURN:
+    if ROTATE:
         a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
         token = (block * STRIDE)[:, None]
         pair = tl.arange(0, HALF)[None, :]
@@ -143,7 +143,7 @@ def finish_completed(
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BM: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Put compressed keys (second program index 0) or values (1) into the cache."""
+    """Store compressed keys (second program index 0) or values (1) to the cache."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     head, block, complete = completed(m, lengths_ptr, where_ptr, num_rows, num_tokens, HKV, E, LENGTH, STRIDE)
     if tl.max(complete.to(tl.int32)) > 0:

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Importance of selection blocks, from the scores that the compressed branch of a step left."""
+"""Importance of selection blocks, from the scores that the compressed branch of a step stored."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def importance_of_scores(
 ):  # fmt: skip
     """Sum the probabilities of a tile of blocks over the heads of a group (NSA paper, Eq. 9 and 10).
 
-    Writes what :func:`flexnsa.attention.triton.kernels.top_blocks.top_blocks_kernel` reads.
-    The scores are loaded first, as ``(head, block, offset)``: a thread has whole blocks, of all heads.
+    The output is the input of :func:`flexnsa.attention.triton.kernels.top_blocks.top_blocks_kernel`. Scores are loaded
+    as ``(head, block, offset)``, so that a thread has whole blocks of all heads.
     """
     row = tl.program_id(1).to(tl.int64)  # (B, Hkv, T)
     bh = row // num_tokens
@@ -46,7 +46,7 @@ def importance_of_scores(
         total = tl.sum(tl.exp2(tops - top[:, None]) * totals, 1)
         lse = top + tl.log2(tl.where(total == 0.0, 1.0, total))
 
-        share = tl.sum(tl.exp2(s - lse[:, None, None]), 0)  # of what is not shown, 0
+        share = tl.sum(tl.exp2(s - lse[:, None, None]), 0)  # 0 for masked keys
         of_own = tl.zeros([BO], tl.float32)
         of_passed = tl.zeros([BO], tl.float32)
         for i in tl.static_range(NUM_OFFSETS):  # pyright: ignore[reportGeneralTypeIssues]

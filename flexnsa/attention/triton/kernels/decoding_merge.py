@@ -1,5 +1,5 @@
 # pyright: standard
-"""Partial rows become the output of a step, and the rows of the cache as long as they now are."""
+"""Merge partial outputs into the output of a step, and update the lengths of the cache."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flexnsa.attention.triton.typed import jit
 
 @jit
 def weights_of(p, tops, totals, gate, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Give by how much each partial row ``FIRST .. FIRST + COUNT`` counts; the others count nothing.
+    """Return the weights of the partial outputs from ``FIRST`` to ``FIRST + COUNT``; those of the others are 0.
 
-    Nobody wrote to those of a branch that there is not: they may be no numbers, which times 0 are none.
+    A missing branch leaves its partial outputs uninitialised; they are masked, because 0 * NaN is NaN.
     """
     inside = (p >= FIRST) & (p < FIRST + COUNT)
     tops = tl.where(inside, tops, float("-inf"))
@@ -32,10 +32,10 @@ def merge(
     WIN: tl.constexpr, WIN_SPLITS: tl.constexpr, WIN_GATE: tl.constexpr,
     BP: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the branches of a query and head by their gates, add them up, and count the row's new tokens.
+    """Sum the branches of a query and head, weighted by their gates, and update the length of the sequence.
 
-    ``gate (B * T, Hq * branches)`` is what the gate's map gives. A branch that there is not has -1 for a gate. All
-    loads are independent of one another, because few programs hide no latency.
+    ``gate (B * T, Hq * branches)`` holds the logits of the gates. The gate index of a missing branch is -1. No load
+    depends on another, because with so few programs latency is not hidden.
     """
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)

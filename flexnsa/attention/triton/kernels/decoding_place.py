@@ -1,5 +1,5 @@
 # pyright: standard
-"""The new tokens of a step: their heads are turned, and their keys and values put where later tokens look for them."""
+"""The new tokens of a step: rotate their heads, and store their keys and values in the cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flexnsa.attention.triton.typed import jit
 
 @jit
 def angles(token, pair, frequency_ptr, base_high, base_low, scale, GIVEN: tl.constexpr, D: tl.constexpr):
-    """Give cosines and sines of some pairs of a head of ``D`` numbers at a token, times ``scale``, fp32.
+    """Return cosines and sines of some pairs of a head of size ``D`` at a token, times ``scale``, fp32.
 
-    Their frequencies are given, or those of a base, of whose ``log2`` one fp32 number would hold too few bits: it is
-    ``base_high + base_low``. A float64 counts the turns, so that only their fraction is rounded.
+    Frequencies are loaded, or computed from a base. Its ``log2`` is ``base_high + base_low``, because one fp32 number
+    has too few bits. Full turns are removed in float64, so that only the fraction of a turn is rounded.
     """
     if GIVEN:
         frequency = tl.load(frequency_ptr + pair, mask=pair < D // 2, other=0.0).to(tl.float64)
@@ -27,14 +27,14 @@ def angles(token, pair, frequency_ptr, base_high, base_low, scale, GIVEN: tl.con
 
 @jit
 def copy(source, target, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy the numbers of a head."""
+    """Copy a head."""
     i = tl.arange(0, BLOCK)
     tl.store(target + i, tl.load(source + i, mask=i < D), mask=i < D)
 
 
 @jit
-def turn(source, target, cos, sin, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy a head, turned by the angles of its token."""
+def rotate(source, target, cos, sin, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy a head, rotated by the angles of its token."""
     i = tl.arange(0, BLOCK)
     inside = i < D // 2
     first = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
@@ -48,16 +48,16 @@ def turn(source, target, cos, sin, D: tl.constexpr, BLOCK: tl.constexpr):
 def place(
     q_ptr, k_raw_ptr, v_raw_ptr, k_slc_ptr, v_slc_ptr, k_win_ptr, v_win_ptr,
     q_st, kc_st, vc_st, ks_st, vs_st, kw_st, vw_st,
-    lengths_ptr, real_ptr, where_ptr, turned_ptr,
+    lengths_ptr, real_ptr, where_ptr, rotated_ptr,
     k_tail_ptr, v_tail_ptr, k_slc_cache_ptr, v_slc_cache_ptr, k_win_cache_ptr, v_win_cache_ptr,
     batch, num_tokens, max_seq_len, tail_size, win_size, frequency_ptr, base_high, base_low, rope_scale,
     HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HAS_REAL: tl.constexpr,
     HAS_K_RAW: tl.constexpr, HAS_V_RAW: tl.constexpr, HAS_SLC: tl.constexpr, HAS_WIN: tl.constexpr,
     GIVEN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Take one head of one new token to its place; the first head also says where the token stands.
+    """Store one head of one new token; the program of the first head also stores the token's position.
 
-    ``where`` is ``(3, B, T)``: the token's number, whether there was no room for it, and 0.
+    ``where`` is ``(3, B, T)``: the position, whether the token exceeded the capacity, and 0.
     """
     row = tl.program_id(0).to(tl.int64)
     b = row // num_tokens
@@ -68,7 +68,7 @@ def place(
         end = before + tl.load(real_ptr + b)
     after = tl.minimum(end, max_seq_len)
     position = before + t
-    token = tl.minimum(position, after - 1)  # padding stands where the last token does
+    token = tl.minimum(position, after - 1)  # padding has the position of the last token
     h = tl.program_id(1)
     if h == 0:
         tl.store(where_ptr + row, token.to(tl.int32))
@@ -76,7 +76,7 @@ def place(
         tl.store(where_ptr + 2 * batch * num_tokens + row, 0)
     cos, sin = angles(token, tl.arange(0, HALF), frequency_ptr, base_high, base_low, rope_scale, GIVEN, DK)
     if h < HQ:
-        turn(q_ptr + row * q_st + h * DK, turned_ptr + ((b * HQ + h) * num_tokens + t) * DK, cos, sin, DK, HALF)
+        rotate(q_ptr + row * q_st + h * DK, rotated_ptr + ((b * HQ + h) * num_tokens + t) * DK, cos, sin, DK, HALF)
     elif position < after:
         part = (h - HQ) // HKV
         kv = (h - HQ) % HKV
@@ -91,13 +91,13 @@ def place(
                 copy(v_raw_ptr + row * vc_st + kv * DV, v_tail_ptr + tail * DV, DV, BDV)
         if HAS_SLC:
             if part == 2:
-                turn(k_slc_ptr + row * ks_st + kv * DK, k_slc_cache_ptr + full * DK, cos, sin, DK, HALF)
+                rotate(k_slc_ptr + row * ks_st + kv * DK, k_slc_cache_ptr + full * DK, cos, sin, DK, HALF)
         if HAS_SLC:
             if part == 3:
                 copy(v_slc_ptr + row * vs_st + kv * DV, v_slc_cache_ptr + full * DV, DV, BDV)
         if HAS_WIN:
             if part == 4:
-                turn(k_win_ptr + row * kw_st + kv * DK, k_win_cache_ptr + ring * DK, cos, sin, DK, HALF)
+                rotate(k_win_ptr + row * kw_st + kv * DK, k_win_cache_ptr + ring * DK, cos, sin, DK, HALF)
         if HAS_WIN:
             if part == 5:
                 copy(v_win_ptr + row * vw_st + kv * DV, v_win_cache_ptr + ring * DV, DV, BDV)

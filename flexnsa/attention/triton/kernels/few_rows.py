@@ -1,5 +1,5 @@
 # pyright: standard
-"""A product of a few rows with several weights, which lie where they lie."""
+"""A product of a few rows with several weights, which are read in place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ def few_rows(
 ):  # fmt: skip
     """Multiply a tile of rows by a tile of columns of one weight ``(out_features, K)``.
 
-    Weight ``i`` has the programs from ``FIRST[i]`` on, ``SIZE[i]`` columns, and the columns of the product from
-    ``COLUMN[i]`` on.
+    Weight ``i`` has the programs from ``FIRST[i]`` on, and ``SIZE[i]`` columns of the product, from ``COLUMN[i]`` on.
     """
     tile = tl.program_id(0)
     w_ptr, first, size, column = w0, 0, SIZE[0], COLUMN[0]

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Importance of a tile of blocks for a tile of queries; :mod:`flexnsa.attention.triton.importance` says how."""
+"""Importance of a tile of blocks for a tile of queries; see :mod:`flexnsa.attention.triton.importance`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_heads(
                 if FIRST < 0:
                     shown &= key[None, :] + o >= 0
                 p = tl.where(shown, p, 0.0)
-            # Explicit fma: with and without masks must round alike, or equal scores would not tie.
+            # Explicit fma: with and without masks must round equally, or equal scores would not tie.
             own = tl.fma(p, tl.full(p.shape, OWN[o], tl.float32), own)
             if PASSED[o] > 0:
                 passed = tl.fma(p, tl.full(p.shape, PASSED[o], tl.float32), passed)
@@ -105,7 +105,7 @@ def importance_kernel(
     cmp_start = tl.load(cmp_start_ptr + position)
     document = tl.min(cmp_start)
     last_document = tl.max(cmp_start)
-    # Block grids restart with each document: a tile of queries goes through the documents that it holds, mostly one.
+    # Block grids restart at each document, so loop over the documents of the query tile, usually one.
     while document <= last_document:
         keys = ()
         for o in tl.static_range(NUM_OFFSETS):
@@ -116,7 +116,7 @@ def importance_kernel(
         visible_here = tl.where(cmp_start == document, visible, 0)
         whole = (first_block * RATIO + FIRST >= 0) & (tl.min(visible_here) >= (first_block + BLOCK_J) * RATIO)
         num_whole = tl.where(whole, GROUP, 0)
-        # One of the two loops runs. Masks first: they would otherwise hold registers in the loop that needs none.
+        # One of the two loops runs. The masked one comes first; otherwise masks hold registers in the unmasked one.
         own, passed = add_heads(
             own, passed, keys, key, visible_here, GROUP - num_whole, q_ptrs, lse_ptrs, q_stride_h, lse_stride_h,
             scale_log2, HEAD_DIM, FIRST, NUM_OFFSETS, OWN, PASSED, True,

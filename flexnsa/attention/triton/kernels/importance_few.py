@@ -65,7 +65,7 @@ def importance_few_kernel(
     q_base = q_ptr + batch * q_stride_b + row.to(tl.int64) * q_stride_t
     q_ptrs = q_base + (first_head + head[:, None]) * q_stride_h + dim
     q = tl.load(q_ptrs, mask=(head[:, None] < GROUP) & (dim < HEAD_DIM), other=0.0)
-    # A head that is padding has probabilities exp(-inf).
+    # A padding head gets lse = inf, so that its probabilities are 0.
     lse_ptrs = lse_ptr + batch * lse_stride_b + (first_head + head) * lse_stride_h + row
     lse_log2 = tl.load(lse_ptrs, mask=head < GROUP, other=float("inf")) * 1.4426950408889634
 

@@ -36,7 +36,7 @@ def log_sum_exp_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Run along the visible keys of one tile of queries of one head, with a running maximum."""
+    """Compute the log-sum-exp of one tile of queries of one head, with a running maximum over its visible keys."""
     num_tiles = tl.cdiv(num_queries, BLOCK_T)
     first_row = tl.program_id(0) % num_tiles * BLOCK_T
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -61,7 +61,7 @@ def log_sum_exp_kernel(
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         score = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, axis=1))
-        # A row that has seen no key yet keeps -inf as its maximum: -inf - -inf is NaN.
+        # Without a visible key yet the maximum is -inf; subtract 0 instead, since -inf - -inf is NaN.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(score - shift[:, None]), axis=1)
         top = new_top

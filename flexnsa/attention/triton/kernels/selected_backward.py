@@ -1,5 +1,5 @@
 # pyright: standard, reportGeneralTypeIssues=false
-"""Selected attention, backward; :mod:`flexnsa.attention.triton.selected_backward` says what a program does."""
+"""Selected attention, backward; see :mod:`flexnsa.attention.triton.selected_backward`."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from flexnsa.attention.triton.typed import jit
 
 @jit(
     do_not_specialize=[
-        "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_copies", "num_shared",
+        "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas", "num_shared",
         "parity",
     ]
 )  # fmt: skip
 def backward_parts(
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, copies_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, replicas_ptr,
     dq_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
     q_sb, q_sh, q_sg, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, d_sb, d_sh, d_sg, d_st,
-    kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_copies, num_shared, parity, scale, qk_scale,
+    kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, num_shared, parity, scale, qk_scale,
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, EVICTION: tl.constexpr, PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one copy, and the part that it has in dq of its pairs."""
+    """Compute dk and dv of one replica, and the contribution of its keys to dq of its pairs."""
     bh = tl.program_id(1).to(tl.int64)
-    copies_ptr += (bh * num_chunks + index) * 5 * num_copies + tl.program_id(0)
-    count = tl.load(copies_ptr + num_copies)
-    if (count > 0) & has_parity(tl.load(copies_ptr), parity, HAS_POSITIONS):
+    replicas_ptr += (bh * num_chunks + index) * 5 * num_replicas + tl.program_id(0)
+    count = tl.load(replicas_ptr + num_replicas)
+    if (count > 0) & has_parity(tl.load(replicas_ptr), parity, HAS_POSITIONS):
         b = bh // kv_heads
         h = bh % kv_heads
         t0 = chunk * index
@@ -48,17 +48,18 @@ def backward_parts(
         start_ptr += b * p_sb
         idx_ptr += (bh * num_queries + t0) * n
         stats_ptr += (bh * num_queries + t0) * G * 2
-        order_ptr += (bh * num_queries + t0) * n + tl.load(copies_ptr + 2 * num_copies)
+        order_ptr += (bh * num_queries + t0) * n + tl.load(replicas_ptr + 2 * num_replicas)
         dq_ptr += bh * tl.minimum(chunk, num_queries) * n * G * DK
 
         first = first_key(
-            tl.load(copies_ptr), tl.load(order_ptr), idx_ptr, token_ptr, start_ptr, t0, num_keys, n, SIZE, HAS_POSITIONS
-        )
+            tl.load(replicas_ptr), tl.load(order_ptr), idx_ptr, token_ptr, start_ptr, t0, num_keys,
+            n, SIZE, HAS_POSITIONS,
+        )  # fmt: skip
         masked = needs_mask(order_ptr, token_ptr, t0, first, num_keys, n, SIZE, BN, HAS_POSITIONS)
         key = first + tl.arange(0, BN)
         real_key = (key < first + SIZE) & (key >= 0) & (key < num_keys)
-        # Keys, queries and what derives from them have their columns in two parts: the tile of dq is then narrower
-        # when it needs its registers, beside those of dk and dv.
+        # Columns of keys and queries are in two parts, so that the tile of dq, which needs registers in addition to
+        # those of dk and dv, is narrower.
         low = tl.arange(0, LOW)[None, :]
         v_col = tl.arange(0, BDV)[None, :]
         k_row = k_ptr + key.to(tl.int64)[:, None] * k_st
@@ -91,8 +92,8 @@ def backward_parts(
             if HIGH > 0:
                 q_high = load_row(q_row, high, DK, LOW + HIGH)
             do = load_row(do_row, v_col, DV, BDV)
-            # One load of two numbers a row: Triton copies a load of fewer numbers than threads into the layout of each
-            # use, addresses and all. Rows that pad the tile get what makes their probabilities 0.
+            # One load of two numbers per row: Triton repeats a load of fewer elements than threads, addresses included,
+            # for the layout of each use. Padding rows get values that make their probabilities 0.
             stat = stats_ptr + ((t * G + head) * 2)[:, None] + tl.arange(0, 2)[None, :]
             lse, delta = tl.split(tl.load(stat, mask=real[:, None], other=-1e30))
             s = tl.dot(k_low, tl.trans(q_low), tl.broadcast_to(lse[None, :], [BN, BM]), input_precision=PRECISION)
@@ -118,8 +119,8 @@ def backward_parts(
                 dq = dq.to(dq_ptr.dtype.element_ty)
                 tl.store(dq_row + high, dq, mask=real[:, None] & (high < DK), eviction_policy=EVICTION)
 
-        # A bin's only copy adds to what earlier chunks left; of several each leaves its own to sum_shared.
-        slot = tl.load(copies_ptr + 3 * num_copies)
+        # An only replica adds to the gradients of earlier chunks; several replicas store theirs for sum_shared.
+        slot = tl.load(replicas_ptr + 3 * num_replicas)
         col = tl.arange(0, BN)
         to = (bh * num_keys + first + col)[:, None]
         if slot >= 0:
@@ -129,12 +130,12 @@ def backward_parts(
         elif HAS_POSITIONS:
             real_key = real_key & (key <= tl.load(token_ptr + t0 + tl.load(order_ptr + count - 1) // n))
         real_key = real_key[:, None]
-        _leave(dk_ptr + to * DK + low, dk_low, real_key & (low < DK), slot)
+        _store(dk_ptr + to * DK + low, dk_low, real_key & (low < DK), slot)
         if HIGH > 0:
-            _leave(dk_ptr + to * DK + high, dk_high, real_key & (high < DK), slot)
-        _leave(dv_ptr + to * DV + v_col, dv, real_key & (v_col < DV), slot)
+            _store(dk_ptr + to * DK + high, dk_high, real_key & (high < DK), slot)
+        _store(dv_ptr + to * DV + v_col, dv, real_key & (v_col < DV), slot)
 
 
 @jit
-def _leave(ptr, x, mask, slot):
+def _store(ptr, x, mask, slot):
     tl.store(ptr, x + tl.load(ptr, mask=mask & (slot < 0), other=0.0), mask=mask)

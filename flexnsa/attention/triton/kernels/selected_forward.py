@@ -1,5 +1,5 @@
 # pyright: standard, reportGeneralTypeIssues=false
-"""Selected attention, forward; :mod:`flexnsa.attention.triton.selected_forward` says what a program does."""
+"""Selected attention, forward; see :mod:`flexnsa.attention.triton.selected_forward`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from flexnsa.attention.triton.kernels.selected_pairs import (
 from flexnsa.attention.triton.typed import jit
 
 
-@jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_copies"])
+@jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas"])
 def forward_parts(
-    q_ptr, k_ptr, v_ptr, idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, copies_ptr, po_ptr, pl_ptr,
+    q_ptr, k_ptr, v_ptr, idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, replicas_ptr, po_ptr, pl_ptr,
     q_sb, q_sh, q_sg, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st,
-    kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_copies, qk_scale,
+    kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, qk_scale,
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, EVICTION: tl.constexpr, PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the queries of one copy to its keys alone: the normalised output and the base-2 log-sum-exp."""
+    """Attend from the queries of one replica to its keys only: the normalised output and the base-2 log-sum-exp."""
     bh = tl.program_id(1).to(tl.int64)
-    copies_ptr += (bh * num_chunks + index) * 5 * num_copies + tl.program_id(0)
-    count = tl.load(copies_ptr + num_copies)
+    replicas_ptr += (bh * num_chunks + index) * 5 * num_replicas + tl.program_id(0)
+    count = tl.load(replicas_ptr + num_replicas)
     if count > 0:
         b = bh // kv_heads
         h = bh % kv_heads
@@ -42,13 +42,14 @@ def forward_parts(
         token_ptr += b * p_sb
         start_ptr += b * p_sb
         idx_ptr += (bh * num_queries + t0) * n
-        order_ptr += (bh * num_queries + t0) * n + tl.load(copies_ptr + 2 * num_copies)
+        order_ptr += (bh * num_queries + t0) * n + tl.load(replicas_ptr + 2 * num_replicas)
         po_ptr += bh * rows * n * G * DV
         pl_ptr += bh * rows * n * G
 
         first = first_key(
-            tl.load(copies_ptr), tl.load(order_ptr), idx_ptr, token_ptr, start_ptr, t0, num_keys, n, SIZE, HAS_POSITIONS
-        )
+            tl.load(replicas_ptr), tl.load(order_ptr), idx_ptr, token_ptr, start_ptr, t0, num_keys,
+            n, SIZE, HAS_POSITIONS,
+        )  # fmt: skip
         masked = needs_mask(order_ptr, token_ptr, t0, first, num_keys, n, SIZE, BN, HAS_POSITIONS)
         key = first + tl.arange(0, BN)
         real_key = (key < first + SIZE) & (key >= 0) & (key < num_keys)
@@ -69,7 +70,7 @@ def forward_parts(
             at, head, real = row_of_tile(i, r, QUERIES, SPREAD, G)
             real = real & (at < count)
             pair = ahead
-            # The next tile's queries are looked up a tile early, so that their rows can be asked for in time.
+            # The next tile's query indices are loaded one tile early, to hide the latency of loading their rows.
             ahead = tl.load(order_ptr + tl.minimum(row_of_tile(i + 1, r, QUERIES, SPREAD, G)[0], count - 1))
             t = pair // n
             if WIDE:
@@ -102,7 +103,7 @@ def combine(
     n: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     BDV: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Join partial rows by their share of the probability, ``exp(lse of the pair)``; ``BR`` (query, head) a program."""
+    """Join partial outputs, weighted by ``exp(lse)`` of their pairs; a program has ``BR`` (query, head) rows."""
     bh = tl.program_id(1).to(tl.int64)
     b = bh // kv_heads
     h = bh % kv_heads

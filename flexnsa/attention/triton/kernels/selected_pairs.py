@@ -1,5 +1,5 @@
 # pyright: standard, reportGeneralTypeIssues=false
-"""What the kernels of the selected branch know of pairs, bins and tiles; :mod:`selected_lists` says what these are."""
+"""Functions of pairs, key tiles and replicas for the kernels of the selected branch; see :mod:`selected_lists`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexnsa.attention.triton.typed import jit
 
 @jit
 def load_positions(token_ptr, start_ptr, t, num_queries, HAS_POSITIONS: tl.constexpr):
-    """Token and first key of the document of the queries ``t``, of which some may be beyond the last."""
+    """Return the token, and the first key of the document, of the queries ``t``; some may exceed the last query."""
     if HAS_POSITIONS:
         t = tl.minimum(t, num_queries - 1)
         token = tl.load(token_ptr + t)
@@ -23,33 +23,33 @@ def load_positions(token_ptr, start_ptr, t, num_queries, HAS_POSITIONS: tl.const
 
 @jit
 def locate(block, token, start, num_keys, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr):
-    """First key and bin of a selected block, and whether its query can see any of it; any int is a safe block."""
+    """Return first key and key tile of a selected block, and whether its query sees any of it; any int is safe."""
     seen = (block >= 0) & (token >= start) & (block <= (token - start) // SIZE)
     first = start + tl.where(seen, block, 0) * SIZE
     seen = seen & (first < num_keys)
     if HAS_POSITIONS:
         seen = seen & (first + SIZE > 0)
-        shifted = tl.where(seen, first, 0) + SIZE  # a block may begin before key 0: runs count from the one before
+        shifted = tl.where(seen, first, 0) + SIZE  # a block may start before key 0, so runs count from -1
         last = tl.minimum(shifted + SIZE - 1, token + SIZE)
-        bin_id = 2 * (shifted // SIZE) + (last // SIZE != shifted // SIZE).to(tl.int32)
+        tile_id = 2 * (shifted // SIZE) + (last // SIZE != shifted // SIZE).to(tl.int32)
     else:
-        bin_id = block
-    return first, bin_id, seen
+        tile_id = block
+    return first, tile_id, seen
 
 
 @jit
 def first_key(
-    bin_id, pair, idx_ptr, token_ptr, start_ptr, t0, num_keys,
+    tile_id, pair, idx_ptr, token_ptr, start_ptr, t0, num_keys,
     n: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """First key of a bin: of its run, or of the block that crosses it, as one ``pair`` of the chunk selected it."""
+    """Return the first key of a key tile: of its run, or of the crossing block that a ``pair`` of it selected."""
     if HAS_POSITIONS:
         t = t0 + pair // n
         block = tl.load(idx_ptr + pair)
         crossing, _, _ = locate(block, tl.load(token_ptr + t), tl.load(start_ptr + t), num_keys, SIZE, HAS_POSITIONS)
-        first = tl.where(bin_id % 2 == 1, crossing, (bin_id // 2 - 1) * SIZE)
+        first = tl.where(tile_id % 2 == 1, crossing, (tile_id // 2 - 1) * SIZE)
     else:
-        first = bin_id * SIZE
+        first = tile_id * SIZE
     return first
 
 
@@ -58,9 +58,9 @@ def needs_mask(
     order_ptr, token_ptr, t0, first, num_keys,
     n: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """How many of a list's first queries may not see the whole tile of keys: they come in order, each once.
+    """Return how many queries, first in the list, may not see the whole key tile; queries are ascending and unique.
 
-    A query behind the tile's last key sees all of it: a document that begins inside a run has left it by then.
+    A query after the tile's last key sees all of it: if its document starts inside the run, it uses another key tile.
     """
     t = t0 + tl.load(order_ptr) // n
     count = first + SIZE - tl.load(token_ptr + t) if HAS_POSITIONS else first + SIZE - 1 - t
@@ -69,9 +69,9 @@ def needs_mask(
 
 @jit
 def row_of_tile(i, r, QUERIES: tl.constexpr, SPREAD: tl.constexpr, G: tl.constexpr):
-    """Index in the list, head in the group, and whether there is such a head, of row ``r`` of tile ``i`` of a list.
+    """Return index in the list, head in the group, and whether that head exists, for row ``r`` of tile ``i`` of a list.
 
-    A thread holds every eighth row or so: with the query as the faster index these are few queries, and few registers.
+    A thread holds about every eighth row. With the query as the faster index these are few queries, in few registers.
     """
     HEADS: tl.constexpr = (G + SPREAD - 1) // SPREAD
     head = i % SPREAD * HEADS + r // QUERIES
@@ -82,7 +82,7 @@ def row_of_tile(i, r, QUERIES: tl.constexpr, SPREAD: tl.constexpr, G: tl.constex
 def sees(
     pair, key, idx_ptr, token_ptr, start_ptr, t0, n: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr
 ):  # fmt: skip
-    """Which keys the query of each pair sees, ``(pairs, keys)``; a key that does not exist has the largest int."""
+    """Return which keys the query of each pair sees, ``(pairs, keys)``; a missing key is the largest int."""
     t = t0 + pair // n
     if HAS_POSITIONS:
         lowest = tl.load(start_ptr + t) + tl.load(idx_ptr + pair) * SIZE
@@ -93,15 +93,16 @@ def sees(
 
 
 @jit
-def has_parity(bin_id, parity, HAS_POSITIONS: tl.constexpr):
-    """Whether a bin's turn has come to add to the sums of its keys.
+def has_parity(tile_id, parity, HAS_POSITIONS: tl.constexpr):
+    """Return whether a key tile may add to the gradients of its keys in this launch.
 
-    Runs share no keys, and neither do boundaries, up to the last key that is seen; but a run and a boundary do.
+    Key tiles of runs share no keys, nor do those of boundaries up to the last key that is seen. But the two kinds
+    overlap, so each kind has its own launch.
     """
-    return bin_id % 2 == parity if HAS_POSITIONS else bin_id >= 0
+    return tile_id % 2 == parity if HAS_POSITIONS else tile_id >= 0
 
 
 @jit
 def load_row(row, column, WIDTH: tl.constexpr, END: tl.constexpr):
-    """Load the columns below ``WIDTH`` of rows, without a mask if those asked for end before."""
+    """Load the columns below ``WIDTH`` of rows, without a mask if all columns up to ``END`` are."""
     return tl.load(row + column) if END <= WIDTH else tl.load(row + column, mask=column < WIDTH, other=0.0)

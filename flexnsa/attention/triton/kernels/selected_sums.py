@@ -1,5 +1,5 @@
 # pyright: standard, reportGeneralTypeIssues=false
-"""What stands before and behind the products of the backward pass: sums over columns, copies and slots."""
+"""Sums before and after the products of the backward pass: over columns, replicas and slots."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def row_stats(
     kv_heads, num_queries, scale, G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Pairs (-lse / scale, dlse - sum(do * out)), ``(B * Hkv, T, G, 2)``: where the accumulators of S and dP begin.
+    """Store (-lse / scale, dlse - sum(do * out)), ``(B * Hkv, T, G, 2)``: initial accumulators of S and dP.
 
-    A row without keys has lse = -inf, and is given what makes its probabilities 0.
+    A row without keys has lse = -inf; it gets a value that makes its probabilities 0.
     """
     bh = tl.program_id(1).to(tl.int64)
     b = bh // kv_heads
@@ -44,36 +44,37 @@ def row_stats(
 
 @jit(
     do_not_specialize=[
-        "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_copies", "num_shared",
+        "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas", "num_shared",
         "parity",
     ]
 )  # fmt: skip
 def sum_shared(
-    idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, copies_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
-    kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_copies, num_shared, parity,
+    idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, replicas_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
+    kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, num_shared, parity,
     n: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     BN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add the copies of a bin that has several, in their order; ``ROWS`` keys a program."""
+    """Sum the gradients of key tiles with several replicas, in a fixed order; a program has ``ROWS`` keys."""
     bh = tl.program_id(1).to(tl.int64)
-    copies_ptr += (bh * num_chunks + index) * 5 * num_copies + tl.program_id(0) // (BN // ROWS)
-    copies = tl.load(copies_ptr + 4 * num_copies)
-    if (copies > 0) & has_parity(tl.load(copies_ptr), parity, HAS_POSITIONS):
+    replicas_ptr += (bh * num_chunks + index) * 5 * num_replicas + tl.program_id(0) // (BN // ROWS)
+    replicas = tl.load(replicas_ptr + 4 * num_replicas)
+    if (replicas > 0) & has_parity(tl.load(replicas_ptr), parity, HAS_POSITIONS):
         t0 = chunk * index
         at = (bh // kv_heads) * p_sb
         idx_ptr += (bh * num_queries + t0) * n
-        order_ptr += (bh * num_queries + t0) * n + tl.load(copies_ptr + 2 * num_copies)
+        order_ptr += (bh * num_queries + t0) * n + tl.load(replicas_ptr + 2 * num_replicas)
         first = first_key(
-            tl.load(copies_ptr), tl.load(order_ptr), idx_ptr, token_ptr + at, start_ptr + at, t0, num_keys,
+            tl.load(replicas_ptr), tl.load(order_ptr), idx_ptr, token_ptr + at, start_ptr + at, t0, num_keys,
             n, SIZE, HAS_POSITIONS,
         )  # fmt: skip
-        slot = tl.load(copies_ptr + 3 * num_copies)
+        slot = tl.load(replicas_ptr + 3 * num_replicas)
         row = tl.program_id(0) % (BN // ROWS) * ROWS + tl.arange(0, ROWS)
         key = first + row
         real = (row < SIZE) & (key >= 0) & (key < num_keys)
         if HAS_POSITIONS:
-            end = tl.load(copies_ptr + copies - 1 + 2 * num_copies) + tl.load(copies_ptr + copies - 1 + num_copies)
-            last = tl.load(order_ptr + end - tl.load(copies_ptr + 2 * num_copies) - 1) // n
+            final = replicas_ptr + replicas - 1
+            end = tl.load(final + 2 * num_replicas) + tl.load(final + num_replicas)
+            last = tl.load(order_ptr + end - tl.load(replicas_ptr + 2 * num_replicas) - 1) // n
             real = real & (key <= tl.load(token_ptr + at + t0 + last))
         real = real[:, None]
         k_col = tl.arange(0, BDK)[None, :]
@@ -81,7 +82,7 @@ def sum_shared(
         to = (bh * num_keys + key)[:, None]
         dk = tl.load(dk_ptr + to * DK + k_col, mask=real & (k_col < DK), other=0.0)
         dv = tl.load(dv_ptr + to * DV + v_col, mask=real & (v_col < DV), other=0.0)
-        for i in range(copies):
+        for i in range(replicas):
             part = ((bh * num_shared + slot + i) * SIZE + row)[:, None]
             dk += tl.load(dk_shared_ptr + part * DK + k_col, mask=real & (k_col < DK), other=0.0)
             dv += tl.load(dv_shared_ptr + part * DV + v_col, mask=real & (v_col < DV), other=0.0)
@@ -96,7 +97,7 @@ def sum_slots(
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     BDK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Sum dq over the slots; ``BR`` (query, head) a program."""
+    """Sum dq over the slots; a program has ``BR`` (query, head) rows."""
     bh = tl.program_id(1).to(tl.int64)
     b = bh // kv_heads
     h = bh % kv_heads

@@ -1,5 +1,5 @@
 # pyright: standard
-"""The blocks of one query; :mod:`flexnsa.attention.triton.top_blocks` says how they are found."""
+"""The selected blocks of one query; see :mod:`flexnsa.attention.triton.top_blocks`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def choose(
     BLOCK_J: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write the best of blocks ``0 .. current``, which are at most ``BLOCK_J``, in ascending order."""
+    """Store the best of blocks ``0 .. current``, at most ``BLOCK_J`` of them, in ascending order."""
     # Blocks without a visible key were never written: their importance is zero.
     block = tl.arange(0, BLOCK_J)
     first_key = block * (BLOCK_SIZE // STRIDE)
@@ -40,7 +40,7 @@ def choose(
     rank = tl.where(forced, 2147483647, score.to(tl.int32, bitcast=True))
     rank = tl.where(block <= current, rank, -1)
 
-    # The largest threshold that at least n candidates reach; with n candidates or fewer it stays at zero, below all.
+    # Find the largest threshold that at least n candidates reach. With n candidates or fewer it stays 0, below all.
     threshold = 0
     bit = tl.where(current >= NUM_SELECTED, 30, -1)
     while bit >= 0:
@@ -86,7 +86,7 @@ def top_blocks_kernel(
     BLOCK_N: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """Select the blocks of one query, for one kv head; the fewer there are before it, the smaller a search serves."""
+    """Select the blocks of one query, for one kv head, by a search no larger than its number of blocks requires."""
     local_row = tl.program_id(0) % num_rows
     head = (tl.program_id(0) // num_rows).to(tl.int64)
     row = first_row + local_row

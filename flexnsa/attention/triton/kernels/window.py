@@ -1,8 +1,8 @@
 # pyright: standard
-"""Attention to the last tokens: each tile of queries reads one run of keys, and each tile of keys one run of queries.
+"""Sliding-window attention: each query tile reads one run of keys, and each key tile one run of queries.
 
-Tokens never decrease along the queries, so the keys of a tile reach from the first one that its first query sees to
-the last one that its last query sees. Between them lie those that all of its queries see, which need no mask.
+Tokens never decrease along the queries, so the keys of a query tile reach from the first key that its first query sees
+to the last key that its last query sees. Keys in between that all of its queries see need no mask.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def forward(
     G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Run along the keys of a tile of queries with a running maximum: the output and the natural log-sum-exp."""
+    """Compute the output and the natural log-sum-exp of a query tile, with a running maximum over its keys."""
     bh = tl.program_id(1).to(tl.int64)
     b = bh // num_heads
     h = bh % num_heads
@@ -69,7 +69,7 @@ def backward_queries(
     BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Give the gradient of a tile of queries, and ``delta = sum(do * out) - dlse`` for that of the keys."""
+    """Compute the gradient of a query tile, and ``delta = sum(do * out) - dlse`` for the gradient of keys."""
     bh = tl.program_id(1).to(tl.int64)
     b = bh // num_heads
     h = bh % num_heads
@@ -114,7 +114,7 @@ def backward_keys(
     G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Give the gradients of a tile of keys and values, from all heads of the group one after the other."""
+    """Compute the gradients of a tile of keys and values, in a loop over all heads of the group."""
     bh = tl.program_id(1).to(tl.int64)
     b = bh // kv_heads
     h = bh % kv_heads
@@ -155,7 +155,7 @@ def backward_keys(
 
 @jit
 def keys_of(row, token_ptr, start_ptr, num_queries, num_keys, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr):
-    """Give the keys ``low .. high - 1`` that each query sees; none for a row that is no query."""
+    """Return the keys ``low .. high - 1`` that each query sees; none for a padding row."""
     token = row
     start = row * 0
     if HAS_POSITIONS:
@@ -169,9 +169,9 @@ def keys_of(row, token_ptr, start_ptr, num_queries, num_keys, WINDOW: tl.constex
 
 @jit
 def runs(low, high, BN: tl.constexpr):
-    """Cut the keys of a tile of queries: ``begin``, those that all see from ``full`` to ``rest``, ``end``.
+    """Split the keys ``begin .. end`` of a query tile: all of its rows see those from ``full`` to ``rest``.
 
-    A row without keys belongs to no run, but then no key is one that all rows see.
+    A row without keys does not extend the range, but then there is no key that all rows see.
     """
     some = high > low
     begin = tl.min(tl.where(some, low, 2147483647))
@@ -180,13 +180,13 @@ def runs(low, high, BN: tl.constexpr):
     full = begin + tl.cdiv(tl.max(low) - begin, BN) * BN
     full = tl.maximum(tl.minimum(full, begin + tl.cdiv(end - begin, BN) * BN), begin)
     rest = full + tl.maximum(tl.min(high) - full, 0) // BN * BN
-    rest = tl.minimum(rest, tl.maximum(full, end))  # where no row has a key, high says nothing
+    rest = tl.minimum(rest, tl.maximum(full, end))  # if no row has a key, high is meaningless
     return begin, full, rest, end
 
 
 @jit
 def first_row_at(token, token_ptr, num_queries, HAS_POSITIONS: tl.constexpr):
-    """Give the first query that stands at a token or after it, by bisection."""
+    """Return the first query at a token or after it, by bisection."""
     if HAS_POSITIONS:
         low = token * 0
         high = num_queries + low
@@ -208,7 +208,7 @@ def finite(lse):
 
 @jit
 def load_rows(ptr, row, stride, inside, D: tl.constexpr, BD: tl.constexpr):
-    """Load rows of ``D`` numbers as rows of ``BD``, 0 where there is none."""
+    """Load rows of ``D`` columns, padded with 0 to ``BD``."""
     col = tl.arange(0, BD)[None, :]
     ptrs = ptr + row.to(tl.int64)[:, None] * stride + col
     if D == BD:

@@ -1,0 +1,212 @@
+"""The table of implementations, the choice of ``"auto"``, and the sum of the branches (Eq. 5)."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+
+from flexnsa.attention import reference
+from flexnsa.attention.flex import branches as flex
+from flexnsa.attention.flex import cached as flex_cached
+from flexnsa.attention.flex.kernels import check_input
+from flexnsa.attention.queries import Queries
+from flexnsa.attention.sdpa import branches as sdpa
+from flexnsa.attention.sdpa import decoding as sdpa_decoding
+from flexnsa.attention.seam import BranchOutput, Call, Compressed, Implementation, Keys, NSAAux, given
+from flexnsa.attention.triton import select as triton_select
+from flexnsa.attention.triton import selected as triton_selected
+from flexnsa.attention.triton import window as triton_window
+from flexnsa.attention.triton.decoding import operator as triton_decoding
+from flexnsa.attention.triton.operators import require_device
+from flexnsa.checks.calls import check_mods
+from flexnsa.checks.primitives import check_choice
+from flexnsa.geometry import BRANCHES
+from flexnsa.masks.user_mods import MaskMod, ScoreMod, merge_mods
+from flexnsa.operators import in_transform
+
+B = TypeVar("B", BranchOutput, Compressed)
+
+REFERENCE = Implementation(reference.compressed, reference.select, reference.selected, reference.window)
+SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window)
+FLEX = Implementation(
+    flex.compressed, triton_select.select, flex.selected, flex.window, check_input=check_input, cpu_backward=False
+)
+TRITON = replace(
+    FLEX,
+    selected=triton_selected.selected,
+    window=triton_window.window,
+    check_input=triton_selected.check_input,
+    takes_mods=False,
+)
+
+IMPLEMENTATIONS = {"flex": FLEX, "triton": TRITON, "sdpa": SDPA, "reference": REFERENCE}
+FLEX_CACHED = replace(FLEX, compressed=flex_cached.compressed, selected=flex_cached.selected, window=flex_cached.window)
+
+
+def _cached_selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
+    attend_to = triton_selected.selected if _share_keys(q, k, v, call) else flex_cached.selected
+    return attend_to(q, k, v, block_indices, call)
+
+
+def _cached_window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
+    attend_to = triton_window.window if _share_keys(q, k, v, call) else flex_cached.window
+    return attend_to(q, k, v, call)
+
+
+def _share_keys(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
+    """Return whether queries on a cache go to the kernels of whole sequences, which take heads of up to 256."""
+    return Queries.of(q, k, call).share_keys and max(q.shape[3], v.shape[3]) <= triton_selected.LARGEST_DIM
+
+
+def _check_cached(name: str, x: Tensor) -> None:
+    require_device(x, name)
+    check_input(name, x)
+
+
+CACHED_IMPLEMENTATIONS = {
+    "flex": FLEX_CACHED,
+    "triton": replace(
+        FLEX_CACHED,
+        selected=_cached_selected,
+        window=_cached_window,
+        check_input=_check_cached,
+        step=triton_decoding.step,
+    ),
+    "sdpa": Implementation(
+        sdpa_decoding.compressed, sdpa_decoding.select, sdpa_decoding.selected, sdpa_decoding.window
+    ),
+    "reference": REFERENCE,
+}
+"""Implementations where the keys are a cache."""
+
+
+def choose_implementation(
+    impl: str, x: Tensor, *, modded: bool, cached: bool = False, v_dim: int = 0
+) -> Implementation:
+    """Choose the implementation for ``x``.
+
+    ``"auto"`` is triton on CUDA, except for mods and head dimensions above 256, which flex takes. On other devices it
+    is sdpa.
+
+    Args:
+        impl: the name.
+        x: queries ``(B, Hq, T, Dk)``, or the input of a layer ``(B, S, dim)``, which does not tell ``Dk``.
+        modded: whether the user gave a score_mod or mask_mod.
+        cached: whether the keys are a cache.
+        v_dim: ``Dv``, where it is known.
+
+    Raises:
+        ValueError: the name is unknown, or the implementation takes no mods.
+    """
+    check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
+    if impl == "auto":
+        wide = x.dim() == 4 and max(x.shape[-1], v_dim) > triton_selected.LARGEST_DIM
+        impl = "sdpa" if x.device.type != "cuda" else "flex" if modded or wide else "triton"
+    chosen = (CACHED_IMPLEMENTATIONS if cached else IMPLEMENTATIONS)[impl]
+    if modded and not chosen.takes_mods:
+        raise ValueError(f"impl: expected 'flex', 'sdpa' or 'reference' with a score_mod or mask_mod, got {impl!r}")
+    return chosen
+
+
+def prepare_mods(
+    score_mod: ScoreMod | None, mask_mod: MaskMod | None, x: Tensor, num_heads: int, implementation: Implementation
+) -> ScoreMod | None:
+    """Check the user's mods by calling them once, and merge them into one score_mod.
+
+    Raises:
+        TypeError: a mod is no function, or returns no tensor.
+        ValueError: a mod returns something else than one number or truth value a pair, or needs a gradient that the
+            implementation does not have on this device.
+    """
+    if (score_mod is None and mask_mod is None) or torch.compiler.is_compiling():
+        return merge_mods(score_mod, mask_mod)
+    captures_gradient = check_mods(score_mod, mask_mod, len(x), num_heads, x.device)
+    if captures_gradient and x.device.type == "cpu" and not implementation.cpu_backward:
+        raise ValueError(
+            "score_mod: captures a tensor that requires a gradient, and FlexAttention has no backward on a CPU; "
+            "use impl='sdpa' or torch.no_grad()"
+        )
+    return merge_mods(score_mod, mask_mod)
+
+
+def attend(
+    implementation: Implementation,
+    q: Tensor,
+    keys: Keys,
+    gates: Tensor,
+    call: Call,
+    *,
+    block_indices: Tensor | None = None,
+    branches: Sequence[str] = BRANCHES,
+    recompute: Sequence[str] = (),
+) -> tuple[Tensor, NSAAux]:
+    """Run the branches and add them up: the one way into attention. The arguments are taken to be right.
+
+    Args:
+        implementation: computes the branches.
+        q: ``(B, Hq, T, Dk)``; the queries may have any positions among the keys, see :class:`Call`.
+        keys: of the branches. Those that no query sees may have any finite values.
+        gates: ``(B, Hq, T, 3)``.
+        call: what the branches share.
+        block_indices: int32 ``(B, Hkv, T, n)``, ascending, padded right with -1; None to select.
+        branches: those to compute.
+        recompute: those that are computed again in backward from their inputs. The selection is never recomputed.
+
+    Returns:
+        ``out (B, Hq, T, Dv)`` in the dtype of q, and the results of the branches.
+    """
+    read = {
+        "cmp": {"k_cmp": keys.k_cmp, "v_cmp": keys.v_cmp},
+        "slc": {"k": keys.k_slc, "v": keys.v_slc},
+        "win": {"k_win": keys.k_win, "v_win": keys.v_win},
+    }
+    implementation.check(q=q)
+    for tag in branches:
+        implementation.check(**read[tag])
+    gate = dict(zip(BRANCHES, gates.unbind(-1), strict=True))
+    outputs: dict[str, Tensor] = {}
+    products: dict[str, Tensor] = {}
+
+    def run(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
+        # Transforms of torch.func have no saved-tensor hooks for recomputation; results are the same without it.
+        if tag in recompute and torch.is_grad_enabled() and not in_transform():
+            products[tag], attended = _recomputed(branch, gate[tag], (q, *inputs), call)
+        else:
+            attended = branch(q, *inputs, call)
+        outputs[tag] = attended.out
+        return attended
+
+    lse = importance = None
+    if "cmp" in branches:
+        _, lse, importance = run("cmp", implementation.compressed, given(keys.k_cmp), given(keys.v_cmp))
+    if "slc" in branches:
+        if block_indices is None:
+            block_indices = implementation.select(q, given(keys.k_cmp), call, lse, importance)
+        run("slc", implementation.selected, given(keys.k_slc), given(keys.v_slc), block_indices)
+    if "win" in branches:
+        run("win", implementation.window, given(keys.k_win), given(keys.v_win))
+    aux = NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse)
+    terms = (products[tag] if tag in products else gated(gate[tag], out) for tag, out in outputs.items())
+    return functools.reduce(operator.add, terms), aux
+
+
+def gated(gate: Tensor, out: Tensor) -> Tensor:
+    """Multiply the output of a branch ``(B, Hq, S, Dv)`` by its gate ``(B, Hq, S)``: a term of the sum (Eq. 5)."""
+    return gate.to(out.dtype)[..., None] * out
+
+
+def _recomputed(branch: Callable[..., B], gate: Tensor, inputs: Sequence[Tensor], call: Call) -> tuple[Tensor, B]:
+    """Compute a gated branch under a checkpoint, the gate included, whose gradient needs the branch's output."""
+
+    def run(gate: Tensor, *inputs: Tensor) -> tuple[Tensor, B]:
+        attended = branch(*inputs, call)
+        return gated(gate, attended.out), attended
+
+    return cast("tuple[Tensor, B]", checkpoint(run, gate, *inputs, use_reentrant=False, preserve_rng_state=False))

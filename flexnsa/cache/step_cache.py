@@ -1,0 +1,137 @@
+"""A cache that takes steps: it locates new tokens, stores their keys and values, and counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flexnsa.cache.documents import locate_documents, unpack
+from flexnsa.cache.rows import RowCache, fix_addresses
+from flexnsa.cache.steps import BufferSizes, Step, kind_of, locate, ring_slots_before
+from flexnsa.checks.primitives import check_type
+from flexnsa.positions import Positions
+
+
+class StepCache(RowCache):
+    """Sequences of tokens, each of which has a slot in every buffer: what a layer needs of a cache.
+
+    Args:
+        sizes: of the buffers.
+        batch_size: sequences ``B``.
+        num_kv_heads: ``Hkv``.
+        dims: ``Dk`` or ``Dv`` of each buffer, by its name.
+        rope_base: of the layer.
+        dtype: of the keys and values.
+        device: of everything.
+    """
+
+    def __init__(
+        self,
+        sizes: BufferSizes,
+        batch_size: int,
+        num_kv_heads: int,
+        dims: Mapping[str, int],
+        *,
+        rope_base: float,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        self.sizes = sizes
+        max_seq_len = sizes.max_seq_len
+        super().__init__(batch_size, max_seq_len, num_kv_heads, dims, rope_base=rope_base, dtype=dtype, device=device)
+        self._zero = torch.zeros_like(self.lengths)[:, None]
+        self._column = self.rows[:, None]
+        fix_addresses(self._zero, self._column)
+
+    def begin(self, num_tokens: int, lengths: Tensor | None = None, *, ordered: bool = False) -> Step:
+        """Locate ``num_tokens`` new tokens of each sequence, of which the first ``lengths (B,)`` are not padding.
+
+        Until :meth:`end`, the cache stays what it was to later steps.
+
+        Args:
+            num_tokens: ``T``.
+            lengths: int ``(B,)``, by default ``T``.
+            ordered: whether a mod reads the positions of the window's keys.
+
+        Raises:
+            TypeError: ``num_tokens`` is no int, or ``lengths`` no tensor.
+            ValueError: there is no token or no capacity, or ``lengths`` does not fit. A compiled or captured step
+                cannot raise: it marks the tokens without capacity as ``lost``, and keeps none of them.
+        """
+        check_type("ordered", ordered, bool)
+        longest = self.check_room(num_tokens, lengths)
+        before = self.lengths[:, None]
+        end = before + (num_tokens if lengths is None else lengths[:, None].to(torch.int32))
+        return locate(before, end, self._zero, num_tokens, self.sizes, ordered=ordered, longest=longest)
+
+    def begin_rows(
+        self, num_tokens: int, lengths: Tensor | None, positions: Positions | None, first_tokens: Tensor | None
+    ) -> Step:
+        """Locate the first tokens of all sequences, as :meth:`begin`, or those of documents packed in one sequence.
+
+        Args:
+            num_tokens: ``T``.
+            lengths: int ``(B,)``, by default ``T``.
+            positions: of the tokens ``(1, T)`` in documents, of which document ``b`` becomes sequence ``b``; or None.
+            first_tokens: int ``(1, N)``, the first tokens of their blocks; see :mod:`flexnsa.masks.document`.
+
+        Raises:
+            ValueError: as :meth:`begin`; or there is another number of documents, or one is too long, which CUDA
+                reports by an assertion of the device.
+        """
+        self.demand_empty()
+        if positions is None or first_tokens is None:
+            return self.begin(num_tokens, lengths)
+        documents = unpack(positions, self.rows)
+        longest = self.room.longest_document(documents.lengths, documents.count, num_tokens)
+        return locate_documents(documents, positions, first_tokens, self.sizes, longest=longest)
+
+    def store(self, name: str, rows: Tensor, step: Step) -> None:
+        """Write the step's keys or values ``rows (B, Hkv, T or up to E, D)`` to their slots."""
+        kind, count = kind_of(name), rows.shape[2]
+        self.buffers[name][step.rows.get(kind, self._column), :, step.slots[kind][:, :count]] = rows.transpose(1, 2)
+
+    def all(self, name: str) -> Tensor:
+        """Return a full buffer; slots of future tokens and the spare one, masked by all queries, are finite."""
+        return self.buffers[name]
+
+    def keep(self, name: str, rows: Tensor, step: Step) -> None:
+        """Write the step's keys or values to a ring buffer when the step ends."""
+        step.recent[name] = rows
+
+    def extend(self, name: str, rows: Tensor, step: Step) -> Tensor:
+        """Return the last tokens before the step, followed by its own, which are written when the step ends.
+
+        Where the step reads the window in place, return the ring buffer with its own tokens in it, in no order.
+        """
+        kind = kind_of(name)
+        if kind == "win" and step.window_in_place:
+            self.store(name, rows, step)
+            self._update_reached(step)  # even if the step fails, a token is overwritten
+            return self.buffers[name][:, :, :-1]
+        self.keep(name, rows, step)
+        slots = ring_slots_before(step, self.sizes.lookback[kind], self.sizes.size(kind))
+        return torch.cat((self.buffers[name][self._column, :, slots].transpose(1, 2), rows), dim=2)
+
+    def end(self, step: Step) -> None:
+        """Add the step's tokens to the lengths."""
+        for name, rows in step.recent.items():
+            self.store(name, rows, step)
+        self.lengths.copy_(step.after[:, 0])
+        self._update_reached(step)
+        self.room.longest = step.longest
+
+    def grow(self, max_seq_len: int) -> None:
+        """As :meth:`RowCache.grow`; ring buffers do not move."""
+        super().grow(max_seq_len)
+        self.sizes = replace(self.sizes, max_seq_len=self.max_seq_len)
+
+    def num_slots(self, name: str, max_seq_len: int) -> int:
+        """Count the slots of a buffer without the spare one."""
+        return replace(self.sizes, max_seq_len=max_seq_len).size(kind_of(name))
+
+    def _update_reached(self, step: Step) -> None:
+        """Note what ring buffers have overwritten; full ones keep all tokens."""

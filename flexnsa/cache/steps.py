@@ -1,0 +1,218 @@
+"""The positions of a decoding step's tokens, the slots of a cache that they go to, and the keys that they read.
+
+Token ``p`` is in slot ``p`` of a full buffer and in slot ``p % size`` of a ring buffer, which holds the last tokens
+only. One slot more, at the end of each buffer, takes padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention.seam import Call, Keys, given
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.intervals import Intervals
+from flexnsa.masks.window import window_intervals
+from flexnsa.positions import Positions
+
+
+def kind_of(name: str) -> str:
+    """Return ``slc`` for ``k_slc``, and also for ``k`` alone: a full buffer."""
+    return name.partition("_")[2] or "slc"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferSizes:
+    """Sizes of the buffers of a cache.
+
+    Args:
+        max_seq_len: tokens of a full buffer.
+        max_rewind: tokens that a ring buffer holds beyond those that the next step reads.
+        config: sizes of the branches.
+    """
+
+    max_seq_len: int
+    max_rewind: int
+    config: NSAConfig
+
+    @property
+    def lookback(self) -> dict[str, int]:
+        """Tokens before a step that it reads, by the ring buffer that holds them."""
+        return {"tail": self.config.compress_block_size - 1, "win": self.config.window_size - 1}
+
+    def size(self, kind: str) -> int:
+        """Count the slots of a kind of buffer without the spare one."""
+        if kind == "slc":
+            return self.max_seq_len
+        if kind == "cmp":
+            return num_compressed(self.max_seq_len, self.config)
+        return self.lookback[kind] + self.max_rewind
+
+    def slots(
+        self, token: Tensor, is_kept: Tensor, after: Tensor, block: Tensor, is_complete: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the slots of new keys and values, int64, by kind of buffer; of those not kept, the spare slot.
+
+        Args:
+            token: int ``(B, T)``, positions of the new tokens in their sequences.
+            is_kept: bool ``(B, T)``, False for padding and tokens without capacity.
+            after: int ``(B, 1 or T)``, the lengths of these sequences after the step.
+            block: int ``(B, E)``, the compressed tokens that the new tokens may complete.
+            is_complete: bool ``(B, E)`` or ``(E,)``, whether they do.
+        """
+        slots = {
+            "slc": torch.where(is_kept, token, self.size("slc")).long(),
+            "cmp": torch.where(is_complete, block, self.size("cmp")).long(),
+        }
+        for kind in self.lookback:
+            size = self.size(kind)
+            is_last = is_kept if token.shape[1] <= size else is_kept & (token >= after - size)
+            slots[kind] = torch.where(is_last, token % size, size).long()
+        return slots
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """``T`` new tokens of each sequence: everything that depends on the lengths and not on the tokens.
+
+    Args:
+        before: int32 ``(B, 1)``, the lengths before the step.
+        after: int32 ``(B, 1)``, the lengths after it.
+        positions: of the queries among all tokens of their sequence.
+        window_positions: of the queries among the window's keys.
+        window_in_place: whether these are the ring buffer itself with the new token in it, instead of an ordered copy.
+        block: int32 ``(B, E)``, the compressed tokens that ``T`` tokens can complete, ``E = ceil(T / d)``.
+        first_tokens: int32 ``(B, E)``, the first tokens of their blocks, counted from the start of the tail.
+        slots: by kind of buffer, int64 ``(B, T)`` or ``(B, E)``, the slots of the new keys and values.
+        rows: by kind of buffer, int64 ``(1, T)`` or ``(1, E)``, the sequences of those slots where documents are
+            unpacked; elsewhere row ``b`` belongs to sequence ``b``.
+        lost: bool ``(B, T)``, tokens without capacity.
+        emits: whether a block may have to be compressed; False only where the host knows that without waiting.
+        longest: no sequence is longer after the step; None where the host does not know.
+        recent: by name, keys and values that go into a ring buffer when the step ends, which reads the old ones.
+    """
+
+    before: Tensor
+    after: Tensor
+    positions: Positions
+    window_positions: Positions
+    window_in_place: bool
+    block: Tensor
+    first_tokens: Tensor
+    slots: dict[str, Tensor]
+    lost: Tensor
+    emits: bool
+    longest: int | None
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    recent: dict[str, Tensor] = field(default_factory=dict)
+
+
+def locate(
+    before: Tensor,
+    end: Tensor,
+    zero: Tensor,
+    num_tokens: int,
+    sizes: BufferSizes,
+    *,
+    ordered: bool,
+    longest: int | None,
+) -> Step:
+    """Locate ``num_tokens`` new tokens of each sequence.
+
+    Args:
+        before: int32 ``(B, 1)``, the lengths of the sequences.
+        end: int32 ``(B, 1)``, the lengths with the new tokens that are not padding.
+        zero: int32 ``(B, 1)``, zeros that are in memory already, so that no step writes them.
+        num_tokens: ``T``.
+        sizes: of the buffers.
+        ordered: whether a mod reads the positions of the window's keys.
+        longest: see :class:`Step`.
+    """
+    config, lookback = sizes.config, sizes.lookback
+    stride = config.compress_stride
+    after = end.clamp_max(sizes.max_seq_len)
+    position = before + torch.arange(num_tokens, dtype=torch.int32, device=before.device)
+    new = position < after
+    block = count_compressed(before, config)
+    if num_tokens > stride:
+        block = block + torch.arange(-(-num_tokens // stride), dtype=torch.int32, device=before.device)
+    complete = block < count_compressed(after, config)
+
+    # Padding has the position of the last token, so that positions neither decrease nor exceed the buffers.
+    token = torch.minimum(position, after - 1)
+    zero = zero.expand_as(token)
+    # One token overwrites the one that leaves the window. The buffer then is the window and need not be copied: its
+    # order makes no difference to attention without mods.
+    in_place = num_tokens == 1 and sizes.max_rewind == 1 and not ordered
+    if in_place:
+        window_positions = Positions(token.clamp_max(lookback["win"]), zero, zero)
+    else:
+        first = lookback["win"] - before  # of the sequence's tokens, among the window's
+        window_positions = Positions(token + first, first.expand_as(token), zero)
+    return Step(
+        before=before,
+        after=after,
+        positions=Positions(token, zero, zero),
+        window_positions=window_positions,
+        window_in_place=in_place,
+        block=block,
+        first_tokens=(block * stride - before + lookback["tail"]).clamp_max(num_tokens - 1),
+        slots=sizes.slots(position, new, after, block, complete),
+        lost=(position >= after) & (position < end),
+        emits=torch.compiler.is_compiling() or before.device.type != "cpu" or bool(complete.any()),
+        longest=longest,
+    )
+
+
+def ring_slots_before(step: Step, lookback: int, size: int) -> Tensor:
+    """Return the slots of the last ``lookback`` tokens before a step in a ring buffer, int64 ``(B, lookback)``."""
+    back = torch.arange(-lookback, 0, dtype=torch.int32, device=step.before.device)
+    return (step.before + back).remainder(size).long()
+
+
+def count_compressed(lengths: Tensor, config: NSAConfig) -> Tensor:
+    """As :func:`flexnsa.geometry.num_compressed`, of a tensor of lengths."""
+    return (lengths + (config.compress_stride - config.compress_block_size)).clamp_min(0) // config.compress_stride
+
+
+@dataclass(slots=True)
+class ReadCounter:
+    """Counts the keys that each branch reads by its masks and indices, while ``cache.reads`` is set to it.
+
+    Counting waits for the device.
+
+    Args:
+        keys: by branch, the keys that queries read, each counted once for every query and kv head. Compressed keys
+            that are scored for the selection count as ``cmp``.
+        bytes: by branch, of those keys and of their values, if these are read too.
+    """
+
+    keys: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BRANCHES, 0))
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BRANCHES, 0))
+
+    def record(self, keys: Keys, call: Call, block_indices: Tensor | None) -> None:
+        """Add one call: its keys and values, the positions of its queries and the blocks that they selected."""
+        counts = {}
+        if keys.k_cmp is not None:
+            positions = given(call.positions)
+            counts["cmp"] = _width(compressed_intervals(positions, call.config)) * keys.k_cmp.shape[1]
+        if keys.k_win is not None:
+            window = given(call.window_positions)
+            counts["win"] = _width(window_intervals(window, call.config)) * keys.k_win.shape[1]
+        if block_indices is not None:
+            size, positions = call.config.select_block_size, given(call.positions)
+            own = (positions.token - positions.start)[:, None, :, None]
+            past = (own + 1 - block_indices * size).clamp(0, size)
+            counts["slc"] = int(torch.where(block_indices >= 0, past, 0).sum())
+        for tag, count in counts.items():
+            read = [x for name in (f"k_{tag}", f"v_{tag}") if (x := getattr(keys, name)) is not None]
+            self.keys[tag] += count
+            self.bytes[tag] += count * sum(x.shape[3] * x.itemsize for x in read)
+
+
+def _width(intervals: Intervals) -> int:
+    return int((intervals.hi - intervals.lo).clamp_min(0).sum())

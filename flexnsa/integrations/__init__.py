@@ -1,1 +1,0 @@
-"""flexnsa inside other libraries; each is imported by name, because each needs one that flexnsa does not."""

@@ -1,0 +1,104 @@
+"""Description of an attention layer, shared by layers, models, commands and conversions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Self
+
+from flexnsa.attention.table import IMPLEMENTATIONS
+from flexnsa.checks.calls import check_branches, check_option, check_recompute
+from flexnsa.checks.primitives import check_choice, check_heads, check_positive_int, check_positive_number, check_type
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import BRANCHES
+from flexnsa.layers.compression import COMPRESSORS
+from flexnsa.layers.gating import check_gate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BranchOptions:
+    """Options of every NSA layer, the library's own and those of a converted model.
+
+    Args:
+        branches: branches to build, of ``cmp``, ``slc`` and ``win``.
+        impl: implementation of the attention: ``auto``, ``triton``, ``flex``, ``sdpa`` or ``reference``.
+        recompute: branches to run again in backward instead of keeping their activations; in a layer that is
+            checkpointed, after all of it has been run again. The results do not depend on it.
+
+    Raises:
+        TypeError: a field is not of its kind.
+        ValueError: a field is out of range.
+    """
+
+    branches: tuple[str, ...] = BRANCHES
+    impl: str = "auto"
+    recompute: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_recompute(self.recompute, check_branches(self.branches))
+        check_choice("impl", self.impl, ("auto", *IMPLEMENTATIONS))
+        for name in ("branches", "recompute"):  # lists have no hash; the order stays, because files of runs hold it
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerConfig(BranchOptions):
+    """Description of a :class:`flexnsa.NativeSparseAttention`.
+
+    A bool field whose metadata ``needs`` branches can only be true in a layer that has them.
+
+    Args:
+        dim: width of the input and of the output.
+        num_heads: query heads ``Hq``.
+        num_kv_heads: key/value heads ``Hkv``; divides ``num_heads``.
+        head_dim: ``Dk`` of queries and keys; even, because RoPE rotates pairs.
+        v_head_dim: ``Dv``; ``None`` means ``head_dim``.
+        nsa: sizes of the three branches.
+        compression: how blocks are compressed: ``mean``, ``linear`` or ``mlp``.
+        gate: how branches are weighted: ``sigmoid``, each on its own, or ``softmax``, with a sum of 1.
+        rope_base: base of the rotary frequencies; on text of 8k tokens, 1e8 was better than 1e4 (docs/learning.md).
+        shared_keys: the compressed branch compresses the selected branch's keys instead of keys of its own.
+        begin_as_mean: compressors start as the mean of a block, and learn from there.
+
+    Raises:
+        TypeError: a field is not of its kind.
+        ValueError: a field is out of range, or does not fit the others.
+    """
+
+    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    nsa: NSAConfig = NSAConfig()  # noqa: RUF009  (frozen)
+    compression: str = "mlp"
+    gate: str = "sigmoid"
+    rope_base: float = 10_000.0
+    shared_keys: bool = field(default=False, metadata={"needs": ("cmp", "slc")})
+    begin_as_mean: bool = field(default=False, metadata={"needs": ("cmp",)})
+
+    def __post_init__(self) -> None:
+        BranchOptions.__post_init__(self)  # not by super(), which does not know classes with slots
+        check_positive_int("dim", self.dim)
+        v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
+        check_heads(self.num_heads, self.num_kv_heads, self.head_dim, v_head_dim)
+        check_type("nsa", self.nsa, NSAConfig)
+        check_choice("compression", self.compression, tuple(COMPRESSORS))
+        check_gate(self.gate, len(self.branches))
+        check_positive_number("rope_base", self.rope_base)
+        for option in fields(self):
+            if option.type == "bool":  # annotations are strings here
+                check_option(option.name, getattr(self, option.name), option.metadata.get("needs", ()), self.branches)
+
+    def with_branches(self, branches: tuple[str, ...]) -> Self:
+        """Return the config with other branches; options that these leave without a meaning are turned off.
+
+        A single branch has no softmax to share, and a branch that is left out is not run again.
+        """
+        kept = {
+            option.name: getattr(self, option.name) and {*option.metadata["needs"]} <= {*branches}
+            for option in fields(self)
+            if "needs" in option.metadata
+        }
+        recompute = tuple(tag for tag in self.recompute if tag in branches)
+        gate = "sigmoid" if len(branches) == 1 else self.gate
+        return replace(self, branches=branches, recompute=recompute, gate=gate, **kept)

@@ -1,0 +1,214 @@
+"""The one way into a layer: whole sequences, the first tokens of a cache, and those that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from flexnsa.attention.seam import Call, Keys
+from flexnsa.attention.table import choose_implementation, prepare_mods
+from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
+from flexnsa.cache.documents import check_pack
+from flexnsa.cache.step_cache import StepCache
+from flexnsa.cache.steps import Step
+from flexnsa.checks.calls import check_document_ids
+from flexnsa.checks.primitives import describe
+from flexnsa.config import NSAConfig
+from flexnsa.layers.core import Compressors, Heads, KeySource, Layout, RowKeys, RowLayout, attend_heads
+from flexnsa.masks.user_mods import Mods
+
+C = TypeVar("C", bound=StepCache, contravariant=True)
+L = TypeVar("L", bound=Layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Keys, values and blocks that one call of attention read, and the call with the positions of its queries."""
+
+    keys: Keys
+    call: Call
+    block_indices: Tensor | None
+
+
+WholeStep = Callable[[Tensor | None], Tensor]
+"""``(lengths)``: put tokens into a cache and attend from them, without waiting for the device.
+
+It returns the heads' outputs ``(B, T, Hq * Dv)``, NaN for tokens without capacity.
+"""
+
+
+class Layer(Protocol[C, L]):
+    """What :func:`run_layer` asks of a layer: its projections, its rotation, and how it attends."""
+
+    def row_layout(self, x: Tensor, document_ids: Tensor | None, /) -> L:
+        """Lay out whole sequences ``x (B, S, dim)``, or packed ones."""
+        ...
+
+    def step_layout(self, x: Tensor, step: Step) -> L:
+        """Lay out tokens ``x (B, T, dim)`` that follow a cache."""
+        ...
+
+    def project(self, x: Tensor) -> Heads:
+        """Project to heads, not yet rotated."""
+        ...
+
+    def attend(
+        self, x: Tensor, heads: Heads, layout: L, source: KeySource, mods: Mods, *, cached: bool
+    ) -> tuple[Tensor, Read | None]:
+        """Rotate, and attend to the keys of the source, those of a cache if ``cached``.
+
+        Returns:
+            The heads' outputs ``(B, Hq, T, Dv)``, and what was read, if it can be counted.
+        """
+        ...
+
+    def whole_step(self, x: Tensor, cache: C, mods: Mods) -> WholeStep | None:
+        """Return the function that computes all of a step ``x (B, T, dim)`` on a cache; None where no kernel does."""
+        ...
+
+
+def run_layer(
+    layer: Layer[C, L],
+    x: Tensor,
+    *,
+    mods: Mods = (None, None),
+    document_ids: Tensor | None = None,
+    layout: L | None = None,
+    cache: C | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Attend from tokens that have been checked; a layer only maps what this returns to its output.
+
+    There are four cases: whole sequences; whole sequences that an empty cache keeps; a few tokens that follow a cache,
+    which kernels compute at once; and any other tokens that follow a cache.
+
+    Args:
+        layer: the layer.
+        x: ``(B, T, dim)``.
+        mods: a score_mod and a mask_mod.
+        document_ids: int ``(B, T)`` of packed sequences.
+        layout: of the layer, in place of ``document_ids``.
+        cache: the cache that stores the tokens, if any.
+        lengths: int ``(B,)``, how many tokens of each sequence the cache keeps; by default all.
+
+    Returns:
+        The heads' outputs ``(B, T, Hq * Dv)``. They are NaN for tokens for which the cache has no capacity, which only
+        a compiled or captured call gets: any other one is refused.
+    """
+    if cache is None:
+        layout = layer.row_layout(x, document_ids) if layout is None else layout
+        out, _ = layer.attend(x, layer.project(x), layout, layout.source or RowKeys(), mods, cached=False)
+        return _join(out)
+    cached = not (is_packed(document_ids, layout) or cache.takes_rows(x.shape[1]))
+    take_step = layer.whole_step(x, cache, mods) if cached else None
+    if take_step is not None:
+        longest = cache.check_room(x.shape[1], lengths)
+        out = take_step(lengths)
+        cache.room.longest = longest
+        return out
+    if cached:
+        step = cache.begin(x.shape[1], lengths, ordered=mods != (None, None))
+        layout, source = layer.step_layout(x, step), StepKeys(cache, step)
+    else:
+        layout = layer.row_layout(x, document_ids) if layout is None else layout
+        step = cache.begin_rows(x.shape[1], lengths, layout.positions, layout.first_tokens)
+        source = PrefillKeys(cache, step)
+    heads = layer.project(x)
+    cache.check_dtypes(heads.q, *heads.k.values(), *heads.v.values())
+    out, read = layer.attend(x, heads, layout, source, mods, cached=cached)
+    if isinstance(cache, NSACache) and cache.reads is not None and read is not None:
+        window_positions = step.window_positions if cached else step.positions
+        call = replace(read.call, positions=step.positions, window_positions=window_positions)
+        cache.reads.record(read.keys, call, read.block_indices)
+    cache.end(step)
+    return _join(out.masked_fill(step.lost[:, None, :, None], torch.nan) if cached else out)
+
+
+def attend_branches(
+    x: Tensor,
+    heads: Heads,
+    layout: RowLayout,
+    source: KeySource,
+    mods: Mods,
+    *,
+    cached: bool,
+    config: NSAConfig,
+    branches: Sequence[str],
+    compressors: Compressors,
+    scale: float,
+    impl: str,
+    recompute: Sequence[str],
+    parameters: Mapping[str, Tensor] | None = None,
+) -> tuple[Tensor, Read]:
+    """Attend as a layer of NSA does: choose an implementation, compress, and run the branches.
+
+    Args:
+        x: input of the layer.
+        heads: as projected.
+        layout: of the tokens.
+        source: of all keys and values.
+        mods: a score_mod and a mask_mod.
+        cached: whether the keys are those of a cache.
+        config: sizes of the branches.
+        branches: of the layer.
+        compressors: of the layer.
+        scale: factor on the scores.
+        impl: as in :func:`flexnsa.native_sparse_attention`.
+        recompute: as in :func:`flexnsa.native_sparse_attention`.
+        parameters: of the layer, by name, that the implementation has to be able to take.
+    """
+    v_dim = max(v.shape[-1] for v in heads.v.values())
+    implementation = choose_implementation(impl, heads.q, modded=mods != (None, None), cached=cached, v_dim=v_dim)
+    implementation.check(x=x, **(parameters or {}))
+    mod = prepare_mods(*mods, x, heads.q.shape[1], implementation)
+    call = Call(config, scale, mod, layout.positions, layout.window_positions)
+    recompute = () if cached else recompute
+    out, keys, aux = attend_heads(heads, layout, compressors, source, implementation, call, branches, recompute)
+    return out, Read(keys, call, aux.block_indices)
+
+
+def check_call(
+    layer: nn.Module,
+    x: Tensor,
+    cache_class: type[StepCache],
+    *,
+    document_ids: Tensor | None,
+    layout: Layout | None,
+    cache: StepCache | None,
+    lengths: Tensor | None,
+) -> None:
+    """Check that documents fit the tokens, that a cache was made for the layer and that no gradient is needed with it.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    if document_ids is not None:
+        check_document_ids(document_ids, *x.shape[:2], like=x)
+    if cache is None:
+        if lengths is not None:
+            raise ValueError(f"lengths: expected None without a cache, got {describe(lengths)}")
+        return
+    cache_class.check_made_for(layer, cache)
+    if layout is not None and layout.source is not None:
+        raise ValueError("layout: expected one of whole rows with a cache, got tokens that are spread over ranks")
+    packed = is_packed(document_ids, layout)
+    if packed:
+        check_pack(x, cache, lengths)
+    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in layer.parameters())):
+        raise ValueError("cache: expected torch.no_grad(), because what it holds has no gradient, got training")
+    cache.require(batch_size=cache.batch_size if packed else len(x), device=x.device)
+
+
+def is_packed(document_ids: Tensor | None, layout: Layout | None) -> bool:
+    """Return whether sequences are packed with documents."""
+    return document_ids is not None or (layout is not None and layout.positions is not None)
+
+
+def _join(out: Tensor) -> Tensor:
+    """Return the heads' outputs ``(B, Hq, T, Dv)`` as ``(B, T, Hq * Dv)``."""
+    return out.transpose(1, 2).flatten(2)

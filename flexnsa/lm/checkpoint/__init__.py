@@ -1,0 +1,1 @@
+"""The files of a run: their formats, their checksums, the lock and the log."""

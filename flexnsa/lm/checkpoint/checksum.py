@@ -1,0 +1,112 @@
+"""Checksums inside the files that they protect: a JSON field, ``"checksum": "crc32:0123abcd"``.
+
+The eight digits are the CRC-32 of all bytes, computed with zeros in their position. So content and checksum are written
+together and always agree, and other tools that read JSON or safetensors find one more field.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flexnsa.errors import FileWarning
+
+FIELD = "checksum"
+ZEROS = "crc32:00000000"
+"""Value of the field before :func:`seal`."""
+
+_HEAD = 2**16
+"""Number of bytes in which the field of a checkpoint has to be; that of a record may be anywhere."""
+_DIGITS = re.compile(rb'"checksum": ?"crc32:([0-9a-f]{8})"')
+_MARKS = re.compile(rb"checksum|crc32:")
+"""Two, so that no single flipped bit makes a file look like one without a checksum."""
+
+
+def seal(file: BinaryIO, head: int = _HEAD) -> None:
+    """Replace the :data:`ZEROS` of a file, which is open for reading and writing, by its checksum."""
+    start = _find_digits(file, head)
+    assert start is not None
+    digits = _crc_without_digits(file, start)
+    file.seek(start)
+    file.write(digits)
+
+
+def check(file: BinaryIO, head: int = _HEAD) -> bool:
+    """Compare a file with its checksum; return False if it has none, as in files of earlier versions.
+
+    Args:
+        file: open for reading.
+        head: number of bytes at the start of the file in which the field has to be.
+
+    Raises:
+        ValueError: they differ.
+    """
+    start = _find_digits(file, head)
+    if start is None:
+        return False
+    found = _crc_without_digits(file, start)
+    file.seek(start)
+    if found != file.read(len(found)):
+        raise ValueError("its checksum disagrees with its content")
+    return True
+
+
+def checksum_of(path: Path) -> str:
+    """Return the checksum of a file that has no field for it."""
+    with path.open("rb") as file:
+        return f"crc32:{_crc(file, 0):08x}"
+
+
+def sealed(record: dict[str, Any], indent: int | None = None) -> bytes:
+    """Return a JSON object with its checksum as its last field."""
+    file = io.BytesIO(json.dumps(record | {FIELD: ZEROS}, indent=indent).encode())
+    seal(file, head=len(file.getvalue()))
+    return file.getvalue()
+
+
+def unsealed(data: bytes) -> tuple[dict[str, Any], bool]:
+    """Decode what :func:`sealed` returned; also return whether there was a checksum.
+
+    Raises:
+        ValueError: the content differs from its checksum, or is not a JSON object.
+    """
+    is_checked = check(io.BytesIO(data), head=len(data))
+    record = json.loads(data)
+    if not isinstance(record, dict):
+        raise ValueError("expected a JSON object")
+    record.pop(FIELD, None)
+    return record, is_checked
+
+
+def warn_unchecked(path: Path) -> None:
+    """Warn that a file has no checksum."""
+    message = f"{path}: has no checksum, because an earlier version wrote it; a flipped bit in it would not be noticed"
+    warnings.warn(message, FileWarning, stacklevel=2)
+
+
+def _find_digits(file: BinaryIO, head: int) -> int | None:
+    file.seek(0)
+    first = file.read(head)
+    found = _DIGITS.search(first)
+    if found is None and _MARKS.search(first):
+        raise ValueError("its checksum is damaged")
+    return found.start(1) if found else None
+
+
+def _crc_without_digits(file: BinaryIO, start: int) -> bytes:
+    file.seek(0)
+    crc = zlib.crc32(file.read(start) + b"0" * 8)
+    file.seek(start + 8)
+    return f"{_crc(file, crc):08x}".encode()
+
+
+def _crc(file: BinaryIO, crc: int) -> int:
+    """Continue a CRC-32 with what is left of a file."""
+    while part := file.read(2**20):
+        crc = zlib.crc32(part, crc)
+    return crc

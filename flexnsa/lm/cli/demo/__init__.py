@@ -1,0 +1,148 @@
+"""``python -m flexnsa demo``: train NSA and its dense baseline on real text, check exactness, and measure memory."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+
+import torch
+
+from flexnsa import NSAConfig
+from flexnsa.lm.cli.demo.picture import draw
+from flexnsa.lm.cli.demo.twins import TwinResult, train_twins
+from flexnsa.lm.cli.options import output_folder, require
+from flexnsa.lm.measure.growth import fit_power_law
+from flexnsa.lm.measure.parity import measure_parity, parity_table
+from flexnsa.lm.measure.scaling import ATTENTIONS, Point, measure
+from flexnsa.lm.measure.table import format_table
+from flexnsa.lm.model.config import DecoderConfig
+from flexnsa.lm.training.config import TrainConfig
+
+# The last query sees 4 * 32 + 64 tokens and 63 compressed ones of 512, so attention is sparse
+MODEL = DecoderConfig(
+    dim=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=32,
+    nsa=NSAConfig(
+        compress_block_size=16, compress_stride=8, select_block_size=32, num_selected_blocks=4, window_size=64
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How long to train, and the lengths to measure."""
+
+    training: TrainConfig
+    sample_bytes: int
+    seq_lens: dict[str, tuple[int, ...]]
+
+
+_TRAINING = TrainConfig(
+    steps=1400, batch_size=1, seq_len=512, lr=2e-3, min_lr=0.05, warmup_steps=30, eval_every=280, eval_sequences=64
+)
+FULL = Size(
+    training=_TRAINING,
+    sample_bytes=160,
+    seq_lens={
+        "math SDPA": (1024, 2048, 4096),
+        "flash SDPA": (1024, 2048, 4096, 8192, 16384),
+        "NSA": (1024, 2048, 4096, 8192, 16384),
+    },
+)
+QUICK = Size(
+    training=replace(_TRAINING, steps=120, eval_every=40, eval_sequences=16),
+    sample_bytes=60,
+    seq_lens={"math SDPA": (1024, 2048), "flash SDPA": (1024, 2048, 4096), "NSA": (1024, 2048, 4096)},
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--quick", action="store_true", help="train and measure less, for a first look and for CI")
+    parser.add_argument("--out", type=output_folder, default="demo", help="folder of the picture; default: %(default)s")
+
+
+def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
+    """Run the three parts and draw their results."""
+    require("numpy", "tqdm", extra="train")
+    require("matplotlib", extra="plot")
+    size = QUICK if arguments.quick else FULL
+    start = time.perf_counter()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+    _headline(
+        "Exactness: largest relative error against the fp64 oracle, and that of plain PyTorch at the same precision"
+    )
+    parity = measure_parity(("sdpa",), (torch.float32, torch.bfloat16))
+    print(parity_table(parity))
+
+    _headline("Memory and time of one forward and backward pass, fp32, 12 query and 2 key heads of 64, on one core")
+    points = _measure_all(size.seq_lens)
+    print(scaling_table(points))
+
+    _headline("Learning: the same bytes of Python's standard library, the same seed")
+    twins = train_twins(MODEL, size.training, size.sample_bytes)
+    print(learning_table(twins))
+    for twin in twins:
+        print(f"\n{twin.name} writes:\n" + textwrap.indent(twin.sample, "  | ", lambda _line: True))
+
+    picture = arguments.out / "demo.png"
+    draw(picture, twins, parity, points)
+    print(f"\nPicture: {picture}. The demo took {time.perf_counter() - start:.0f} s.")
+
+
+def learning_table(twins: list[TwinResult]) -> str:
+    """Return a table with a line per model, and the difference of NSA from the dense baseline."""
+    by_name = {twin.name: twin for twin in twins}
+    rows = [
+        [
+            twin.name,
+            f"{twin.parameters:,}",
+            f"{twin.bits_per_byte:.3f}",
+            f"{twin.training_curve[-1][0] / twin.seconds:,.0f}",
+        ]
+        for twin in twins
+    ]
+    ratio = by_name["NSA"].bits_per_byte / by_name["dense"].bits_per_byte - 1
+    header = ["attention", "parameters", "validation bits per byte", "bytes per second"]
+    return format_table(header, rows) + f"\nNSA is {abs(ratio):.1%} {'above' if ratio > 0 else 'below'} its dense twin."
+
+
+def scaling_table(points: list[Point]) -> str:
+    """Return a table per quantity: a line per attention, a column per length, and the fitted exponent."""
+    lengths = sorted({point.seq_len for point in points})
+    tables = []
+    for quantity, title, digits in (
+        ("peak_mib", "peak MiB", 0),
+        ("saved_mib", "saved MiB", 0),
+        ("seconds", "seconds", 2),
+    ):
+        rows = []
+        for attention in ATTENTIONS:
+            found = {point.seq_len: getattr(point, quantity) for point in points if point.attention == attention}
+            cells = [f"{found[length]:,.{digits}f}" if length in found else "-" for length in lengths]
+            rows.append([attention, *cells, f"{fit_power_law(found.items()).exponent:.2f}"])
+        tables.append(format_table([title, *(f"S={length:,}" for length in lengths), "slope"], rows))
+    return "\n\n".join(tables)
+
+
+def _measure_all(seq_lens: dict[str, tuple[int, ...]]) -> list[Point]:
+    from tqdm import tqdm
+
+    wanted = [(attention, length) for attention, lengths in seq_lens.items() for length in lengths]
+    wanted.sort(key=lambda point: point[1], reverse=True)  # the longest first, so that both cores are busy to the end
+    with ThreadPoolExecutor(max_workers=min(2, torch.get_num_threads())) as pool:
+        points = [pool.submit(measure, *point) for point in wanted]
+        for _ in tqdm(as_completed(points), total=len(points), unit="point", leave=False):
+            pass
+    return sorted((point.result() for point in points), key=lambda point: point.seq_len)
+
+
+def _headline(text: str) -> None:
+    print(f"\n{text}\n", flush=True)

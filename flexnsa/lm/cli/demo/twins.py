@@ -1,0 +1,109 @@
+"""NSA and its dense baseline, trained on the same bytes: a process and half of the cores for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from flexnsa.lm.data.corpus import read_corpus
+from flexnsa.lm.generation.generate import generate
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.process import started
+from flexnsa.lm.model.config import DecoderConfig
+from flexnsa.lm.model.decoder import DecoderLM
+from flexnsa.lm.training.config import TrainConfig
+from flexnsa.lm.training.trainer import Trainer
+
+PROMPT = b"    def __init__(self, "
+
+
+@dataclass(slots=True)
+class TwinResult:
+    """Training of one model; curves hold ``(bytes of text, bits per byte)``."""
+
+    name: str
+    parameters: int = 0
+    seconds: float = 0.0
+    training_curve: list[tuple[int, float]] = field(default_factory=list)
+    validation_curve: list[tuple[int, float]] = field(default_factory=list)
+    sample: str = ""
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte of validation text after the last step."""
+        return self.validation_curve[-1][1]
+
+
+def train_twins(model: DecoderConfig, training: TrainConfig, sample_bytes: int) -> list[TwinResult]:
+    """Train ``attention="dense"`` and ``"nsa"`` from one seed on the same bytes, and draw a sample of each."""
+    from tqdm import tqdm
+
+    names = {"dense": "dense", "nsa": "NSA"}
+    threads = max(1, torch.get_num_threads() // 2)
+    jobs = [(replace(model, attention=attention), training, sample_bytes, threads) for attention in names]
+    with started(_train, jobs) as group:
+        receivers = [receiver for _, receiver in group]
+        results = {receiver: TwinResult(name) for receiver, name in zip(receivers, names.values(), strict=True)}
+        bars = {
+            receiver: tqdm(total=training.steps, desc=f"{attention:5}", position=position, unit="step")
+            for position, (receiver, attention) in enumerate(zip(receivers, names, strict=True))
+        }
+        for receiver, (kind, value) in _messages(receivers):
+            _record(results[receiver], kind, value)
+            if kind == "loss":
+                bars[receiver].set_postfix_str(f"{value[1]:.2f} bits per byte", refresh=False)
+                bars[receiver].update()
+        for bar in bars.values():
+            bar.close()
+    return list(results.values())
+
+
+def _messages(receivers: list[Connection]) -> Iterator[tuple[Connection, tuple[str, Any]]]:
+    while receivers:
+        for receiver in wait(receivers):
+            assert isinstance(receiver, Connection)
+            try:
+                kind, value = receiver.recv()
+            except EOFError:
+                raise RuntimeError("a training process died before its end; its traceback is above") from None
+            if kind == "end":
+                receivers.remove(receiver)
+            else:
+                yield receiver, (kind, value)
+
+
+def _record(result: TwinResult, kind: str, value: Any) -> None:
+    if kind == "loss":
+        result.training_curve.append(value)
+    elif kind == "validation":
+        result.validation_curve.append(value)
+    else:
+        setattr(result, kind, value)
+
+
+def _train(
+    sender: Connection, model_config: DecoderConfig, config: TrainConfig, sample_bytes: int, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    torch.manual_seed(config.seed)
+    model = DecoderLM(model_config)
+    trainer = Trainer(model, read_corpus(), config)
+    sender.send(("parameters", sum(parameter.numel() for parameter in model.parameters())))
+    seconds, clock = 0.0, Clock()
+    for step in range(1, config.steps + 1):
+        start = clock.start()
+        result = trainer.train_step()
+        seconds += clock.since(start) / 1e3
+        seen = step * config.tokens_per_step
+        sender.send(("loss", (seen, result.loss / math.log(2))))
+        if step % config.eval_every == 0 or step == config.steps:
+            sender.send(("validation", (seen, trainer.validation_bits_per_byte())))
+    sender.send(("seconds", seconds))
+    text = generate(model, PROMPT, sample_bytes, temperature=0.8)
+    sender.send(("sample", (PROMPT + text).decode(errors="replace").rstrip()))
+    sender.send(("end", None))

@@ -1,0 +1,124 @@
+"""The options that ``train`` and ``diagnose`` share: the model, its training, and the text."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from flexnsa.config import NSAConfig
+from flexnsa.lm.cli.options import (
+    add_checkpointing_option,
+    add_config_options,
+    add_device_option,
+    config_options,
+    require,
+)
+from flexnsa.lm.data.tokenizer import TextTokenizer
+from flexnsa.lm.diagnosis.recipe import Recipe, corpus
+from flexnsa.lm.model.config import PRESETS, DecoderConfig
+from flexnsa.lm.training.config import TRAIN_PRESETS, TrainConfig
+
+_NOT_OPTIONS = ("nsa", "vocab_size", "checkpointing")
+_NOT_AXES = ("model", "training", "nsa", "text", "device", "leave_out", "reduce_dtype", "context_parallel")
+
+
+def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) -> None:
+    """Declare the options; sizes that are not given come from the preset.
+
+    Args:
+        parser: of the command.
+        skip: fields of :class:`~flexnsa.lm.TrainConfig` that the command does not use, or names differently.
+    """
+    parser.add_argument("--text", type=Path, help="a text file or a folder; default: Python's standard library")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="a file of Hugging Face tokenizers, or a folder with tokenizer.json; default: a token is a byte",
+    )
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="small", help="sizes and hyper-parameters; default: %(default)s"
+    )
+    add_device_option(parser)
+    parser.add_argument("--compile", action="store_true", help="run the layers through torch.compile")
+    add_checkpointing_option(parser)
+    parser.add_argument(
+        "--pack",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="fill sequences with whole documents, which blank lines separate (default: cut the text anywhere)",
+    )
+    add_config_options(parser, "model", DecoderConfig, skip=_NOT_OPTIONS)
+    add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig)
+    add_config_options(parser, "training", TrainConfig, skip=("pack", *skip))
+
+
+def recipe_of_options(arguments: argparse.Namespace, **others: Any) -> Recipe:
+    """Return what the options name, with other fields of the recipe.
+
+    Raises:
+        ValueError: an option is out of range, or does not fit another.
+    """
+    require("numpy", "safetensors", "tqdm", extra="train")
+    corpus.cache_clear()  # the text may have changed since another command of this process
+    return Recipe(
+        model=model_config(arguments),
+        training=train_config(arguments),
+        text=arguments.text,
+        tokenizer=arguments.tokenizer,
+        device=str(arguments.device),
+        compiled=arguments.compile,
+        **others,
+    )
+
+
+def model_config(arguments: argparse.Namespace) -> DecoderConfig:
+    """Return the model that the options name."""
+    base = PRESETS[arguments.preset]
+    overrides = config_options(arguments, DecoderConfig, skip=("nsa",))
+    tokenizer = text_tokenizer(arguments)
+    overrides |= {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size}
+    return replace(base, nsa=replace(base.nsa, **config_options(arguments, NSAConfig)), **overrides)
+
+
+def text_tokenizer(arguments: argparse.Namespace) -> TextTokenizer | None:
+    """Read the tokenizer that the options name, or return None."""
+    if arguments.tokenizer is None:
+        return None
+    require("tokenizers", extra="hf")
+    return TextTokenizer(arguments.tokenizer)
+
+
+def train_config(arguments: argparse.Namespace) -> TrainConfig:
+    """Return the hyper-parameters that the options name."""
+    return replace(TRAIN_PRESETS[arguments.preset], **config_options(arguments, TrainConfig))
+
+
+def axis_of_options(text: str) -> tuple[str, list[Any]]:
+    """Read the name of an option and the values to try, such as ``seq_len=512,1024``.
+
+    Raises:
+        ValueError: there is no such option, or a value is not of its kind.
+    """
+    name, _, values = text.partition("=")
+    name = name.strip().replace("-", "_")
+    classes = (Recipe, DecoderConfig, NSAConfig, TrainConfig)
+    kinds = {field.name: str(field.type) for config in classes for field in fields(config)}
+    if name in _NOT_AXES or name not in kinds or not values:
+        raise ValueError(f"axis: expected NAME=VALUE,VALUE with the name of an option, got {text!r}")
+    try:
+        return name, [_value(kinds[name], value) for value in values.split(",")]
+    except ValueError as error:
+        raise ValueError(f"axis: expected values of {name}, {kinds[name]}, got {values!r}") from error
+
+
+def _value(kind: str, text: str) -> Any:
+    if kind.startswith("tuple"):
+        return tuple(text.split("+")) if text else ()
+    if kind.startswith("bool") and text in ("true", "false"):
+        return text == "true"
+    if kind == "bool":
+        raise ValueError(f"expected true or false, got {text!r}")
+    return {"int": int, "float": float}.get(kind.split(" |")[0], str)(text)

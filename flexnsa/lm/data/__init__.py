@@ -1,0 +1,1 @@
+"""Text as batches of tokens."""

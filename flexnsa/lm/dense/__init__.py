@@ -1,0 +1,1 @@
+"""The dense baseline: attention over all earlier tokens, its cache and its step."""

@@ -1,0 +1,113 @@
+"""The environment of a run: software, machine, threads, and the variables that change them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.cuda import nccl
+
+from flexnsa.errors import FileWarning
+from flexnsa.files import read_whole, write_whole
+from flexnsa.lm.checkpoint.checksum import sealed, unsealed
+from flexnsa.lm.measure.recording import environment
+from flexnsa.lm.measure.table import format_table
+from flexnsa.lm.training.trainer import Trainer
+
+FILE_NAME = "environment.json"
+PREFIXES = ("CUDA_", "GLOO_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_")
+"""Prefixes of variables that PyTorch and its libraries read."""
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return the environment as plain values; what is missing is None, or an empty list."""
+    cuda = torch.cuda.is_available()
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        **environment(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "cuda": torch.version.cuda,
+        "driver": driver_version(),
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "nccl": ".".join(map(str, nccl.version())) if cuda else None,
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if cuda else [],
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
+    }
+
+
+def sentence(record: dict[str, Any]) -> str:
+    """Summarize a record in one sentence."""
+    names = [gpu["name"] for gpu in record["gpus"]]
+    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    gpus = f"CUDA {record['cuda']} with driver {record['driver']} on {kinds}" if names else "without a GPU"
+    software = f"flexnsa at commit {record['commit']} and torch {record['torch']}"
+    return f"{software}, {gpus}, {record['threads']} threads on {record['cores']} cores."
+
+
+def table(record: dict[str, Any]) -> str:
+    """Return a record as a table, with a line for each GPU and each variable."""
+    rows = [[name, str(value)] for name, value in record.items() if name not in ("gpus", "variables")]
+    rows += [[f"GPU {gpu['index']}", _in_words(gpu)] for gpu in record["gpus"]]
+    rows += [[name, value] for name, value in record["variables"].items()]
+    return format_table(["environment", ""], rows)
+
+
+def append_environment(path: Path) -> None:
+    """Add a record as a line to a file, so that a run has a record of each start.
+
+    Lines that differ from their checksum are dropped, with a warning.
+
+    Raises:
+        OSError: the file cannot be read or written; names it.
+    """
+    lines = read_whole(path).split(b"\n") if path.exists() else []
+    kept = [line for line in lines if _is_record(line)]
+    if any(line not in kept for line in lines if line):
+        warnings.warn(f"{path}: damaged, and written anew without its damaged lines", FileWarning, stacklevel=2)
+    write_whole(path, b"".join(line + b"\n" for line in (*kept, sealed(describe_environment()))))
+
+
+@contextmanager
+def recorded_environment(trainer: Trainer, folder: Path) -> Iterator[Callable[[], None]]:
+    """Write ``environment.json`` on rank 0; a watcher of :func:`flexnsa.lm.training.run`."""
+    trainer.ranks.on_first(lambda: append_environment(folder / FILE_NAME))
+    yield lambda: None
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        unsealed(line)
+    except ValueError:
+        return False
+    return True
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver, or None."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(index)
+    return {
+        "index": index,
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "memory_gib": round(found.total_memory / 2**30, 1),
+        "multiprocessors": found.multi_processor_count,
+    }
+
+
+def _in_words(gpu: dict[str, Any]) -> str:
+    return f"{gpu['name']}, {gpu['memory_gib']} GiB, {gpu['multiprocessors']} multiprocessors of {gpu['capability']}"

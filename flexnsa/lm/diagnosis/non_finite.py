@@ -1,0 +1,182 @@
+"""The first value of a step that is not finite: its direction, layer, branch, sequence and token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from flexnsa.layers.attention import NativeSparseAttention
+from flexnsa.lm.diagnosis.places import failing_branch, modules_to_watch, place_of
+from flexnsa.lm.training.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A value that is not finite.
+
+    Args:
+        looked: number of tensors of the step that were checked before it.
+        direction: ``"forward"`` or ``"backward"``.
+        place: module, in words.
+        forward_pass: forward pass of the step, counted from 0.
+        row: sequence of that pass, if the tensor has sequences.
+        token: token of that sequence, if the tensor has tokens.
+    """
+
+    looked: int
+    direction: str
+    place: str
+    forward_pass: int
+    row: int | None = None
+    token: int | None = None
+
+
+@contextmanager
+def strict(trainer: Trainer, _folder: Path) -> Iterator[Callable[[], None]]:
+    """Check the output of every module and every gradient; a watcher of :func:`flexnsa.lm.training.run`.
+
+    Steps then raise FloatingPointError, the same on all ranks, before parameters change or anything is written. Hooks
+    do not see the inside of compiled layers.
+    """
+    first = FirstNonFinite(trainer)
+    trainer.checks.append(first.check)
+    try:
+        yield lambda: None
+    finally:
+        trainer.checks.remove(first.check)
+        first.remove()
+
+
+class FirstNonFinite:
+    """Hooks on the modules of a model, which record the first value that is not finite.
+
+    They do not raise: the other ranks would wait for a rank that left a step. Each check synchronizes.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._handles: list[RemovableHandle] = []
+        self._begin()
+        for name, module in modules_to_watch(trainer.model):
+            self._handles.append(module.register_forward_hook(self._looker(place_of(name))))
+            if isinstance(module, NativeSparseAttention):
+                self._watch_branches(name, module)
+        self._handles.append(trainer.model.register_forward_pre_hook(self._count_pass))
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def check(self) -> None:
+        """Gather the findings of all ranks, before the step changes the parameters.
+
+        Raises:
+            FloatingPointError: a rank has found a value that is not finite; names the first.
+        """
+        self._look_at_parameters()
+        found = self._finding
+        if found is not None and found.row is not None:
+            found = replace(found, row=self._row_of_batch(found, found.row))
+        findings = self.trainer.ranks.gather(found)
+        self._begin()
+        first = min((rank for rank, x in enumerate(findings) if x), key=lambda rank: findings[rank].looked, default=-1)
+        if first >= 0:
+            raise FloatingPointError(self._in_words(findings[first], first))
+
+    def _begin(self) -> None:
+        self._finding: Finding | None = None
+        self._looked = self._passes = 0
+
+    def _count_pass(self, *_: object) -> None:
+        self._passes += 1
+
+    def _looker(self, place: str) -> Callable[..., None]:
+        def look_forward(_module: nn.Module, _inputs: object, output: object) -> None:
+            if isinstance(output, Tensor):
+                self._look_both_ways(output, place)
+
+        return look_forward
+
+    def _watch_branches(self, name: str, attention: NativeSparseAttention) -> None:
+        """Check the sum of the branches, which no module returns: it is the input of ``w_o``."""
+        called: list[tuple[Tensor, dict[str, Any]]] = []
+        place = place_of(name.removesuffix(".attention"))
+
+        def remember(_module: nn.Module, inputs: tuple[Tensor], options: dict[str, Any]) -> None:
+            called[:] = [(inputs[0], options)]
+
+        def look(_module: nn.Module, inputs: tuple[Tensor]) -> None:
+            where = self._look_both_ways(inputs[0], f"{place}, sum of the branches")
+            if where is not None:
+                tag = failing_branch(attention, *called[0])
+                if tag is not None:
+                    self._finding = replace(where, place=f"{place}, branch {tag} (what it gives)")
+            called.clear()
+
+        self._handles.append(attention.register_forward_pre_hook(remember, with_kwargs=True))
+        self._handles.append(attention.w_o.register_forward_pre_hook(look))
+
+    def _look_both_ways(self, x: Tensor, place: str) -> Finding | None:
+        """Check a tensor now and its gradient later; return the finding if it is the first."""
+        if x.requires_grad:
+            x.register_hook(partial(self._look_at_gradient, place, self._passes - 1))
+        return self._look(x, "forward", place, self._passes - 1)
+
+    def _look_at_gradient(self, place: str, forward_pass: int, gradient: Tensor) -> None:
+        self._look(gradient, "backward", place, forward_pass)
+
+    @torch.no_grad()
+    def _look(self, x: Tensor, direction: str, place: str, forward_pass: int) -> Finding | None:
+        if self._finding is not None:
+            return None
+        self._looked += 1
+        finite = torch.isfinite(x.detach())
+        if bool(finite.all()):
+            return None
+        row, token = None, None
+        if x.dim() > 1:
+            at = (~finite).nonzero()[0].tolist()
+            row, token = at[0], at[1] if x.dim() == 3 else None
+        self._finding = Finding(self._looked, direction, place, forward_pass, row, token)
+        return self._finding
+
+    def _look_at_parameters(self) -> None:
+        """Check the gradients of parameters, whose sums may overflow first."""
+        for name, parameter in self.trainer.parameters.items():
+            gradient = parameter.grad
+            if gradient is not None:
+                own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                # Flat, because the elements of a parameter belong to no sequence of the batch
+                self._look(own.flatten(), "backward", f"{place_of(name)}, gradient of the parameter", 0)
+
+    def _row_of_batch(self, found: Finding, row: int) -> int:
+        """Return the index of a sequence in the step: each rank takes some sequences, and a pass some of these."""
+        config, ranks = self.trainer.config, self.trainer.ranks
+        evaluated = not self.trainer.model.training
+        rows = config.eval_sequences if evaluated else config.sequences_per_step
+        share = ranks.share(rows)
+        passes = -(-(share.stop - share.start) // config.batch_size)
+        before = self._passes - passes  # a first step repeats its first pass
+        return share.start + max(0, found.forward_pass - before) * config.batch_size + row
+
+    def _in_words(self, found: Finding, rank: int) -> str:
+        when = (
+            f"step {self.trainer.step}"
+            if self.trainer.model.training
+            else f"evaluation after {self.trainer.step} steps"
+        )
+        words = [f"{when}: the first non-finite value is in {found.direction}, {found.place}"]
+        words += [f"row {found.row}"] if found.row is not None else []
+        words += [f"token {found.token}"] if found.token is not None else []
+        words += [f"rank {rank}"] if self.trainer.ranks.world_size > 1 else []
+        return ", ".join(words)

@@ -1,0 +1,102 @@
+"""The memory of one training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flexnsa.checks.primitives import check_choice, check_positive_int, check_type
+from flexnsa.lm.estimate.work import FOOTPRINTS, Work, layer_weights, parameter_count
+from flexnsa.lm.model.config import DecoderConfig
+
+Precision = Literal["fp32", "bf16"]
+IMPLEMENTATIONS = tuple(FOOTPRINTS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """Bytes of one training step; ``saved_by`` splits the bytes that one layer saves for backward."""
+
+    parameters: int
+    optimizer: int
+    saved: int
+    saved_by: dict[str, int]
+    after_forward: int
+    peak_forward: int
+    peak_training: int
+
+
+def estimate_training(
+    config: DecoderConfig,
+    *,
+    seq_len: int,
+    batch_size: int = 1,
+    precision: Precision = "fp32",
+    impl: str = "sdpa",
+    fused_norm: bool = False,
+    optimizer: bool = False,
+    compiled: bool = False,
+) -> MemoryEstimate:
+    """Estimate the memory of one forward and backward pass of :class:`flexnsa.lm.DecoderLM`.
+
+    Args:
+        config: config of the model; its ``checkpointing`` decides what layers save.
+        seq_len: tokens of a sequence.
+        batch_size: number of sequences.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast; parameters are fp32 either way.
+        impl: ``"sdpa"``, or ``"flex"`` or ``"triton"`` on a GPU; dense attention ignores it.
+        fused_norm: RMSNorm is one kernel that saves only its input, as on CUDA; elsewhere it saves a normed copy too.
+        optimizer: count AdamW's two moments in the peak.
+        compiled: layers run through ``torch.compile``, which saves each activation once and recomputes sums.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    check_type("config", config, DecoderConfig)
+    check_positive_int("seq_len", seq_len)
+    check_positive_int("batch_size", batch_size)
+    check_choice("precision", precision, ("fp32", "bf16"))
+    check_choice("impl", impl, IMPLEMENTATIONS)
+    check_type("fused_norm", fused_norm, bool)
+    check_type("optimizer", optimizer, bool)
+    check_type("compiled", compiled, bool)
+    work = Work(config, batch_size, seq_len, 2 if precision == "bf16" else 4, impl, fused_norm, compiled)
+    parameters = 4 * parameter_count(config)
+    moments = 2 * parameters if optimizer else 0
+    saved_by = work.saved_by()
+    layer = sum(saved_by.values())
+    held = [work.checkpoint() if config.is_checkpointed(index) else layer for index in range(config.num_layers)]
+    # Checkpointed layers share tables that they do not save
+    tables = work.rotary_tables()
+    saved = sum(held) + work.saved_outside() + (tables if layer in held else 0)
+    kept = saved + (0 if layer in held else tables)
+    # Autocast keeps its casts to the end of forward, also of checkpointed layers
+    cached = work.autocast_cache() * sum(map(config.is_checkpointed, range(config.num_layers)))
+    return MemoryEstimate(
+        parameters=parameters,
+        optimizer=2 * parameters,
+        saved=saved,
+        saved_by=saved_by,
+        after_forward=parameters + kept,
+        peak_forward=moments + parameters + kept + cached + work.forward_excess(held[-1] == layer),
+        peak_training=moments + parameters + _peak_backward(work, held, layer),
+    )
+
+
+def _peak_backward(work: Work, held: list[int], layer: int) -> int:
+    """Return the largest of the moments of backward that can be the peak: in each layer, and before the last.
+
+    From layer to layer, saved activations are freed and gradients of weights are added.
+    """
+    layer_gradients = 4 * sum(layer_weights(work.config).values())
+    head_gradients = 4 * work.config.dim * (work.config.vocab_size + 1)
+    outside = work.saved_outside() + work.rotary_tables()
+    moments = [sum(held) + outside + work.head_excess() + head_gradients]
+    below, excess = work.embedded() + work.rotary_tables(), max(work.backward_excess())
+    for index, saved in enumerate(held):
+        gradients = (len(held) - 1 - index) * layer_gradients + head_gradients
+        # A checkpointed layer keeps its input during recomputation
+        own = layer + (saved if work.config.is_checkpointed(index) else 0)
+        moments.append(below + gradients + own + excess)
+        below += saved
+    return max(moments)

@@ -1,0 +1,288 @@
+"""The sizes of one training step: what is saved for backward, and what else is in memory at possible peaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexnsa.attention.flex.footprint import FOOTPRINT as FLEX
+from flexnsa.attention.footprint import AttentionSizes, Footprint
+from flexnsa.attention.sdpa.footprint import FOOTPRINT as SDPA
+from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
+from flexnsa.checks.primitives import check_type
+from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.lm.model.config import DecoderConfig
+from flexnsa.loss import rows_at_once
+
+FOOTPRINTS: dict[str, dict[str, Footprint]] = {
+    "sdpa": dict.fromkeys(BRANCHES, SDPA),
+    "flex": dict.fromkeys(BRANCHES, FLEX),
+    "triton": {"cmp": FLEX, "slc": TRITON, "win": TRITON},
+}
+"""The implementations whose memory is known in closed form, by branch."""
+
+
+# The projections of every token, in a layer with NSA and in its dense baseline
+LINEAR = ("queries", "keys and values", "gates", "output", "MLP")
+DENSE = ("queries", "keys and values", "output", "MLP")
+JOINED = ("queries", "keys and values", "gates")
+"""Projections of NSA that a GPU computes as one product or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Sizes of one step; methods return bytes. ``activation`` is the size of an element of a projection's output."""
+
+    config: DecoderConfig
+    batch: int
+    length: int
+    activation: int
+    impl: str
+    fused_norm: bool
+    compiled: bool = False
+
+    @property
+    def residual(self) -> int:
+        """One copy of the residual stream, fp32."""
+        return 4 * self.batch * self.length * self.config.dim
+
+    @property
+    def sizes(self) -> AttentionSizes:
+        """The sizes of one layer's attention."""
+        return AttentionSizes(
+            config=self.config.nsa,
+            batch=self.batch,
+            seq_len=self.length,
+            num_heads=self.config.num_heads,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            v_head_dim=v_dim(self.config),
+            activation=self.activation,
+        )
+
+    def norm(self) -> int:
+        """Return the input of a norm, its scale, and where it is not one kernel the normed input."""
+        fused = self.fused_norm or self.compiled
+        return self.residual * (1 if fused else 2) + self.residual // self.config.dim
+
+    def second_norm(self) -> int:
+        """Return :meth:`norm` of the second norm; compiled code recomputes its input."""
+        if not self.compiled:
+            return self.norm()
+        return self.residual * self.activation // 4 + self.residual // self.config.dim
+
+    def copies_of_input(self) -> int:
+        """Return the number of copies of the normed input that the projections save.
+
+        They read the same one, but autocast casts it again for each product: on CPU for every projection, on a GPU once
+        for values that are not compressed and once for all else.
+        """
+        if self.activation == 4 or self.compiled:
+            return 1
+        if self.config.attention == "dense":
+            return 3
+        if self.impl == "sdpa":
+            return 2 + 2 * len(self.config.branches) - self.config.shared_keys
+        return 1 + any(tag != "cmp" for tag in self.config.branches)
+
+    def embedded(self) -> int:
+        """Return the ids of tokens."""
+        return 8 * self.batch * self.length
+
+    def saved_outside(self) -> int:
+        """Return what is saved outside of layers: tokens, the last norm, the gradients of the head and of its input."""
+        return self.embedded() + self.norm() + self.residual + self.head()
+
+    def head(self) -> int:
+        """Return the gradient of the head's weight, fp32."""
+        return 4 * self.config.dim * self.config.vocab_size
+
+    def rotary_tables(self) -> int:
+        """Return the cosines and sines of tokens and compressed tokens, fp32, which all layers share."""
+        compressed = num_compressed(self.length, self.config.nsa) if self.config.attention == "nsa" else 0
+        return 4 * (self.length + compressed) * self.config.head_dim
+
+    def checkpoint(self) -> int:
+        """Return what a checkpointed layer saves: its input, and the selection, which is not recomputed."""
+        selecting = self.config.attention == "nsa" and "slc" in self.config.branches
+        return self.residual + (self.sizes.indices if selecting else 0)
+
+    def saved_by(self) -> dict[str, int]:
+        """Return what one layer saves, by function."""
+        config, nsa = self.config, self.config.attention == "nsa"
+        sizes = self.sizes
+        inputs = self.copies_of_input() + 1
+        saved = {
+            "norms": self.norm() + self.second_norm(),
+            "inputs of projections": inputs * self.residual * self.activation // 4 + sizes.outputs,
+            "MLP": 8 * self.residual * self.activation // 4,
+        }
+        saved["weights, cast"] = self.cast(*(LINEAR if nsa else DENSE)) + self.joined()
+        if not nsa:
+            saved["attention"] = sizes.queries + sizes.keys(self.length) + sizes.outputs + sizes.lse
+            return saved
+        saved["compression"] = self.compression()
+        saved["gates"] = 6 * self.batch * self.length * config.num_heads * self.activation
+        saved["attention"] = self.attention()
+        return saved
+
+    def cast(self, *names: str) -> int:
+        """Return the copies that autocast makes of the named weights; none in fp32."""
+        weights = layer_weights(self.config)
+        return 2 * sum(weights.get(name, 0) for name in names) if self.activation == 2 else 0
+
+    def joined(self) -> int:
+        """Return the weights of projections that a GPU joins to read their input once, unless they are cast."""
+        joined = self.config.attention == "nsa" and self.impl != "sdpa" and self.activation == 4
+        return 4 * sum(layer_weights(self.config)[name] for name in JOINED) if joined else 0
+
+    def autocast_cache(self) -> int:
+        """Return the casts that autocast keeps to the end of forward: those of parameters, not of joined weights."""
+        joined = self.config.attention == "nsa" and self.impl != "sdpa"
+        names = LINEAR if self.config.attention == "nsa" else DENSE
+        return self.cast(*(name for name in names if not (joined and name in JOINED)))
+
+    def compression(self) -> int:
+        """Return segments, both sides of the hidden layer, and the rearranged weights of the first (fp32: once)."""
+        config, nsa = self.config, self.config.nsa
+        count = num_compressed(self.length, nsa)
+        if "cmp" not in config.branches or config.compression == "mean" or not count:
+            return 0
+        parts = nsa.compress_block_size // nsa.compress_stride
+        sizes = self.sizes
+        segments = sizes.keys((count + parts - 1) * nsa.compress_stride)
+        weights = (1 if self.activation == 4 else 2) * self.activation * compressor_maps(config)
+        hidden = 2 * 4 * sizes.keys(count) if config.compression == "mlp" else 0
+        return segments + hidden + weights
+
+    def attention(self) -> int:
+        """Return q, and what each branch saves besides."""
+        again = sum(self.rebuilt(tag) for tag in self.config.recompute)
+        return self.attention_of_forward() - again
+
+    def attention_of_forward(self) -> int:
+        """Return q, and the inputs and outputs of each branch, saved or not."""
+        sizes = self.sizes
+        return sizes.queries + sum(self.footprint(tag).saved(tag, sizes) for tag in self.config.branches)
+
+    def footprint(self, tag: str) -> Footprint:
+        """Return the footprint of a branch."""
+        return FOOTPRINTS[self.impl][tag]
+
+    def rebuilt(self, tag: str) -> int:
+        """Return what a recomputed branch saves for its backward besides its inputs."""
+        return self.footprint(tag).saved(tag, self.sizes) - self.sizes.inputs(tag)
+
+    def forward_excess(self, saves: bool) -> int:
+        """Return the peak of forward above what is saved at its end.
+
+        A layer that saves peaks after its last operation, a checkpointed layer inside.
+        """
+        # The head's input, which the loss does not save; where the norm is not one kernel, it is the normed copy
+        loss = self.loss() + self.residual
+        if saves:
+            return loss
+        mlp = 3 * self.residual + 8 * self.residual * self.activation // 4
+        attention = 2 * self.residual + self.attention_of_forward() + 3 * self.sizes.queries
+        return max(loss, max(mlp, attention) - self.norm() - self.residual - self.head())
+
+    def loss(self) -> int:
+        """Return one chunk of logits, its products, and under autocast the cast head."""
+        rows = min(self.batch * self.length, rows_at_once(self.config.vocab_size, self.activation))
+        if self.activation == 4:
+            return 4 * rows * (self.config.vocab_size + self.config.dim)
+        cast = 2 * self.config.dim * self.config.vocab_size
+        return cast + rows * (6 * self.config.vocab_size + 6 * self.config.dim)
+
+    def head_excess(self) -> int:
+        """Return the scaled gradient of the head's input, or those of the last norm, three if it is not one kernel."""
+        return max(self.residual, (1 if self.fused_norm else 2) * self.residual - self.head())
+
+    def backward_excess(self) -> list[int]:
+        """Return the possible peaks of a layer's backward above what the layer saved."""
+        config, sizes = self.config, self.sizes
+        weights = {name: 4 * size for name, size in layer_weights(config).items()}
+        above = self.residual  # gradient of the layer's output
+        wide = 4 * self.residual * self.activation // 4
+        matrix = weights["MLP"] // 2
+        # The MLP, its norm and its cast weights are freed; their gradients stay
+        saved = self.saved_by()
+        done = saved["MLP"] + self.residual * self.activation // 4 + self.cast("MLP")
+        outside = above - done - self.second_norm() - self.cast("output") + weights["MLP"] + weights["output"]
+        if self.activation == 4:
+            moments = [above + wide + matrix]
+        else:  # the gradient of a weight is bf16 first, and then also fp32
+            moments = [above + self.residual // 2 + wide + matrix // 2, above + matrix]
+            moments.append(above + self.residual - done + weights["MLP"] + matrix // 2)
+        if config.attention == "dense":
+            moments.append(outside + 2 * sizes.queries + 3 * sizes.keys(self.length))
+        else:
+            moments += [outside + excess for excess in self.attention_excess()]
+        # After all but the first norm: its input and gradients remain, and the gradient of every weight
+        projections = sum(weights.values()) - sum(saved.values())
+        moments.append(projections + self.norm() + 4 * self.residual + sizes.queries)
+        return moments
+
+    def attention_excess(self) -> list[int]:
+        """Return the peak of each branch's backward above what the attention saved, the last branch first.
+
+        The gradients of saved outputs are computed at once, that of a recomputed output with its branch.
+        """
+        config, sizes = self.config, self.sizes
+        above = (len(config.branches) - len(config.recompute) - (not config.recompute)) * sizes.outputs
+        moments = []
+        for tag in reversed(config.branches):
+            again = tag in config.recompute
+            own = sizes.outputs + self.rebuilt(tag) if again else 0
+            moments.append(above + own + self.footprint(tag).backward(tag, sizes))
+            # Its output and its gradient are freed. The gradient of q stays; those of other branches add to it
+            above += (sizes.queries if tag == config.branches[-1] else 0) - (0 if again else 2 * sizes.outputs)
+        return moments
+
+
+def parameter_count(config: DecoderConfig) -> int:
+    """Count the parameters of the model."""
+    check_type("config", config, DecoderConfig)
+    return _embedding(config) + config.num_layers * sum(layer_weights(config).values()) + config.dim
+
+
+def v_dim(config: DecoderConfig) -> int:
+    """Return the width of a head's values."""
+    return config.head_dim if config.v_head_dim is None else config.v_head_dim
+
+
+def layer_weights(config: DecoderConfig) -> dict[str, int]:
+    """Return the number of parameters of one layer, by their function."""
+    nsa = config.attention == "nsa"
+    num_branches = len(config.branches) if nsa else 1
+    widths = (num_branches - (nsa and config.shared_keys)) * config.head_dim + num_branches * v_dim(config)
+    weights = {
+        "norms": 2 * config.dim,
+        "queries": config.dim * config.num_heads * config.head_dim,
+        "keys and values": config.dim * config.num_kv_heads * widths,
+        "output": config.dim * config.num_heads * v_dim(config),
+        "MLP": 8 * config.dim**2,
+    }
+    if nsa:
+        weights["gates"] = config.dim * config.num_heads * num_branches
+        weights["compression"] = _compressor_weights(config)
+    return weights
+
+
+def compressor_maps(config: DecoderConfig) -> int:
+    """Return the number of weights of the first projections, of whole blocks of keys and of values."""
+    widening = 4 if config.compression == "mlp" else 1
+    dims = (config.head_dim, v_dim(config))
+    return widening * config.nsa.compress_block_size * sum(dim * dim for dim in dims)
+
+
+def _embedding(config: DecoderConfig) -> int:
+    return 2 * config.vocab_size * config.dim
+
+
+def _compressor_weights(config: DecoderConfig) -> int:
+    if "cmp" not in config.branches or config.compression == "mean":
+        return 0
+    dims = (config.head_dim, v_dim(config))
+    positions = config.nsa.compress_block_size * sum(dims)
+    second = 4 * sum(dim * dim for dim in dims) if config.compression == "mlp" else 0
+    return positions + compressor_maps(config) + second

@@ -1,0 +1,1 @@
+"""Generation: prompts, sampling, steps and stops."""

@@ -1,0 +1,1 @@
+"""Measurements: processes, clocks, memory, fits and records."""

@@ -1,0 +1,113 @@
+"""What a decoder LM is made of, and the named sizes used across the benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from flexnsa.checks.primitives import check_choice, check_int, check_positive_int, check_type
+from flexnsa.config import NSAConfig
+from flexnsa.layers.config import LayerConfig
+from flexnsa.lm.model.layer_ranges import layer_range
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig(LayerConfig):
+    """Architecture of a :class:`~flexnsa.lm.DecoderLM`: the fields of its attention layers, and those of the model.
+
+    Args:
+        num_layers: decoder layers.
+        vocab_size: tokens; 256 is one per byte.
+        attention: ``nsa``, or ``dense`` for the baseline, which only has the sizes of the heads and ``rope_base``.
+        checkpointing: recompute layers in backward: ``none`` (or False), ``all`` (or True), those of a half-open
+            range, ``0:6`` (or ``(0, 6)``), or ``every:2``, the first of two.
+
+    Raises:
+        TypeError: a size is not an int.
+        ValueError: a field is out of range, or the heads do not fit each other.
+    """
+
+    num_layers: int
+    vocab_size: int = 256
+    attention: Literal["nsa", "dense"] = "nsa"
+    checkpointing: bool | tuple[int, int] | str = False
+
+    def __post_init__(self) -> None:
+        LayerConfig.__post_init__(self)
+        check_positive_int("num_layers", self.num_layers)
+        check_positive_int("vocab_size", self.vocab_size)
+        check_choice("attention", self.attention, ("nsa", "dense"))
+        layer_range("checkpointing", self.checkpointing, self.num_layers)
+
+    def is_checkpointed(self, layer: int) -> bool:
+        """Return whether the layer, counted from 0, is recomputed in backward."""
+        check_int("layer", layer, 0)
+        return layer in layer_range("checkpointing", self.checkpointing, self.num_layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DecoderConfig:
+        """Undo :meth:`to_dict`, also of an earlier version, and after a round trip through JSON, which knows no tuples.
+
+        Raises:
+            TypeError: not a dict, or a field is not of its kind.
+            ValueError: a field is missing, unknown or out of range.
+        """
+        check_type("values", values, dict)
+        values = ADDED | values
+        _check_keys("values", values, cls)
+        _check_keys("values['nsa']", values["nsa"], NSAConfig)
+        read: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+        read["nsa"] = NSAConfig(**values["nsa"])
+        return cls(**read)
+
+
+_SIZES = {"dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "vocab_size", "nsa"}
+_FIRST = _SIZES | {"attention", "compression", "gate", "branches", "impl", "rope_base", "checkpointing"}
+
+ADDED: dict[str, Any] = {x.name: x.default for x in fields(DecoderConfig) if x.name not in _FIRST}
+"""Fields that the first version did not have, and their defaults, with which a model is what it was without them."""
+
+
+def _check_keys(name: str, values: Any, cls: type) -> None:
+    """Check that the keys are the fields of a dataclass."""
+    check_type(name, values, dict)
+    expected = [field.name for field in fields(cls)]
+    if values.keys() != {*expected}:
+        raise ValueError(f"{name}: expected {', '.join(expected)}, got {', '.join(map(str, values))}")
+
+
+_LARGE = DecoderConfig(dim=768, num_layers=5, num_heads=12, num_kv_heads=2, head_dim=64)
+_M7C = replace(_LARGE, num_layers=12, checkpointing=True)
+
+# Beside each preset, its parameters with NSA and with dense attention, for a vocabulary of 256.
+PRESETS: dict[str, DecoderConfig] = {
+    "small": DecoderConfig(  # 1,201,024 and 927,104
+        dim=128,
+        num_layers=5,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=16,
+        nsa=NSAConfig(
+            compress_block_size=16, compress_stride=8, select_block_size=32, num_selected_blocks=8, window_size=64
+        ),
+    ),
+    "large": _LARGE,  # 38,407,424 and 30,875,904
+    "m7c-125m": _M7C,  # 91,626,240 and 73,550,592
+    "m7c-cpu": _M7C,  # the same model; it is trained with smaller batches and shorter sequences
+    # 90,446,592 and 73,550,592; it learned bytes of text at 8k better than with the paper's own choices.
+    "text-125m": replace(_LARGE, num_layers=12, rope_base=1e8, shared_keys=True, begin_as_mean=True),
+}
+
+
+def preset(name: str, **overrides: Any) -> DecoderConfig:
+    """Return a named config, some of its fields changed: ``preset("large", num_layers=12)``.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    check_choice("preset", name, tuple(PRESETS))
+    return replace(PRESETS[name], **overrides)

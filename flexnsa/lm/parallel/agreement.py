@@ -1,0 +1,91 @@
+"""The check that values are the same on all ranks, before they are used.
+
+Otherwise ranks that were started differently would train as one model, or wait for each other forever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flexnsa.errors import RanksDifferError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+
+REFUSED = "refused"
+"""Name under which a rank sends the reason why it cannot take part, in place of its values."""
+
+
+def require_same(told: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all ranks have the same values.
+
+    Args:
+        told: by rank, its values by their names. A name that a rank lacks counts as None.
+
+    Raises:
+        RanksDifferError: values differ; names the first of them, and the ranks that have each value.
+    """
+    difference = _difference(told)
+    if difference:
+        raise RanksDifferError(difference)
+
+
+def require_same_in_store(store: Store, rank: int, world_size: int, values: Mapping[str, Any]) -> None:
+    """Check that all ranks that share a store have the same values, before they join a group.
+
+    Args:
+        store: keys of this check are removed from it.
+        rank: rank of this process.
+        world_size: number of ranks.
+        values: values that JSON can hold, by name.
+
+    Raises:
+        RanksDifferError: as of :func:`require_same`, the same on all ranks.
+    """
+    store.set(f"values/{rank}", json.dumps(dict(values)))
+    if rank == 0:
+        told = [json.loads(store.get(f"values/{other}")) for other in range(world_size)]
+        store.set("difference", _difference(told))
+    difference = store.get("difference").decode()
+    store.set(f"read/{rank}", "")
+    if rank == 0:  # its process may hold the store, so it leaves last
+        names = [f"{name}/{other}" for name in ("read", "values") for other in range(world_size)]
+        store.wait(names)
+        for name in (*names, "difference"):
+            store.delete_key(name)
+    if difference:
+        raise RanksDifferError(difference)
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested mappings into one, by the names of their values."""
+    return dict(_leaves(values))
+
+
+def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield name, value
+
+
+def _difference(told: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the first value that differs, or why ranks cannot take part; empty where all agree."""
+    names = dict.fromkeys(name for values in told for name in values)
+    refusals = [values[REFUSED] for values in told if REFUSED in values]
+    if refusals:  # a rank that cannot take part does not have all values
+        names = dict.fromkeys(name for name in names if all(name in values for values in told) and name != REFUSED)
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for rank, values in enumerate(told):
+            ranks.setdefault(repr(values.get(name)), []).append(rank)
+        if len(ranks) > 1:
+            got = "; ".join(f"{value} on rank {', '.join(map(str, those))}" for value, those in ranks.items())
+            return f"{name}: expected the same on all ranks, got {got}"
+    if len(refusals) == len(told) and len(set(refusals)) == 1:
+        return refusals[0]
+    return "; ".join(f"{values[REFUSED]} on rank {rank}" for rank, values in enumerate(told) if REFUSED in values)

@@ -1,0 +1,1 @@
+"""Training on text: schedule, steps, checkpoints, exact resumption."""

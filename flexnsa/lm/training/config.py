@@ -1,0 +1,127 @@
+"""The hyper-parameters of a run, which with the data and the model's config decide all of its results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from flexnsa.checks.primitives import check_choice, check_int, check_number, check_seed, check_type, describe
+from flexnsa.optim import COMPRESSOR_LR
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Hyper-parameters of one run.
+
+    Args:
+        steps: optimizer steps. A run may resume with another number, which decides the rate of the steps to come.
+        batch_size: largest number of sequences of one forward pass.
+        seq_len: tokens of one sequence.
+        grad_accumulation: forward passes of one step on a single process. On any number of processes a step learns from
+            ``batch_size * grad_accumulation`` sequences.
+        lr: peak learning rate.
+        min_lr: learning rate at the end of the cosine, as a fraction of ``lr``.
+        warmup_steps: steps of linear warm-up.
+        compressor_lr: learning rate of the compressors of keys and values, as a fraction of ``lr``. None for the value
+            that the run started with: 0.1, or 1.0 in runs of versions without this field.
+        weight_decay: weight decay of matrices; vectors and embeddings are not decayed.
+        beta1: decay of AdamW's first moment.
+        beta2: decay of AdamW's second moment.
+        clip: largest norm of the whole gradient.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast.
+        pack: fill sequences with whole documents, which neither attention nor loss mixes, instead of cutting the text
+            anywhere; see :class:`flexnsa.lm.data.rows.PackedDocuments`.
+        seed: seed of the initial weights and of the order of the data.
+        eval_every: steps between two evaluations; one more follows the last step.
+        eval_sequences: number of validation sequences of one evaluation.
+        checkpoint_every: steps between two checkpoints; one more follows the last step.
+
+    Raises:
+        TypeError: a field has another type.
+        ValueError: a field is out of range.
+    """
+
+    steps: int = 1000
+    batch_size: int = 8
+    seq_len: int = 512
+    grad_accumulation: int = 1
+    lr: float = 1e-3
+    min_lr: float = 0.1
+    warmup_steps: int = 50
+    compressor_lr: float | None = None
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    pack: bool = False
+    seed: int = 0
+    eval_every: int = 100
+    eval_sequences: int = 64
+    checkpoint_every: int = 100
+
+    def __post_init__(self) -> None:
+        may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "compressor_lr")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "precision":
+                check_choice("precision", value, ("fp32", "bf16"))
+                continue
+            if field.name == "pack":
+                check_type("pack", value, bool)
+                continue
+            if field.name == "seed":
+                check_seed("seed", value)
+                continue
+            if field.name == "compressor_lr" and value is None:
+                continue
+            kind = int if isinstance(field.default, int) else (int, float)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                name = "an int" if kind is int else "a number"
+                raise TypeError(f"{field.name}: expected {name}, got {describe(value)}")
+            if not 0 <= value < math.inf or (value == 0 and field.name not in may_be_zero):
+                least = "at least 0" if field.name in may_be_zero else "more than 0"
+                raise ValueError(f"{field.name}: expected {least}, got {describe(value)}")
+            check_int(field.name, value, 0) if kind is int else check_number(field.name, value)
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name}: expected less than 1, got {getattr(self, name)}")
+        if self.min_lr > 1:
+            raise ValueError(f"min_lr: expected a fraction of lr, at most 1, got {self.min_lr}")
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences that one step learns from."""
+        return self.batch_size * self.grad_accumulation
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one step learns from."""
+        return self.sequences_per_step * self.seq_len
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0: linear warm-up, then a cosine down to ``min_lr * lr``."""
+        check_int("step", step, 0)
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+        return self.lr * (self.min_lr + (1 - self.min_lr) * cosine)
+
+
+def completed(config: TrainConfig, compressor_lr: float = COMPRESSOR_LR) -> TrainConfig:
+    """Return the config, with ``compressor_lr`` where it leaves that open."""
+    return config if config.compressor_lr is not None else replace(config, compressor_lr=compressor_lr)
+
+
+_M7C = TrainConfig(steps=50_000, batch_size=8, seq_len=2048, lr=2e-4, weight_decay=0.01, warmup_steps=2000)
+
+TRAIN_PRESETS: dict[str, TrainConfig] = {
+    "small": TrainConfig(),
+    "large": replace(_M7C, batch_size=1),
+    "m7c-125m": replace(_M7C, precision="bf16"),
+    "m7c-cpu": replace(_M7C, batch_size=2, seq_len=512),
+    "text-125m": TrainConfig(steps=2000, seq_len=8192, lr=6e-4, warmup_steps=100, precision="bf16"),
+}
+"""Hyper-parameters for the models of the same names in :data:`flexnsa.lm.PRESETS`."""

@@ -1,0 +1,217 @@
+"""One training step: its sequences, its loss, its optimizer."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexnsa.lm.data.corpus import Corpus
+from flexnsa.lm.data.rows import Batch, PackedDocuments, Windows
+from flexnsa.lm.model.config import DecoderConfig
+from flexnsa.lm.model.decoder import DecoderLM
+from flexnsa.lm.parallel.ranks import Ranks
+from flexnsa.lm.training.config import TrainConfig, completed
+from flexnsa.optim import COMPRESSOR_LR, parameter_groups
+from flexnsa.parallel.chunks import check_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Loss of a step in nats, its learning rate, and the norm of the gradient before clipping."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+
+
+class Trainer:
+    """A model, its optimizer and the number of steps done, which also decides the next data.
+
+    Args:
+        model: for the tokens of the corpus, on the device to train on.
+        corpus: text to train on and to validate on.
+        config: hyper-parameters.
+        compiled: run the layers of the model through ``torch.compile``; all share the same code.
+        ranks: the processes that train together and have built the model; by default this process alone.
+
+    Raises:
+        ValueError: as of :func:`check_training`.
+        RanksDifferError: the model, the config, the text or ``compiled`` differs between ranks; raised on all of them.
+    """
+
+    def __init__(
+        self,
+        model: DecoderLM,
+        corpus: Corpus,
+        config: TrainConfig,
+        *,
+        compiled: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.ranks = ranks = Ranks() if ranks is None else ranks
+        self.device = model.embedding.weight.device
+        self.model, self.corpus, self.asked, self.config = model, corpus, config, completed(config)
+        ranks.require_same(lambda: {**self.configs(), "training": asdict(config), "compiled": compiled})
+        check_training(model.config, corpus, config, self.device, ranks.world_size, ranks.context_parallel)
+        validation, rows = corpus.tokens("validation"), (config.seq_len, config.pack)
+        self.training_rows = corpus.tokens("train").rows(*rows)
+        self.validation_rows = validation.rows(*rows)
+        self.validation_bytes = validation.bytes_of_spread_rows(*rows, config.eval_sequences)
+        self.parameters = dict(model.named_parameters())  # once: a gathered layer has others
+        self.go_by(self.config)
+        self.step = 0
+        self.checks: list[Callable[[], object]] = []
+        """Called on all ranks before the gradients of a step or an evaluation are used."""
+        self.compiled = compiled
+        if compiled:
+            ranks.compile(model)
+        self._forward = ranks.wrap(model)
+        self._is_settled = False
+
+    def go_by(self, config: TrainConfig) -> None:
+        """Continue with another config, from the present parameters, with a new optimizer."""
+        self.config = config
+        self.optimizer = build_optimizer(self.model, config)
+
+    def configs(self) -> dict[str, Any]:
+        """Return the configs that decide the results of the run, as plain values."""
+        # The corpus first: another tokenizer also makes another model.
+        corpus = self.corpus.fingerprints()
+        return {"corpus": corpus, "model": self.model.config.to_dict(), "training": asdict(self.config)}
+
+    def train_step(self) -> StepResult:
+        """Take one optimizer step.
+
+        Raises:
+            FloatingPointError: loss or gradient is not finite; the parameters are unchanged.
+        """
+        config, ranks = self.config, self.ranks
+        batch = draw_step(self.training_rows, config, self.step)
+        parts = batch[ranks.share(len(batch))].split(config.batch_size)
+        self.model.train()
+        if not self._is_settled:
+            ranks.settle(lambda: self.loss(parts[0].to(self.device)).backward())
+            self.optimizer.zero_grad()
+            self._is_settled = True
+        own_loss = torch.zeros((), device=self.device)
+        for index, part in enumerate(parts):
+            with ranks.part(self._forward, last=index == len(parts) - 1):
+                # The mean over the targets of all ranks, whose gradients are averaged
+                loss = self.loss(part.to(self.device)) / batch.num_targets()
+                (loss * ranks.world_size).backward()
+            own_loss += loss.detach()
+        self._check()
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), config.clip)
+        loss, grad_norm = ranks.total(own_loss.item()), norm.item()
+        if not math.isfinite(loss + grad_norm):
+            raise FloatingPointError(f"step {self.step}: loss {loss}, gradient norm {grad_norm}")
+        lr = config.learning_rate(self.step)
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        result = StepResult(self.step, loss, lr, grad_norm)
+        self.step += 1
+        return result
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the cross-entropy, in nats, summed over this rank's targets."""
+        own = replace(batch, tokens=self.ranks.cut(batch.tokens), targets=self.ranks.cut(batch.targets))
+        return language_loss(self._forward, own, self.config.precision, reduction="sum")
+
+    @torch.no_grad()
+    def validation_bits_per_byte(self) -> float:
+        """Evaluate on the validation text, always on the same sequences."""
+        self.model.eval()
+        batch = self.validation_rows.spread(self.config.eval_sequences)
+        own_rows = batch[self.ranks.share(len(batch))]
+        nats = sum(self.loss(part.to(self.device)).item() for part in own_rows.split(self.config.batch_size))
+        self._check()
+        return self.ranks.total(nats) / self.validation_bytes / math.log(2)
+
+    def _check(self) -> None:
+        for check in self.checks:
+            check()
+
+
+def draw_step(rows: PackedDocuments | Windows, config: TrainConfig, step: int) -> Batch:
+    """Draw the sequences of a step, as a function of seed and step alone.
+
+    So the data have no state to resume, and ranks need not communicate what they have drawn.
+    """
+    return rows.draw(random.Random(f"{config.seed}/{step}"), config.sequences_per_step)
+
+
+def language_loss(model: nn.Module, batch: Batch, precision: str, reduction: str = "mean") -> Tensor:
+    """Return the cross-entropy, in nats, of predicting each target from the tokens before it."""
+    with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        return model(batch.tokens, targets=batch.targets, reduction=reduction, document_ids=batch.document_ids)
+
+
+def check_training(
+    model: DecoderConfig,
+    corpus: Corpus,
+    config: TrainConfig,
+    device: torch.device,
+    world_size: int = 1,
+    context_parallel: int = 1,
+) -> None:
+    """Check that model, text, hyper-parameters and processes fit each other.
+
+    Args:
+        model: config of the model.
+        corpus: text to train on and to validate on.
+        config: hyper-parameters.
+        device: to train on.
+        world_size: number of processes.
+        context_parallel: number of processes that share the tokens of the same sequences.
+
+    Raises:
+        ValueError: the text is shorter than a sequence, the model's attention cannot be trained on the device, or
+            processes cannot share the sequences of a step or of an evaluation, or their tokens, evenly.
+    """
+    corpus.require_rows(config.seq_len)
+    if model.attention == "nsa" and model.impl in ("flex", "triton") and device.type == "cpu":
+        lacks = "flex has no backward" if model.impl == "flex" else "triton has no kernels"
+        raise ValueError(f"impl: expected 'auto' or 'sdpa' to train on a CPU, where {lacks}, got {model.impl!r}")
+    if context_parallel > 1:
+        _check_tokens(model, config, context_parallel)
+    sharing = world_size // context_parallel
+    rows = {
+        "batch_size": ("batch_size * grad_accumulation", config.sequences_per_step),
+        "eval_sequences": ("eval_sequences", config.eval_sequences),
+    }
+    for name, (what, count) in rows.items():
+        if count % sharing:
+            groups = "processes" if context_parallel == 1 else f"groups of {context_parallel} processes"
+            raise ValueError(f"{name}: expected {what} to be a multiple of {sharing} {groups}, got {count}")
+
+
+def _check_tokens(model: DecoderConfig, config: TrainConfig, context_parallel: int) -> None:
+    """Check that processes can share the tokens of sequences."""
+    if model.attention != "nsa":
+        raise ValueError(f"attention: expected 'nsa' with context_parallel, got {model.attention!r}")
+    if config.pack:
+        raise ValueError("pack: expected False with context_parallel, because documents begin anywhere, got True")
+    check_chunks("seq_len", config.seq_len, 2 * context_parallel, model.nsa, model.branches)
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """Return AdamW for a run; each group has the factor of :func:`set_learning_rate` as ``relative_lr``."""
+    slower = COMPRESSOR_LR if config.compressor_lr is None else config.compressor_lr
+    groups = parameter_groups(model, lr=1.0, weight_decay=config.weight_decay, compressor_lr=slower)
+    for group in groups:
+        group["relative_lr"] = group.pop("lr")
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of a step; that of each group is relative to it."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["relative_lr"]

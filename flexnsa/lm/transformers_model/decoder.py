@@ -1,0 +1,282 @@
+"""The library's own decoder as a model of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.generation.utils import GenerationMixin
+from transformers.initialization import normal_
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import can_return_tuple
+
+from flexnsa.cache.cache import NSACache
+from flexnsa.checks.primitives import check_integers, describe, may_look
+from flexnsa.layers.compression import MLPCompressor
+from flexnsa.lm.data.tokenizer import TextTokenizer
+from flexnsa.lm.model.decoder import DecoderLayer, DecoderLM
+from flexnsa.lm.training.model_file import read_model, save_model
+from flexnsa.lm.transformers_model.config import FlexNSAConfig
+from flexnsa.packing import IGNORED
+from flexnsa.transformers.cache import FlexNSACache, layer_of, wanted_cache
+from flexnsa.transformers.converted import CachedGeneration
+from flexnsa.transformers.marks import Alignment, check_past, mark_slots
+from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
+from flexnsa.transformers.parallel import SpreadHeads, decoder_plan
+
+
+class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, GenerationMixin):
+    """A :class:`flexnsa.lm.DecoderLM` that the Auto classes, ``generate`` and Trainer know.
+
+    In training mode, given labels, it gives the loss and no logits: those of all tokens never exist at once.
+    """
+
+    config_class = FlexNSAConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DecoderLayer"]  # noqa: RUF012  (its type is that of the base class)
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_context_parallel = False
+    _tp_plan = decoder_plan()
+    _fsdp_plan = {  # noqa: RUF012
+        "model.embedding": "free_full_weight",
+        "model.layers.*": "free_full_weight",
+        "model.head": "keep_full_weight",
+    }
+
+    def __init__(self, config: FlexNSAConfig) -> None:
+        super().__init__(config)
+        self.model = DecoderLM(config.decoder_config())
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seq_lens_q: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: int ``(B, T)``; with a cache, the tokens that follow those in it.
+            attention_mask: ``(B, S)``, 0 or False for padding before or behind each row's tokens.
+            position_ids: int ``(B, T)``; packed documents are told by positions that begin anew.
+            past_key_values: a :class:`FlexNSACache`.
+            labels: int ``(B, T)``, -100 where there is nothing to predict; the model shifts them.
+            use_cache: whether to make a cache; by default where nothing is differentiated.
+            logits_to_keep: give those of the last tokens only; 0 for all.
+            cu_seq_lens_q: int ``(D + 1,)``, where the documents of a single packed row begin.
+            output_hidden_states: whether to give what goes into each layer, and what predicts tokens; by default as
+                the config says.
+            kwargs: ``num_items_in_batch``, by which the loss is divided; ``shift_labels``, int ``(B, T)``, in place of
+                ``labels``: what each token is to predict. (Trainer asks for all labels that are named above.)
+
+        Raises:
+            TypeError: an argument is not of its kind.
+            ValueError: an argument does not fit, or is not there to be had; the message names it.
+        """
+        self._refuse(kwargs)
+        shift_labels = kwargs.pop("shift_labels", None)
+        check_integers("input_ids", input_ids, ("B", "T"), like=self.model.embedding.weight, as_of="the model")
+        tokens = cast("Tensor", input_ids)
+        cache = wanted_cache(self, past_key_values, use_cache)
+        layers = [] if cache is None else [layer_of(cache, index) for index in range(len(self.model.layers))]
+        seen = layers[0].seen if layers else 0
+        marks, alignment = _marks(tokens, attention_mask, seen), None
+        if marks is not None:
+            alignment = Alignment.of(marks, tokens.shape[1])
+            tokens = alignment.align_queries(tokens, dim=1)
+            position_ids, labels, shift_labels = (
+                None if x is None else alignment.align_queries(x.expand(len(tokens), -1), dim=1)
+                for x in (position_ids, labels, shift_labels)
+            )
+        real = None if alignment is None else alignment.real
+        cut = cache is None and attention_mask is None  # as transformers does
+        begins = document_begins(position_ids, tokens.shape[1], real, gaps="cut" if cut else "refuse")
+        options: dict[str, Any] = {}
+        if cache is None:
+            options["document_ids"] = document_ids(begins, cu_seq_lens_q, *tokens.shape)
+        else:
+            demand_no_pack(begins, cu_seq_lens_q)
+            blocks = cast("Any", self.model.layers)
+            options["caches"] = [
+                layer.prepare(partial(_new_cache, block), *tokens.shape)
+                for layer, block in zip(layers, blocks, strict=True)
+            ]
+            lengths = options["caches"][0].lengths
+            check_past(marks, lengths)
+            demand_one_document(position_ids, lengths[:, None], real)
+        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states: list[Tensor] | None = [] if wants_states else None
+        if labels is not None and shift_labels is None:
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        loss = logits = None
+        if shift_labels is not None and self.training:
+            loss = self._loss(tokens, shift_labels, kwargs.get("num_items_in_batch"), states=states, **options)
+        elif cache is not None and shift_labels is None and states is None and _is_last(logits_to_keep, real):
+            logits = self.model.last_logits(tokens, lengths=real, **options)[:, None]
+        else:
+            if cache is not None:
+                options["lengths"] = real
+            logits = self.model(tokens, states=states, **options)
+            if shift_labels is not None:
+                of_targets = {"labels": labels, "shift_labels": shift_labels, "vocab_size": self.config.vocab_size}
+                loss = self.loss_function(logits=logits, **of_targets, **kwargs)
+            logits = logits if alignment is None else alignment.restore_queries(logits, dim=1)
+            logits = logits[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+        for layer in layers:
+            layer.seen += tokens.shape[1]
+        if states is not None and alignment is not None:
+            states = [alignment.restore_queries(x, dim=1) for x in states]
+        hidden_states = None if states is None else cast("Any", tuple(states))
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=hidden_states)
+
+    def next_logits(self, tokens: Tensor, cache: FlexNSACache, real: Tensor) -> Tensor:
+        """Give the logits of one token a row."""
+        return self.model(tokens, caches=cache.kept, lengths=real)
+
+    def _refuse(self, others: dict[str, Any]) -> None:
+        """Demand nothing that would be ignored."""
+        wanted = {"output_attentions": self.config.output_attentions} | others
+        for name in ("inputs_embeds", "output_attentions"):
+            value = wanted.get(name)
+            if value is not None and value is not False:
+                raise ValueError(f"{name}: expected None of {type(self).__name__}, got {describe(value)}")
+
+    def _loss(self, tokens: Tensor, targets: Tensor, count: Any, **options: Any) -> Tensor:
+        """Give the mean over all targets, or their sum divided by ``count``."""
+        loss = self.model(tokens, targets=targets, reduction="mean" if count is None else "sum", **options)
+        return loss if count is None else loss / count
+
+    @classmethod
+    def from_run(cls, checkpoint: str | Path, **options: Any) -> Self:
+        """Read the model of a run of ``flexnsa train``, a checkpoint or its folder; ``options`` are of the config.
+
+        Raises:
+            FileNotFoundError: there is no such file or folder.
+            FileError: it is no checkpoint, or not a whole one.
+        """
+        decoder = read_model(Path(checkpoint))
+        with torch.device("meta"):
+            model = cls(FlexNSAConfig.of(decoder.config, **options))
+        model.model = decoder
+        return model.eval()
+
+    def save_run(self, path: str | Path, *, tokenizer: str | Path | None = None) -> None:
+        """Write what ``flexnsa generate`` and :meth:`from_run` read; no run goes on from there.
+
+        Args:
+            path: of the file.
+            tokenizer: a file of ``tokenizers``, or the folder of one that transformers saved, which is then written as
+                ``tokenizer.json`` beside the file; by default each token is a byte.
+
+        Raises:
+            FileNotFoundError: there is no such tokenizer.
+            FileExistsError: beside the file is another tokenizer.
+            OSError: it could not be written; names the path.
+            ValueError: it is no tokenizer, or one of more tokens than the model has.
+        """
+        read = None if tokenizer is None else TextTokenizer(Path(tokenizer))
+        if read is not None and read.vocab_size > self.config.vocab_size:
+            expected = f"one of {self.config.vocab_size} tokens or fewer"
+            raise ValueError(f"tokenizer: expected {expected}, as the model, got one of {read.vocab_size}")
+        save_model(Path(path), self.model, read)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Give the embedding of tokens."""
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: Any) -> None:
+        """Replace the embedding of tokens."""
+        self.model.embedding = value
+        self.model.config = replace(self.model.config, vocab_size=len(value.weight))
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Give what predicts tokens."""
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        """Replace what predicts tokens."""
+        self.model.head = new_embeddings
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
+    ) -> None:
+        """Have layers computed again in backward, selections kept, by the decoder's own means."""
+        asked = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)  # of a partial
+        if asked not in (None, checkpoint):
+            expected = "torch.utils.checkpoint.checkpoint, without offloading"
+            raise ValueError(f"gradient_checkpointing_func: expected {expected}, got {describe(asked)}")
+        self.model.config = replace(self.model.config, checkpointing=f"every:{every_n_layers}" if enable else False)
+        self.gradient_checkpointing = enable
+
+    def initialize_weights(self) -> None:
+        """Draw what is not loaded; a compressor that is to begin as the mean does, if it is not loaded whole."""
+        starts = [x for x in self.model.modules() if getattr(x, "begins_as_mean", False) and not _is_initialized(x)]
+        super().initialize_weights()
+        for compressor in cast("list[MLPCompressor]", starts):
+            compressor.begin_as_mean()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # Of code that is not its own, transformers asks for modules with parameters of their own, one by one.
+        std = _standard_deviations(self.model).get(module)
+        if std is not None:
+            normal_(module.get_parameter("weight"), std=std)
+        elif any(True for _ in module.parameters(recurse=False)):
+            module.reset_parameters()  # pyright: ignore[reportCallIssue]
+
+
+def _is_initialized(module: nn.Module) -> bool:
+    """Tell whether transformers has drawn the module before, or loaded all of its parameters."""
+    drawn, *loaded = (getattr(x, "_is_hf_initialized", False) for x in (module, *module.parameters()))
+    return drawn or all(loaded)
+
+
+def _standard_deviations(model: DecoderLM) -> dict[nn.Module, float]:
+    """Give those of the weights that start by the model's own plan; see :meth:`DecoderLM.reset_parameters`."""
+    stds: dict[nn.Module, float] = {model.embedding: 1.0, model.head: 1 / model.config.dim}
+    for layer in cast("list[DecoderLayer]", [*model.layers]):
+        attention = cast("Any", layer.attention)
+        stds[attention.gate.linear] = 0.02
+        stds[layer.mlp.up] = layer.mlp.up.in_features**-0.5
+        for linear in (attention.w_o, layer.mlp.down):
+            stds[linear] = layer.residual_scale * linear.in_features**-0.5
+    return stds
+
+
+def _marks(tokens: Tensor, attention_mask: Tensor | None, seen: int) -> Tensor | None:
+    """Read a mask ``(B, S)``; None where nothing is padded."""
+    if attention_mask is None:
+        return None
+    num_keys = seen + tokens.shape[1]
+    if tuple(attention_mask.shape) != (len(tokens), num_keys):
+        raise ValueError(f"attention_mask: expected ({len(tokens)}, {num_keys}), got {describe(attention_mask)}")
+    mask = attention_mask.to(torch.bool)
+    return mark_slots(len(tokens), tokens.shape[1], num_keys, seen, attention_mask=mask, device=tokens.device)
+
+
+def _is_last(logits_to_keep: int | Tensor, real: Tensor | None) -> bool:
+    """Tell whether the logits of each row's last token are wanted, and none is known to have only padding."""
+    has_none = real is not None and may_look(real) and bool((real == 0).any())
+    return isinstance(logits_to_keep, int) and logits_to_keep == 1 and not has_none
+
+
+def _new_cache(layer: DecoderLayer, batch_size: int, max_seq_len: int, max_rewind: int) -> NSACache:
+    return cast("Any", layer.attention).new_cache(batch_size, max_seq_len, max_rewind=max_rewind)

@@ -1,0 +1,1 @@
+"""Layers with tokens or heads sharded over ranks: ``context_parallel`` and ``tensor_parallel``."""

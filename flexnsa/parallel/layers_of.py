@@ -1,0 +1,30 @@
+"""The attention layers of a model, whatever the model is."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from flexnsa.checks.primitives import check_type
+from flexnsa.layers.attention import NativeSparseAttention
+
+
+def attention_layers(model: nn.Module) -> list[NativeSparseAttention]:
+    """Return the NSA layers of a model.
+
+    Raises:
+        TypeError: ``model`` is not a module, has no NSA layer, or has a module ``attention`` that is not one.
+    """
+    check_type("model", model, nn.Module)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "attention":
+            check_layer(module)
+    layers = [module for module in model.modules() if isinstance(module, NativeSparseAttention)]
+    if not layers:
+        raise TypeError(f"model: expected layers of NativeSparseAttention, got none in {type(model).__name__}")
+    return layers
+
+
+def check_layer(layer: nn.Module) -> None:
+    """Check that a module is an NSA layer."""
+    if not isinstance(layer, NativeSparseAttention):
+        raise TypeError(f"layer: expected NativeSparseAttention, got {type(layer).__name__}")

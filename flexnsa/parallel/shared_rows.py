@@ -1,0 +1,146 @@
+"""The tokens of a sequence that one rank has, and those that it reads from other ranks: chunks and halos.
+
+A sequence is split into ``2 R`` chunks, and rank ``r`` of ``R`` has chunks ``r`` and ``2 R - 1 - r``: its queries are
+those of its chunks. The picture shows rank 0 of two, and the keys and values that its branches read. ``<<`` are the
+``w - 1`` tokens before a chunk and ``>>`` the ``l - d`` tokens after it: its halos, from the neighbouring chunks::
+
+    the sequence              |  chunk 0  |  chunk 1  |  chunk 2  |  chunk 3  |
+    rank 0                    |  chunk 0  |                       |  chunk 3  |
+    its queries               |  chunk 0  |  chunk 3  |
+
+    selected branch           |  chunk 0  |  chunk 1  |  chunk 2  |  chunk 3  |
+    window                  <<|  chunk 0  |<<|  chunk 3  |
+    what it compresses        |  chunk 0  |>>|  chunk 3  |>>
+    compressed branch         the compressed tokens of all ranks, in the order of the sequence
+
+There is nothing before chunk 0 and after the last chunk. These halos are zeros, which no query sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexnsa.attention.seam import given
+from flexnsa.checks.primitives import check_type, describe
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import num_compressed
+from flexnsa.layers.core import LayoutSizes, RowLayout, tables_of
+from flexnsa.parallel.chunks import check_chunks, halos
+from flexnsa.parallel.collectives import gather
+from flexnsa.positions import Positions
+
+
+@dataclass(frozen=True, slots=True)
+class SharingRanks:
+    """The ranks that share a sequence: this rank, their number, and the name of their group."""
+
+    rank: int
+    size: int
+    group: str
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> SharingRanks:
+        """Return the ranks of a mesh of one dimension.
+
+        Raises:
+            TypeError: not a mesh.
+            ValueError: the mesh has more than one dimension.
+        """
+        check_type("mesh", mesh, DeviceMesh)
+        if mesh.ndim != 1:
+            raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; take a part of it, mesh['cp']")
+        return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """The indices of this rank's chunks."""
+        return self.rank, 2 * self.size - 1 - self.rank
+
+    def gather(self, pair: Sequence[Tensor]) -> list[Tensor]:
+        """Gather one tensor per chunk from all ranks, in the order of the chunks."""
+        gathered = gather(torch.stack(list(pair)), self.size, self.group).unbind(0)
+        return [*gathered[::2], *reversed(gathered[1::2])]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKeys:
+    """The keys that the queries of a rank read; see :class:`flexnsa.layers.core.KeySource`."""
+
+    ranks: SharingRanks
+    config: NSAConfig
+
+    def of_tokens(self, name: str, new: Tensor) -> Tensor:  # noqa: ARG002
+        """Gather the keys of all ranks."""
+        return torch.cat(self.ranks.gather(new.chunk(2, 2)), 2)
+
+    def of_window(self, name: str, new: Tensor) -> Tensor:  # noqa: ARG002
+        """Concatenate both chunks, each with its halo before it."""
+        first, second = new.chunk(2, 2)
+        halo, _ = halos(self.config)
+        if halo == 0:
+            return new
+        tails = [torch.zeros_like(first[:, :, :halo]), *self.ranks.gather([x[:, :, -halo:] for x in (first, second)])]
+        before = [tails[number] for number in self.ranks.chunks]
+        return torch.cat([before[0], first, before[1], second], 2)
+
+    def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ARG002
+        """Compress the rank's own chunks, each with its halo after it, and gather the results of all ranks."""
+        first, second = new.chunk(2, 2)
+        _, halo = halos(self.config)
+        raw = new
+        if halo:
+            ends = torch.zeros_like(first[:, :, :halo])
+            heads = [*self.ranks.gather([x[:, :, :halo] for x in (first, second)]), ends]
+            after = [heads[number + 1] for number in self.ranks.chunks]
+            raw = torch.cat([first, after[0], second, after[1]], 2)
+        blocks, count = compress(raw), first.shape[2] // self.config.compress_stride
+        # Blocks in between start in the first halo and reach into the second chunk; no rank needs them.
+        every = torch.cat(self.ranks.gather([blocks[:, :, :count], blocks[:, :, -count:]]), 2)
+        return every[:, :, : num_compressed(new.shape[2] * self.ranks.size, self.config)]
+
+
+def lay_out_chunks(
+    seq_len: int, document_ids: Tensor | None, sizes: LayoutSizes, *, ranks: SharingRanks, branches: Sequence[str]
+) -> RowLayout:
+    """Return the layout of the ``seq_len`` tokens of a rank, as :func:`flexnsa.layers.core.row_layout`."""
+    if document_ids is not None:
+        got = describe(document_ids)
+        raise ValueError(f"document_ids: expected None of a layer whose tokens are spread over ranks, got {got}")
+    config = given(sizes.config)
+    check_chunks("seq_len", seq_len, 2, config, branches)
+    own = torch.arange(seq_len // 2, device=sizes.device)
+    first, second = (number * len(own) + own for number in ranks.chunks)
+    token = torch.cat([first, second])
+    return RowLayout(
+        tables_of(token, sizes),
+        tables_of(_blocks(first, second, config), sizes),
+        positions=Positions.of_queries(token),
+        window_positions=_among_window_keys(first, second, config),
+        source=SharedKeys(ranks, config),
+        sizes=sizes,
+    )
+
+
+def _blocks(first: Tensor, second: Tensor, config: NSAConfig) -> Tensor:
+    """Return the first tokens of the blocks of ``| first |>>| second |>>``, those in between included."""
+    _, after = halos(config)
+    stride = config.compress_stride
+    halo = first[-1] + 1 + torch.arange(after, device=first.device)
+    return torch.cat([first[::stride], halo[::stride], second[::stride]])
+
+
+def _among_window_keys(first: Tensor, second: Tensor, config: NSAConfig) -> Positions:
+    """Return the positions of both chunks' queries among the keys ``<<| first |<<| second |``.
+
+    A query's start is its index among these keys minus its position in the sequence: negative if tokens are missing.
+    """
+    before, _ = halos(config)
+    own = torch.arange(len(first), device=first.device)
+    key = torch.cat([before + own, before + len(own) + before + own]).to(torch.int32)[None]
+    start = key - torch.cat([first, second]).to(torch.int32)
+    return Positions(key, start, torch.zeros_like(start), consecutive=False)

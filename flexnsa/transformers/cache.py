@@ -1,0 +1,205 @@
+"""A transformers cache for NSA layers; each layer creates its :class:`flexnsa.NSACache` with its first tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.utils import logging
+
+from flexnsa.cache.cache import NSACache
+from flexnsa.checks.primitives import describe
+
+FIRST_TOKENS = 256
+"""Initial capacity of a cache whose length the caller did not specify; it grows by doubling."""
+MOST_DRAFTED = 64
+"""Tokens that assisted decoding can take back; each needs a slot of the window and of the tail."""
+
+NewCache = Callable[[int, int, int], NSACache]
+"""``(batch_size, max_seq_len, max_rewind)`` to an empty cache for a layer."""
+
+
+class FlexNSACacheLayer(CacheLayerMixin):
+    """The cache of one layer; it is filled from hidden states, while transformers' own take keys and values.
+
+    Args:
+        max_cache_len: initial capacity, in tokens per sequence; it grows when needed.
+        max_rewind: tokens that :meth:`crop` can take back.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, max_cache_len: int = FIRST_TOKENS, max_rewind: int = 1) -> None:
+        super().__init__()
+        self.max_cache_len, self.max_rewind = max_cache_len, max_rewind
+        self.nsa: NSACache | None = None
+        self.seen = 0
+        """Tokens of each sequence so far, padding included."""
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences, once there are any; transformers asks with ``hasattr``."""
+        if self.nsa is None:
+            raise AttributeError("batch_size")
+        return self.nsa.batch_size
+
+    def prepare(self, new_cache: NewCache, batch_size: int, num_tokens: int) -> NSACache:
+        """Return the cache, with capacity for ``num_tokens`` more tokens in each sequence.
+
+        Raises:
+            ValueError: it has another batch size.
+        """
+        need = self.seen + num_tokens
+        if self.nsa is None or (self.seen == 0 and self.nsa.batch_size != batch_size):  # an empty one may be replaced
+            self.nsa = new_cache(batch_size, max(self.max_cache_len, need), self.max_rewind)
+            self.is_initialized = True
+        if self.nsa.batch_size != batch_size:
+            raise ValueError(f"past_key_values: expected a cache of {batch_size} rows, got {self.nsa.batch_size}")
+        if need > self.nsa.max_seq_len:
+            self.nsa.grow(need)
+        return self.nsa
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """Do nothing: see :meth:`prepare`."""
+
+    def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Raise: layers with dense attention would store keys and values here."""
+        raise TypeError("past_key_values: expected a cache of keys and values for a dense layer, got a FlexNSACache")
+
+    def get_seq_length(self) -> int:
+        """Return the tokens of each sequence so far, padding included."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.10
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of keys that a mask covers, and the first of them."""
+        return self.seen + query_length, 0
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        if self.nsa is not None:
+            self.nsa.reset()
+        self.seen = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace sequence ``b`` by sequence ``beam_idx[b]``."""
+        if self.nsa is not None:
+            self.nsa.reorder(beam_idx.to(self.nsa.device))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens; a positive number is the length to keep, as in 5.10."""
+        count = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        if count and self.nsa is not None:
+            self.nsa.crop(self.nsa.lengths - count)
+            self.seen -= count
+
+    def activate_past_recording(self) -> None:
+        """Prepare to take back drafts, if the cache is still empty."""
+        if self.nsa is None:
+            self.max_rewind = max(self.max_rewind, MOST_DRAFTED)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        if self.nsa is not None:
+            self._take(self.nsa.rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences."""
+        if self.nsa is not None:
+            self._take(self.nsa.rows[indices])
+
+    def _take(self, rows: Tensor) -> None:
+        old = self.nsa
+        assert old is not None
+        sizes = {name: getattr(old, name) for name in (*NSACache.SHARED, "max_seq_len")}
+        self.nsa = NSACache(len(rows), **sizes)
+        self.nsa.insert(range(len(rows)), old, rows)
+
+
+class FlexNSACache(Cache):
+    """Decoding state of a converted model or of a :class:`FlexNSAForCausalLM`; ``generate`` creates one itself.
+
+    Args:
+        config: of the model.
+        max_cache_len: initial capacity, in tokens per sequence; it grows when needed.
+        max_rewind: tokens that :meth:`crop` can take back; assisted decoding needs more than one.
+    """
+
+    def __init__(self, config: Any, max_cache_len: int = FIRST_TOKENS, *, max_rewind: int = 1) -> None:
+        count = config.num_hidden_layers
+        super().__init__(layers=[FlexNSACacheLayer(max_cache_len, max_rewind) for _ in range(count)])
+        self.layers: list[FlexNSACacheLayer]  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.captured: Any = None
+        """The decoding step that ``generate`` captured on this cache's memory."""
+
+    @property
+    def seen(self) -> int:
+        """Tokens of each sequence so far, padding included."""
+        return self.layers[0].seen
+
+    @seen.setter
+    def seen(self, count: int) -> None:
+        for layer in self.layers:
+            layer.seen = count
+
+    @property
+    def kept(self) -> list[NSACache]:
+        """The caches of the layers; empty before the first tokens."""
+        return [layer.nsa for layer in self.layers if layer.nsa is not None]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the captured step: a copy of the cache has other memory."""
+        return vars(self) | {"captured": None}
+
+
+def layer_of(cache: Any, index: int) -> FlexNSACacheLayer:
+    """Check that a cache is one of NSA layers, and return the part of one layer.
+
+    Raises:
+        TypeError: it is another kind of cache.
+    """
+    layers = getattr(cache, "layers", ())
+    if index >= len(layers) or not isinstance(layers[index], FlexNSACacheLayer):
+        raise TypeError(f"past_key_values: expected a FlexNSACache, got {describe(cache)}")
+    return layers[index]
+
+
+def wanted_cache(model: Any, given: Any, use_cache: bool | None) -> Any:
+    """Return the cache of a forward pass: the given one, or a new one if it is wanted and the pass is not training.
+
+    Configs want one by default. In training there is none then, and a warning says so once.
+
+    Raises:
+        ValueError: a cache is given or asked for explicitly in training; or two layers share one part of it.
+    """
+    layers = getattr(given, "layers", ())
+    if any(layer is other for index, layer in enumerate(layers) for other in layers[:index]):
+        raise ValueError("past_key_values: expected a part of its own for each layer, got one of them twice")
+    training = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters())
+    if training and (use_cache or given is not None):
+        name = "use_cache" if given is None else "past_key_values"
+        raise ValueError(f"{name}: expected torch.no_grad(), because a cache has no gradient, got training")
+    wanted = model.config.use_cache if use_cache is None else use_cache
+    if training and wanted and model.training:
+        _warn_of_training()
+    return FlexNSACache(model.config) if wanted and not training and given is None else given
+
+
+@torch.compiler.assume_constant_result  # called while compiling, and not compiled
+def _warn_of_training() -> None:
+    logger: Any = logging.get_logger()  # transformers' own, so that its verbosity applies
+    logger.warning_once(
+        "config.use_cache: expected False in training, because a cache has no gradient, got True. No cache is made. "
+        "Pass use_cache=False, or set it in the config, to train without this warning."
+    )

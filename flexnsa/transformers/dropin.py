@@ -1,0 +1,187 @@
+"""``attn_implementation="flexnsa"``: NSA in an unchanged model, with the model's own keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from flexnsa.attention.seam import Call, Keys
+from flexnsa.attention.table import attend, choose_implementation
+from flexnsa.checks.primitives import describe
+from flexnsa.geometry import num_compressed
+from flexnsa.layers.compression import average_blocks, average_cached_blocks
+from flexnsa.masks.document import document_positions, first_tokens
+from flexnsa.positions import Positions
+from flexnsa.transformers.choice import NAME, check_choice_counts
+from flexnsa.transformers.marks import Alignment, mark_slots, read_mask
+from flexnsa.transformers.options import DropInOptions
+from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids, one_axis
+
+REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""Arguments that some models pass to their attention, and that raise here: NSA does not support them."""
+
+
+def make_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
+    """Return :func:`mark_slots`, after checking, outside ``torch.compile``, that the model uses this attention."""
+    if config is not None and not torch.compiler.is_compiling():
+        check_choice_counts(config)
+        if "indexed_attention" in (getattr(config, "layer_types", None) or ()):  # these layers select keys by the mask
+            raise ValueError(
+                f"layer_types: expected 'full_attention' with attn_implementation={NAME!r}, got 'indexed_attention'"
+            )
+    return mark_slots(*args, config=config, **kwargs)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention with the signature of transformers' attention functions.
+
+    Args:
+        module: layer of the model, whose ``config.flexnsa`` has the options, see :class:`DropInOptions`.
+        query: ``(B, Hq, T, Dk)``, rotated.
+        key: ``(B, Hkv, S, Dk)``, rotated, those of a cache included.
+        value: ``(B, Hkv, S, Dv)``.
+        attention_mask: marks or documents, see :mod:`flexnsa.transformers.marks`.
+        scaling: factor on the scores, by default ``Dk ** -0.5``.
+        dropout: must be 0.
+        position_ids: int ``(B or 1, T)``, or ``(A, B or 1, T)`` with image axes: if the mask has no documents, one
+            starts wherever a position is lower than the one before.
+        cu_seq_lens_q: int ``(D + 1,)``, the starts of the documents of a single packed sequence.
+        kwargs: other arguments of the model; those that change the attention raise.
+
+    Returns:
+        ``(B, T, Hq, Dv)``, contiguous, and None instead of probabilities.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: the model asks for something that NSA does not support, or an option does not fit; the message
+            names it.
+    """
+    _check(module, dropout, kwargs)
+    marks, found = read_mask(attention_mask, len(key), key.shape[2])
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, their norms return float32
+    options, num_queries = DropInOptions.of(module.config), query.shape[2]
+    has_axes = False
+    if position_ids is not None and position_ids.dim() == 3:
+        position_ids, has_axes = one_axis(position_ids), True
+    alignment, real = None, None
+    if marks is not None:
+        alignment = Alignment.of(marks, num_queries)
+        real = alignment.real
+        query = alignment.align_queries(query, dim=2)
+        key, value = alignment.align_keys(key), alignment.align_keys(value)
+        if position_ids is not None:
+            position_ids = alignment.align_queries(position_ids.expand(len(query), -1), dim=1)
+    begins = document_begins(position_ids, num_queries, real)
+    if num_queries == key.shape[2]:
+        documents = document_ids(begins, cu_seq_lens_q, len(query), num_queries, found=found)
+        out = _attend_rows(query, key, value, documents, scaling, options)
+    else:
+        demand_no_pack(begins, cu_seq_lens_q)
+        positions = _kept_positions(query, key, alignment)
+        if not has_axes:  # an image has fewer positions than tokens
+            demand_one_document(position_ids, positions.token[:, :1], real)
+        out = _attend_kept(query, key, value, positions, scaling, options)
+    out = out.transpose(1, 2)
+    out = out if alignment is None else alignment.restore_queries(out, dim=1)
+    return out.contiguous(), None  # some models take a view of it
+
+
+def _attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float | None, options: DropInOptions
+) -> Tensor:
+    """Attend within whole sequences, or within the documents ``(B, S)`` of packed ones."""
+    positions = firsts = None
+    if documents is not None:
+        positions = document_positions(documents, options.sizes)
+        firsts = first_tokens(positions, num_compressed(k.shape[2], options.sizes), options.sizes)
+
+    def compress(x: Tensor) -> Tensor:
+        return average_blocks(x, firsts, options.sizes)
+
+    return _attend(q, k, v, compress, positions, scale, options, cached=False)
+
+
+def _kept_positions(q: Tensor, k: Tensor, alignment: Alignment | None) -> Positions:
+    """Return the positions of new tokens: the last keys, or with padding or spare slots those of ``alignment``."""
+    if alignment is None:
+        positions = Positions.of_sequence(k.shape[2], k.device).at(slice(-q.shape[2], None))
+        return positions.map(lambda x: x.expand(len(q), -1).contiguous())
+    zero = torch.zeros_like(alignment.token)
+    return Positions(alignment.token, zero, zero)
+
+
+def _attend_kept(
+    q: Tensor, k: Tensor, v: Tensor, positions: Positions, scale: float | None, options: DropInOptions
+) -> Tensor:
+    """Attend from tokens at these positions to the keys of a cache."""
+
+    def compress(x: Tensor) -> Tensor:
+        return F.pad(average_cached_blocks(x, options.sizes), (0, 0, 0, 1))  # one at least, which no query may see
+
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return _attend(q, k, v, compress, positions, scale, options, cached=not trains)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    compress: Callable[[Tensor], Tensor],
+    positions: Positions | None,
+    scale: float | None,
+    options: DropInOptions,
+    *,
+    cached: bool,
+) -> Tensor:
+    """Attend to one set of keys and values in all branches."""
+    k_cmp = compress(k) if {"cmp", "slc"} & {*options.branches} else None
+    v_cmp = compress(v) if "cmp" in options.branches else None
+    implementation = choose_implementation(options.impl, q, modded=False, cached=cached, v_dim=v.shape[-1])
+    gates = torch.cat([q.new_full((1,), gate) for gate in options.gates]).expand(*q.shape[:3], -1)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    call = Call(options.sizes, factor, None, positions, positions)
+    return attend(implementation, q, Keys(k_cmp, v_cmp, k, v, k, v), gates, call, branches=options.branches)[0]
+
+
+def _check(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
+    """Check that the model asks for nothing that would be ignored.
+
+    Raises:
+        ValueError: it does.
+    """
+    config: Any = module.config
+    for name in REFUSED:
+        if others.get(name) is not None:
+            raise ValueError(f"{name}: expected None with attn_implementation={NAME!r}, got {describe(others[name])}")
+    if dropout:
+        raise ValueError(f"attention_dropout: expected 0 with attn_implementation={NAME!r}, got {describe(dropout)}")
+    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(f"is_causal: expected True with attn_implementation={NAME!r}, got False")
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds is not None and layer is not None and kinds[layer] != "full_attention":
+        raise ValueError(
+            f"layer_types: expected 'full_attention' in layer {layer} with attn_implementation={NAME!r}, "
+            f"got {kinds[layer]!r}"
+        )
+    own = config._attn_implementation
+    if ALL_MASK_ATTENTION_FUNCTIONS.get(own) is not make_mask:
+        raise ValueError(
+            f"attn_implementation: expected {NAME!r}, whose mask marks padding, got {own!r}, whose mask does not"
+        )

@@ -1,0 +1,101 @@
+"""What a model's ``config.flexnsa`` says: the sizes of NSA, and how a model is to use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from flexnsa.attention.table import IMPLEMENTATIONS
+from flexnsa.checks.calls import check_branches, check_recompute
+from flexnsa.checks.primitives import check_choice, check_number, check_type, describe
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import BRANCHES
+from flexnsa.layers.config import BranchOptions
+
+SIZES = tuple(field.name for field in fields(NSAConfig))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropInOptions:
+    """How a model with ``attn_implementation="flexnsa"`` attends: by default within the selected blocks alone.
+
+    That is exact for a dense model up to ``num_selected_blocks * select_block_size`` tokens, and the nearest that there
+    is to it beyond, without any training.
+
+    Args:
+        sizes: of the branches.
+        branches: any of ``cmp``, ``slc``, ``win``; all of them read the model's own keys and values, compressed by
+            their mean.
+        gates: of ``cmp``, ``slc`` and ``win``, the same for every token: there is nothing to learn them from.
+        impl: as in :func:`flexnsa.native_sparse_attention`.
+    """
+
+    sizes: NSAConfig = NSAConfig()  # noqa: RUF009  (frozen)
+    branches: tuple[str, ...] = ("slc",)
+    gates: tuple[float, ...] = (1.0, 1.0, 1.0)
+    impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("impl", self.impl, ("auto", *IMPLEMENTATIONS))
+        object.__setattr__(self, "branches", check_branches(self.branches))
+        object.__setattr__(self, "gates", _check_gates(self.gates))
+
+    @classmethod
+    def of(cls, config: Any) -> DropInOptions:
+        """Read a model's ``config.flexnsa``: fields of :class:`flexnsa.NSAConfig` and those above, all optional.
+
+        Raises:
+            TypeError: it is no dict, or a value is not of its kind.
+            ValueError: a value is out of range, or there is no such option.
+        """
+        return cls(**_read(config, OF_DROP_IN))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerOptions(BranchOptions):
+    """How the NSA layers of a converted model attend: by the options of every NSA layer, and these.
+
+    Args:
+        sizes: of the branches.
+        opening: factor on the gates of all branches but the selected one; a schedule of training raises it to 1.
+    """
+
+    sizes: NSAConfig = NSAConfig()  # noqa: RUF009  (frozen)
+    opening: float = 1.0
+
+    def __post_init__(self) -> None:
+        BranchOptions.__post_init__(self)
+        check_number("opening", self.opening)
+        object.__setattr__(self, "branches", check_branches(self.branches))
+        object.__setattr__(self, "recompute", check_recompute(self.recompute, self.branches))
+
+    @classmethod
+    def of(cls, config: Any) -> LayerOptions:
+        """Read a model's ``config.flexnsa``; see :meth:`DropInOptions.of`."""
+        return cls(**_read(config, OF_LAYERS))
+
+
+OF_DROP_IN, OF_LAYERS = (
+    tuple(field.name for field in fields(options) if field.name != "sizes") for options in (DropInOptions, LayerOptions)
+)
+
+
+def _read(config: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the sizes and the options of these names that ``config.flexnsa`` sets."""
+    given = getattr(config, "flexnsa", None)
+    given = {} if given is None else given
+    check_type("config.flexnsa", given, Mapping)
+    for name in given:
+        if name not in (*names, *SIZES):
+            raise ValueError(f"config.flexnsa: expected some of {', '.join((*names, *SIZES))}, got {describe(name)}")
+    sizes = NSAConfig(**{name: given[name] for name in SIZES if name in given})
+    return {"sizes": sizes} | {name: given[name] for name in names if name in given}
+
+
+def _check_gates(gates: Any) -> tuple[float, ...]:
+    if not isinstance(gates, list | tuple) or len(gates) != len(BRANCHES):
+        raise ValueError(f"gates: expected a number for each of {BRANCHES}, got {describe(gates)}")
+    for gate in gates:
+        check_number("gates", gate)
+    return tuple(gates)

@@ -1,0 +1,70 @@
+"""Tensor parallelism of transformers: which parameters it shards over processes, and how layers are adapted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexnsa.geometry import BRANCHES
+from flexnsa.layers.attention import NativeSparseAttention
+from flexnsa.layers.compression import LinearCompressor, MeanCompressor, MLPCompressor
+from flexnsa.transformers.attention import ConvertedAttention
+
+SUMMED = "replicated_with_grad_allreduce"
+"""Whole on each process, which computes gradients of its own heads only: they are summed."""
+
+KEYS = [f"{kind}_{tag}" for kind in "kv" for tag in BRANCHES]
+
+
+def converted_plan(dense: dict[str, str] | None) -> dict[str, str]:
+    """Return the plan that shards converted layers as the family's dense ones: by whole groups of heads."""
+    layer = "layers.*.self_attn"
+    plan = {name: style for name, style in (dense or {}).items() if name not in (f"{layer}.k_proj", f"{layer}.v_proj")}
+    plan |= {f"{layer}.{name[0]}_proj_{name[2:]}": "colwise" for name in KEYS}
+    plan |= {f"{layer}.compress_{kind}.project": SUMMED for kind in "kv"}
+    return plan | {f"{layer}.gate": "colwise"}
+
+
+def decoder_plan() -> dict[str, str]:
+    """Return the plan that shards the layers of the library's own decoder; embedding, norms and head stay whole."""
+    layer = "model.layers.*"
+    heads = ["w_q", "gate.linear", *(f"w_{name}" for name in KEYS)]
+    plan = {f"{layer}.attention.{name}": "colwise" for name in heads}
+    plan |= {f"{layer}.attention.phi_{kind}.{name}": SUMMED for kind in "kv" for name in ("project", "out")}
+    return plan | {
+        f"{layer}.attention.w_o": "rowwise",
+        f"{layer}.mlp.up": "colwise",
+        f"{layer}.mlp.down": "rowwise",
+    }
+
+
+class SpreadHeads:
+    """Mixin of models that transformers may load sharded over processes."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as transformers does, and adapt its layers if it is sharded."""
+        loaded = super().from_pretrained(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        size = getattr(model, "tp_size", None) or 1
+        if size > 1:
+            for module in model.modules():
+                if isinstance(module, ConvertedAttention | NativeSparseAttention):
+                    keep_own_heads(module, size)
+        return loaded
+
+
+def keep_own_heads(layer: Any, size: int) -> None:
+    """Adapt a layer to the heads that one of ``size`` processes has.
+
+    Raises:
+        ValueError: the processes cannot share the key and value heads evenly.
+    """
+    if layer.num_kv_heads % size:
+        raise ValueError(f"tp_size: expected a divisor of num_key_value_heads={layer.num_kv_heads}, got {size}")
+    layer.num_heads //= size
+    layer.num_kv_heads //= size
+    if isinstance(layer, NativeSparseAttention):
+        layer.gate.num_heads //= size
+    for module in layer.children():
+        if isinstance(module, MeanCompressor | LinearCompressor | MLPCompressor):
+            module.shape = (layer.num_kv_heads, module.shape[1])

@@ -1,0 +1,65 @@
+"""Steps that fail half way, and steps for which there is no room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flexnsa.attention.table import CACHED_IMPLEMENTATIONS
+from tests.support.decoding import assert_equal_to_whole, decode, make_layer, tokens
+
+
+def refuse_window(patch: pytest.MonkeyPatch) -> None:
+    """Make the last branch of a cached step raise."""
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError("the window failed")
+
+    patch.setitem(CACHED_IMPLEMENTATIONS, "sdpa", replace(CACHED_IMPLEMENTATIONS["sdpa"], window=fail))
+
+
+def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer()
+    x = tokens(2, 90)
+    cache = layer.new_cache(2, 90)
+    layer(x[:, :50], cache=cache)
+    with monkeypatch.context() as patch:
+        refuse_window(patch)
+        with pytest.raises(RuntimeError, match="the window failed"):
+            layer(-x[:, 50:80], cache=cache)
+    assert_equal_to_whole(decode(layer, x[:, 50:], [1] * 40, cache), layer(x)[:, 50:])
+
+
+def test_a_failed_step_still_overwrites_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys are in the ring buffer already, in the slot of the oldest, so no step can go back that far."""
+    layer = make_layer()
+    x = tokens(2, 90)
+    cache = layer.new_cache(2, 90)
+    decode(layer, x[:, :50], [50], cache)
+    with monkeypatch.context() as patch:
+        refuse_window(patch)
+        with pytest.raises(RuntimeError, match="the window failed"):
+            layer(-x[:, 50:51], cache=cache)
+    with pytest.raises(ValueError, match="lengths: expected 0, or up to max_rewind=1 less than the 50"):
+        cache.crop(49)
+    assert_equal_to_whole(decode(layer, x[:, 50:], [1] * 40, cache), layer(x)[:, 50:])
+
+
+def test_a_full_sequence_raises_after_uncounted_steps() -> None:
+    layer = make_layer()
+    cache = layer.new_cache(2, 30)
+    layer(tokens(2, 20), cache=cache, lengths=torch.tensor([20, 3]))
+    torch.compiler.reset()
+    step = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for _ in range(9):
+        step(tokens(2, 1), cache=cache)
+    layer(tokens(2, 1), cache=cache)
+    with pytest.raises(ValueError, match=r"x: expected at most 0 tokens, .* of 30 has room in row 0, got 1"):
+        layer(tokens(2, 1), cache=cache)
+    cache.crop(torch.tensor([29, 12]))
+    assert layer(tokens(2, 1), cache=cache).isfinite().all()
+    cache.reset()
+    assert layer(tokens(2, 30), cache=cache).isfinite().all()

@@ -1,0 +1,81 @@
+"""Steps by the kernels that take all of one, in Triton's interpreter and on a GPU, against whole rows by the oracle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cache import interpreted_decoding
+from tests.support.triton_decoding import CASES, run
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
+    path = tmp_path_factory.mktemp("interpreted") / "results.pt"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, interpreted_decoding.__file__, str(path)], env=environment, check=True)
+    return torch.load(path)
+
+
+def assert_right(name: str, found: dict[str, Any]) -> None:
+    """As near to float64 as the oracle in the same precision, and the same blocks."""
+    case = CASES[name]
+    lengths = [
+        [start + count for start, count in zip(case.starts(row), counts, strict=True)]
+        for row, counts in enumerate(zip(*case.steps, strict=True))
+    ]
+    assert found["lengths"] == [after[-1] for after in lengths]
+    assert found["reached"] == [max(prompt, *after) for prompt, after in zip(case.prompts, lengths, strict=True)]
+    if "blocks" in found:
+        assert torch.equal(found["blocks"], found["exact_blocks"])
+    plain, ours = (_distance(found[key], found["exact"]) for key in ("plain", "out"))
+    assert ours <= 1.5 * plain, (ours, plain)
+    resolution = torch.finfo(case.dtype).eps
+    for kept, exact in found["buffers"]:
+        torch.testing.assert_close(kept, exact, rtol=4 * resolution, atol=4 * resolution)
+
+
+def _distance(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_equal_whole_sequences(name: str, interpreted: dict[str, Any]) -> None:
+    assert_right(name, interpreted[name])
+
+
+def test_tokens_without_capacity_are_nan_and_not_kept(interpreted: dict[str, Any]) -> None:
+    found = interpreted["over the end"]
+    assert found["out"].isnan().all(-1).tolist() == [[False, True], [False, False]]
+    kept = found["out"].isfinite()
+    torch.testing.assert_close(found["out"][kept], found["whole"][kept], rtol=0, atol=1e-6)
+    assert found["lengths"] == [10, 5]
+
+
+def test_lengths_may_lie_apart_in_memory(interpreted: dict[str, Any]) -> None:
+    for given, lengths in interpreted["lengths apart"].values():
+        assert lengths == given
+
+
+def test_nan_stays_in_its_sequence_until_it_is_cropped(interpreted: dict[str, Any]) -> None:
+    found = interpreted["no numbers"]
+    assert found["draft"].isnan().all(-1).tolist() == [[False, False], [True, True]]
+    torch.testing.assert_close(found["after"], found["whole"], rtol=0, atol=1e-6)
+
+
+def test_a_compiled_step_is_one_graph(interpreted: dict[str, Any]) -> None:
+    assert interpreted["compiled"] == {"same": True, "graphs": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_kernels_equal_whole_sequences(name: str) -> None:
+    assert_right(name, run(CASES[name], "cuda"))

@@ -1,0 +1,40 @@
+"""An option of a layer is one field of ``LayerConfig``: models of transformers and converted layers have it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from flexnsa.lm import DecoderConfig
+from flexnsa.lm.transformers_model import FlexNSAConfig
+from flexnsa.transformers import LayerOptions
+from tests.support.layer_fields import CHANGED, FIELDS, SIZES
+
+OF_DENSE = "the dense model has it"
+FIXED = "fixed, so that the converted model starts as the dense one"
+NOT_OF_CONVERTED = {
+    "dim": OF_DENSE,
+    "num_heads": OF_DENSE,
+    "num_kv_heads": OF_DENSE,
+    "head_dim": OF_DENSE,
+    "v_head_dim": OF_DENSE,
+    "rope_base": OF_DENSE,
+    "compression": FIXED,
+    "gate": FIXED,
+    "shared_keys": FIXED,
+    "begin_as_mean": FIXED,
+    "nsa": "called sizes; config.flexnsa has its fields",
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_config_keeps_the_value_of_a_layer_field(name: str) -> None:
+    value = CHANGED.get(name, True)
+    config = DecoderConfig(**SIZES | {"num_layers": 1, name: value})
+    assert getattr(FlexNSAConfig.of(config).decoder_config(), name) == value
+
+
+def test_converted_layer_has_every_layer_field_that_it_does_not_inherit() -> None:
+    assert FIELDS.keys() - {field.name for field in fields(LayerOptions)} == NOT_OF_CONVERTED.keys()
+    assert all(field.default == FIELDS[field.name].default for field in fields(LayerOptions) if field.name in FIELDS)

@@ -1,0 +1,228 @@
+"""The command line: its imports, its errors, and its tables."""
+
+import argparse
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexnsa.lm import preset
+from flexnsa.lm.checkpoint.log import read_log
+from flexnsa.lm.cli import COMMANDS, main
+from flexnsa.lm.cli.options import add_device_option, require
+from flexnsa.lm.cli.recipe_options import add_recipe_options, model_config
+from flexnsa.lm.measure.growth import fit_power_law
+from flexnsa.lm.measure.table import format_table
+from tests.lm.cli.tiny_run import train, write_text
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from options_of(command)
+        else:
+            yield action
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_explained(command: str) -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"flexnsa.lm.cli.{command}").add_arguments(parser)
+    assert [action.option_strings for action in options_of(parser) if not action.help] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--steps 0", "argument --steps: expected more than 0, got 0"),
+        ("--steps many", "argument --steps: invalid int value: 'many'"),
+        ("--lr nan", "argument --lr: expected more than 0, got nan"),
+        ("--num-heads 8 --num-kv-heads 3", "argument --num-kv-heads: expected a divisor of num_heads=8, got 3"),
+        ("--compress-block-size 20", "argument --compress-block-size: expected a multiple of compress_stride=8"),
+        ("--compression fft", "argument --compression: expected one of 'mean', 'linear', 'mlp', got 'fft'"),
+        ("--impl magic", "argument --impl: expected one of 'auto', "),
+        ("--branches cmp far", "argument --branches: expected some of ('cmp', 'slc', 'win')"),
+        ("--attention linear", "argument --attention: invalid choice: 'linear'"),
+        ("--precision fp8", "argument --precision: invalid choice: 'fp8'"),
+        ("--preset huge", "argument --preset: invalid choice: 'huge'"),
+        ("--device abacus", "argument --device: expected a device such as cpu or cuda:0, got 'abacus'"),
+        ("--text /nowhere", "argument --text: expected a file or a folder, got '/nowhere'"),
+        ("--seq-len 99999999", "argument --seq-len: expected less than the "),
+        ("--impl flex", "argument --impl: expected 'auto' or 'sdpa' to train on a CPU, where flex has no backward"),
+        ("--device meta", "argument --device: expected a device of this machine, got 'meta'"),
+        ("--device cuda:99", "argument --device: expected a device of this machine, got 'cuda:99'"),
+        ("--seed 12345678901234567890", "argument --seed: expected a number of at most 64 bits, got 1234567890123456"),
+        ("--out /dev/null", "argument --out: expected a folder, got '/dev/null', but '/dev/null' is a file"),
+        ("--out /dev/null/run", "argument --out: expected a folder, got '/dev/null/run', but '/dev/null' is a file"),
+        ("--out a\0b", r"argument --out: expected a folder, got 'a\x00b', which no file system can"),
+        ("--out \ud800", r"argument --out: expected a folder, got '\ud800', which no file system can name"),
+        ("--no-such-thing", "unrecognized arguments: --no-such-thing"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["train", "--device", "cpu", "--out", str(tmp_path), *arguments.split()])
+    assert leaving.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("flexnsa")
+    assert message in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--seq 0", "argument --seq: expected at least 1, got 0"),
+        ("--batch 0", "argument --batch: expected at least 1, got 0"),
+        ("--layers 0", "argument --layers: expected at least 1, got 0"),
+        (f"--seq {10**400}", "argument --seq: expected a number of at most 64 bits, got 1"),
+        (f"--budget {10**400}KB", "argument --budget: expected a number of at most 64 bits, got 1"),
+        ("--budget much", "argument --budget: expected a size such as 65GiB or 800MB, got 'much'"),
+    ],
+)
+def test_wrong_sizes_of_an_estimate_are_named(arguments: str, message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as leaving:
+        main(["estimate", *arguments.split()])
+    assert leaving.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_branches_that_run_again_are_an_option_of_training_and_of_its_estimate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = write_text(tmp_path / "text")
+    losses = {}
+    for name, options in {"plain": (), "again": ("--recompute", "win", "cmp")}.items():
+        train(tmp_path / name, text, *options)
+        losses[name] = [entry["loss"] for entry in read_log(tmp_path / name / "log.jsonl") if "loss" in entry]
+    assert losses["again"] == losses["plain"] != []
+    with pytest.raises(SystemExit):
+        train(tmp_path / "wrong", text, "--recompute", "all")
+    assert "--recompute: expected some of ('cmp', 'slc', 'win')" in capsys.readouterr().err
+
+    sizes = []
+    for options in ([], ["--recompute", "slc", "win"]):
+        main(["estimate", "--impl", "flex", *options])
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "saved for backward" in line]
+        sizes.append(float(line.split()[-1].replace(",", "")))
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.parametrize(("cuda", "impl"), [(False, "sdpa"), (True, "triton")])
+def test_estimate_is_of_what_would_run_here(
+    cuda: bool, impl: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    main(["estimate", "--impl", "auto", "--compile"])
+    default, _, _ = capsys.readouterr().out.partition("\n")
+    assert f"impl={impl}" in default
+    assert default.endswith("compiled")
+
+
+def test_estimate_of_a_dense_model_is_what_nsa_is_compared_with(capsys: pytest.CaptureFixture[str]):
+    tables = {}
+    for attention in ("nsa", "dense"):
+        main(["estimate", "--attention", attention, "--seq", "8192"])
+        tables[attention] = capsys.readouterr().out.split("decoding one token")[1].splitlines()[2:]
+    assert [line.split()[-1] for line in tables["dense"]] == [line.split()[-2] for line in tables["nsa"]]
+
+
+def test_device_is_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
+    for here, expected in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda here=here: here)
+        parser = argparse.ArgumentParser()
+        add_device_option(parser)
+        assert parser.parse_args([]).device == torch.device(expected)
+
+
+def test_mistakes_of_the_program_keep_their_traceback(monkeypatch: pytest.MonkeyPatch):
+    for mistake in (ValueError("q: expected a tensor"), TypeError("no"), RuntimeError("no"), OSError("no"), KeyError()):
+
+        def fail(*_: object, mistake: Exception = mistake, **__: object) -> None:
+            raise mistake
+
+        monkeypatch.setattr("flexnsa.lm.cli.estimate.estimate_training", fail)
+        with pytest.raises(type(mistake)):
+            main(["estimate"])
+
+
+def test_an_interrupt_ends_any_command_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flexnsa.lm.cli.diagnose.recipe_of", interrupt)
+    with pytest.raises(SystemExit) as leaving:
+        main(["diagnose", "soak"])
+    assert leaving.value.code == 130
+    assert capsys.readouterr().err == "flexnsa diagnose soak: interrupted\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_the_options(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as leaving:
+        main([command, "--help"])
+    assert leaving.value.code == 0
+    assert f"usage: flexnsa {command} [-h]" in capsys.readouterr().out
+
+
+def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as leaving:
+        main([])
+    assert leaving.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_library_imports_torch_and_none_of_the_extras():
+    code = (
+        "import sys, torch; before = set(sys.modules); import flexnsa, flexnsa.lm, flexnsa.lm; "
+        "print({name.split('.')[0] for name in set(sys.modules) - before})"
+    )
+    imported = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert "flexnsa" in imported
+    assert not [name for name in ("numpy", "matplotlib", "tqdm", "safetensors") if name in imported]
+
+
+@pytest.mark.parametrize(
+    ("options", "shared_keys", "begin_as_mean"),
+    [("", True, True), ("--no-shared-keys", False, True), ("--no-begin-as-mean --shared-keys", True, False)],
+)
+def test_a_preset_says_what_is_left_open(options: str, shared_keys: bool, begin_as_mean: bool) -> None:
+    parser = argparse.ArgumentParser()
+    add_recipe_options(parser)
+    config = model_config(parser.parse_args(["--preset", "text-125m", *options.split()]))
+    assert config == preset("text-125m", shared_keys=shared_keys, begin_as_mean=begin_as_mean)
+
+
+def test_missing_package_is_answered_with_its_extra():
+    require("json", extra="train")
+    with pytest.raises(SystemExit, match=r"no_such_package not installed: install flexnsa with its extra 'plot'$"):
+        require("json", "no_such_package", extra="plot")
+
+
+def test_table_aligns_words_left_and_numbers_right():
+    table = format_table(["name", "MiB"], [["a", "1"], ["longer", "1,000"]])
+    assert table == "name      MiB\n------  -----\na           1\nlonger  1,000"
+    with pytest.raises(ValueError, match=r"zip\(\)"):
+        format_table(["name", "MiB"], [["a"]])
+
+
+def test_power_law_is_found_and_what_is_none_is_told():
+    fit = fit_power_law((length, 3 * length**2) for length in (1, 2, 4, 8))
+    assert (fit.exponent, fit.constant, fit.residual) == (pytest.approx(2), pytest.approx(3), pytest.approx(0))
+    assert fit_power_law([(1024, 5.0), (2048, 10.0)]).exponent == pytest.approx(1)
+    # A line through the logarithms of 1, 2 * 1.5 ** 3, 4 has the slope of the first to the last.
+    fit = fit_power_law([(1, 1.0), (2, 2 * 1.5**3), (4, 4.0)])
+    assert (fit.exponent, fit.constant, fit.residual) == (pytest.approx(1), pytest.approx(1.5), pytest.approx(1.25))
+    for points in ([(1024, 5.0)], [(1024, 5.0), (1024, 6.0)], [(1024, 0.0), (2048, 1.0)]):
+        with pytest.raises(ValueError, match="points: expected positive values at two lengths"):
+            fit_power_law(points)

@@ -1,0 +1,105 @@
+"""What a step needs to fail or hang is found by trying less and less of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexnsa.lm import DecoderLM
+from flexnsa.lm.cli import main
+from flexnsa.lm.diagnosis import Outcome, Trial, bisect, run_case
+from tests.lm.cli.tiny_run import SIZES, write_text
+from tests.parallel.steps import MODEL
+
+BRANCHES = ("cmp", "slc", "win")
+WHOLE = Trial(num_layers=4, checkpointed=(0, 4), branches=BRANCHES)
+CULPRIT = 2
+
+
+def take_step(trial: Trial) -> dict[str, Any]:
+    """A step of a model whose third layer never comes back from the backward of its selected branch."""
+    sizes = {"num_layers": trial.num_layers, "checkpointing": trial.checkpointed}
+    model = DecoderLM(replace(MODEL, **sizes, branches=trial.branches)).train()
+    layers: Any = model.layers
+    for index, layer in enumerate(layers):
+        if index == CULPRIT and "slc" in trial.branches:
+            layer.attention.w_v_slc.register_forward_hook(block_in_backward)
+    tokens = torch.zeros(1, 24, dtype=torch.int64)
+    model(tokens, targets=tokens).backward()
+    return {}
+
+
+def block_in_backward(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+    def never_return(_gradient: Tensor) -> None:
+        threading.Event().wait()
+
+    output.register_hook(never_return)
+
+
+def test_a_layer_that_deadlocks_in_backward_is_named_with_its_branch(tmp_path: Path) -> None:
+    def run(trial: Trial) -> Outcome:
+        return run_case(tmp_path / trial.name(), take_step, trial, seconds=3)
+
+    found = bisect(run, replace(WHOLE, num_layers=CULPRIT + 1, checkpointed=(0, 0)))
+    assert found.found
+    assert found.sentence().startswith("layer 2 hangs (after 3 s rank 0 in threading.py:")
+    assert found.sentence().endswith("checkpointed or not; of the branches slc alone (6 trials).")
+    stacks = (tmp_path / found.trials[0][0].name() / "stacks.rank-0.txt").read_text()
+    assert "never_return" in stacks
+
+
+def trials_of(fails: Callable[[Trial], bool], whole: Trial = WHOLE, status: Any = "failed") -> tuple[str, list[Trial]]:
+    found = bisect(lambda trial: Outcome(status if fails(trial) else "passed", "why", 0.0, {}), whole)
+    return found.culprit, [trial for trial, _ in found.trials]
+
+
+@pytest.mark.parametrize("culprit", range(12))
+def test_a_layer_whose_checkpointing_fails_is_found_in_a_logarithm_of_trials(culprit: int) -> None:
+    whole = Trial(12, (0, 12), BRANCHES)
+    said, trials = trials_of(lambda trial: trial.checkpointed[0] <= culprit < trial.checkpointed[1], whole)
+    assert said == f"checkpointing of layer {culprit} fails (why); each branch alone does"
+    assert len(trials) <= 2 + 2 * 4 + 3
+
+
+@pytest.mark.parametrize("culprit", range(1, 12))
+def test_a_layer_that_fails_by_itself_is_found_by_leaving_off_those_behind_it(culprit: int) -> None:
+    whole = Trial(12, (0, 12), BRANCHES)
+    said, trials = trials_of(lambda trial: culprit < trial.num_layers, whole, "over time")
+    assert said == f"layer {culprit} hangs (why), checkpointed or not; each branch alone does"
+    assert len(trials) <= 2 + 4 + 3
+
+
+def test_what_no_half_and_no_branch_does_alone_is_said() -> None:
+    needs = {(0, 4)}
+    said, _ = trials_of(lambda trial: trial.checkpointed in needs and trial.branches == BRANCHES)
+    assert said == "checkpointing of layers 0 to 3, no half of which alone fails (why); no branch does alone"
+    said, _ = trials_of(lambda _: True)
+    assert said == "layer 0 fails (why), checkpointed or not, or what lies around the layers; each branch alone does"
+    said, _ = trials_of(lambda trial: trial.num_layers > 1, replace(WHOLE, branches=()))
+    assert said == "layer 1 fails (why), checkpointed or not"  # of a model without branches
+    said, trials = trials_of(lambda _: False)
+    assert said == "the step passes: there is nothing to find"
+    assert trials == [WHOLE]
+
+
+def test_the_command_finds_the_step_that_diverges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, seen = write_text(tmp_path / "text"), tmp_path / "seen.json"
+    sizes = " ".join(SIZES.split(" --steps ")[0].split())
+    command = ["diagnose", "bisect", "--text", str(text), *sizes.split(), "--device", "cpu", "--out", str(tmp_path)]
+    main([*command, "--branches", "win", "--json", str(seen)])
+    assert capsys.readouterr().out.startswith("the step passes: there is nothing to find (1 trial).")
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--branches", "win", "--lr", "1e30", "--steps", "3", "--json", str(seen)])
+    assert left.value.code == 1
+    said = capsys.readouterr().out
+    assert said.startswith("layer 0 fails (rank 0: FloatingPointError: step ")
+    assert "or what lies around the layers; branch win, the only one (1 trial)." in said
+    assert json.loads(seen.read_text())["trials"][0]["status"] == "failed"

@@ -1,0 +1,74 @@
+"""The environment of a run is printed, and kept in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexnsa.lm import Trainer
+from flexnsa.lm.cli import main
+from flexnsa.lm.diagnosis.environment import sentence, table
+from tests.lm.cli.tiny_run import train as train_small
+from tests.lm.cli.tiny_run import write_text
+
+
+def test_the_command_gives_a_sentence_a_table_and_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("SECRET", "not ours to show")
+    main(["diagnose", "environment", "--json", str(tmp_path / "seen.json")])
+    record = json.loads((tmp_path / "seen.json").read_text())["environment"]
+    assert record["torch"] == torch.__version__
+    assert record["cores"] == os.cpu_count()
+    assert record["threads"] == torch.get_num_threads()
+    assert record["variables"]["NCCL_DEBUG"] == "INFO"
+    assert record["variables"]["OMP_NUM_THREADS"] == "7"
+    assert "SECRET" not in record["variables"]
+    assert {"triton", "cuda", "driver", "cudnn", "nccl", "commit", "python", "platform", "time"} <= record.keys()
+    assert len(record["gpus"]) == torch.cuda.device_count()
+    said = capsys.readouterr().out
+    first, _, rest = said.partition("\n")
+    assert first.endswith(".")
+    assert f"torch {torch.__version__}" in first
+    assert re.search(r"^NCCL_DEBUG +INFO$", rest, re.MULTILINE)
+    assert re.search(rf"^torch +{re.escape(torch.__version__)}$", rest, re.MULTILINE)
+
+
+def test_gpus_are_counted_by_kind_and_listed() -> None:
+    gpu = {"name": "NVIDIA H200", "capability": "9.0", "memory_gib": 139.8, "multiprocessors": 132}
+    record = {"commit": "abc", "torch": "2.11", "cuda": "13.0", "driver": "580.1", "threads": 8, "cores": 16}
+    record |= {"gpus": [gpu | {"index": 0}, gpu | {"index": 1}], "variables": {}}
+    assert "CUDA 13.0 with driver 580.1 on 2 x NVIDIA H200" in sentence(record)
+    assert re.search(r"^GPU 1 +NVIDIA H200, 139.8 GiB, 132 multiprocessors of 9.0$", table(record), re.MULTILINE)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["diagnose", "environment", "--json", str(tmp_path)])
+    assert left.value.code == 2
+    assert f"argument --json: expected a file, got '{tmp_path}', which is a folder" in capsys.readouterr().err
+
+
+def test_every_start_of_a_run_adds_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> list[dict[str, object]]:
+        train_small(tmp_path / "run", write_text(tmp_path / "text"))
+        return [json.loads(line) for line in (tmp_path / "run" / "environment.json").read_text().splitlines()]
+
+    with monkeypatch.context() as stopping:
+        step = Trainer.train_step
+        stopping.setattr(Trainer, "train_step", lambda self: (signal.raise_signal(signal.SIGTERM), step(self))[1])
+        with pytest.raises(SystemExit):
+            start()
+    assert len(start()) == 2
+    records = start()  # there is nothing left to do
+    assert len(records) == 2
+    assert records[0]["torch"] == torch.__version__
+    assert not list((tmp_path / "run").glob("*.tmp"))

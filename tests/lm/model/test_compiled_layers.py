@@ -1,0 +1,106 @@
+"""Layers compiled one by one: once for all of them, with the results of the model as it is written."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import GraphModule
+from torch.profiler import ProfilerActivity, profile
+
+from flexnsa.checkpointing import SELECTION_OPERATORS
+from flexnsa.lm import DecoderConfig, DecoderLM
+from tests.support.inputs import TINY
+
+LAYERS = 3
+
+
+def make(attention: Any, **changes: Any) -> tuple[DecoderLM, Tensor, Tensor]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"dim": 32, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    model = DecoderLM(DecoderConfig(**sizes, nsa=TINY, attention=attention, **changes))
+    return model, torch.randint(256, (2, 40)), torch.randint(256, (2, 40))
+
+
+def loss_and_gradients(model: Callable[..., Tensor], tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    loss = model(tokens, targets=targets)
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def occurrences(code: list[GraphModule], *operators: str) -> int:
+    return sum(any(name in str(node.target) for name in operators) for graph in code for node in graph.graph.nodes)
+
+
+def recording(code: list[GraphModule]) -> Callable[..., Any]:
+    """Return a backend that keeps the graphs of forward and backward, cut as Inductor cuts them."""
+
+    def keep(graph: GraphModule, _inputs: Any) -> GraphModule:
+        code.append(graph)
+        return graph
+
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_all_checkpointed_layers_share_one_compilation_and_select_once(attention: str) -> None:
+    model, tokens, targets = make(attention, checkpointing=True)
+    plain = loss_and_gradients(model, tokens, targets)
+
+    torch._dynamo.reset()
+    counters.clear()
+    code: list[GraphModule] = []
+    model.compile_layers(backend=recording(code), fullgraph=True)
+    compiled = loss_and_gradients(model, tokens, targets)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:  # a compiler at work would be counted too
+        loss_and_gradients(model, tokens, targets)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert len(code) == 2  # forward and backward
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-6)
+
+    selections = {name.removesuffix(".default").replace(".", "::") for name in SELECTION_OPERATORS}
+    ran = sum(event.count for event in profiled.key_averages() if event.key in selections)
+    assert ran == (LAYERS if attention == "nsa" else 0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_branches_run_again_in_compiled_layers_and_blocks_are_selected_once(checkpointing: bool) -> None:
+    model, tokens, targets = make("nsa")
+    plain = loss_and_gradients(model, tokens, targets)
+    again, *_ = make("nsa", recompute=("slc", "win"), checkpointing=checkpointing)
+    again.load_state_dict(model.state_dict())
+    eager = loss_and_gradients(again, tokens, targets)
+    assert all(torch.equal(a, b) for a, b in zip(eager, plain, strict=True))
+
+    torch._dynamo.reset()
+    counters.clear()
+    code: list[GraphModule] = []
+    again.compile_layers(backend=recording(code), fullgraph=True)
+    torch.testing.assert_close(loss_and_gradients(again, tokens, targets), plain, rtol=1e-4, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert occurrences(code, "flexnsa.selected_attention.default") == 2
+    assert occurrences(code, "flexnsa.interval_attention.default") == 2 + 1 + checkpointing
+    assert occurrences(code, *SELECTION_OPERATORS) == 1
+
+
+def test_a_model_with_compiled_layers_is_pickled_as_it_is_written() -> None:
+    model, tokens, _ = make("nsa")
+    plain = model(tokens)
+    model.compile_layers(backend="eager")
+    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), plain)
+
+
+def test_rotary_tables_are_computed_once_by_a_model_compiled_whole() -> None:
+    model, tokens, targets = make("dense")
+    torch._dynamo.reset()
+    code: list[GraphModule] = []
+    loss_and_gradients(torch.compile(model, backend=recording(code), fullgraph=True), tokens, targets)
+    assert len(code) == 2
+    assert occurrences(code, "flexnsa.rope_tables") == 1
+    assert occurrences(code, "aten.sin", "aten.cos") == 0

@@ -1,0 +1,81 @@
+"""Tokens are drawn in groups: the host looks once a group, and neither stops nor tokens depend on when it does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexnsa.lm import Sampling, generate_tokens
+from flexnsa.lm.generation.steps import Draws
+from tests.lm.model.sessions import GREEDY, LENGTHS, make_model, prompts
+
+
+class Script:
+    """A language model whose rows continue with ``texts[b]``; from token ``broken`` on it predicts no number."""
+
+    def __init__(self, texts: list[list[int]], broken: int | None = None) -> None:
+        self.texts, self.broken, self.steps = torch.tensor(texts), broken, 0
+        self.embedding = nn.Embedding(100, 1)
+
+    def new_caches(self, batch_size: int, max_seq_len: int) -> list[Any]:
+        del batch_size, max_seq_len
+        return [SimpleNamespace(reset=lambda: None)]
+
+    def __call__(self, tokens: Tensor, *, caches: Any = None, lengths: Tensor | None = None) -> Tensor:
+        assert caches is not None
+        assert lengths is not None
+        self.steps = 1 if tokens.shape[1] > 1 else self.steps + 1
+        logits = nn.functional.one_hot(self.texts[:, self.steps - 1], 100)[:, None].expand(-1, tokens.shape[1], -1)
+        return logits.double() if self.broken is None or self.steps <= self.broken else logits * torch.nan
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=50, temperature=2.0)])
+def test_tokens_do_not_depend_on_how_many_are_drawn_between_two_looks(attention: str, sampling: Sampling) -> None:
+    model = make_model(attention)
+    free = model.generate(prompts(), 21, lengths=LENGTHS, sampling=sampling, cached=False)
+    stops = [free[0][6], tuple(free[1][6:9]), tuple(free[2][14:18])]  # in a group of 8, and across two
+    rows = [
+        model.generate(prompts(), 21, lengths=LENGTHS, sampling=sampling, stop_tokens=stops, group=group)
+        for group in (None, 1, 3, 8)
+    ]
+    assert rows[0] == model.generate(prompts(), 21, lengths=LENGTHS, sampling=sampling, stop_tokens=stops, cached=False)
+    assert rows[1:] == [rows[0]] * 3
+    assert max(map(len, rows[0])) < 21
+
+
+@pytest.mark.parametrize(("group", "looks"), [(1, 21), (3, 8), (8, 4)])
+def test_the_host_looks_once_a_group_and_the_last_is_no_longer_than_what_is_left(
+    group: int, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    read = Draws.read
+    monkeypatch.setattr(Draws, "read", lambda self, count: counts.append(count) or read(self, count))
+    generate_tokens(make_model(), prompts(), 21, group=group)
+    assert (len(counts), sum(counts), max(counts)) == (looks, 21, group)
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_what_was_drawn_behind_a_stop_is_thrown_away_and_rows_end_when_they_do(group: int) -> None:
+    model = Script([[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], [5, 6, 5, 5, 6, 7, 7, 7, 7, 7, 7, 7], [9] * 12])
+    seen: list[tuple[int, int]] = []
+    stops = [(5, 6, 7), 8]
+    told = {"group": group, "on_token": lambda *token: seen.append(token)}
+    rows = generate_tokens(model, prompts() % 100, 12, sampling=GREEDY, stop_tokens=stops, **told)
+    assert rows == [[1, 2, 3, 4], [5, 6, 5], [9] * 12]  # the first by a stop of three tokens, before that of one
+    assert [[token for row, token in seen if row == index] for index in range(3)] == rows
+    assert [row for row, _ in seen][:3] == [0, 2, 0]  # the second waits: 5 and 6 may begin a stop
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_a_prediction_that_is_no_number_is_told_once_it_is_needed(group: int) -> None:
+    texts, seen = [[1, 2, 3, 4, 5, 6, 7, 8]], []
+    options: dict[str, Any] = {"sampling": GREEDY, "group": group, "on_token": lambda *token: seen.append(token)}
+    with pytest.raises(FloatingPointError, match=r"logits: expected finite numbers, got \[nan\]"):
+        generate_tokens(Script(texts, 4), prompts(1) % 100, 8, **options)
+    assert seen == [(0, 1), (0, 2), (0, 3), (0, 4)]
+    assert generate_tokens(Script(texts, 4), prompts(1) % 100, 8, stop_tokens=[4], **options) == [[1, 2, 3]]

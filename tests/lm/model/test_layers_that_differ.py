@@ -1,0 +1,107 @@
+"""A model whose layers have sizes of their own: its tokens one by one are what they are together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexnsa import NSAConfig
+from flexnsa.lm import DecoderConfig, DecoderLM, Sampling
+from flexnsa.lm.model.decoder import DecoderLayer, build_attention
+
+SIZES = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=4, window_size=8)
+CONFIG = DecoderConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, nsa=SIZES)
+CHANGES: dict[str, Callable[[DecoderConfig], DecoderConfig]] = {
+    "rope_base": lambda config: replace(config, rope_base=1e6),
+    "heads": lambda config: replace(config, num_heads=2, num_kv_heads=1, head_dim=16, v_head_dim=12),
+    "stride": lambda config: replace(config, nsa=replace(SIZES, compress_stride=8)),
+    "blocks": lambda config: replace(config, nsa=replace(SIZES, compress_block_size=16, select_block_size=16)),
+    "window and selection": lambda config: replace(config, nsa=replace(SIZES, window_size=5, num_selected_blocks=3)),
+    "branches": lambda config: replace(config, branches=("slc", "win"), compression="mean"),
+    "the other attention": lambda config: replace(
+        config, attention="nsa" if config.attention == "dense" else "dense", rope_base=1e6
+    ),
+}
+CASES = [("nsa", name) for name in CHANGES] + [
+    ("dense", "rope_base"),
+    ("dense", "heads"),
+    ("dense", "the other attention"),
+]
+LENGTHS = torch.tensor([13, 27])
+IDS = torch.arange(2).repeat_interleave(LENGTHS)[None]
+
+
+def make_model(attention: str, name: str) -> DecoderLM:
+    """Let the second and the last layer differ from the others."""
+    torch.manual_seed(0)
+    config = replace(CONFIG, attention=attention)
+    model = DecoderLM(config)
+    for index in (1, 3):
+        layer = cast("DecoderLayer", model.layers[index])
+        layer.attention = build_attention(CHANGES[name](config))
+        layer.reset_parameters()
+    return model.requires_grad_(False)
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def assert_equal(out: Tensor, whole: Tensor) -> None:
+    torch.testing.assert_close(out, whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("attention", "name"), CASES)
+def test_one_by_one_is_what_it_is_together(attention: str, name: str) -> None:
+    model, x = make_model(attention, name), tokens(2, 40)
+    whole = model(x)
+    for chunks in ([1] * 40, [20] + [1] * 20, [9, 3, 28]):  # one by one; whole rows first; some at a time
+        caches = model.new_caches(2, 40)
+        assert_equal(torch.cat([model(part, caches=caches) for part in x.split(chunks, dim=1)], dim=1), whole)
+
+
+@pytest.mark.parametrize(("attention", "name"), CASES)
+def test_packed_documents_are_what_each_is_alone(attention: str, name: str) -> None:
+    model, x = make_model(attention, name), tokens(1, 40)
+    alone = torch.cat([model(part) for part in x.split(LENGTHS.tolist(), dim=1)], dim=1)
+    assert_equal(model(x, document_ids=IDS), alone)
+    assert_equal(model(x, document_ids=IDS, caches=model.new_caches(2, 27)), alone)
+
+
+@pytest.mark.parametrize(("attention", "name"), CASES)
+def test_a_session_draws_what_whole_sequences_do(attention: str, name: str) -> None:
+    model, options = make_model(attention, name), {"sampling": Sampling(temperature=0.0), "max_new_tokens": 6}
+    cached, whole = (model.generate(tokens(2, 20), **options, cached=cached) for cached in (True, False))
+    assert cached == whole
+
+
+@pytest.mark.parametrize(("attention", "name"), [("nsa", "rope_base"), ("nsa", "stride"), ("dense", "rope_base")])
+def test_compiled_layers_keep_to_their_own_sizes(attention: str, name: str) -> None:
+    model, x = make_model(attention, name), tokens(2, 40)
+    whole = model(x)
+    torch.compiler.reset()
+    model.compile_layers(backend="aot_eager", fullgraph=True)
+    assert_equal(model(x), whole)
+    torch.compiler.reset()
+    caches = model.new_caches(2, 40)
+    step = torch.compile(make_model(attention, name), backend="aot_eager", fullgraph=True)
+    assert_equal(torch.cat([step(part, caches=caches) for part in x.split([39, 1], dim=1)], dim=1), whole)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_layers_of_the_same_sizes_share_a_layout(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = make_model(attention, "rope_base"), list[float]()
+    for layer in cast("list[DecoderLayer]", [*model.layers]):
+
+        def layout(*given: Any, attention: Any = layer.attention, make: Any = layer.attention.layout) -> Any:
+            made.append(attention.rope_base)
+            return make(*given)
+
+        monkeypatch.setattr(layer.attention, "layout", layout)
+    model(tokens(2, 40))
+    assert made == [1e4, 1e6]

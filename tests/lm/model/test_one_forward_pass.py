@@ -1,0 +1,119 @@
+"""What a decoder does once a forward pass, however many layers it has and whichever of them run again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import noop_context_fn
+
+from flexnsa import mods
+from flexnsa.attention import selection
+from flexnsa.attention.seam import BranchOutput, Call
+from flexnsa.attention.table import IMPLEMENTATIONS, SDPA
+from flexnsa.functional import calls as functional_calls
+from flexnsa.layers import core
+from flexnsa.lm import DecoderConfig, DecoderLM
+from flexnsa.lm.dense import attention as dense
+from flexnsa.lm.model import decoder
+from tests.support.inputs import SMALL
+
+LAYERS = 3
+CONFIG = DecoderConfig(dim=32, num_layers=LAYERS, num_heads=4, num_kv_heads=2, head_dim=8, impl="sdpa", nsa=SMALL)
+MODS: dict[str, dict[str, Any]] = {"no mod": {}, "score_mod": {"score_mod": mods.soft_cap(2.0)}}
+
+
+def train(checkpointing: bool | tuple[int, int], **options: Any) -> None:
+    """One forward and backward pass; ten blocks to a query at the end, of which it takes four."""
+    model = DecoderLM(replace(CONFIG, checkpointing=checkpointing))
+    model(torch.randint(256, (2, 150)), **options).square().sum().backward()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[str]:
+    """Grow by one with each call of a function of a module."""
+    calls: list[str] = []
+    function: Callable[..., Any] = getattr(module, name)
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, count)
+    return calls
+
+
+def select_at_random(q: Tensor, k_cmp: Tensor, call: Call, lse: Tensor | None, importance: Tensor | None) -> Tensor:  # noqa: ARG001
+    """Choose the blocks that other queries would, new ones with every call."""
+    return SDPA.select(torch.randn_like(q), k_cmp, call, None, None)
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The blocks that each run of a layer attends to, of a selection that never repeats itself."""
+    blocks: list[Tensor] = []
+
+    def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
+        blocks.append(block_indices)
+        return SDPA.selected(q, k, v, block_indices, call)
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "sdpa", replace(SDPA, select=select_at_random, selected=selected))
+    return blocks
+
+
+def test_checkpointed_layers_score_no_block_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    scored = counted(monkeypatch, selection, "group_probabilities")
+    calls = []
+    for checkpointing in (False, True, (1, 2)):
+        scored.clear()
+        train(checkpointing)
+        calls.append(len(scored))
+    monkeypatch.setattr(decoder, "keep_selection", noop_context_fn)
+    scored.clear()
+    train(True)
+    assert calls[0] > 0
+    assert calls == [calls[0]] * 3
+    assert len(scored) == 2 * calls[0]
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_a_layer_runs_again_with_the_blocks_that_it_selected(name: str, used: list[Tensor]) -> None:
+    train(True, **MODS[name])
+    forward, again = used[:LAYERS], used[LAYERS:]
+    assert len(again) == LAYERS
+    for first, second in zip(forward, reversed(again), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_without_keeping_them_it_would_select_others(
+    name: str, used: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "keep_selection", noop_context_fn)
+    train(True, **MODS[name])
+    forward, again = used[:LAYERS], used[LAYERS:]
+    assert not any(torch.equal(first, second) for first, second in zip(forward, reversed(again), strict=True))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_where_tokens_stand_is_found_out_once(
+    packed: bool, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = counted(monkeypatch, core, "document_positions")
+    tables = counted(monkeypatch, core, "stored_rope_tables")
+    ids = torch.arange(3).repeat_interleave(torch.tensor([20, 90, 40])).expand(2, -1)
+    train(checkpointing, document_ids=ids if packed else None)
+    assert len(documents) == packed
+    assert len(tables) == 2  # of tokens and of compressed tokens
+
+
+def test_where_tokens_of_the_dense_twin_stand_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, elsewhere = (counted(monkeypatch, module, "document_positions") for module in (dense, functional_calls))
+    model = DecoderLM(replace(CONFIG, attention="dense"))
+    model(torch.randint(256, (2, 150)), document_ids=torch.arange(150).expand(2, -1) // 40)
+    assert len(here) == 1
+    assert not elsewhere

@@ -1,0 +1,55 @@
+"""The presets: published sizes, and the number of parameters of the architecture."""
+
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from flexnsa import NSAConfig
+from flexnsa.lm import PRESETS, TRAIN_PRESETS, DecoderLM, preset
+from flexnsa.lm.estimate import parameter_count
+from flexnsa.lm.model import config as presets
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("small", 5), ("large", 4), ("m7c-125m", 12)])
+def test_dense_presets_have_the_parameters_that_the_architecture_says(name: str, num_layers: int):
+    config = preset(name, attention="dense", num_layers=num_layers)
+    with torch.device("meta"):
+        model = DecoderLM(config)
+    dim, heads, kv_heads, head_dim = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
+    attention = dim * head_dim * (2 * heads + 2 * kv_heads)
+    assert _size(model) == num_layers * (attention + 8 * dim * dim + 2 * dim) + 2 * 256 * dim + dim
+
+
+def test_nsa_preset_adds_keys_values_gates_and_compression_to_its_twin():
+    with torch.device("meta"):
+        nsa, dense = (DecoderLM(preset("large", attention=attention)) for attention in ("nsa", "dense"))
+    attention = nsa.layers[0].get_submodule("attention")
+    assert isinstance(attention, nn.Module)
+    compression = sum(_size(attention.get_submodule(name)) for name in ("phi_k", "phi_v"))
+    keys_and_values, gates = 2 * 2 * 768 * 2 * 64, 768 * 12 * 3
+    assert _size(nsa) - _size(dense) == 5 * (keys_and_values + gates + compression)
+
+
+def test_presets_are_the_published_sizes():
+    assert set(PRESETS) == set(TRAIN_PRESETS) == {"small", "large", "m7c-125m", "m7c-cpu", "text-125m"}
+    for name in ("large", "m7c-125m", "m7c-cpu", "text-125m"):
+        config = PRESETS[name]
+        assert (config.dim, config.num_heads, config.num_kv_heads, config.head_dim) == (768, 12, 2, 64)
+        assert config.nsa == NSAConfig()
+        assert config.is_checkpointed(0) == name.startswith("m7c")
+    assert preset("large", num_layers=10).num_layers == 10
+
+
+def test_numbers_of_parameters_beside_the_presets_are_true():
+    source = inspect.getsource(presets)
+    for config in PRESETS.values():
+        nsa, dense = (parameter_count(replace(config, attention=attention)) for attention in ("nsa", "dense"))
+        assert f"# {nsa:,} and {dense:,}" in source
+    assert PRESETS["m7c-125m"] == PRESETS["m7c-cpu"]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,181 @@
+"""A file that cannot be written ends a run, of one process or several, with one line that names it."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexnsa.lm import Trainer
+from flexnsa.lm.checkpoint import shards
+from flexnsa.lm.checkpoint.log import JSONLog, read_log
+from flexnsa.lm.cli import main
+from flexnsa.lm.parallel import Ranks
+from flexnsa.lm.training.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint, save_checkpoint
+from tests.lm.cli.tiny_run import SIZES, train, write_text
+from tests.parallel.processes import started
+from tests.parallel.steps import make_trainer
+
+OPTIONS = ("--steps", "5", "--checkpoint-every", "1")
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Limit the size of files, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text")
+
+
+def _last_line(command: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as left:
+        command()
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "name"), [(0, ".flexnsa.lock"), (16, "environment.json"), (20_000, "checkpoint.safetensors")]
+)
+def test_the_file_that_does_not_fit_is_named(
+    num_bytes: int, name: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with largest_file(num_bytes):
+        line = _last_line(lambda: train(tmp_path / "run", text), capsys)
+    assert line.startswith(f"flexnsa train: error: {tmp_path / 'run' / name}: ")
+    train(tmp_path / "run", text)
+
+
+@pytest.mark.parametrize("room", [0, 30])
+def test_a_full_disk_names_the_log_and_no_step_is_lost(
+    room: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    log, write = folder / "log.jsonl", JSONLog.write
+
+    def write_where_there_is_no_room(self: JSONLog, record: dict[str, Any]) -> None:
+        with largest_file(log.stat().st_size + room if record["step"] == 2 else resource.RLIM_INFINITY):
+            write(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JSONLog, "write", write_where_there_is_no_room)
+        line = _last_line(lambda: train(folder, text, *OPTIONS), capsys)
+    assert line.startswith(f"flexnsa train: error: {log}: ")
+    assert read_checkpoint(folder / "checkpoint.safetensors")[0]["step"] == 2
+    train(folder, text, *OPTIONS)
+    assert [record["step"] for record in read_log(log)] == [0, 1, 2, 3, 4]
+
+
+def test_no_step_is_taken_that_a_full_disk_has_no_room_to_log(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged: list[int] = []
+
+    def write(_: JSONLog, record: dict[str, Any]) -> None:
+        logged.append(record["step"])
+        raise OSError(28, "No space left on device", "log.jsonl")
+
+    taken: list[int] = []
+    step = Trainer.train_step
+    monkeypatch.setattr(Trainer, "train_step", lambda self: (taken.append(self.step), step(self))[1])
+    monkeypatch.setattr(JSONLog, "write", write)
+    _last_line(lambda: train(tmp_path / "run", text, "--steps", "9"), capsys)
+    assert taken == logged == [0]
+
+
+@pytest.mark.parametrize("name", [".flexnsa.lock", "environment.json", "log.jsonl", "stacks.rank-0.txt"])
+def test_a_name_that_cannot_be_written_to_is_named(
+    name: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    line = _last_line(lambda: train(tmp_path / "run", text), capsys)
+    assert line.startswith(f"flexnsa train: error: {tmp_path / 'run' / name}: ")
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "environment.json", "checkpoint.safetensors"])
+def test_a_link_to_a_device_is_named_and_not_read_to_its_end(name: str, text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run" / name
+    file.parent.mkdir()
+    file.symlink_to("/dev/full")
+    with started(1, tmp_path / "output", _train_in_little_memory, file.parent, text) as group:
+        assert group.wait() == [2], group.output(0)[-2000:]
+    assert group.output(0).splitlines()[-1].startswith(f"flexnsa train: error: {file}: ")
+    assert file.is_symlink()
+
+
+def _train_in_little_memory(folder: Path, text: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
+    train(folder, text)
+
+
+def test_a_matrix_names_the_file(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = SIZES.replace("--steps 2", "")
+    command = ["diagnose", "matrix", "--text", str(text), "--out", str(tmp_path / "matrix"), *sizes.split()]
+    with largest_file(16):
+        line = _last_line(lambda: main([*command, "--axis", "ranks=1"]), capsys)
+    assert line.startswith(f"flexnsa diagnose matrix: error: {tmp_path / 'matrix'}/branches=")
+    assert "/case.json: " in line
+
+
+def test_a_header_of_shards_that_does_not_fit_names_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sharded(Ranks):
+        sharded = True
+
+    trainer = make_trainer(Sharded())
+    path = checkpoint_path(tmp_path, trainer)
+
+    def full(*_: object, **__: object) -> bytes:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards, "sealed", full)
+    with pytest.raises(OSError, match="No space left") as met:
+        save_checkpoint(path, trainer)
+    assert met.value.filename == str(path)
+
+
+@pytest.mark.parametrize(("parallel", "rank", "name"), [("ddp", 0, "log.jsonl"), ("fsdp2", 1, "log.rank-1.jsonl")])
+def test_all_ranks_end_when_the_log_of_one_cannot_be_written(
+    text: Path, tmp_path: Path, parallel: str, rank: int, name: str
+) -> None:
+    folder = tmp_path / "run"
+    options = ("--parallel", parallel, "--log-ranks", "--batch-size", "2", "--eval-sequences", "2")
+    with started(2, tmp_path / "output", _train_without_room, rank, folder, name, text, *options) as group:
+        statuses = group.wait()
+        output = [group.output(rank) for rank in range(2)]
+    assert statuses == [2, 2], output
+    for said in output:
+        assert said.splitlines()[-1] == f"flexnsa train: error: {folder / name}: No space left on device"
+        assert "Traceback" not in said
+    path = newest_checkpoint(folder)
+    assert path is not None
+    assert read_checkpoint(path)[0]["step"] == 2
+
+
+def _train_without_room(rank: int, folder: Path, name: str, text: Path, *options: str) -> None:
+    write = JSONLog.write
+
+    def write_where_there_is_no_room(self: JSONLog, record: dict[str, Any]) -> None:
+        if record["step"] == 2:
+            raise OSError(28, "No space left on device", str(folder / name))
+        write(self, record)
+
+    if os.environ["RANK"] == str(rank):
+        JSONLog.write = write_where_there_is_no_room
+    train(folder, text, *OPTIONS, *options)

@@ -1,0 +1,112 @@
+"""Compressors learn slower than all else, and nothing is left out or learned twice."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from flexnsa import NativeSparseAttention
+from flexnsa.lm import DecoderConfig, DecoderLM, TrainConfig, Trainer, parameter_groups, read_corpus
+from flexnsa.lm.training.checkpoint import load_checkpoint, save_checkpoint
+from tests.support.inputs import TINY
+
+MODEL = DecoderConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, nsa=TINY)
+TRAINING = TrainConfig(steps=8, batch_size=2, seq_len=40, warmup_steps=2, eval_sequences=4)
+
+
+@pytest.mark.parametrize("compression", ["linear", "mlp"])
+def test_in_a_step_compressors_move_a_tenth_as_far_and_all_else_as_far(text_folder: Path, compression: str):
+    slow, plain = (_moves(text_folder, compression, rate) for rate in (None, 1.0))
+    compressors = {name for name in plain if ".phi_" in name}
+    assert len(compressors) == 2 * 2 * {"linear": 2, "mlp": 3}[compression]
+    for name, move in plain.items():
+        assert move.any(), name
+        expected = 0.1 * move if name in compressors else move
+        torch.testing.assert_close(slow[name], expected, rtol=1e-9, atol=1e-15)
+
+
+def test_groups_hold_every_parameter_once_however_modules_share_it():
+    model = DecoderLM(MODEL)
+    model.head.weight = model.embedding.weight
+    first, second = _attentions(model)
+    first.w_k_cmp = first.w_k_slc
+    first.add_module("phi_v", nn.Linear(4, 4))  # of one's own
+    second.phi_v = first.phi_k
+    second.add_module("phi_k", nn.Linear(8, 8))
+    groups = parameter_groups(model, lr=0.5, weight_decay=0.3, compressor_lr=0.25)
+    rates = {parameter: (group["lr"], group["weight_decay"]) for group in groups for parameter in group["params"]}
+    assert sum(len(group["params"]) for group in groups) == len(rates)
+    assert rates.keys() == {*model.parameters()}
+    for module, name, expected in (
+        (model, "head.weight", (0.5, 0.0)),
+        (first, "w_k_cmp.weight", (0.5, 0.3)),
+        (first, "phi_k.project.weight", (0.125, 0.3)),
+        (first, "phi_v.weight", (0.125, 0.3)),
+        (second, "phi_k.weight", (0.125, 0.3)),
+        (second, "phi_k.bias", (0.125, 0.0)),
+    ):
+        assert rates[module.get_parameter(name)] == expected
+
+
+@pytest.mark.parametrize("fields", [{"attention": "dense"}, {"compression": "mean"}, {"branches": ("slc", "win")}])
+def test_without_compressors_that_learn_there_is_one_rate(fields: dict[str, Any]):
+    groups = parameter_groups(DecoderLM(replace(MODEL, **fields)), lr=1e-3)
+    assert [group["lr"] for group in groups] == [1e-3]
+
+
+@pytest.mark.parametrize(("name", "value", "error"), [("lr", -1.0, ValueError), ("compressor_lr", None, TypeError)])
+def test_groups_name_the_rate_that_is_none(name: str, value: Any, error: type[Exception]):
+    with pytest.raises(error, match=f"^{name}: expected .* got {value}"):
+        parameter_groups(nn.Linear(2, 2), **{"lr": 1.0, name: value})
+
+
+@pytest.mark.parametrize("began", [0.5, None])
+def test_a_run_that_leaves_it_open_keeps_the_rate_that_it_began_with(
+    text_folder: Path, tmp_path: Path, began: float | None
+):
+    """None: a version without the field started the run. However often it is stopped, its results stay the same."""
+    path = tmp_path / "checkpoint.safetensors"
+    whole = _trainer(text_folder, replace(TRAINING, compressor_lr=1.0 if began is None else began))
+    whole.train_step()
+    save_checkpoint(path, whole)
+    if began is None:
+        _forget_the_field(path)
+    for _ in range(2):
+        resumed = _trainer(text_folder, TRAINING, seed=99)
+        load_checkpoint(path, resumed)
+        assert resumed.train_step() == whole.train_step()
+        assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
+        save_checkpoint(path, resumed)
+
+
+def _forget_the_field(path: Path) -> None:
+    with safe_open(path, framework="pt") as file:
+        header = {name: value for name, value in file.metadata().items() if name != "checksum"}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    training = json.loads(header["training"])
+    del training["compressor_lr"]
+    save_file(tensors, path, metadata=header | {"training": json.dumps(training)})
+
+
+def _moves(text_folder: Path, compression: str, rate: float | None) -> dict[str, Tensor]:
+    """Return how far each parameter goes in a step, in fp64."""
+    trainer = _trainer(text_folder, replace(TRAINING, compressor_lr=rate), compression=compression)
+    trainer.model.double()
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train_step()
+    return {name: parameter.detach() - before[name] for name, parameter in trainer.model.named_parameters()}
+
+
+def _attentions(model: DecoderLM) -> list[NativeSparseAttention]:
+    return [module for module in model.modules() if isinstance(module, NativeSparseAttention)]
+
+
+def _trainer(text_folder: Path, training: TrainConfig, *, seed: int = 0, compression: str = "mlp") -> Trainer:
+    torch.manual_seed(seed)
+    return Trainer(DecoderLM(replace(MODEL, compression=compression)), read_corpus(text_folder), training)

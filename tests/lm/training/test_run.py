@@ -1,0 +1,280 @@
+"""Runs that are stopped, killed and started again have the same results, bit for bit."""
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from tqdm import tqdm
+
+from flexnsa.errors import FileError
+from flexnsa.lm import DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus, run
+from flexnsa.lm.checkpoint import whole_file
+from flexnsa.lm.checkpoint.lock import locked
+from flexnsa.lm.checkpoint.log import JSONLog, read_log
+from flexnsa.lm.cli import main
+from flexnsa.lm.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from tests.parallel.processes import started
+from tests.support.inputs import TINY
+from tests.support.sharing import share_keys
+
+MODEL = DecoderConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, nsa=TINY)
+TRAINING = TrainConfig(
+    steps=12, batch_size=2, seq_len=40, warmup_steps=2, eval_every=5, eval_sequences=4, checkpoint_every=4
+)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_resumed_run_equals_uninterrupted_run(text_folder: Path, tmp_path: Path, pack: bool):
+    whole = _trainer(text_folder, pack=pack)
+    run(whole, tmp_path / "whole")
+
+    interrupted = _trainer(text_folder, pack=pack)
+    for step in range(7):  # dies three steps after its checkpoint
+        interrupted.train_step()
+        if step == 3:
+            (tmp_path / "resumed").mkdir()
+            save_checkpoint(tmp_path / "resumed" / "checkpoint.safetensors", interrupted)
+    lines = [json.dumps(record) + "\n" for record in read_log(tmp_path / "whole" / "log.jsonl")[:7]]
+    (tmp_path / "resumed" / "log.jsonl").write_text("".join(lines) + '{"step": 7, "lo')
+    resumed = _trainer(text_folder, seed=99, pack=pack)  # other weights, which the checkpoint must replace
+    run(resumed, tmp_path / "resumed")
+
+    assert _curve(tmp_path / "resumed") == _curve(tmp_path / "whole")
+    for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_layers_that_share_a_projection_go_on_sharing_it(text_folder: Path, tmp_path: Path):
+    whole, stopped, resumed = (_trainer_of_shared_keys(text_folder) for _ in range(3))
+    for trainer in (whole, stopped):
+        trainer.train_step()
+    save_checkpoint(tmp_path / "checkpoint.safetensors", stopped)
+    load_checkpoint(tmp_path / "checkpoint.safetensors", resumed)
+    for trainer in (whole, resumed):
+        trainer.train_step()
+    for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_overlaps_is_written_as_it_is(tmp_path: Path):
+    whole = torch.arange(6.0)
+    tensors = {"whole": whole, "part": whole[2:5], "again": whole}
+    whole_file.save(tmp_path / "file", tensors, {})
+    written = whole_file.read(tmp_path / "file").layout
+    assert {name: tensor.tolist() for name, tensor in written.items()} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["checkpoint.safetensors", "checkpoint-1.dcp"])
+def test_what_has_learned_apart_is_not_put_into_one_place(text_folder: Path, tmp_path: Path, name: str):
+    apart, shared = _trainer(text_folder), _trainer_of_shared_keys(text_folder)
+    apart.ranks.sharded = name.endswith(".dcp")
+    apart.train_step()
+    save_checkpoint(tmp_path / name, apart)
+    before = [parameter.detach().clone() for parameter in shared.parameters.values()]
+    with pytest.raises(FileError, match=r"layers\.0\.attention\.w_k_slc\.weight.* to have learned as one"):
+        load_checkpoint(tmp_path / name, shared)
+    assert shared.step == 0
+    assert all(torch.equal(old, new) for old, new in zip(before, shared.parameters.values(), strict=True))
+
+
+def test_killed_process_goes_on_to_the_same_curve(text_folder: Path, tmp_path: Path):
+    options = ["--steps", "200", "--checkpoint-every", "7", "--eval-every", "50"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    with started(1, tmp_path / "output", _train, text_folder, killed, *options) as group:
+        group.wait_until(lambda: _steps(killed) >= 10)  # and is killed
+    kept = _curve(killed)
+    assert 10 <= len(kept) < 200
+
+    for folder in (killed, whole):
+        _train(text_folder, folder, *options)
+    assert len(_curve(killed)) == 200
+    assert _curve(killed) == _curve(whole)
+    assert _curve(killed)[: len(kept)] == kept
+
+
+def test_sigterm_ends_with_a_checkpoint_of_the_last_logged_step(text_folder: Path, tmp_path: Path):
+    options = (tmp_path / "run", "--steps", "100000", "--checkpoint-every", "50000")
+    with started(1, tmp_path / "output", _train, text_folder, *options) as group:
+        group.wait_until(lambda: _steps(tmp_path / "run") >= 3)
+        group.processes[0].terminate()
+        assert group.wait() == [128 + signal.SIGTERM]
+    header, _ = read_checkpoint(tmp_path / "run" / "checkpoint.safetensors")
+    assert header["step"] == len(_curve(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("place", ["train_step", "log", "save_checkpoint", "set_postfix_str", "update"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_anywhere_in_a_step_ends_with_a_checkpoint_of_that_step(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, number: signal.Signals
+):
+    trainer = _trainer(text_folder)
+    step = 4 if place == "save_checkpoint" else 3  # a checkpoint is due at 4
+    owner, name = {
+        "train_step": (Trainer, "train_step"),
+        "log": (JSONLog, "write"),
+        "save_checkpoint": (sys.modules["flexnsa.lm.training.run"], "save_checkpoint"),
+    }.get(place, (tqdm, place))
+    original = getattr(owner, name)
+
+    def signalled(*arguments: object, **options: object) -> object:
+        result = original(*arguments, **options)
+        if trainer.step == step:
+            signal.raise_signal(number)
+            signal.raise_signal(number)  # as from a terminal and from the program that started this one
+        return result
+
+    monkeypatch.setattr(owner, name, signalled)
+    before = signal.getsignal(number)
+    assert run(trainer, tmp_path / "run") == number
+    assert signal.getsignal(number) == before
+    assert trainer.step == step
+    assert len(_curve(tmp_path / "run")) == step
+    assert read_checkpoint(tmp_path / "run" / "checkpoint.safetensors")[0]["step"] == step
+
+
+@pytest.mark.parametrize("lost", ["head.weight", "optimizer.head.weight.exp_avg", "optimizer.", "rng.cpu"])
+def test_incomplete_checkpoint_is_refused_and_leaves_the_trainer_alone(text_folder: Path, tmp_path: Path, lost: str):
+    path = tmp_path / "checkpoint.safetensors"
+    trainer = _trainer(text_folder)
+    trainer.train_step()
+    save_checkpoint(path, trainer)
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+        kept = {name: file.get_tensor(name) for name in file.keys() if lost not in name}  # noqa: SIM118 - not a dict
+    whole_file.save(path, kept, header)
+    fresh = _trainer(text_folder, seed=1)
+    before = [parameter.clone() for parameter in fresh.model.parameters()]
+    with pytest.raises(FileError, match=rf"{path}: expected \S*{lost}\S* to be .* got none; "):
+        load_checkpoint(path, fresh)
+    assert fresh.step == 0
+    assert not fresh.optimizer.state
+    assert all(torch.equal(old, new) for old, new in zip(before, fresh.model.parameters(), strict=True))
+
+
+def test_flex_does_not_train_on_a_cpu(text_folder: Path):
+    with pytest.raises(ValueError, match=r"^impl: expected 'auto' or 'sdpa' to train on a CPU, .* got 'flex'"):
+        Trainer(DecoderLM(replace(MODEL, impl="flex")), read_corpus(text_folder), TRAINING)
+
+
+def test_second_process_in_a_folder_is_told_of_the_first(text_folder: Path, tmp_path: Path):
+    options = (tmp_path / "run", "--steps", "100000", "--checkpoint-every", "5")
+    with started(1, tmp_path / "output", _train, text_folder, *options) as group:
+        group.wait_until(lambda: _steps(tmp_path / "run") >= 6)
+        first = group.processes[0].pid
+        with pytest.raises(FileError, match=rf"^{tmp_path / 'run'}: process {first} is training here; "):
+            run(_trainer(text_folder), tmp_path / "run")
+    with locked(tmp_path / "run"):  # a lock dies with its process
+        pass
+
+
+def test_failed_write_leaves_the_previous_checkpoint(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "checkpoint.safetensors"
+    trainer = _trainer(text_folder)
+    trainer.train_step()
+    save_checkpoint(path, trainer)
+    before = path.read_bytes()
+    trainer.train_step()
+
+    def fail(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(path, trainer)
+    assert path.read_bytes() == before
+    monkeypatch.undo()
+    save_checkpoint(path, trainer)
+    assert read_checkpoint(path)[0]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "training", "message"),
+    [
+        (MODEL, replace(TRAINING, lr=0.5), r"^lr: expected 0.001, as in the checkpoint .* got 0.5"),
+        (MODEL, replace(TRAINING, compressor_lr=1.0), r"^compressor_lr: expected 0.1, as in the checkpoint .* got 1.0"),
+        (MODEL, replace(TRAINING, pack=True), r"^pack: expected False, as in the checkpoint .* got True"),
+        (replace(MODEL, attention="dense"), TRAINING, r"^attention: expected 'nsa', .* got 'dense'"),
+        (replace(MODEL, nsa=replace(TINY, window_size=9)), TRAINING, r"^window_size: expected 8, .* got 9"),
+    ],
+)
+def test_checkpoint_of_another_run_is_refused(
+    text_folder: Path, tmp_path: Path, model: DecoderConfig, training: TrainConfig, message: str
+):
+    path = tmp_path / "checkpoint.safetensors"
+    trainer = _trainer(text_folder)
+    trainer.train_step()
+    save_checkpoint(path, trainer)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(path, Trainer(DecoderLM(model), trainer.corpus, training))
+    (text_folder / "file_0.txt").write_text("another text")
+    with pytest.raises(ValueError, match=r"^text_sha256: expected"):
+        load_checkpoint(path, _trainer(text_folder))
+
+
+def test_a_run_goes_on_with_other_branches_and_layers_run_again(text_folder: Path, tmp_path: Path):
+    path = tmp_path / "checkpoint.safetensors"
+    trainer = _trainer(text_folder)
+    trainer.train_step()
+    save_checkpoint(path, trainer)
+    thrifty = Trainer(
+        DecoderLM(replace(MODEL, recompute=("slc", "win"), checkpointing="every:2")), trainer.corpus, TRAINING
+    )
+    load_checkpoint(path, thrifty)
+    assert thrifty.train_step() == trainer.train_step()
+
+
+def test_log_drops_what_will_be_repeated(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    log = JSONLog(path, resume_step=0)
+    for step in range(5):
+        log.write({"step": step})
+    log.close()
+    JSONLog(path, resume_step=3).close()
+    assert read_log(path) == [{"step": 0}, {"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize("content", ["notes of mine", "[1]\n", "{}\n", '{"step": 0}\nnotes\n', "\0\0\n"])
+def test_file_that_is_no_log_is_left_alone(tmp_path: Path, content: str):
+    path = tmp_path / "log.jsonl"
+    path.write_text(content)
+    with pytest.raises(FileError, match=rf"^{path}: line [12] is no record of a training step; "):
+        JSONLog(path, resume_step=1)
+    assert path.read_text() == content
+
+
+def _trainer(text_folder: Path, seed: int = 0, pack: bool = False) -> Trainer:
+    torch.manual_seed(seed)
+    return Trainer(DecoderLM(MODEL), read_corpus(text_folder), replace(TRAINING, pack=pack))
+
+
+def _trainer_of_shared_keys(folder: Path) -> Trainer:
+    trainer = _trainer(folder)
+    return Trainer(share_keys(trainer.model), trainer.corpus, TRAINING)
+
+
+def _curve(folder: Path) -> list[dict[str, float]]:
+    """The log without what depends on the clock."""
+    return [
+        {key: value for key, value in record.items() if key not in ("tokens_per_second", "peak_mib")}
+        for record in read_log(folder / "log.jsonl")
+    ]
+
+
+def _steps(folder: Path) -> int:
+    return len(_curve(folder)) if (folder / "log.jsonl").exists() else 0
+
+
+def _train(text_folder: Path, out: Path, *options: str) -> None:
+    sizes = "--dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 --batch-size 1 --seq-len 32"
+    command = f"train --pack --device cpu --attention dense --eval-sequences 2 {sizes}"
+    main([*command.split(), "--text", str(text_folder), "--out", str(out), *options])

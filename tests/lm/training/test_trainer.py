@@ -1,0 +1,111 @@
+"""What one step does."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus
+from flexnsa.lm.data.rows import Batch
+from tests.support.inputs import TINY
+
+MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_learns_a_repeating_text_by_heart(attention: str):
+    text = torch.tensor(list(b"native sparse attention is exact; ") * 20, dtype=torch.uint8)
+    config = TrainConfig(steps=60, batch_size=4, seq_len=64, lr=1e-2, warmup_steps=5, eval_sequences=4)
+    trainer = _trainer(Corpus(text, text), replace(MODEL, attention=attention), config)
+    first = trainer.validation_bits_per_byte()
+    for _ in range(config.steps):
+        trainer.train_step()
+    assert first == pytest.approx(8, abs=0.3)
+    assert trainer.validation_bits_per_byte() < 0.5  # of a window, only the first bytes are uncertain
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_accumulated_gradient_is_the_gradient_of_the_whole_batch(text_folder: Path, pack: bool):
+    corpus = read_corpus(text_folder)
+    config = TrainConfig(batch_size=4, seq_len=24, pack=pack)
+    whole = _trainer(corpus, MODEL, config)
+    parts = _trainer(corpus, MODEL, replace(config, batch_size=1, grad_accumulation=4))
+    one, other = whole.train_step(), parts.train_step()
+    assert one.loss == pytest.approx(other.loss, rel=1e-5)
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_packed_loss_is_the_sum_over_documents_alone(text_folder: Path, attention: str):
+    config = TrainConfig(seq_len=200, pack=True)
+    trainer = _trainer(read_corpus(text_folder), replace(MODEL, attention=attention), config)
+    trainer.model.double()
+    batch = trainer.training_rows.spread(2)
+    assert batch.document_ids is not None
+    alone, count = 0.0, 0
+    for row, ids in zip(batch.tokens, batch.document_ids, strict=True):
+        for document in row.split(torch.bincount(ids).tolist()):
+            if len(document) > 1:
+                alone += trainer.loss(Batch(document[None, :-1], document[None, 1:])).item()
+            count += 1
+    assert count > 2
+    assert trainer.loss(batch).item() == pytest.approx(alone, rel=1e-6)
+
+
+def test_gradient_is_clipped_and_its_norm_reported(text_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    trainer = _trainer(read_corpus(text_folder), MODEL, TrainConfig(batch_size=1, seq_len=24, clip=1e-3))
+    norms = []
+    step = trainer.optimizer.step
+
+    def spy() -> None:
+        norms.append(
+            math.sqrt(sum(p.grad.square().sum().item() for p in trainer.model.parameters() if p.grad is not None))
+        )
+        step()
+
+    monkeypatch.setattr(trainer.optimizer, "step", spy)
+    assert trainer.train_step().grad_norm > 1e-2
+    assert norms == pytest.approx([1e-3], rel=1e-3)
+
+
+def test_only_matrices_of_linear_maps_decay(text_folder: Path):
+    trainer = _trainer(read_corpus(text_folder), MODEL, TrainConfig(weight_decay=0.3))
+    decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    named = dict(trainer.model.named_parameters())
+    assert len(decay) == len(named)
+    assert decay[id(named["layers.0.mlp.up.weight"])] == 0.3
+    assert decay[id(named["head.weight"])] == 0.3
+    for name in ("embedding.weight", "norm.weight", "layers.1.attention_norm.weight"):
+        assert decay[id(named[name])] == 0.0
+
+
+def test_non_finite_loss_stops_before_the_parameters_change(text_folder: Path):
+    trainer = _trainer(read_corpus(text_folder), MODEL, TrainConfig(batch_size=1, seq_len=24))
+    with torch.no_grad():
+        trainer.model.head.weight[0, 0] = torch.inf
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    with pytest.raises(FloatingPointError, match="step 0: loss"):
+        trainer.train_step()
+    assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_bf16_autocast_runs_in_bf16_and_stays_close_to_fp32(text_folder: Path, attention: str, pack: bool):
+    corpus, dtypes = read_corpus(text_folder), []
+    config = TrainConfig(batch_size=2, seq_len=40, pack=pack)
+    full = _trainer(corpus, replace(MODEL, attention=attention), config)
+    half = _trainer(corpus, replace(MODEL, attention=attention), replace(config, precision="bf16"))
+    half.model.get_submodule("layers.1.mlp.down").register_forward_hook(
+        lambda _module, _input, output: dtypes.append(output.dtype)
+    )
+    assert half.train_step().loss == pytest.approx(full.train_step().loss, abs=0.02)
+    assert dtypes == [torch.bfloat16]
+    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.float32}
+
+
+def _trainer(corpus: Corpus, model: DecoderConfig, config: TrainConfig) -> Trainer:
+    torch.manual_seed(0)
+    return Trainer(DecoderLM(model), corpus, config)

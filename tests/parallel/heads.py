@@ -1,0 +1,106 @@
+"""A model whose heads are sharded over ranks, and the same model whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+
+from flexnsa import NativeSparseAttention
+from flexnsa.lm import DecoderConfig, DecoderLM, TrainConfig
+from flexnsa.lm.parallel import joined_ranks
+from flexnsa.lm.training.trainer import build_optimizer
+from flexnsa.parallel.tensor_parallel import clip_gradients, parallelize_attention, parallelize_model
+from tests.parallel.steps import CPU, MODEL, whole
+from tests.support.inputs import TINY
+from tests.support.sharing import share_keys
+
+HEADS = replace(MODEL, num_heads=8, num_kv_heads=4)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "linear compression, narrow values": {"compression": "linear", "v_head_dim": 4},
+    "mean compression, softmax gates": {"compression": "mean", "gate": "softmax"},
+    "checkpointed": {"checkpointing": True},
+    "one map of keys for two branches": {"shared_keys": True, "begin_as_mean": True},
+    "selected alone": {"branches": ("slc",)},
+    "window alone": {"branches": ("win",)},
+}
+
+
+def build(config: DecoderConfig) -> DecoderLM:
+    torch.manual_seed(3)
+    return DecoderLM(config).train()
+
+
+def learn(model: DecoderLM) -> dict[str, torch.Tensor]:
+    """Return the logits, and every gradient of two passes that add up, the second packed."""
+    draws = torch.Generator().manual_seed(5)
+    tokens = torch.randint(256, (2, 41), generator=draws)
+    ids = (torch.arange(41) >= 17).int().expand(2, -1)
+    model(tokens, targets=tokens).backward()
+    model(tokens, targets=tokens, document_ids=ids).backward()
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": model(tokens).detach()} | gradients
+
+
+def take_steps(model: DecoderLM, clip: Callable[[DecoderLM], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the parameters after four steps with AdamW, and the norms of their gradients."""
+    tokens = torch.randint(256, (2, 41), generator=torch.Generator().manual_seed(5))
+    optimizer, norms = build_optimizer(model, TrainConfig(lr=1e-3)), []
+    for _ in range(4):
+        model(tokens, targets=tokens).backward()
+        norms.append(clip(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": torch.stack(norms)} | {name: whole(value).clone() for name, value in model.state_dict().items()}
+
+
+def compare_cases(file: Path) -> None:
+    """Learn in each way, whole and spread, and decode; save what rank 0 has seen."""
+    with joined_ranks("ddp", CPU) as ranks:
+        mesh = init_device_mesh("cpu", (ranks.world_size,))
+        results: dict[str, Any] = {}
+        for name, options in CASES.items():
+            config = replace(HEADS, **options)
+            whole_model = learn(build(config)) if ranks.rank == 0 else None  # the same on every rank
+            results[name] = whole_model, learn(parallelize_model(build(config), mesh))
+        results["shared keys"] = learn(share_keys(build(HEADS))), _spread_in_silence(share_keys(build(HEADS)), mesh)
+        results["steps"] = (
+            take_steps(build(HEADS), lambda model: clip_grad_norm_(model.parameters(), 0.5)),
+            take_steps(parallelize_model(build(HEADS), mesh), lambda model: clip_gradients(model, 0.5)),
+        )
+        prompts = torch.randint(256, (2, 30), generator=torch.Generator().manual_seed(1))
+        models = build(HEADS).eval(), parallelize_model(build(HEADS), mesh).eval()
+        results["decoded"] = [model.generate(prompts, 8) for model in models]
+        results["refused"] = _refusals(mesh)
+        if ranks.rank == 0:
+            torch.save(results, file)
+
+
+def _spread_in_silence(model: DecoderLM, mesh: Any) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings(action="error"):
+        spread = parallelize_model(model, mesh)
+    return learn(spread)
+
+
+def _refusals(mesh: Any) -> dict[str, str]:
+    odd = NativeSparseAttention(16, 3, 3, 8, config=TINY)
+    spread = parallelize_attention(NativeSparseAttention(16, 8, 4, 8, config=TINY), mesh)
+    calls = {
+        "heads": lambda: parallelize_attention(odd, mesh),
+        "dense": lambda: parallelize_model(build(replace(HEADS, attention="dense")), mesh),
+        "mods": lambda: spread(torch.randn(1, 20, 16), score_mod=lambda score, *_: score),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            said[name] = str(error)
+    return said
