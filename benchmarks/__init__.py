@@ -1,1 +1,1 @@
-"""Memory and time of flexnsa beside other attentions: ``python -m benchmarks`` lists every benchmark, and runs one."""
+"""Memory and time of flexnsa and of other attentions: ``python -m benchmarks`` lists every benchmark, and runs one."""

@@ -9,6 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
+INSTALLED_BY = {
+    "transformers": "pip install '.[hf]'",
+    "triton": "pip install triton, which has builds for Linux",
+    "tqdm": "pip install '.[bench]'",
+}
+"""What some benchmarks need and not every environment has."""
 
 
 def listed() -> dict[str, str]:
@@ -25,6 +31,11 @@ def listed() -> dict[str, str]:
     return found
 
 
+def not_installed(package: str) -> str:
+    """Return a message that a package is missing, and what installs it."""
+    return f"{package} not installed: {INSTALLED_BY[package]}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark that ``argv`` names; without a name, print them all."""
     name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
@@ -32,7 +43,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name in benchmarks:
         sys.argv[0] = f"python -m benchmarks {name}"  # what its help calls it
         module = f"benchmarks.{name}" if "." in name else f"benchmarks.{name}.__main__"
-        importlib.import_module(module).main(arguments)
+        try:
+            benchmark = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            if missing not in INSTALLED_BY:
+                raise
+            raise SystemExit(f"{name}: {not_installed(missing)}") from None
+        benchmark.main(arguments)
         return
     width = max(map(len, benchmarks))
     print("\n".join(f"{known:{width}}  {summary}" for known, summary in benchmarks.items()))

@@ -1,4 +1,4 @@
-"""Options of the benchmark suite, its summary, and what goes into pytest-benchmark's files beside the times."""
+"""Options of the benchmark suite, its summary, and what pytest-benchmark's files hold in addition to times."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from benchmarks.harness.options import device_type
 from benchmarks.suite.cases import Case, cases
 from benchmarks.suite.summary import summary
-from flexnsa.measure.clock import Clock
-from flexnsa.measure.recording import environment
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.recording import environment
 
 POINTS = pytest.StashKey[list[dict[str, Any]]]()
 MEMORY = pytest.StashKey[dict[Case, dict[str, Any]]]()

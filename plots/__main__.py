@@ -52,7 +52,7 @@ FIGURES = {
 
 
 def main() -> None:
-    """Write an SVG and a PNG of each figure."""
+    """Write a PNG of each figure."""
     parser = argparse.ArgumentParser(prog="python -m plots", description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("plots/figures"), help="default: %(default)s")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from flexnsa.measure.palette import BLUE, ORANGE
-from flexnsa.measure.recording import git_commit
-from flexnsa.memory import estimate_decoding
-from flexnsa.models import preset
+from flexnsa.lm import preset
+from flexnsa.lm.estimate import estimate_decoding
+from flexnsa.lm.measure.palette import BLUE, ORANGE
+from flexnsa.lm.measure.recording import git_commit
 from plots.records import Record, Results
-from plots.style import Label, figure, label_curves, length_axes, plot_curve, short
+from plots.style import Label, figure, label_curves, length_axes, plot_curve, short, sizes
 
 Curves = dict[str, dict[int, float]]
 LENGTHS = [2**power for power in range(10, 18)]
@@ -24,9 +26,8 @@ def draw(results: Results) -> Figure:  # noqa: ARG001
     dense = [token.dense_bytes_read / 2**20 for token in tokens]
     nsa = model.nsa
     caption = (
-        f"One layer, {model.num_kv_heads} key heads of {model.head_dim}, bf16, B=1; l={nsa.compress_block_size}, "
-        f"d={nsa.compress_stride}, l'={nsa.select_block_size}, n={nsa.num_selected_blocks}, w={nsa.window_size}. "
-        f"Closed form of flexnsa.memory, not a measurement; commit {git_commit()}."
+        f"One layer, {model.num_kv_heads} key heads of {model.head_dim}, bf16, B=1; {sizes(asdict(nsa))}. "
+        f"Closed form of flexnsa.lm.estimate, not a measurement; commit {git_commit()}."
     )
     ratio = dense[-1] / read[-1]
     title = f"After {LENGTHS[-1] // 1024}k tokens, decoding reads {ratio:.1f} times less than dense attention"
@@ -70,7 +71,7 @@ def on_gpu(results: Results) -> Figure:
             labels.append(Label(contexts[-1], curve[contexts[-1]], name, BLUE if name == "NSA" else ORANGE))
         length_axes(ax, [context for curve in curves.values() for context in curve], room=3.2 if ax is axes[0] else 1.4)
         ax.set_xlabel("context, tokens")
-        ax.set_title(f"batch {batch}", fontsize=10.5)
+        ax.set_title(f"batch {batch}")
         ax.set_ylim(min(measured) / 1.4, max(measured) * 1.4)
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(FuncFormatter(_time) if ax is axes[0] else NullFormatter())
@@ -89,9 +90,9 @@ def _graphs(record: Record, part: str) -> dict[int, Curves]:
     """Milliseconds of graph replays by batch, name and context."""
     times: dict[int, Curves] = {}
     for point in record.content["points"]:
-        replayed = point.get("clock") == "graph" and point["part"] == part and "ms" in point
-        if replayed and point["name"] in ("NSA", "flash SDPA"):
-            times.setdefault(point["batch"], {}).setdefault(point["name"], {})[point["context"]] = point["ms"]
+        if "graph_ms" in point and point["part"] == part and point["name"] in ("NSA", "flash SDPA"):
+            curve = {int(context): ms for context, ms in point["graph_ms"].items()}
+            times.setdefault(point["batch"], {})[point["name"]] = curve
     return times
 
 

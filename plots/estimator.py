@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from flexnsa.measure.palette import BLUE, GREY, ORANGE
+from flexnsa.lm.measure.palette import BLUE, GREY, ORANGE
 from plots.records import NotRecordedError, Record, Results
 from plots.style import figure, short
 

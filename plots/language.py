@@ -1,4 +1,4 @@
-"""Bits per byte of text: NSA and its dense twin while they learn, by position, and what the layers make of blocks."""
+"""Bits per byte of text: of NSA and of dense attention, by step and by position, and with other blocks selected."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.learning.language_run import Finals
-from flexnsa.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
+from benchmarks.learning.language_run import POSITIONS, Finals
+from flexnsa.lm.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 from plots.records import NotRecordedError, Record, Results
-from plots.style import Label, figure, label_curves, short
+from plots.style import Label, figure, label_curves, short, sizes
 
 Point = dict[str, Any]
 SIZE = "m7c-125m"
@@ -31,10 +31,6 @@ MARKERS = dict(zip(COLOURS, "sDoP^", strict=True))
 BLOCKS = {"random": ("random blocks\n- own", PURPLE), "forced": ("forced blocks alone\n- own", GREY)}
 """What layers read in place of the blocks that they select, how it is called and its colour."""
 BRANCHES = (("compressed", GREEN), ("selected", BLUE), ("window", GREY))
-POSITIONS = 64
-"""Bytes of one recorded mean."""
-EDGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Of what is drawn as one point, in :data:`POSITIONS`."""
 HIGHEST_BITS = 1.45
 SHORTER: dict[str, Any] = {"linewidth": 1.2, "alpha": 0.35}
 """How runs of a shorter schedule are drawn."""
@@ -65,13 +61,13 @@ def positions(results: Results) -> Figure:
     """Left: how far NSA is behind by position, and what other blocks cost. Right: the gates while it learns."""
     record = results.load("language_h200.json")
     runs, setting = _runs(record), record.content["setting"]["sizes"][SIZE]
-    sizes, rows = setting["model"]["nsa"], setting["training"]["batch_size"]
+    nsa_sizes, rows = setting["model"]["nsa"], setting["training"]["batch_size"]
     name, nsa = _last_that_chose(runs)
     but = f", for other blocks {Finals().rows_of_choices}, for gates {rows}"
     means = "Left: means over seeds; dense attention has the same seeds and the same rope_base"
     caption = f"{means}. Other blocks: {name}; gates: its seed {nsa[0]['seed']}. {_caption(record, but)}"
     result, (left, right) = figure(_cost(name, runs), caption, size=(11, 5.2), columns=2)
-    _gaps(left, runs, nsa, sizes["num_selected_blocks"] * sizes["select_block_size"])
+    _gaps(left, runs, nsa, nsa_sizes["num_selected_blocks"] * nsa_sizes["select_block_size"])
     _gates(right, nsa[0])
     return result
 
@@ -102,17 +98,15 @@ def _curves(
     ax.set(xlim=(0, end * 1.55), ylim=(ax.get_ylim()[0] - 0.06, None), title=title.capitalize(), xlabel=x_label)
     # All names stand at the right, also those of curves that end early.
     label_curves(ax, [Label(end, label.y, label.text, label.colour) for label in labels])
-    ax.title.set_fontsize(10.5)
 
 
 def _gaps(ax: Axes, runs: dict[str, list[Point]], own: list[Point], all_read: int) -> None:
     """Draw the differences to dense attention, and what a model loses with other blocks than its own."""
-    x = [POSITIONS * (begin + end) / 2 for begin, end in pairwise(EDGES)]
+    x = [(begin + end) / 2 for begin, end in pairwise(POSITIONS)]
     labels: list[Label] = []
 
     def draw(label: str, colour: str, measured: list[float], base: list[float]) -> None:
-        gap = [a - b for a, b in zip(measured, base, strict=True)]
-        y = [fmean(gap[begin:end]) for begin, end in pairwise(EDGES)]
+        y = [a - b for a, b in zip(measured, base, strict=True)]
         ax.plot(x, y, color=colour, marker="o", markersize=4, linewidth=1.8)
         labels.append(Label(x[-1], y[-1], label, colour))
 
@@ -129,7 +123,6 @@ def _gaps(ax: Axes, runs: dict[str, list[Point]], own: list[Point], all_read: in
     ax.set_xticks(ticks, [short(tick) for tick in ticks])
     ax.set_xlim(x[0] / 1.2, x[-1] * 18)
     ax.set(title="By position in the row", xlabel="bytes before", ylabel="bits per byte")
-    ax.title.set_fontsize(10.5)
     label_curves(ax, labels)
 
 
@@ -146,12 +139,11 @@ def _gates(ax: Axes, nsa: Point) -> None:
         ax.plot(steps, mean, color=colour, linewidth=2.4)
         labels.append(Label(steps[-1], mean[-1], name, colour))
     ax.set(xlim=(0, steps[-1] * 1.32), ylim=(0, None), title="Mean gates, a pale line for each layer", xlabel="steps")
-    ax.title.set_fontsize(10.5)
     label_curves(ax, labels)
 
 
 def _runs(record: Record) -> dict[str, list[Point]]:
-    """Give the whole runs of the large model, by its name, of the longest schedule that NSA and its twin have."""
+    """Return the whole runs of the large model, by its name, of the longest schedule that NSA and its baseline have."""
     ended = _ended(record)
     schedules = [{run["steps"] for run in ended if run["model"] == name} for name in (DENSE, "NSA")]
     if not (both := set.intersection(*schedules)):
@@ -162,7 +154,7 @@ def _runs(record: Record) -> dict[str, list[Point]]:
 
 
 def _last_that_chose(runs: dict[str, list[Point]]) -> tuple[str, list[Point]]:
-    """Give the last model whose every run has read other blocks than those it selects."""
+    """Return the last model whose every run has read other blocks than those it selects."""
     needed = [f"bits with {blocks} blocks" for blocks in ("own", *BLOCKS)]
     for name, seeds in reversed(runs.items()):
         if all("mean" in run["finals"].get(final, {}) for run in seeds for final in needed):
@@ -195,7 +187,7 @@ def _headline(runs: dict[str, list[Point]]) -> str:
 
 
 def _pair(name: str, runs: dict[str, list[Point]]) -> list[list[Point]] | None:
-    """Give the runs of a model of NSA and of its dense twin, with the seeds that both have, if they have any."""
+    """Return the runs of a model of NSA and of its dense baseline, with the seeds that both have, if they have any."""
     if name.startswith(DENSE):
         return None
     seeds, dense = runs[name], runs.get(f"{DENSE}, {FAR}" if FAR in name else DENSE, [])
@@ -223,16 +215,15 @@ def _in_lines(name: str) -> str:
 
 def _caption(record: Record, but: str) -> str:
     setting, text = record.content["setting"]["sizes"][SIZE], record.content["text"]["bytes"]
-    model, training, nsa = setting["model"], setting["training"], setting["model"]["nsa"]
+    model, training = setting["model"], setting["training"]
     runs = _runs(record)
     models = "; ".join(f"{name}: {seeds[0]['parameters'] / 1e6:.0f}M" for name, seeds in runs.items())
     seeds = "; ".join(f"{name}: {len(seeds)}" for name, seeds in runs.items())
-    rows = len(runs[DENSE][0]["finals"]["bits"]["rows"])
+    rows = runs[DENSE][0]["finals"]["bits"]["num_rows"]
     return (
         f"Python sources, {text['train'] / 1e6:.0f}M bytes; {rows} rows of packages that no model has "
         f"seen{but}. {model['num_layers']} layers of {model['dim']}, {model['num_heads']} query and "
         f"{model['num_kv_heads']} key heads. Parameters: {models}. {runs[DENSE][0]['steps']:,} steps of "
         f"B={training['batch_size']}, S={training['seq_len']:,}, {training['precision']}; "
-        f"l={nsa['compress_block_size']}, d={nsa['compress_stride']}, l'={nsa['select_block_size']}, "
-        f"n={nsa['num_selected_blocks']}, w={nsa['window_size']}. Seeds: {seeds}. {record.where()}."
+        f"{sizes(model['nsa'])}. Seeds: {seeds}. {record.where()}."
     )

@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flexnsa import NSAConfig
-from flexnsa.attention.implementations import REFERENCE
 from flexnsa.attention.seam import Call
+from flexnsa.attention.table import REFERENCE
 from flexnsa.geometry import num_compressed
+from flexnsa.lm.measure.palette import BLUE, GREEN, GREY, ORANGE
+from flexnsa.lm.measure.recording import git_commit
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.window import window_intervals
-from flexnsa.measure.palette import BLUE, GREEN, GREY, ORANGE
-from flexnsa.measure.recording import git_commit
 from flexnsa.positions import Positions
 from plots.records import Results
 from plots.style import figure

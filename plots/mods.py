@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flexnsa import NSAConfig, mods, sliding_window_attention
-from flexnsa.measure.palette import BLUE, GREY
-from flexnsa.measure.recording import git_commit
+from flexnsa.lm.measure.palette import BLUE, GREY
+from flexnsa.lm.measure.recording import git_commit
 from plots.records import Results
 from plots.style import figure
 

@@ -15,22 +15,17 @@ Curve = list[tuple[int, float]]
 def on_gpu(results: Results) -> Figure:
     """From the allocator of a GPU, which counts from after the inputs: they are added."""
     record = results.load("attention_h200.json")
-    points = [point for point in record.points("whole") if "peak_mib" in point]
-    curves = {
-        name: [(p["seq_len"], p["peak_mib"] + p["inputs_mib"]) for p in points if p["name"] == name] for name in NAMES
-    }
-    return _draw(record, curves)
+    return _draw(record, record.curves("peak_mib", "inputs_mib", names=NAMES, kind="whole"))
 
 
 def on_cpu(results: Results) -> Figure:
     """From every allocation on a CPU."""
     record = results.load("memory_training.json")
-    points = [point for point in record.points() if "peak_mib" in point]
-    return _draw(record, {name: [(p["seq_len"], p["peak_mib"]) for p in points if p["name"] == name] for name in NAMES})
+    return _draw(record, record.curves("peak_mib", names=NAMES))
 
 
-def _draw(record: Record, curves: dict[str, Curve]) -> Figure:
-    curves = {name: curve for name, curve in curves.items() if curve}
+def _draw(record: Record, found: dict[str, dict[int, float]]) -> Figure:
+    curves = {name: [*curve.items()] for name, curve in found.items()}
     if "NSA" not in curves:
         raise NotRecordedError("The measurements hold no memory of NSA.")
     caption = (

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from flexnsa.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
+from flexnsa.lm.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 from plots.records import NotRecordedError, Record, Results
 from plots.style import figure, short
 
@@ -38,7 +38,7 @@ def on_gpu(results: Results) -> Figure:
     result.subplots_adjust(top=1 - 1.1 / height, wspace=0.32)
     for ax, field in zip(axes, ("forward_ms", "backward_ms"), strict=True):
         _bars(ax, record, lengths, field)
-        ax.set_title(field.removesuffix("_ms").capitalize(), fontsize=10.5)
+        ax.set_title(field.removesuffix("_ms").capitalize())
     patches = [Patch(color=colour, label=name) for name, colour in PHASES.items()]
     result.legend(
         handles=patches, ncols=len(patches), frameon=False, loc="upper left", bbox_to_anchor=(0.0, 1 - 0.33 / height)

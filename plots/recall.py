@@ -12,7 +12,8 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 
-from flexnsa.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
+from benchmarks.learning.plan import DEPTHS
+from flexnsa.lm.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 from plots.records import NotRecordedError, Record, Results
 from plots.style import Label, figure, label_curves, short
 
@@ -50,7 +51,7 @@ def by_length(results: Results) -> Figure:
         _curves(ax, {(name, s): [*map(fmean, seeds)] for (name, k, s), seeds in maps.items() if k == kind}, longest)
         ax.axvspan(trained, longest * _ROOM, color=GREY, alpha=0.08, linewidth=0)
         ax.text(trained * 1.1, -0.09, "longer than trained on", color=GREY, fontsize=8.5, va="center")
-        ax.set_title(TITLES[kind], fontsize=10.5)
+        ax.set_title(TITLES[kind])
     axes[0].set_ylabel("values recalled, mean over depths")
     return result
 
@@ -66,7 +67,7 @@ def by_step(results: Results) -> Figure:
     result, axes = figure(title, f"{asked} {_models(record)}", size=(11.6, 4.9), columns=2)
     for ax, (kind, name) in zip(axes, LOOKS.items(), strict=True):
         _looks(ax, record, kind)
-        ax.set_title(name, fontsize=10.5, pad=10)
+        ax.set_title(name, pad=10)
         begin = 0
         for stage in stages:
             ax.axvline(begin, color=GREY, linewidth=0.6, alpha=0.5)
@@ -108,8 +109,9 @@ def _looks(ax: Axes, record: Record, kind: str) -> None:
     for name, (label, colour, _) in LINES.items():
         looks: dict[int, list[float]] = {}
         for point in record.content["points"]:
-            for step, _, share in point.get(kind, ()) if point["variant"] == name else ():
-                looks.setdefault(step, []).append(share)
+            for (step, _), share in zip(record.content["looks"], point.get(kind, ()), strict=False):
+                if point["variant"] == name:
+                    looks.setdefault(step, []).append(share)
         if looks:
             y = [*map(fmean, looks.values())]
             ax.plot([*looks], y, color=colour, linewidth=2.2 if name in NAMED else 1.4, label=label)
@@ -152,8 +154,11 @@ def _heat(ax: Axes, shares: np.ndarray) -> None:
 def _maps(record: Record) -> Maps:
     found: Maps = {}
     for point in record.content["points"]:
-        for entry in point.get("maps", []):
-            found.setdefault((point["variant"], entry["kind"], entry["seq_len"]), []).append(entry["recall"])
+        for kind, lengths in point.get("maps", {}).items():
+            for seq_len, counts in lengths.items():
+                questions = record.content["plan"]["map_rows"] // (1 if kind == "pairs" else DEPTHS)
+                shares = [count / questions for count in counts]
+                found.setdefault((point["variant"], kind, int(seq_len)), []).append(shares)
     if not found:
         raise NotRecordedError("recall_h200.json has no maps; python -m benchmarks learning.recall draws them.")
     return found

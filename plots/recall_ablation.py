@@ -6,7 +6,7 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from flexnsa.measure.palette import BLUE, GREY, ORANGE
+from flexnsa.lm.measure.palette import BLUE, GREY, ORANGE
 from plots.records import Results
 from plots.style import figure, short
 
@@ -18,9 +18,9 @@ def draw(results: Results) -> Figure:
     record = results.load("recall_ablation_h200.json")
     plan, found = record.content["plan"], dict[str, dict[int, list[float]]]()
     for point in record.content["points"]:
-        for entry in point["maps"]:
-            if entry["kind"] == "pairs" and entry["seq_len"] in MARKS:
-                found.setdefault(point["variant"], {}).setdefault(entry["seq_len"], []).append(fmean(entry["recall"]))
+        for seq_len in MARKS:
+            share = fmean(point["maps"]["pairs"][str(seq_len)]) / plan["map_rows"]
+            found.setdefault(point["variant"], {}).setdefault(seq_len, []).append(share)
     names = sorted(found, key=lambda name: -fmean(found[name][max(MARKS)]))
     changed = next(iter(record.content["setting"]["models"]))
     seeds = sorted({len(shares) for lengths in found.values() for shares in lengths.values()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,14 @@ class Record:
         """Points in the order of their lengths; of one kind, where the file has several."""
         chosen = [point for point in self.content["points"] if kind is None or point.get("kind") == kind]
         return sorted(chosen, key=lambda point: point["seq_len"])
+
+    def curves(self, *quantities: str, names: Iterable[str], kind: str | None = None) -> dict[str, dict[int, float]]:
+        """Sum quantities by name, then length, of the points of some names that have all of them."""
+        found: dict[str, dict[int, float]] = {name: {} for name in names}
+        for point in self.points(kind):
+            if point["name"] in found and all(quantity in point for quantity in quantities):
+                found[point["name"]][point["seq_len"]] = sum(point[quantity] for quantity in quantities)
+        return {name: curve for name, curve in found.items() if curve}
 
     def where(self) -> str:
         """Name device, software and state of the code."""

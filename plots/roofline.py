@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.kernels.roofline import H200, Point, points
-from flexnsa.measure.palette import GREY
+from flexnsa.lm.measure.palette import GREY
 from plots.phases import PHASES
 from plots.records import Results
 from plots.style import figure, short
@@ -29,7 +29,7 @@ def on_gpu(results: Results) -> Figure:
     for ax, which in zip(axes, ("forward", "backward"), strict=True):
         timed = {p["name"]: p for p in found if p["seq_len"] == length and p["pass"] == which}
         _bars(ax, names, timed)
-        ax.set_title(which.capitalize(), fontsize=10.5)
+        ax.set_title(which.capitalize())
     axes[1].tick_params(labelleft=False)
     return result
 

@@ -6,12 +6,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from flexnsa.measure.growth import crossover
-from flexnsa.measure.palette import GREY
+from flexnsa.lm.measure.growth import crossover
+from flexnsa.lm.measure.palette import GREY
 from plots.records import NotRecordedError, Record, Results
 from plots.style import COLOURS, Label, figure, label_curves, length_axes, plot_curve, residuals, short, with_exponent
 
-NAMES = ("math SDPA", "flash SDPA", "cuDNN SDPA", "dense Flex", "NSA")
+NAMES = ("NSA", "cuDNN SDPA", "flash SDPA", "dense Flex", "math SDPA")
 BOTH = ("forward_ms", "backward_ms")
 PANELS = {"Forward": ("forward_ms",), "Forward and backward": BOTH}
 Curves = dict[str, dict[int, float]]
@@ -35,7 +35,7 @@ def _draw(record: Record) -> Figure:
     result, axes = figure(_headline(record), caption, size=(11, 5), columns=2)
     for ax, (title, fields) in zip(axes, PANELS.items(), strict=True):
         _panel(ax, _curves(record, fields))
-        ax.set_title(title, fontsize=10.5)
+        ax.set_title(title)
     axes[0].set_ylabel("time")
     return result
 
@@ -44,7 +44,7 @@ def _headline(record: Record) -> str:
     curves = _curves(record, BOTH)
     ratio = _ratios(curves)
     if not ratio:
-        raise NotRecordedError("The measurements hold no time of NSA beside a dense attention.")
+        raise NotRecordedError("The measurements hold no time of both NSA and a dense attention.")
     longest = max(ratio)
     dense = min((curve[longest], name) for name, curve in curves.items() if name != "NSA" and longest in curve)[1]
     times = f"{ratio[longest]:.1f} times as fast" if ratio[longest] >= 1 else f"{1 / ratio[longest]:.1f} times as slow"
@@ -52,11 +52,7 @@ def _headline(record: Record) -> str:
 
 
 def _curves(record: Record, fields: tuple[str, ...]) -> Curves:
-    curves: Curves = {}
-    for point in record.points("whole"):
-        if point["name"] in NAMES and all(field in point for field in fields):
-            curves.setdefault(point["name"], {})[point["seq_len"]] = sum(point[field] for field in fields)
-    return curves
+    return record.curves(*fields, names=NAMES, kind="whole")
 
 
 def _ratios(curves: Curves) -> dict[int, float]:

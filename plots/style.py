@@ -13,32 +13,29 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from flexnsa.measure.growth import fit_power_law
-from flexnsa.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STYLE
+from flexnsa.lm.measure.growth import fit_power_law
+from flexnsa.lm.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STYLE
 
-COLOURS = {
-    "NSA": BLUE,
-    "NSA with compression": SKY,
-    "flash SDPA": ORANGE,
-    "cuDNN SDPA": AMBER,
-    "math SDPA": GREEN,
-    "dense Flex": PURPLE,
+_LOOKS = {
+    "NSA": (BLUE, "o"),
+    "NSA with compression": (SKY, "D"),
+    "dense": (ORANGE, "s"),
+    "flash SDPA": (ORANGE, "s"),
+    "cuDNN SDPA": (AMBER, "v"),
+    "math SDPA": (GREEN, "^"),
+    "dense Flex": (PURPLE, "P"),
+    "three branches": (BLUE, "o"),
+    "selected branch": (SKY, "D"),
 }
-MARKERS = {
-    "NSA": "o",
-    "NSA with compression": "D",
-    "flash SDPA": "s",
-    "cuDNN SDPA": "v",
-    "math SDPA": "^",
-    "dense Flex": "P",
-}
-_SETTINGS: Any = STYLE | {"svg.hashsalt": "flexnsa", "svg.fonttype": "path", "figure.dpi": 100}
+COLOURS = {name: colour for name, (colour, _) in _LOOKS.items()}
+MARKERS = {name: marker for name, (_, marker) in _LOOKS.items()}
+_SETTINGS: Any = STYLE | {"figure.dpi": 100, "axes.titlesize": 10.5}
 mpl.rcParams.update(_SETTINGS)
 
 
 @dataclass(frozen=True)
 class Label:
-    """A curve's name, to stand beside its last point."""
+    """A curve's name, to be written next to its last point."""
 
     x: float
     y: float
@@ -94,7 +91,7 @@ def plot_curve(ax: Axes, name: str, x: Sequence[float], y: Sequence[float]) -> N
 
 
 def length_axes(ax: Axes, lengths: Iterable[int], *, room: float) -> None:
-    """Log-log axes over sequence lengths, with ``room`` for labels: the factor by which the axis goes on."""
+    """Log-log axes over sequence lengths, with ``room`` for labels: the factor by which the axis is extended."""
     lengths = sorted(set(lengths))
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
@@ -106,9 +103,9 @@ def length_axes(ax: Axes, lengths: Iterable[int], *, room: float) -> None:
 
 
 def label_curves(ax: Axes, labels: Sequence[Label]) -> None:
-    """Write every label beside its point, moved up or down as far as others need room.
+    """Write every label next to its point, moved up or down as far as others need room.
 
-    Curves that end early go on to others' right: their labels stand above the last point, or beside an only one.
+    Labels of curves that end early are above the last point, or next to an only one.
     """
     ax.figure.canvas.draw()
     last = max(label.x for label in labels)
@@ -165,7 +162,7 @@ def _spread(centres: Sequence[float], heights: Sequence[float]) -> list[float]:
 
 
 def residuals(curves: Mapping[str, Iterable[tuple[int, float]]]) -> str:
-    """Say how exponents were fitted, and how far the worst point of each curve is from its own fit."""
+    """Return how exponents were fitted, and how far the worst point of each curve is from its own fit."""
     points = {name: list(curve) for name, curve in curves.items()}
     fits = {name: fit_power_law(curve) for name, curve in points.items() if len(curve) > 2}
     worst = ", ".join(f"{name} {fit.residual:.1%}" for name, fit in fits.items())
@@ -177,14 +174,21 @@ def with_exponent(name: str, curve: Collection[tuple[int, float]]) -> str:
     return f"{name}: S$^{{{fit_power_law(curve).exponent:.2f}}}$" if len(curve) > 1 else name
 
 
+def sizes(nsa: Mapping[str, int]) -> str:
+    """Write the sizes of the branches as captions do."""
+    names = {"l": "compress_block_size", "d": "compress_stride", "l'": "select_block_size"}
+    names |= {"n": "num_selected_blocks", "w": "window_size"}
+    return ", ".join(f"{letter}={nsa[name]}" for letter, name in names.items())
+
+
 def short(length: float) -> str:
     """Write 32768 as 32k."""
     return f"{length / 1024:.3g}k" if length >= 1024 else f"{length:g}"
 
 
 def save(result: Figure, path: Path) -> str:
-    """Write ``path`` as SVG and PNG; say where."""
+    """Write the figure as a PNG and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    result.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    result.savefig(path.with_suffix(".png"), dpi=160)
-    return f"{path}.svg, {path.name}.png"
+    file = path.with_suffix(".png")
+    result.savefig(file, dpi=160)
+    return str(file)

@@ -1,4 +1,4 @@
-"""Training: tokens a second of decoders with NSA and of their dense twins against the length of a row."""
+"""Training: tokens a second of decoders with NSA and of their dense baselines against the length of a row."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from flexnsa.measure.palette import BLUE, ORANGE
+from flexnsa.lm.measure.palette import BLUE, ORANGE
 from plots.records import NotRecordedError, Results
 from plots.style import figure, length_axes
 
-COLOURS = {"nsa": BLUE, "dense": ORANGE}
-NAMES = {"nsa": "NSA", "dense": "dense, cuDNN"}
+NAMES = {"nsa": ("NSA", BLUE), "dense": ("dense, cuDNN", ORANGE)}
 Curves = dict[str, dict[int, float]]
 
 
@@ -21,11 +20,11 @@ def on_gpu(results: Results) -> Figure:
     models: dict[str, Curves] = {}
     for point in record.points():
         if "tokens_per_s" in point:
-            curves = models.setdefault(point["model"], {name: {} for name in COLOURS})
+            curves = models.setdefault(point["model"], {name: {} for name in NAMES})
             curves[point["attention"]][point["seq_len"]] = point["tokens_per_s"]
     models = {name: curves for name, curves in models.items() if _ratios(curves)}
     if not models:
-        raise NotRecordedError("The measurements hold no training of NSA beside dense attention.")
+        raise NotRecordedError("The measurements hold no training of both NSA and dense attention.")
     caption = (
         "Medians of whole training steps of 65,536 tokens, bf16 under autocast, layers compiled, nothing checkpointed; "
         f"above the lengths, how many times the tokens of its dense twin a model with NSA trains on. {record.where()}."
@@ -33,7 +32,7 @@ def on_gpu(results: Results) -> Figure:
     result, axes = figure(_headline(models), caption, size=(11, 4.6), columns=len(models))
     for ax, (name, curves) in zip([axes] if len(models) == 1 else axes, models.items(), strict=True):
         _panel(ax, curves)
-        ax.set_title(name, fontsize=10.5)
+        ax.set_title(name)
     return result
 
 
@@ -55,9 +54,9 @@ def _panel(ax: Axes, curves: Curves) -> None:
     ax.set_yscale("linear")
     ax.yaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens / 1000:g}k"))
     ax.set_ylabel("tokens a second")
-    for name, curve in curves.items():
-        points = sorted(curve.items())
-        ax.plot(*zip(*points, strict=True), color=COLOURS[name], marker="o", linewidth=2.2, label=NAMES[name])
+    for name, (label, colour) in NAMES.items():
+        points = sorted(curves[name].items())
+        ax.plot(*zip(*points, strict=True), color=colour, marker="o", linewidth=2.2, label=label)
     ax.set_ylim(0, 1.18 * max(max(curve.values()) for curve in curves.values()))
     for length, ratio in ratios.items():
         top = max(curve[length] for curve in curves.values())

@@ -10,14 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from benchmarks.learning.trained import read_blocks
-from flexnsa.measure.palette import BLUE, GREEN, GREY, ORANGE
+from benchmarks.learning.trained import QUERIES, read_blocks
+from flexnsa.lm.measure.palette import BLUE, GREEN, GREY, ORANGE
 from plots.records import NotRecordedError, Record, Results
 from plots.style import figure
 
 COLOURS = {"cmp": BLUE, "slc": ORANGE, "win": GREEN}
 MARKERS = {"cmp": "o", "slc": "s", "win": "^"}
-QUERIES_A_ROW = 8
 FUTURE, READ = "#f1f1f1", "#c4c4c4"
 SHARE = LinearSegmentedColormap.from_list("share", ["#ffffff", "#f6c49d", ORANGE, "#5c2800"])
 Grid = NDArray[np.float64]
@@ -30,7 +29,7 @@ def draw(results: Results) -> Figure:
         raise NotRecordedError("trained.json has no trained model; python -m benchmarks learning.trained records it.")
     trained, sizes = record.content["trained"], record.content["setting"]["models"]["NSA"]["nsa"]
     heads = [(layer, head) for layer, words in enumerate(trained["blocks"]) for head in range(len(words))]
-    chosen = [_chosen(trained["blocks"][layer][head], sizes) for layer, head in heads]
+    chosen = [_chosen(trained["blocks"][layer][head]) for layer, head in heads]
     free = _free(chosen[0], sizes)
     reach = f"{_reach(chosen, free, sizes):.0%} of its choices lie in the earlier half"
     title = f"Where it may choose, a trained model reaches back: {reach}"
@@ -49,20 +48,21 @@ def draw(results: Results) -> Figure:
     return result
 
 
-def _chosen(words: str, sizes: dict[str, int]) -> Grid:
-    """Whether a query reads a block, ``(queries, blocks)``."""
-    queries = read_blocks(words)
-    chosen = np.zeros((len(queries), -(-len(queries) // sizes["select_block_size"])))
-    for query, blocks in enumerate(queries):
-        chosen[query, blocks] = 1
-    return chosen
+def _chosen(words: str) -> Grid:
+    """Return the share of neighbouring queries that read a block, ``(queries / QUERIES, blocks)``."""
+    counts = read_blocks(words)
+    return np.array([row + [0] * (len(counts[-1]) - len(row)) for row in counts]) / QUERIES
 
 
 def _free(chosen: Grid, sizes: dict[str, int]) -> NDArray[np.bool_]:
-    """Where a query has a choice: not of blocks that are always read, nor before there are more than ``n``."""
-    own, block = np.arange(len(chosen))[:, None] // sizes["select_block_size"], np.arange(chosen.shape[1])
+    """Return where queries have a choice: not of blocks that are always read, nor before there are more than ``n``."""
+    own, block = _own(chosen, sizes), np.arange(chosen.shape[1])
     between = (block >= sizes["num_init_blocks"]) & (block <= own - sizes["num_local_blocks"])
     return between & (own >= sizes["num_selected_blocks"])
+
+
+def _own(chosen: Grid, sizes: dict[str, int]) -> NDArray[np.int64]:
+    return QUERIES * np.arange(len(chosen))[:, None] // sizes["select_block_size"]
 
 
 def _reach(chosen: list[Grid], free: NDArray[np.bool_], sizes: dict[str, int]) -> float:
@@ -74,16 +74,13 @@ def _reach(chosen: list[Grid], free: NDArray[np.bool_], sizes: dict[str, int]) -
 
 
 def _panel(ax: Axes, chosen: Grid, free: NDArray[np.bool_], sizes: dict[str, int]) -> None:
-    rows = chosen.reshape(-1, QUERIES_A_ROW, chosen.shape[1]).mean(1)
-    choice = free[::QUERIES_A_ROW]  # blocks hold whole rows, so a row has a choice or has none
-    colours = SHARE(rows)
-    own = np.arange(len(rows))[:, None] * QUERIES_A_ROW // sizes["select_block_size"]
-    past = np.arange(rows.shape[1]) <= own
-    for where, colour in ((past & ~choice, READ), (~past, FUTURE)):
+    colours, (rows, blocks) = SHARE(chosen), chosen.shape
+    past = np.arange(blocks) <= _own(chosen, sizes)
+    for where, colour in ((past & ~free, READ), (~past, FUTURE)):
         colours[where] = to_rgba(colour)
-    ax.imshow(colours, aspect="auto", interpolation="nearest", extent=(0, rows.shape[1], len(chosen), 0))
-    ax.set_yticks(range(0, len(chosen) + 1, len(chosen) // 4))
-    ax.set_xticks(range(0, rows.shape[1] + 1, rows.shape[1] // 2))
+    ax.imshow(colours, aspect="auto", interpolation="nearest", extent=(0, blocks, QUERIES * rows, 0))
+    ax.set_yticks(range(0, QUERIES * rows + 1, QUERIES * rows // 4))
+    ax.set_xticks(range(0, blocks + 1, blocks // 2))
     ax.grid(False)
 
 
@@ -112,7 +109,7 @@ def _legend(result: Figure) -> None:
     bar = result.add_axes((0.53, 0.896, 0.16, 0.022))
     result.colorbar(ScalarMappable(Normalize(0, 1), SHARE), cax=bar, orientation="horizontal", ticks=[0, 0.5, 1])
     bar.tick_params(labelsize=8, length=2)
-    result.text(0.52, 0.907, f"chosen, share of {QUERIES_A_ROW} queries", ha="right", va="center", fontsize=9)
+    result.text(0.52, 0.907, f"chosen, share of {QUERIES} queries", ha="right", va="center", fontsize=9)
 
 
 def _caption(record: Record) -> str:

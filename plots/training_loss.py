@@ -8,12 +8,10 @@ from statistics import fmean, stdev
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flexnsa.measure.palette import BLUE, GREY, ORANGE
+from flexnsa.lm.measure.palette import BLUE, GREY
 from plots.records import NotRecordedError, Record, Results
-from plots.style import Label, figure, label_curves
+from plots.style import COLOURS, MARKERS, Label, figure, label_curves, sizes
 
-COLOURS = {"NSA": BLUE, "dense": ORANGE}
-MARKERS = {"NSA": "o", "dense": "s"}
 MARK_SIZES = {"NSA": 4.5, "dense": 8.5}  # they may lie on each other
 HIGHEST_LOSS = 4.6  # before, both learn which bytes there are
 SMOOTH_OVER = 25
@@ -24,12 +22,14 @@ def draw(results: Results) -> Figure:
     """Left: losses, every seed pale. Right: their difference, step by step on the same bytes."""
     record = results.load("trained.json")
     points = record.points()
-    seeds = sorted(set.intersection(*({p["seed"] for p in points if p["name"] == name} for name in COLOURS)))
+    seeds = sorted(set.intersection(*({p["seed"] for p in points if p["name"] == name} for name in MARK_SIZES)))
     if not seeds:
         raise NotRecordedError(
             "trained.json has no seed of both models; python -m benchmarks learning.trained records them."
         )
-    runs = {name: [p for seed in seeds for p in points if (p["name"], p["seed"]) == (name, seed)] for name in COLOURS}
+    runs = {
+        name: [p for seed in seeds for p in points if (p["name"], p["seed"]) == (name, seed)] for name in MARK_SIZES
+    }
     result, (left, right) = figure(_headline(runs), _caption(record, runs), size=(11, 4.9), columns=2)
     for name, column in runs.items():
         _losses(left, name, column, record.content["training"]["seq_len"])
@@ -39,8 +39,6 @@ def draw(results: Results) -> Figure:
     left.set_xlim(0, last * 1.3)
     label_curves(left, [Label(last, _final(column), name, COLOURS[name]) for name, column in runs.items()])
     _difference(right, runs, record.content["training"]["seq_len"])
-    for ax in (left, right):
-        ax.title.set_fontsize(10.5)
     return result
 
 
@@ -90,13 +88,11 @@ def _headline(runs: dict[str, list[dict]]) -> str:
 def _caption(record: Record, runs: dict[str, list[dict]]) -> str:
     model, training = record.content["setting"]["models"]["NSA"], record.content["training"]
     gaps = [a["held_out"][-1][1] - b["held_out"][-1][1] for a, b in zip(runs["NSA"], runs["dense"], strict=True)]
-    sizes = ", ".join(f"{name} {column[0]['parameters']:,}" for name, column in runs.items())
-    nsa = model["nsa"]
+    parameters = ", ".join(f"{name} {column[0]['parameters']:,}" for name, column in runs.items())
     return (
-        f"Bytes of Python's standard library; parameters: {sizes} (dense is wider); {model['num_layers']} layers, "
-        f"B={training['batch_size']}, S={training['seq_len']}, fp32; l={nsa['compress_block_size']}, "
-        f"d={nsa['compress_stride']}, l'={nsa['select_block_size']}, n={nsa['num_selected_blocks']}, "
-        f"w={nsa['window_size']}. {len(gaps)} seeds (pale), their mean, moving mean of {2 * SMOOTH_OVER + 1} steps; "
+        f"Bytes of Python's standard library; parameters: {parameters} (dense is wider); {model['num_layers']} layers, "
+        f"B={training['batch_size']}, S={training['seq_len']}, fp32; {sizes(model['nsa'])}. "
+        f"{len(gaps)} seeds (pale), their mean, moving mean of {2 * SMOOTH_OVER + 1} steps; "
         f"marks: {training['eval_sequences']} held-out sequences, on the right seed by seed. NSA - dense at the end: "
         f"{', '.join(f'{gap:+.3f}' for gap in gaps)}. {record.where()}."
     )

@@ -1,11 +1,11 @@
-"""Time of attention on a CPU over the length, forward and backward, beside flash and math SDPA in one run.
+"""Time of attention on a CPU over the length, forward and backward, with flash and math SDPA in one run.
 
     python -m benchmarks attention.cpu_throughput    # make record does this and more
 
 The attention of the ``large`` preset (12 query and 2 key heads of 64, fp32, eager). All attentions of one length take
 turns in one process, so that what slows the machine slows them alike. A ratio is one of medians; above 1, NSA is
 faster. Points have the form of those of ``attention.gpu``. Where ``native-sparse-attention-pytorch`` is installed,
-its layer runs beside ours up to the length that its memory allows.
+its layer is measured, too, up to the length that its memory allows.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from benchmarks.harness import options
-from benchmarks.harness.contestants import WHOLE
 from benchmarks.harness.layers import LAYERS, PEER
-from benchmarks.harness.session import QUANTITIES, Session
+from benchmarks.harness.session import Session
 from benchmarks.harness.setting import CPU
-from flexnsa.measure.growth import crossover, growth_of
-from flexnsa.measure.recording import Recording
-from flexnsa.measure.table import format_table
+from benchmarks.harness.workloads import WHOLE
+from flexnsa.lm.measure.growth import crossover
+from flexnsa.lm.measure.table import format_table
 
 BASELINES = ("flash SDPA", "math SDPA")
 LONGEST_MATH = 4096
@@ -56,14 +55,19 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, record after every length, print."""
-    parser = options.parser(__doc__, json=options.RESULTS / "cpu_throughput.json", device=False, seconds=2400)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768])
+    parser = options.parser(
+        __doc__,
+        json=options.RESULTS / "cpu_throughput.json",
+        device=False,
+        seconds=2400,
+        lengths=[1024, 2048, 4096, 8192, 16384, 32768],
+    )
     parser.add_argument("--rounds", type=int, default=3, help="at the greatest length; up to 15 at others; default: 3")
     parser.add_argument("--threads", type=int, help="default: PyTorch's")
     arguments = parser.parse_args(argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     recording.note(setting=CPU.to_dict())
     session = Session(CPU, recording, arguments.seconds)
     for length in arguments.lengths:
@@ -72,17 +76,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         session.race("whole", makers, length, rounds)
         if PEER in LAYERS and length <= LONGEST_LAYER:
             session.race("layer", LAYERS, length, rounds)
-        flash = ratios(recording.points, "flash SDPA")
-        recording.note(
-            ratios={name: ratios(recording.points, name) for name in BASELINES},
-            ratios_of_layers={PEER: ratios(recording.points, PEER, "NSA layer")},
-            crossover_with_flash_sdpa=crossover(flash),
-            growth=growth_of(recording.points, QUANTITIES),
-        )
     print("\n" + table(recording.points) + "\n")
-    for length, ratio in recording.content["ratios_of_layers"][PEER].items():
+    for length, ratio in ratios(recording.points, PEER, "NSA layer").items():
         print(f"layer, S = {length:,}: {PEER} takes {ratio:.2f} times as long as ours")
-    where = recording.content["crossover_with_flash_sdpa"]
+    where = crossover(ratios(recording.points, "flash SDPA"))
     print(
         f"NSA is faster than flash SDPA from S = {where:,.0f} on"
         if where

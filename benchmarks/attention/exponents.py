@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness.options import RESULTS
-from flexnsa.measure.growth import Curve, curves, fit_power_law
-from flexnsa.measure.table import format_table
+from flexnsa.lm.measure.growth import Curve, curves, fit_power_law
+from flexnsa.lm.measure.table import format_table
 
 QUANTITIES = {
     "saved_mib": "saved",

@@ -1,11 +1,11 @@
-"""Measure attention on a GPU: correctness, then time and memory of the whole and of each phase, beside dense attention.
+"""Measure attention on a GPU: correctness, then time and memory of the whole and of each phase, and of dense attention.
 
     python -m benchmarks attention.gpu --json gpu.json            # about 7 minutes on an H200
     python -m benchmarks attention.gpu --json gpu.json --quick    # about 2: two lengths, no phases
     python -m benchmarks attention.gpu --device cpu --tiny --lengths 256 --phases-at 256 --memory-at 512    # rehearse
 
-Contestants of one length run in turn, round after round, in one process; times are medians over CUDA events, forward
-and backward apart, the second-level cache flushed before each. Peak memory is the allocator's, above the inputs.
+Implementations run in turn at each length, round after round, in one process; times are medians over CUDA events,
+forward and backward apart, the second-level cache flushed before each. Peak memory is the allocator's above the inputs.
 Nothing but this package, torch and triton is needed; flash-linear-attention is measured where it is installed.
 Compiled code goes to a new cache unless TORCHINDUCTOR_CACHE_DIR names one: compile times are those of a first call.
 """
@@ -19,18 +19,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-import torch
-
 from benchmarks.attention.compile_ahead import CompileAhead
 from benchmarks.attention.exponents import report
 from benchmarks.harness import options
 from benchmarks.harness.check import check
-from benchmarks.harness.contestants import WHOLE, Maker
 from benchmarks.harness.phases import PHASES
-from benchmarks.harness.session import QUANTITIES, Session
+from benchmarks.harness.session import Session
 from benchmarks.harness.setting import published
-from flexnsa.measure.growth import growth_of
-from flexnsa.measure.recording import Recording
+from benchmarks.harness.workloads import WHOLE, Maker
 
 TABLES = {"whole": WHOLE, "phase": PHASES}
 UNCOMPILED = ("cuDNN SDPA", "flash SDPA", "math SDPA", "score", "lists", "fla: selected branch")
@@ -39,17 +35,21 @@ LONGEST_MATH = 8192
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = options.parser(__doc__, json=options.RESULTS / "gpu.json", seconds=450)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 8192, 32768, 16384])
+    parser = options.parser(
+        __doc__,
+        json=options.RESULTS / "gpu.json",
+        seconds=450,
+        lengths=[65536, 8192, 32768, 16384],
+        rounds=9,
+        impl="triton",
+        tiny=False,
+    )
     parser.add_argument("--phases-at", type=int, nargs="*", default=[65536, 8192], help="lengths to take apart")
     parser.add_argument(
         "--memory-at", type=int, nargs="*", default=[131072], help="lengths of which only memory is asked"
     )
-    parser.add_argument("--rounds", type=int, default=9, help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="8k and 32k, no phases, no 128k")
     parser.add_argument("--skip-check", action="store_true", help="measure without checking first")
-    parser.add_argument("--impl", default="triton", help="of flexnsa on a GPU; default: %(default)s")
-    parser.add_argument("--tiny", action="store_true", help="4 heads of 16 instead of 64 of 128, fp32: a rehearsal")
     parser.add_argument("--compile-only", nargs=2, metavar=("KIND", "LENGTH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.quick:
@@ -61,9 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())
     setting = published(arguments.device, tiny=arguments.tiny, impl=arguments.impl)
-    torch._dynamo.config.recompile_limit = 64  # one function, compiled for every length
     start = time.monotonic()
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     recording.note(setting=setting.to_dict(), argv=list(sys.argv[1:] if argv is None else argv))
     if arguments.compile_only:
         kind, length = arguments.compile_only[0], int(arguments.compile_only[1])
@@ -86,10 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             session.race("phase", PHASES, length, arguments.rounds)
     for length in arguments.memory_at:
         session.race("whole", _whole(length), length, rounds=0)
-    recording.note(
-        growth={kind: growth_of([p for p in recording.points if p["kind"] == kind], QUANTITIES) for kind in TABLES},
-        seconds=round(time.monotonic() - start),
-    )
+    recording.note(seconds=round(time.monotonic() - start))
     print(f"\n{report(recording.content)}\n")
     print(f"{arguments.json}, after {time.monotonic() - start:.0f} s")
 

@@ -22,28 +22,25 @@ from torch import Tensor
 from benchmarks.harness import options
 from benchmarks.harness.setting import Setting, published
 from flexnsa import native_sparse_attention
-from flexnsa.attention.implementations import REFERENCE, attend
 from flexnsa.attention.seam import Call, Keys
+from flexnsa.attention.table import REFERENCE, attend
 from flexnsa.geometry import num_compressed
-from flexnsa.measure.recording import Recording
 from flexnsa.positions import Positions
 
 KEYS = ("k_cmp", "v_cmp", "k", "v", "k_win", "v_win")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = options.parser(__doc__, json=options.RESULTS / "long.json")
+    parser = options.parser(__doc__, json=options.RESULTS / "long.json", impl="triton", tiny=False)
     parser.add_argument("--length", type=int, default=524_288, help="tokens; default: %(default)s")
     parser.add_argument("--queries", type=int, default=12, help="how many are checked; default: %(default)s")
     parser.add_argument("--recompute", nargs="*", default=[], help="branches to run again in backward")
-    parser.add_argument("--impl", default="triton", help="of flexnsa on a GPU; default: %(default)s")
-    parser.add_argument("--tiny", action="store_true", help="4 heads of 16 instead of 64 of 128, fp32: a rehearsal")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     setting = published(arguments.device, tiny=arguments.tiny, impl=arguments.impl)
     recording.note(setting=setting.to_dict(), recompute=arguments.recompute)
     tensors, point = run(setting, arguments.length, arguments.queries, arguments.recompute)
@@ -59,7 +56,6 @@ def run(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Run forward and backward; keep all inputs, and what came of the queries and for the keys."""
     torch.manual_seed(0)
-    torch._dynamo.config.recompile_limit = 64
     x = {"q": setting.draw(setting.num_heads, length), "gates": setting.draw(setting.num_heads, length, 3)}
     x |= {
         name: setting.draw(

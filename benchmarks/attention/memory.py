@@ -10,7 +10,6 @@ what was there before the inputs were made. A point without memory or time is re
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,16 +17,15 @@ from typing import Any
 import torch
 
 from benchmarks.harness import options
-from benchmarks.harness.contestants import WHOLE
 from benchmarks.harness.layers import LAYERS
 from benchmarks.harness.phases import PHASES
 from benchmarks.harness.setting import CPU, Setting, large
-from flexnsa.measure.clock import Clock
-from flexnsa.measure.growth import growth, growth_of, slopes
-from flexnsa.measure.memory import MIB, AllocatorProbe, ResidentProbe, saved_for_backward
-from flexnsa.measure.process import run_fresh
-from flexnsa.measure.recording import Recording
-from flexnsa.measure.table import format_table
+from benchmarks.harness.workloads import WHOLE
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.growth import growth, growth_of, slopes
+from flexnsa.lm.measure.memory import MIB, AllocatorProbe, ResidentProbe, saved_for_backward
+from flexnsa.lm.measure.process import run_fresh
+from flexnsa.lm.measure.table import format_table
 
 NAMES = ("NSA", "flash SDPA", "math SDPA", "dense Flex")
 MAKERS = WHOLE | PHASES | LAYERS
@@ -40,15 +38,15 @@ def allocated(progress: Callable[[str], object], name: str, length: int, setting
     if setting.device == "cuda" or name == "dense Flex":
         MAKERS[name](setting, length).run()  # compiles, and takes what the libraries keep
     with AllocatorProbe(setting.device) as probe:
-        contestant = MAKERS[name](setting, length)
+        workload = MAKERS[name](setting, length)
         probe.mark("inputs")
         progress("forward")
         with saved_for_backward([]) as saved:
-            out = contestant.forward()
+            out = workload.forward()
         saved_bytes = saved.total
         probe.mark("forward")
         progress("backward")
-        gradients = contestant.backward(out)
+        gradients = workload.backward(out)
         probe.mark("backward")
         del gradients
         progress("summing up")
@@ -69,31 +67,25 @@ def resident(progress: Callable[[str], object], name: str, length: int, setting:
 def selected_branch(
     progress: Callable[[str], object], lengths: Sequence[int], rounds: int, device: str
 ) -> dict[str, Any]:
-    """Seconds of the selected branch alone, forward and backward, all lengths in turn in one process.
-
-    A query sees ``n * l'`` keys only once there are as many. Until then the work itself grows faster than the length;
-    ``pairs`` counts it.
-    """
+    """Seconds of the selected branch alone, forward and backward, all lengths in turn in one process."""
     setting = large(device)
     torch.manual_seed(0)
     branches = {length: PHASES["slc branch"](setting, length).run for length in lengths}
     times = Clock("wall", device).turns(branches, rounds, warm_up=1, progress=progress)
-    seconds = {length: [ms / 1e3 for ms in column] for length, column in times.items()}
-    return {
-        "seconds": {length: statistics.median(column) for length, column in seconds.items()},
-        "all_seconds": seconds,
-        "pairs": {length: _pairs(length, setting) for length in lengths},
-    }
+    return {"seconds": {length: statistics.median(column) / 1e3 for length, column in times.items()}}
 
 
 def _pairs(length: int, setting: Setting) -> int:
-    """Count the (query, key) pairs of the selected branch."""
+    """Count the (query, key) pairs of the selected branch.
+
+    A query sees ``n * l'`` keys only once there are as many. Until then the work itself grows faster than the length.
+    """
     size, most = setting.config.select_block_size, setting.config.num_selected_blocks - 1
     return sum(min(t // size, most) * size + t % size + 1 for t in range(length))
 
 
 def table(points: Sequence[dict[str, Any]]) -> str:
-    """Lines of lengths, and the slopes beside."""
+    """A line of each point."""
     rows = []
     for point in points:
         cells = [f"{point[quantity]:,.1f}" if quantity in point else "-" for quantity in ("inputs_mib", *QUANTITIES)]
@@ -103,14 +95,17 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, record after every point, print."""
-    parser = options.parser(__doc__, json=options.RESULTS / "memory_training.json", seconds=300)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    parser = options.parser(
+        __doc__,
+        json=options.RESULTS / "memory_training.json",
+        seconds=300,
+        lengths=[1024, 2048, 4096, 8192, 16384],
+        rounds=5,
+    )
     parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--rounds", type=int, default=5, help="of the timing; default: %(default)s")
     arguments = parser.parse_args(argv)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or every process announces its profiler
     setting = large(arguments.device)
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     recording.note(setting=setting.to_dict())
     for name in arguments.names:
         for length in arguments.lengths:
@@ -127,14 +122,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     alone = run_fresh(
         selected_branch, arguments.lengths, arguments.rounds, arguments.device, seconds=2 * arguments.seconds
     )
-    if "seconds" in alone:
-        alone |= growth(alone["seconds"]) | {"slopes_of_pairs": slopes(alone["pairs"])}
-    recording.note(selected_branch_alone=alone, growth=growth_of(recording.points, QUANTITIES))
+    recording.note(selected_branch_alone=alone)
     print("\n" + table(recording.points) + "\n")
-    for name, quantities in recording.content["growth"].items():
+    for name, quantities in growth_of(recording.points, QUANTITIES).items():
         for quantity, values in quantities.items():
             print(f"{name}: {quantity} grows as S^{values['exponent']:.2f}; {values['slopes']}")
-    print(f"selected branch alone, seconds: {alone}")
+    print(f"selected branch alone: {alone}")
+    if len(alone.get("seconds", {})) > 1:
+        work = slopes({length: _pairs(length, setting) for length in alone["seconds"]})
+        print(f"its time grows as {growth(alone['seconds'])}, its (query, key) pairs by slopes of {work}")
 
 
 if __name__ == "__main__":

@@ -13,15 +13,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from benchmarks.harness import options
-from benchmarks.harness.contestants import Contestant, Maker, nsa
 from benchmarks.harness.session import Session
 from benchmarks.harness.setting import CPU, Setting
+from benchmarks.harness.workloads import Maker, Workload, nsa
 from flexnsa import mods
-from flexnsa.measure.recording import Recording
-from flexnsa.measure.table import format_table
+from flexnsa.lm.measure.table import format_table
 
 
 def variants(setting: Setting) -> dict[str, Maker]:
@@ -40,7 +37,7 @@ def variants(setting: Setting) -> dict[str, Maker]:
     }
 
     def maker(name: str) -> Maker:
-        def make(setting: Setting, length: int) -> Contestant:
+        def make(setting: Setting, length: int) -> Workload:
             return dataclasses.replace(nsa(setting, length, **given[name]), name=name)
 
         return make
@@ -64,13 +61,10 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = options.parser(__doc__, seconds=300)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser = options.parser(__doc__, seconds=300, lengths=[8192, 32768], rounds=5)
     arguments = parser.parse_args(argv)
     setting = dataclasses.replace(Setting(), backend=None) if arguments.device == "cuda" else CPU
-    torch._dynamo.config.recompile_limit = 64  # one function, compiled for every mod
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     recording.note(setting=setting.to_dict())
     session = Session(setting, recording, arguments.seconds)
     for length in arguments.lengths:

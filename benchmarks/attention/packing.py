@@ -1,4 +1,4 @@
-"""Documents of many lengths in one pack, beside a loop over them and a batch padded to the longest.
+"""Documents of many lengths in one pack, in a loop over them, and in a batch padded to the longest.
 
     OMP_WAIT_POLICY=passive python -m benchmarks attention.packing --json benchmarks/results/packing_cpu.json
     python -m benchmarks attention.packing --device cuda --json benchmarks/results/packing_cuda.json
@@ -10,7 +10,6 @@ Lengths are drawn evenly on a logarithmic scale. ``--compile`` compiles the laye
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import options
+from benchmarks.harness.check import relative_error
 from flexnsa import pack_padded, unpack_padded
-from flexnsa.measure.clock import Clock
-from flexnsa.measure.memory import MIB, AllocatorProbe
-from flexnsa.measure.process import run_fresh
-from flexnsa.measure.recording import Recording
-from flexnsa.measure.table import format_table
-from flexnsa.models import PRESETS
-from flexnsa.models.decoder import build_attention
+from flexnsa.lm import PRESETS
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.memory import MIB, AllocatorProbe
+from flexnsa.lm.measure.process import run_fresh
+from flexnsa.lm.measure.table import format_table
+from flexnsa.lm.model.decoder import build_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,24 +101,24 @@ def step(layer: nn.Module, run: Run, x: Tensor) -> Tensor:
 
 
 def times(progress: Callable[[str], object], documents: Documents, rounds: int) -> dict[str, Any]:
-    """Milliseconds of every round, and how far the outputs are from the loop's, relative to their size."""
-    _allow_recompiles()
+    """Median milliseconds, and how far the outputs are from the loop's, relative to their size."""
+    options.allow_recompiles()
     x = documents.inputs()
     ways = {name: make(documents) for name, make in WAYS.items()}
     outputs = {}
     for name, (layer, run) in ways.items():
         progress(f"{name}, warming up")
-        outputs[name] = step(layer, run, x).double()
+        outputs[name] = step(layer, run, x)
     steps = {name: partial(step, layer, run, x) for name, (layer, run) in ways.items()}
     milliseconds = Clock("wall", documents.device).turns(steps, rounds, progress=progress)
-    size = outputs["loop"].norm()
-    differences = {name: ((out - outputs["loop"]).norm() / size).item() for name, out in outputs.items()}
-    return {"milliseconds": milliseconds, "differences": differences}
+    medians = {name: statistics.median(column) for name, column in milliseconds.items()}
+    differences = {name: relative_error(out, outputs["loop"]) for name, out in outputs.items()}
+    return {"ms": medians, "differences": differences}
 
 
 def memory(progress: Callable[[str], object], documents: Documents, way: str) -> dict[str, float]:
     """MiB allocated at the peak of a step, above the layer and its inputs."""
-    _allow_recompiles()
+    options.allow_recompiles()
     x = documents.inputs()
     layer, run = WAYS[way](documents)
     if documents.device == "cuda":
@@ -133,7 +132,7 @@ def memory(progress: Callable[[str], object], documents: Documents, way: str) ->
 
 
 def measure(documents: Documents, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """A point a way: median and all times, peak, and how many times those of the pack."""
+    """A point a way: median time, difference to the loop's output, and peak."""
     timed = run_fresh(times, documents, rounds, seconds=seconds)
     points = []
     for way in WAYS:
@@ -141,29 +140,20 @@ def measure(documents: Documents, rounds: int, seconds: float) -> list[dict[str,
         if "label" in timed:
             point["label"] = timed["label"]
         else:
-            every = timed["milliseconds"][way]
-            point |= {"ms": statistics.median(every), "all_ms": every, "difference": timed["differences"][way]}
+            point |= {"ms": timed["ms"][way], "difference": timed["differences"][way]}
         points.append(point | run_fresh(memory, documents, way, seconds=seconds))
-    packed = points[0]
-    for point in points:
-        point |= {
-            f"{key}_ratio": point[key] / packed[key] for key in ("ms", "peak_mib") if key in point and key in packed
-        }
     return points
 
 
 def table(points: Sequence[dict[str, Any]]) -> str:
-    """A line a way."""
-    columns = (
-        ("ms", ",.1f"),
-        ("ms_ratio", ".2f"),
-        ("peak_mib", ",.1f"),
-        ("peak_mib_ratio", ".2f"),
-        ("difference", ".1e"),
-    )
+    """A line a way; ratios to the pack, the first."""
     rows = []
     for point in points:
-        cells = [format(point[key], style) if key in point else "-" for key, style in columns]
+        cells = []
+        for key in ("ms", "peak_mib"):
+            cells.append(f"{point[key]:,.1f}" if key in point else "-")
+            cells.append(f"{point[key] / points[0][key]:.2f}" if key in point and key in points[0] else "-")
+        cells.append(f"{point['difference']:.1e}" if "difference" in point else "-")
         rows.append([point["name"], f"{point['tokens']:,}", *cells, point.get("label", "")])
     return format_table(["", "tokens", "ms", "/ pack", "peak MiB", "/ pack", "difference", ""], rows)
 
@@ -176,14 +166,12 @@ def draw_lengths(count: int, longest: int) -> tuple[int, ...]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, record."""
-    parser = options.parser(__doc__, seconds=600)
+    parser = options.parser(__doc__, seconds=600, rounds=7)
     parser.add_argument("--documents", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--longest", type=int, help="tokens; default: 1024 on a CPU, 8192 on CUDA")
     parser.add_argument("--preset", choices=PRESETS, help="default: small on a CPU, large on CUDA")
-    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--compile", action="store_true", help="compile the layer whole")
     arguments = parser.parse_args(argv)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or every process announces its profiler
     cuda = arguments.device == "cuda"
     documents = Documents(
         preset=arguments.preset or ("large" if cuda else "small"),
@@ -198,15 +186,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{len(lengths)} documents of {lengths[0]} to {lengths[-1]} tokens, median {statistics.median(lengths):.0f}\n"
     )
     print(table(points))
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     recording.note(setting=asdict(documents))
     for point in points:
         recording.add(point)
-
-
-def _allow_recompiles() -> None:
-    """Let the loop have a graph for every kind of length: one token, no compressed token, one tile, and longer."""
-    torch._dynamo.config.recompile_limit = 64
 
 
 if __name__ == "__main__":

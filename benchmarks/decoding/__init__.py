@@ -1,1 +1,1 @@
-"""One decoded token, on a CPU and on a GPU, beside dense attention."""
+"""Time of one decoded token, on a CPU and on a GPU, with NSA and with dense attention."""

@@ -3,7 +3,7 @@
     OMP_WAIT_POLICY=passive python -m benchmarks decoding.cpu --json decode.json
 
 The caches are full of random numbers: what a step costs does not depend on them. Times are processor seconds of one
-thread, which a busy machine stretches less than those of the clock; medians of rounds in which everybody has a turn.
+thread, which a busy machine stretches less than those of the clock; medians of rounds in which all run in turn.
 Dense attention runs twice: as it is called everywhere (``enable_gqa``), and with the heads of a group folded into rows,
 which reads each key once.
 """
@@ -16,19 +16,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.decoding.contestants import Dense, Sparse
+from benchmarks.decoding.workloads import Dense, Sparse
 from benchmarks.harness import options
 from benchmarks.harness.setting import CPU, Setting
 from flexnsa import NativeSparseAttention, NSACache
-from flexnsa.decoding.read_counter import ReadCounter
-from flexnsa.measure.clock import Clock
-from flexnsa.measure.recording import Recording
-from flexnsa.measure.table import format_table
+from flexnsa.cache.steps import ReadCounter
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.table import format_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One context: what a step reads (keys of one kv head, bytes of all) and milliseconds by contestant."""
+    """One context: what a step reads (keys of one kv head, bytes of all) and milliseconds by workload."""
 
     context: int
     keys: dict[str, int]
@@ -41,15 +40,15 @@ class Point:
 
 
 def measure(setting: Setting, context: int, rounds: int) -> Point:
-    """Run all contestants at one context."""
+    """Run all implementations at one context."""
     torch.compiler.reset()
     sparse, eager = Sparse(setting, batch=1, capacity=context + 1), replace(setting, backend=None)
     dense = {
         "dense": Dense(eager, batch=1, capacity=context + 1, folded=False),
         "dense, folded": Dense(eager, batch=1, capacity=context + 1, folded=True),
     }
-    for contestant in (sparse, *dense.values()):
-        contestant.go_to(context)
+    for workload in (sparse, *dense.values()):
+        workload.go_to(context)
     layer = sparse.calls()["layer"]["compiled"]  # not compiled, unless asked for
 
     def decode() -> None:
@@ -110,9 +109,7 @@ def table(points: list[Point]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, record."""
-    parser = options.parser(__doc__, device=False)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024 * 2**power for power in range(7)])
-    parser.add_argument("--rounds", type=int, default=30, help="turns of each contestant; default: %(default)s")
+    parser = options.parser(__doc__, device=False, contexts=[1024 * 2**power for power in range(7)], rounds=30)
     parser.add_argument("--impl", choices=("sdpa", "flex"), default="sdpa", help="default: %(default)s")
     parser.add_argument("--compile", action="store_true", help="the NSA layer as one graph, never compiled twice")
     parser.add_argument("--growth-steps", type=int, default=1000, help="steps to watch the memory of; 0: none")
@@ -122,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch._dynamo.config.error_on_recompile = True
     torch.manual_seed(0)
     setting = replace(CPU, impl=arguments.impl, backend="inductor" if arguments.compile else None)
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     points = []
     for context in arguments.contexts:
         points.append(measure(setting, context, arguments.rounds))

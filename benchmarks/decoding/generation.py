@@ -1,10 +1,10 @@
-"""Time generation by a whole model with NSA and by its dense twin: the first token, and those that follow.
+"""Time generation by a whole model with NSA and by its dense baseline: the first token, and those that follow.
 
     python -m benchmarks decoding.generation --json generation.json         # at most 150 seconds on an H200
     python -m benchmarks decoding.generation --device cpu --tiny            # a rehearsal
 
-Both go through one :class:`flexnsa.models.DecodingSession`, on CUDA one graph a step, bf16; tokens are drawn on the
-device from the model's probabilities and reach the host in groups of 8. The dense twin is not slowed by a mask: its
+Both go through one :class:`flexnsa.lm.DecodingSession`, on CUDA one graph a step, bf16; tokens are drawn on the
+device from the model's probabilities and reach the host in groups of 8. The dense baseline is not slowed by a mask: its
 steps are flash attention split over the keys, which stops where a row does, the heads of a group in rows; its prompts
 are causal flash attention. Times are those of the wall: *first token* from the call to the first token on the host, the
 second time that these prompts are read; *tokens a second*, of all rows, from then to the end. *Session* is making the
@@ -24,27 +24,16 @@ import torch
 
 from benchmarks.harness import options
 from benchmarks.harness.session import Session
-from benchmarks.harness.setting import published
-from flexnsa import NSAConfig
-from flexnsa.measure.launches import count_launches
-from flexnsa.measure.memory import MIB
-from flexnsa.measure.recording import Recording
-from flexnsa.models import DecoderConfig, DecoderLM, DecodingSession, preset
-
-TINY = DecoderConfig(
-    dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    nsa=NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4),
-)
+from benchmarks.harness.setting import TINY_MODEL, published
+from flexnsa.lm import DecoderConfig, DecoderLM, DecodingSession, preset
+from flexnsa.lm.measure.launches import count_launches
+from flexnsa.lm.measure.memory import MIB
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, record."""
     arguments = parse(argv)
-    recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__, keep=True)
     session = Session(published(arguments.device), recording, arguments.seconds)
     recording.note(model="tiny" if arguments.tiny else "m7c-125m", device=arguments.device, tokens=arguments.tokens)
     for batch, context, attention in itertools.product(arguments.batches, arguments.contexts, ("nsa", "dense")):
@@ -61,12 +50,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options."""
-    parser = options.parser(__doc__, json=options.RESULTS / "generation.json", seconds=130)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32768], help="default: %(default)s")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32], help="default: %(default)s")
+    parser = options.parser(
+        __doc__,
+        json=options.RESULTS / "generation.json",
+        seconds=130,
+        contexts=[1024, 32768],
+        batches=[1, 32],
+        tiny=False,
+    )
     parser.add_argument("--tokens", type=int, default=257, help="of a row, the first included; default: %(default)s")
     parser.add_argument("--steps", default="auto", help="graph, compiled, eager; default: a graph on CUDA, else eager")
-    parser.add_argument("--tiny", action="store_true", help="a model of toy size, short contexts: a rehearsal")
     arguments = parser.parse_args(argv)
     if arguments.tiny:
         arguments.contexts, arguments.batches, arguments.tokens = [64, 200], [1, 3], 17
@@ -78,7 +71,7 @@ def measure(key: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any
     """Generate twice from random prompts, and time the second time."""
     torch.manual_seed(0)
     cuda, batch, context = arguments.device == "cuda", key["batch"], key["context"]
-    config = TINY if arguments.tiny else preset("m7c-125m", checkpointing=False)
+    config = TINY_MODEL if arguments.tiny else preset("m7c-125m", checkpointing=False)
     with torch.device(arguments.device):
         model = DecoderLM(DecoderConfig.from_dict(config.to_dict() | {"attention": key["attention"]})).eval()
         prompts = torch.randint(config.vocab_size, (batch, context))
@@ -114,7 +107,7 @@ def measure(key: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any
 
 
 def _timed(action: Any, cuda: bool) -> tuple[Any, float]:
-    """Give what it gives and the seconds that it takes."""
+    """Return the result of an action and the seconds that it takes."""
     start = time.perf_counter()
     result = action()
     if cuda:

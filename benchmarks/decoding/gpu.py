@@ -1,11 +1,12 @@
-"""Time one decoded token on a GPU: NSA's layer and attention beside flash SDPA, eager, compiled and as a CUDA graph.
+"""Time one decoded token on a GPU: NSA's layer and attention, and flash SDPA, eager, compiled and as a CUDA graph.
 
     python -m benchmarks decoding.gpu --json decode_gpu.json        # 100 seconds on an H200
     python -m benchmarks decoding.gpu --tiny --contexts 128 --batches 2     # a rehearsal, on a CPU too
 
 One cache per batch size, as long as the longest context, serves every context, as it would in use: nothing is compiled
 twice. Caches hold random numbers. Eager and compiled times are those of the wall over steps one after the other; a
-graph's are CUDA events around each replay, the second-level cache flushed before. All are medians.
+graph's are CUDA events around each replay, the second-level cache flushed before. All are medians, recorded by context;
+the label of a point is of the last context that could not be measured.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.decoding.check import check_decoding
-from benchmarks.decoding.contestants import Dense, Sparse, Timed
 from benchmarks.decoding.graphs import capture
+from benchmarks.decoding.workloads import Dense, Sparse, Timed
 from benchmarks.harness import options
 from benchmarks.harness.session import Point, Session
 from benchmarks.harness.setting import published
-from flexnsa.measure.launches import count_launches
-from flexnsa.measure.recording import Recording
+from flexnsa.lm.measure.launches import count_launches
 
 WIDTH = 2560
 """Of the paper's model."""
@@ -46,7 +46,7 @@ def launches(session: Session, call: Timed) -> dict[str, int]:
 
 
 def race(session: Session, batch: int, contexts: Sequence[int]) -> None:
-    """Measure all contestants of a batch size, longest context first."""
+    """Measure all implementations of a batch size, longest context first."""
     setting, capacity = session.setting, max(contexts) + 1024
     makers: dict[str, Callable[[], Sparse | Dense]] = {
         "NSA": lambda: Sparse(setting, batch, capacity),
@@ -56,47 +56,49 @@ def race(session: Session, batch: int, contexts: Sequence[int]) -> None:
     clocks = {"wall": wall_ms} | ({"graph": graph_ms} if session.clock.cuda else {})
     for name, make in makers.items():
         point: Point = {"batch": batch, "name": name}
-        contestant = session.attempt(point, make)
-        if contestant is None:
+        workload = session.attempt(point, make)
+        if workload is None:
             session.recording.add(point)
             continue
-        for part, calls in contestant.calls().items():
+        for part, calls in workload.calls().items():
             for mode, call in calls.items():
-                first = point | {"part": part, "mode": mode}
-                contestant.go_to(min(contexts))
-                seconds = session.attempt(first, lambda call=call: session.wall.time(call) / 1e3)
+                measured: Point = point | {"part": part, "mode": mode}
+                workload.go_to(min(contexts))
+                seconds = session.attempt(measured, lambda call=call: session.wall.time(call) / 1e3)
+                session.recording.add(measured)
                 if seconds is None:
-                    session.recording.add(first)
                     continue
-                first |= {"first_call_s": round(seconds, 1)} | launches(session, call)
+                measured |= {"first_call_s": round(seconds, 1)} | launches(session, call)
                 for context, (clock, measure) in itertools.product(sorted(contexts, reverse=True), clocks.items()):
-                    contestant.go_to(context)
-                    measured = first | {"context": context, "clock": clock}
+                    workload.go_to(context)
                     ms = session.attempt(measured, lambda measure=measure, call=call: measure(session, call))
                     if ms is not None:
-                        measured |= {"ms": ms}
+                        measured.setdefault(f"{clock}_ms", {})[str(context)] = ms
                         where = f"{batch:3d} {context:7,d} {part:9} {mode:8} {clock:5} {name:18}"
                         print(f"{where} {ms:8.3f} ms", flush=True)
-                    session.recording.add(measured)
-        del contestant
+                    session.recording.save()
+        del workload
         if session.clock.cuda:
             torch.cuda.empty_cache()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Check, measure, print, record."""
-    parser = options.parser(__doc__, json=options.RESULTS / "decode_gpu.json", seconds=230)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[8192 * 2**power for power in range(5)])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 8, 64], help="default: %(default)s")
+    parser = options.parser(
+        __doc__,
+        json=options.RESULTS / "decode_gpu.json",
+        seconds=230,
+        contexts=[8192 * 2**power for power in range(5)],
+        batches=[1, 32, 8, 64],
+        tiny=False,
+    )
     parser.add_argument("--most-tokens", type=int, default=64 * 131072, help="in all caches of a batch")
-    parser.add_argument("--tiny", action="store_true", help="4 heads of 16, fp32: a rehearsal")
     arguments = parser.parse_args(argv)
     start = time.monotonic()
     torch.set_grad_enabled(False)
-    torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(0)
     setting = published(arguments.device, tiny=arguments.tiny, dim=WIDTH)
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     recording.note(setting=setting.to_dict() | {"batch": arguments.batches})
     session = Session(setting, recording, arguments.seconds)
     checked: Point = {"part": "check"}

@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Capture a call after one that warms up; its result is what every replay writes anew."""
+    """Capture a call after one that warms up; every replay overwrites its result."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -14,26 +14,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.distributed.together import Point, Together
-from benchmarks.harness.setting import Setting
-from flexnsa import NativeSparseAttention, NSAConfig
-from flexnsa.distributed.context_parallel import parallelize_attention, parallelize_model, shard, unshard
-from flexnsa.models import DecoderConfig, DecoderLM
+from benchmarks.harness.check import relative_error
+from benchmarks.harness.setting import TINY_MODEL, Setting
+from flexnsa import NativeSparseAttention
+from flexnsa.lm import DecoderConfig, DecoderLM
+from flexnsa.parallel.context_parallel import parallelize_attention, parallelize_model, shard, unshard
 
 HIGHER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 Found = dict[str, Tensor]
 MODEL = DecoderConfig(dim=1024, num_layers=4, num_heads=16, num_kv_heads=4, head_dim=64)
-TINY = DecoderConfig(
-    dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    nsa=NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4),
-)
 
 
 def layer_check(together: Together, setting: Setting, length: int) -> None:
-    """A layer with its tokens spread: output and every gradient, beside those of the setting's own implementation."""
+    """Check a layer with its tokens sharded: output and every gradient, against the setting's own implementation."""
 
     def learn(dtype: torch.dtype, *, spread: bool, impl: str = setting.impl) -> Found:
         torch.manual_seed(0)
@@ -69,8 +62,8 @@ def layer_check(together: Together, setting: Setting, length: int) -> None:
 
 
 def step_checks(together: Together, length: int, *, tiny: bool) -> None:
-    """A step of a small model: every gradient, and beside them the losses: of all ranks, of one GPU, and exact."""
-    size, mesh, config = together.ranks.world_size, together.mesh, TINY if tiny else MODEL
+    """Check a step of a small model: every gradient, and record the losses of all ranks, of one GPU, and exact."""
+    size, mesh, config = together.ranks.world_size, together.mesh, TINY_MODEL if tiny else MODEL
     cuda = together.device.type == "cuda"
     draws = torch.Generator().manual_seed(1)
     text = torch.randint(256, (size, length + 1), generator=draws).to(together.device)
@@ -131,14 +124,13 @@ def step_checks(together: Together, length: int, *, tiny: bool) -> None:
 
 
 def compare(found: Found, one: Found, exact: Found) -> Point:
-    """Errors relative to the whole tensor's length, of several processes and of one; and whether all are small."""
+    """Return whether all errors are small, and those of the worst tensor: of several processes, and of one.
+
+    Errors are those of :func:`relative_error`.
+    """
     assert found.keys() == exact.keys()
-    errors = {name: (_error(found[name], x), _error(one[name], x)) for name, x in exact.items()}
+    errors = {name: (relative_error(found[name], x), relative_error(one[name], x)) for name, x in exact.items()}
     largest = {name: (2 if name == "out" else 3) * own + 1e-6 for name, (_, own) in errors.items()}
     worst = max(errors, key=lambda name: errors[name][0] / largest[name])
     holds = all(error <= largest[name] for name, (error, _) in errors.items())
-    return {"holds": holds, "worst": worst, "of allowed": errors[worst][0] / largest[worst], "errors": errors}
-
-
-def _error(x: Tensor, exact: Tensor) -> float:
-    return float((x.double() - exact.double()).norm() / exact.double().norm())
+    return {"holds": holds, "worst": worst, "of allowed": errors[worst][0] / largest[worst], "errors": errors[worst]}

@@ -1,15 +1,15 @@
-"""Check and measure several GPUs: equal to one, tokens a second under DDP, attention with its tokens spread over them.
+"""Check and measure several GPUs: equal to one, tokens a second under DDP, attention with its tokens sharded over them.
 
     python -m benchmarks distributed.ranks --json ranks.json                        # every GPU of the machine
     python -m benchmarks distributed.ranks --device cpu --tiny --ranks 2 --json ranks.json      # rehearse, over gloo
 
 One command: it starts a process for each GPU, writes the file after every point, and has ended, whatever hangs, when
-``--deadline`` seconds are over. Checks compare a layer with spread tokens, and steps of a model under DDP, FSDP2 and
-both with spread tokens, with one GPU; each may err as far from float32 as two (of gradients, three) runs of one GPU.
+``--deadline`` seconds are over. Checks compare a layer with sharded tokens, and steps of a model under DDP, FSDP2 and
+both with sharded tokens, with one GPU; each may err as far from float32 as two (of gradients, three) runs of one GPU.
 Then DDP's tokens a second, on one GPU and on all. Then attention from projected heads to output, rotation, compression
-and gates included, of rows whose tokens are spread, beside one GPU where that has the memory, while the others do the
-same; and how long keys take to travel with nothing else to do. Times are medians of the slowest process. It fails where
-a check does.
+and gates included, of sequences whose tokens are sharded, and on one GPU where that has the memory, while the others do
+the same; and how long the communication of keys takes alone. Times are medians of the slowest process. It fails where a
+check does.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from benchmarks.distributed.speed import attention_speed, ddp_speed
 from benchmarks.distributed.together import Together
 from benchmarks.harness import options
 from benchmarks.harness.setting import published
-from flexnsa.distributed import joined_ranks, rank_device
-from flexnsa.measure.recording import Recording
+from flexnsa.lm.measure.recording import Recording
+from flexnsa.lm.parallel import joined_ranks, rank_device
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = options.parser(__doc__, json=options.RESULTS / "ranks.json")
+    parser = options.parser(
+        __doc__, json=options.RESULTS / "ranks.json", deadline=540, rounds=5, impl="triton", tiny=False
+    )
     parser.add_argument("--ranks", type=int, help="processes; default: one for each GPU")
-    parser.add_argument("--deadline", type=float, default=540, help="seconds, the end included; default: %(default)s")
     parser.add_argument(
         "--lengths", type=int, nargs="*", default=[131072, 524288, 262144, 1048576], help="of attention"
     )
@@ -48,10 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--check-at", type=int, default=4096, help="tokens of the checks; 0: none; default: %(default)s"
     )
     parser.add_argument("--ddp-at", type=int, default=8192, help="tokens of a row under DDP; 0: none")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--eager", action="store_true", help="run attention without torch.compile around it")
-    parser.add_argument("--impl", default="triton", help="of flexnsa on a GPU; default: %(default)s")
-    parser.add_argument("--tiny", action="store_true", help="4 heads of 16 and a model of toy size: a rehearsal")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.ranks is None:
@@ -96,7 +94,6 @@ def _own(given: Sequence[str]) -> list[str]:
 def measure(arguments: argparse.Namespace) -> None:
     """What each of the processes does."""
     device = rank_device(torch.device(arguments.device))
-    torch._dynamo.config.recompile_limit = 64  # one function, compiled for every length
     setting = published(arguments.device, tiny=arguments.tiny, dim=1024, impl=arguments.impl)
     with joined_ranks("ddp", device) as ranks:
         recording = Recording(

@@ -1,4 +1,4 @@
-"""How fast several GPUs are: a model under DDP, and attention whose tokens are spread."""
+"""How fast several GPUs are: a model under DDP, and attention whose tokens are sharded."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.distributed.checks import TINY
 from benchmarks.distributed.together import Point, Together
-from benchmarks.harness.setting import Setting
+from benchmarks.harness.setting import TINY_MODEL, Setting
 from flexnsa import NativeSparseAttention
-from flexnsa.attention.implementations import choose_implementation
 from flexnsa.attention.seam import Call
-from flexnsa.distributed.context_parallel import parallelize_attention
+from flexnsa.attention.table import choose_implementation
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.layers.core import Compressors, Heads, KeySource, RowKeys, attend_heads
-from flexnsa.measure.memory import MIB
-from flexnsa.models import DecoderLM, preset
+from flexnsa.lm import DecoderLM, preset
+from flexnsa.lm.measure.memory import MIB
+from flexnsa.parallel.context_parallel import parallelize_attention
 
 STEP_TOKENS = 65536
 """Of a step on each GPU."""
@@ -31,9 +30,8 @@ LONGEST = 2**21
 def ddp_speed(together: Together, length: int, *, tiny: bool) -> None:
     """Steps of a model whose rows are shared, on one GPU and on all: forward, loss, backward and AdamW."""
     device, size = together.device, together.ranks.world_size
-    config = TINY if tiny else preset("m7c-125m", checkpointing=False)
+    config = TINY_MODEL if tiny else preset("m7c-125m", checkpointing=False)
     rows = 1 if tiny else max(1, STEP_TOKENS // length)
-    speeds: dict[int, float] = {}
     for ranks in (1, size):
 
         def measure(ranks: int = ranks) -> Point:
@@ -55,9 +53,8 @@ def ddp_speed(together: Together, length: int, *, tiny: bool) -> None:
             for _ in range(3):
                 step()
             milliseconds = together.times(step)[0]
-            speeds[ranks] = ranks * rows * length / milliseconds * 1e3
-            found = {"batch": ranks * rows, "step_ms": milliseconds, "tokens_per_s": speeds[ranks]}
-            return found | ({"scaling": speeds[ranks] / speeds[1] / ranks} if ranks > 1 and 1 in speeds else {})
+            speed = ranks * rows * length / milliseconds * 1e3
+            return {"batch": ranks * rows, "step_ms": milliseconds, "tokens_per_s": speed}
 
         together.point(
             {"kind": "ddp", "model": "tiny" if tiny else "m7c-125m", "seq_len": length} | {"ranks": ranks}, measure
@@ -65,7 +62,7 @@ def ddp_speed(together: Together, length: int, *, tiny: bool) -> None:
 
 
 def attention_speed(together: Together, setting: Setting, length: int, *, compiled: bool, spread: bool) -> None:
-    """Attention from projected heads, of a row whose tokens are spread over all GPUs or lie on one."""
+    """Attention from projected heads, of a sequence whose tokens are sharded over all GPUs or are on one."""
     ranks = together.ranks.world_size if spread else 1
 
     def measure() -> Point:
@@ -86,8 +83,6 @@ def attention_speed(together: Together, setting: Setting, length: int, *, compil
             moved = forward_and_backward(together, lambda: move_keys(layer, inputs), keys_of(inputs), rounds)
             found |= {"gathered_mib": gathered_numbers(setting, length, ranks) * setting.dtype.itemsize / MIB}
             found |= {f"keys_{name}": value for name, value in moved.items()}
-            for name in ("forward_ms", "backward_ms"):
-                found[f"share_{name.removesuffix('_ms')}"] = found[f"keys_{name}"] / found[name]
         return found
 
     together.point({"kind": "attention", "seq_len": length, "ranks": ranks, "compiled": compiled}, measure)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flexnsa.distributed import Ranks
-from flexnsa.measure.clock import Clock
-from flexnsa.measure.memory import MIB
-from flexnsa.measure.recording import Recording
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.memory import MIB
+from flexnsa.lm.measure.recording import Recording
+from flexnsa.lm.parallel import Ranks
 
 Point = dict[str, Any]
 
@@ -38,7 +38,7 @@ class Together:
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (ranks.world_size,))
 
     def point(self, point: Point, measure: Callable[[], Point]) -> Point:
-        """Record what ``measure`` gives beside ``point``, or what went wrong on some rank."""
+        """Record ``point`` with what ``measure`` returns, or with the error of a rank."""
         label = "over the time limit of the run" if time.time() > self.until - 20 else ""
         if not any(self.ranks.gather(label)):
             begin = time.monotonic()
@@ -59,8 +59,7 @@ class Together:
             torch.cuda.empty_cache()
         self.recording.add(point)
         if self.ranks.rank == 0:
-            said = (f"{name} {value}" for name, value in point.items() if name != "errors")
-            print(*said, sep=", ", flush=True)
+            print(*(f"{name} {value}" for name, value in point.items()), sep=", ", flush=True)
         return point
 
     def times(self, *parts: Callable[[], object], rounds: int | None = None) -> list[float]:
@@ -79,4 +78,4 @@ class Together:
     def meet(self) -> None:
         """Wait for all ranks, and for all that they have asked of their devices."""
         self.clock.wait()
-        dist.all_reduce(torch.zeros(1))  # on the CPU, where nobody's device is kept busy by waiting
+        dist.all_reduce(torch.zeros(1))  # on the CPU: waiting keeps no device busy

@@ -3,14 +3,13 @@
     python -m benchmarks earlier_nsa                                # all rows but the longest
     python -m benchmarks earlier_nsa --rows memory long --device cuda --precision bf16 --jobs 4
 
-A row of the file is replaced when it is measured again, so that a run goes on where an earlier one stopped.
+A row of the file is replaced when it is measured again, so that a run resumes where an earlier one stopped.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -22,10 +21,9 @@ from typing import Any
 from benchmarks.earlier_nsa import rows
 from benchmarks.earlier_nsa.rows import ROWS, Row
 from benchmarks.harness import options
-from flexnsa.measure.process import run_fresh
-from flexnsa.measure.recording import Recording
-from flexnsa.measure.table import format_table
-from flexnsa.memory.training import Precision
+from flexnsa.lm.estimate.training import Precision
+from flexnsa.lm.measure.process import run_fresh
+from flexnsa.lm.measure.table import format_table
 
 ABOUT = """\
 'After forward' is what the allocator has handed out when forward is done: parameters, tokens, and all that autograd
@@ -57,9 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="memory rows measured at once, each in its own process; default: %(default)s",
     )
     arguments = parser.parse_args(argv)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or every process announces its profiler
     device, precision = arguments.device, arguments.precision
-    recording = Recording(arguments.json, options.about(ABOUT), keep=True, commit=arguments.commit)
+    recording = options.open_recording(arguments, ABOUT, keep=True)
     recording.note(setting={"device": device})
 
     def point(row: Row) -> dict[str, Any]:
@@ -79,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(row: Row, device: str, precision: Precision, seconds: float) -> dict[str, Any]:
-    """Give the figures of a row, or a label that says why there are none."""
+    """Return the figures of a row, or a label that says why there are none."""
     start = time.monotonic()
 
     def report_stage(stage: str) -> None:

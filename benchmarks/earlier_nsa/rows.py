@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from flexnsa.measure.clock import Clock
-from flexnsa.measure.memory import MIB, AllocatorProbe, ResidentProbe, saved_for_backward
-from flexnsa.memory import estimate_training
-from flexnsa.memory.training import Precision
-from flexnsa.models import DecoderConfig, DecoderLM, preset
+from flexnsa.lm import DecoderConfig, DecoderLM, preset
+from flexnsa.lm.estimate import estimate_training
+from flexnsa.lm.estimate.training import Precision
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.memory import MIB, AllocatorProbe, ResidentProbe, saved_for_backward
 
 Progress = Callable[[str], object]
 
@@ -25,7 +25,7 @@ class Row:
     Args:
         name: to ask for it on the command line.
         group: ``memory``, ``time``, ``train`` or ``long`` (lengths that the earlier system did not reach).
-        preset: of :data:`flexnsa.models.PRESETS`.
+        preset: of :data:`flexnsa.lm.PRESETS`.
         layers: of the model.
         seq_len: tokens.
         batch: sequences.
@@ -146,12 +146,12 @@ def measure_time(progress: Progress, row: Row, device: str, repeats: int = 3) ->
         progress(f"forward and backward {number} of {repeats}")
         seconds.append(clock.time(lambda: model(tokens).mean().backward()) / 1e3)
         model.zero_grad()
-    return {"seconds": statistics.median(seconds[1:]), "first_seconds": seconds[0], "all_seconds": seconds[1:]}
+    return {"seconds": statistics.median(seconds[1:]), "first_seconds": seconds[0]}
 
 
 def measure_training(progress: Progress, row: Row, device: str) -> dict[str, Any]:
     """Seconds of two whole training steps, and the loss of the first: real text, AdamW, clipping, checkpointing."""
-    from flexnsa.training import TRAIN_PRESETS, Trainer, read_corpus
+    from flexnsa.lm import TRAIN_PRESETS, Trainer, read_corpus
 
     torch.manual_seed(0)
     config = replace(TRAIN_PRESETS["m7c-cpu"], batch_size=row.batch, seq_len=row.seq_len)
@@ -163,16 +163,11 @@ def measure_training(progress: Progress, row: Row, device: str) -> dict[str, Any
     for number in (1, 2):
         progress(f"step {number}")
         seconds.append(clock.time(lambda: losses.append(trainer.train_step().loss)) / 1e3)
-    return {
-        "seconds": seconds[0],
-        "second_step_seconds": seconds[1],
-        "first_loss": losses[0],
-        "tokens_per_second": row.batch * row.seq_len / seconds[0],
-    }
+    return {"seconds": seconds[0], "second_step_seconds": seconds[1], "first_loss": losses[0]}
 
 
 def estimate(row: Row, device: str, precision: Precision) -> dict[str, float]:
-    """What :mod:`flexnsa.memory` says, in MiB."""
+    """What :mod:`flexnsa.lm.estimate` says, in MiB."""
     figures = estimate_training(
         row.config(),
         seq_len=row.seq_len,

@@ -1,1 +1,1 @@
-"""What the benchmarks share: settings, contestants, sessions in which they take turns, a check that they are right."""
+"""What benchmarks share: settings, workloads, sessions in which workloads run in turn, checks, options."""

@@ -7,16 +7,21 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.contestants import NSA_INPUTS, nsa_inputs
 from benchmarks.harness.setting import Setting
+from benchmarks.harness.workloads import NSA_INPUTS, nsa_inputs
 from flexnsa import NSAConfig, select_blocks
-from flexnsa.measure.parity import errors
+from flexnsa.lm.measure.parity import errors
 
 CASES = (
     {"num_heads": 32, "num_kv_heads": 2, "head_dim": 128, "seq_len": 1061, "dtype": torch.bfloat16},
     {"num_heads": 12, "num_kv_heads": 2, "head_dim": 64, "seq_len": 707, "dtype": torch.float32},
 )
 CONFIG = NSAConfig(num_selected_blocks=6)
+
+
+def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the Euclidean norm of the error relative to that of the exact tensor."""
+    return float((x.detach().double() - exact.double()).norm() / exact.double().norm())
 
 
 @torch.no_grad()
@@ -28,10 +33,10 @@ def rows_selected_alike(setting: Setting, q: torch.Tensor, k_cmp: torch.Tensor) 
 
 
 def check(setting: Setting) -> list[dict[str, Any]]:
-    """Give, for each case, every tensor's error and that of the plain formula in the same precision.
+    """Return, for each case, every tensor's error and that of the plain formula in the same precision.
 
     An error may be twice the plain formula's, a gradient's three times. All attend to the blocks of the formula in
-    float64; how many rows the implementation itself selects alike stands beside.
+    float64; how many rows the implementation itself selects alike is returned, too.
     """
     reports = []
     for case in CASES:

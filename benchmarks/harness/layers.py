@@ -7,24 +7,24 @@ import importlib.util
 
 from torch import nn
 
-from benchmarks.harness.contestants import Contestant, Maker
 from benchmarks.harness.setting import Setting
+from benchmarks.harness.workloads import Maker, Workload
 from flexnsa import NativeSparseAttention
 
 PEER = "native-sparse-attention-pytorch"
 
 
-def nsa_layer(setting: Setting, length: int) -> Contestant:
+def nsa_layer(setting: Setting, length: int) -> Workload:
     """Ours."""
     layer = NativeSparseAttention(*setting.heads, config=setting.config, impl=setting.impl)
-    return _contestant("NSA layer", layer, setting, length)
+    return _workload("NSA layer", layer, setting, length)
 
 
-def peer_layer(setting: Setting, length: int) -> Contestant:
+def peer_layer(setting: Setting, length: int) -> Workload:
     """The PyPI package's, with the same width, heads, block sizes, window, number of blocks and size of compressors.
 
     What remains different is its own: one key and value for all branches where ours has three, a norm of the input, and
-    the query's own block read beside the ``n`` instead of among them.
+    the query's own block read in addition to the ``n`` instead of as one of them.
     """
     package = importlib.import_module(PEER.replace("-", "_"))
     config, dim = setting.config, setting.head_dim
@@ -47,15 +47,15 @@ def peer_layer(setting: Setting, length: int) -> Contestant:
         causal=True,
         compress_mlp=compressor,
     )
-    return _contestant(PEER, layer, setting, length)
+    return _workload(PEER, layer, setting, length)
 
 
-def _contestant(name: str, layer: nn.Module, setting: Setting, length: int) -> Contestant:
+def _workload(name: str, layer: nn.Module, setting: Setting, length: int) -> Workload:
     layer = layer.to(setting.device, setting.dtype)
     x = setting.random(1, length, setting.heads[0]).requires_grad_()
     # Not every parameter of a layer need take part.
     weights = [weight for weight in layer.parameters() if weight.requires_grad]
-    return Contestant(name, setting.compile(layer), (x,), (x, *weights))
+    return Workload(name, setting.compile(layer), (x,), (x, *weights))
 
 
 LAYERS: dict[str, Maker] = {"NSA layer": nsa_layer}

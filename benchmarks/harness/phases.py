@@ -10,42 +10,42 @@ from operator import add
 import torch
 from torch import Tensor
 
-from benchmarks.harness.contestants import Contestant, Maker, dense_inputs
 from benchmarks.harness.setting import Setting
+from benchmarks.harness.workloads import Maker, Workload, dense_inputs
 from flexnsa import compressed_attention, select_blocks, selected_attention, sliding_window_attention
-from flexnsa.attention.implementations import gated
 from flexnsa.attention.selection import top_blocks
+from flexnsa.attention.table import gated
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.selected import selected_mask
 from flexnsa.positions import Positions
 
 
-def compression_phase(setting: Setting, length: int) -> Contestant:
+def compression_phase(setting: Setting, length: int) -> Workload:
     """Both MLPs, for keys and for values."""
     phi_k, phi_v = setting.compressor(), setting.compressor()
     inputs = (setting.draw(setting.num_kv_heads, length), setting.draw(setting.num_kv_heads, length))
     weights = (*phi_k.parameters(), *phi_v.parameters())
     call = setting.compile(lambda k, v: torch.cat((phi_k(k), phi_v(v)), -1))
-    return Contestant("compress", call, inputs, (*inputs, *weights))
+    return Workload("compress", call, inputs, (*inputs, *weights))
 
 
-def compressed_phase(setting: Setting, length: int) -> Contestant:
+def compressed_phase(setting: Setting, length: int) -> Workload:
     """The compressed branch."""
     inputs = dense_inputs(setting, length, num_compressed(length, setting.config))
     options = {"config": setting.config, "impl": setting.impl}
     call = setting.compile(lambda q, k, v: compressed_attention(q, k, v, **options)[0])
-    return Contestant("cmp branch", call, inputs, inputs)
+    return Workload("cmp branch", call, inputs, inputs)
 
 
-def selection_phase(setting: Setting, length: int) -> Contestant:
+def selection_phase(setting: Setting, length: int) -> Workload:
     """Scores and top-n, the log-sum-exp of the compressed branch at hand."""
     q, k_cmp, lse = _scored(setting, length)
     options = {"config": setting.config, "impl": setting.impl}
     call = setting.compile(lambda q, k_cmp, lse: select_blocks(q, k_cmp, lse=lse, **options))
-    return Contestant("score and select", call, (q, k_cmp, lse), ())
+    return Workload("score and select", call, (q, k_cmp, lse), ())
 
 
-def scoring_phase(setting: Setting, length: int) -> Contestant:
+def scoring_phase(setting: Setting, length: int) -> Workload:
     """Scores alone, chunk by chunk as the selection makes them."""
     from flexnsa.attention.triton.importance import Band, Scores, importance
     from flexnsa.attention.triton.select import chunks
@@ -62,10 +62,10 @@ def scoring_phase(setting: Setting, length: int) -> Contestant:
             scores = Scores(own, passed, rows, width, band)
             importance(q, k_cmp, lse, positions, scores, first, config=config, scale=setting.head_dim**-0.5)
 
-    return Contestant("score", score, (q, k_cmp, lse), ())
+    return Workload("score", score, (q, k_cmp, lse), ())
 
 
-def mask_phase(setting: Setting, length: int) -> Contestant:
+def mask_phase(setting: Setting, length: int) -> Workload:
     """The block mask of the selected branch, part of that branch's forward."""
 
     def build(block_indices: Tensor) -> list[Tensor | None]:
@@ -73,10 +73,10 @@ def mask_phase(setting: Setting, length: int) -> Contestant:
         return [*selected.block_mask.as_tuple()[2:10], selected.tokens]
 
     rows = -(-setting.num_heads // setting.num_kv_heads // 16) * 16
-    return Contestant("mask", setting.compile(build), (random_blocks(setting, length),), ())
+    return Workload("mask", setting.compile(build), (random_blocks(setting, length),), ())
 
 
-def lists_phase(setting: Setting, length: int) -> Contestant:
+def lists_phase(setting: Setting, length: int) -> Workload:
     """The queries of every key block, part of the selected branch's forward in Triton."""
     from flexnsa.attention.triton.selected import LIST_ROWS, chunk_of, selection_of
     from flexnsa.attention.triton.selected_lists import Lists, build_lists
@@ -88,18 +88,18 @@ def lists_phase(setting: Setting, length: int) -> Contestant:
         selection = selection_of(block_indices, None, None, config.select_block_size, length)
         return build_lists(selection, chunk_of(partial_rows), max(1, LIST_ROWS // group))
 
-    return Contestant("lists", build, (random_blocks(setting, length),), ())
+    return Workload("lists", build, (random_blocks(setting, length),), ())
 
 
-def selected_phase(setting: Setting, length: int) -> Contestant:
+def selected_phase(setting: Setting, length: int) -> Workload:
     """The selected branch, its mask included."""
     inputs = dense_inputs(setting, length)
     options = {"config": setting.config, "impl": setting.impl}
     call = setting.compile(lambda q, k, v, blocks: selected_attention(q, k, v, blocks, **options)[0])
-    return Contestant("slc branch", call, (*inputs, random_blocks(setting, length)), inputs)
+    return Workload("slc branch", call, (*inputs, random_blocks(setting, length)), inputs)
 
 
-def fla_selected(setting: Setting, length: int) -> Contestant:
+def fla_selected(setting: Setting, length: int) -> Workload:
     """The selected branch of flash-linear-attention, given the same kind of blocks, in its own layout."""
     parallel_nsa = importlib.import_module("fla.ops.nsa").parallel_nsa
 
@@ -115,25 +115,25 @@ def fla_selected(setting: Setting, length: int) -> Contestant:
             warnings.simplefilter("ignore")
             return parallel_nsa(q, k, v, block_indices=blocks, block_counts=counts, block_size=size)
 
-    return Contestant("fla: selected branch", attend, inputs, inputs)
+    return Workload("fla: selected branch", attend, inputs, inputs)
 
 
-def window_phase(setting: Setting, length: int) -> Contestant:
+def window_phase(setting: Setting, length: int) -> Workload:
     """The sliding window."""
     inputs = dense_inputs(setting, length)
     options = {"config": setting.config, "impl": setting.impl}
     call = setting.compile(lambda q, k, v: sliding_window_attention(q, k, v, **options)[0])
-    return Contestant("win branch", call, inputs, inputs)
+    return Workload("win branch", call, inputs, inputs)
 
 
-def gate_phase(setting: Setting, length: int) -> Contestant:
+def gate_phase(setting: Setting, length: int) -> Workload:
     """The gated sum of the branches."""
     inputs = (
         setting.draw(setting.num_heads, length, 3),
         *(setting.draw(setting.num_heads, length) for _ in range(3)),
     )
     call = setting.compile(lambda gates, *outputs: reduce(add, map(gated, gates.unbind(-1), outputs)))
-    return Contestant("gate", call, inputs, inputs)
+    return Workload("gate", call, inputs, inputs)
 
 
 PHASES: dict[str, Maker] = {

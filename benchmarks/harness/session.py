@@ -1,4 +1,4 @@
-"""One run of a benchmark: what is left of its time, where its points go, and contestants that take turns."""
+"""One run of a benchmark: the time that is left, the recording, and workloads that run in turn."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from benchmarks.harness.contestants import Contestant, Maker
 from benchmarks.harness.setting import Setting
-from flexnsa.measure.clock import Clock
-from flexnsa.measure.memory import MIB, AllocatorProbe
-from flexnsa.measure.recording import Recording
+from benchmarks.harness.workloads import Maker, Workload
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.memory import MIB, AllocatorProbe
+from flexnsa.lm.measure.recording import Recording
 
 Point = dict[str, Any]
 Result = TypeVar("Result")
@@ -50,13 +50,13 @@ class Session:
         return None
 
     def race(self, kind: str, makers: Mapping[str, Maker], length: int, rounds: int) -> None:
-        """Measure the contestants of one length: memory each alone, then time in turn."""
+        """Measure the workloads of one length: memory of each alone, then time in turn."""
         points: dict[str, Point] = {}
-        ready: dict[str, tuple[Contestant, Tensor | None]] = {}
+        ready: dict[str, tuple[Workload, Tensor | None]] = {}
         for name, make in makers.items():
             point = points[name] = {"kind": kind, "name": name, "seq_len": length}
             started = self.attempt(point, lambda make=make, point=point: self._start(make, length, point))
-            if started is not None and rounds:  # without rounds memory alone is asked for: nobody is kept
+            if started is not None and rounds:  # without rounds memory alone is asked for: no workload is kept
                 ready[name] = started
             del started
             self.recording.add(point)
@@ -76,40 +76,40 @@ class Session:
             print(_line(points[name]), flush=True)
         self.recording.save()
 
-    def _start(self, make: Maker, length: int, point: Point) -> tuple[Contestant, Tensor | None]:
+    def _start(self, make: Maker, length: int, point: Point) -> tuple[Workload, Tensor | None]:
         """First call, which compiles, and on a GPU a second that shows the memory."""
         torch.manual_seed(0)
-        contestant = make(self.setting, length)
+        workload = make(self.setting, length)
         begin, upstream = self.wall.start(), None
-        out = contestant.forward()
-        if contestant.differentiate:
+        out = workload.forward()
+        if workload.differentiate:
             upstream = torch.randn_like(out)
-            contestant.backward(out, upstream)
+            workload.backward(out, upstream)
         point["first_call_s"] = round(self.wall.since(begin) / 1e3, 2)
         del out
-        if self.clock.cuda and contestant.differentiate:
-            point.update(_memory(contestant, upstream))
-        return contestant, upstream
+        if self.clock.cuda and workload.differentiate:
+            point.update(_memory(workload, upstream))
+        return workload, upstream
 
-    def _time(self, contestant: Contestant, upstream: Tensor | None) -> list[float]:
+    def _time(self, workload: Workload, upstream: Tensor | None) -> list[float]:
         """Milliseconds of forward, and of backward if there is one."""
         stamps = [self.clock.start()]
-        out = contestant.forward()
+        out = workload.forward()
         stamps.append(self.clock.stamp())
-        if contestant.differentiate:
-            contestant.backward(out, upstream)
+        if workload.differentiate:
+            workload.backward(out, upstream)
             stamps.append(self.clock.stamp())
         return self.clock.between(stamps)
 
 
-def _memory(contestant: Contestant, upstream: Tensor | None) -> dict[str, float]:
+def _memory(workload: Workload, upstream: Tensor | None) -> dict[str, float]:
     with AllocatorProbe("cuda") as probe:
-        out = contestant.forward()
+        out = workload.forward()
         probe.mark("forward")
-        gradients = contestant.backward(out, upstream)
+        gradients = workload.backward(out, upstream)
         probe.mark("backward")
         del out, gradients
-    inputs = [x for x in (*contestant.inputs, *contestant.differentiate) if isinstance(x, Tensor)]
+    inputs = [x for x in (*workload.inputs, *workload.differentiate) if isinstance(x, Tensor)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in inputs}
     return {
         "inputs_mib": sum(storages.values()) / MIB,
@@ -119,10 +119,8 @@ def _memory(contestant: Contestant, upstream: Tensor | None) -> dict[str, float]
 
 
 def _summary(rows: list[list[float]]) -> Point:
-    names = ("forward_ms", "backward_ms")[: len(rows[0])]
-    columns = dict(zip(names, zip(*rows, strict=True), strict=True))
-    medians = {name: statistics.median(column) for name, column in columns.items()}
-    return medians | {"rounds": len(rows), "all_ms": {name: list(column) for name, column in columns.items()}}
+    medians = zip(("forward_ms", "backward_ms"), map(statistics.median, zip(*rows, strict=True)), strict=False)
+    return dict(medians) | {"rounds": len(rows)}
 
 
 def _line(point: Point) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import MLPCompressor, NSAConfig
+from flexnsa.lm import DecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,12 @@ class Setting:
 
 CPU = Setting(num_heads=12, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu", impl="sdpa", backend=None)
 """The attention of the ``large`` preset, eager."""
+
+TINY_SIZES = NSAConfig(
+    compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=32
+)
+TINY_MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY_SIZES)
+"""A model for rehearsals, and the sizes of its branches."""
 
 
 def large(device: str) -> Setting:

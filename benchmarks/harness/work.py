@@ -21,7 +21,7 @@ class Work:
     Args:
         flops: of products.
         least: bytes that it cannot do without.
-        extra: bytes that its kernels move beside these.
+        extra: bytes that its kernels move in addition.
         exps: exponentials.
     """
 
@@ -41,7 +41,7 @@ Passes = dict[str, Work]
 
 
 def work_of(sizes: AttentionSizes) -> dict[str, Passes]:
-    """Give the work of every phase, by the names under which phases are measured."""
+    """Return the work of every phase, by the names under which phases are measured."""
     return {
         "compress": _compress(sizes),
         "cmp branch": _attend("cmp", sizes),
@@ -76,7 +76,7 @@ def _attend(tag: str, sizes: AttentionSizes) -> Passes:
     forward, backward = _partial_rows(sizes) if tag == "slc" else (0, 0)
     return {
         "forward": Work(2 * (dk + dv) * seen, ends + keys + sizes.lse, forward, seen),
-        # Scores and dP anew, then dv, dk and dq.
+        # Scores and dP again, then dv, dk and dq.
         "backward": Work(2 * (3 * dk + 2 * dv) * seen, 2 * (ends + keys) + sizes.lse, backward, seen),
     }
 

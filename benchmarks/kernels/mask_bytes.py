@@ -21,13 +21,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from benchmarks.harness import options
 from flexnsa import NSAConfig
 from flexnsa.geometry import num_compressed
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.recording import Recording
 from flexnsa.masks.compressed import compressed_mask
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.intervals import DENSE_TILE
 from flexnsa.masks.selected import selected_mask
 from flexnsa.masks.window import window_mask
-from flexnsa.measure.clock import Clock
-from flexnsa.measure.recording import Recording
 from flexnsa.positions import Positions
 
 ROWS = 16
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--longest", type=int, default=2**20, help="last length, doubling from the first")
     parser.add_argument("--kv-heads", type=int, default=4)
     args = parser.parse_args(argv)
-    recording = Recording(args.json, options.about(__doc__), commit=args.commit)
+    recording = options.open_recording(args, __doc__)
     device = torch.device(args.device)
     lengths = [args.shortest]
     while lengths[-1] * 2 <= args.longest:
@@ -128,13 +128,13 @@ def spread_blocks(positions: Positions, kv_heads: int, config: NSAConfig) -> Ten
 
 
 def tensors(mask: BlockMask) -> Iterator[Tensor]:
-    """Give the lists of a mask and the tables that its mask_mod captured."""
+    """Return the lists of a mask and the tables that its mask_mod captured."""
     yield from (value for value in mask.as_tuple() if isinstance(value, Tensor))
     yield from captured(mask.mask_mod)
 
 
 def captured(function: Any) -> Iterator[Tensor]:
-    """Give the tensors that a function, or one that it calls, took from where it was made."""
+    """Return the tensors that a function, or one that it calls, took from where it was made."""
     for cell in getattr(function, "__closure__", None) or ():
         if isinstance(cell.cell_contents, Tensor):
             yield cell.cell_contents

@@ -20,8 +20,7 @@ from benchmarks.harness import options
 from benchmarks.harness.work import Work, work_of
 from flexnsa import NSAConfig
 from flexnsa.attention.footprint import AttentionSizes
-from flexnsa.measure.recording import Recording
-from flexnsa.measure.table import format_table
+from flexnsa.lm.measure.table import format_table
 
 Point = dict[str, Any]
 
@@ -121,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     record = json.loads(arguments.phases.read_text())
     found = points(record, H200)
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     recording.content |= {"environment": record["environment"], "setting": record["setting"], "peak": asdict(H200)}
     recording.note(points=found)
     print(table(found))

@@ -29,9 +29,9 @@ from flexnsa.attention.triton.log_sum_exp import log_sum_exp
 from flexnsa.attention.triton.select import chunks, select_blocks_triton
 from flexnsa.attention.triton.top_blocks import write_top_blocks
 from flexnsa.geometry import num_blocks, num_compressed
-from flexnsa.measure.clock import Clock
-from flexnsa.measure.memory import MIB, AllocatorProbe
-from flexnsa.measure.recording import Recording
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.memory import MIB, AllocatorProbe
+from flexnsa.lm.measure.recording import Recording
 from flexnsa.positions import Positions
 
 SETTING = Setting()
@@ -181,12 +181,11 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Check, then time all tiles at the longest length, and the best of them at every length."""
-    parser = options.parser(__doc__, device=False)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
+    parser = options.parser(__doc__, device=False, lengths=[8192, 16384, 32768, 65536])
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("expected a machine with CUDA, got one without")
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     recording.note(setting=SETTING.to_dict(), check=check())
     print(recording.content["check"], flush=True)
     seq_len = max(arguments.lengths)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,11 +19,12 @@ from flexnsa.attention.seam import Call
 from flexnsa.attention.tiles import selected as tiles
 from flexnsa.attention.triton import selected, selected_lists
 from flexnsa.config import NSAConfig
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.memory import MIB, AllocatorProbe
 from flexnsa.masks.document import document_positions
 from flexnsa.positions import Positions
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-MIB = 2**20
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -135,21 +135,11 @@ def warm(job: tuple[Shape, Variant]) -> tuple[Shape, Variant, str]:
 
 
 def milliseconds(call: Callable[[], object], repeats: int = 5) -> float:
-    """Median time; the cache is flushed before each call."""
-    call()
+    """Return the median time; the second-level cache is flushed before each call."""
     if DEVICE == "cpu":
-        return -1.0
-    flush = torch.empty(256 * MIB, dtype=torch.int8, device=DEVICE)
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
-        begin.record()
         call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return round(statistics.median(times), 3)
+        return -1.0
+    return round(Clock.of(DEVICE).median(call, repeats, warm_up=1), 3)
 
 
 def peak(call: Callable[[], object]) -> int:
@@ -157,13 +147,10 @@ def peak(call: Callable[[], object]) -> int:
     if DEVICE == "cpu":
         call()
         return -1
-    wait()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result = call()
-    wait()
-    del result
-    return round((torch.cuda.max_memory_allocated() - before) / MIB)
+    with AllocatorProbe(DEVICE) as probe:
+        call()
+        probe.mark("call")
+    return round(probe.peak["call"] / MIB)
 
 
 def by_kernel(call: Callable[[], object]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.harness.check import relative_error
 from benchmarks.kernels.selected_calls import DEVICE, Inputs, config_of, wait
 from benchmarks.kernels.selected_plans import Shape
 from flexnsa.attention import reference
@@ -39,7 +40,7 @@ def checked_samples(*, smoke: bool) -> list[str]:
 
 
 def check_sample(name: str) -> dict[str, Any]:
-    """Errors relative to float64 beside those of plain PyTorch, and whether a second run had equal bits."""
+    """Return errors relative to float64 with those of plain PyTorch, and whether a second run had equal bits."""
     sample = {"block_size": 64, "batch": 1, "documents": 1, "dtype": torch.bfloat16} | SAMPLES[name]
     smoke = DEVICE == "cpu"
     shape = Shape(
@@ -60,9 +61,7 @@ def check_sample(name: str) -> dict[str, Any]:
     point["right"] = point["repeats"]
     for key, truth in {key: x.detach() for key, x in exact.items()}.items():
         some = truth.isfinite()
-        error, plain_error = (
-            float((y[key].detach().double() - truth)[some].norm() / truth[some].norm()) for y in (ours, plain)
-        )
+        error, plain_error = (relative_error(y[key][some], truth[some]) for y in (ours, plain))
         factor = 2 if key in ("out", "lse") else 3
         point["right"] &= torch.equal(some, ours[key].isfinite()) and error <= factor * plain_error + 5e-7
         point[key] = f"{error:.1e} (plain {plain_error:.1e})"
@@ -107,7 +106,7 @@ def check_long(length: int, *, smoke: bool) -> dict[str, Any]:
     errors: dict[str, list[float]] = {"out": [], "lse": [], "dq": [], "dk": [], "dv": []}
 
     def add(key: str, got: Tensor, truth: Tensor) -> None:
-        errors[key].append(float((got.detach().double() - truth).norm() / truth.norm()))
+        errors[key].append(relative_error(got, truth))
 
     heads = range(shape.kv_heads)
     q, k, v = (y.detach() for y in qkv)

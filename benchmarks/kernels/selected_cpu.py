@@ -1,4 +1,4 @@
-"""The selected branch alone on a CPU, forward: ``flex`` and ``sdpa`` beside dense causal FlexAttention, in one run.
+"""The selected branch alone on a CPU, forward: ``flex`` and ``sdpa`` with dense causal FlexAttention, in one run.
 
     OMP_WAIT_POLICY=passive python -m benchmarks kernels.selected_cpu
 
@@ -18,12 +18,11 @@ from benchmarks.harness import options
 from benchmarks.harness.phases import random_blocks
 from benchmarks.harness.setting import CPU
 from flexnsa import selected_attention
-from flexnsa.measure.clock import Clock
-from flexnsa.measure.recording import Recording
-from flexnsa.measure.table import format_table
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.table import format_table
 
 
-def contestants(seq_len: int) -> dict[str, Callable[[], Tensor]]:
+def workloads(seq_len: int) -> dict[str, Callable[[], Tensor]]:
     """Build the three forward passes of one length, on the same random inputs."""
     q = torch.randn(1, CPU.num_heads, seq_len, CPU.head_dim)
     k, v = torch.randn(2, 1, CPU.num_kv_heads, seq_len, CPU.head_dim)
@@ -40,15 +39,13 @@ def contestants(seq_len: int) -> dict[str, Callable[[], Tensor]]:
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure each length, print milliseconds and ratios, record."""
-    parser = options.parser(__doc__, device=False)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser = options.parser(__doc__, device=False, lengths=[2048, 8192, 16384], rounds=5)
     arguments = parser.parse_args(argv)
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     recording.note(setting=CPU.to_dict())
     rows = []
     for seq_len in arguments.lengths:
-        median = Clock().medians(contestants(seq_len), arguments.rounds, warm_up=1)  # the first call compiles
+        median = Clock().medians(workloads(seq_len), arguments.rounds, warm_up=1)  # the first call compiles
         recording.add({"seq_len": seq_len, "ms": median})
         ratios = [f"{median[name] / median['flex']:.2f}" for name in ("sdpa", "dense Flex")]
         rows.append([f"{seq_len:,}", *(f"{value:,.0f}" for value in median.values()), *ratios])

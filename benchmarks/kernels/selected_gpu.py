@@ -28,7 +28,7 @@ Record = Callable[[str, str, Callable[[], dict[str, Any]]], dict[str, Any]]
 
 
 class Deadline:
-    """How long this may go on."""
+    """The time limit of a run."""
 
     def __init__(self, seconds: float) -> None:
         self.start, self.seconds = time.monotonic(), seconds
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         compile_ahead([(shape, variant) for shape in shapes for variant in variants], smoke=options.smoke)
         print(f"compiled at {deadline.spent:.0f} s", flush=True)
 
-    from flexnsa.measure.recording import Recording
+    from flexnsa.lm.measure.recording import Recording
 
     recording = Recording(options.json, (__doc__ or "").splitlines()[0])
 

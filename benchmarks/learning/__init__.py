@@ -1,1 +1,1 @@
-"""What a model with NSA learns, beside a dense one on the same text."""
+"""What models with NSA and dense models learn from the same text."""

@@ -1,4 +1,4 @@
-"""Train one model on recall, from short rows to long ones; the run goes on where it was stopped.
+"""Train one model on recall, from short sequences to long ones; a stopped run resumes.
 
 Tokens of one kind begin with embeddings that have something in common, as those of text come to have: without it heads
 have nothing by which to tell kinds, or positions, apart from contents.
@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.learning.plan import DEPTHS, Plan, Stage
+from benchmarks.learning.plan import DEPTHS, KINDS, Plan, Stage
 from benchmarks.learning.replay import Replay, Step
 from benchmarks.learning.selection import layer_inputs, selected_blocks, unscored_blocks
 from benchmarks.learning.tasks import SLOT, Rows, Vocabulary, depth_rows, training_rows
 from benchmarks.learning.variants import Variant
 from benchmarks.learning.workers import Report
 from flexnsa import NativeSparseAttention, NSAConfig
-from flexnsa.models import DecoderConfig
+from flexnsa.lm import DecoderConfig
 
-KINDS = ("pairs", "needle")
-"""Of maps: rows full of pairs, all asked for; rows of filler with a single one."""
 KINDS_IN_COMMON = 2.0
 """Standard deviation of what the embeddings of a kind have in common; what each has of its own has 1."""
 LONGEST_SCORED = 4096
@@ -35,23 +33,25 @@ LONGEST_SCORED = 4096
 class Record:
     """What a run has seen so far; plain values.
 
+    The columns ``loss``, ``recall``, ``found`` and ``unscored`` have an entry for each of :meth:`Plan.looks`, the last
+    two for the first of them only: long sequences are not scored.
+
     Args:
-        loss: ``[step, nats]``, means over the steps since the entry before.
-        recall: ``[step, seq_len, share]`` of new rows of the stage, questions out of a window's reach alone.
-        found: ``[step, seq_len, share]`` of these questions at which a head of the last layer selects the right block.
-        unscored: ``[step, seq_len, share]`` of the blocks before such a question that score exactly 0 in the last
-            layer, so that selection cannot tell them apart.
-        maps: ``{"step", "kind", "seq_len", "rows", "recall"}``: shares by depth, the deepest past first.
-        clock: ``[step, seconds]`` of training up to there, looks left out.
+        loss: nats, means over the steps since the entry before.
+        recall: share answered of new sequences, questions beyond the reach of a window alone.
+        found: share of these questions at which a head of the last layer selects the right block.
+        unscored: share of the blocks before such a question that score exactly 0 in the last layer, so that selection
+            cannot tell them apart.
+        maps: by kind and length, how many of :meth:`Plan.map_questions` were answered at each depth, from the start of
+            the sequence to its end.
         obstacles: why steps were not replayed that should have been.
     """
 
-    loss: list[list[float]] = field(default_factory=list)
-    recall: list[list[float]] = field(default_factory=list)
-    found: list[list[float]] = field(default_factory=list)
-    unscored: list[list[float]] = field(default_factory=list)
-    maps: list[dict[str, Any]] = field(default_factory=list)
-    clock: list[list[float]] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    recall: list[float] = field(default_factory=list)
+    found: list[float] = field(default_factory=list)
+    unscored: list[float] = field(default_factory=list)
+    maps: dict[str, dict[str, list[int]]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     obstacles: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -88,22 +88,23 @@ class Run:
         for group in self.optimizer.param_groups if replayed else ():
             group.update(capturable=True, lr=torch.zeros((), device=device))
 
-    def go_on(self, until: float, report: Report) -> None:
+    def resume(self, until: float, report: Report) -> None:
         """Train until the steps or the time, ``time.time()``, are up; maps end a run. Report on the way, keep all."""
         plan, losses = self.plan, list[Tensor]()
         started = time.perf_counter()
+        if self.step < plan.steps:
+            self.record.maps = Record().maps
         while self.step < plan.steps and time.time() < until:
             stage, end = plan.at(self.step)
             losses.append(self._train_step(stage))
             self.step += 1
             if self.step % plan.eval_every and self.step != end:
                 continue
-            self.record.loss.append([self.step, round(torch.stack(losses).mean().item(), 4)])
+            self.record.loss.append(round(torch.stack(losses).mean().item(), 4))
             losses.clear()
             self.record.seconds += time.perf_counter() - started
-            self.record.clock.append([self.step, round(self.record.seconds, 1)])
             self._note_obstacle()
-            self._look(stage)
+            self._evaluate(stage)
             self._save()
             report(self.describe())
             started = time.perf_counter()
@@ -116,12 +117,12 @@ class Run:
         for stage in self.plan.stages:
             if stage.seq_len > self.plan.plain_up_to:
                 self._train_step(stage)
-                self._look(stage)
+                self._evaluate(stage)
         for seq_len in self.plan.map_lengths:
             self._depth_map("pairs", seq_len)
 
     def describe(self) -> dict[str, Any]:
-        """Say what the run has seen."""
+        """Return what the run has seen."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         return {"step": self.step, "parameters": parameters, **asdict(self.record)}
 
@@ -134,7 +135,7 @@ class Run:
         return self._step_of(stage)(rows.tokens, rows.targets)
 
     def _step_of(self, stage: Stage) -> Step:
-        """Give what does the steps of a stage: where they are replayed one of its own, for a graph has one length."""
+        """Return the function that does the steps of a stage; a graph has one length, so each stage has its own."""
         if not self.replayed:
             return self._update
         if self._replay is None or self._replay[0] != stage:
@@ -159,7 +160,7 @@ class Run:
         return training_rows(self.plan.vocabulary, stage.rows, stage.seq_len, stage.pairs, generator)
 
     def _generator(self, step: int, *, seen: bool) -> torch.Generator:
-        """Give the numbers of a step, other ones for rows that are not trained on."""
+        """Return the generator of a step, another one for sequences that are not trained on."""
         return torch.Generator(self.device).manual_seed(((2 * self.seed + (not seen)) << 32) + step)
 
     def _attend_as_at(self, stage: Stage) -> None:
@@ -176,11 +177,11 @@ class Run:
 
     @torch.no_grad()
     def _answers(self, rows: Rows) -> Tensor:
-        """Tell at every token whether the likeliest value is the one that is asked for."""
+        """Return for every token whether the likeliest value is the one that is asked for."""
         with self._precision():
             return self.model(rows.tokens).argmax(-1) == rows.targets
 
-    def _look(self, stage: Stage) -> None:
+    def _evaluate(self, stage: Stage) -> None:
         rows = self._rows(stage, self.step, seen=False)
         far = rows.distances >= min(self.reach, stage.seq_len // 2)
         looks = [(self.record.recall, self._answers)]
@@ -188,11 +189,11 @@ class Run:
         if selects and stage.seq_len <= LONGEST_SCORED:
             looks += [(self.record.found, self._finds), (self.record.unscored, self._unscored)]
         for record, look in looks:
-            record.append([self.step, stage.seq_len, round(look(rows)[far].float().mean().item(), 4)])
+            record.append(round(look(rows)[far].float().mean().item(), 4))
 
     @torch.no_grad()
     def _finds(self, rows: Rows) -> Tensor:
-        """Tell at every token whether a head of the last layer selects the block with the value asked for."""
+        """Return for every token whether a head of the last layer selects the block with the value asked for."""
         with self._precision():
             layer, x = layer_inputs(self.model, rows.tokens)[-1]
             blocks = selected_blocks(layer, x, impl="reference")
@@ -208,27 +209,24 @@ class Run:
     def _draw_maps(self, until: float, report: Report) -> None:
         """Draw the maps that there are not yet, short rows first, while there is time."""
         self._attend(self.config.nsa, self.config.impl)
-        drawn = [(entry["step"], entry["kind"], entry["seq_len"]) for entry in self.record.maps]
         for seq_len in self.plan.map_lengths:
-            for kind in KINDS:
-                if (self.step, kind, seq_len) not in drawn and time.time() < until:
-                    found = self._depth_map(kind, seq_len)
-                    self.record.maps.append({"step": self.step, "kind": kind, "seq_len": seq_len, **found})
+            for kind, drawn in self.record.maps.items():
+                if str(seq_len) not in drawn and time.time() < until:
+                    drawn[str(seq_len)] = self._depth_map(kind, seq_len)
                     report(self.describe())
 
-    def _depth_map(self, kind: str, seq_len: int) -> dict[str, Any]:
-        """Ask for pairs at all depths at the end of rows: for all of a row of pairs, or for one in filler."""
+    def _depth_map(self, kind: str, seq_len: int) -> list[int]:
+        """Ask at the end of sequences for pairs at all depths, together or each alone in filler; count the answers."""
         plan, found = self.plan, list[Tensor]()
         depths = torch.linspace(0, 1, DEPTHS, device=self.device).expand(plan.map_rows, -1)
         pairs = min(plan.map_pairs, seq_len // 16)
         if kind == "needle":
-            depths, pairs = depths[: plan.map_rows // DEPTHS].reshape(-1, 1), 0
+            depths, pairs = depths[: plan.map_questions(kind)].reshape(-1, 1), 0
         generator = self._generator(seq_len, seen=False)
         for part in depths.split(max(2, plan.map_tokens // seq_len)):
             rows = depth_rows(plan.vocabulary, seq_len, part, pairs, generator)
             found.append(self._answers(rows)[:, -SLOT * part.shape[1] :: SLOT])
-        share = torch.cat(found).reshape(-1, DEPTHS).float().mean(0)
-        return {"rows": plan.map_rows, "pairs": pairs, "recall": [round(x, 4) for x in share.tolist()]}
+        return torch.cat(found).reshape(-1, DEPTHS).sum(0).tolist()
 
     def _save(self) -> None:
         state = {
@@ -251,6 +249,6 @@ class Run:
 
 @torch.no_grad()
 def _bring_kinds_together(embedding: nn.Embedding, vocabulary: Vocabulary) -> None:
-    """Give the embeddings of keys, of values and of filler something in common."""
+    """Add a common vector to the embeddings of keys, one to those of values, and one to those of filler."""
     for kind in vocabulary.kinds():
         embedding.weight[kind] += KINDS_IN_COMMON * torch.randn_like(embedding.weight[0])

@@ -1,4 +1,4 @@
-"""What the layers of a trained model do with text: which blocks they select, and how they spread their attention.
+"""What the layers of a trained model do with text: which blocks they select, and how wide their attention is.
 
 Measures are of queries that have more than ``n`` blocks to choose from, and of what they choose freely: forced blocks
 count for nothing.
@@ -16,29 +16,41 @@ from torch import Tensor
 from benchmarks.learning.reading import drawn_blocks
 from benchmarks.learning.selection import layer_inputs, scoring_inputs, selected_blocks, unscored_blocks
 from flexnsa import NativeSparseAttention, NSAConfig, block_importance
-from flexnsa.models import DecoderLM
+from flexnsa.lm import DecoderLM
 
 STEPS_APART = (1, 4, 16, 64, 256, 1024)
 """Tokens between two queries whose blocks are compared."""
+MEANS = ("chosen", "random", "entropy_if_even")
+"""Measures that are recorded as means over layers."""
 Measured = dict[str, Any]
 
 
 @torch.no_grad()
-def habits(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> list[Measured]:
-    """Measure each layer of NSA on ``tokens (B, S)``; means over rows."""
-    measured: list[Measured] = []
+def habits(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> Measured:
+    """Measure the layers of NSA on ``tokens (B, S)``; all values are means over sequences.
+
+    Returns:
+        By layer ``entropy`` of the compressed attention in bits, ``unscored`` blocks, and of the chosen blocks
+        ``captured`` and ``shared`` with the query before; ``gates`` by branch, then layer. Means over layers: the rest
+        of :func:`block_habits` of ``chosen`` blocks, all of it of ``random`` ones, and ``entropy_if_even``. What no
+        query of the sequences measures is left out.
+    """
     with precision:
-        for layer, x in layer_inputs(model, tokens):
-            measured.append(_mean([_row_habits(layer, row[None]) for row in x]))
-    return measured
+        layers = [_mean([_row_habits(layer, row[None]) for row in x]) for layer, x in layer_inputs(model, tokens)]
+    chosen = [layer["chosen"] for layer in layers]
+    by_layer = {name: [layer[name] for layer in layers] for name in ("entropy", "unscored")}
+    by_layer |= {"captured": [each.pop("captured") for each in chosen]}
+    by_layer |= {"shared": [each["shared"].pop(1) for each in chosen if each["shared"]]}
+    by_layer |= {"gates": torch.stack([layer["gates"] for layer in layers], 1)}
+    return _plain(by_layer | {name: _mean([layer[name] for layer in layers]) for name in MEANS})
 
 
 @torch.no_grad()
 def mean_gates(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> list[list[float]]:
-    """Give the mean gate of each branch, by layer."""
+    """Return the mean gate of each branch, by layer."""
     with precision:
         return [
-            [round(gate, 4) for gate in layer.gate(x).float().mean((0, 1, 2)).tolist()]
+            [round(gate, 3) for gate in layer.gate(x).float().mean((0, 1, 2)).tolist()]
             for layer, x in layer_inputs(model, tokens)
         ]
 
@@ -46,7 +58,7 @@ def mean_gates(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> l
 def _row_habits(layer: NativeSparseAttention, x: Tensor) -> Measured:
     config, first = layer.config, first_that_chooses(layer.config)
     q, k_cmp = (part.float() for part in scoring_inputs(layer, x))
-    gates, unscored = layer.gate(x).float().mean((0, 2)), unscored_blocks(layer, x)[:, first:].mean()
+    gates, unscored = layer.gate(x).float().mean((0, 1, 2)), unscored_blocks(layer, x)[:, first:].mean()
     chosen, drawn = selected_blocks(layer, x), drawn_blocks(layer, x)
     with torch.autocast(x.device.type, enabled=False):
         importance = block_importance(q, k_cmp, config=config)
@@ -54,14 +66,14 @@ def _row_habits(layer: NativeSparseAttention, x: Tensor) -> Measured:
             "chosen": block_habits(chosen, importance, config),
             "random": block_habits(drawn, importance, config),
             "unscored": unscored,
-            "entropy": head_entropies(q, k_cmp, config),
+            "entropy": head_entropies(q, k_cmp, config).mean(),
             "entropy_if_even": _visible(x.shape[1], config, x.device)[first:].sum(-1).double().log2().mean(),
             "gates": gates,
         }
 
 
 def first_that_chooses(config: NSAConfig) -> int:
-    """Give the first token with more than ``n`` blocks to choose from."""
+    """Return the first token with more than ``n`` blocks to choose from."""
     return config.num_selected_blocks * config.select_block_size
 
 
@@ -96,7 +108,7 @@ def block_habits(blocks: Tensor, importance: Tensor, config: NSAConfig) -> Measu
 
 
 def head_entropies(q: Tensor, k_cmp: Tensor, config: NSAConfig) -> Tensor:
-    """Give the entropy of each head's compressed attention in bits, ``(Hq,)``, mean over queries."""
+    """Return the entropy of each head's compressed attention in bits, ``(Hq,)``, mean over queries."""
     groups = q.shape[1] // k_cmp.shape[1]
     scores = q @ k_cmp.repeat_interleave(groups, 1).mT * q.shape[-1] ** -0.5
     first = first_that_chooses(config)
@@ -106,14 +118,21 @@ def head_entropies(q: Tensor, k_cmp: Tensor, config: NSAConfig) -> Tensor:
 
 
 def _visible(length: int, config: NSAConfig, device: torch.device) -> Tensor:
-    """Tell which compressed tokens a query sees, ``(S, N)``."""
+    """Return which compressed tokens a query sees, ``(S, N)``."""
     last = torch.arange(0, length - config.compress_block_size + 1, config.compress_stride, device=device)
     last += config.compress_block_size - 1
     return last <= torch.arange(length, device=device)[:, None]
 
 
-def _mean(rows: Sequence[Any]) -> Any:
-    """Give the means of values that are nested alike, as plain numbers."""
-    if isinstance(rows[0], dict):
-        return {name: _mean([row[name] for row in rows]) for name in rows[0]}
-    return torch.stack([row.double().cpu() for row in rows]).mean(0).round(decimals=4).tolist()
+def _mean(values: Sequence[Any]) -> Any:
+    """Average tensors that are nested alike."""
+    if isinstance(values[0], dict):
+        return {name: _mean([value[name] for value in values]) for name in values[0]}
+    return torch.stack([value.double().cpu() for value in values]).mean(0)
+
+
+def _plain(value: Any) -> Any:
+    """Turn nested tensors into numbers of four decimals."""
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list) else value.round(decimals=4).tolist()

@@ -1,4 +1,4 @@
-"""Bits per byte of real text at 8,192 tokens: NSA and its dense twin at equal tokens and at equal time.
+"""Bits per byte of real text at 8,192 tokens: NSA and its dense baseline at equal tokens and at equal time.
 
     python -m benchmarks learning.language --size m7c-125m --deadline 440   # on two GPUs; on one, start it twice
     python -m benchmarks learning.language --size small --deadline 440      # three seeds, side by side
@@ -11,7 +11,7 @@ Losses at equal tokens are those after the last step. For equal time the slower 
 one ended, between its looks at held-out rows: its learning rate has not come all the way down there. Seconds are those
 of training alone, where no other training is on the GPU.
 
-When the time is up every run writes down where it is, and the same command goes on from there. What is recorded whole
+When the time is up every run writes down where it is, and the same command resumes there. What is recorded whole
 is not run again.
 """
 
@@ -31,10 +31,8 @@ from benchmarks.learning.packages import read_text, standard_roots
 from benchmarks.learning.variants import Change
 from benchmarks.learning.workers import Job, Report, places, run_jobs
 from flexnsa import NSAConfig
-from flexnsa.measure.recording import Recording
-from flexnsa.measure.table import format_table
-from flexnsa.models import DecoderConfig, preset
-from flexnsa.training import TrainConfig
+from flexnsa.lm import DecoderConfig, TrainConfig, preset
+from flexnsa.lm.measure.table import format_table
 
 Point = dict[str, Any]
 KEY = ("size", "model", "seed", "steps", "text_bytes")
@@ -59,8 +57,8 @@ class Model(Change):
     """A model of text.
 
     Args:
-        few_until: share of the steps in which a layer selects but one block beside the forced ones, and sees an eighth
-            of the window: what is far has to come through the compressed branch, whose scores are to choose blocks.
+        few_until: share of the steps in which a layer selects but one block in addition to the forced ones, and sees an
+            eighth of the window: distant context has to come through the compressed branch, whose scores choose blocks.
         all_until: share of the steps in which a layer selects all blocks: what is far can be learned before it is
             chosen.
     """
@@ -69,7 +67,7 @@ class Model(Change):
     all_until: float = 0.0
 
     def sizes_at(self, share: float, sizes: NSAConfig, seq_len: int) -> NSAConfig:
-        """Give the sizes that layers have after a share of the steps."""
+        """Return the sizes that layers have after a share of the steps."""
         if share < self.few_until:
             few = sizes.num_init_blocks + sizes.num_local_blocks + 1
             return replace(sizes, num_selected_blocks=few, window_size=max(sizes.window_size // 8, 1))
@@ -148,13 +146,13 @@ SIZES = {
 
 
 def training_of(job: Job) -> TrainConfig:
-    """Give how a job trains."""
+    """Return the training config of a job."""
     changes = {"steps": job["steps"], "seed": job["seed"], "compressor_lr": MODELS[job["model"]].compressor_rate}
     return replace(SIZES[job["size"]].training, **changes)
 
 
 def state_name(job: Job) -> str:
-    """Name the folder of a run's state: what tells runs apart, so that no run goes on with another's."""
+    """Name the folder of a run's state: the key of the run, so that no run resumes from the state of another."""
     return "-".join(str(job[name]).replace(", ", "-").replace(" ", "-") for name in KEY)
 
 
@@ -176,12 +174,12 @@ def work(job: Job, report: Report) -> None:
         folder=folder / state_name(job),
         compiled=job["device"] == "cuda",
     )
-    run.go_on(job["until"], lambda seen: report(point | seen))
+    run.resume(job["until"], lambda seen: report(point | seen))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train each model with every seed, record whatever they report, print how they compare."""
-    parser = options.parser(__doc__, json=options.RESULTS / "language.json")
+    parser = options.parser(__doc__, json=options.RESULTS / "language.json", deadline=1e9)
     parser.add_argument("--size", choices=SIZES, help="default: m7c-125m on a GPU, else tiny")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[DENSE, "NSA"], help="default: dense NSA")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the size")
@@ -196,13 +194,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="folders of packages, read by the first start; default: those of this Python",
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/language"), help="of states; default: %(default)s")
-    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which to stop; default: none")
     arguments = parser.parse_args(argv)
     until = time.time() + arguments.deadline - TO_SAVE
     cuda = arguments.device == "cuda"
     name = arguments.size or ("m7c-125m" if cuda else "tiny")
     size = SIZES[name]
-    recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__, keep=True)
     corpus, packages = read_text(arguments.text or standard_roots(), arguments.folder / "text.pt")
     bytes_of = {"train": len(corpus.train), "held_out": len(corpus.validation)}
     print(f"{bytes_of['train']:,} bytes to learn from, {bytes_of['held_out']:,} kept back", flush=True)
@@ -233,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def is_whole(point: Point) -> bool:
-    """Tell whether a run is at its end, and all is measured that is to be measured then."""
+    """Return whether a run has ended, with all measures of its end."""
     finals = point.get("finals", {})
     config = MODELS[point["model"]].configure(SIZES[point["size"]].model)
     names = final_names(config.attention)
@@ -241,17 +238,17 @@ def is_whole(point: Point) -> bool:
 
 
 def table(points: Sequence[Point]) -> str:
-    """A line of each run that has ended: held-out bits per byte, and beside those of its twin of the same seed."""
+    """Return a line of each run that has ended: held-out bits per byte, and the difference to its dense baseline."""
     ended = {_key(point): point for point in points if "mean" in point.get("finals", {}).get("bits", {})}
     rows = []
     for (size, model, seed, steps, text), point in ended.items():
-        bits, twin = point["finals"]["bits"], ended.get((size, DENSE, seed, steps, text))
+        bits, baseline = point["finals"]["bits"], ended.get((size, DENSE, seed, steps, text))
         row = [size, model, str(seed), str(steps), f"{bits['mean']:.4f}", f"{point['seconds']:.0f}", "-", "-"]
-        if twin is not None and model != DENSE:
-            gaps = [a - b for a, b in zip(bits["rows"], twin["finals"]["bits"]["rows"], strict=True)]
+        if baseline is not None and model != DENSE:
+            gaps = [a - b for a, b in zip(bits["groups"], baseline["finals"]["bits"]["groups"], strict=True)]
             row[6] = f"{fmean(gaps):+.4f} +- {stdev(gaps) / len(gaps) ** 0.5:.4f}"
-            at, own, dense = equal_time(point, twin)
-            alone = point["side_by_side"] == twin["side_by_side"] == 1
+            at, own, dense = equal_time(point, baseline)
+            alone = point["side_by_side"] == baseline["side_by_side"] == 1
             row[7] = f"{own - dense:+.4f} at {at:.0f} s" if alone else "-"
         rows.append(row)
     headings = ["size", "model", "seed", "steps", "bits", "seconds", "- dense, rows' s.e.", "at equal time"]
@@ -259,7 +256,7 @@ def table(points: Sequence[Point]) -> str:
 
 
 def equal_time(nsa: Point, dense: Point) -> tuple[float, float, float]:
-    """Give the seconds after which the faster one ended, and both losses then, of the rows of a look."""
+    """Return the seconds after which the faster run ended, and both held-out losses then."""
     at = min(nsa["held_out"][-1][1], dense["held_out"][-1][1])
     return at, _loss_at(nsa, at), _loss_at(dense, at)
 

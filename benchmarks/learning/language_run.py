@@ -8,23 +8,28 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.learning.habits import habits, mean_gates
 from benchmarks.learning.reading import CHOICES, bits_of_bytes, blocks_chosen, choices
 from benchmarks.learning.workers import Report
 from flexnsa import NativeSparseAttention, NSAConfig
 from flexnsa.files import write_whole
-from flexnsa.models import DecoderLM
-from flexnsa.training import Batch, Corpus, TrainConfig, Trainer
-from flexnsa.training.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
+from flexnsa.lm import Batch, Corpus, DecoderLM, TrainConfig, Trainer
+from flexnsa.lm.training.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
 
-POSITIONS = 64
-"""Tokens whose losses are one point of the loss by position."""
+POSITIONS = tuple(64 * edge for edge in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))
+"""Tokens of a sequence between which the loss by position is averaged; where it is shorter, the first of them."""
+GATES_EVERY = 4
+"""Evaluations from one recording of the gates to the next; they are recorded after the last step, too."""
+GROUPS = 32
+"""Of held-out sequences, each with its mean: enough for the standard error of a difference of models, paired."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +45,7 @@ def final_names(attention: str) -> tuple[str, ...]:
     """Name what is measured after the last step."""
     if attention == "dense":
         return ("bits",)
-    return ("bits", "habits", "initial_habits", *(f"bits with {name} blocks" for name in CHOICES))
+    return ("bits", "habits", *(f"bits with {name} blocks" for name in CHOICES))
 
 
 @dataclass
@@ -53,7 +58,7 @@ class Record:
         first_step_s: seconds of those.
         loss: of each step.
         held_out: ``[step, seconds, loss]`` of rows that nothing is learned from.
-        gates: ``[step, mean gates by layer and branch]``.
+        gates: ``[step, mean gates by layer and branch]``, every :data:`GATES_EVERY` evaluations.
         finals: by name, what was measured after the last step.
     """
 
@@ -99,7 +104,7 @@ class LanguageRun:
         model = build()
         self.initial = copy.deepcopy(model).eval()
         self.trainer = Trainer(model.to(device), corpus, training, compiled=compiled)
-        # What looks at layers cannot be compiled with them: a twin without compilation, of the same parameters.
+        # Hooks on layers cannot be compiled with them: an uncompiled model with the same parameters has them.
         self.reader = copy.deepcopy(model).eval()
         self.reader.load_state_dict(model.state_dict(), assign=True)
         self.precision = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=training.precision == "bf16")
@@ -109,18 +114,18 @@ class LanguageRun:
             self.record = Record(**json.loads((folder / "record.json").read_text()))
             self.record.back_to(self.trainer.step)
 
-    def go_on(self, until: float, report: Report) -> None:
+    def resume(self, until: float, report: Report) -> None:
         """Train until the steps or the time, ``time.time()``, are up; after the last step do what is left to do."""
         training, record = self.training, self.record
         first = record.step
         if not record.held_out:
-            self._look()
+            self._evaluate()
         report(self.describe())
         while record.step < training.steps and time.time() < until:
             changed = self.sizes_at(record.step) != self.sizes_at(record.step - 1)
             self._train_step(compiles=changed or record.step == first)
             if record.step % training.eval_every == 0 or record.step == training.steps:
-                self._look()
+                self._evaluate()
                 report(self.describe())
             if record.step % training.checkpoint_every == 0 and record.step < training.steps:
                 self._save()
@@ -135,7 +140,7 @@ class LanguageRun:
                     report(self.describe())
 
     def describe(self) -> dict[str, Any]:
-        """Say what the run has seen; losses of training are means between looks."""
+        """Return what the run has seen; losses of training are means between evaluations."""
         seen = asdict(self.record)
         every = self.training.eval_every
         losses = [self.record.loss[begin : begin + every] for begin in range(0, len(self.record.loss), every)]
@@ -160,12 +165,13 @@ class LanguageRun:
                 if isinstance(module, NativeSparseAttention):
                     module.config = sizes
 
-    def _look(self) -> None:
+    def _evaluate(self) -> None:
         record, batch = self.record, self._rows(self.training.eval_sequences)
         self._read_as_at(record.step)
         bits = bits_of_bytes(self.reader, batch, self.training.batch_size, self.precision).mean().item()
         record.held_out.append((record.step, round(record.seconds, 2), round(bits, 5)))
-        if self.reader.config.attention == "nsa":
+        last = record.step == self.training.steps
+        if self.reader.config.attention == "nsa" and (last or (len(record.held_out) - 1) % GATES_EVERY == 0):
             tokens = batch.tokens[: self.training.batch_size].to(self.trainer.device)
             record.gates.append((record.step, mean_gates(self.reader, tokens, self.precision)))
 
@@ -176,30 +182,24 @@ class LanguageRun:
         yield "bits", self._all_bits
         if self.reader.config.attention == "nsa":
             tokens = self._rows(self.finals.rows_of_habits).tokens.to(self.trainer.device)
-            self.initial.to(self.trainer.device)
             yield "habits", lambda: habits(self.reader, tokens, self.precision)
-            yield "initial_habits", lambda: habits(self.initial, tokens, self.precision)
+            self.initial.to(self.trainer.device)
             for name in CHOICES:
                 yield f"bits with {name} blocks", lambda name=name: self._bits_with(name)
 
     def _all_bits(self) -> dict[str, Any]:
-        """Give the mean over many rows, the mean of each, and means by position over all."""
-        batch = self._rows(self.finals.rows)
-        bits = bits_of_bytes(self.reader, batch, self.training.batch_size, self.precision)
-        by_position = bits.mean(0).unflatten(0, (-1, POSITIONS)).mean(1)
-        return {
-            "mean": round(bits.mean().item(), 5),
-            "rows": [round(x, 4) for x in bits.mean(1).tolist()],
-            "positions": [round(x, 4) for x in by_position.tolist()],
-        }
+        """Return the mean over many sequences, means of groups of them, and means by position over all."""
+        bits = self._bits(self.finals.rows)
+        groups = bits.tensor_split(min(GROUPS, len(bits)))
+        return _means(bits) | {"num_rows": len(bits), "groups": [round(part.mean().item(), 4) for part in groups]}
 
     def _bits_with(self, name: str) -> dict[str, Any]:
-        """Give the mean over rows, and by position, where layers read blocks that are chosen so."""
-        batch = self._rows(self.finals.rows_of_choices)
+        """Return the mean over sequences, and by position, where layers read blocks that are chosen so."""
         with blocks_chosen(self.reader, choices(self.reader, self.initial)[name]):
-            bits = bits_of_bytes(self.reader, batch, self.training.batch_size, self.precision)
-        by_position = bits.mean(0).unflatten(0, (-1, POSITIONS)).mean(1)
-        return {"mean": round(bits.mean().item(), 5), "positions": [round(x, 4) for x in by_position.tolist()]}
+            return _means(self._bits(self.finals.rows_of_choices))
+
+    def _bits(self, rows: int) -> Tensor:
+        return bits_of_bytes(self.reader, self._rows(rows), self.training.batch_size, self.precision)
 
     def _save(self) -> None:
         self._save_record()  # first: what it has too much is forgotten
@@ -208,6 +208,13 @@ class LanguageRun:
     def _save_record(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / "record.json", json.dumps(asdict(self.record)))
+
+
+def _means(bits: Tensor) -> dict[str, Any]:
+    """Average bits of ``(sequences, tokens)``: over all, and by position between neighbouring :data:`POSITIONS`."""
+    by_token = bits.mean(0)
+    parts = [by_token[begin:end] for begin, end in pairwise(POSITIONS) if begin < len(by_token)]
+    return {"mean": round(bits.mean().item(), 5), "positions": [round(part.mean().item(), 5) for part in parts]}
 
 
 def _attempt(measure: Callable[[], Any]) -> Any:

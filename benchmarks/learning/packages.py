@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.training import Corpus
+from flexnsa.lm import Corpus
 
 LONGEST_FILE = 2**18
 """Bytes; longer ones are tables."""
@@ -45,7 +45,7 @@ class Package:
 
 
 def standard_roots() -> list[Path]:
-    """Give the folders of the running Python: its library, and what is installed beside it."""
+    """Return the folders of the running Python: its library, and the packages installed with it."""
     paths = sysconfig.get_paths()
     return [Path(root) for root in dict.fromkeys(paths[name] for name in ("stdlib", "purelib", "platlib"))]
 
@@ -111,7 +111,7 @@ def read_text(roots: Sequence[Path], cache: Path) -> tuple[Corpus, dict[str, Any
 
 
 def _read(file: Path) -> bytes:
-    """Give the text of a file; nothing, of one that is too long or no text."""
+    """Return the text of a file; nothing, of one that is too long or no text."""
     if file.stat().st_size > LONGEST_FILE:
         return b""
     text = file.read_bytes()

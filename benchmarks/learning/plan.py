@@ -11,6 +11,7 @@ is a small part of the row.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +20,8 @@ from benchmarks.learning.tasks import Vocabulary
 from flexnsa import NSAConfig
 
 DEPTHS = 16
+KINDS = ("pairs", "needle")
+"""Of maps: sequences full of pairs, some of which are asked for; sequences of filler with a single pair."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class Stage:
     window_size: int | None = None
 
     def sizes(self, config: NSAConfig) -> NSAConfig:
-        """Give the sizes of the branches at this stage, forced blocks included; no parameter depends on them."""
+        """Return the sizes of the branches at this stage, forced blocks included; no parameter depends on them."""
         selected, window = config.num_selected_blocks, config.window_size
         if self.selected_tokens is not None:
             forced = config.num_init_blocks + config.num_local_blocks
@@ -49,7 +52,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that decides the numbers of a run, beside its model and its seed.
+    """All that determines a run but its model and its seed.
 
     Args:
         vocabulary: of the rows.
@@ -60,7 +63,7 @@ class Plan:
         plain_up_to: rows of up to so many tokens are attended to by the reference, for which nothing is compiled.
         eval_every: steps between two looks at how much is recalled, in as many rows as a step has.
         map_lengths: of the rows with pairs at all depths, after the last step.
-        map_pairs: most pairs in such a row beside those that are asked for.
+        map_pairs: most pairs in such a sequence in addition to those that are asked for.
         map_rows: of each map, a multiple of :data:`DEPTHS`.
         map_tokens: of the rows that are read at once, at least two.
     """
@@ -82,14 +85,18 @@ class Plan:
         """Count the steps of all stages."""
         return sum(stage.steps for stage in self.stages)
 
+    def map_questions(self, kind: str) -> int:
+        """Count the questions of a map at each depth: one in each sequence of pairs, or of its share of needles."""
+        return self.map_rows if kind == "pairs" else self.map_rows // DEPTHS
+
     def with_all_blocks(self) -> Plan:
-        """Give the plan at whose stages all is read that the model's config says."""
+        """Return the plan at whose stages a model reads what its config says."""
         return replace(
             self, stages=tuple(replace(stage, selected_tokens=None, window_size=None) for stage in self.stages)
         )
 
     def at(self, step: int) -> tuple[Stage, int]:
-        """Give the stage of a step counted from 0, and the step behind its last."""
+        """Return the stage of a step counted from 0, and the step behind its last."""
         end = 0
         for stage in self.stages:
             end += stage.steps
@@ -97,8 +104,18 @@ class Plan:
                 return stage, end
         raise ValueError(f"step: expected less than {self.steps}, got {step}")
 
+    def looks(self) -> list[tuple[int, int]]:
+        """List the steps after which a run is evaluated, each with the length of its sequences then."""
+        ends = itertools.accumulate(stage.steps for stage in self.stages)
+        return [
+            (step, stage.seq_len)
+            for stage, end in zip(self.stages, ends, strict=True)
+            for step in range(end - stage.steps + 1, end + 1)
+            if step % self.eval_every == 0 or step == end
+        ]
+
     def learning_rate(self, step: int) -> float:
-        """Give the rate of a step counted from 0."""
+        """Return the rate of a step counted from 0."""
         left = (self.steps - step) / self.fall_steps
         fall = 0.1 + 0.9 * (1 - torch.cos(torch.tensor(min(1.0, left) * torch.pi)).item()) / 2
         return self.lr * min(1.0, (step + 1) / self.warmup_steps) * fall

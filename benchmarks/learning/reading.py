@@ -17,12 +17,11 @@ from benchmarks.harness.setting import Setting
 from benchmarks.learning.selection import scoring_inputs, selected_blocks
 from flexnsa import NativeSparseAttention, native_sparse_attention
 from flexnsa.attention.selection import top_blocks
-from flexnsa.layers.core import RowLayout
+from flexnsa.layers.core import LayoutSizes, RowLayout
 from flexnsa.layers.rope import apply_rope
-from flexnsa.models import DecoderLM
-from flexnsa.models.decoder import DecoderLayer
+from flexnsa.lm import Batch, DecoderLM
+from flexnsa.lm.model.decoder import DecoderLayer
 from flexnsa.positions import Positions
-from flexnsa.training import Batch
 
 Choose = Callable[[NativeSparseAttention, Tensor], Tensor]
 """``(layer, x (B, S, dim))`` to the blocks that each query reads, int32 ``(B, Hkv, S, n)``."""
@@ -32,7 +31,7 @@ CHOICES = ("own", "initial", "random", "forced")
 
 @torch.no_grad()
 def bits_of_bytes(model: DecoderLM, batch: Batch, rows: int, precision: torch.autocast) -> Tensor:
-    """Give the bits that each target costs, fp32 ``(B, S)`` on the CPU; so many rows are read at once."""
+    """Return the bits that each target costs, fp32 ``(B, S)`` on the CPU; so many rows are read at once."""
     device, found = model.embedding.weight.device, list[Tensor]()
     for part in batch.split(rows):
         with precision:
@@ -48,6 +47,11 @@ class Reading(nn.Module):
     def __init__(self, layer: NativeSparseAttention, choose: Choose) -> None:
         super().__init__()
         self.layer, self.choose = layer, choose
+
+    @property
+    def layout_sizes(self) -> LayoutSizes:
+        """Share layouts with layers that the layer shares its own with."""
+        return self.layer.layout_sizes
 
     def layout(self, seq_len: int, document_ids: Tensor | None = None) -> RowLayout:
         """Lay out rows as the layer does."""
@@ -94,10 +98,10 @@ def blocks_chosen(model: DecoderLM, choices: list[Choose]) -> Iterator[None]:
 
 
 def choices(model: DecoderLM, initial: DecoderLM) -> dict[str, list[Choose]]:
-    """Give the ways to choose that are compared, each for all layers.
+    """Return the ways to choose that are compared, each for all layers.
 
     ``own``: what the layers select. ``initial``: what they would, were the weights that score blocks those from before
-    training. ``random``: as many blocks, drawn anew for each query and head. ``forced``: the first and the last blocks
+    training. ``random``: as many blocks, drawn again for each query and head. ``forced``: the first and the last blocks
     alone. All read the forced blocks.
     """
     beginnings = [module for module in initial.modules() if isinstance(module, NativeSparseAttention)]
@@ -111,13 +115,13 @@ def choices(model: DecoderLM, initial: DecoderLM) -> dict[str, list[Choose]]:
 
 
 def drawn_blocks(layer: NativeSparseAttention, x: Tensor) -> Tensor:
-    """Draw blocks for each query and head, beside the forced ones, evenly from the past."""
+    """Draw blocks for each query and head, in addition to the forced ones, evenly from the past."""
     setting = Setting(num_kv_heads=layer.num_kv_heads, config=layer.config, device=str(x.device))
     return torch.cat([random_blocks(setting, x.shape[1]) for _ in x])
 
 
 def forced_blocks(layer: NativeSparseAttention, x: Tensor) -> Tensor:
-    """Give the forced blocks and no others."""
+    """Return the forced blocks and no others."""
     config, length = layer.config, x.shape[1]
     few = replace(config, num_selected_blocks=config.num_init_blocks + config.num_local_blocks)
     scores = torch.zeros(1, 1, length, -(-length // config.select_block_size), device=x.device)

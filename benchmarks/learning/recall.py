@@ -6,7 +6,7 @@
 
 All models learn from the same rows in the same order, with the same learning rate, as many of them side by side as
 there are workers. Then they are asked for pairs at 16 depths of rows as long as those they learned from, and longer.
-When the time is up every run writes down where it is, and the same command goes on from there. Whole runs are recorded,
+When the time is up every run writes down where it is, and the same command resumes there. Whole runs are recorded,
 and none that the file holds is done again.
 """
 
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from benchmarks.harness import options
-from benchmarks.learning.curriculum import KINDS, Run
-from benchmarks.learning.plan import Plan
+from benchmarks.learning.curriculum import Run
+from benchmarks.learning.plan import KINDS, Plan
 from benchmarks.learning.sizes import SIZES
 from benchmarks.learning.workers import Job, Report, places, run_jobs
-from flexnsa.measure.recording import Recording
-from flexnsa.measure.table import format_table
+from flexnsa.lm.measure.recording import encode
+from flexnsa.lm.measure.table import format_table
 
 
 def work(job: Job, report: Report) -> None:
@@ -44,13 +44,13 @@ def work(job: Job, report: Report) -> None:
         run.rehearse()
         return
     report(point | run.describe())
-    run.go_on(job["until"], lambda seen: report(point | seen))
+    run.resume(job["until"], lambda seen: report(point | seen))
 
 
 def is_whole(point: Mapping[str, Any], plan: Plan) -> bool:
-    """Tell whether a run has done all its steps and drawn all its maps."""
-    drawn = [entry for entry in point.get("maps", []) if entry["step"] == plan.steps]
-    return len(drawn) == len(KINDS) * len(plan.map_lengths)
+    """Return whether a run has done all its steps and drawn all its maps."""
+    drawn = sum(map(len, point.get("maps", {}).values()))
+    return point.get("step") == plan.steps and drawn == len(KINDS) * len(plan.map_lengths)
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -65,24 +65,22 @@ def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     return sorted(names)
 
 
-def table(points: Sequence[dict[str, Any]]) -> str:
+def table(points: Sequence[dict[str, Any]], plan: Plan) -> str:
     """A line of each run: recall of its maps, means over depths."""
-    lengths = sorted({entry["seq_len"] for point in points for entry in point.get("maps", [])})
+    columns = [(kind, str(seq_len)) for kind in KINDS for seq_len in plan.map_lengths]
     rows = []
     for point in points:
-        found = {(entry["kind"], entry["seq_len"]): fmean(entry["recall"]) for entry in point.get("maps", [])}
-        cells = [
-            f"{found[kind, s]:.1%}" if (kind, s) in found else "-" for kind in ("pairs", "needle") for s in lengths
-        ]
         row = [point["variant"], str(point["seed"]), str(point.get("step", point.get("label", "")))]
-        rows.append([*row, *cells])
-    headings = [f"{kind} {s}" for kind in KINDS for s in lengths]
-    return format_table(["model", "seed", "step", *headings], rows)
+        for kind, seq_len in columns:
+            counts = point.get("maps", {}).get(kind, {}).get(seq_len)
+            row.append(f"{fmean(counts) / plan.map_questions(kind):.1%}" if counts else "-")
+        rows.append(row)
+    return format_table(["model", "seed", "step", *map(" ".join, columns)], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train every variant with every seed, record those that come to their end, print."""
-    parser = options.parser(__doc__, json=options.RESULTS / "recall.json")
+    parser = options.parser(__doc__, json=options.RESULTS / "recall.json", deadline=1e9)
     parser.add_argument("--size", choices=SIZES, help="default: gpu on a GPU, else cpu")
     known = dict.fromkeys(variant for size in SIZES.values() for variant in size.variants)
     parser.add_argument("--variants", nargs="+", choices=known, help="default: all of the size")
@@ -92,7 +90,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--replayed", action="store_true", help="capture steps in CUDA graphs; takes a GPU")
     parser.add_argument("--folder", type=Path, default=Path("runs/recall"), help="of states; default: %(default)s")
-    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which to stop; default: none")
     arguments = parser.parse_args(argv)
     cuda = arguments.device == "cuda"
     name = arguments.size or ("gpu" if cuda else "cpu")
@@ -100,13 +97,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = arguments.variants or list(size.variants)
     if unknown := [variant for variant in names if variant not in size.variants]:
         parser.error(f"--variants: expected some of {', '.join(size.variants)} with --size {name}, got {unknown[0]}")
-    recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__, keep=True)
     models = {variant: changes.configure(size.model).to_dict() for variant, changes in size.variants.items()}
     notes = {"setting": {"device": arguments.device, "size": name, "models": models}, "plan": asdict(size.plan)}
-    notes = json.loads(json.dumps(notes))  # as it will be read
+    notes = json.loads(encode(notes))  # as it will be read
     if recording.points and (differing := differences(recording.content, notes)):
         parser.error(f"--json: {arguments.json} holds runs of another setting; it differs in {'; '.join(differing)}")
-    recording.note(**notes)
+    recording.note(**notes, looks=size.plan.looks())
     whole = {(point["variant"], point["seed"]) for point in recording.points if is_whole(point, size.plan)}
     runs = [(variant, seed) for seed in arguments.seeds for variant in names if (variant, seed) not in whole]
     shared = {
@@ -127,24 +124,25 @@ def main(argv: Sequence[str] | None = None) -> None:
             whole.add((point["variant"], point["seed"]))
         if ended or "label" in point:
             recording.add({key: value for key, value in point.items() if key not in hidden}, ("variant", "seed"))
-        print(_line(point), flush=True)
+        print(_line(point, size.plan), flush=True)
 
     workers = places(arguments.workers or (8 if cuda else 1), arguments.device)
     run_jobs(work, jobs, workers, report, until=shared["until"])
     stopped = ", ".join(f"{variant} with seed {seed}" for variant, seed in runs if (variant, seed) not in whole)
-    print(f"\n{table(recording.points)}\n\nRecorded in {arguments.json}. Not at their end: {stopped or 'none'}.")
+    print(f"\n{table(recording.points, size.plan)}\n")
+    print(f"Recorded in {arguments.json}. Not at their end: {stopped or 'none'}.")
 
 
-def _line(point: dict[str, Any]) -> str:
+def _line(point: dict[str, Any], plan: Plan) -> str:
     name = f"{point['variant']}, seed {point['seed']}"
     if "label" in point:
         return f"{name}: {point['label']}"
     if not point["recall"]:
         return f"{name}: {point['parameters']:,} parameters"
-    (step, seq_len, recall), (_, loss) = point["recall"][-1], point["loss"][-1]
-    found = f" ({point['found'][-1][2]:.1%} of blocks found)" if point["found"] else ""
-    rows = f"{name}: step {step}, rows of {seq_len}"
-    return f"{rows}: loss {loss:.3f}, recall {recall:.1%}{found}, {point['seconds']:.0f} s"
+    (step, seq_len), recall = plan.looks()[len(point["recall"]) - 1], point["recall"][-1]
+    found = f" ({point['found'][-1]:.1%} of blocks found)" if len(point["found"]) == len(point["recall"]) else ""
+    rows = f"{name}: step {step}, sequences of {seq_len}"
+    return f"{rows}: loss {point['loss'][-1]:.3f}, recall {recall:.1%}{found}, {point['seconds']:.0f} s"
 
 
 if __name__ == "__main__":

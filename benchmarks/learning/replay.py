@@ -16,7 +16,7 @@ class Replay:
     """A step of tokens and targets of one shape, done as it comes at first, and replayed from then on.
 
     Args:
-        step: what to do; it gives a loss, gives its gradients to the parameters anew, and waits for nothing.
+        step: what to do; it returns a loss, overwrites the gradients of the parameters, and never synchronizes.
 
     Attributes:
         obstacle: why there is no graph, once it was tried in vain; steps are then done as they come.

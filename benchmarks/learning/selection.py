@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexnsa import NativeSparseAttention, block_importance, select_blocks
 from flexnsa.layers.rope import apply_rope
-from flexnsa.models import DecoderLM
+from flexnsa.lm import DecoderLM
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def selected_blocks(layer: NativeSparseAttention, x: Tensor, *, impl: str = "aut
 
 @torch.no_grad()
 def unscored_blocks(layer: NativeSparseAttention, x: Tensor) -> Tensor:
-    """Give for each token the share of the whole blocks before it that score exactly 0, ``(B, S)``, mean over heads."""
+    """Return the share of whole blocks before each token that score exactly 0, ``(B, S)``, mean over heads."""
     scores = block_importance(*scoring_inputs(layer, x), config=layer.config)
     before = torch.arange(x.shape[1], device=x.device) // layer.config.select_block_size
     visible = torch.arange(scores.shape[-1], device=x.device) < before[:, None]

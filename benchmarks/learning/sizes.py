@@ -10,7 +10,7 @@ from benchmarks.learning.plan import Plan, Stage
 from benchmarks.learning.tasks import Vocabulary
 from benchmarks.learning.variants import ABLATIONS, ON_CPU, VARIANTS, Variant
 from flexnsa import NSAConfig
-from flexnsa.models import DecoderConfig
+from flexnsa.lm import DecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 A row consists of slots of two tokens. A pair is written twice, at random slots: the first time it is to be kept in
 mind, the second time its value is to be predicted from its key. That cannot be learned by heart, because which value
-goes with which key is drawn anew for every row. All other slots are filler.
+goes with which key is drawn again for every row. All other slots are filler.
 
 At each value the key right before it is asked for as well, which takes no memory and counts for nothing. It is there to
 be learned from: recall takes two layers, one that notes at a value which key precedes it and one that looks for the
@@ -39,7 +39,7 @@ class Vocabulary:
         return self.keys + self.values + self.fillers
 
     def kinds(self) -> list[slice]:
-        """Give the numbers of keys, of values and of filler."""
+        """Return the numbers of keys, of values and of filler."""
         ends = self.keys, self.keys + self.values, self.size
         return [slice(first, last) for first, last in zip((0, *ends), ends, strict=False)]
 

@@ -1,4 +1,4 @@
-"""Text is split by packages, runs go on as if they had never stopped, and what layers do is measured as it is said."""
+"""Text is split by packages, runs resume as if they had never stopped, and what layers do is measured as it is said."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from benchmarks.learning.packages import read_packages, read_text, split_package
 from benchmarks.learning.reading import bits_of_bytes, blocks_chosen, choices, drawn_blocks, forced_blocks
 from benchmarks.learning.selection import selected_blocks
 from flexnsa import NativeSparseAttention, NSAConfig
-from flexnsa.models import DecoderLM
-from flexnsa.training import Windows
+from flexnsa.lm import DecoderLM, Windows
 
 TINY = SIZES["tiny"]
 
@@ -86,14 +85,14 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) ->
         if next(reports) == 3:  # at the look after the last step; the checkpoint is two steps old
             raise InterruptedError
 
-    whole.go_on(time.time() + 60, lambda _: None)
+    whole.resume(time.time() + 60, lambda _: None)
     with pytest.raises(InterruptedError):
-        stopped.go_on(time.time() + 60, stop)
+        stopped.resume(time.time() + 60, stop)
     # As if it had been killed where the record is written already, and the checkpoint is not.
     (tmp_path / "stopped" / "record.json").write_text((tmp_path / "whole" / "record.json").read_text())
     again = run("stopped")
     assert 0 < again.record.step < whole.record.step
-    again.go_on(time.time() + 60, lambda _: None)
+    again.resume(time.time() + 60, lambda _: None)
 
     def timeless(run: LanguageRun) -> dict[str, Any]:
         seen = json.loads(json.dumps(run.describe()))
@@ -135,7 +134,7 @@ def test_layers_may_read_other_blocks_at_first(
     for one in (run.trainer.model, run.reader):
         assert isinstance(one, DecoderLM)
         nsa_layers(one)[0].register_forward_pre_hook(note)
-    run.go_on(time.time() + 60, lambda _: None)
+    run.resume(time.time() + 60, lambda _: None)
     usual, looks = (4, 16), [tuple(sizes) for learns, *sizes in seen if not learns]
     learned = [tuple(sizes) for learns, *sizes in seen if learns]
     assert learned == [blocks_and_window] * steps_of_them + [usual] * (6 - steps_of_them)
@@ -288,9 +287,9 @@ def test_models_are_recorded_once_and_a_run_that_fails_costs_no_other(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny, ")]
     assert lines
     assert all("plain learning rate" in line for line in lines), "those that are whole are not run again"
-    read = [again[name]["finals"]["bits"]["rows"] for name in sparse]
+    read = [again[name]["finals"]["bits"]["groups"] for name in sparse]
     assert all(one != other for one, other in combinations(read, 2)), "each has what its name says"
 
     main([*options, "--steps", "3", "--models", "dense"])
     ended = [point for point in json.loads(recorded.read_text())["points"] if point["model"] == "dense"]
-    assert [(point["steps"], is_whole(point)) for point in ended] == [(2, True), (3, True)], "beside the shorter run"
+    assert [(point["steps"], is_whole(point)) for point in ended] == [(2, True), (3, True)], "with the shorter run"

@@ -1,4 +1,4 @@
-"""Rows ask for what can be known, runs go on as if they had never stopped, and a run that fails costs no other."""
+"""Rows ask for what can be known, runs resume as if they had never stopped, and a run that fails costs no other."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
         raise InterruptedError
 
     whole, stopped = run("whole"), run("stopped")
-    whole.go_on(math.inf, lambda _: None)
+    whole.resume(math.inf, lambda _: None)
     with pytest.raises(InterruptedError):
-        stopped.go_on(math.inf, stop)
+        stopped.resume(math.inf, stop)
     again = run("stopped")
     assert 0 < again.step < whole.step
-    again.go_on(time.time(), lambda _: None)
-    assert not again.record.maps, "the time was up"
-    again.go_on(math.inf, lambda _: None)
-    timeless = {"seconds": 0, "clock": []}
+    again.resume(time.time(), lambda _: None)
+    assert again.record.maps == {"pairs": {}, "needle": {}}, "the time was up"
+    again.resume(math.inf, lambda _: None)
+    timeless = {"seconds": 0}
     assert again.describe() | timeless == whole.describe() | timeless
     for name, parameter in whole.model.state_dict().items():
         assert torch.equal(parameter, again.model.state_dict()[name]), name
@@ -96,10 +96,10 @@ def test_models_have_the_sizes_and_the_rate_that_their_names_say(name: str) -> N
 def test_steps_that_are_replayed_learn_what_others_learn(tmp_path: Path) -> None:
     plan = replace(SMOKE.plan, stages=(replace(SMOKE.plan.stages[1], steps=20),), eval_every=20)
 
-    def losses(name: str, *, replayed: bool) -> list[list[float]]:
+    def losses(name: str, *, replayed: bool) -> list[float]:
         options = {"seed": 0, "device": "cuda", "path": tmp_path / name, "replayed": replayed}
         run = Run(VARIANTS["NSA"], SMOKE.model, plan, **options)
-        run.go_on(math.inf, lambda _: None)
+        run.resume(math.inf, lambda _: None)
         assert not run.record.obstacles
         return run.record.loss
 
@@ -112,7 +112,7 @@ def test_nsa_reads_as_little_as_a_stage_says_and_in_the_end_what_its_config_says
         run = Run(MODELS[variant], SMOKE.model, SMOKE.plan, seed=0, device="cpu", path=tmp_path / variant)
         layer = next(module for module in run.model.modules() if isinstance(module, NativeSparseAttention))
         seen = list[NSAConfig]()
-        run.go_on(math.inf, lambda _: seen.append(layer.config))
+        run.resume(math.inf, lambda _: seen.append(layer.config))
         return [(sizes.num_selected_blocks * sizes.select_block_size, sizes.window_size) for sizes in seen]
 
     tight, end = (16, 4), (64, 16)
@@ -186,8 +186,14 @@ def test_whole_runs_are_recorded_once_and_one_that_fails_costs_no_other(
     points = recall("--variants", "NSA", "dense", "--workers", "2", folder=tmp_path)
     assert "label" in points["NSA"]
     assert points["dense"]["step"] == SMOKE.plan.steps
-    drawn = {(entry["kind"], len(entry["recall"])) for entry in points["dense"]["maps"]}
-    assert drawn == {("pairs", 16), ("needle", 16)}
+    maps = points["dense"]["maps"]
+    assert {kind: {len(counts) for counts in lengths.values()} for kind, lengths in maps.items()} == {
+        "pairs": {16},
+        "needle": {16},
+    }
+    recorded = json.loads(path.read_text())
+    assert [*map(tuple, recorded["looks"])] == SMOKE.plan.looks()
+    assert len(points["dense"]["recall"]) == len(points["dense"]["loss"]) == len(recorded["looks"])
 
     elsewhere = tmp_path / "elsewhere"
     assert recall("--variants", "dense", folder=elsewhere) == points

@@ -10,9 +10,8 @@ import pytest
 
 from benchmarks.harness.options import RESULTS
 from benchmarks.learning import language, recall
-from flexnsa.models import PRESETS, DecoderConfig
-from flexnsa.training import TRAIN_PRESETS
-from flexnsa.training.config import completed
+from flexnsa.lm import PRESETS, TRAIN_PRESETS, DecoderConfig
+from flexnsa.lm.training.config import completed
 
 
 @pytest.mark.parametrize(

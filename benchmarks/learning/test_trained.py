@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.learning.trained import NSA, describe, observe, read_blocks
-from flexnsa.attention.implementations import IMPLEMENTATIONS, SDPA
-from flexnsa.models import DecoderLM
+from benchmarks.learning.trained import NSA, QUERIES, describe, observe, read_blocks
+from flexnsa.attention.table import IMPLEMENTATIONS, SDPA
+from flexnsa.lm import DecoderLM
 
 
 def test_observed_selection_is_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,9 +30,12 @@ def test_observed_selection_is_the_layers_own(monkeypatch: pytest.MonkeyPatch) -
     assert len(of_observation) == len(seen)
     assert [torch.equal(layer.blocks, blocks) for layer, blocks in zip(seen, of_layers, strict=True)] == [True, True]
 
-    recorded = describe(seen, tokens)
+    recorded = describe(seen, NSA.nsa.select_block_size)
     for layer, words in zip(seen, recorded["blocks"], strict=True):
         for head, word in zip(layer.blocks.tolist(), words, strict=True):
-            assert read_blocks(word) == [[block for block in query if block >= 0] for query in head]
+            counts = read_blocks(word)
+            assert len(counts) == -(-len(head) // QUERIES)
+            for number, group in enumerate(counts):
+                read = Counter(block for query in head[QUERIES * number :][:QUERIES] for block in query if block >= 0)
+                assert read == {block: count for block, count in enumerate(group) if count}
     assert recorded["gates"][1][3]["slc"] == pytest.approx(seen[1].gates[3, :, 1].mean().item(), abs=1e-4)
-    assert recorded["text"].encode() == bytes(tokens.tolist())

@@ -26,11 +26,9 @@ from benchmarks.harness import options
 from benchmarks.learning.selection import layer_inputs, selected_blocks
 from flexnsa import NSAConfig
 from flexnsa.geometry import BRANCHES
-from flexnsa.measure.clock import Clock
-from flexnsa.measure.recording import Recording
-from flexnsa.measure.table import format_table
-from flexnsa.models import DecoderConfig, DecoderLM
-from flexnsa.training import Corpus, TrainConfig, Trainer, read_corpus
+from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus
+from flexnsa.lm.measure.clock import Clock
+from flexnsa.lm.measure.table import format_table
 
 # A late query of 1024 tokens selects 6 of 32 blocks, three of them freely, and its window is 64: sparsity is real.
 NSA = DecoderConfig(
@@ -55,8 +53,8 @@ TRAINING = TrainConfig(
     eval_every=150,
     eval_sequences=48,
 )
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-"""Names of blocks in the recording: one character each, ``.`` for none."""
+QUERIES = 8
+"""Neighbouring queries whose blocks are recorded together; they are of one block."""
 
 
 def train(name: str, corpus: Corpus, config: TrainConfig) -> tuple[DecoderLM, dict[str, Any]]:
@@ -105,11 +103,14 @@ def observe(model: DecoderLM, tokens: Tensor) -> list[Seen]:
     return [Seen(selected_blocks(layer, x)[0], layer.gate(x)[0]) for layer, x in read]
 
 
-def describe(seen: Sequence[Seen], tokens: Tensor) -> dict[str, Any]:
-    """Plain values: a word of block digits a query, and the mean gate of every layer, head and branch."""
+def describe(seen: Sequence[Seen], block_size: int) -> dict[str, Any]:
+    """Return plain values: which blocks each layer and head selects, and the mean gate of each head and branch.
+
+    A word is of :data:`QUERIES` neighbouring queries, and has a digit for each block up to their own: how many of them
+    select it.
+    """
     return {
-        "text": bytes(tokens.tolist()).decode("latin-1"),
-        "blocks": [[_words(head) for head in layer.blocks.tolist()] for layer in seen],
+        "blocks": [[_words(head, block_size) for head in layer.blocks] for layer in seen],
         "gates": [
             [dict(zip(BRANCHES, map(_rounded, head), strict=True)) for head in layer.gates.mean(1).tolist()]
             for layer in seen
@@ -118,12 +119,18 @@ def describe(seen: Sequence[Seen], tokens: Tensor) -> dict[str, Any]:
 
 
 def read_blocks(words: str) -> list[list[int]]:
-    """Undo the words of :func:`describe`: the blocks of every query."""
-    return [[DIGITS.index(digit) for digit in word if digit != "."] for word in words.split()]
+    """Undo the words of :func:`describe`: by group of queries, how many of them select each block."""
+    return [[int(digit) for digit in word] for word in words.split()]
 
 
-def _words(queries: list[list[int]]) -> str:
-    return " ".join("".join(DIGITS[block] if block >= 0 else "." for block in blocks) for blocks in queries)
+def _words(blocks: Tensor, block_size: int) -> str:
+    """Write the blocks ``(S, n)`` of a head."""
+    groups = [torch.cat([*group]) for group in blocks.split(QUERIES)]
+    counts = [
+        torch.bincount(group[group >= 0], minlength=QUERIES * number // block_size + 1).tolist()
+        for number, group in enumerate(groups)
+    ]
+    return " ".join("".join(map(str, count)) for count in counts)
 
 
 def _rounded(value: float) -> float:
@@ -152,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     training = replace(TRAINING, steps=arguments.steps, compressor_lr=arguments.compressor_lr)
     torch.set_num_threads(1)
     corpus = read_corpus()
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     recording.note(
         setting={"device": "cpu", "models": {name: model.to_dict() for name, model in MODELS.items()}},
         training=asdict(training),
@@ -163,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             model, point = train(name, corpus, replace(training, seed=seed))
             if "trained" not in recording.content and name == "NSA":
                 tokens = held_out_text(corpus)
-                recording.note(trained={"seed": seed} | describe(observe(model, tokens), tokens))
+                recording.note(trained={"seed": seed} | describe(observe(model, tokens), NSA.nsa.select_block_size))
             recording.add(point)
     print(f"\n{table(recording.points)}\n\nRecorded in {arguments.json}.")
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexnsa import NativeSparseAttention
-from flexnsa.models import DecoderConfig, DecoderLM
-from flexnsa.training import parameter_groups
+from flexnsa.lm import DecoderConfig, DecoderLM, parameter_groups
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ Work = Callable[[Job, Report], object]
 
 
 def places(workers: int, device: str) -> list[Place]:
-    """Give places for so many processes on each GPU that this process sees, or as many on the CPU."""
+    """Return the environments of so many processes on each visible GPU, or of as many on the CPU."""
     if device != "cuda":
         return [{}] * workers
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

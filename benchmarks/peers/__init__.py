@@ -1,1 +1,1 @@
-"""Other implementations of NSA beside ours: one file each says how it is called and what it does otherwise."""
+"""Other implementations of NSA: one file each, with how it is called and in what it differs from flexnsa."""

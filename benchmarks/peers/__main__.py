@@ -1,4 +1,4 @@
-"""Measure attention beside other implementations of NSA: the selected branch, and the whole without its window.
+"""Measure flexnsa and other implementations of NSA: the selected branch, and the whole without its window.
 
     python -m benchmarks peers --json peers.json                             # about 5 minutes on an H200
     python -m benchmarks peers --device cpu --tiny --lengths 256 --rounds 1  # rehearse
@@ -20,28 +20,30 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from benchmarks.harness import options
-from benchmarks.harness.contestants import Contestant, Maker
 from benchmarks.harness.session import Session
 from benchmarks.harness.setting import Setting, published
+from benchmarks.harness.workloads import Maker, Workload
 from benchmarks.peers.autotuned import compile_configs_at_once
 from benchmarks.peers.problem import Adapter, Problem
 from benchmarks.peers.table import DIFFERENCES, TABLE, missing
 from benchmarks.peers.trial import attempt
-from flexnsa.measure.process import run_fresh
-from flexnsa.measure.recording import Recording
+from flexnsa.lm.measure.process import run_fresh
+from flexnsa.lm.measure.recording import Recording
 
 Key = tuple[str, str]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = options.parser(__doc__, json=options.RESULTS / "peers_h200.json", seconds=300)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 65536, 32768, 16384])
-    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
+    parser = options.parser(
+        __doc__,
+        json=options.RESULTS / "peers_h200.json",
+        seconds=300,
+        lengths=[8192, 65536, 32768, 16384],
+        rounds=7,
+        tiny=False,
+    )
     parser.add_argument("--only", nargs="+", choices=DIFFERENCES, help="default: all that are installed")
-    parser.add_argument("--tiny", action="store_true", help="4 heads of 16, fp32: a rehearsal")
     return parser.parse_args(argv)
 
 
@@ -52,15 +54,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     os.environ.setdefault("FLA_CACHE_RESULTS", "0")
-    torch._dynamo.config.recompile_limit = 64  # one function, compiled for every length
     setting = published(arguments.device, tiny=arguments.tiny)
-    recording = Recording(arguments.json, options.about(__doc__), commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__)
     recording.note(setting=setting.to_dict(), differences=DIFFERENCES, not_installed=missing())
     print(f"not installed: {', '.join(missing()) or 'none'}", flush=True)
 
     passed = _trials(setting, recording, arguments)
     print(f"tried at {time.monotonic() - started:.0f} s", flush=True)
-    if setting.device == "cuda":  # what fla tunes anew is compiled for each length
+    if setting.device == "cuda":  # fla tunes for each length, and compiles what it tunes
         compile_configs_at_once(os.cpu_count() or 1)
     session = Session(setting, recording, arguments.seconds - (time.monotonic() - started))
     for length in arguments.lengths:
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _trials(setting: Setting, recording: Recording, arguments: argparse.Namespace) -> dict[Key, list[int]]:
-    """Try all contestants at once, in half of the time, and give the lengths that each got through."""
+    """Try all implementations at once, in half of the time, and give the lengths that each got through."""
     absent = missing()
     keys = [(kind, name) for kind, adapters in TABLE.items() for name in adapters if name not in absent]
     keys = [key for key in keys if not arguments.only or key[1] in arguments.only]
@@ -91,7 +92,7 @@ def _trials(setting: Setting, recording: Recording, arguments: argparse.Namespac
 
 
 def _maker(adapter: Adapter) -> Maker:
-    def make(setting: Setting, length: int) -> Contestant:
+    def make(setting: Setting, length: int) -> Workload:
         return adapter(Problem.draw(setting, length))
 
     return make

@@ -6,11 +6,11 @@ import warnings
 
 from torch import Tensor
 
-from benchmarks.harness.contestants import Contestant
+from benchmarks.harness.workloads import Workload
 from benchmarks.peers.problem import Peer, Problem, attribute
 
 
-def selected(problem: Problem) -> Contestant:
+def selected(problem: Problem) -> Workload:
     """Its selected branch alone: its public function averages keys and values even where it needs no averages."""
     apply = attribute("fla.ops.nsa.parallel", "ParallelNSAFunction").apply
     config, scale = problem.setting.config, problem.setting.head_dim**-0.5
@@ -20,10 +20,10 @@ def selected(problem: Problem) -> Contestant:
         return apply(q, k, v, blocks, config.num_selected_blocks, config.select_block_size, scale, None)
 
     inputs = tuple(x[None].detach().requires_grad_() for x in problem.token_major(problem.q, problem.k, problem.v))
-    return Contestant("fla", attend, inputs, inputs)
+    return Workload("fla", attend, inputs, inputs)
 
 
-def whole(problem: Problem) -> Contestant:
+def whole(problem: Problem) -> Workload:
     """Its public function, gates given."""
     parallel_nsa = attribute("fla.ops.nsa", "parallel_nsa")
     config = problem.setting.config
@@ -37,7 +37,7 @@ def whole(problem: Problem) -> Contestant:
     qkv = tuple(x[None].detach().requires_grad_() for x in problem.token_major(problem.q, problem.k, problem.v))
     (gates,) = problem.token_major(problem.gates.sigmoid())
     inputs = (*qkv, *(gates[None, ..., i].detach().contiguous().requires_grad_() for i in (0, 1)))
-    return Contestant("fla", attend, inputs, inputs)
+    return Workload("fla", attend, inputs, inputs)
 
 
 FLA = Peer(

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.contestants import Contestant
+from benchmarks.harness.workloads import Workload
 from benchmarks.peers.problem import Peer, Problem, attribute
 from flexnsa.geometry import num_blocks
 
 TRAINING = "flash_nsa.modules.megatron_level_nsa"
 
 
-def selected(problem: Problem) -> Contestant:
+def selected(problem: Problem) -> Workload:
     """Its selected branch; padding is the number of blocks, as its own selection has it."""
     _prepare(problem)
     select_attn = attribute("flash_nsa.ops.select_attn", "select_attn")
@@ -26,10 +26,10 @@ def selected(problem: Problem) -> Contestant:
         return select_attn(q, k, v, blocks)
 
     inputs = problem.token_major(problem.q, problem.k, problem.v)
-    return Contestant("Scalable-Flash-NSA", attend, inputs, inputs)
+    return Workload("Scalable-Flash-NSA", attend, inputs, inputs)
 
 
-def whole(problem: Problem) -> Contestant:
+def whole(problem: Problem) -> Workload:
     """Everything but its window, whose place zeros take."""
     _prepare(problem)
     module = importlib.import_module(TRAINING)
@@ -47,7 +47,7 @@ def whole(problem: Problem) -> Contestant:
         return module.flash_nsa_varlen_func(q, k, v, gates, None, None)
 
     inputs = problem.token_major(problem.q, problem.k, problem.v, problem.gates)
-    return Contestant("Scalable-Flash-NSA", attend, inputs, inputs)
+    return Workload("Scalable-Flash-NSA", attend, inputs, inputs)
 
 
 def _prepare(problem: Problem) -> None:
@@ -72,5 +72,5 @@ FLASH_NSA = Peer(
     whole,
     "Its window needs FlashAttention-3 and is left out; zeros stand in its place, made before the clock starts in "
     "forward and written in backward, so its gated sum reads and writes one branch more than ours. Scores are kept in "
-    "fp16. Nothing is computed anew in backward, which is its default.",
+    "fp16. Nothing is recomputed in backward, which is its default.",
 )

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.harness.contestants import Contestant, nsa
+from benchmarks.harness.workloads import Workload, nsa
 from benchmarks.peers.problem import Adapter, Problem
 from flexnsa import MeanCompressor, NSAConfig, native_sparse_attention, selected_attention
 
 
-def selected(problem: Problem) -> Contestant:
+def selected(problem: Problem) -> Workload:
     """The selected branch, given its blocks."""
     setting = problem.setting
 
@@ -20,10 +20,10 @@ def selected(problem: Problem) -> Contestant:
         return selected_attention(q, k, v, block_indices, config=setting.config, impl=setting.impl)[0]
 
     inputs = (problem.q, problem.k, problem.v)
-    return Contestant("flexnsa", setting.compile(attend), (*inputs, problem.block_indices), inputs)
+    return Workload("flexnsa", setting.compile(attend), (*inputs, problem.block_indices), inputs)
 
 
-def three_branches(problem: Problem) -> Contestant:
+def three_branches(problem: Problem) -> Workload:
     """All branches, each with keys and values of its own; the compressed ones are given."""
     return nsa(problem.setting, problem.length)
 
@@ -31,7 +31,7 @@ def three_branches(problem: Problem) -> Contestant:
 def without_window(config: NSAConfig | None = None) -> Adapter:
     """Compressed and selected branch on one key and value, which are averaged on the way; gates get their sigmoid."""
 
-    def make(problem: Problem) -> Contestant:
+    def make(problem: Problem) -> Workload:
         setting = problem.setting if config is None else replace(problem.setting, config=config)
         compress = MeanCompressor(setting.num_kv_heads, setting.head_dim, config=setting.config)
 
@@ -41,6 +41,6 @@ def without_window(config: NSAConfig | None = None) -> Adapter:
             return native_sparse_attention(q, k, v, gates.sigmoid(), **compressed, **options)
 
         inputs = (problem.q, problem.k, problem.v, problem.gates)
-        return Contestant("flexnsa", setting.compile(attend), inputs, inputs)
+        return Workload("flexnsa", setting.compile(attend), inputs, inputs)
 
     return make

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.contestants import Contestant
 from benchmarks.harness.phases import random_blocks
 from benchmarks.harness.setting import Setting
+from benchmarks.harness.workloads import Workload
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Problem:
         return torch.tensor([0, self.length], dtype=torch.int32, device=self.q.device)
 
 
-Adapter = Callable[[Problem], Contestant]
-"""Make a contestant of a problem; it differentiates by q, k and v first, in this order."""
+Adapter = Callable[[Problem], Workload]
+"""Make an implementation of a problem; it differentiates by q, k and v first, in this order."""
 
 
 @dataclass(frozen=True)
@@ -92,5 +92,5 @@ def head_major(x: Tensor) -> Tensor:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Give what another package calls ``name``; it need not be installed for this file to be read."""
+    """Return an attribute of another package, which need not be installed to import this file."""
     return getattr(importlib.import_module(module), name)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from benchmarks.harness.contestants import Contestant
+from benchmarks.harness.workloads import Workload
 from benchmarks.peers.problem import Peer, Problem, attribute
 
 OPS = "native_sparse_attention.ops"
 
 
-def selected(problem: Problem) -> Contestant:
+def selected(problem: Problem) -> Workload:
     """Its top-k sparse attention."""
     attention, ends = attribute(OPS, "topk_sparse_attention"), problem.ends()
     blocks, size = problem.block_indices[0].contiguous(), problem.setting.config.select_block_size
@@ -19,10 +19,10 @@ def selected(problem: Problem) -> Contestant:
         return attention(q, k, v, blocks, size, ends, None)
 
     inputs = problem.token_major(problem.q, problem.k, problem.v)
-    return Contestant("native-sparse-attention-triton", attend, inputs, inputs)
+    return Workload("native-sparse-attention-triton", attend, inputs, inputs)
 
 
-def whole(problem: Problem) -> Contestant:
+def whole(problem: Problem) -> Workload:
     """What its module does between the projections and the window, without rotary embedding."""
     compress, compressed = attribute(OPS, "avgpool_compress"), attribute(OPS, "compressed_attention")
     sparse, ends = attribute(OPS, "topk_sparse_attention"), problem.ends()
@@ -41,7 +41,7 @@ def whole(problem: Problem) -> Contestant:
         return gates[..., 0:1] * out_cmp + gates[..., 1:2] * out_slc
 
     inputs = problem.token_major(problem.q, problem.k, problem.v, problem.gates.sigmoid())
-    return Contestant("native-sparse-attention-triton", attend, inputs, inputs)
+    return Workload("native-sparse-attention-triton", attend, inputs, inputs)
 
 
 SPARSE_TRITON = Peer(

@@ -25,7 +25,7 @@ TABLE: dict[str, dict[str, Adapter]] = {
 DIFFERENCES = {
     OURS: "All three branches, each with keys and values of its own, those of the compressed branch given.",
     f"{OURS}, no window": "Compressed and selected branch of one key and value, averaged within; the gates' sigmoid "
-    "too. Nobody else's window can run without another package: this is what the others compare with.",
+    "too. No other window can run without another package: this is what the others compare with.",
     f"{OURS}, no window, l = d = 64": "The same with the sizes of fla.",
     **{name: peer.differences for name, peer in PEERS.items()},
 }

@@ -1,7 +1,6 @@
-"""A contestant alone in a process of its own, before anything is timed: is it right, and does it get through?
+"""Try an implementation in a process of its own, before anything is timed: whether it is right, and at which lengths.
 
-Compiled code lands in the caches that the measurement reads, and a kernel that writes where it must not takes nobody
-with it.
+Compiled code goes to the caches that the measurement reads; a kernel that writes out of bounds ends this process alone.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def attempt(
         compile_configs_at_once(THREADS)
     try:
         if kind == "selected":
-            progress(f"{name} beside ours at {CHECKED_LENGTH}")
+            progress(f"{name} compared with flexnsa at {CHECKED_LENGTH}")
             result["difference"] = difference(TABLE[kind][name], Problem.draw(setting, CHECKED_LENGTH))
         for length in sorted(lengths):
             if time.monotonic() - started > seconds:
@@ -66,11 +65,11 @@ def difference(adapter: Adapter, problem: Problem) -> dict[str, float]:
 
 def results(adapter: Adapter, problem: Problem) -> dict[str, Tensor]:
     """Output and gradients by q, k and v, fp32 ``(1, H, S, D)``."""
-    contestant = adapter(problem)
-    out = contestant.forward()
+    workload = adapter(problem)
+    out = workload.forward()
     is_head_major = out.shape == problem.q.shape
     upstream = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1)).to(out)
     upstream = upstream if is_head_major else upstream[0].transpose(0, 1).reshape(out.shape)
-    tensors = [x.detach().float() for x in (out, *contestant.backward(out, upstream)[:3])]
+    tensors = [x.detach().float() for x in (out, *workload.backward(out, upstream)[:3])]
     named = zip(("out", "dq", "dk", "dv"), tensors, strict=True)
     return {name: x if is_head_major else head_major(x) for name, x in named}

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.attention.memory import MAKERS, allocated, resident
-from benchmarks.harness.contestants import Contestant
 from benchmarks.harness.layers import LAYERS, PEER
 from benchmarks.harness.phases import PHASES
 from benchmarks.harness.setting import Setting, large
-from flexnsa.measure.process import run_fresh
+from benchmarks.harness.workloads import Workload
+from flexnsa.lm.measure.process import run_fresh
 
 Extent = Literal["smoke", "quick", "full"]
 BASELINES = ("flash SDPA", "math SDPA")
@@ -44,14 +44,14 @@ class Case:
         base = large(self.device)
         return replace(base, num_kv_heads=base.num_heads // self.group, dtype=getattr(torch, self.dtype))
 
-    def contestant(self) -> Contestant:
+    def workload(self) -> Workload:
         """Function and inputs."""
         torch._dynamo.reset()  # few versions of one function may be compiled, and every case makes its own
         torch.manual_seed(0)
         return MAKERS[self.name](self.setting(), self.seq_len)
 
     def obstacle(self) -> str | None:
-        """Say why there is nothing to measure, if so."""
+        """Return why there is nothing to measure, if so."""
         if self.device == "cpu" and self.name == "dense Flex":
             return "FlexAttention has no backward on a CPU"
         return None

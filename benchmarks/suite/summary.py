@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.harness.layers import LAYERS, PEER
 from benchmarks.harness.phases import PHASES
 from benchmarks.suite.cases import BASELINES
-from flexnsa.measure.table import format_table
+from flexnsa.lm.measure.table import format_table
 
 Point = dict[str, Any]
 Line = dict[str, Point]
@@ -63,7 +63,7 @@ def _shape(line: Line) -> list[str]:
 def _against(
     line: Line, lines: dict[tuple[Any, ...], Line], work: str, quantity: str, baselines: Sequence[str]
 ) -> list[str]:
-    """Give how many times our value each baseline's is, at the same shape."""
+    """Return how many times our value each baseline's is, at the same shape."""
     own, shape = _value(line, work, quantity), _key(_any(line))[1:]
     theirs = [_value(lines.get((name, *shape), {}), work, quantity) for name in baselines]
     return [_number(value / own if own and value else None, ".2f") for value in theirs]

@@ -20,48 +20,48 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness.contestants import Contestant
+from benchmarks.harness.workloads import Workload
 from benchmarks.suite.cases import Case
-from flexnsa.measure.clock import Clock
+from flexnsa.lm.measure.clock import Clock
 
 SECONDS_PER_POINT = 2.0
 MOST_ROUNDS = 20
 
 
-def forward(contestant: Contestant) -> None:
+def forward(workload: Workload) -> None:
     with torch.no_grad():
-        contestant.forward()
+        workload.forward()
 
 
-def forward_backward(contestant: Contestant) -> None:
-    contestant.run()
+def forward_backward(workload: Workload) -> None:
+    workload.run()
 
 
 @pytest.mark.parametrize("run", [forward, forward_backward])
 def test_attention(
     case: Case,
-    run: Callable[[Contestant], None],
+    run: Callable[[Workload], None],
     memory: dict[str, Any],
     points: list[dict[str, Any]],
     request: pytest.FixtureRequest,
 ) -> None:
     point = {**asdict(case), "work": run.__name__, **memory}
     points.append(point)
-    if "label" in memory:  # whoever asks for the benchmark fixture has to use it
+    if "label" in memory:  # a test that asks for the benchmark fixture has to use it
         return
-    contestant = case.contestant()
-    if run is forward_backward and not contestant.differentiate:
+    workload = case.workload()
+    if run is forward_backward and not workload.differentiate:
         points.remove(point)  # selection has no backward
         return
     if case.device == "cuda":
-        run(contestant)  # compiles
-    seconds = Clock("wall", case.device).time(lambda: run(contestant)) / 1e3
+        run(workload)  # compiles
+    seconds = Clock("wall", case.device).time(lambda: run(workload)) / 1e3
     rounds = (
         1 if request.config.option.extent == "smoke" else int(min(MOST_ROUNDS, max(3, SECONDS_PER_POINT / seconds)))
     )
 
     benchmark = request.getfixturevalue("benchmark")
-    benchmark.pedantic(run, args=(contestant,), rounds=rounds)
+    benchmark.pedantic(run, args=(workload,), rounds=rounds)
 
     median = benchmark.stats.stats.median if benchmark.stats else seconds
     point.update(seconds=median, tokens_per_s=case.seq_len / median)

@@ -77,9 +77,9 @@ def test_a_peer_that_follows_the_formula_in_its_own_layout_differs_in_nothing(
 
 def test_what_is_wrong_shows_in_its_own_tensor() -> None:
     def tenth_more(problem: Problem) -> Any:
-        contestant = ours.selected(problem)
-        backward = contestant.backward
-        changed = SimpleNamespace(forward=contestant.forward)
+        workload = ours.selected(problem)
+        backward = workload.backward
+        changed = SimpleNamespace(forward=workload.forward)
         changed.backward = lambda out, upstream: tuple(
             1.1 * g if i == 1 else g for i, g in enumerate(backward(out, upstream))
         )
@@ -105,11 +105,11 @@ def test_a_trial_tells_how_far_it_got(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("make", [ours.three_branches, ours.without_window(), ours.without_window(table.SAME_SIZES)])
 def test_ours_gives_every_input_a_gradient(make: Adapter) -> None:
     setting = replace(SETTING, impl="sdpa")
-    contestant = make(Problem.draw(setting, LENGTH))
-    gradients = contestant.backward(contestant.forward())
+    workload = make(Problem.draw(setting, LENGTH))
+    gradients = workload.backward(workload.forward())
     assert all(bool(gradient.abs().sum() > 0) for gradient in gradients)
 
 
-def test_every_contestant_says_what_sets_it_apart() -> None:
+def test_every_implementation_says_what_sets_it_apart() -> None:
     names: set[str] = set().union(*map(set, table.TABLE.values()))
     assert names == set(table.DIFFERENCES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,11 @@ from benchmarks.attention.exponents import exponents_table, fit_polynomial
 from benchmarks.suite.summary import summary
 
 TICKS = itertools.count()
+NEEDED = {
+    "kernels.select_blocks": "triton",
+    "transformers.decoding": "transformers",
+    "transformers.up_training": "transformers",
+}
 
 ENVIRONMENT = {"device": "abacus", "threads": 1, "torch": "2", "commit": "c0ffee", "load_average": 0.0}
 
@@ -90,10 +96,22 @@ def test_runner_lists_every_benchmark_and_runs_the_one_that_is_named(capsys: pyt
     assert "NSA" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "package"), NEEDED.items())
+def test_a_benchmark_without_its_package_names_what_installs_it(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [*sys.modules]:  # as if no test had imported it
+        if module.startswith((f"benchmarks.{name}", "flexnsa.transformers", package)):
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=f"^{re.escape(name)}: {package} not installed: pip install "):
+        runner.main([name])
+
+
 @pytest.mark.parametrize("name", [name for name in runner.listed() if name != "suite"])
 def test_options_have_one_name_everywhere(name: str) -> None:
-    if name == "kernels.select_blocks":
-        pytest.importorskip("triton")
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name], reason=runner.not_installed(NEEDED[name]))
     command = [sys.executable, "-m", "benchmarks", name, "--help"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"usage: python -m benchmarks {name}" in printed

@@ -1,4 +1,4 @@
-"""Measure training: tokens a second and peak memory of a decoder with NSA and of its dense twin, whole steps.
+"""Measure training: tokens a second and peak memory of a decoder with NSA and of its dense baseline, whole steps.
 
     python -m benchmarks training.throughput --json training.json                  # on a GPU: 4k to 64k tokens a row
     python -m benchmarks training.throughput --device cpu --tiny --lengths 128     # rehearse
@@ -20,37 +20,33 @@ from typing import Any
 import torch
 
 from benchmarks.harness import options
-from flexnsa import NSAConfig
-from flexnsa.measure.launches import count_launches
-from flexnsa.measure.memory import MIB
-from flexnsa.measure.recording import Recording
-from flexnsa.models import DecoderConfig, DecoderLM, preset
+from benchmarks.harness.setting import TINY_MODEL
+from flexnsa.lm import DecoderConfig, DecoderLM, preset
+from flexnsa.lm.measure.launches import count_launches
+from flexnsa.lm.measure.memory import MIB
 
 MODELS = {
     "m7c-125m": preset("m7c-125m", checkpointing=False),
     "16 heads of 128": DecoderConfig(dim=2048, num_layers=12, num_heads=16, num_kv_heads=4, head_dim=128),
-    "tiny": DecoderConfig(
-        dim=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        nsa=NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4),
-    ),
+    "tiny": TINY_MODEL,
 }
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = options.parser(__doc__, json=options.RESULTS / "training.json", seconds=500)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 16384, 65536, 4096])
+    parser = options.parser(
+        __doc__,
+        json=options.RESULTS / "training.json",
+        seconds=500,
+        lengths=[8192, 32768, 16384, 65536, 4096],
+        impl="auto",
+        tiny=False,
+    )
     parser.add_argument("--models", nargs="+", default=["m7c-125m", "16 heads of 128"], choices=MODELS)
     parser.add_argument("--tokens", type=int, default=65536, help="of a step; default: %(default)s")
     parser.add_argument("--steps", type=int, default=8, help="timed ones; default: %(default)s")
     parser.add_argument(
         "--compile", choices=("layers", "model", "nothing"), default="layers", help="default: %(default)s"
     )
-    parser.add_argument("--impl", default="auto", help="of NSA; default: %(default)s")
-    parser.add_argument("--tiny", action="store_true", help="a model of toy size, nothing compiled: a rehearsal")
     arguments = parser.parse_args(argv)
     if arguments.tiny:
         arguments.models, arguments.compile, arguments.tokens = ["tiny"], "nothing", 1
@@ -59,7 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
-    recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__, keep=True)
     started = time.monotonic()
     for name in arguments.models:
         for length in arguments.lengths:

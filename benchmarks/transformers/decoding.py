@@ -21,11 +21,10 @@ import torch
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-import flexnsa.integrations.transformers as integration
+import flexnsa.transformers as integration
 from benchmarks.harness import options
 from flexnsa import NSAConfig
-from flexnsa.integrations.transformers import FlexNSAConfig, FlexNSAForCausalLM
-from flexnsa.measure.recording import Recording
+from flexnsa.lm.transformers_model import FlexNSAConfig, FlexNSAForCausalLM
 
 SIZES: dict[str, Any] = {
     "hidden_size": 2048,
@@ -50,8 +49,8 @@ TINY: dict[str, Any] = SIZES | {
 }
 STATIC = ", static cache"
 """Of which transformers compiles a step."""
-CONTESTANTS = ("dense", "dense without cuDNN", "converted", "selected branch", "own decoder", "drop-in")
-CONTESTANTS += f"dense{STATIC}", f"drop-in{STATIC}"
+IMPLEMENTATIONS = ("dense", "dense without cuDNN", "converted", "selected branch", "own decoder", "drop-in")
+IMPLEMENTATIONS += f"dense{STATIC}", f"drop-in{STATIC}"
 KEY = ("name", "context", "batch")
 
 
@@ -70,7 +69,7 @@ class Stamps:
 
 
 def make(name: str, sizes: dict[str, Any], device: str) -> Any:
-    """Make a contestant in bf16."""
+    """Make a model in bf16, with attention of this name."""
     torch.manual_seed(0)
     torch.backends.cuda.enable_cudnn_sdp(name != "dense without cuDNN")
     with torch.device(device):
@@ -107,7 +106,6 @@ def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, tokens: i
         model.generate(prompt, **arguments, max_new_tokens=count, min_new_tokens=count, streamer=stamps)
     each = [1e3 * (b - a) for a, b in zip(stamps.times[1:], stamps.times[2:], strict=False)]
     result: dict[str, Any] = {"first_ms": 1e3 * (stamps.times[1] - begin), "token_ms": statistics.median(each)}
-    result["all_ms"] = [round(ms, 3) for ms in each]
     if device == "cuda":
         result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return result
@@ -116,7 +114,7 @@ def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, tokens: i
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what there is time for."""
     arguments = parse(argv)
-    recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__, keep=True)
     sizes, begin = TINY if arguments.tiny else SIZES, time.monotonic()
     for context in arguments.contexts:
         for name in arguments.names:
@@ -124,27 +122,24 @@ def main(argv: Sequence[str] | None = None) -> None:
             if any(all(old.get(part) == point[part] for part in KEY) and "token_ms" in old for old in recording.points):
                 continue
             if time.monotonic() - begin > arguments.deadline:
-                print("the deadline is over; the rest goes on from here when this is called again")
+                print("the deadline is over; the same command resumes here")
                 return
             try:
                 point |= measure(point, sizes, arguments.device, arguments.tokens)
             except (RuntimeError, ValueError, TypeError) as error:
                 point["label"] = f"{type(error).__name__}: {error}"[:300]
             recording.add(point, KEY)
-            print({part: value for part, value in point.items() if part != "all_ms"}, flush=True)
+            print(point, flush=True)
             if arguments.device == "cuda":
                 torch.cuda.empty_cache()
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options."""
-    parser = options.parser(__doc__)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[32_768, 65_536], help="default: %(default)s")
-    parser.add_argument("--names", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="default: all")
+    parser = options.parser(__doc__, contexts=[32_768, 65_536], deadline=240, tiny=False)
+    parser.add_argument("--names", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS, help="default: all")
     parser.add_argument("--batch", type=int, default=1, help="rows; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=65, help="new tokens; default: %(default)s")
-    parser.add_argument("--deadline", type=float, default=240, help="seconds after which none is begun; %(default)s")
-    parser.add_argument("--tiny", action="store_true", help="a toy model and short contexts: a rehearsal")
     arguments = parser.parse_args(argv)
     if arguments.tiny:
         arguments.contexts, arguments.tokens = [300], 6

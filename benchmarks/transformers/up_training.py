@@ -1,12 +1,12 @@
-"""Loss of a converted model as it trains on, beside the dense one that it was and that trains on as long.
+"""Loss of a converted model that is trained further, with that of the dense model trained as long.
 
     python -m benchmarks transformers.up_training --json benchmarks/results/up_training.json
 
-A small dense Llama of bytes learns Python's standard library in rows of 8,192, in bf16 by autocast. It is then
-converted (the selected branch alone, and all three), and each goes on from the same weights, over the same rows, by
-AdamW anew, beside the dense model. ``held_out`` is the loss in nats on rows that nobody trains on: before the first
-step of a contestant, which is at once after the conversion, and every ``--every`` steps; ``losses`` that of each step.
-What is done is kept beside the JSON file (``.pt``), every ``--every`` steps, so that a run that is stopped goes on.
+A small dense Llama of bytes learns Python's standard library in sequences of 8,192, in bf16 by autocast. It is then
+converted (the selected branch alone, and all three). These models and the dense one start from the same weights, with a
+new AdamW, and read the same sequences. ``held_out`` is the loss in nats on held-out sequences, before the first step,
+which is right after the conversion, and every ``--every`` steps; ``losses`` are means over these.
+Every ``--every`` steps the state is saved next to the JSON file (``.pt``), from which a stopped run resumes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from benchmarks.harness import options
+from benchmarks.harness.setting import TINY_SIZES
 from flexnsa import NSAConfig
-from flexnsa.integrations.transformers import convert
-from flexnsa.measure.recording import Recording
-from flexnsa.training import read_corpus
+from flexnsa.lm import read_corpus
+from flexnsa.lm.measure.recording import Recording
+from flexnsa.transformers import convert
 
 SIZES: dict[str, Any] = {
     "hidden_size": 512,
@@ -41,11 +42,8 @@ SIZES: dict[str, Any] = {
 }
 TINY: dict[str, Any] = SIZES | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 8}
 NSA = NSAConfig()
-TINY_NSA = NSAConfig(
-    compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=32
-)
 FIRST = "pretraining"
-CONTESTANTS: dict[str, tuple[str, ...]] = {
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "dense": (),
     "three branches": ("cmp", "slc", "win"),
     "selected branch": ("slc",),
@@ -54,14 +52,14 @@ HELD_OUT_ROWS = 8
 
 
 class Run:
-    """Training of one contestant, which can be stopped after any ``--every`` steps."""
+    """Training of one workload, which can be stopped after any ``--every`` steps."""
 
     def __init__(self, name: str, model: Any, steps: int, arguments: argparse.Namespace) -> None:
         self.name, self.arguments, self.steps = name, arguments, steps
         self.device = arguments.device
         self.model = model.to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=arguments.lr, betas=(0.9, 0.95))
-        self.point: dict[str, Any] = {"name": name, "losses": [], "held_out": [], "seconds": 0.0}
+        self.point: dict[str, Any] = {"name": name, "steps": 0, "losses": [], "held_out": [], "seconds": 0.0}
         if self.path.exists():
             state = torch.load(self.path, map_location=self.device)
             self.model.load_state_dict(state["model"])
@@ -70,55 +68,56 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """Say where the state is kept."""
+        """Return where the state is kept."""
         return self.arguments.json.with_suffix(f".{self.name.replace(' ', '_')}.pt")
 
     @property
     def is_done(self) -> bool:
         """Whether there is no step left."""
-        return len(self.point["losses"]) >= self.steps
+        return self.point["steps"] >= self.steps
 
-    def go_on(self, rows: Rows, recording: Recording, end: float) -> bool:
+    def resume(self, rows: Rows, recording: Recording, end: float) -> bool:
         """Train until it is done, or until the time is up; tell whether it is done."""
         if not self.point["held_out"]:
-            self._look(rows, recording)
+            self._evaluate(rows, recording)
         while not self.is_done:
             if time.monotonic() > end:
                 return False
-            begin, count = time.perf_counter(), min(self.arguments.every, self.steps - len(self.point["losses"]))
+            begin, count = time.perf_counter(), min(self.arguments.every, self.steps - self.point["steps"])
             losses = [self._step(rows) for _ in range(count)]
-            self.point["losses"] += [round(loss, 4) for loss in torch.stack(losses).tolist()]
+            self.point["losses"].append(round(torch.stack(losses).mean().item(), 4))
             self.point["seconds"] += time.perf_counter() - begin
-            self._look(rows, recording)
+            self._evaluate(rows, recording)
         return True
 
     def _step(self, rows: Rows) -> Tensor:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.arguments.lr * min(1.0, (len(self.point["losses"]) + 1) / self.arguments.warm_up)
+            group["lr"] = self.arguments.lr * min(1.0, (self.point["steps"] + 1) / self.arguments.warm_up)
         loss = self._loss(rows.batch(self.arguments.batch))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.point["steps"] += 1
         return loss.detach()
 
     def _loss(self, x: Tensor) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16):
             return self.model(x, labels=x, use_cache=False).loss
 
-    def _look(self, rows: Rows, recording: Recording) -> None:
+    def _evaluate(self, rows: Rows, recording: Recording) -> None:
         with torch.no_grad():
             loss = torch.stack([self._loss(row[None]) for row in rows.held_out]).mean().item()
-        self.point["held_out"].append([len(self.point["losses"]), round(loss, 4)])
+        self.point["held_out"].append([self.point["steps"], round(loss, 4)])
         recording.add(self.point, ("name",))
-        print(f"{self.name}: step {len(self.point['losses'])}, held out {loss:.4f} nats", flush=True)
+        print(f"{self.name}: step {self.point['steps']}, held out {loss:.4f} nats", flush=True)
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "point": self.point}
         torch.save(state, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
 
 
 class Rows:
-    """Rows of bytes: the same for all contestants, and others for the training before."""
+    """Rows of bytes: the same for all implementations, and others for the training before."""
 
     def __init__(self, seq_len: int, device: str) -> None:
         corpus = read_corpus()
@@ -145,24 +144,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train what there is time for."""
     arguments = parse(argv)
     end = time.monotonic() + arguments.deadline
-    recording = Recording(arguments.json, options.about(__doc__), keep=True, commit=arguments.commit)
+    recording = options.open_recording(arguments, __doc__, keep=True)
     rows = Rows(arguments.seq_len, arguments.device)
-    sizes, nsa = (TINY, TINY_NSA) if arguments.tiny else (SIZES, NSA)
+    sizes, nsa = (TINY, TINY_SIZES) if arguments.tiny else (SIZES, NSA)
     training = {name: getattr(arguments, name) for name in ("batch", "seq_len", "lr", "warm_up")}
     training["held_out_rows"] = HELD_OUT_ROWS
     recording.note(setting={"device": arguments.device, "sizes": sizes, "nsa": asdict(nsa), "training": training})
 
     def train(name: str, model: Any, steps: int, seed: int) -> Any:
         run = Run(name, model, steps, arguments)
-        rows.seek(seed, len(run.point["losses"]), arguments.batch)
-        if not run.go_on(rows, recording, end):
-            raise SystemExit("the deadline is over; the rest goes on from here when this is called again")
+        rows.seek(seed, run.point["steps"], arguments.batch)
+        if not run.resume(rows, recording, end):
+            raise SystemExit("the deadline is over; the same command resumes here")
         return run.model
 
     torch.manual_seed(0)
     pretrained = train(FIRST, LlamaForCausalLM(LlamaConfig(**sizes)), arguments.first_steps, seed=1)
     start = {name: tensor.clone() for name, tensor in pretrained.state_dict().items()}
-    for name, branches in CONTESTANTS.items():
+    for name, branches in IMPLEMENTATIONS.items():
         pretrained.load_state_dict(start)
         model = convert(pretrained, nsa, branches=branches) if branches else pretrained
         train(name, model, arguments.steps, seed=2)
@@ -170,16 +169,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options."""
-    parser = options.parser(__doc__, json=options.RESULTS / "up_training.json")
+    parser = options.parser(__doc__, json=options.RESULTS / "up_training.json", deadline=480, tiny=False)
     parser.add_argument("--first-steps", type=int, default=600, help="of the dense model alone; default: %(default)s")
-    parser.add_argument("--steps", type=int, default=300, help="of each contestant; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=300, help="of each implementation; default: %(default)s")
     parser.add_argument("--batch", type=int, default=4, help="rows of a step; default: %(default)s")
     parser.add_argument("--seq-len", type=int, default=8192, help="tokens of a row; default: %(default)s")
     parser.add_argument("--lr", type=float, default=6e-4, help="learning rate; default: %(default)s")
     parser.add_argument("--warm-up", type=int, default=50, help="steps until it is reached; default: %(default)s")
     parser.add_argument("--every", type=int, default=20, help="steps between looks; default: %(default)s")
-    parser.add_argument("--deadline", type=float, default=480, help="seconds, then it stops; default: %(default)s")
-    parser.add_argument("--tiny", action="store_true", help="a toy model, short rows and few steps: a rehearsal")
     arguments = parser.parse_args(argv)
     if arguments.tiny:
         arguments.first_steps, arguments.steps, arguments.seq_len, arguments.every = 6, 4, 256, 2

@@ -1,4 +1,4 @@
-"""Who is measured: attention as a whole, ours and dense, each a function with its inputs."""
+"""Workloads: attention as a whole, of flexnsa and dense, each a function with its inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flexnsa.positions import Positions
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Workload:
     """A function, its inputs, and those of them that backward goes to (none: it has no backward)."""
 
     name: str
@@ -43,7 +43,7 @@ class Contestant:
         self.backward(self.forward())
 
 
-Maker = Callable[[Setting, int], Contestant]
+Maker = Callable[[Setting, int], Workload]
 NSA_INPUTS: tuple[str, ...] = ("q", "gates", "k", "v", "k_win", "v_win", "k_cmp", "v_cmp")
 """Names of the tensors of :func:`nsa_inputs`, in their order."""
 
@@ -63,35 +63,35 @@ def attention_of(
     return attend
 
 
-def nsa(setting: Setting, length: int, **options: Any) -> Contestant:
+def nsa(setting: Setting, length: int, **options: Any) -> Workload:
     """Attention alone: q, the keys and values of each branch and the gates are given; options are the function's."""
     inputs = nsa_inputs(setting, length)
-    return Contestant("NSA", setting.compile(attention_of(setting, **options)), inputs, inputs)
+    return Workload("NSA", setting.compile(attention_of(setting, **options)), inputs, inputs)
 
 
-def nsa_with_compression(setting: Setting, length: int) -> Contestant:
+def nsa_with_compression(setting: Setting, length: int) -> Workload:
     """The same, and the compressed keys and values made by MLPs."""
     phi = (setting.compressor(), setting.compressor())
     inputs = nsa_inputs(setting, length, length)
     weights = (weight for compressor in phi for weight in compressor.parameters())
-    return Contestant("NSA with compression", setting.compile(attention_of(setting, phi)), inputs, (*inputs, *weights))
+    return Workload("NSA with compression", setting.compile(attention_of(setting, phi)), inputs, (*inputs, *weights))
 
 
 def sdpa(name: str, backend: SDPBackend) -> Maker:
     """Dense causal attention by one backend of PyTorch."""
 
-    def make(setting: Setting, length: int) -> Contestant:
+    def make(setting: Setting, length: int) -> Workload:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
         inputs = dense_inputs(setting, length)
-        return Contestant(name, attend, inputs, inputs)
+        return Workload(name, attend, inputs, inputs)
 
     return make
 
 
-def dense_flex(setting: Setting, length: int) -> Contestant:
+def dense_flex(setting: Setting, length: int) -> Workload:
     """Dense causal FlexAttention, on a mask of linear size that is made before the clock starts."""
     token = Positions.of_sequence(length, setting.device).token
     tiles = -(-length // 128)
@@ -101,7 +101,7 @@ def dense_flex(setting: Setting, length: int) -> Contestant:
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
     inputs = dense_inputs(setting, length)
-    return Contestant("dense Flex", setting.compile(attend), inputs, inputs)
+    return Workload("dense Flex", setting.compile(attend), inputs, inputs)
 
 
 WHOLE: dict[str, Maker] = {

@@ -13,11 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness.setting import Setting
 from flexnsa import NativeSparseAttention
-from flexnsa.attention import implementations
-from flexnsa.attention.implementations import choose_implementation
+from flexnsa.attention import table as implementations
 from flexnsa.attention.seam import Call, Keys
+from flexnsa.attention.table import choose_implementation
 from flexnsa.layers.rope import apply_rope, rope_tables
-from flexnsa.models import DenseAttention
+from flexnsa.lm import DenseAttention
 from flexnsa.positions import Positions
 
 Timed = Callable[[], object]
@@ -67,15 +67,15 @@ class Sparse:
 
     def _attention_at_once(self) -> Timed:
         from flexnsa.attention.triton.decoding.launch import attend, place
-        from flexnsa.attention.triton.decoding.work import Work
+        from flexnsa.attention.triton.decoding.scratch import StepScratch
 
         inputs = self.layer.step_inputs(self.x, self.cache)
-        work, results = Work.of(inputs), inputs.empty_results()
+        scratch, results = StepScratch.of(inputs), inputs.empty_results()
 
         def call() -> None:
-            attend(inputs, work, *results)
+            attend(inputs, scratch, *results)
 
-        self.place = lambda: place(inputs, work)
+        self.place = lambda: place(inputs, scratch)
         return call
 
     def _attention(self) -> Tensor:
