@@ -6,10 +6,13 @@ from flexnsa.checks.calls import check_block_indices, check_positions
 from flexnsa.config import NSAConfig
 from flexnsa.functional import (
     block_importance,
+    block_shares,
     compressed_attention,
     native_sparse_attention,
     select_blocks,
     selected_attention,
+    selection_loss,
+    selection_recall,
     sliding_window_attention,
 )
 from flexnsa.layers.attention import NativeSparseAttention
@@ -37,6 +40,7 @@ __all__ = [
     "NativeSparseAttention",
     "ScoreMod",
     "block_importance",
+    "block_shares",
     "check_block_indices",
     "check_positions",
     "compressed_attention",
@@ -50,6 +54,8 @@ __all__ = [
     "position_ids_from_document_ids",
     "select_blocks",
     "selected_attention",
+    "selection_loss",
+    "selection_recall",
     "sliding_window_attention",
     "unpack_padded",
 ]

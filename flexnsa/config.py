@@ -1,12 +1,16 @@
-"""The seven sizes that define a Native Sparse Attention."""
+"""The sizes that define a Native Sparse Attention."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from flexnsa.checks.primitives import check_int
+
+INDEX_FIELDS = ("index_block_size", "index_stride", "index_heads")
+"""Fields of the indexer, None without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +25,11 @@ class NSAConfig:
         num_init_blocks: first blocks of the sequence, always selected.
         num_local_blocks: last blocks up to and including the query's own, always selected.
         window_size: ``w``, keys of the sliding window, the query itself included.
+        index_block_size: tokens summarised by one index key; ``None``: ``compress_block_size``.
+        index_stride: tokens between the starts of two index keys, which divides ``index_block_size`` and ``l'``;
+            ``None``: ``compress_stride``.
+        index_heads: index queries for each key head, which score the blocks by index keys; ``None``: the compressed
+            branch scores them, as in the paper.
 
     Raises:
         TypeError: a field is not an int.
@@ -34,16 +43,29 @@ class NSAConfig:
     num_init_blocks: int = 1
     num_local_blocks: int = 2
     window_size: int = 512
+    index_block_size: int | None = None
+    index_stride: int | None = None
+    index_heads: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            least = 0 if field.name in ("num_init_blocks", "num_local_blocks") else 1
-            check_int(field.name, getattr(self, field.name), least)
-        for name in ("compress_block_size", "select_block_size"):
-            if getattr(self, name) % self.compress_stride:
-                raise ValueError(
-                    f"{name}: expected a multiple of compress_stride={self.compress_stride}, got {getattr(self, name)}"
-                )
+            value = getattr(self, field.name)
+            if value is not None or field.name not in INDEX_FIELDS:
+                least = 0 if field.name in ("num_init_blocks", "num_local_blocks") else 1
+                check_int(field.name, value, least)
+        _check_multiples(
+            "compress_stride",
+            self.compress_stride,
+            compress_block_size=self.compress_block_size,
+            select_block_size=self.select_block_size,
+        )
+        if self.index_heads is None:
+            for name in ("index_block_size", "index_stride"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: expected None without index_heads, got {getattr(self, name)}")
+        else:
+            length, stride = self._index_sizes()
+            _check_multiples("index_stride", stride, index_block_size=length, select_block_size=self.select_block_size)
         forced = self.num_init_blocks + self.num_local_blocks
         if forced > self.num_selected_blocks:
             raise ValueError(
@@ -51,13 +73,35 @@ class NSAConfig:
                 f"{self.num_init_blocks} + {self.num_local_blocks} = {forced}, got {self.num_selected_blocks}"
             )
 
+    def _index_sizes(self) -> tuple[int, int]:
+        length = self.compress_block_size if self.index_block_size is None else self.index_block_size
+        return length, self.compress_stride if self.index_stride is None else self.index_stride
+
+    @property
+    def scoring(self) -> NSAConfig:
+        """The config whose compressed tokens are the keys that score blocks: index keys, if there are any."""
+        if self.index_heads is None:
+            return self
+        length, stride = self._index_sizes()
+        none = dict.fromkeys(INDEX_FIELDS)
+        return replace(self, compress_block_size=length, compress_stride=stride, **none)
+
     def to_ints(self) -> tuple[int, ...]:
         """Return the config as integers, for operators of :mod:`torch.library`, which take no dataclass."""
         # operator.index makes them constants under torch.compile(dynamic=True). astuple would deepcopy, which
-        # torch 2.11 cannot compile.
-        return tuple(operator.index(getattr(self, field.name)) for field in fields(self))
+        # torch 2.11 cannot compile. 0 stands for None.
+        return tuple(operator.index(getattr(self, field.name) or 0) for field in fields(self))
 
     @classmethod
     def from_ints(cls, sizes: Sequence[int]) -> NSAConfig:
         """Build a config from the integers of :meth:`to_ints`."""
-        return cls(**{field.name: size for field, size in zip(fields(cls), sizes, strict=True)})
+        named: dict[str, Any] = {field.name: size for field, size in zip(fields(cls), sizes, strict=True)}
+        for name in INDEX_FIELDS:
+            named[name] = named[name] or None
+        return cls(**named)
+
+
+def _check_multiples(divisor: str, value: int, **multiples: int) -> None:
+    for name, size in multiples.items():
+        if size % value:
+            raise ValueError(f"{name}: expected a multiple of {divisor}={value}, got {size}")

@@ -13,9 +13,9 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import BranchOutput, Call, Compressed, ScoreMod
+from flexnsa.attention.seam import BranchOutput, Call, Compressed, ScoreMod, Scorer
 from flexnsa.config import NSAConfig
-from flexnsa.geometry import blocks_within
+from flexnsa.geometry import blocks_within, num_blocks
 from flexnsa.positions import Positions, positions_of
 
 P = ParamSpec("P")
@@ -127,17 +127,20 @@ def _overlap_weights(num_keys: int, num_blocks: int, config: NSAConfig, like: Te
     return overlap.clamp_min(0).to(like.dtype) / config.compress_stride
 
 
+def _of_own_document(x: Tensor, positions: Positions) -> Tensor:
+    """Move columns ``(B, H, T, N)`` so that the first is the first key of each query's document; 0 after the last."""
+    own = torch.arange(x.shape[3], device=x.device) + positions.cmp_start[..., None]
+    index = own.clamp(max=x.shape[3])[:, None].expand_as(x).to(torch.int64)
+    return torch.nn.functional.pad(x, (0, 1)).gather(-1, index)
+
+
 @_without_autocast
 def block_importance(q: Tensor, k_cmp: Tensor, call: Call, *, num_blocks: int) -> Tensor:
     """Score every selection block for every query, ``(B, Hkv, T, M)``, never differentiated (Eq. 8 to 10)."""
-    num_keys = k_cmp.shape[2]
     with torch.no_grad():
         probs, _ = _softmax(*_score_compressed(q, k_cmp, call))
-    own = torch.arange(num_keys, device=q.device) + positions_of(q, call.positions).cmp_start[..., None]
-    probs = torch.nn.functional.pad(probs, (0, 1)).gather(
-        -1, own.clamp(max=num_keys)[:, None].expand_as(probs).to(torch.int64)
-    )
-    scores = probs @ _overlap_weights(num_keys, num_blocks, call.config, probs)
+    probs = _of_own_document(probs, positions_of(q, call.positions))
+    scores = probs @ _overlap_weights(k_cmp.shape[2], num_blocks, call.config, probs)
     return torch.unflatten(scores, 1, (k_cmp.shape[1], -1)).sum(2)
 
 
@@ -163,3 +166,32 @@ def select(
     chosen = best.masked_fill(~candidate.expand_as(score).gather(-1, best), num_blocks).sort(-1).values
     chosen = chosen.masked_fill(chosen == num_blocks, -1).to(torch.int32)
     return torch.nn.functional.pad(chosen, (0, config.num_selected_blocks - chosen.shape[-1]), value=-1)
+
+
+@_without_autocast
+def divergence(q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Compute ``KL(true || score)`` of the free blocks, and their true mass, at ``tokens``, each ``(B, Hkv, m)``."""
+    config, blocks = call.config, num_blocks(k.shape[2], call.config)
+    scores, query, key = _score_tokens(q.detach(), k.detach(), call.positions, call)
+    probs, _ = _softmax(scores, ((key >= 0) & (key <= query))[:, None])
+    block = key.div(config.select_block_size, rounding_mode="floor")[:, None]
+    true = torch.stack([probs.masked_fill(block != j, 0).sum(-1) for j in range(blocks)], -1)
+    true = torch.unflatten(true, 1, (k.shape[1], -1)).mean(2)
+
+    scores, visible = _score_compressed(scorer.q, scorer.k, scorer.call)
+    probs, _ = _softmax(scores, visible)
+    visible = (visible & (scores != -torch.inf)).to(probs.dtype)
+    weights = _overlap_weights(scorer.k.shape[2], blocks, scorer.call.config, probs)
+    where = positions_of(scorer.q, scorer.call.positions)
+    score, scored = (_of_own_document(x, where) @ weights for x in (probs, visible))
+    score, scored = (torch.unflatten(x, 1, (k.shape[1], -1)).sum(2) for x in (score, scored))
+
+    j, current = torch.arange(blocks, device=q.device), query.div(config.select_block_size, rounding_mode="floor")
+    free = (j >= config.num_init_blocks) & (j <= current - config.num_local_blocks)
+    kept = (scored > 0) & free[:, None]
+    true, score = (x.where(kept, 0) for x in (true, score))
+    mass = true.sum(-1, keepdim=True)
+    ratio = (true / mass).where(true > 0, 1) / (score / score.sum(-1, keepdim=True)).where(true > 0, 1)
+    kl = ((true / mass) * ratio.log()).where(true > 0, 0).sum(-1)
+    at = tokens[:, None].expand(-1, k.shape[1], -1)
+    return kl.gather(2, at), mass[..., 0].gather(2, at)

@@ -52,6 +52,19 @@ class Keys:
     v_win: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """What scores blocks: queries ``(B, Hkv * H, T, D)``, keys ``(B, Hkv, N, D)``, and what their products share.
+
+    It is the compressed branch, or an indexer with ``H`` queries for each key head. ``call.config`` has the sizes of
+    these keys as those of the compressed branch, and ``call.positions`` count the keys of each document.
+    """
+
+    q: Tensor
+    k: Tensor
+    call: Call
+
+
 def given(x: T | None) -> T:
     """Return an argument that a check has found not to be None."""
     assert x is not None
@@ -94,6 +107,11 @@ SelectedBranch = Callable[[Tensor, Tensor, Tensor, Tensor, Call], BranchOutput]
 WindowBranch = Callable[[Tensor, Tensor, Tensor, Call], BranchOutput]
 """``(q, k, v, call)``: attend to the last ``w`` tokens, at ``call.window_positions`` (NSA paper, section 3.3.3)."""
 
+Divergence = Callable[[Tensor, Tensor, Scorer, Tensor, Call], tuple[Tensor, Tensor]]
+"""``(q, k, scorer, tokens, call)``: how far the scores of blocks are from their true shares at the queries ``tokens (B,
+m)``: ``(kl, mass)``, each ``(B, Hkv, m)``, of which ``kl`` has a gradient in the scorer's q and k alone.
+"""
+
 InputCheck = Callable[[str, Tensor], None]
 """``(name, x)``: raise a :class:`ValueError` that names a tensor which an implementation cannot take."""
 
@@ -111,6 +129,7 @@ class Implementation:
         select: see ``Selector``.
         selected: see ``SelectedBranch``.
         window: see ``WindowBranch``.
+        divergence: see ``Divergence``.
         check_input: see ``InputCheck``.
         cpu_backward: whether there is a backward pass on a CPU.
         takes_mods: whether a score_mod may be given.
@@ -122,6 +141,7 @@ class Implementation:
     select: Selector
     selected: SelectedBranch
     window: WindowBranch
+    divergence: Divergence
     check_input: InputCheck = accept
     cpu_backward: bool = True
     takes_mods: bool = True

@@ -19,7 +19,8 @@ from flexnsa.attention.flex.kernels import check_input
 from flexnsa.attention.queries import Queries
 from flexnsa.attention.sdpa import branches as sdpa
 from flexnsa.attention.sdpa import decoding as sdpa_decoding
-from flexnsa.attention.seam import BranchOutput, Call, Compressed, Implementation, Keys, NSAAux, given
+from flexnsa.attention.seam import BranchOutput, Call, Compressed, Implementation, Keys, NSAAux, Scorer, given
+from flexnsa.attention.selection_loss import divergence
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import window as triton_window
@@ -33,10 +34,18 @@ from flexnsa.operators import in_transform
 
 B = TypeVar("B", BranchOutput, Compressed)
 
-REFERENCE = Implementation(reference.compressed, reference.select, reference.selected, reference.window)
-SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window)
+REFERENCE = Implementation(
+    reference.compressed, reference.select, reference.selected, reference.window, reference.divergence
+)
+SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window, divergence)
 FLEX = Implementation(
-    flex.compressed, triton_select.select, flex.selected, flex.window, check_input=check_input, cpu_backward=False
+    flex.compressed,
+    triton_select.select,
+    flex.selected,
+    flex.window,
+    divergence,
+    check_input=check_input,
+    cpu_backward=False,
 )
 TRITON = replace(
     FLEX,
@@ -80,7 +89,7 @@ CACHED_IMPLEMENTATIONS = {
         step=triton_decoding.step,
     ),
     "sdpa": Implementation(
-        sdpa_decoding.compressed, sdpa_decoding.select, sdpa_decoding.selected, sdpa_decoding.window
+        sdpa_decoding.compressed, sdpa_decoding.select, sdpa_decoding.selected, sdpa_decoding.window, divergence
     ),
     "reference": REFERENCE,
 }
@@ -144,6 +153,7 @@ def attend(
     call: Call,
     *,
     block_indices: Tensor | None = None,
+    indexer: Scorer | None = None,
     branches: Sequence[str] = BRANCHES,
     recompute: Sequence[str] = (),
 ) -> tuple[Tensor, NSAAux]:
@@ -156,6 +166,7 @@ def attend(
         gates: ``(B, Hq, T, 3)``.
         call: what the branches share.
         block_indices: int32 ``(B, Hkv, T, n)``, ascending, padded right with -1; None to select.
+        indexer: scores the blocks; None for the compressed branch.
         branches: those to compute.
         recompute: those that are computed again in backward from their inputs. The selection is never recomputed.
 
@@ -187,7 +198,9 @@ def attend(
     if "cmp" in branches:
         _, lse, importance = run("cmp", implementation.compressed, given(keys.k_cmp), given(keys.v_cmp))
     if "slc" in branches:
-        if block_indices is None:
+        if block_indices is None and indexer is not None:
+            block_indices = implementation.select(indexer.q, indexer.k, indexer.call, None, None)
+        elif block_indices is None:
             block_indices = implementation.select(q, given(keys.k_cmp), call, lse, importance)
         run("slc", implementation.selected, given(keys.k_slc), given(keys.v_slc), block_indices)
     if "win" in branches:

@@ -18,7 +18,7 @@ from flexnsa.attention.decoding import buffer_names
 from flexnsa.cache.rows import RowCache, fix_addresses
 from flexnsa.cache.step_cache import StepCache
 from flexnsa.cache.steps import BufferSizes, ReadCounter, Step, kind_of
-from flexnsa.checks.calls import check_branches
+from flexnsa.checks.calls import check_branches, check_no_indexer
 from flexnsa.checks.primitives import LARGEST_SIZE, check_int, check_integers, check_positive_int, check_type
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
@@ -69,6 +69,7 @@ class NSACache(StepCache):
         device: torch.device | str | None = None,
     ) -> None:
         check_type("config", config, NSAConfig)
+        check_no_indexer("config", config)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         given = {"batch_size": batch_size, "max_seq_len": max_seq_len, "num_kv_heads": num_kv_heads}
         given |= {"head_dim": head_dim, "v_head_dim": v_head_dim, "max_rewind": max_rewind}

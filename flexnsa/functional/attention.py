@@ -16,12 +16,13 @@ from flexnsa.checks.calls import (
     check_queries,
     check_recompute,
     checked_positions,
+    checked_scorer_keys,
     checked_selection,
     count_tokens,
 )
 from flexnsa.checks.primitives import check_floating, check_tensor, check_type, describe
 from flexnsa.config import NSAConfig
-from flexnsa.functional.calls import locate_queries, prepare
+from flexnsa.functional.calls import locate_queries, prepare, scorer_of
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 
@@ -45,6 +46,9 @@ def native_sparse_attention(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     branches: Sequence[str] = BRANCHES,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
+    index_scale: float | None = None,
     impl: str = "auto",
     recompute: Sequence[str] = (),
     return_aux: Literal[False] = False,
@@ -68,6 +72,9 @@ def native_sparse_attention(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     branches: Sequence[str] = BRANCHES,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
+    index_scale: float | None = None,
     impl: str = "auto",
     recompute: Sequence[str] = (),
     return_aux: Literal[True],
@@ -90,6 +97,9 @@ def native_sparse_attention(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     branches: Sequence[str] = BRANCHES,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
+    index_scale: float | None = None,
     impl: str = "auto",
     recompute: Sequence[str] = (),
     return_aux: bool = False,
@@ -125,6 +135,10 @@ def native_sparse_attention(
         mask_mod: ``(b, h, q_idx, kv_idx)`` to bool, with the same indices: False bans a key that the branch would show.
             A query whose keys are all banned has output 0.
         branches: any of ``cmp``, ``slc``, ``win``; the others are neither computed nor added.
+        q_index: index queries ``(B, Hkv * index_heads, S, Di)``, which score the blocks if ``config`` has an indexer;
+            without a gradient, like all that selects.
+        k_index: index keys ``(B, Hkv, N_index, Di)``, likewise: one for every ``index_stride`` tokens.
+        index_scale: factor on the products of both, by default ``Di ** -0.5``.
         impl: ``"flex"``, ``"triton"``, ``"sdpa"`` or ``"reference"``. ``"auto"`` is sdpa without CUDA; on CUDA it is
             triton, or flex with a mod or a head dimension above 256.
         return_aux: return ``(out, NSAAux)``.
@@ -161,8 +175,8 @@ def native_sparse_attention(
         sizes = check_keys(q, k_win, v_win, windows, length, sizes)
     if "cmp" in branches:
         sizes = check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_keys, sizes)
-    elif selecting:
-        check_tensor("k_cmp", k_cmp, (q.shape[0], sizes.heads, num_keys, q.shape[3]), like=q)
+    if selecting:
+        checked_scorer_keys(q, k_cmp, q_index, k_index, index_scale, sizes.heads, length, config)
     if block_indices is not None:
         if "slc" not in branches:
             raise ValueError(f"block_indices: expected None without the slc branch, got {describe(block_indices)}")
@@ -170,8 +184,19 @@ def native_sparse_attention(
     v_any = next((x for x in (v, v_win, v_cmp) if x is not None), None)
     where = locate_queries(q, config, document_ids, positions, length)
     implementation, call = prepare(q, config, scale, where, score_mod, mask_mod, impl, v_any)
-    keys = Keys(k_cmp, v_cmp, k, v, k_win, v_win)
+    indexer = None
+    if selecting and q_index is not None and k_index is not None:
+        indexer = scorer_of(q, q_index, k_index, call, index_scale, document_ids, positions, length)
+        implementation.check(q_index=q_index.detach(), k_index=k_index.detach())
     out, aux = attend(
-        implementation, q, keys, gates, call, block_indices=block_indices, branches=branches, recompute=recompute
+        implementation,
+        q,
+        Keys(k_cmp, v_cmp, k, v, k_win, v_win),
+        gates,
+        call,
+        block_indices=block_indices,
+        indexer=indexer,
+        branches=branches,
+        recompute=recompute,
     )
     return (out, aux) if return_aux else out

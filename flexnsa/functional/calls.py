@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from flexnsa.attention.seam import Call, Implementation
+from flexnsa.attention.seam import Call, Implementation, Scorer
 from flexnsa.attention.table import choose_implementation, prepare_mods
 from flexnsa.checks.calls import check_document_ids, check_scale
 from flexnsa.config import NSAConfig
 from flexnsa.masks.document import document_positions
-from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.masks.user_mods import MaskMod, ScoreMod, mod_of_index_heads
 from flexnsa.positions import Positions
 
 
@@ -44,3 +46,23 @@ def prepare(
     implementation, scale = choose_implementation(impl, q, modded=modded, v_dim=v_dim), check_scale(q, scale)
     mod = prepare_mods(score_mod, mask_mod, q, q.shape[1], implementation)
     return implementation, Call(config, scale, mod, positions, positions)
+
+
+def scorer_of(
+    q: Tensor,
+    q_index: Tensor | None,
+    keys: Tensor,
+    call: Call,
+    index_scale: float | None,
+    document_ids: Tensor | None,
+    tokens: Tensor | None = None,
+    length: int | None = None,
+) -> Scorer:
+    """Return what scores the blocks of a call: its index queries, or else q, and their keys."""
+    if q_index is None:
+        scale = call.scale if index_scale is None else check_scale(q, index_scale, "index_scale")
+        return Scorer(q, keys, replace(call, scale=scale))
+    where = locate_queries(q_index, call.config.scoring, document_ids, tokens, length)
+    mod = mod_of_index_heads(call.score_mod, q.shape[1], q_index.shape[1])
+    scale = check_scale(q_index, index_scale, "index_scale")
+    return Scorer(q_index, keys, Call(call.config.scoring, scale, mod, where, where))

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.scoring import block_scores, group_probabilities
-from flexnsa.checks.calls import check_compressed_keys, check_queries
-from flexnsa.checks.primitives import check_positive_int, check_tensor, check_type
+from flexnsa.checks.calls import check_queries, checked_scorer_keys
+from flexnsa.checks.primitives import check_positive_int, check_tensor, check_type, describe
 from flexnsa.config import NSAConfig
-from flexnsa.functional.calls import locate_queries, prepare
+from flexnsa.functional.calls import locate_queries, prepare, scorer_of
 from flexnsa.geometry import num_blocks
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.positions import Positions
@@ -17,11 +17,14 @@ from flexnsa.positions import Positions
 
 def block_importance(
     q: Tensor,
-    k_cmp: Tensor,
+    k_cmp: Tensor | None,
     *,
     config: NSAConfig,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
     seq_len: int | None = None,
     scale: float | None = None,
+    index_scale: float | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> Tensor:
@@ -29,10 +32,13 @@ def block_importance(
 
     Args:
         q: ``(B, Hq, T, Dk)``, the last ``T`` queries of the sequence.
-        k_cmp: ``(B, Hkv, N, Dk)``, ``N`` as of ``seq_len``.
+        k_cmp: ``(B, Hkv, N, Dk)``, ``N`` as of ``seq_len``; not read if ``config`` has an indexer.
         config: provides ``l``, ``d`` and ``l'``.
+        q_index: as in :func:`native_sparse_attention`, for ``T`` queries.
+        k_index: as in :func:`native_sparse_attention`.
         seq_len: tokens of the sequence, by default ``T``.
         scale: factor on the scores, by default ``Dk ** -0.5``.
+        index_scale: as in :func:`native_sparse_attention`.
         score_mod: as in :func:`native_sparse_attention`.
         mask_mod: as in :func:`native_sparse_attention`.
 
@@ -49,22 +55,26 @@ def block_importance(
     check_positive_int("seq_len", seq_len)
     if seq_len < q.shape[2]:
         raise ValueError(f"seq_len: expected at least the {q.shape[2]} tokens of q, got {seq_len}")
-    check_compressed_keys(q, k_cmp, seq_len, config)
+    keys = checked_scorer_keys(q, k_cmp, q_index, k_index, index_scale, "Hkv", seq_len, config)
     whole = Positions.of_sequence(seq_len, q.device)
     last = whole.at(slice(seq_len - q.shape[2], None))
     _, call = prepare(q, config, scale, None, score_mod, mask_mod, "sdpa")
+    scorer = scorer_of(q, q_index, keys, call, index_scale, None)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        probs = group_probabilities(q, k_cmp, None, last, call)
-        return block_scores(probs, last, num_blocks=num_blocks(seq_len, config), config=config)
+        probs = group_probabilities(scorer.q, scorer.k, None, last, scorer.call)
+        return block_scores(probs, last, num_blocks=num_blocks(seq_len, config), config=scorer.call.config)
 
 
 def select_blocks(
     q: Tensor,
-    k_cmp: Tensor,
+    k_cmp: Tensor | None,
     *,
     config: NSAConfig,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
     lse: Tensor | None = None,
     scale: float | None = None,
+    index_scale: float | None = None,
     document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
@@ -74,10 +84,13 @@ def select_blocks(
 
     Args:
         q: ``(B, Hq, S, Dk)``.
-        k_cmp: ``(B, Hkv, N, Dk)``.
+        k_cmp: ``(B, Hkv, N, Dk)``; not read if ``config`` has an indexer.
         config: provides the block sizes, ``n`` and the forced blocks.
+        q_index: as in :func:`native_sparse_attention`.
+        k_index: as in :func:`native_sparse_attention`.
         lse: from :func:`compressed_attention` with the same q, k_cmp and scale, so that it is not computed again.
         scale: factor on the scores, by default ``Dk ** -0.5``.
+        index_scale: as in :func:`native_sparse_attention`.
         document_ids: as in :func:`native_sparse_attention`.
         score_mod: as in :func:`native_sparse_attention`.
         mask_mod: as in :func:`native_sparse_attention`.
@@ -93,9 +106,12 @@ def select_blocks(
     """
     check_type("config", config, NSAConfig)
     check_queries(q)
-    check_compressed_keys(q, k_cmp, q.shape[2], config)
+    keys = checked_scorer_keys(q, k_cmp, q_index, k_index, index_scale, "Hkv", q.shape[2], config)
+    if lse is not None and config.index_heads is not None:
+        raise ValueError(f"lse: expected None with an indexer, got {describe(lse)}")
     if lse is not None:
         check_tensor("lse", lse, tuple(q.shape[:3]), like=q, dtype=torch.promote_types(q.dtype, torch.float32))
     implementation, call = prepare(q, config, scale, locate_queries(q, config, document_ids), score_mod, mask_mod, impl)
-    implementation.check(q=q.detach(), k_cmp=k_cmp.detach())
-    return implementation.select(q, k_cmp, call, lse, None)
+    scorer = scorer_of(q, q_index, keys, call, index_scale, document_ids)
+    implementation.check(q=scorer.q.detach(), k_cmp=scorer.k.detach())
+    return implementation.select(scorer.q, scorer.k, scorer.call, lse, None)

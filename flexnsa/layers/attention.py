@@ -13,7 +13,7 @@ from flexnsa.attention.decoding import StepInputs
 from flexnsa.attention.table import choose_implementation
 from flexnsa.cache.cache import NSACache
 from flexnsa.cache.steps import Step
-from flexnsa.checks.calls import check_branches, check_document_ids, check_recompute
+from flexnsa.checks.calls import check_branches, check_document_ids, check_no_indexer, check_recompute
 from flexnsa.checks.primitives import check_layer_input, check_lengths, check_type
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
@@ -74,6 +74,7 @@ class NativeSparseAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_type("config", config, NSAConfig)
+        check_no_indexer("config", config)
         branches = check_branches(branches)
         self._built_from = LayerConfig(
             dim=dim,

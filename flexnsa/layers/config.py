@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 from flexnsa.attention.table import IMPLEMENTATIONS
-from flexnsa.checks.calls import check_branches, check_option, check_recompute
+from flexnsa.checks.calls import check_branches, check_no_indexer, check_option, check_recompute
 from flexnsa.checks.primitives import check_choice, check_heads, check_positive_int, check_positive_number, check_type
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
@@ -82,6 +82,7 @@ class LayerConfig(BranchOptions):
         v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
         check_heads(self.num_heads, self.num_kv_heads, self.head_dim, v_head_dim)
         check_type("nsa", self.nsa, NSAConfig)
+        check_no_indexer("nsa", self.nsa)
         check_choice("compression", self.compression, tuple(COMPRESSORS))
         check_gate(self.gate, len(self.branches))
         check_positive_number("rope_base", self.rope_base)

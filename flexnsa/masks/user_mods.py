@@ -40,6 +40,17 @@ def merge_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> ScoreMod
     return banned_or_scored
 
 
+def mod_of_index_heads(score_mod: ScoreMod | None, num_heads: int, num_index_heads: int) -> ScoreMod | None:
+    """Translate a score_mod of query heads to index heads: each takes the first of its share of a group's heads."""
+    if score_mod is None:
+        return None
+
+    def of_index_head(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score_mod(score, b, h * num_heads // num_index_heads, q_idx, kv_idx)
+
+    return of_index_head
+
+
 def apply_score_mod(score_mod: ScoreMod, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Call a score_mod for every pair, as FlexAttention does: its arguments are scalars, by vmap.
 

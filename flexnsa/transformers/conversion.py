@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from flexnsa.checks.calls import check_branches
+from flexnsa.checks.calls import check_branches, check_no_indexer
 from flexnsa.checks.primitives import check_type
 from flexnsa.config import NSAConfig
 from flexnsa.layers.config import BranchOptions
 from flexnsa.transformers.attention import starting_values
 from flexnsa.transformers.converted import check_dense
 from flexnsa.transformers.families import FAMILIES, Family
+from flexnsa.transformers.options import SIZES
 
 NOT_SHARED = ("model_type", "architectures", "transformers_version", "attn_implementation", "flexnsa")
 """Config entries of one model that have no meaning, or another, in the config of the other."""
@@ -42,13 +43,15 @@ def convert(model: Any, config: NSAConfig, **options: Any) -> Any:
         ValueError: the model cannot be converted, or an argument is out of range; the message names it.
     """
     check_type("config", config, NSAConfig)
+    check_no_indexer("config", config)
     family = _family(model, lambda family: family.dense)
     check_dense(model.model.layers[0].self_attn)
     chosen = asdict(BranchOptions(**options))
     branches = check_branches(chosen["branches"])
     chosen |= {"branches": list(branches), "recompute": list(chosen["recompute"])}
+    sizes = {name: getattr(config, name) for name in SIZES}
     with torch.device("meta"):
-        converted = family.model(family.config(**_shared(model), flexnsa=asdict(config) | chosen))
+        converted = family.model(family.config(**_shared(model), flexnsa=sizes | chosen))
 
     def names_of(name: str) -> list[str]:
         for kind in ("k_proj", "v_proj"):

@@ -9,11 +9,11 @@ from typing import Any
 from flexnsa.attention.table import IMPLEMENTATIONS
 from flexnsa.checks.calls import check_branches, check_recompute
 from flexnsa.checks.primitives import check_choice, check_number, check_type, describe
-from flexnsa.config import NSAConfig
+from flexnsa.config import INDEX_FIELDS, NSAConfig
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.config import BranchOptions
 
-SIZES = tuple(field.name for field in fields(NSAConfig))
+SIZES = tuple(field.name for field in fields(NSAConfig) if field.name not in INDEX_FIELDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexnsa import NativeSparseAttention
+from flexnsa import NativeSparseAttention, selection_loss
 from flexnsa.lm.measure.memory import saved_for_backward
 from tests.support.inputs import SMALL, attend, make_inputs
 
@@ -33,6 +33,11 @@ def attention(seq_len: int, impl: str) -> Callable[[], Tensor]:
     return lambda: attend(x, impl=impl)
 
 
+def loss(seq_len: int, impl: str = "auto") -> Callable[[], Tensor]:
+    x = make_inputs(seq_len).to(torch.float32)
+    return lambda: selection_loss(x.q, x.k, x.k_cmp, config=SMALL, num_queries=64, impl=impl)
+
+
 def layer(seq_len: int) -> Callable[[], Tensor]:
     module = NativeSparseAttention(32, 4, 2, 8, config=SMALL, impl="sdpa")
     return lambda: module(torch.randn(1, seq_len, 32))
@@ -49,6 +54,12 @@ def test_sdpa_is_linear(measure: Callable[[Callable[[], Tensor]], int]) -> None:
 @measures
 def test_a_layer_is_linear(measure: Callable[[Callable[[], Tensor]], int]) -> None:
     assert math.log2(measure(layer(1024)) / measure(layer(512))) <= 1.10
+
+
+@measures
+def test_the_selection_loss_is_linear(measure: Callable[[Callable[[], Tensor]], int]) -> None:
+    assert math.log2(measure(loss(2048)) / measure(loss(1024))) <= 1.10
+    assert math.log2(measure(loss(1024, "reference")) / measure(loss(512, "reference"))) > 1.8
 
 
 @measures

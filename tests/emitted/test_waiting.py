@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from flexnsa.attention.seam import BranchOutput, Call, Compressed, Implementation
+from flexnsa.attention.seam import BranchOutput, Call, Compressed
 from flexnsa.attention.table import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
 from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.dense import step as dense_step
@@ -25,7 +26,13 @@ def select(q: Tensor, k_cmp: Tensor, call: Call, *_: object) -> Tensor:
     return q.new_empty(shape, dtype=torch.int32)
 
 
-SHAPES = Implementation(lambda *x: Compressed(*attended(*x)), select, attended, attended)
+SHAPES = replace(
+    IMPLEMENTATIONS["reference"],
+    compressed=lambda *x: Compressed(*attended(*x)),
+    select=select,
+    selected=attended,
+    window=attended,
+)
 """Shapes of what is computed: of the kernels other tests tell what they do."""
 
 

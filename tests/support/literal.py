@@ -113,3 +113,55 @@ def select_blocks(importance: Tensor, config: NSAConfig) -> Tensor:
         for batch in importance.tolist()
     ]
     return torch.tensor(rows, dtype=torch.int32)
+
+
+def selection_divergence(
+    q: Tensor,
+    k: Tensor,
+    q_score: Tensor,
+    k_score: Tensor,
+    config: NSAConfig,
+    *,
+    scale: float,
+    score_scale: float,
+    score_mod: Callable[[Tensor, int, int, int], Tensor] | None = None,
+) -> dict[tuple[int, int, int], tuple[Tensor, Tensor]]:
+    """``KL(true || score)`` and the true mass of the blocks in question, by ``(batch, kv head, query)``.
+
+    ``score_mod`` takes a score, a query head, a query and a key. Queries without such a block are left out.
+    """
+    mod = score_mod or (lambda score, _h, _t, _s: score)
+    group, heads = q.shape[1] // k.shape[1], q_score.shape[1] // k.shape[1]
+    sizes, size = config.scoring, config.select_block_size
+    found: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+    for b, kv, t in [(b, kv, t) for b in range(len(q)) for kv in range(k.shape[1]) for t in range(q.shape[2])]:
+        true: dict[int, Tensor] = {}
+        for h in range(kv * group, (kv + 1) * group):
+            tokens = {s: mod(scale * (q[b, h, t] * k[b, kv, s]).sum(), h, t, s) for s in range(t + 1)}
+            tokens = {s: x.exp() for s, x in tokens.items() if x > -torch.inf}
+            for s, x in tokens.items():
+                true[s // size] = true.get(s // size, 0) + x / sum(tokens.values()) / group
+        score: dict[int, Tensor] = {}
+        for i in range(heads):
+            h = kv * group + i * group // heads
+            keys = {
+                n: (q_score[b, kv * heads + i, t] * k_score[b, kv, n]).sum()
+                for n in compressed_keys(t, k_score.shape[2], sizes)
+            }
+            last = sizes.compress_block_size - 1
+            keys = {n: mod(score_scale * x, h, t, n * sizes.compress_stride + last) for n, x in keys.items()}
+            keys = {n: x.exp() for n, x in keys.items() if x > -torch.inf}
+            for n, x in keys.items():
+                for j in range(t // size + 1):
+                    if overlap(n, j, sizes):
+                        score[j] = score.get(j, 0) + overlap(n, j, sizes) * x / sum(keys.values())
+        free = [
+            j
+            for j in score
+            if config.num_init_blocks <= j <= t // size - config.num_local_blocks and true.get(j, 0) > 0
+        ]
+        if free:
+            mass, total = sum(true[j] for j in free), sum(score[j] for j in free)
+            terms = [true[j] / mass * ((true[j] / mass) / (score[j] / total)).log() for j in free]
+            found[b, kv, t] = (torch.stack(terms).sum(), torch.as_tensor(mass))
+    return found

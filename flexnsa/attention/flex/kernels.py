@@ -94,8 +94,8 @@ def attend(
     ``options`` are those of :mod:`flexnsa.attention.tiles.flex`; ``score_mod`` takes the kernel's own indices.
     """
     if q.device.type == "cpu":
-        # The CPU kernel (torch 2.13) computes wrong scores for a tile of 8 or 24 keys, and others that its vectors divide
-        # but its columns do not. Whole tiles are right.
+        # The CPU kernel (torch 2.13) computes wrong scores for a tile of 8 or 24 keys, and others that its vectors
+        # divide but its columns do not. Whole tiles are right.
         k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % mask.BLOCK_SIZE[1])) for x in (k, v))
     # Lengths come from the tensors, because torch.compile treats integers stored in a mask as constants.
     mask, options = _fit_to_kernels(mask, (q.shape[2], k.shape[2]), options, q.device)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from flexnsa.checks.primitives import check_choice, check_int, check_positive_int, check_type
-from flexnsa.config import NSAConfig
+from flexnsa.config import INDEX_FIELDS, NSAConfig
 from flexnsa.layers.config import LayerConfig
 from flexnsa.lm.model.layer_ranges import layer_range
 
@@ -59,9 +59,11 @@ class DecoderConfig(LayerConfig):
         check_type("values", values, dict)
         values = ADDED | values
         _check_keys("values", values, cls)
-        _check_keys("values['nsa']", values["nsa"], NSAConfig)
+        check_type("values['nsa']", values["nsa"], dict)
+        sizes = dict.fromkeys(INDEX_FIELDS) | values["nsa"]  # which the first version did not have
+        _check_keys("values['nsa']", sizes, NSAConfig)
         read: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
-        read["nsa"] = NSAConfig(**values["nsa"])
+        read["nsa"] = NSAConfig(**sizes)
         return cls(**read)
 
 

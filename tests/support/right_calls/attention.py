@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ X = {name: x.float() for name, x in make_inputs(20, batch=2, dtype=torch.float32
 BLOCKS = flexnsa.select_blocks(X["q"], X["k_cmp"], config=SMALL)
 LAYER = flexnsa.NativeSparseAttention(16, 4, 2, 4, config=SMALL).requires_grad_(False)
 OPTIONS = {"config": SMALL, "scale": 0.25, "document_ids": IDS, "score_mod": shift, "mask_mod": near, "impl": "sdpa"}
+INDEXED = replace(SMALL, index_block_size=4, index_stride=4, index_heads=1)
+INDEX = {"q_index": torch.ones(2, 2, 20, 8), "k_cmp": torch.ones(2, 2, 5, 8)}
 OPTIONAL = ("scale", "document_ids", "score_mod", "mask_mod")
 SIZES = {"num_kv_heads": 2, "head_dim": 16, "config": SMALL}
 COMPRESSED = X["k"][:, :, :18]
@@ -27,6 +30,10 @@ def like_q(result: Any, arguments: dict[str, Any]) -> bool:
     out = result[0] if isinstance(result, tuple) else result
     width = v.shape[-1] if isinstance(v, Tensor) else out.shape[-1]
     return out.shape == (*q.shape[:3], width) and out.dtype == q.dtype
+
+
+def scalar(result: Tensor, arguments: dict[str, Any]) -> bool:  # noqa: ARG001
+    return result.shape == () and result.dtype == torch.float32
 
 
 def new_cache() -> flexnsa.NSACache:
@@ -70,6 +77,38 @@ ATTENTION: dict[str, Call] = {
         pick("q", "k_cmp") | {"config": SMALL, "seq_len": 20, "scale": 0.25, "score_mod": shift, "mask_mod": near},
         lambda result, call: result.shape[:3] == (*call["k_cmp"].shape[:2], call["q"].shape[2]),
         ("seq_len", "scale", "score_mod", "mask_mod"),
+    ),
+    "selection_loss": Call(
+        flexnsa.selection_loss,
+        pick("q", "k", "k_cmp") | OPTIONS | {"num_queries": 7, "seed": 3, "step": 4, "query_weights": "mean"}
+        | {"sequence_ids": torch.tensor([4, 5]), "reduction": "mean", "index_scale": 0.5},
+        scalar,
+        (*OPTIONAL, "sequence_ids", "index_scale"),
+    ),
+    "selection_loss with index heads": Call(
+        flexnsa.selection_loss,
+        pick("q", "k") | INDEX | {"config": INDEXED, "reduction": "mean"},
+        scalar,
+    ),
+    "select_blocks with index heads": Call(
+        flexnsa.select_blocks,
+        pick("q", "k_cmp") | {"q_index": INDEX["q_index"], "k_index": INDEX["k_cmp"], "index_scale": 0.5}
+        | {"config": INDEXED},
+        lambda result, call: result.shape[:3] == (*call["k_index"].shape[:2], call["q"].shape[2]),
+        ("k_cmp", "index_scale"),
+    ),
+    "block_shares": Call(
+        flexnsa.block_shares,
+        pick("q", "k") | {name: x for name, x in OPTIONS.items() if name != "impl"},
+        lambda result, call: result.shape[:3] == (*call["k"].shape[:2], call["q"].shape[2]),
+        OPTIONAL,
+    ),
+    "selection_recall": Call(
+        flexnsa.selection_recall,
+        pick("q", "k") | {name: x for name, x in OPTIONS.items() if name != "impl"}
+        | {"block_indices": BLOCKS, "forced": True},
+        lambda result, call: result.shape == call["k"].shape[1:2],
+        OPTIONAL,
     ),
     "check_block_indices": Call(
         flexnsa.check_block_indices, {"block_indices": BLOCKS, "config": SMALL, "seq_len": 20}

@@ -1,0 +1,66 @@
+"""The true share of each block: softmax over all past keys, summed by block, for a chunk of queries at a time."""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexnsa.attention.seam import Call
+from flexnsa.geometry import num_blocks
+from flexnsa.masks.user_mods import apply_score_mod, query_positions, token_positions
+from flexnsa.positions import Positions
+
+CHUNK_SCORES = 2**25
+"""Scores of a chunk of queries that exist at a time: 128 MB in fp32."""
+
+
+def queries_at_once(q: Tensor, k: Tensor) -> int:
+    """Return how many queries to compute the shares of at a time, at least one."""
+    return max(1, CHUNK_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+
+
+def log_shares(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:
+    """Return the log of the mean over each group of the softmax mass of every block, ``(B, Hkv, T, M)``.
+
+    Blocks without a visible key have ``-inf``, and so have all blocks of a query that sees no key. Computed in fp32 or
+    wider.
+
+    Args:
+        q: ``(B, Hq, T, Dk)``.
+        k: ``(B, Hkv, S, Dk)``.
+        positions: of the ``T`` queries.
+        call: scale, score_mod and the size of blocks.
+    """
+    scores = grouped_products(q, k, call.scale)  # (B, Hkv, G, T, S)
+    key = torch.arange(k.shape[2], dtype=torch.int32, device=k.device)
+    if call.score_mod is not None:
+        kv_idx = token_positions(key.view(1, 1, 1, -1), positions)
+        modified = apply_score_mod(call.score_mod, scores.flatten(1, 2), query_positions(positions), kv_idx)
+        scores = torch.unflatten(modified, 1, scores.shape[1:3])
+    hidden = (key < positions.start[..., None]) | (key > positions.token[..., None])
+    scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    probs = scores - lse.masked_fill(lse == -torch.inf, 0)
+    size, blocks = call.config.select_block_size, num_blocks(k.shape[2], call.config)
+    if positions.aligned:
+        probs = F.pad(probs, (0, blocks * size - k.shape[2]), value=-torch.inf)
+    else:
+        own = positions.start[..., None] + torch.arange(blocks * size, device=k.device)
+        probs = at_columns(probs, own.clamp_max(k.shape[2]))
+    return torch.unflatten(probs, -1, (blocks, size)).logsumexp((2, -1)) - log(scores.shape[2])
+
+
+def grouped_products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Return ``scale * q.k`` of each key head with the queries of its group, ``(B, Hkv, G, T, S)``, fp32 or wider."""
+    dtype, heads = torch.promote_types(q.dtype, torch.float32), k.shape[1]
+    q_BKRD = torch.unflatten(q.to(dtype), 1, (heads, -1)).flatten(2, 3)
+    return torch.unflatten(q_BKRD @ k.to(dtype).mT * scale, 2, (q.shape[1] // heads, -1))
+
+
+def at_columns(logs: Tensor, columns: Tensor) -> Tensor:
+    """Take columns ``(B, T, C)`` of ``logs (B, Hkv, G, T, K)``; column ``K`` is ``-inf``."""
+    index = columns.to(torch.int64)[:, None, None].expand(*logs.shape[:4], -1)
+    return F.pad(logs, (0, 1), value=-torch.inf).gather(-1, index)

@@ -1,0 +1,259 @@
+"""What a choice of blocks is worth, and the loss that teaches it: scores of blocks beside their true shares."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention.selection import top_blocks
+from flexnsa.attention.selection_loss import free_blocks, sampled_tokens
+from flexnsa.attention.shares import log_shares, queries_at_once
+from flexnsa.checks.calls import check_group, check_queries, check_scorer, checked_selection
+from flexnsa.checks.primitives import check_choice, check_integers, check_positive_int, check_tensor, check_type
+from flexnsa.config import NSAConfig
+from flexnsa.functional.calls import locate_queries, prepare, scorer_of
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.positions import positions_of
+
+
+@overload
+def selection_loss(
+    q: Tensor,
+    k: Tensor,
+    k_cmp: Tensor,
+    *,
+    q_index: Tensor | None = None,
+    config: NSAConfig,
+    num_queries: int = 256,
+    seed: int | Tensor = 0,
+    step: int | Tensor = 0,
+    sequence_ids: Tensor | None = None,
+    query_weights: str = "mass",
+    reduction: Literal["mean"] = "mean",
+    scale: float | None = None,
+    index_scale: float | None = None,
+    document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    impl: str = "auto",
+) -> Tensor: ...
+@overload
+def selection_loss(
+    q: Tensor,
+    k: Tensor,
+    k_cmp: Tensor,
+    *,
+    q_index: Tensor | None = None,
+    config: NSAConfig,
+    num_queries: int = 256,
+    seed: int | Tensor = 0,
+    step: int | Tensor = 0,
+    sequence_ids: Tensor | None = None,
+    query_weights: str = "mass",
+    reduction: Literal["sum"],
+    scale: float | None = None,
+    index_scale: float | None = None,
+    document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+def selection_loss(
+    q: Tensor,
+    k: Tensor,
+    k_cmp: Tensor,
+    *,
+    q_index: Tensor | None = None,
+    config: NSAConfig,
+    num_queries: int = 256,
+    seed: int | Tensor = 0,
+    step: int | Tensor = 0,
+    sequence_ids: Tensor | None = None,
+    query_weights: str = "mass",
+    reduction: str = "mean",
+    scale: float | None = None,
+    index_scale: float | None = None,
+    document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute how far the scores of blocks are from the blocks' true shares: ``KL(true || score)`` at some queries.
+
+    Nothing is differentiated through a selection, so what scores blocks learns from this loss. Both sides are
+    distributions over the blocks that a query may leave out and of which the scorer shows it a key. The true one is the
+    softmax over all keys that the query sees, a mean over the heads of a group, summed by block; the other is Eq. 8 to
+    10 of the NSA paper. Queries without such a block count 0.
+
+    Memory is linear in ``S``: ``num_queries * S`` products a head are computed, in chunks.
+
+    Args:
+        q: queries of the selected branch ``(B, Hq, S, Dk)``, rotated; constant.
+        k: keys of the selected branch ``(B, Hkv, S, Dk)``, rotated; constant.
+        k_cmp: keys of the scorer ``(B, Hkv, N, D)``: compressed keys, or index keys if ``config`` has an indexer. They
+            get a gradient.
+        q_index: index queries ``(B, Hkv * index_heads, S, D)`` if ``config`` has an indexer, which get a gradient;
+            ``None`` otherwise: q, which gets none.
+        config: sizes of the blocks and of the scorer.
+        num_queries: queries of each sequence, one from each of as many equal stretches; all of a shorter sequence.
+        seed: chooses the queries, with ``step`` and ``sequence_ids``: an int, or an int64 tensor ``()``.
+        step: see ``seed``.
+        sequence_ids: int ``(B,)``, the index of each sequence in the global batch, by default 0 to ``B - 1``.
+        query_weights: ``"mass"``: a query weighs as much as the true share of its blocks in question; ``"mean"``:
+            all weigh the same.
+        reduction: ``"mean"``: the weighted mean over queries, key heads and sequences; ``"sum"``: the weighted sum,
+            and the weight to divide it by.
+        scale: factor on ``q.k``, by default ``Dk ** -0.5``.
+        index_scale: factor on the scorer's products, by default ``D ** -0.5`` for an indexer, else ``scale``.
+        document_ids: as in :func:`native_sparse_attention`.
+        score_mod: as in :func:`native_sparse_attention`, on both sides; an index head takes the first query head of
+            its share of the group. Tensors that it captures get a gradient from the scorer's side.
+        mask_mod: likewise.
+        impl: as in :func:`native_sparse_attention`; flex, triton and sdpa are one computation here.
+
+    Returns:
+        The loss, a scalar, fp32 or wider; with ``reduction="sum"`` the sum and its weight, which has no gradient.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    check_type("config", config, NSAConfig)
+    check_queries(q)
+    batch, length = q.shape[0], q.shape[2]
+    _check_keys(q, k)
+    check_scorer(q, q_index, k_cmp, "k_cmp", k.shape[1], length, config)
+    check_positive_int("num_queries", num_queries)
+    check_choice("query_weights", query_weights, ("mass", "mean"))
+    check_choice("reduction", reduction, ("mean", "sum"))
+    for name, number in (("seed", seed), ("step", step)):
+        _check_integer(name, number, q)
+    if sequence_ids is None:
+        sequence_ids = torch.arange(batch, device=q.device)
+    else:
+        check_integers("sequence_ids", sequence_ids, (batch,), like=q)
+    q, k = q.detach(), k.detach()
+    where = locate_queries(q, config, document_ids)
+    implementation, call = prepare(q, config, scale, where, score_mod, mask_mod, impl)
+    scorer = scorer_of(q, q_index, k_cmp, call, index_scale, document_ids)
+    tokens = sampled_tokens(length, num_queries, seed, step, sequence_ids)
+    kl, mass = implementation.divergence(q, k, scorer, tokens, call)
+    weight = mass if query_weights == "mass" else (mass > 0).to(mass.dtype)
+    total, weight = (kl * weight).sum(), weight.sum()
+    if reduction == "sum":
+        return total, weight
+    return total / weight.where(weight > 0, 1)
+
+
+def block_shares(
+    q: Tensor,
+    k: Tensor,
+    *,
+    config: NSAConfig,
+    scale: float | None = None,
+    document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+) -> Tensor:
+    """Compute how much of the softmax over all visible keys each block holds: what the best choice goes by.
+
+    Args:
+        q: queries of the selected branch ``(B, Hq, S, Dk)``, rotated.
+        k: keys of the selected branch ``(B, Hkv, S, Dk)``, rotated.
+        config: provides ``l'``.
+        scale: factor on the scores, by default ``Dk ** -0.5``.
+        document_ids: as in :func:`native_sparse_attention`; blocks count from the document's start.
+        score_mod: as in :func:`native_sparse_attention`.
+        mask_mod: as in :func:`native_sparse_attention`.
+
+    Returns:
+        fp32 ``(B, Hkv, S, M)``, a mean over the heads of a group: the shares of a query add up to 1, or to 0 if it sees
+        no key. It has no gradient; scores exist for a chunk of queries at a time.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    check_type("config", config, NSAConfig)
+    check_queries(q)
+    _check_keys(q, k)
+    where = locate_queries(q, config, document_ids)
+    _, call = prepare(q, config, scale, where, score_mod, mask_mod, "sdpa")
+    positions, chunk = positions_of(q, where), queries_at_once(q, k)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        slices = [slice(at, at + chunk) for at in range(0, q.shape[2], chunk)]
+        return torch.cat([log_shares(q[:, :, part], k, positions.at(part), call).exp() for part in slices], 2)
+
+
+def selection_recall(
+    q: Tensor,
+    k: Tensor,
+    block_indices: Tensor,
+    *,
+    config: NSAConfig,
+    forced: bool = False,
+    scale: float | None = None,
+    document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+) -> Tensor:
+    """Compare a choice of blocks with the best: the true shares of the chosen blocks over those of the best ones.
+
+    Args:
+        q: as in :func:`block_shares`.
+        k: as in :func:`block_shares`.
+        block_indices: int32 ``(B, Hkv, S, n)``, as from :func:`select_blocks`.
+        config: provides the block sizes, ``n`` and the forced blocks.
+        forced: count the forced blocks too, which every choice has.
+        scale: as in :func:`block_shares`.
+        document_ids: as in :func:`block_shares`.
+        score_mod: as in :func:`block_shares`.
+        mask_mod: as in :func:`block_shares`.
+
+    Returns:
+        fp32 ``(Hkv,)``: the sum over sequences and queries of the one over that of the other; NaN for a head without
+        a block to choose.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    check_type("config", config, NSAConfig)
+    check_type("forced", forced, bool)
+    check_queries(q)
+    _check_keys(q, k)
+    block_indices = checked_selection(q, block_indices, k.shape[1], q.shape[2], config)
+    where = locate_queries(q, config, document_ids)
+    _, call = prepare(q, config, scale, where, score_mod, mask_mod, "sdpa")
+    positions, chunk = positions_of(q, where), queries_at_once(q, k)
+    found, best = (torch.zeros(k.shape[1], dtype=torch.float64, device=q.device) for _ in range(2))
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for at in range(0, q.shape[2], chunk):
+            part = slice(at, at + chunk)
+            here = positions.at(part)
+            shares = log_shares(q[:, :, part], k, here, call).exp()
+            counted = shares if forced else shares * free_blocks(here, shares.shape[-1], config)
+            found += _share_of(block_indices[:, :, part], counted)
+            best += _share_of(top_blocks(shares.float(), here, config=config), counted)
+    return (found / best).float()
+
+
+def _share_of(block_indices: Tensor, shares: Tensor) -> Tensor:
+    """Sum the shares of the chosen blocks by key head, ``(Hkv,)``."""
+    chosen = shares.gather(-1, block_indices.clamp(0, shares.shape[-1] - 1).to(torch.int64))
+    real = (block_indices >= 0) & (block_indices < shares.shape[-1])
+    return chosen.masked_fill(~real, 0).sum((0, 2, 3), dtype=torch.float64)
+
+
+def _check_keys(q: Tensor, k: Tensor) -> None:
+    check_tensor("k", k, (q.shape[0], "Hkv", q.shape[2], q.shape[3]), like=q)
+    check_group("k", q, k)
+
+
+def _check_integer(name: str, number: int | Tensor, q: Tensor) -> None:
+    if isinstance(number, Tensor):
+        check_integers(name, number, (), like=q)
+    else:
+        check_type(name, number, int)
