@@ -1,4 +1,4 @@
-"""The interface between callers of attention and its kernels: a table of four typed functions.
+"""The interface between callers of attention and its kernels: a table of typed functions.
 
 An :class:`Implementation` depends on no layers, caches or checks; its callers depend on no kernels. Everything that the
 branches of one call share is in its :class:`Call`.

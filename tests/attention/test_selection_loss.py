@@ -126,6 +126,23 @@ def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # 
     return far(q_idx, kv_idx)
 
 
+@tiny_configs
+def test_a_block_whose_tokens_are_banned_keeps_its_place_among_the_scores(config: NSAConfig) -> None:
+    """Keys that are longer than a block are seen by their last token, which another block holds."""
+    x = make(43, config, batch=1, kv_heads=1)
+    want = by_definition(x, "mass", score_mod=without_block_1)
+    for impl in ("sdpa", "reference"):
+        assert_equal(summed(x, mask_mod=not_block_1, impl=impl), want)
+
+
+def without_block_1(score: Tensor, _h: int, _t: int, s: int) -> Tensor:
+    return score.new_tensor(-torch.inf) if 8 <= s < 16 else score
+
+
+def not_block_1(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+    return (kv_idx < 8) | (kv_idx >= 16) | (q_idx < 0)
+
+
 def first_half(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
     return (kv_idx < 8) & (q_idx >= 0)
 

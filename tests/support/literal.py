@@ -155,13 +155,10 @@ def selection_divergence(
                 for j in range(t // size + 1):
                     if overlap(n, j, sizes):
                         score[j] = score.get(j, 0) + overlap(n, j, sizes) * x / sum(keys.values())
-        free = [
-            j
-            for j in score
-            if config.num_init_blocks <= j <= t // size - config.num_local_blocks and true.get(j, 0) > 0
-        ]
-        if free:
-            mass, total = sum(true[j] for j in free), sum(score[j] for j in free)
-            terms = [true[j] / mass * ((true[j] / mass) / (score[j] / total)).log() for j in free]
+        free = [j for j in score if config.num_init_blocks <= j <= t // size - config.num_local_blocks]
+        mass, total = sum(true.get(j, 0) for j in free), sum(score[j] for j in free)
+        if mass > 0:
+            shares = {j: true[j] / mass for j in free if j in true}
+            terms = [share * (share / (score[j] / total)).log() for j, share in shares.items()]
             found[b, kv, t] = (torch.stack(terms).sum(), torch.as_tensor(mass))
     return found
