@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from math import log
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexnsa.attention.seam import Call, Scorer
+from flexnsa.attention.selection import top_blocks
 from flexnsa.attention.shares import at_columns, grouped_products, log_shares, queries_at_once
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import overlap_band
@@ -36,13 +36,14 @@ def sampled_tokens(
     """
     count = min(num_queries, seq_len)
     edges = torch.arange(count + 1, device=sequence_ids.device) * seq_len // count
-    of_sequence: Tensor = _mixed(_mixed(_mixed(seed) ^ step) ^ sequence_ids.to(torch.int64))
-    drawn: Tensor = _mixed(of_sequence[:, None] ^ edges[:-1])
+    sequence_ids = sequence_ids.to(torch.int64)
+    of_run = _mixed(_mixed(torch.zeros_like(sequence_ids) + seed) ^ step)
+    drawn = _mixed(_mixed(of_run ^ sequence_ids)[:, None] ^ edges[:-1])
     return edges[:-1] + drawn % edges.diff()
 
 
-def _mixed(x: Any) -> Any:
-    """Mix the bits of an int or an int64 tensor: its halves are added, and permuted by Wellons' lowbias32."""
+def _mixed(x: Tensor) -> Tensor:
+    """Mix the bits of int64: the halves are joined to 32 bits, which Wellons' lowbias32 permutes."""
     x = (x ^ (x >> 32)) & BITS
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & BITS
     x = ((x ^ (x >> 15)) * 0x846CA68B) & BITS
@@ -127,3 +128,28 @@ def log_scores(q: Tensor, scorer: Scorer, tokens: Tensor, blocks: int) -> tuple[
     of_block = torch.stack(terms, -1).movedim(2, -1).flatten(-2)  # (B, Hkv, m, M, keys of a block)
     scored = (of_block > -torch.inf).any(-1)
     return of_block.masked_fill(~scored[..., None], 0).logsumexp(-1), scored
+
+
+@torch.no_grad()
+def found_and_best(q: Tensor, k: Tensor, block_indices: Tensor, call: Call, *, forced: bool) -> tuple[Tensor, Tensor]:
+    """Sum the true shares of the chosen blocks, and of the best ones, over sequences and queries, fp64 ``(Hkv,)``.
+
+    Without ``forced``, the blocks that every choice has are left out.
+    """
+    positions, chunk = positions_of(q, call.positions), queries_at_once(q, k)
+    found, best = (torch.zeros(k.shape[1], dtype=torch.float64, device=q.device) for _ in range(2))
+    with torch.autocast(q.device.type, enabled=False):
+        for at in range(0, q.shape[2], chunk):
+            part = slice(at, at + chunk)
+            here = positions.at(part)
+            shares = log_shares(q[:, :, part], k, here, call).exp().float()
+            counted = shares if forced else shares * free_blocks(here, shares.shape[-1], call.config)
+            found += _sum_chosen(block_indices[:, :, part], counted)
+            best += _sum_chosen(top_blocks(shares, here, config=call.config), counted)
+    return found, best
+
+
+def _sum_chosen(block_indices: Tensor, shares: Tensor) -> Tensor:
+    real = (block_indices >= 0) & (block_indices < shares.shape[-1])
+    chosen = shares.gather(-1, block_indices.clamp(0, shares.shape[-1] - 1).to(torch.int64))
+    return chosen.masked_fill(~real, 0).sum((0, 2, 3), dtype=torch.float64)

@@ -7,11 +7,17 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from flexnsa.attention.selection import top_blocks
-from flexnsa.attention.selection_loss import free_blocks, sampled_tokens
+from flexnsa.attention.selection_loss import found_and_best, sampled_tokens
 from flexnsa.attention.shares import log_shares, queries_at_once
 from flexnsa.checks.calls import check_group, check_queries, check_scorer, checked_selection
-from flexnsa.checks.primitives import check_choice, check_integers, check_positive_int, check_tensor, check_type
+from flexnsa.checks.primitives import (
+    check_choice,
+    check_int,
+    check_integers,
+    check_positive_int,
+    check_tensor,
+    check_type,
+)
 from flexnsa.config import NSAConfig
 from flexnsa.functional.calls import locate_queries, prepare, scorer_of
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
@@ -227,24 +233,8 @@ def selection_recall(
     block_indices = checked_selection(q, block_indices, k.shape[1], q.shape[2], config)
     where = locate_queries(q, config, document_ids)
     _, call = prepare(q, config, scale, where, score_mod, mask_mod, "sdpa")
-    positions, chunk = positions_of(q, where), queries_at_once(q, k)
-    found, best = (torch.zeros(k.shape[1], dtype=torch.float64, device=q.device) for _ in range(2))
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for at in range(0, q.shape[2], chunk):
-            part = slice(at, at + chunk)
-            here = positions.at(part)
-            shares = log_shares(q[:, :, part], k, here, call).exp()
-            counted = shares if forced else shares * free_blocks(here, shares.shape[-1], config)
-            found += _share_of(block_indices[:, :, part], counted)
-            best += _share_of(top_blocks(shares.float(), here, config=config), counted)
+    found, best = found_and_best(q, k, block_indices, call, forced=forced)
     return (found / best).float()
-
-
-def _share_of(block_indices: Tensor, shares: Tensor) -> Tensor:
-    """Sum the shares of the chosen blocks by key head, ``(Hkv,)``."""
-    chosen = shares.gather(-1, block_indices.clamp(0, shares.shape[-1] - 1).to(torch.int64))
-    real = (block_indices >= 0) & (block_indices < shares.shape[-1])
-    return chosen.masked_fill(~real, 0).sum((0, 2, 3), dtype=torch.float64)
 
 
 def _check_keys(q: Tensor, k: Tensor) -> None:
@@ -256,4 +246,4 @@ def _check_integer(name: str, number: int | Tensor, q: Tensor) -> None:
     if isinstance(number, Tensor):
         check_integers(name, number, (), like=q)
     else:
-        check_type(name, number, int)
+        check_int(name, number, -(2**63), 2**63 - 1)

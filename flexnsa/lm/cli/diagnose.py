@@ -14,6 +14,7 @@ import torch
 
 from flexnsa.checks.primitives import check_int, check_positive_int, check_positive_number
 from flexnsa.files import write_whole
+from flexnsa.lm.cli import diagnose_selection
 from flexnsa.lm.cli.options import output_file, output_folder
 from flexnsa.lm.cli.recipe_options import add_recipe_options, axis_of_options, recipe_of_options
 from flexnsa.lm.diagnosis import environment, gradients, soaking
@@ -253,6 +254,11 @@ def _allocator(arguments: argparse.Namespace) -> Report:
     return Report(found.sentence(), found.table(), found.record(), found.passed)
 
 
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    diagnose_selection.add_arguments(parser)
+    _add_json_option(parser)
+
+
 def _variables(text: str) -> Mapping[str, str]:
     pairs = [word.partition("=") for word in text.split()]
     if not pairs or not all(name and equals for name, equals, _ in pairs):
@@ -274,6 +280,10 @@ LOOKS = {
     "matrix": (
         Look(_add_matrix, _matrix),
         "steps in every combination of branches, implementations, checkpointing, precision and ranks",
+    ),
+    "selection": (
+        Look(_add_selection, lambda arguments: Report(*diagnose_selection.report(arguments))),
+        "a trained model: how much of what the best blocks hold each layer selects",
     ),
     "allocator": (Look(_add_allocator, _allocator), "the peak of the same steps under settings of the allocator"),
 }

@@ -54,7 +54,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     check_positive_int("max_new_tokens", arguments.max_new_tokens)
     sampling = Sampling(**config_options(arguments, Sampling))
     model, tokenizer = load_model(arguments.checkpoint)
-    _check_device(model, arguments.checkpoint, arguments.device)
+    check_device(model, arguments.checkpoint, arguments.device)
     spelling = ByteSpelling(arguments.stop) if tokenizer is None else TokenizerSpelling(tokenizer, arguments.stop)
     prompt = spelling.encode(arguments.prompt)
     text = _Stream(arguments.prompt, spelling)
@@ -92,7 +92,7 @@ def load_model(checkpoint: Path) -> tuple[DecoderLM, TextTokenizer | None]:
     return model, None
 
 
-def _check_device(model: DecoderLM, checkpoint: Path, device: torch.device) -> None:
+def check_device(model: DecoderLM, checkpoint: Path, device: torch.device) -> None:
     """Check that the model's kernels run on a device."""
     if model.config.attention == "nsa" and model.config.impl == "triton" and device.type != "cuda":
         raise FileError(f"{checkpoint}: of a model with impl='triton', expected a CUDA device, got --device {device}")

@@ -9,6 +9,7 @@ from flexnsa.lm.diagnosis.environment import append_environment, describe_enviro
 from flexnsa.lm.diagnosis.gradients import GradientTrace, trace_gradients
 from flexnsa.lm.diagnosis.matrix import Matrix, run_matrix
 from flexnsa.lm.diagnosis.non_finite import strict
+from flexnsa.lm.diagnosis.selection import HeadSelection, trace_selection
 from flexnsa.lm.diagnosis.soaking import Sample, soak
 from flexnsa.lm.diagnosis.stacks import stacks_on_request
 from flexnsa.lm.diagnosis.watchdog import watchdog
@@ -16,6 +17,7 @@ from flexnsa.lm.diagnosis.watchdog import watchdog
 __all__ = [
     "Bisection",
     "GradientTrace",
+    "HeadSelection",
     "Matrix",
     "Outcome",
     "Sample",
@@ -30,5 +32,6 @@ __all__ = [
     "stacks_on_request",
     "strict",
     "trace_gradients",
+    "trace_selection",
     "watchdog",
 ]

@@ -1,0 +1,119 @@
+"""How much of what the best blocks hold each key head of a model selects, on text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isnan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention.seam import given
+from flexnsa.attention.selection_loss import found_and_best
+from flexnsa.checks.primitives import check_type
+from flexnsa.geometry import BRANCHES
+from flexnsa.layers.attention import NativeSparseAttention
+from flexnsa.layers.core import RowKeys, RowLayout
+from flexnsa.layers.rope import apply_rope
+from flexnsa.lm.measure.table import format_table
+from flexnsa.lm.model.decoder import DecoderLM
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSelection:
+    """What a key head selects, of the softmax of the selected branch over all past keys.
+
+    Args:
+        layer: index of the layer.
+        head: index of the key head.
+        recall: share of the chosen blocks over that of the best ones, without the forced blocks; NaN if every block
+            is forced.
+        recall_with_forced: the same with them.
+        missed: share of the best blocks that was not chosen, a mean over all queries.
+        gates: mean gate of each branch of the layer, over queries and the heads of the group.
+    """
+
+    layer: int
+    head: int
+    recall: float
+    recall_with_forced: float
+    missed: float
+    gates: dict[str, float]
+
+
+def trace_selection(model: DecoderLM, tokens: Tensor) -> list[HeadSelection]:
+    """Compare the blocks that a model selects with the best ones, those that miss most first.
+
+    Args:
+        model: with NSA and the ``slc`` branch; it is left as it was.
+        tokens: int ``(B, S)``.
+
+    Raises:
+        TypeError: the model is not a :class:`DecoderLM`.
+        ValueError: it selects no blocks.
+    """
+    check_type("model", model, DecoderLM)
+    if model.config.attention != "nsa" or "slc" not in model.config.branches:
+        raise ValueError("model: expected NSA with the branch slc, got one that selects no blocks")
+    traced: list[HeadSelection] = []
+
+    def trace(layer: NativeSparseAttention, inputs: tuple[Tensor], options: Mapping[str, Any]) -> None:
+        traced.extend(_trace_layer(len(traced) // layer.num_kv_heads, layer, inputs[0], options["layout"]))
+
+    layers = [module for module in model.modules() if isinstance(module, NativeSparseAttention)]
+    hooks = [layer.register_forward_pre_hook(trace, with_kwargs=True) for layer in layers]
+    try:
+        with torch.no_grad():
+            model(tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sorted(traced, key=lambda head: head.missed, reverse=True)
+
+
+def _trace_layer(index: int, layer: NativeSparseAttention, x: Tensor, layout: RowLayout) -> list[HeadSelection]:
+    heads = layer.project(x)
+    _, read = layer.attend(x, heads, layout, RowKeys(), (None, None), cached=False)
+    q, k = apply_rope(heads.q, layout.tokens), given(read.keys.k_slc)
+    free, all_blocks = (
+        found_and_best(q, k, given(read.block_indices), read.call, forced=forced) for forced in (False, True)
+    )
+    recall, recall_with_forced = ((found / best).tolist() for found, best in (free, all_blocks))
+    missed = ((free[1] - free[0]) / (x.shape[0] * x.shape[1])).tolist()
+    gates = torch.unflatten(given(heads.gates), 1, (k.shape[1], -1)).float().mean((0, 2, 3)).tolist()
+    return [
+        HeadSelection(
+            index,
+            head,
+            recall[head],
+            recall_with_forced[head],
+            missed[head],
+            {tag: gate for tag, gate in zip(BRANCHES, gates[head], strict=True) if tag in layer.branches},
+        )
+        for head in range(k.shape[1])
+    ]
+
+
+def sentence(traced: list[HeadSelection]) -> str:
+    """Report the head that misses most."""
+    worst, counted = traced[0], [head.recall for head in traced if not isnan(head.recall)]
+    if not counted:
+        return "nothing to choose: every block of these sequences is forced."
+    mean = sum(counted) / len(counted)
+    return (
+        f"layer {worst.layer}, key head {worst.head} finds {worst.recall:.3f} of what the best blocks hold, and misses "
+        f"{worst.missed:.3f} of its attention; {mean:.3f} is found in the mean of {len(counted)} heads."
+    )
+
+
+def table(traced: list[HeadSelection]) -> str:
+    """Return a table of all heads."""
+    rows = [
+        [f"layer {head.layer}, head {head.head}"]
+        + [f"{number:.3f}" for number in (head.recall, head.recall_with_forced, head.missed, *head.gates.values())]
+        for head in traced
+    ]
+    gates = [f"gate {tag}" for tag in traced[0].gates]
+    return format_table(["", "recall", "with forced", "missed", *gates], rows)
