@@ -38,7 +38,7 @@ def test_recall_is_that_of_the_blocks_and_heads_of_the_model() -> None:
     traced = sorted(trace_selection(model, TOKENS), key=lambda head: head.head)
     heads, layout = layer.project(seen[0]), layer.layout(100)
     q, k = apply_rope(heads.q, layout.tokens), apply_rope(heads.k["slc"], layout.tokens)
-    keys = apply_rope(layer.phi_k(heads.k["cmp"]), layout.blocks)
+    keys = apply_rope(layer.get_submodule("phi_k")(heads.k["cmp"]), layout.blocks)
     blocks = select_blocks(q, keys, config=NSA)
     for forced, name in ((False, "recall"), (True, "recall_with_forced")):
         want = selection_recall(q, k, blocks, config=NSA, forced=forced)
@@ -57,8 +57,8 @@ def test_a_layer_whose_scores_are_turned_round_comes_first() -> None:
     layers = [module for module in model.modules() if isinstance(module, NativeSparseAttention)]
     with torch.no_grad():
         for layer in layers:
-            layer.w_q.weight.mul_(8)
-        layers[1].phi_k.out.weight.neg_()
+            layer.get_parameter("w_q.weight").mul_(8)
+        layers[1].get_parameter("phi_k.out.weight").neg_()
     traced = trace_selection(model, TOKENS)
     assert [head.layer for head in traced] == [1, 1, 0, 0]
     assert traced[1].recall < 0.6 < traced[2].recall
