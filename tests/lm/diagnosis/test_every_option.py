@@ -191,7 +191,10 @@ def test_an_estimate_counts_the_parameters_of_every_option(line: str) -> None:
     assert estimate.parameters == sum(4 * parameter.numel() for parameter in DecoderLM(config).parameters())
 
 
-@pytest.mark.parametrize("look", [name for name in LOOKS if name != "environment"])
+OF_NO_TRAINING = ("environment", "selection")
+
+
+@pytest.mark.parametrize("look", [name for name in LOOKS if name not in OF_NO_TRAINING])
 def test_a_diagnosis_takes_the_options_of_training(look: str) -> None:
     command, _ = LOOKS[look]
     missing = _actions(train_command.add_arguments).keys() - _actions(command.add_arguments).keys()
