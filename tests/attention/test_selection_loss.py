@@ -152,7 +152,7 @@ def test_mods_count_on_both_sides(config: NSAConfig) -> None:
     def mod(score: Tensor, h: int, t: int, s: int) -> Tensor:
         return biased(score, h, t, s) if far(t, s) else score.new_tensor(-torch.inf)
 
-    x = make(43, config, batch=1, kv_heads=1)
+    x = make(43, config, batch=1)
     want = by_definition(x, "mass", score_mod=mod)
     assert want["total"] > 0
     for impl in ("sdpa", "reference"):
