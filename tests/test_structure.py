@@ -20,7 +20,7 @@ FLOORS = (
     # integers, positions of tokens, checks
     "flexnsa/checks/__init__ flexnsa/checks/primitives flexnsa/operators flexnsa/errors flexnsa/files",
     "flexnsa/config flexnsa/geometry flexnsa/positions",
-    "flexnsa/checks/calls",
+    "flexnsa/checks/calls flexnsa/checks/scorers",
     "flexnsa/masks",
     "flexnsa/mods flexnsa/packing",
     # attention: the contract, what implementations share, the implementations, the table of them

@@ -19,7 +19,7 @@ from flexnsa.checks.primitives import (
     may_look,
 )
 from flexnsa.config import NSAConfig
-from flexnsa.geometry import BRANCHES, num_blocks, num_compressed
+from flexnsa.geometry import BRANCHES, num_blocks
 
 
 def check_branches(branches: Sequence[str]) -> tuple[str, ...]:
@@ -77,52 +77,6 @@ def check_no_indexer(name: str, config: NSAConfig) -> None:
     """Check that a config has no indexer, for what cannot score blocks by one."""
     if config.index_heads is not None:
         raise ValueError(f"{name}: expected index_heads=None, because a layer has no indexer, got {config.index_heads}")
-
-
-def check_scorer(
-    q: Tensor, q_index: Any, keys: Any, name: str, heads: int | str, length: int, config: NSAConfig
-) -> None:
-    """Check index queries and the keys called ``name``, or compressed keys alone, that score ``length`` tokens."""
-    if config.index_heads is None:
-        check_unused("q_index", q_index)
-        check_tensor(name, keys, (q.shape[0], heads, num_compressed(length, config), q.shape[3]), like=q)
-        check_group(name, q, keys)
-        return
-    count = f"Hkv * {config.index_heads}" if isinstance(heads, str) else heads * config.index_heads
-    check_tensor("q_index", q_index, (q.shape[0], count, q.shape[2], "Di"), like=q)
-    num_keys = num_compressed(length, config.scoring)
-    check_tensor(name, keys, (q.shape[0], heads, num_keys, q_index.shape[3]), like=q)
-    if keys.shape[1] * config.index_heads != q_index.shape[1] or q.shape[1] % keys.shape[1]:
-        expected = f"heads that divide the {q.shape[1]} of q, and index_heads={config.index_heads} queries for each"
-        raise ValueError(f"{name}: expected {expected}, got {keys.shape[1]} and {q_index.shape[1]} queries")
-
-
-def checked_scorer_keys(
-    q: Tensor,
-    k_cmp: Any,
-    q_index: Any,
-    k_index: Any,
-    index_scale: Any,
-    heads: int | str,
-    length: int,
-    config: NSAConfig,
-) -> Tensor:
-    """Check what scores the blocks of ``length`` tokens, and return its keys: index keys, or compressed ones."""
-    if config.index_heads is None:
-        check_unused("k_index", k_index)
-        check_unused("index_scale", index_scale)
-        check_scorer(q, q_index, k_cmp, "k_cmp", heads, length, config)
-        return k_cmp
-    check_scorer(q, q_index, k_index, "k_index", heads, length, config)
-    if k_cmp is not None:
-        check_tensor("k_cmp", k_cmp, (*k_index.shape[:2], num_compressed(length, config), q.shape[3]), like=q)
-    return k_index
-
-
-def check_unused(name: str, value: Any) -> None:
-    """Check that an argument of an indexer is None where there is no indexer."""
-    if value is not None:
-        raise ValueError(f"{name}: expected None without config.index_heads, got {describe(value)}")
 
 
 def check_group(name: str, q: Tensor, k: Tensor) -> None:

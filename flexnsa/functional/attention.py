@@ -16,11 +16,11 @@ from flexnsa.checks.calls import (
     check_queries,
     check_recompute,
     checked_positions,
-    checked_scorer_keys,
     checked_selection,
     count_tokens,
 )
 from flexnsa.checks.primitives import check_floating, check_tensor, check_type, describe
+from flexnsa.checks.scorers import checked_scorer_keys
 from flexnsa.config import NSAConfig
 from flexnsa.functional.calls import locate_queries, prepare, scorer_of
 from flexnsa.geometry import BRANCHES, num_compressed

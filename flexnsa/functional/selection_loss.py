@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexnsa.attention.selection_loss import found_and_best, sampled_tokens
 from flexnsa.attention.shares import log_shares, queries_at_once
-from flexnsa.checks.calls import check_group, check_queries, check_scorer, checked_selection
+from flexnsa.checks.calls import check_group, check_queries, checked_selection
 from flexnsa.checks.primitives import (
     check_choice,
     check_int,
@@ -18,6 +18,7 @@ from flexnsa.checks.primitives import (
     check_tensor,
     check_type,
 )
+from flexnsa.checks.scorers import check_scorer
 from flexnsa.config import NSAConfig
 from flexnsa.functional.calls import locate_queries, prepare, scorer_of
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
