@@ -54,10 +54,10 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """What scores blocks: queries ``(B, Hkv * H, T, D)``, keys ``(B, Hkv, N, D)``, and what their products share.
+    """Queries ``(B, Hkv * H, T, D)`` and keys ``(B, Hkv, N, D)`` that score blocks.
 
-    It is the compressed branch, or an indexer with ``H`` queries for each key head. ``call.config`` has the sizes of
-    these keys as those of the compressed branch, and ``call.positions`` count the keys of each document.
+    They are those of the compressed branch, or of an indexer with ``H`` queries for each key head. The call has the
+    sizes of these keys in place of ``l`` and ``d``, their scale, and the positions of the queries among them.
     """
 
     q: Tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexnsa.attention.seam import Call, Scorer
 from flexnsa.attention.selection import top_blocks
-from flexnsa.attention.shares import at_columns, grouped_products, log_shares, queries_at_once
+from flexnsa.attention.shares import at_columns, grouped_products, log_shares, log_shares_at_once, queries_at_once
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import overlap_band
 from flexnsa.masks.compressed import compressed_intervals
@@ -66,13 +66,13 @@ def divergence(q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call)
     positions = positions_of(q, call.positions).at_tokens(tokens)
     with torch.autocast(q.device.type, enabled=False):
         with torch.no_grad():
-            log_true = _log_shares(at_tokens(q, tokens), k, positions, call)
-        log_score, scored = log_scores(at_tokens(scorer.q, tokens), scorer, tokens, log_true.shape[-1])
+            log_true = log_shares(_at_tokens(q, tokens), k, positions, call)
+        log_score, scored = _log_scores(_at_tokens(scorer.q, tokens), scorer, tokens, log_true.shape[-1])
         kept = scored & free_blocks(positions, log_true.shape[-1], call.config)
-        return divergence_over(kept, log_true, log_score)
+        return _divergence_over(kept, log_true, log_score)
 
 
-def divergence_over(kept: Tensor, log_true: Tensor, log_score: Tensor) -> tuple[Tensor, Tensor]:
+def _divergence_over(kept: Tensor, log_true: Tensor, log_score: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``KL(true || score)`` over the blocks that are ``kept``, and their true mass, each ``(B, Hkv, m)``."""
     log_true = log_true.masked_fill(~kept, -torch.inf)
     log_mass = log_true.logsumexp(-1)
@@ -84,22 +84,15 @@ def divergence_over(kept: Tensor, log_true: Tensor, log_score: Tensor) -> tuple[
     return terms.sum(-1), log_mass.exp()
 
 
-def at_tokens(x: Tensor, tokens: Tensor) -> Tensor:
+def _at_tokens(x: Tensor, tokens: Tensor) -> Tensor:
     """Take the queries at ``tokens (B, m)`` of ``x (B, H, T, D)``."""
     return x.gather(2, tokens[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-def _log_shares(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:
-    """Compute :func:`log_shares` in chunks of queries."""
-    chunk = queries_at_once(q, k)
-    slices = [slice(at, at + chunk) for at in range(0, q.shape[2], chunk)]
-    return torch.cat([log_shares(q[:, :, part], k, positions.at(part), call) for part in slices], 2)
-
-
-def log_scores(q: Tensor, scorer: Scorer, tokens: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+def _log_scores(q: Tensor, scorer: Scorer, tokens: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """Return the log of the scores of blocks (Eq. 8 to 10) and which blocks have a visible key, ``(B, Hkv, m, M)``.
 
-    The scores of blocks without one are finite, and mean nothing.
+    The scores of other blocks are finite and undefined.
     """
     call, num_keys = scorer.call, scorer.k.shape[2]
     positions = positions_of(scorer.q, call.positions).at_tokens(tokens)
@@ -142,7 +135,7 @@ def found_and_best(q: Tensor, k: Tensor, block_indices: Tensor, call: Call, *, f
         for at in range(0, q.shape[2], chunk):
             part = slice(at, at + chunk)
             here = positions.at(part)
-            shares = log_shares(q[:, :, part], k, here, call).exp().float()
+            shares = log_shares_at_once(q[:, :, part], k, here, call).exp().float()
             counted = shares if forced else shares * free_blocks(here, shares.shape[-1], call.config)
             found += _sum_chosen(block_indices[:, :, part], counted)
             best += _sum_chosen(top_blocks(shares, here, config=call.config), counted)

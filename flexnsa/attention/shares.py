@@ -23,9 +23,16 @@ def queries_at_once(q: Tensor, k: Tensor) -> int:
 
 
 def log_shares(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:
+    """Compute :func:`log_shares_at_once` in chunks of queries."""
+    chunk = queries_at_once(q, k)
+    slices = [slice(at, at + chunk) for at in range(0, q.shape[2], chunk)]
+    return torch.cat([log_shares_at_once(q[:, :, part], k, positions.at(part), call) for part in slices], 2)
+
+
+def log_shares_at_once(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:
     """Return the log of the mean over each group of the softmax mass of every block, ``(B, Hkv, T, M)``.
 
-    Blocks without a visible key have ``-inf``, and so have all blocks of a query that sees no key. Computed in fp32 or
+    Blocks without a visible key have ``-inf``, and so have all blocks of a query that sees no key. The dtype is fp32 or
     wider.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.selection_loss import found_and_best, sampled_tokens
-from flexnsa.attention.shares import log_shares, queries_at_once
+from flexnsa.attention.shares import log_shares
 from flexnsa.checks.calls import check_group, check_queries, checked_selection
 from flexnsa.checks.primitives import (
     check_choice,
@@ -188,10 +188,8 @@ def block_shares(
     _check_keys(q, k)
     where = locate_queries(q, config, document_ids)
     _, call = prepare(q, config, scale, where, score_mod, mask_mod, "sdpa")
-    positions, chunk = positions_of(q, where), queries_at_once(q, k)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        slices = [slice(at, at + chunk) for at in range(0, q.shape[2], chunk)]
-        return torch.cat([log_shares(q[:, :, part], k, positions.at(part), call).exp() for part in slices], 2)
+        return log_shares(q, k, positions_of(q, where), call).exp_()
 
 
 def selection_recall(
