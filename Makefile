@@ -52,8 +52,9 @@ bench-gpu: .venv/.installed  ## measure on a GPU: correctness, then time and mem
 	$(BIN)/python -m benchmarks attention.gpu
 
 # Half an hour of an H200. The figures of the last recording are in benchmarks/results, under the same names.
-gpu: .venv/.installed  ## all that a GPU has to show: its tests, then attention, decoding and training, recorded in runs/gpu
+gpu: .venv/.transformers  ## all that a GPU has to show: its tests, then attention, decoding and training, recorded in runs/gpu
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu tests/integrations/transformers
 	mkdir -p runs/gpu
 	$(BIN)/python -m benchmarks attention.gpu --json runs/gpu/attention_h200.json
 	$(BIN)/python -m benchmarks decoding.gpu --json runs/gpu/decode_h200.json

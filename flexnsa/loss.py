@@ -113,11 +113,13 @@ def _loss_and_gradients(
     classes = targets.to(torch.int64)[:, None].masked_fill(ignored, 0)
     wide = torch.promote_types(dtype, torch.float32)
     total = hidden.new_zeros((), dtype=wide)
-    grad_hidden = torch.zeros_like(hidden) if hidden_grad else hidden.new_empty(0)
+    grad_hidden = torch.empty_like(hidden) if hidden_grad else hidden.new_empty(0)
     grad_weight = weight.new_zeros(weight.shape if weight_grad else 0, dtype=torch.promote_types(wide, weight.dtype))
     factor = weight.to(dtype)
     size = rows_at_once(len(weight), dtype.itemsize)
-    for start in range(0, len(hidden) if len(weight) else 0, size):  # with an empty vocabulary no token has a loss
+    if len(weight) == 0:  # with an empty vocabulary no token has a loss
+        return total, grad_hidden.zero_(), grad_weight
+    for start in range(0, len(hidden), size):
         rows = slice(start, start + size)
         x = hidden[rows].to(dtype)
         scores = (x @ factor.mT).to(wide)

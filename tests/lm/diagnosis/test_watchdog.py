@@ -81,8 +81,8 @@ def hold_up(trainer: Trainer, holdup: str) -> None:
 
 def skip_a_sum(trainer: Trainer) -> None:
     ranks = trainer.ranks
-    total = ranks.total
-    ranks.total = lambda value: value if trainer.step == 2 else total(value)
+    totals = ranks.totals
+    ranks.totals = lambda values: values if trainer.step == 2 else totals(values)
 
 
 def ended_in_time(group: Group, folder: Path) -> list[int | None]:
@@ -130,7 +130,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_collective(
     with started(2, tmp_path / "output", train, parallel, folder, "skip", checkpoint, 3 * SECONDS) as group:
         assert ended_in_time(group, folder) == [75, 75], group.output(0) + group.output(1)
         said = group.output(0) + group.output(1)
-    skipped = r"all_reduce of \(\) in data_parallel\.py:\d+, total on rank 0; [^;]*, \w+ on rank 1"
+    skipped = r"all_reduce of \(1,\) in data_parallel\.py:\d+, totals on rank 0; [^;]*, \w+ on rank 1"
     assert re.search(rf"collective \d+ is not the same on all: {skipped}; rank 1 has skipped one", said), said
 
 
@@ -153,7 +153,7 @@ def test_a_run_that_makes_steps_is_left_alone_and_leaves_no_file(tmp_path: Path)
 def test_a_signal_writes_the_stacks_at_any_time(tmp_path: Path) -> None:
     trainer = make_trainer(Ranks())
     forward = trainer.loss
-    trainer.loss = lambda batch: (signal.raise_signal(signal.SIGUSR1), forward(batch))[1]
+    trainer.loss = lambda batch, selection=None: (signal.raise_signal(signal.SIGUSR1), forward(batch, selection))[1]
     assert run(trainer, tmp_path, watchers=[stacks_on_request]) is None
     stacks = (tmp_path / "stacks.rank-0.txt").read_text()
     assert stacks.count("test_watchdog.py") > trainer.config.steps

@@ -25,6 +25,13 @@ def test_split_is_disjoint_complete_and_independent_of_the_order_and_place_of_th
     assert [file.name for file in split_files(text_files(moved), moved)[1]] == [file.name for file in validation]
 
 
+@pytest.mark.parametrize(("files", "validating"), [(2, 1), (10, 1), (11, 2), (19, 2)])
+def test_a_tenth_of_the_files_validates_rounded_up_so_that_one_always_does(files: int, validating: int):
+    root = Path("text")
+    train, validation = split_files([root / f"{number}.txt" for number in range(files)], root)
+    assert (len(train), len(validation)) == (files - validating, validating)
+
+
 def test_validation_text_never_trains(text_folder: Path):
     corpus = read_corpus(text_folder)
     train, validation = (bytes(part.tolist()) for part in (corpus.train, corpus.validation))

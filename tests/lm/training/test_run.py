@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
+from flexnsa import NSAConfig
 from flexnsa.errors import FileError
 from flexnsa.lm import DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus, run
 from flexnsa.lm.checkpoint import whole_file
@@ -24,17 +25,19 @@ from tests.support.inputs import TINY
 from tests.support.sharing import share_keys
 
 MODEL = DecoderConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, nsa=TINY)
+INDEXED = replace(TINY, index_heads=1, index_block_size=2, index_stride=2)
 TRAINING = TrainConfig(
     steps=12, batch_size=2, seq_len=40, warmup_steps=2, eval_every=5, eval_sequences=4, checkpoint_every=4
 )
 
 
+@pytest.mark.parametrize("nsa", [TINY, INDEXED], ids=["the paper's scores", "an indexer"])
 @pytest.mark.parametrize("pack", [False, True])
-def test_resumed_run_equals_uninterrupted_run(text_folder: Path, tmp_path: Path, pack: bool):
-    whole = _trainer(text_folder, pack=pack)
+def test_resumed_run_equals_uninterrupted_run(text_folder: Path, tmp_path: Path, pack: bool, nsa: NSAConfig):
+    whole = _trainer(text_folder, pack=pack, nsa=nsa)
     run(whole, tmp_path / "whole")
 
-    interrupted = _trainer(text_folder, pack=pack)
+    interrupted = _trainer(text_folder, pack=pack, nsa=nsa)
     for step in range(7):  # dies three steps after its checkpoint
         interrupted.train_step()
         if step == 3:
@@ -42,7 +45,7 @@ def test_resumed_run_equals_uninterrupted_run(text_folder: Path, tmp_path: Path,
             save_checkpoint(tmp_path / "resumed" / "checkpoint.safetensors", interrupted)
     lines = [json.dumps(record) + "\n" for record in read_log(tmp_path / "whole" / "log.jsonl")[:7]]
     (tmp_path / "resumed" / "log.jsonl").write_text("".join(lines) + '{"step": 7, "lo')
-    resumed = _trainer(text_folder, seed=99, pack=pack)  # other weights, which the checkpoint must replace
+    resumed = _trainer(text_folder, seed=99, pack=pack, nsa=nsa)  # other weights, which the checkpoint must replace
     run(resumed, tmp_path / "resumed")
 
     assert _curve(tmp_path / "resumed") == _curve(tmp_path / "whole")
@@ -252,9 +255,9 @@ def test_file_that_is_no_log_is_left_alone(tmp_path: Path, content: str):
     assert path.read_text() == content
 
 
-def _trainer(text_folder: Path, seed: int = 0, pack: bool = False) -> Trainer:
+def _trainer(text_folder: Path, seed: int = 0, pack: bool = False, nsa: NSAConfig = TINY) -> Trainer:
     torch.manual_seed(seed)
-    return Trainer(DecoderLM(MODEL), read_corpus(text_folder), replace(TRAINING, pack=pack))
+    return Trainer(DecoderLM(replace(MODEL, nsa=nsa)), read_corpus(text_folder), replace(TRAINING, pack=pack))
 
 
 def _trainer_of_shared_keys(folder: Path) -> Trainer:

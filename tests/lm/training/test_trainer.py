@@ -9,6 +9,7 @@ import torch
 
 from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus
 from flexnsa.lm.data.rows import Batch
+from flexnsa.lm.training.trainer import draw_step
 from tests.support.inputs import TINY
 
 MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
@@ -52,6 +53,18 @@ def test_packed_loss_is_the_sum_over_documents_alone(text_folder: Path, attentio
             count += 1
     assert count > 2
     assert trainer.loss(batch).item() == pytest.approx(alone, rel=1e-6)
+
+
+def test_seed_and_step_alone_decide_what_a_step_learns_from(text_folder: Path):
+    rows = read_corpus(text_folder).tokens("train").rows(24, pack=False)
+
+    def drawn(seed: int, step: int) -> torch.Tensor:
+        return draw_step(rows, TrainConfig(seed=seed), step).tokens
+
+    first = drawn(seed=0, step=3)
+    assert torch.equal(first, drawn(seed=0, step=3))
+    assert not torch.equal(first, drawn(seed=1, step=3))
+    assert not torch.equal(first, drawn(seed=0, step=4))
 
 
 def test_gradient_is_clipped_and_its_norm_reported(text_folder: Path, monkeypatch: pytest.MonkeyPatch):
