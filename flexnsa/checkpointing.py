@@ -13,7 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from flexnsa.operators import in_transform
 
 SELECTION_OPERATORS = tuple(
-    f"flexnsa.{name}.default" for name in ("select_in_chunks", "selection_with_mod", "select_blocks_triton")
+    f"flexnsa.{name}.default"
+    for name in ("select_in_chunks", "selection_with_mod", "select_blocks_triton", "selection_loss")
 )
 
 

@@ -169,8 +169,10 @@ def select(
 
 
 @_without_autocast
-def divergence(q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Compute ``KL(true || score)`` of the free blocks, and their true mass, at ``tokens``, each ``(B, Hkv, m)``."""
+def divergence(
+    q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call, query_weights: str
+) -> tuple[Tensor, Tensor]:
+    """Sum ``KL(true || score)`` of the free blocks at ``tokens``, weighted by their true mass or all alike."""
     config, blocks = call.config, num_blocks(k.shape[2], call.config)
     scores, query, key = _score_tokens(q.detach(), k.detach(), call.positions, call)
     probs, _ = _softmax(scores, ((key >= 0) & (key <= query))[:, None])
@@ -194,4 +196,7 @@ def divergence(q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call)
     ratio = (true / mass).where(true > 0, 1) / (score / score.sum(-1, keepdim=True)).where(true > 0, 1)
     kl = ((true / mass) * ratio.log()).where(true > 0, 0).sum(-1)
     at = tokens[:, None].expand(-1, k.shape[1], -1)
-    return kl.gather(2, at), mass[..., 0].gather(2, at)
+    kl, weights = kl.gather(2, at), mass[..., 0].gather(2, at)
+    if query_weights == "mean":
+        weights = (weights > 0).to(weights.dtype)
+    return (kl * weights).sum(), weights.sum()

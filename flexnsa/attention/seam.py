@@ -107,9 +107,10 @@ SelectedBranch = Callable[[Tensor, Tensor, Tensor, Tensor, Call], BranchOutput]
 WindowBranch = Callable[[Tensor, Tensor, Tensor, Call], BranchOutput]
 """``(q, k, v, call)``: attend to the last ``w`` tokens, at ``call.window_positions`` (NSA paper, section 3.3.3)."""
 
-Divergence = Callable[[Tensor, Tensor, Scorer, Tensor, Call], tuple[Tensor, Tensor]]
-"""``(q, k, scorer, tokens, call)``: how far the scores of blocks are from their true shares at the queries ``tokens (B,
-m)``: ``(kl, mass)``, each ``(B, Hkv, m)``, of which ``kl`` has a gradient in the scorer's q and k alone.
+Divergence = Callable[[Tensor, Tensor, Scorer, Tensor, Call, str], tuple[Tensor, Tensor]]
+"""``(q, k, scorer, tokens, call, query_weights)``: how far the scores of blocks are from their true shares, summed over
+the queries ``tokens (B, m)``, weighted by the true mass of their blocks (``"mass"``) or all alike (``"mean"``); and the
+sum of the weights. The first has a gradient in the scorer's q and k alone.
 """
 
 InputCheck = Callable[[str, Tensor], None]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from math import log
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from flexnsa.attention.log_scores import differentiate, log_probabilities, log_scores
 from flexnsa.attention.seam import Call, Scorer
 from flexnsa.attention.selection import top_blocks
-from flexnsa.attention.shares import at_columns, grouped_products, log_shares, log_shares_at_once, queries_at_once
+from flexnsa.attention.shares import log_shares, log_shares_at_once, queries_at_once
 from flexnsa.config import NSAConfig
-from flexnsa.geometry import overlap_band
-from flexnsa.masks.compressed import compressed_intervals
-from flexnsa.masks.user_mods import apply_score_mod, compressed_positions, query_positions
+from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions, positions_of
 
 BITS = 0xFFFFFFFF
@@ -57,70 +57,181 @@ def free_blocks(positions: Positions, blocks: int, config: NSAConfig) -> Tensor:
     return (block >= config.num_init_blocks) & (block <= current - config.num_local_blocks)
 
 
-def divergence(q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Compute the divergence of scores from true shares; see ``flexnsa.attention.seam.Divergence``.
+def divergence(
+    q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call, query_weights: str
+) -> tuple[Tensor, Tensor]:
+    """Sum the divergences of scores from true shares; see ``flexnsa.attention.seam.Divergence``.
 
-    Both are distributions over the free blocks that have a visible key of the scorer. ``mass`` is the true share of all
-    of these; where it is 0, the divergence is 0.
+    Both are distributions over the free blocks that have a visible key of the scorer; a query without any counts 0.
     """
+    by_mass = query_weights == "mass"
     positions = positions_of(q, call.positions).at_tokens(tokens)
-    with torch.autocast(q.device.type, enabled=False):
-        with torch.no_grad():
-            log_true = log_shares(_at_tokens(q, tokens), k, positions, call)
-        log_score, scored = _log_scores(_at_tokens(scorer.q, tokens), scorer, tokens, log_true.shape[-1])
-        kept = scored & free_blocks(positions, log_true.shape[-1], call.config)
-        return _divergence_over(kept, log_true, log_score)
+    of_scorer = positions_of(scorer.q, scorer.call.positions).at_tokens(tokens)
+    q, k = q.detach(), k.detach()
+    if call.score_mod is not None:  # which an operator cannot take; autograd differentiates it
+        with torch.autocast(q.device.type, enabled=False):
+            with torch.no_grad():
+                log_true = log_shares(_at_tokens(q, tokens), k, positions, call)
+            log_probs = log_probabilities(_at_tokens(scorer.q, tokens), scorer.k, of_scorer, scorer.call)
+            compared, _ = _compare(log_true, log_probs, positions, of_scorer, call.config, scorer.call.config)
+            weights = _weights(compared.mass, by_mass)
+            return (compared.kl * weights).sum(), weights.sum()
+    sizes = call.config.to_ints(), scorer.call.config.to_ints()
+    numbers = positions.aligned, *sizes, call.scale, scorer.call.scale, by_mass
+    where = *positions.tensors, *of_scorer.tensors
+    total, weight, _, _ = _selection_loss(q, k, scorer.q, scorer.k, tokens, *where, *numbers)
+    return total, weight
 
 
-def _divergence_over(kept: Tensor, log_true: Tensor, log_score: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``KL(true || score)`` over the blocks that are ``kept``, and their true mass, each ``(B, Hkv, m)``."""
+@opaque_operator("selection_loss")
+def _selection_loss(
+    q: Tensor,
+    k: Tensor,
+    q_index: Tensor,
+    k_index: Tensor,
+    tokens: Tensor,
+    token: Tensor,
+    start: Tensor,
+    cmp_start: Tensor,
+    index_token: Tensor,
+    index_start: Tensor,
+    index_cmp_start: Tensor,
+    aligned: bool,
+    sizes: Sequence[int],
+    index_sizes: Sequence[int],
+    scale: float,
+    index_scale: float,
+    by_mass: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sum the divergences at a few queries, and differentiate the sum, in chunks of queries.
+
+    Returns:
+        The sum and its weight, and the gradients of the sum in ``q_index`` at the tokens, ``(B, Hkv * H, m, D)``, and
+        in ``k_index``. So backward is a product with a number, and keeps neither scores nor queries.
+    """
+    q, q_index = _at_tokens(q, tokens), _at_tokens(q_index, tokens)
+    call, index_config = Call(NSAConfig.from_ints(sizes), scale), NSAConfig.from_ints(index_sizes)
+    index_call = Call(index_config, index_scale)
+    wide = torch.promote_types(q_index.dtype, torch.float32)
+    total, weight = (torch.zeros((), dtype=wide, device=q.device) for _ in range(2))
+    dq, dk = torch.empty_like(q_index, dtype=wide), torch.zeros_like(k_index, dtype=wide)
+    chunk = queries_at_once(q, k)
+    for at in range(0, q.shape[2], chunk):
+        part = slice(at, at + chunk)
+        positions = Positions(token, start, cmp_start, consecutive=False, aligned=aligned).at(part)
+        of_scorer = Positions(index_token, index_start, index_cmp_start, consecutive=False, aligned=aligned).at(part)
+        own = q_index[:, :, part].to(wide)
+        log_true = log_shares_at_once(q[:, :, part], k, positions, call)
+        log_probs = log_probabilities(own, k_index, of_scorer, index_call)
+        compared, log_score = _compare(log_true, log_probs, positions, of_scorer, call.config, index_config)
+        weights = _weights(compared.mass, by_mass)
+        total, weight = total + (compared.kl * weights).sum(), weight + weights.sum()
+        slope = (compared.score - compared.true) * weights[..., None]  # in the log of the score of each block
+        d_scores = index_scale * differentiate(log_probs, log_score, slope, of_scorer, index_config)
+        d_scores = d_scores.flatten(2, 3)  # (B, Hkv, H * m, N)
+        d_own = torch.unflatten(d_scores @ k_index.to(wide), 2, (-1, own.shape[2]))
+        dq[:, :, part] = d_own.flatten(1, 2)
+        dk += d_scores.mT @ torch.unflatten(own, 1, (k.shape[1], -1)).flatten(2, 3)
+    return total, weight, dq, dk
+
+
+@_selection_loss.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,  # noqa: ARG001
+    q_index: Tensor,
+    k_index: Tensor,
+    tokens: Tensor,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(q_index.dtype, torch.float32)
+    total, weight = (q.new_empty((), dtype=wide) for _ in range(2))
+    dq = q_index.new_empty(*q_index.shape[:2], tokens.shape[1], q_index.shape[3], dtype=wide)
+    return total, weight, dq, torch.empty_like(k_index, dtype=wide)
+
+
+class _Context(Protocol):
+    """What backward is given of an operator's call."""
+
+    saved_tensors: tuple[Tensor, Tensor, Tensor]
+    sizes: torch.Size
+    dtype: torch.dtype
+    others: int
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, *tuple[object, ...]]
+
+
+def _save_gradients(ctx: _Context, inputs: _Inputs, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    _, _, q_index, _, tokens, *others = inputs
+    _, weight, dq, dk = output
+    ctx.mark_non_differentiable(weight, dq, dk)
+    ctx.save_for_backward(dq, dk, tokens)
+    ctx.sizes, ctx.dtype, ctx.others = q_index.shape, q_index.dtype, 1 + len(others)
+
+
+def _scale_gradients(ctx: _Context, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    dq, dk, tokens = ctx.saved_tensors
+    dq, dk = ((grad * x).to(ctx.dtype) for x in (dq, dk))
+    dq = dq.new_zeros(ctx.sizes).scatter(2, _index_of(tokens, dq), dq)
+    return None, None, dq, dk, *(None,) * ctx.others
+
+
+_selection_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
+
+
+class _Compared(NamedTuple):
+    """Two distributions over blocks, ``(B, Hkv, m, M)``, and of each query ``(B, Hkv, m)`` their divergence and mass.
+
+    ``mass`` is the true share of all blocks that are compared; where it is 0, the divergence is 0, and both are 0.
+    """
+
+    kl: Tensor
+    mass: Tensor
+    true: Tensor
+    score: Tensor
+
+
+def _compare(
+    log_true: Tensor,
+    log_probs: Tensor,
+    positions: Positions,
+    of_scorer: Positions,
+    config: NSAConfig,
+    index_config: NSAConfig,
+) -> tuple[_Compared, Tensor]:
+    """Compare the true shares of blocks with the scores that ``log_probs (B, Hkv, H, m, N)`` give them.
+
+    Returns:
+        The comparison, and the log of the scores ``(B, Hkv, m, M)``, finite and undefined for blocks without a key.
+    """
+    log_sums, scored = log_scores(log_probs, of_scorer, log_true.shape[-1], index_config)
+    kept = scored & free_blocks(positions, log_true.shape[-1], config)
     log_true = log_true.masked_fill(~kept, -torch.inf)
     log_mass = log_true.logsumexp(-1)
     some = log_mass > -torch.inf
     log_true = log_true - log_mass.masked_fill(~some, 0)[..., None]
-    log_score = log_score.masked_fill(~kept, -torch.inf).masked_fill(~some[..., None], 0).log_softmax(-1)
-    true = log_true.exp()
+    log_score = log_sums.masked_fill(~kept, -torch.inf).masked_fill(~some[..., None], 0).log_softmax(-1)
+    true, score = log_true.exp(), log_score.exp().masked_fill(~kept, 0)
     terms = torch.where(true > 0, true * (log_true - log_score), 0)
-    return terms.sum(-1), log_mass.exp()
+    return _Compared(terms.sum(-1), log_mass.exp(), true, score), log_sums
+
+
+def _weights(mass: Tensor, by_mass: bool) -> Tensor:
+    """Weigh queries by the true mass of their blocks, or all alike that have any."""
+    return mass if by_mass else (mass > 0).to(mass.dtype)
 
 
 def _at_tokens(x: Tensor, tokens: Tensor) -> Tensor:
     """Take the queries at ``tokens (B, m)`` of ``x (B, H, T, D)``."""
-    return x.gather(2, tokens[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    return x.gather(2, _index_of(tokens, x))
 
 
-def _log_scores(q: Tensor, scorer: Scorer, tokens: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Return the log of the scores of blocks (Eq. 8 to 10) and which blocks have a visible key, ``(B, Hkv, m, M)``.
-
-    The scores of other blocks are finite and undefined.
-    """
-    call, num_keys = scorer.call, scorer.k.shape[2]
-    positions = positions_of(scorer.q, call.positions).at_tokens(tokens)
-    scores = grouped_products(q, scorer.k, call.scale)  # (B, Hkv, H, m, N)
-    key = torch.arange(num_keys, dtype=torch.int32, device=q.device)
-    visible = compressed_intervals(positions, call.config)
-    hidden = ((key < visible.lo[..., None]) | (key >= visible.hi[..., None]))[:, None, None]
-    if call.score_mod is not None:
-        kv_idx = compressed_positions(key.view(1, 1, 1, -1), positions, call.config)
-        modified = apply_score_mod(call.score_mod, scores.flatten(1, 2), query_positions(positions), kv_idx)
-        scores = torch.unflatten(modified, 1, scores.shape[1:3])
-        hidden = hidden | (scores == -torch.inf)
-    hidden = hidden.expand_as(scores)
-    # A row without a key gets any finite normaliser: the gradient of a log-sum-exp of nothing is NaN.
-    empty = hidden.all(-1, keepdim=True)
-    lse = scores.masked_fill(hidden, -torch.inf).masked_fill(empty, 0).logsumexp(-1, keepdim=True)
-    probs = (scores - lse).masked_fill(hidden, -torch.inf)
-
-    first, weights = overlap_band(call.config)
-    step = call.config.select_block_size // call.config.compress_stride
-    own = torch.arange(first, first + (blocks - 1) * step + len(weights), device=q.device)
-    columns = own + positions.cmp_start[..., None]
-    columns = columns.where((own >= 0) & (columns < num_keys), num_keys)
-    probs = at_columns(probs, columns)
-    terms = [probs[..., o : o + (blocks - 1) * step + 1 : step] + log(weight) for o, weight in enumerate(weights)]
-    of_block = torch.stack(terms, -1).movedim(2, -1).flatten(-2)  # (B, Hkv, m, M, keys of a block)
-    scored = (of_block > -torch.inf).any(-1)
-    return of_block.masked_fill(~scored[..., None], 0).logsumexp(-1), scored
+def _index_of(tokens: Tensor, x: Tensor) -> Tensor:
+    return tokens[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
 
 
 @torch.no_grad()

@@ -146,9 +146,7 @@ def selection_loss(
     implementation, call = prepare(q, config, scale, where, score_mod, mask_mod, impl)
     scorer = scorer_of(q, q_index, k_cmp, call, index_scale, document_ids)
     tokens = sampled_tokens(length, num_queries, seed, step, sequence_ids)
-    kl, mass = implementation.divergence(q, k, scorer, tokens, call)
-    weight = mass if query_weights == "mass" else (mass > 0).to(mass.dtype)
-    total, weight = (kl * weight).sum(), weight.sum()
+    total, weight = implementation.divergence(q, k, scorer, tokens, call, query_weights)
     if reduction == "sum":
         return total, weight
     return total / weight.where(weight > 0, 1)

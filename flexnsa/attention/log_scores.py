@@ -1,0 +1,79 @@
+"""Scores of blocks in log space (Eq. 8 to 10), and their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import log
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexnsa.attention.seam import Call
+from flexnsa.attention.shares import at_columns, grouped_products
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import overlap_band
+from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.user_mods import apply_score_mod, compressed_positions, query_positions
+from flexnsa.positions import Positions
+
+
+def log_probabilities(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:
+    """Return the log of the scorer's softmax over its visible keys (Eq. 8), ``(B, Hkv, H, m, N)``."""
+    scores = grouped_products(q, k, call.scale)
+    key = torch.arange(k.shape[2], dtype=torch.int32, device=q.device)
+    visible = compressed_intervals(positions, call.config)
+    hidden = ((key < visible.lo[..., None]) | (key >= visible.hi[..., None]))[:, None, None]
+    if call.score_mod is not None:
+        kv_idx = compressed_positions(key.view(1, 1, 1, -1), positions, call.config)
+        modified = apply_score_mod(call.score_mod, scores.flatten(1, 2), query_positions(positions), kv_idx)
+        scores = torch.unflatten(modified, 1, scores.shape[1:3])
+        hidden = hidden | (scores == -torch.inf)
+    hidden = hidden.expand_as(scores)
+    # A row without a key gets any finite normaliser: the gradient of a log-sum-exp of nothing is NaN.
+    empty = hidden.all(-1, keepdim=True)
+    lse = scores.masked_fill(hidden, -torch.inf).masked_fill(empty, 0).logsumexp(-1, keepdim=True)
+    return (scores - lse).masked_fill(hidden, -torch.inf)
+
+
+def _columns_of_blocks(num_keys: int, positions: Positions, blocks: int, config: NSAConfig) -> Tensor:
+    """Return the scorer's keys that overlap blocks, in their order, ``(B, m, C)``; ``num_keys`` for what is none."""
+    first, weights = overlap_band(config)
+    step = config.select_block_size // config.compress_stride
+    own = torch.arange(first, first + (blocks - 1) * step + len(weights), device=positions.token.device)
+    columns = own + positions.cmp_start[..., None]
+    return columns.where((own >= 0) & (columns < num_keys), num_keys)
+
+
+def _slices_of_blocks(blocks: int, config: NSAConfig) -> Iterator[tuple[slice, float]]:
+    """Yield which columns are the blocks' keys at each offset of their band, and the log of its weight (Eq. 9)."""
+    step = config.select_block_size // config.compress_stride
+    for offset, weight in enumerate(overlap_band(config)[1]):
+        yield slice(offset, offset + (blocks - 1) * step + 1, step), log(weight)
+
+
+def log_scores(log_probs: Tensor, positions: Positions, blocks: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Return the log of the scores of blocks (Eq. 9 and 10) and which blocks have a visible key, ``(B, Hkv, m, M)``.
+
+    The scores of other blocks are finite and undefined.
+    """
+    probs = at_columns(log_probs, _columns_of_blocks(log_probs.shape[-1], positions, blocks, config))
+    terms = [probs[..., columns] + weight for columns, weight in _slices_of_blocks(blocks, config)]
+    of_block = torch.stack(terms, -1).movedim(2, -1).flatten(-2)  # (B, Hkv, m, M, keys of a block)
+    scored = (of_block > -torch.inf).any(-1)
+    return of_block.masked_fill(~scored[..., None], 0).logsumexp(-1), scored
+
+
+def differentiate(
+    log_probs: Tensor, log_score: Tensor, slope: Tensor, positions: Positions, config: NSAConfig
+) -> Tensor:
+    """Return the derivatives in the scaled products ``(B, Hkv, H, m, N)``, given those in the log of the scores."""
+    columns = _columns_of_blocks(log_probs.shape[-1], positions, log_score.shape[-1], config)
+    probs = at_columns(log_probs, columns)
+    in_columns = torch.zeros_like(probs)
+    for where, weight in _slices_of_blocks(log_score.shape[-1], config):
+        share = (probs[..., where] + weight - log_score[:, :, None]).exp()  # of a key in the score of its block
+        in_columns[..., where] += share * slope[:, :, None]
+    index = columns.to(torch.int64)[:, None, None].expand_as(in_columns)
+    of_keys = F.pad(torch.zeros_like(log_probs), (0, 1)).scatter_add_(-1, index, in_columns)[..., :-1]
+    return of_keys - log_probs.exp() * of_keys.sum(-1, keepdim=True)
