@@ -17,6 +17,7 @@ from flexnsa.functional import (
 )
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.compression import LinearCompressor, MeanCompressor, MLPCompressor
+from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.mods import MaskMod, ScoreMod
 from flexnsa.packing import (
     cu_seqlens_from_document_ids,
@@ -39,6 +40,7 @@ __all__ = [
     "NSAConfig",
     "NativeSparseAttention",
     "ScoreMod",
+    "SelectionLoss",
     "block_importance",
     "block_shares",
     "check_block_indices",

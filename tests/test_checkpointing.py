@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexnsa import NativeSparseAttention
 from flexnsa.checkpointing import SELECTION_OPERATORS, keep_selection
+from flexnsa.mods import soft_cap
 from tests.support.inputs import SMALL
 
 
@@ -43,13 +44,14 @@ def test_checkpointed_gradients_are_those_of_the_plain_layer(compiled: bool) -> 
         torch.testing.assert_close(kept, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_selection_runs_once_where_plain_checkpointing_runs_it_twice() -> None:
+@pytest.mark.parametrize("mods", [{}, {"score_mod": soft_cap(2.0)}], ids=["no mod", "mod"])
+def test_selection_runs_once_where_plain_checkpointing_runs_it_twice(mods: dict[str, Any]) -> None:
     torch.manual_seed(0)
     layer, x = NativeSparseAttention(32, 6, 2, 8, config=SMALL), torch.randn(2, 70, 32)
     calls = []
     options: tuple[dict[str, Any], ...] = ({"context_fn": keep_selection}, {"determinism_check": "default"})
     for option in options:
         with CountOperators() as counted:
-            gradients(layer, x, **option)
+            gradients(layer, x, **option, **mods)
         calls.append(sum(counted.calls[name] for name in SELECTION_OPERATORS))
     assert calls == [1, 2]

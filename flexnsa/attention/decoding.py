@@ -19,10 +19,10 @@ StepArguments = tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None, Sequence[
 """A step as an operator takes it: lengths, reached, buffers, new_lengths, all other tensors, sizes, and factors."""
 
 
-def buffer_names(branches: Sequence[str]) -> list[str]:
-    """List the buffers that a layer needs; selection needs compressed keys even without the compressed branch."""
-    names: list[str] = []
-    if "cmp" in branches or "slc" in branches:
+def buffer_names(branches: Sequence[str], indexed: bool = False) -> list[str]:
+    """List the buffers that a layer needs; selection needs index keys, or compressed ones even without their branch."""
+    names = ["k_index", "k_index_tail"] if indexed else []
+    if "cmp" in branches or ("slc" in branches and not indexed):
         names += ["k_cmp", "k_tail"]
     if "cmp" in branches:
         names += ["v_cmp", "v_tail"]

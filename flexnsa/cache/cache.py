@@ -1,10 +1,10 @@
 """The decoding cache of a layer: with it, a new token reads ``S/d + n*l' + w`` keys instead of ``S``.
 
-Selected keys are kept for all tokens, compressed ones for all blocks, the window's for the last few tokens, and so is
-the *tail*: the raw keys and values from which the next compressed token will be made. After construction the cache
-allocates only to grow. Token ``p`` is in slot ``p`` of a full buffer, and in slot ``p % size`` of a ring buffer, which
-keeps the last tokens only. One slot more, at the end of each buffer, takes padding. Sequences of the batch may have
-different lengths.
+Selected keys are kept for all tokens, compressed ones and index keys for all blocks, the window's for the last few
+tokens, and so is the *tail*: the raw keys and values from which the next compressed token or index key will be made.
+After construction the cache allocates only to grow. Token ``p`` is in slot ``p`` of a full buffer, and in slot
+``p % size`` of a ring buffer, which keeps the last tokens only. One slot more, at the end of each buffer, takes
+padding. Sequences of the batch may have different lengths.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from flexnsa.attention.decoding import buffer_names
 from flexnsa.cache.rows import RowCache, fix_addresses
 from flexnsa.cache.step_cache import StepCache
-from flexnsa.cache.steps import BufferSizes, ReadCounter, Step, kind_of
-from flexnsa.checks.calls import check_branches, check_no_indexer
+from flexnsa.cache.steps import TAILS, BufferSizes, ReadCounter, Step, kind_of
+from flexnsa.checks.calls import check_branches
 from flexnsa.checks.primitives import LARGEST_SIZE, check_int, check_integers, check_positive_int, check_type
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
@@ -69,7 +69,6 @@ class NSACache(StepCache):
         device: torch.device | str | None = None,
     ) -> None:
         check_type("config", config, NSAConfig)
-        check_no_indexer("config", config)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         given = {"batch_size": batch_size, "max_seq_len": max_seq_len, "num_kv_heads": num_kv_heads}
         given |= {"head_dim": head_dim, "v_head_dim": v_head_dim, "max_rewind": max_rewind}
@@ -79,7 +78,8 @@ class NSACache(StepCache):
         self.config = config
         self.branches = check_branches(branches)
         sizes = BufferSizes(max_seq_len=max_seq_len, max_rewind=max_rewind, config=config)
-        dims = {name: head_dim if name[0] == "k" else v_head_dim for name in buffer_names(self.branches)}
+        indexed = config.index_heads is not None
+        dims = {name: head_dim if name[0] == "k" else v_head_dim for name in buffer_names(self.branches, indexed)}
         super().__init__(sizes, batch_size, num_kv_heads, dims, rope_base=rope_base, dtype=dtype, device=device)
         self.reached = torch.zeros_like(self.lengths)
         """The largest length of each sequence since it was empty; :meth:`crop` brings no overwritten token back."""
@@ -130,7 +130,7 @@ class NSACache(StepCache):
 
 
 class StepKeys:
-    """The keys that a step reads, those of the cache and its own; see :class:`flexnsa.layers.core.KeySource`."""
+    """The keys that a step reads, those of the cache and its own; see :class:`flexnsa.layers.layouts.KeySource`."""
 
     def __init__(self, cache: StepCache, step: Step) -> None:
         self.cache, self.step = cache, step
@@ -146,8 +146,9 @@ class StepKeys:
 
     def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:
         """Extend the tail, compress the blocks that are now complete, if any, and return all compressed tokens."""
-        tail = name.replace("cmp", "tail")
-        if self.step.emits:
+        kind = kind_of(name)
+        tail = name.replace(kind, TAILS[kind])
+        if self.step.blocks[kind].emits:
             self.cache.store(name, compress(self.cache.extend(tail, new, self.step)), self.step)
         else:
             self.cache.keep(tail, new, self.step)
@@ -155,7 +156,7 @@ class StepKeys:
 
 
 class PrefillKeys:
-    """The keys of whole sequences, also stored in an empty cache; see :class:`flexnsa.layers.core.KeySource`."""
+    """The keys of whole sequences, also stored in an empty cache; see :class:`flexnsa.layers.layouts.KeySource`."""
 
     def __init__(self, cache: StepCache, step: Step) -> None:
         self.cache, self.step = cache, step
@@ -169,5 +170,5 @@ class PrefillKeys:
 
     def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:
         """Store the tail and the compressed tokens."""
-        self.cache.store(name.replace("cmp", "tail"), new, self.step)
+        self.cache.store(name.replace(kind_of(name), TAILS[kind_of(name)]), new, self.step)
         return self.of_tokens(name, compress(new))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flexnsa.cache.rows import RowCache
-from flexnsa.cache.steps import BufferSizes, Step, count_compressed
+from flexnsa.cache.steps import BufferSizes, NewBlocks, Step, count_compressed
 from flexnsa.checks.primitives import describe
 from flexnsa.positions import Positions
 
@@ -65,35 +66,42 @@ def unpack(positions: Positions, rows: Tensor) -> Documents:
 
 
 def locate_documents(
-    documents: Documents, positions: Positions, first_tokens: Tensor, sizes: BufferSizes, *, longest: int | None
+    documents: Documents,
+    positions: Positions,
+    block_starts: Mapping[str, Tensor],
+    sizes: BufferSizes,
+    *,
+    longest: int | None,
 ) -> Step:
     """Locate the tokens of documents, and their compressed tokens, as those of sequences.
 
     Args:
         documents: see :func:`unpack`.
         positions: of the tokens in the packed sequence.
-        first_tokens: int ``(1, N)``, the first tokens of the blocks that are compressed, padded on the right.
+        block_starts: by kind, int ``(1, N)``, the first tokens of the blocks that are compressed, padded on the right.
         sizes: of the buffers of the cache.
         longest: see :class:`flexnsa.cache.steps.Step`.
     """
     row, token, length = documents.row, documents.token, documents.lengths[documents.row]
     is_kept = token < length
-    first = first_tokens.to(torch.int64)
-    block = token.gather(1, first) // sizes.config.compress_stride
-    is_complete = (
-        torch.arange(first.shape[1], device=first.device) < count_compressed(documents.lengths, sizes.config).sum()
-    )
+    rows = {"slc": row, **dict.fromkeys(sizes.lookback, row)}
+    blocks: dict[str, NewBlocks] = {}
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for kind, first_tokens in block_starts.items():
+        config, first = sizes.compressed[kind], first_tokens.to(torch.int64)
+        start, rows[kind] = token.gather(1, first), row.gather(1, first)
+        count = count_compressed(documents.lengths, config).sum()
+        found[kind] = start // config.compress_stride, torch.arange(first.shape[1], device=first.device) < count
+        blocks[kind] = NewBlocks(start, first_tokens, emits=True)
     return Step(
         before=torch.zeros_like(documents.lengths)[:, None],
         after=documents.lengths[:, None],
         positions=positions,
         window_positions=positions,
         window_in_place=False,
-        block=block,
-        first_tokens=first_tokens,
-        slots=sizes.slots(token, is_kept, length, block, is_complete),
-        rows={"slc": row, "cmp": row.gather(1, first), **dict.fromkeys(sizes.lookback, row)},
+        blocks=blocks,
+        slots=sizes.slots(token, is_kept, length, found),
+        rows=rows,
         lost=~is_kept,
-        emits=True,
         longest=longest,
     )

@@ -68,7 +68,7 @@ class StepCache(RowCache):
         return locate(before, end, self._zero, num_tokens, self.sizes, ordered=ordered, longest=longest)
 
     def begin_rows(
-        self, num_tokens: int, lengths: Tensor | None, positions: Positions | None, first_tokens: Tensor | None
+        self, num_tokens: int, lengths: Tensor | None, positions: Positions | None, block_starts: Mapping[str, Tensor]
     ) -> Step:
         """Locate the first tokens of all sequences, as :meth:`begin`, or those of documents packed in one sequence.
 
@@ -76,18 +76,19 @@ class StepCache(RowCache):
             num_tokens: ``T``.
             lengths: int ``(B,)``, by default ``T``.
             positions: of the tokens ``(1, T)`` in documents, of which document ``b`` becomes sequence ``b``; or None.
-            first_tokens: int ``(1, N)``, the first tokens of their blocks; see :mod:`flexnsa.masks.document`.
+            block_starts: by kind of buffer, int ``(1, N)``, the first tokens of their blocks; see
+                :mod:`flexnsa.masks.document`.
 
         Raises:
             ValueError: as :meth:`begin`; or there is another number of documents, or one is too long, which CUDA
                 reports by an assertion of the device.
         """
         self.demand_empty()
-        if positions is None or first_tokens is None:
+        if positions is None:
             return self.begin(num_tokens, lengths)
         documents = unpack(positions, self.rows)
         longest = self.room.longest_document(documents.lengths, documents.count, num_tokens)
-        return locate_documents(documents, positions, first_tokens, self.sizes, longest=longest)
+        return locate_documents(documents, positions, block_starts, self.sizes, longest=longest)
 
     def store(self, name: str, rows: Tensor, step: Step) -> None:
         """Write the step's keys or values ``rows (B, Hkv, T or up to E, D)`` to their slots."""

@@ -6,18 +6,23 @@ only. One slot more, at the end of each buffer, takes padding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Call, Keys, given
+from flexnsa.attention.seam import Call, Keys, Scorer, given
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.window import window_intervals
 from flexnsa.positions import Positions
+
+TAILS = {"cmp": "tail", "index": "index_tail"}
+"""The kind of buffer that holds the raw keys or values of unfinished blocks, by that of their compressed tokens."""
 
 
 def kind_of(name: str) -> str:
@@ -40,20 +45,27 @@ class BufferSizes:
     config: NSAConfig
 
     @property
+    def compressed(self) -> dict[str, NSAConfig]:
+        """The configs of compressed tokens, by the buffer that holds them: index keys too, if there are any."""
+        index = {} if self.config.index_heads is None else {"index": self.config.scoring}
+        return {"cmp": self.config, **index}
+
+    @property
     def lookback(self) -> dict[str, int]:
         """Tokens before a step that it reads, by the ring buffer that holds them."""
-        return {"tail": self.config.compress_block_size - 1, "win": self.config.window_size - 1}
+        tails = {TAILS[kind]: config.compress_block_size - 1 for kind, config in self.compressed.items()}
+        return {**tails, "win": self.config.window_size - 1}
 
     def size(self, kind: str) -> int:
         """Count the slots of a kind of buffer without the spare one."""
         if kind == "slc":
             return self.max_seq_len
-        if kind == "cmp":
-            return num_compressed(self.max_seq_len, self.config)
+        if kind in self.compressed:
+            return num_compressed(self.max_seq_len, self.compressed[kind])
         return self.lookback[kind] + self.max_rewind
 
     def slots(
-        self, token: Tensor, is_kept: Tensor, after: Tensor, block: Tensor, is_complete: Tensor
+        self, token: Tensor, is_kept: Tensor, after: Tensor, blocks: Mapping[str, tuple[Tensor, Tensor]]
     ) -> dict[str, Tensor]:
         """Return the slots of new keys and values, int64, by kind of buffer; of those not kept, the spare slot.
 
@@ -61,18 +73,31 @@ class BufferSizes:
             token: int ``(B, T)``, positions of the new tokens in their sequences.
             is_kept: bool ``(B, T)``, False for padding and tokens without capacity.
             after: int ``(B, 1 or T)``, the lengths of these sequences after the step.
-            block: int ``(B, E)``, the compressed tokens that the new tokens may complete.
-            is_complete: bool ``(B, E)`` or ``(E,)``, whether they do.
+            blocks: by kind, int ``(B, E)``, the compressed tokens that the new tokens may complete, and bool ``(B, E)``
+                or ``(E,)``, whether they do.
         """
-        slots = {
-            "slc": torch.where(is_kept, token, self.size("slc")).long(),
-            "cmp": torch.where(is_complete, block, self.size("cmp")).long(),
-        }
+        slots = {"slc": torch.where(is_kept, token, self.size("slc")).long()}
+        for kind, (block, is_complete) in blocks.items():
+            slots[kind] = torch.where(is_complete, block, self.size(kind)).long()
         for kind in self.lookback:
             size = self.size(kind)
             is_last = is_kept if token.shape[1] <= size else is_kept & (token >= after - size)
             slots[kind] = torch.where(is_last, token % size, size).long()
         return slots
+
+
+class NewBlocks(NamedTuple):
+    """The compressed tokens of one kind that ``T`` new tokens may complete, ``E = ceil(T / d)``.
+
+    Args:
+        token: int ``(B, E)``, the positions of their blocks' first tokens in the sequence.
+        first_tokens: int32 ``(B, E)``, the same, counted from the start of the tail.
+        emits: whether a block may have to be compressed; False only where the host knows that without waiting.
+    """
+
+    token: Tensor
+    first_tokens: Tensor
+    emits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +110,11 @@ class Step:
         positions: of the queries among all tokens of their sequence.
         window_positions: of the queries among the window's keys.
         window_in_place: whether these are the ring buffer itself with the new token in it, instead of an ordered copy.
-        block: int32 ``(B, E)``, the compressed tokens that ``T`` tokens can complete, ``E = ceil(T / d)``.
-        first_tokens: int32 ``(B, E)``, the first tokens of their blocks, counted from the start of the tail.
+        blocks: by kind of buffer, the compressed tokens that the tokens may complete.
         slots: by kind of buffer, int64 ``(B, T)`` or ``(B, E)``, the slots of the new keys and values.
         rows: by kind of buffer, int64 ``(1, T)`` or ``(1, E)``, the sequences of those slots where documents are
             unpacked; elsewhere row ``b`` belongs to sequence ``b``.
         lost: bool ``(B, T)``, tokens without capacity.
-        emits: whether a block may have to be compressed; False only where the host knows that without waiting.
         longest: no sequence is longer after the step; None where the host does not know.
         recent: by name, keys and values that go into a ring buffer when the step ends, which reads the old ones.
     """
@@ -101,11 +124,9 @@ class Step:
     positions: Positions
     window_positions: Positions
     window_in_place: bool
-    block: Tensor
-    first_tokens: Tensor
+    blocks: dict[str, NewBlocks]
     slots: dict[str, Tensor]
     lost: Tensor
-    emits: bool
     longest: int | None
     rows: dict[str, Tensor] = field(default_factory=dict)
     recent: dict[str, Tensor] = field(default_factory=dict)
@@ -132,15 +153,21 @@ def locate(
         ordered: whether a mod reads the positions of the window's keys.
         longest: see :class:`Step`.
     """
-    config, lookback = sizes.config, sizes.lookback
-    stride = config.compress_stride
+    lookback = sizes.lookback
     after = end.clamp_max(sizes.max_seq_len)
     position = before + torch.arange(num_tokens, dtype=torch.int32, device=before.device)
     new = position < after
-    block = count_compressed(before, config)
-    if num_tokens > stride:
-        block = block + torch.arange(-(-num_tokens // stride), dtype=torch.int32, device=before.device)
-    complete = block < count_compressed(after, config)
+    may_look = before.device.type == "cpu" and not torch.compiler.is_compiling()  # elsewhere it would wait
+    blocks: dict[str, NewBlocks] = {}
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for kind, config in sizes.compressed.items():
+        stride, block = config.compress_stride, count_compressed(before, config)
+        if num_tokens > stride:
+            block = block + torch.arange(-(-num_tokens // stride), dtype=torch.int32, device=before.device)
+        complete = block < count_compressed(after, config)
+        first = (block * stride - before + lookback[TAILS[kind]]).clamp_max(num_tokens - 1)
+        blocks[kind] = NewBlocks(block * stride, first, not may_look or bool(complete.any()))
+        found[kind] = block, complete
 
     # Padding has the position of the last token, so that positions neither decrease nor exceed the buffers.
     token = torch.minimum(position, after - 1)
@@ -159,11 +186,9 @@ def locate(
         positions=Positions(token, zero, zero),
         window_positions=window_positions,
         window_in_place=in_place,
-        block=block,
-        first_tokens=(block * stride - before + lookback["tail"]).clamp_max(num_tokens - 1),
-        slots=sizes.slots(position, new, after, block, complete),
+        blocks=blocks,
+        slots=sizes.slots(position, new, after, found),
         lost=(position >= after) & (position < end),
-        emits=torch.compiler.is_compiling() or before.device.type != "cpu" or bool(complete.any()),
         longest=longest,
     )
 
@@ -187,15 +212,15 @@ class ReadCounter:
 
     Args:
         keys: by branch, the keys that queries read, each counted once for every query and kv head. Compressed keys
-            that are scored for the selection count as ``cmp``.
+            that are scored for the selection count as ``cmp``, index keys as ``index``.
         bytes: by branch, of those keys and of their values, if these are read too.
     """
 
     keys: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BRANCHES, 0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BRANCHES, 0))
 
-    def record(self, keys: Keys, call: Call, block_indices: Tensor | None) -> None:
-        """Add one call: its keys and values, the positions of its queries and the blocks that they selected."""
+    def record(self, keys: Keys, call: Call, block_indices: Tensor | None, scorer: Scorer | None = None) -> None:
+        """Add one call: its keys and values, its queries' positions, the blocks that they selected and the indexer."""
         counts = {}
         if keys.k_cmp is not None:
             positions = given(call.positions)
@@ -209,9 +234,14 @@ class ReadCounter:
             past = (own + 1 - block_indices * size).clamp(0, size)
             counts["slc"] = int(torch.where(block_indices >= 0, past, 0).sum())
         for tag, count in counts.items():
-            read = [x for name in (f"k_{tag}", f"v_{tag}") if (x := getattr(keys, name)) is not None]
-            self.keys[tag] += count
-            self.bytes[tag] += count * sum(x.shape[3] * x.itemsize for x in read)
+            self._add(tag, count, *(x for name in (f"k_{tag}", f"v_{tag}") if (x := getattr(keys, name)) is not None))
+        if scorer is not None:
+            visible = compressed_intervals(given(call.positions), scorer.call.config)
+            self._add("index", _width(visible) * scorer.k.shape[1], scorer.k)
+
+    def _add(self, tag: str, count: int, *read: Tensor) -> None:
+        self.keys[tag] = self.keys.get(tag, 0) + count
+        self.bytes[tag] = self.bytes.get(tag, 0) + count * sum(x.shape[3] * x.itemsize for x in read)
 
 
 def _width(intervals: Intervals) -> int:

@@ -76,7 +76,7 @@ def check_keys(q: Tensor, k: Any, v: Any, names: tuple[str, str], length: int, s
 def check_no_indexer(name: str, config: NSAConfig) -> None:
     """Check that a config has no indexer, for what cannot score blocks by one."""
     if config.index_heads is not None:
-        raise ValueError(f"{name}: expected index_heads=None, because a layer has no indexer, got {config.index_heads}")
+        raise ValueError(f"{name}: expected index_heads=None, as no indexer can score here, got {config.index_heads}")
 
 
 def check_group(name: str, q: Tensor, k: Tensor) -> None:

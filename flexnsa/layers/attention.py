@@ -10,28 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.attention.decoding import StepInputs
+from flexnsa.attention.seam import given
 from flexnsa.attention.table import choose_implementation
 from flexnsa.cache.cache import NSACache
 from flexnsa.cache.steps import Step
-from flexnsa.checks.calls import check_branches, check_document_ids, check_no_indexer, check_recompute
+from flexnsa.checks.calls import check_branches, check_document_ids, check_recompute
 from flexnsa.checks.primitives import check_layer_input, check_lengths, check_type
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
 from flexnsa.layers.config import LayerConfig
-from flexnsa.layers.core import (
-    Compressors,
-    Heads,
-    KeySource,
-    LayoutSizes,
-    RowLayout,
-    check_layout,
-    row_layout,
-    step_layout,
-)
+from flexnsa.layers.core import Compressors, Heads, Read
 from flexnsa.layers.decoding import step_inputs, takes_step
-from flexnsa.layers.forward import Read, WholeStep, attend_branches, check_call, run_layer
+from flexnsa.layers.forward import WholeStep, attend_branches, check_call, run_layer
 from flexnsa.layers.gating import Gate, in_columns
+from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection, untaught
+from flexnsa.layers.layouts import KeySource, LayoutSizes, RowLayout, check_layout, row_layout, step_layout
 from flexnsa.layers.projection import computed_dtype, project_named, split_heads, weight_of
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
 
@@ -41,8 +35,8 @@ class NativeSparseAttention(nn.Module):
 
     Each branch has keys and values of its own, unless two share their keys. RoPE rotates q, k_slc and k_win by the
     position of their token; k_cmp is compressed first and rotated by the position of its block's first token. Only the
-    branches asked for have parameters. Without the compressed branch nothing would train its keys, so blocks are then
-    scored by the mean of the selected branch's own keys.
+    branches asked for have parameters. An indexer scores the blocks if ``config`` has one, else the compressed branch.
+    Without either, blocks are scored by the mean of the selected branch's own keys.
 
     The arguments are the fields of :class:`flexnsa.layers.config.LayerConfig`, which explains each; ``config`` is its
     ``nsa``, the sizes of the branches.
@@ -71,10 +65,10 @@ class NativeSparseAttention(nn.Module):
         branches: Sequence[str] = BRANCHES,
         impl: str = "auto",
         recompute: Sequence[str] = (),
+        index_rank: int | None = None,
     ) -> None:
         super().__init__()
         check_type("config", config, NSAConfig)
-        check_no_indexer("config", config)
         branches = check_branches(branches)
         self._built_from = LayerConfig(
             dim=dim,
@@ -91,6 +85,7 @@ class NativeSparseAttention(nn.Module):
             branches=branches,
             impl=impl,
             recompute=check_recompute(recompute, branches),
+            index_rank=index_rank,
         )
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self.dim = dim
@@ -117,10 +112,13 @@ class NativeSparseAttention(nn.Module):
             if begin_as_mean:
                 self.phi_k.begin_as_mean()
                 self.phi_v.begin_as_mean()
-        elif "slc" in self.branches:
+        elif "slc" in self.branches and config.index_heads is None:
             self.phi_k = MeanCompressor(num_kv_heads, head_dim, config=config)
         self.gate = Gate(dim, num_heads, len(self.branches), kind=gate)
         self.w_o = nn.Linear(num_heads * v_head_dim, dim, bias=False)
+        self.indexer: Indexer | None = None
+        if config.index_heads is not None:  # last: what is drawn before does not depend on it
+            self.indexer = Indexer(dim, num_kv_heads, head_dim, config=config, compression=compression, rank=index_rank)
 
     @classmethod
     def of(cls, config: LayerConfig) -> Self:
@@ -155,6 +153,7 @@ class NativeSparseAttention(nn.Module):
         cache: NSACache | None = None,
         lengths: Tensor | None = None,
         layout: RowLayout | None = None,
+        selection: SelectionLoss | None = None,
     ) -> Tensor:
         """Attend within each sequence of ``x (B, S, dim)``, or within each document of packed sequences.
 
@@ -169,6 +168,7 @@ class NativeSparseAttention(nn.Module):
             lengths: int ``(B,)``, with a cache only: the first ``lengths[b]`` tokens of row ``b`` are real, the others
                 padding that the cache forgets and whose output means nothing.
             layout: of :meth:`layout`, in place of ``document_ids``: made once for the layers of a model.
+            selection: gets the loss that teaches an indexer, in training; see :class:`flexnsa.SelectionLoss`.
 
         Raises:
             TypeError: an argument is not of its kind.
@@ -179,8 +179,21 @@ class NativeSparseAttention(nn.Module):
             check_type("layout", layout, RowLayout)
             check_layout(layout, x, document_ids, self.layout_sizes)
         check_call(self, x, NSACache, document_ids=document_ids, layout=layout, cache=cache, lengths=lengths)
-        mods = score_mod, mask_mod
-        out = run_layer(self, x, mods=mods, document_ids=document_ids, layout=layout, cache=cache, lengths=lengths)
+        if selection is not None:
+            check_selection(selection, [self.indexer])
+        teaches = self.indexer is not None and self.training and torch.is_grad_enabled() and cache is None
+        out = run_layer(
+            self,
+            x,
+            mods=(score_mod, mask_mod),
+            document_ids=document_ids,
+            layout=layout,
+            cache=cache,
+            lengths=lengths,
+            taught_by=selection if teaches else None,
+        )
+        if teaches and selection is None:
+            out = untaught(out, given(self.indexer))
         return self.w_o(out)
 
     def new_cache(
@@ -234,7 +247,7 @@ class NativeSparseAttention(nn.Module):
 
     def step_layout(self, x: Tensor, step: Step) -> RowLayout:
         """Lay out tokens that follow a cache."""
-        return step_layout(step, config=self.config, head_dim=self.head_dim, rope_base=self.rope_base, dtype=x.dtype)
+        return step_layout(step, head_dim=self.head_dim, rope_base=self.rope_base, dtype=x.dtype)
 
     def project(self, x: Tensor) -> Heads:
         """Project to the heads of all branches, and their gates."""
@@ -243,7 +256,8 @@ class NativeSparseAttention(nn.Module):
         k, v = (
             {tag: split_heads(projected[f"{kind}_{tag}"], self.num_kv_heads) for tag in self.branches} for kind in "kv"
         )
-        return Heads(q, k, v, in_columns(dict(zip(self.branches, gates, strict=True))))
+        index = None if self.indexer is None else self.indexer(x, q, k["slc"])
+        return Heads(q, k, v, in_columns(dict(zip(self.branches, gates, strict=True))), index)
 
     def attend(
         self, x: Tensor, heads: Heads, layout: RowLayout, source: KeySource, mods: Mods, *, cached: bool
@@ -271,14 +285,15 @@ class NativeSparseAttention(nn.Module):
         implementation = choose_implementation(self.impl, x, modded=modded, cached=True)
         implementation.check(x=x)
         take_step = implementation.step
-        if take_step is None or modded:
+        if take_step is None or modded or self.indexer is not None:
             return None
         if not takes_step(x, cache, self._maps().values(), self.gate, self._compressors()):
             return None
         return lambda lengths: take_step(self.step_inputs(x, cache, lengths))[0]
 
     def _compressors(self) -> Compressors:
-        return Compressors(getattr(self, "phi_k", None), getattr(self, "phi_v", None))
+        index = None if self.indexer is None else self.indexer.phi
+        return Compressors(getattr(self, "phi_k", None), getattr(self, "phi_v", None), index)
 
     def _maps(self) -> dict[str, nn.Linear]:
         """Name the maps of the input; one may have two names."""

@@ -6,9 +6,16 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 from flexnsa.attention.table import IMPLEMENTATIONS
-from flexnsa.checks.calls import check_branches, check_no_indexer, check_option, check_recompute
-from flexnsa.checks.primitives import check_choice, check_heads, check_positive_int, check_positive_number, check_type
-from flexnsa.config import NSAConfig
+from flexnsa.checks.calls import check_branches, check_option, check_recompute
+from flexnsa.checks.primitives import (
+    check_choice,
+    check_heads,
+    check_positive_int,
+    check_positive_number,
+    check_type,
+    describe,
+)
+from flexnsa.config import INDEX_FIELDS, NSAConfig
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS
 from flexnsa.layers.gating import check_gate
@@ -58,6 +65,7 @@ class LayerConfig(BranchOptions):
         rope_base: base of the rotary frequencies; on text of 8k tokens, 1e8 was better than 1e4 (docs/learning.md).
         shared_keys: the compressed branch compresses the selected branch's keys instead of keys of its own.
         begin_as_mean: compressors start as the mean of a block, and learn from there.
+        index_rank: rank of the changes that an indexer (``index_heads``) learns to queries and keys; ``None``: full.
 
     Raises:
         TypeError: a field is not of its kind.
@@ -75,6 +83,7 @@ class LayerConfig(BranchOptions):
     rope_base: float = 10_000.0
     shared_keys: bool = field(default=False, metadata={"needs": ("cmp", "slc")})
     begin_as_mean: bool = field(default=False, metadata={"needs": ("cmp",)})
+    index_rank: int | None = None
 
     def __post_init__(self) -> None:
         BranchOptions.__post_init__(self)  # not by super(), which does not know classes with slots
@@ -82,13 +91,26 @@ class LayerConfig(BranchOptions):
         v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
         check_heads(self.num_heads, self.num_kv_heads, self.head_dim, v_head_dim)
         check_type("nsa", self.nsa, NSAConfig)
-        check_no_indexer("nsa", self.nsa)
+        self._check_indexer()
         check_choice("compression", self.compression, tuple(COMPRESSORS))
         check_gate(self.gate, len(self.branches))
         check_positive_number("rope_base", self.rope_base)
         for option in fields(self):
             if option.type == "bool":  # annotations are strings here
                 check_option(option.name, getattr(self, option.name), option.metadata.get("needs", ()), self.branches)
+
+    def _check_indexer(self) -> None:
+        heads, group = self.nsa.index_heads, self.num_heads // self.num_kv_heads
+        if heads is None:
+            if self.index_rank is not None:
+                raise ValueError(f"index_rank: expected None without index_heads, got {describe(self.index_rank)}")
+            return
+        if "slc" not in self.branches:
+            raise ValueError(f"index_heads: expected None without the branch slc, got {heads}")
+        if group % heads:
+            raise ValueError(f"index_heads: expected a divisor of the {group} query heads of a key head, got {heads}")
+        if self.index_rank is not None:
+            check_positive_int("index_rank", self.index_rank)
 
     def with_branches(self, branches: tuple[str, ...]) -> Self:
         """Return the config with other branches; options that these leave without a meaning are turned off.
@@ -102,4 +124,6 @@ class LayerConfig(BranchOptions):
         }
         recompute = tuple(tag for tag in self.recompute if tag in branches)
         gate = "sigmoid" if len(branches) == 1 else self.gate
+        if "slc" not in branches:
+            kept |= {"nsa": replace(self.nsa, **dict.fromkeys(INDEX_FIELDS)), "index_rank": None}
         return replace(self, branches=branches, recompute=recompute, gate=gate, **kept)

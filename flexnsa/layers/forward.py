@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.seam import Call, Keys
+from flexnsa.attention.seam import Call, given
 from flexnsa.attention.table import choose_implementation, prepare_mods
 from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
 from flexnsa.cache.documents import check_pack
@@ -18,20 +18,13 @@ from flexnsa.cache.steps import Step
 from flexnsa.checks.calls import check_document_ids
 from flexnsa.checks.primitives import describe
 from flexnsa.config import NSAConfig
-from flexnsa.layers.core import Compressors, Heads, KeySource, Layout, RowKeys, RowLayout, attend_heads
+from flexnsa.layers.core import Compressors, Heads, Read, attend_heads
+from flexnsa.layers.indexer import SelectionLoss
+from flexnsa.layers.layouts import KeySource, Layout, RowKeys, RowLayout
 from flexnsa.masks.user_mods import Mods
 
 C = TypeVar("C", bound=StepCache, contravariant=True)
 L = TypeVar("L", bound=Layout)
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Keys, values and blocks that one call of attention read, and the call with the positions of its queries."""
-
-    keys: Keys
-    call: Call
-    block_indices: Tensor | None
 
 
 WholeStep = Callable[[Tensor | None], Tensor]
@@ -80,6 +73,7 @@ def run_layer(
     layout: L | None = None,
     cache: C | None = None,
     lengths: Tensor | None = None,
+    taught_by: SelectionLoss | None = None,
 ) -> Tensor:
     """Attend from tokens that have been checked; a layer only maps what this returns to its output.
 
@@ -94,6 +88,7 @@ def run_layer(
         layout: of the layer, in place of ``document_ids``.
         cache: the cache that stores the tokens, if any.
         lengths: int ``(B,)``, how many tokens of each sequence the cache keeps; by default all.
+        taught_by: the loss that teaches the layer's indexer, without a cache.
 
     Returns:
         The heads' outputs ``(B, T, Hq * Dv)``. They are NaN for tokens for which the cache has no capacity, which only
@@ -101,7 +96,9 @@ def run_layer(
     """
     if cache is None:
         layout = layer.row_layout(x, document_ids) if layout is None else layout
-        out, _ = layer.attend(x, layer.project(x), layout, layout.source or RowKeys(), mods, cached=False)
+        out, read = layer.attend(x, layer.project(x), layout, layout.source or RowKeys(), mods, cached=False)
+        if taught_by is not None and read is not None and read.scorer is not None:
+            taught_by.compare(read.implementation.divergence, read.q, given(read.keys.k_slc), read.scorer, read.call)
         return _join(out)
     cached = not (is_packed(document_ids, layout) or cache.takes_rows(x.shape[1]))
     take_step = layer.whole_step(x, cache, mods) if cached else None
@@ -115,7 +112,7 @@ def run_layer(
         layout, source = layer.step_layout(x, step), StepKeys(cache, step)
     else:
         layout = layer.row_layout(x, document_ids) if layout is None else layout
-        step = cache.begin_rows(x.shape[1], lengths, layout.positions, layout.first_tokens)
+        step = cache.begin_rows(x.shape[1], lengths, layout.positions, layout.block_starts)
         source = PrefillKeys(cache, step)
     heads = layer.project(x)
     cache.check_dtypes(heads.q, *heads.k.values(), *heads.v.values())
@@ -123,7 +120,7 @@ def run_layer(
     if isinstance(cache, NSACache) and cache.reads is not None and read is not None:
         window_positions = step.window_positions if cached else step.positions
         call = replace(read.call, positions=step.positions, window_positions=window_positions)
-        cache.reads.record(read.keys, call, read.block_indices)
+        cache.reads.record(read.keys, call, read.block_indices, read.scorer)
     cache.end(step)
     return _join(out.masked_fill(step.lost[:, None, :, None], torch.nan) if cached else out)
 
@@ -167,8 +164,7 @@ def attend_branches(
     mod = prepare_mods(*mods, x, heads.q.shape[1], implementation)
     call = Call(config, scale, mod, layout.positions, layout.window_positions)
     recompute = () if cached else recompute
-    out, keys, aux = attend_heads(heads, layout, compressors, source, implementation, call, branches, recompute)
-    return out, Read(keys, call, aux.block_indices)
+    return attend_heads(heads, layout, compressors, source, implementation, call, branches, recompute)
 
 
 def check_call(

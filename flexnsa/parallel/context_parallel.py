@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexnsa.checks.primitives import check_type, describe
 from flexnsa.layers.attention import NativeSparseAttention
-from flexnsa.layers.core import RowLayout
+from flexnsa.layers.layouts import RowLayout
 from flexnsa.parallel.layers_of import attention_layers, check_layer
 from flexnsa.parallel.shared_rows import SharingRanks, lay_out_chunks
 

@@ -29,7 +29,7 @@ from flexnsa.attention.seam import given
 from flexnsa.checks.primitives import check_type, describe
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.layers.core import LayoutSizes, RowLayout, tables_of
+from flexnsa.layers.layouts import LayoutSizes, RowLayout, tables_of
 from flexnsa.parallel.chunks import check_chunks, halos
 from flexnsa.parallel.collectives import gather
 from flexnsa.positions import Positions
@@ -69,7 +69,7 @@ class SharingRanks:
 
 @dataclass(frozen=True, slots=True)
 class SharedKeys:
-    """The keys that the queries of a rank read; see :class:`flexnsa.layers.core.KeySource`."""
+    """The keys that the queries of a rank read; see :class:`flexnsa.layers.layouts.KeySource`."""
 
     ranks: SharingRanks
     config: NSAConfig
@@ -107,7 +107,7 @@ class SharedKeys:
 def lay_out_chunks(
     seq_len: int, document_ids: Tensor | None, sizes: LayoutSizes, *, ranks: SharingRanks, branches: Sequence[str]
 ) -> RowLayout:
-    """Return the layout of the ``seq_len`` tokens of a rank, as :func:`flexnsa.layers.core.row_layout`."""
+    """Return the layout of the ``seq_len`` tokens of a rank, as :func:`flexnsa.layers.layouts.row_layout`."""
     if document_ids is not None:
         got = describe(document_ids)
         raise ValueError(f"document_ids: expected None of a layer whose tokens are spread over ranks, got {got}")

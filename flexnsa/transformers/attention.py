@@ -15,10 +15,11 @@ from flexnsa.cache.cache import NSACache
 from flexnsa.cache.steps import Step
 from flexnsa.geometry import num_compressed
 from flexnsa.layers.compression import BlockLinear, LinearCompressor, MeanCompressor
-from flexnsa.layers.core import Compressors, Heads, KeySource, RowLayout
+from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.decoding import fits_step, lay_out_step
 from flexnsa.layers.forward import Read, WholeStep, attend_branches, run_layer
 from flexnsa.layers.gating import in_columns
+from flexnsa.layers.layouts import KeySource, RowLayout
 from flexnsa.layers.projection import computed_dtype, project, split_heads
 from flexnsa.layers.rope import RopeTables
 from flexnsa.masks.document import document_positions, first_tokens
@@ -219,8 +220,9 @@ class ConvertedAttention(nn.Module):
 
     def step_layout(self, x: Tensor, step: Step) -> RowLayout:
         """Lay out tokens that follow a cache."""
-        tables = self._rotary_tables(x, step.positions.token, step.block * self.options.sizes.compress_stride)
-        return RowLayout(*tables, step.first_tokens, step.positions, step.window_positions)
+        blocks = step.blocks["cmp"]
+        tables = self._rotary_tables(x, step.positions.token, blocks.token)
+        return RowLayout(*tables, blocks.first_tokens, step.positions, step.window_positions)
 
     def _rotary_tables(self, x: Tensor, token: Tensor, block: Tensor) -> tuple[RopeTables, RopeTables]:
         """Tabulate the angles of tokens ``(B, T)`` and of compressed tokens ``(B, E)``, as the model would.

@@ -47,6 +47,18 @@ def test_crop_refuses_what_the_rings_have_forgotten() -> None:
     assert cache.lengths.tolist() == [0, 103]
 
 
+def test_rows_cropped_to_nothing_begin_anew() -> None:
+    """Nothing of their new tokens has been overwritten, so any of these may be taken back."""
+    layer = make_layer()
+    x, other = tokens(2, 107), -tokens(2, 107)
+    cache = layer.new_cache(2, 107, max_rewind=4)
+    decode(layer, other, [107], cache)
+    cache.crop(0)
+    decode(layer, x[:, :9], [9], cache)
+    cache.crop(2)
+    assert_equal_to_whole(decode(layer, x[:, 2:40], [5, *[1] * 33], cache), layer(x[:, :40])[:, 2:])
+
+
 def test_reset_is_a_fresh_cache() -> None:
     layer = make_layer()
     x = tokens(2, 60)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexnsa import NativeSparseAttention, NSACache
 from flexnsa.attention.table import CACHED_IMPLEMENTATIONS
 from flexnsa.cache.steps import ReadCounter
-from flexnsa.layers.core import RowKeys
+from flexnsa.layers.layouts import RowKeys
 from flexnsa.mods import soft_cap
 from tests.support.decoding import BRANCH_SETS, CONFIGS, assert_equal_to_whole, decode, make_layer, tokens
 from tests.support.inputs import SMALL

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexnsa import NSAConfig
 from flexnsa.cache.steps import ReadCounter
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.lm import DecoderConfig, DenseAttention
 from flexnsa.lm.estimate import estimate_decoding
-from tests.support.decoding import BRANCH_SETS, decode, make_layer, tokens
+from tests.support.decoding import BRANCH_SETS, CONFIGS, decode, make_layer, tokens
 from tests.support.inputs import SMALL
 
 
@@ -94,10 +95,18 @@ class TestEstimator:
     @pytest.mark.parametrize("branches", [*BRANCH_SETS, ("cmp", "win")], ids="+".join)
     @pytest.mark.parametrize("seq_len", [3, 40, 95, 150, 201])
     def test_estimate_equals_cache_bytes_and_read_bytes(self, seq_len: int, branches: tuple[str, ...]) -> None:
+        self.compare(seq_len, branches, SMALL)
+
+    @pytest.mark.parametrize("branches", [BRANCHES, ("slc",)], ids="+".join)
+    @pytest.mark.parametrize("name", ["index keys", "index keys that overlap"])
+    def test_estimate_equals_those_of_an_indexer(self, name: str, branches: tuple[str, ...]) -> None:
+        self.compare(95, branches, CONFIGS[name])
+
+    def compare(self, seq_len: int, branches: tuple[str, ...], nsa: NSAConfig) -> None:
         sizes = {"dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 12}
-        config = DecoderConfig(**sizes, nsa=SMALL, branches=branches)  # pyright: ignore[reportArgumentType]
+        config = DecoderConfig(**sizes, nsa=nsa, branches=branches)  # pyright: ignore[reportArgumentType]
         estimate = estimate_decoding(config, seq_len=seq_len, batch_size=3, precision="fp32")
-        layer = make_layer(branches=branches)
+        layer = make_layer(branches=branches, config=nsa)
         cache = layer.new_cache(3, seq_len + 1)
         decode(layer, tokens(3, seq_len), [seq_len], cache)
         cache.reads = ReadCounter()

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from flexnsa.config import INDEX_FIELDS
 from flexnsa.errors import RanksDifferError
 from flexnsa.lm import Corpus, DecoderLM, Trainer, run
 from flexnsa.lm.cli import main, train
@@ -175,7 +174,7 @@ def test_every_option_is_compared_or_is_known_to_be_of_one_process() -> None:
     told = flat(agreed_options(arguments, model_config(arguments), train_config(arguments), text))
     joining = {"parallel", "reduce_dtype", "context_parallel"}
     options = {action.dest for action in parser._actions} - {"help"}
-    told_of_no_option = {"vocab_size", *INDEX_FIELDS}  # the tokenizer decides the first; layers have no indexer
+    told_of_no_option = {"vocab_size"}  # the tokenizer decides it
     assert options - joining - MAY_DIFFER.keys() == told.keys() - told_of_no_option
 
 

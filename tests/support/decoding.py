@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,13 +30,23 @@ CONFIGS = {
     "compressed longer than selected": NSAConfig(
         compress_block_size=12, compress_stride=2, select_block_size=4, num_selected_blocks=5, window_size=7
     ),
+    "index keys": replace(SMALL, index_heads=2, index_block_size=4, index_stride=4),
+    "index keys that overlap": replace(SMALL, index_heads=1, index_block_size=12, index_stride=2),
 }
 
 
 def make_layer(impl: str = "sdpa", **options: Any) -> NativeSparseAttention:
     torch.manual_seed(0)
     options = {"config": SMALL, "v_head_dim": 12, "impl": impl} | options
-    return NativeSparseAttention(32, 4, 2, 8, **options).requires_grad_(False)
+    return taught(NativeSparseAttention(32, 4, 2, 8, **options)).requires_grad_(False)
+
+
+def taught(layer: NativeSparseAttention) -> NativeSparseAttention:
+    """Draw the parameters of an indexer, which otherwise begins as the mean of the layer's keys."""
+    if layer.indexer is not None:
+        for parameter in layer.indexer.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return layer
 
 
 def tokens(batch: int, length: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from flexnsa.layers.config import LayerConfig
@@ -23,5 +23,8 @@ CHANGED: dict[str, Any] = {
     "branches": ("cmp", "slc"),
     "impl": "reference",
     "recompute": ("slc",),
+    "index_rank": 2,
 }
 """Another value of every field that is no bool."""
+NEEDED: dict[str, dict[str, Any]] = {"index_rank": {"nsa": replace(SMALL, index_heads=1)}}
+"""Values of other fields without which a field has no meaning."""

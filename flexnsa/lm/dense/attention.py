@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -21,8 +22,9 @@ from flexnsa.checks.primitives import (
     check_type,
 )
 from flexnsa.config import NSAConfig
-from flexnsa.layers.core import Heads, KeySource, LayoutSizes, check_layout, tables_of
+from flexnsa.layers.core import Heads
 from flexnsa.layers.forward import WholeStep, check_call, run_layer
+from flexnsa.layers.layouts import KeySource, LayoutSizes, check_layout, tables_of
 from flexnsa.layers.projection import computed_dtype, split_heads, weight_of
 from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables
 from flexnsa.lm.dense.cache import DenseCache
@@ -34,13 +36,13 @@ from flexnsa.positions import Positions
 
 @dataclass(frozen=True, slots=True)
 class DenseLayout:
-    """Positions of tokens, as :class:`flexnsa.layers.core.RowLayout` has them, without blocks."""
+    """Positions of tokens, as :class:`flexnsa.layers.layouts.RowLayout` has them, without blocks."""
 
     tokens: RopeTables
     positions: Positions | None = None
-    first_tokens: Tensor | None = None
     source: KeySource | None = None
     sizes: LayoutSizes | None = None
+    block_starts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class DenseAttention(nn.Module):
@@ -184,5 +186,4 @@ class DenseAttention(nn.Module):
         if document_ids is None:
             return DenseLayout(tables_of(torch.arange(seq_len, device=sizes.device), sizes), sizes=sizes)
         positions = document_positions(document_ids, NSAConfig())
-        no_blocks = positions.token[:, :0]
-        return DenseLayout(tables_of(positions.token - positions.start, sizes), positions, no_blocks, sizes=sizes)
+        return DenseLayout(tables_of(positions.token - positions.start, sizes), positions, sizes=sizes)

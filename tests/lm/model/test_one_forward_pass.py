@@ -16,7 +16,7 @@ from flexnsa.attention import selection
 from flexnsa.attention.seam import BranchOutput, Call
 from flexnsa.attention.table import IMPLEMENTATIONS, SDPA
 from flexnsa.functional import calls as functional_calls
-from flexnsa.layers import core
+from flexnsa.layers import layouts
 from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.dense import attention as dense
 from flexnsa.lm.model import decoder
@@ -103,8 +103,8 @@ def test_without_keeping_them_it_would_select_others(
 def test_where_tokens_stand_is_found_out_once(
     packed: bool, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    documents = counted(monkeypatch, core, "document_positions")
-    tables = counted(monkeypatch, core, "stored_rope_tables")
+    documents = counted(monkeypatch, layouts, "document_positions")
+    tables = counted(monkeypatch, layouts, "stored_rope_tables")
     ids = torch.arange(3).repeat_interleave(torch.tensor([20, 90, 40])).expand(2, -1)
     train(checkpointing, document_ids=ids if packed else None)
     assert len(documents) == packed

@@ -110,6 +110,12 @@ ATTENTION: dict[str, Call] = {
         lambda result, call: result.shape == call["k"].shape[1:2],
         OPTIONAL,
     ),
+    "SelectionLoss": Call(
+        flexnsa.SelectionLoss,
+        {"seed": 1, "step": 2, "sequence_ids": torch.tensor([3, 4]), "num_queries": 8, "query_weights": "mean"},
+        lambda result, _: result.total == 0,
+        ("sequence_ids",),
+    ),
     "check_block_indices": Call(
         flexnsa.check_block_indices, {"block_indices": BLOCKS, "config": SMALL, "seq_len": 20}
     ),

@@ -1,0 +1,204 @@
+"""The indexer of a layer: queries and keys of its own that score blocks, and the loss that teaches them.
+
+Nothing is differentiated through a selection. The compressed branch's scores learn what that branch itself needs. Those
+of an indexer learn which blocks the selected branch needs, from :class:`SelectionLoss`. An indexer reads its layer
+without a gradient, and begins as the mean of the layer's own keys.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flexnsa.attention.seam import Call, Divergence, Scorer
+from flexnsa.attention.selection_loss import sampled_tokens
+from flexnsa.checks.primitives import check_choice, check_int, check_integers, check_positive_int, check_type
+from flexnsa.config import NSAConfig
+from flexnsa.layers.compression import COMPRESSORS
+from flexnsa.layers.projection import project, split_heads
+
+SAMPLED_QUERIES = 256
+"""Queries of each sequence that teach an indexer, by default."""
+
+
+class IndexHeads(NamedTuple):
+    """Index queries ``(B, Hkv * index_heads, T, D)`` and the raw index keys ``(B, Hkv, T, D)``, before rotation."""
+
+    q: Tensor
+    k: Tensor
+
+
+class Indexer(nn.Module):
+    """Maps a layer's input, queries and keys to index queries and raw index keys, without a gradient to any of them.
+
+    An index key summarises ``index_block_size`` tokens: the layer's keys plus a learned change, compressed by ``phi``.
+    An index query is the mean of its share of a group's queries plus a learned change. The changes begin at 0, and
+    ``phi`` as the mean.
+
+    Args:
+        dim: width of the layer's input.
+        num_kv_heads: ``Hkv``.
+        head_dim: ``D``.
+        config: provides ``index_heads`` and the sizes of index keys.
+        compression: how blocks are compressed: ``mean``, ``linear`` or ``mlp``.
+        rank: of the changes; ``None``: full matrices.
+    """
+
+    def __init__(
+        self, dim: int, num_kv_heads: int, head_dim: int, *, config: NSAConfig, compression: str, rank: int | None
+    ) -> None:
+        super().__init__()
+        assert config.index_heads is not None
+        self.num_kv_heads, self.num_index_heads = num_kv_heads, num_kv_heads * config.index_heads
+        self.change_q = Change(dim, self.num_index_heads * head_dim, rank)
+        self.change_k = Change(dim, num_kv_heads * head_dim, rank)
+        self.phi = COMPRESSORS[compression](num_kv_heads, head_dim, config=config.scoring)
+        self.phi.begin_as_mean()
+
+    def reset_parameters(self) -> None:
+        """Begin anew as the mean of the layer's keys."""
+        for child in (self.change_q, self.change_k, self.phi):
+            child.reset_parameters()
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor) -> IndexHeads:
+        """Map ``x (B, T, dim)``, ``q (B, Hq, T, D)`` and ``k (B, Hkv, T, D)``, which are not rotated."""
+        q, k = q.detach(), k.detach()
+        if q.shape[1] != self.num_index_heads:
+            q = torch.unflatten(q, 1, (self.num_index_heads, -1)).mean(2)
+        changes = self.change_q, self.change_k
+        of_q, of_k = project(x.detach(), [change.first for change in changes])
+        of_q, of_k = (change.finish(part) for change, part in zip(changes, (of_q, of_k), strict=True))
+        return IndexHeads(q + split_heads(of_q, self.num_index_heads), k + split_heads(of_k, self.num_kv_heads))
+
+
+class Change(nn.Module):
+    """A linear map ``(..., dim)`` to ``(..., out_dim)`` that begins at 0, of full rank or as a product of two."""
+
+    def __init__(self, dim: int, out_dim: int, rank: int | None) -> None:
+        super().__init__()
+        self.down = None if rank is None else nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(dim if rank is None else rank, out_dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Begin anew at 0."""
+        if self.down is not None:
+            self.down.reset_parameters()
+        nn.init.zeros_(self.up.weight)
+
+    @property
+    def first(self) -> nn.Linear:
+        """The map of the input; those of several changes are projected together."""
+        return self.up if self.down is None else self.down
+
+    def finish(self, projected: Tensor) -> Tensor:
+        """Return the change, given what :attr:`first` maps the input to."""
+        return projected if self.down is None else self.up(projected)
+
+
+class SelectionLoss:
+    """The selection losses of one forward pass: ``loss + weight * selection.total`` teaches the indexers of a model.
+
+    Give a new one to every call of a layer or of a model that has indexers. Each layer adds the divergence of its
+    scores from the true shares of blocks at a few queries, see :func:`flexnsa.selection_loss`. Which queries is a
+    function of ``seed``, ``step`` and ``sequence_ids`` alone. Nothing is added in ``eval`` or under ``torch.no_grad``.
+
+    Example:
+        >>> selection = SelectionLoss(seed=0, step=step)
+        >>> loss = model(tokens, targets=targets, selection=selection)
+        >>> (loss + selection.total).backward()
+
+    Args:
+        seed: chooses the queries, with ``step``: an int, or an int64 tensor ``()``.
+        step: of the training; a tensor spares ``torch.compile`` one more compilation.
+        sequence_ids: int ``(B,)``, the index of each sequence in the global batch; by default 0 to ``B - 1``.
+        num_queries: queries of each sequence.
+        query_weights: ``"mass"`` or ``"mean"``.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int | Tensor = 0,
+        step: int | Tensor = 0,
+        sequence_ids: Tensor | None = None,
+        num_queries: int = SAMPLED_QUERIES,
+        query_weights: str = "mass",
+    ) -> None:
+        for name, number in (("seed", seed), ("step", step)):
+            if isinstance(number, Tensor):
+                check_integers(name, number, ())
+            else:
+                check_int(name, number, -(2**63), 2**63 - 1)
+        if sequence_ids is not None:
+            check_integers("sequence_ids", sequence_ids, ("B",))
+        check_positive_int("num_queries", num_queries)
+        check_choice("query_weights", query_weights, ("mass", "mean"))
+        self.seed, self.step, self.sequence_ids = seed, step, sequence_ids
+        self.num_queries, self.query_weights = num_queries, query_weights
+        self._tokens: Tensor | None = None
+        self.sums: list[Tensor] = []
+        """The weighted sum of divergences of each layer, scalars with a gradient, fp32 or wider."""
+        self.weights: list[Tensor] = []
+        """What to divide each sum by."""
+
+    @property
+    def total(self) -> Tensor | float:
+        """The sum over layers of their mean divergences, in nats; 0.0 where no layer has added one."""
+        pairs = zip(self.sums, self.weights, strict=True)
+        means = [loss / weight.where(weight > 0, 1) for loss, weight in pairs]
+        return sum(means[1:], means[0]) if means else 0.0
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Choose the tokens of ``x (B, S, ...)`` whose queries are compared, int64 ``(B, m)``."""
+        if self._tokens is None:
+            ids = torch.arange(len(x), device=x.device) if self.sequence_ids is None else self.sequence_ids
+            if self.sequence_ids is not None:
+                check_integers("sequence_ids", ids, (len(x),), like=x, as_of="x")
+            self._tokens = sampled_tokens(x.shape[1], self.num_queries, self.seed, self.step, ids)
+        return self._tokens
+
+    @classmethod
+    def at(cls, tokens: Tensor, query_weights: str) -> SelectionLoss:
+        """Return one that compares the queries of the given tokens ``(B, m)``."""
+        made = cls(query_weights=query_weights)
+        made._tokens = tokens
+        return made
+
+    def compare(self, divergence: Divergence, q: Tensor, k: Tensor, scorer: Scorer, call: Call) -> None:
+        """Add the loss of a layer; the arguments are those of ``Divergence``, of rotated queries and keys."""
+        tokens = self.tokens(q.transpose(1, 2))
+        self.add(*divergence(q, k, scorer, tokens, call, self.query_weights))
+
+    def add(self, loss: Tensor, weight: Tensor) -> None:
+        """Add the weighted sum of a layer's divergences, and its weight."""
+        self.sums.append(loss)
+        self.weights.append(weight)
+
+
+def check_selection(selection: object, indexers: Sequence[Indexer | None]) -> None:
+    """Check that ``selection`` is a loss, and that there is an indexer that it can teach."""
+    check_type("selection", selection, SelectionLoss)
+    if not any(indexers):
+        raise ValueError("selection: expected None without an indexer (index_heads of the config), got a loss")
+
+
+def warn_untaught() -> None:
+    """Warn once of an indexer that learns nothing."""
+    if not torch.compiler.is_compiling():
+        message = "selection: expected a SelectionLoss to train a layer with an indexer, got None; it learns nothing"
+        warnings.warn(message, stacklevel=1)  # of this line, so that it is shown once
+
+
+def untaught(out: Tensor, indexer: nn.Module) -> Tensor:
+    """Give the parameters of an indexer that learns nothing a gradient of 0 through ``out``, as DDP needs."""
+    warn_untaught()
+    return out + 0 * torch.stack([parameter.sum() for parameter in indexer.parameters()]).sum().to(out.dtype)

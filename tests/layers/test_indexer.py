@@ -1,0 +1,215 @@
+"""A layer with an indexer: what it scores blocks by, what teaches it, and what that leaves alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss, select_blocks, selection_loss
+from flexnsa.layers.compression import average_blocks
+from flexnsa.layers.config import LayerConfig
+from flexnsa.layers.layouts import RowKeys
+from flexnsa.layers.rope import apply_rope
+from flexnsa.optim import parameter_groups
+from tests.support.decoding import taught, tokens
+from tests.support.inputs import SMALL
+
+INDEXED = replace(SMALL, index_heads=2, index_block_size=4, index_stride=4)
+KINDS: dict[str, dict[str, Any]] = {
+    "a head for each query head": {"config": INDEXED},
+    "one head, keys that overlap": {"config": replace(SMALL, index_heads=1, index_block_size=8, index_stride=4)},
+    "low rank": {"config": INDEXED, "index_rank": 3},
+    "linear": {"config": INDEXED, "compression": "linear"},
+    "without the compressed branch": {"config": INDEXED, "branches": ("slc", "win")},
+    "shared keys": {"config": INDEXED, "shared_keys": True},
+    "reference": {"config": INDEXED, "impl": "reference"},
+}
+of_every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind: str = "a head for each query head", **options: Any) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    return NativeSparseAttention(32, 4, 2, 8, **KINDS[kind] | options)
+
+
+def select(layer: NativeSparseAttention, x: Tensor, **given: Any) -> Tensor:
+    """Return the blocks that a layer selects."""
+    layout = layer.layout(x.shape[1], given.get("document_ids"))
+    _, read = layer.attend(x, layer.project(x), layout, RowKeys(), (None, None), cached=False)
+    assert read.block_indices is not None
+    return read.block_indices
+
+
+def test_an_untaught_indexer_scores_by_the_mean_of_the_layers_keys() -> None:
+    layer, x = make(), tokens(2, 150)
+    heads, layout = layer.project(x), layer.layout(150)
+    k = average_blocks(heads.k["slc"], None, INDEXED.scoring)
+    assert layout.index is not None
+    k_index = apply_rope(k, layout.index.blocks)
+    q = apply_rope(heads.q, layout.tokens)
+    expected = select_blocks(q, None, q_index=q, k_index=k_index, config=INDEXED)
+    assert (select(layer, x) == expected).float().mean() > 0.999  # another order of sums may break a tie
+
+
+@of_every_kind
+def test_a_layer_draws_the_same_numbers_with_and_without_an_indexer(kind: str) -> None:
+    options = {"config": SMALL, "index_rank": None, "impl": "sdpa"}
+    without, layer = make(kind, **options), make(kind)
+    for name, parameter in without.named_parameters():
+        torch.testing.assert_close(parameter, layer.get_parameter(name), rtol=0, atol=0)
+
+
+@of_every_kind
+def test_the_loss_teaches_the_indexer_and_nothing_else(kind: str) -> None:
+    layer, x = taught(make(kind)), tokens(2, 150).requires_grad_()
+    selection = SelectionLoss(seed=3, step=5, num_queries=40)
+    out = layer(x, selection=selection)
+    total = selection.total
+    assert isinstance(total, Tensor)
+    names = [name for name, _ in layer.named_parameters()]
+    found = torch.autograd.grad(total, [x, *layer.parameters()], retain_graph=True, allow_unused=True)
+    assert {name for name, gradient in zip(["x", *names], found, strict=True) if gradient is not None} == {
+        name for name in names if name.startswith("indexer.")
+    }
+    assert all(gradient is None or gradient.any() for gradient in found)
+    others = [parameter for name, parameter in layer.named_parameters() if not name.startswith("indexer.")]
+    with pytest.warns(UserWarning, match="selection"):
+        alone = layer(x)
+    for one, other in zip(
+        torch.autograd.grad(out.sum(), others), torch.autograd.grad(alone.sum(), others), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@of_every_kind
+def test_the_loss_is_that_of_the_function(kind: str) -> None:
+    layer, x = taught(make(kind)), tokens(2, 150)
+    document_ids = torch.tensor([[0] * 150, [0] * 61 + [1] * 89])
+    for ids in (None, document_ids):
+        selection = SelectionLoss(seed=3, step=5, num_queries=40, sequence_ids=torch.tensor([7, 2]))
+        layer(x, selection=selection, document_ids=ids)
+        layout = layer.layout(150, ids)
+        _, read = layer.attend(x, layer.project(x), layout, RowKeys(), (None, None), cached=False)
+        assert read.scorer is not None
+        assert read.keys.k_slc is not None
+        given = {"seed": 3, "step": 5, "num_queries": 40, "sequence_ids": torch.tensor([7, 2]), "document_ids": ids}
+        keys = {"q_index": read.scorer.q, "config": layer.config, "impl": "reference"}
+        expected = selection_loss(read.q, read.keys.k_slc, read.scorer.k, **keys, **given)
+        torch.testing.assert_close(selection.total, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_few_steps_of_the_loss_find_more_of_the_true_mass() -> None:
+    layer, x = make(), 3 * tokens(4, 200)
+    optimizer = torch.optim.Adam(layer.indexer.parameters() if layer.indexer else [], lr=1e-2)
+    losses: list[float] = []
+    for step in range(30):
+        selection = SelectionLoss(step=step)
+        layer(x, selection=selection)
+        total = selection.total
+        assert isinstance(total, Tensor)
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@of_every_kind
+def test_packed_documents_equal_each_alone(kind: str) -> None:
+    layer, x = taught(make(kind)).requires_grad_(False), tokens(1, 157)
+    lengths = [70, 3, 84]
+    document_ids = torch.arange(3).repeat_interleave(torch.tensor(lengths))[None]
+    packed = layer(x, document_ids=document_ids)
+    for part, alone in zip(packed.split(lengths, 1), x.split(lengths, 1), strict=True):
+        torch.testing.assert_close(part, layer(alone), rtol=0, atol=1e-5)
+
+
+@of_every_kind
+def test_the_future_changes_nothing(kind: str) -> None:
+    layer, x = taught(make(kind)).requires_grad_(False), tokens(1, 150)
+    changed = x.clone()
+    changed[:, 100:] = 5 * torch.randn(1, 50, 32)
+    assert torch.equal(select(layer, x)[:, :, :100], select(layer, changed)[:, :, :100])
+    torch.testing.assert_close(layer(x)[:, :100], layer(changed)[:, :100], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad])
+def test_without_training_nothing_is_added(context: Callable[[], Any]) -> None:
+    layer, x = make(), tokens(1, 100)
+    layer.train(context is torch.no_grad)
+    selection = SelectionLoss()
+    with context():
+        layer(x, selection=selection)
+    assert selection.total == 0
+    assert not selection.sums
+
+
+def test_training_without_the_loss_warns_once_and_gives_gradients_of_0() -> None:
+    layer, x = make(), tokens(1, 100)
+    with warnings.catch_warnings(record=True) as met:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            layer(x).sum().backward()
+    assert len([warning for warning in met if "selection: expected a SelectionLoss" in str(warning.message)]) == 1
+    assert layer.indexer is not None
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in layer.indexer.parameters())
+
+
+def test_a_compiled_layer_gives_the_same_loss_and_compiles_once() -> None:
+    layer, x = taught(make()), tokens(2, 120)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.compiler.set_stance("default"):
+        for step in range(3):
+            own, other = SelectionLoss(step=torch.tensor(step)), SelectionLoss(step=step)
+            with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+                out = compiled(x, selection=own)
+            torch.testing.assert_close(out, layer(x, selection=other))
+            torch.testing.assert_close(own.total, other.total)
+
+
+def test_indexers_have_a_rate_of_their_own() -> None:
+    layer = make()
+    groups = parameter_groups(layer, lr=1.0, compressor_lr=0.1, indexer_lr=0.5)
+    rates = {parameter: group["lr"] for group in groups for parameter in group["params"]}
+    assert {rates[p] for name, p in layer.named_parameters() if name.startswith("indexer.")} == {0.5}
+    assert {rates[p] for name, p in layer.named_parameters() if name.startswith("phi_")} == {0.1}
+
+
+X = tokens(1, 40)
+WRONG: list[tuple[str, Callable[[], object]]] = [
+    ("index_heads: expected a divisor of the 2 ", lambda: make(config=replace(SMALL, index_heads=3))),
+    ("index_heads: expected None without the branch slc", lambda: make(branches=("cmp", "win"))),
+    ("index_rank: expected None without index_heads", lambda: make(config=SMALL, index_rank=2)),
+    ("index_rank: expected", lambda: make(index_rank=0)),
+    (
+        "selection: expected None without an indexer",
+        lambda: make(config=SMALL)(X, selection=SelectionLoss()),
+    ),
+    ("selection: expected SelectionLoss", lambda: make()(X, selection=1)),
+    ("num_queries: expected", lambda: SelectionLoss(num_queries=0)),
+    ("query_weights: expected", lambda: SelectionLoss(query_weights="all")),
+    ("seed: expected", lambda: SelectionLoss(seed=2**64)),
+    (
+        "sequence_ids: expected",
+        lambda: make()(X, selection=SelectionLoss(sequence_ids=torch.tensor([0, 1]))),
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), WRONG, ids=[message for message, _ in WRONG])
+def test_a_wrong_argument_is_named(message: str, call: Callable[[], object]) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_a_config_with_other_branches_keeps_its_indexer_only_for_the_selected_one() -> None:
+    config = LayerConfig(dim=32, num_heads=4, num_kv_heads=2, head_dim=8, nsa=INDEXED, index_rank=2)
+    assert config.with_branches(("slc",)).nsa == INDEXED
+    assert config.with_branches(("cmp", "win")) == replace(config, branches=("cmp", "win"), nsa=SMALL, index_rank=None)
+    assert isinstance(config.nsa, NSAConfig)
