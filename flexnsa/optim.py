@@ -1,4 +1,4 @@
-"""Parameter groups for AdamW, with a lower learning rate for compressors."""
+"""Parameter groups for AdamW, with learning rates of their own for compressors and indexers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from torch import nn
 from flexnsa.checks.primitives import check_number, check_type, describe
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.compression import LinearCompressor, MLPCompressor
+from flexnsa.layers.indexer import Indexer
 
 COMPRESSOR_LR = 0.1
 """Default learning rate of the compressors, relative to that of all other parameters."""
+INDEXER_LR = 1.0
+"""Default learning rate of indexers, likewise: at half of it, layers of a language model stayed behind."""
 
 
 def parameter_groups(
-    model: nn.Module, *, lr: float, weight_decay: float = 0.0, compressor_lr: float = COMPRESSOR_LR
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    compressor_lr: float = COMPRESSOR_LR,
+    indexer_lr: float = INDEXER_LR,
 ) -> list[dict[str, Any]]:
     """Return groups for ``AdamW(parameter_groups(model, lr=1e-3))``, with a lower learning rate for compressors.
 
@@ -34,24 +42,32 @@ def parameter_groups(
         lr: learning rate.
         weight_decay: of matrices; vectors and embeddings are not decayed. AdamW multiplies it by each group's rate.
         compressor_lr: learning rate of what compresses keys and values, relative to ``lr``.
+        indexer_lr: learning rate of indexers, what compresses index keys included, relative to ``lr``.
 
     Raises:
         TypeError: ``model`` is not a module, or another argument is not a number.
         ValueError: an argument is negative or not finite.
     """
     check_type("model", model, nn.Module)
-    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("compressor_lr", compressor_lr)):
+    rates = {"compressor_lr": compressor_lr, "indexer_lr": indexer_lr}
+    for name, value in {"lr": lr, "weight_decay": weight_decay, **rates}.items():
         check_number(name, value)
         if not value >= 0:
             raise ValueError(f"{name}: expected at least 0, got {describe(value)}")
-    slow = {parameter for compressor in _compressors(model) for parameter in compressor.parameters()}
+    relative = {parameter: compressor_lr for module in _compressors(model) for parameter in module.parameters()}
+    relative |= dict.fromkeys(index_parameters(model), indexer_lr)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        rate = lr * compressor_lr if parameter in slow else lr
+        rate = lr * relative.get(parameter, 1.0)
         decay = weight_decay if parameter.dim() >= 2 and parameter not in embeddings else 0.0
         groups.setdefault((rate, decay), []).append(parameter)
     return [{"params": found, "lr": rate, "weight_decay": decay} for (rate, decay), found in groups.items()]
+
+
+def index_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """List the parameters of all indexers of a model, which learn from the selection loss alone."""
+    return [parameter for module in model.modules() if isinstance(module, Indexer) for parameter in module.parameters()]
 
 
 def _compressors(model: nn.Module) -> Iterator[nn.Module]:

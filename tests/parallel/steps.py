@@ -31,12 +31,19 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"batch_size": 1, "grad_accumulation": 8, "pack": True},
     "checkpointed": {"checkpointing": True, "pack": True},
     "shared keys": {"shared_keys": True},
+    "an indexer": {"nsa": replace(TINY, index_heads=1, index_block_size=2, index_stride=2), "pack": True},
+    "an indexer, accumulated": {"nsa": replace(TINY, index_heads=2), "batch_size": 1, "grad_accumulation": 8},
     # A row a pass however many ranks: in bf16, a product of more rows is rounded another way.
     "mixed precision": {"precision": "bf16", "batch_size": 1, "grad_accumulation": 4},
 }
 ON_TWO: dict[str, dict[str, Any]] = {
     "summed in bf16": {"reduce_dtype": "bf16"},
     "compiled and checkpointed": {"compiled": True, "checkpointing": True},
+    "an indexer, compiled and checkpointed": {
+        "nsa": replace(TINY, index_heads=1, index_block_size=2, index_stride=2),
+        "compiled": True,
+        "checkpointing": True,
+    },
 }
 
 
@@ -52,7 +59,7 @@ def make_trainer(
     ranks: Ranks, *, shared_keys: bool = False, compiled: bool = False, reduce_dtype: str = "fp32", **fields: Any
 ) -> Trainer:
     """Build a trainer from fields of its two configs."""
-    model = replace(MODEL, **{name: fields.pop(name) for name in ("checkpointing", "dim") if name in fields})
+    model = replace(MODEL, **{name: fields.pop(name) for name in ("checkpointing", "dim", "nsa") if name in fields})
     config = replace(TRAINING, **fields)
     if reduce_dtype != "fp32":
         ranks = type(ranks)(CPU, REDUCE_DTYPES[reduce_dtype])  # pyright: ignore[reportCallIssue]
@@ -101,7 +108,7 @@ def meet_a_nan(ranks: Ranks) -> list[tuple[str, bool]]:
     trainer.train_step()
     before, loss = parameters(trainer), trainer.loss
     if ranks.rank == ranks.world_size - 1:
-        trainer.loss = lambda batch: loss(batch) * torch.nan
+        trainer.loss = lambda batch, selection=None: loss(batch, selection) * torch.nan
     try:
         trainer.train_step()
         said = ""

@@ -46,10 +46,13 @@ def test_any_number_of_ranks_takes_the_steps_of_one_process(
     assert_same_steps(results(parallel, size)[case], alone(case))
 
 
+@pytest.mark.parametrize("case", [case for case in ON_TWO if "compiled" in ON_TWO[case]])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_compiled_layers_take_the_same_steps_and_are_one_graph(results: Results, alone: Alone, parallel: str) -> None:
-    result = results(parallel, 2)["compiled and checkpointed"]
-    assert_same_steps(result, alone("compiled and checkpointed"))
+def test_compiled_layers_take_the_same_steps_and_are_one_graph(
+    results: Results, alone: Alone, parallel: str, case: str
+) -> None:
+    result = results(parallel, 2)[case]
+    assert_same_steps(result, alone(case))
     assert result["graphs"] == (2, 0)  # of training, and of validation
 
 
@@ -117,6 +120,10 @@ def assert_same_steps(result: dict[str, Any], alone: dict[str, Any]) -> None:
     for one, other in zip(result["steps"], alone["steps"], strict=True):
         assert one.loss == pytest.approx(other.loss, rel=TOLERANCE)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=10 * TOLERANCE)
+        if other.selection_loss is not None:
+            # A divergence is a sum of differences of logs of about 1.
+            assert one.selection_loss == pytest.approx(other.selection_loss, rel=TOLERANCE, abs=1e-7)
+            assert one.selection_grad_norm == pytest.approx(other.selection_grad_norm, rel=10 * TOLERANCE, abs=1e-6)
     assert result["bits"] == pytest.approx(alone["bits"], rel=TOLERANCE)
     for name, after in alone["after"].items():
         torch.testing.assert_close(result["before"][name], alone["before"][name], rtol=0, atol=0)

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from flexnsa.config import INDEX_FIELDS, NSAConfig
+from flexnsa.config import NSAConfig
 from flexnsa.lm.cli.options import (
     add_checkpointing_option,
     add_config_options,
@@ -21,10 +21,7 @@ from flexnsa.lm.model.config import PRESETS, DecoderConfig
 from flexnsa.lm.training.config import TRAIN_PRESETS, TrainConfig
 
 _NOT_OPTIONS = ("nsa", "vocab_size", "checkpointing")
-_NOT_AXES = (
-    *INDEX_FIELDS,
-    *("model", "training", "nsa", "text", "device", "leave_out", "reduce_dtype", "context_parallel"),
-)
+_NOT_AXES = ("model", "training", "nsa", "text", "device", "leave_out", "reduce_dtype", "context_parallel")
 
 
 def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) -> None:
@@ -54,7 +51,7 @@ def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...]
         help="fill sequences with whole documents, which blank lines separate (default: cut the text anywhere)",
     )
     add_config_options(parser, "model", DecoderConfig, skip=_NOT_OPTIONS)
-    add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig, skip=INDEX_FIELDS)
+    add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig)
     add_config_options(parser, "training", TrainConfig, skip=("pack", *skip))
 
 

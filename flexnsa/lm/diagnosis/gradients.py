@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.lm.diagnosis.places import modules_to_watch
 from flexnsa.lm.diagnosis.recipe import Recipe
 from flexnsa.lm.measure.memory import MIB
@@ -232,4 +233,11 @@ def _loss_of_step(recipe: Recipe, ranks: Ranks, device: torch.device) -> Callabl
     config = recipe.training
     batch = draw_step(recipe.corpus().tokens("train").rows(config.seq_len, config.pack), config, step=0)
     own = batch[ranks.share(len(batch))].to(device)
-    return lambda called: language_loss(called, own, config.precision)
+    has_indexers = recipe.model.attention == "nsa" and recipe.model.nsa.index_heads is not None
+
+    def loss(called: nn.Module) -> Tensor:
+        selection = SelectionLoss(seed=config.seed) if has_indexers else None
+        language = language_loss(called, own, config.precision, selection=selection)
+        return language if selection is None else language + config.selection_loss_weight * selection.total
+
+    return loss

@@ -15,7 +15,7 @@ from flexnsa.attention.selection_loss import found_and_best
 from flexnsa.checks.primitives import check_type
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.attention import NativeSparseAttention
-from flexnsa.layers.core import RowKeys, RowLayout
+from flexnsa.layers.layouts import RowKeys, RowLayout
 from flexnsa.layers.rope import apply_rope
 from flexnsa.lm.measure.table import format_table
 from flexnsa.lm.model.decoder import DecoderLM

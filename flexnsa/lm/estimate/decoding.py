@@ -79,7 +79,11 @@ def _branches(config: DecoderConfig, tokens: int) -> dict[str, _Branch]:
         "win": _Branch(min(tokens, nsa.window_size), nsa.window_size + 1, pair),
     }
     used = {tag: branches[tag] for tag in config.branches}
-    if "slc" in used and "cmp" not in used:  # scoring needs keys without values
+    if nsa.index_heads is not None:
+        keys = num_compressed(tokens, nsa.scoring)
+        kept = keys + 1 + nsa.scoring.compress_block_size + 1
+        used["index"] = _Branch(keys, kept, config.head_dim, attended=False)
+    elif "slc" in used and "cmp" not in used:  # scoring needs keys without values
         used["cmp"] = replace(branches["cmp"], numbers=config.head_dim, attended=False)
     return used
 

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from flexnsa.attention.flex.footprint import FOOTPRINT as FLEX
 from flexnsa.attention.footprint import AttentionSizes, Footprint
 from flexnsa.attention.sdpa.footprint import FOOTPRINT as SDPA
+from flexnsa.attention.seam import given
+from flexnsa.attention.shares import CHUNK_SCORES
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
 from flexnsa.checks.primitives import check_type
 from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.layers.indexer import SAMPLED_QUERIES
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.loss import rows_at_once
 
@@ -99,12 +102,18 @@ class Work:
     def rotary_tables(self) -> int:
         """Return the cosines and sines of tokens and compressed tokens, fp32, which all layers share."""
         compressed = num_compressed(self.length, self.config.nsa) if self.config.attention == "nsa" else 0
-        return 4 * (self.length + compressed) * self.config.head_dim
+        return 4 * (self.length + compressed + self.index_keys()) * self.config.head_dim
+
+    def index_keys(self) -> int:
+        """Return the number of index keys of a sequence; 0 without an indexer."""
+        nsa = self.config.nsa
+        has_indexer = self.config.attention == "nsa" and nsa.index_heads is not None
+        return num_compressed(self.length, nsa.scoring) if has_indexer else 0
 
     def checkpoint(self) -> int:
         """Return what a checkpointed layer saves: its input, and the selection, which is not recomputed."""
         selecting = self.config.attention == "nsa" and "slc" in self.config.branches
-        return self.residual + (self.sizes.indices if selecting else 0)
+        return self.residual + (self.sizes.indices + self.loss_gradients() if selecting else 0)
 
     def saved_by(self) -> dict[str, int]:
         """Return what one layer saves, by function."""
@@ -121,6 +130,7 @@ class Work:
             saved["attention"] = sizes.queries + sizes.keys(self.length) + sizes.outputs + sizes.lse
             return saved
         saved["compression"] = self.compression()
+        saved["indexer"] = self.indexer()
         saved["gates"] = 6 * self.batch * self.length * config.num_heads * self.activation
         saved["attention"] = self.attention()
         return saved
@@ -154,6 +164,37 @@ class Work:
         hidden = 2 * 4 * sizes.keys(count) if config.compression == "mlp" else 0
         return segments + hidden + weights
 
+    def indexer(self) -> int:
+        """Return what compresses index keys, and the gradients of the selection loss; copies of the input, if cast."""
+        config, count = self.config, self.index_keys()
+        if not count:
+            return 0
+        nsa, sizes = config.nsa.scoring, self.sizes
+        parts = nsa.compress_block_size // nsa.compress_stride
+        per_key = sizes.per_head(config.num_kv_heads, config.head_dim, 1)
+        segments = 0 if config.compression == "mean" else (count + parts - 1) * nsa.compress_stride * per_key
+        hidden = 2 * 4 * count * per_key if config.compression == "mlp" else 0
+        copies = (2 if self.impl == "sdpa" else 1) if self.activation == 2 and not self.compiled else 0
+        cast = self.cast("indexer")
+        return segments + hidden + cast + copies * self.residual // 2 + self.loss_gradients()
+
+    def loss_gradients(self) -> int:
+        """Return the gradients of the selection loss in index keys and in the index queries that it samples, fp32."""
+        config = self.config
+        if not self.index_keys():
+            return 0
+        queries = config.num_kv_heads * given(config.nsa.index_heads) * min(SAMPLED_QUERIES, self.length)
+        keys = config.num_kv_heads * self.index_keys()
+        return 4 * self.batch * (queries + keys) * config.head_dim
+
+    def loss_excess(self) -> int:
+        """Return what the selection loss allocates while it runs: three copies of the true scores of some queries."""
+        if not self.index_keys():
+            return 0
+        scores = self.batch * self.config.num_heads * self.length
+        chunk = CHUNK_SCORES["cpu" if self.impl == "sdpa" else "cuda"]
+        return 3 * 4 * scores * min(SAMPLED_QUERIES, self.length, max(1, chunk // scores))
+
     def attention(self) -> int:
         """Return q, and what each branch saves besides."""
         again = sum(self.rebuilt(tag) for tag in self.config.recompute)
@@ -180,9 +221,16 @@ class Work:
         # The head's input, which the loss does not save; where the norm is not one kernel, it is the normed copy
         loss = self.loss() + self.residual
         if saves:
-            return loss
+            later = (
+                self.second_norm()
+                + 8 * self.residual * self.activation // 4
+                + self.norm()
+                + self.residual
+                + self.head()
+            )
+            return max(loss, self.loss_excess() - later)
         mlp = 3 * self.residual + 8 * self.residual * self.activation // 4
-        attention = 2 * self.residual + self.attention_of_forward() + 3 * self.sizes.queries
+        attention = 2 * self.residual + self.attention_of_forward() + 3 * self.sizes.queries + self.loss_excess()
         return max(loss, max(mlp, attention) - self.norm() - self.residual - self.head())
 
     def loss(self) -> int:
@@ -265,6 +313,7 @@ def layer_weights(config: DecoderConfig) -> dict[str, int]:
     if nsa:
         weights["gates"] = config.dim * config.num_heads * num_branches
         weights["compression"] = _compressor_weights(config)
+        weights["indexer"] = _indexer_weights(config)
     return weights
 
 
@@ -286,3 +335,16 @@ def _compressor_weights(config: DecoderConfig) -> int:
     positions = config.nsa.compress_block_size * sum(dims)
     second = 4 * sum(dim * dim for dim in dims) if config.compression == "mlp" else 0
     return positions + compressor_maps(config) + second
+
+
+def _indexer_weights(config: DecoderConfig) -> int:
+    """Return the parameters of the two changes, and of what compresses index keys."""
+    heads, dim = config.nsa.index_heads, config.head_dim
+    if heads is None:
+        return 0
+    widths = [config.num_kv_heads * heads * dim, config.num_kv_heads * dim]
+    rank = config.index_rank
+    changes = sum(config.dim * width if rank is None else rank * (config.dim + width) for width in widths)
+    length = config.nsa.scoring.compress_block_size
+    compressor = {"mean": 0, "linear": length * dim * (1 + dim), "mlp": length * dim * (1 + 4 * dim) + 4 * dim**2}
+    return changes + compressor[config.compression]

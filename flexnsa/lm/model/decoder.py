@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from flexnsa.attention.seam import given
 from flexnsa.cache.cache import NSACache
 from flexnsa.checkpointing import keep_selection
 from flexnsa.checks.calls import check_document_ids
 from flexnsa.checks.primitives import check_lengths, check_tokens, check_type, describe
 from flexnsa.layers.attention import NativeSparseAttention
-from flexnsa.layers.core import RowLayout
+from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection, warn_untaught
+from flexnsa.layers.layouts import RowLayout
 from flexnsa.lm.dense.attention import DenseAttention, DenseLayout
 from flexnsa.lm.dense.cache import DenseCache
 from flexnsa.lm.generation.generate import generate_tokens
@@ -26,6 +28,14 @@ from flexnsa.lm.model.head_loss import head_cross_entropy
 from flexnsa.loss import check_targets
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.operators import in_transform
+
+
+class TaughtOutput(NamedTuple):
+    """The residual stream behind a layer, and the layer's selection loss: a sum and its weight."""
+
+    x: Tensor
+    loss: Tensor
+    weight: Tensor
 
 
 class DecoderLM(nn.Module):
@@ -83,6 +93,7 @@ class DecoderLM(nn.Module):
         caches: Sequence[NSACache | DenseCache] | None = None,
         lengths: Tensor | None = None,
         states: list[Tensor] | None = None,
+        selection: SelectionLoss | None = None,
     ) -> Tensor:
         """Predict the next token at every position, or give the loss of predicting the given ones.
 
@@ -103,6 +114,7 @@ class DecoderLM(nn.Module):
             lengths: int ``(B,)``, with caches only: tokens of each row that are real, the others being padding.
             states: a list that gets ``L + 1`` hidden states ``(B, S, dim)``: what goes into each layer, and what the
                 head is given.
+            selection: gets the losses that teach the layers' indexers, in training; the loss returned is without them.
 
         Returns:
             logits ``(B, S, vocab_size)``; given targets, the loss in nats, a scalar of fp32 or wider.
@@ -117,8 +129,10 @@ class DecoderLM(nn.Module):
         self._check(tokens, caches, lengths, document_ids)
         if targets is not None:
             check_targets(targets, tokens.shape, reduction)
+        if selection is not None:
+            check_selection(selection, self._indexers())
         options: dict[str, Any] = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
-        x = self.norm(self._run_layers(tokens, caches, lengths, states, **options))
+        x = self.norm(self._run_layers(tokens, caches, lengths, states, selection, **options))
         if states is not None:
             states.append(x)
         if targets is None:
@@ -156,7 +170,7 @@ class DecoderLM(nn.Module):
         if lengths is not None:
             check_lengths(lengths, tokens, least=1)
             last = lengths.long() - 1
-        x = self._run_layers(tokens, caches, kept, None, score_mod=score_mod, mask_mod=mask_mod)
+        x = self._run_layers(tokens, caches, kept, None, None, score_mod=score_mod, mask_mod=mask_mod)
         return self.head(self.norm(x[torch.arange(len(x), device=x.device), last]))
 
     def _run_layers(
@@ -165,11 +179,17 @@ class DecoderLM(nn.Module):
         caches: Sequence[NSACache | DenseCache] | None,
         lengths: Tensor | None,
         states: list[Tensor] | None,
+        selection: SelectionLoss | None,
         *,
         document_ids: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         """Give the residual stream ``(B, S, dim)`` behind the last layer; ``states`` gets what it was before each."""
+        if self.training and torch.is_grad_enabled() and caches is None:
+            if selection is not None:
+                options |= {"sampled": selection.tokens(tokens), "query_weights": selection.query_weights}
+            elif self._indexers():
+                warn_untaught()  # here too, because compiled layers do not
         layouts: Sequence[RowLayout | DenseLayout | None] = [None] * len(self.layers)
         if caches is None or document_ids is not None or all(cache.takes_rows(tokens.shape[1]) for cache in caches):
             layouts = self._layouts(tokens, document_ids)
@@ -177,13 +197,21 @@ class DecoderLM(nn.Module):
         for index, layer in enumerate(self.layers):
             if states is not None:
                 states.append(x)
-            given = options | {"layout": layouts[index]}
+            told = options | {"layout": layouts[index]}
             if caches is not None:
-                x = layer(x, cache=caches[index], lengths=lengths, **given)
+                x = layer(x, cache=caches[index], lengths=lengths, **told)
             else:
                 checkpointed = self.training and self.config.is_checkpointed(index)
-                x = self._run_layer(layer, x, checkpointed=checkpointed, **given)
+                out = self._run_layer(layer, x, checkpointed=checkpointed, **told)
+                if isinstance(out, TaughtOutput):
+                    given(selection).add(out.loss, out.weight)
+                    out = out.x
+                x = out
         return x
+
+    def _indexers(self) -> list[Indexer]:
+        layers = (layer.attention for layer in cast("Iterable[DecoderLayer]", self.layers))
+        return [layer.indexer for layer in layers if isinstance(layer, NativeSparseAttention) and layer.indexer]
 
     def _check(self, tokens: Tensor, caches: Any, lengths: Tensor | None, document_ids: Tensor | None) -> None:
         check_tokens("tokens", tokens, self.embedding.weight)
@@ -238,13 +266,21 @@ class DecoderLayer(nn.Module):
         for linear in (self.attention.w_o, self.mlp.down):
             nn.init.normal_(linear.weight, std=self.residual_scale * linear.in_features**-0.5)
 
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """Map the residual stream ``(B, S, dim)`` to the next; the options are those of the attention."""
-        x = x + self.attention(self.attention_norm(x), **options)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(
+        self, x: Tensor, *, sampled: Tensor | None = None, query_weights: str = "mass", **options: Any
+    ) -> Tensor | TaughtOutput:
+        """Map the residual stream ``(B, S, dim)`` to the next; the options are those of the attention.
+
+        With ``sampled (B, m)``, queries that teach an indexer, the loss is returned too: backward may run this again.
+        """
+        selection = None if sampled is None else SelectionLoss.at(sampled, query_weights)
+        taught = {} if selection is None else {"selection": selection}
+        x = x + self.attention(self.attention_norm(x), **taught, **options)
+        x = x + self.mlp(self.mlp_norm(x))
+        return TaughtOutput(x, selection.sums[0], selection.weights[0]) if selection and selection.sums else x
 
 
-def run_layer(layer: nn.Module, x: Tensor, *, checkpointed: bool, **options: Any) -> Tensor:
+def run_layer(layer: nn.Module, x: Tensor, *, checkpointed: bool, **options: Any) -> Tensor | TaughtOutput:
     """Call the layer; checkpointed, it keeps its input and its selection for backward, and computes all else anew.
 
     Transforms of ``torch.func``, which know no checkpoints, keep everything.
@@ -252,7 +288,7 @@ def run_layer(layer: nn.Module, x: Tensor, *, checkpointed: bool, **options: Any
     if not checkpointed or in_transform():
         return layer(x, **options)
     contexts: dict[str, Any] = {"preserve_rng_state": False, "context_fn": keep_selection}
-    return cast("Tensor", checkpoint(layer, x, use_reentrant=False, **contexts, **options))
+    return cast("Tensor | TaughtOutput", checkpoint(layer, x, use_reentrant=False, **contexts, **options))
 
 
 class MLP(nn.Module):

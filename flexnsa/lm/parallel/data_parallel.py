@@ -56,11 +56,11 @@ class GroupRanks(Ranks):
     def _shard_tokens(self, model: DecoderLM) -> DecoderLM:
         return model if self._row is None else parallelize_model(model, self._row)
 
-    def total(self, value: float) -> float:
-        """Return the sum over the ranks."""
-        summed = torch.tensor(value, dtype=torch.float64, device=self.device)
+    def totals(self, values: Tensor) -> Tensor:
+        """Return the sums over the ranks of numbers in fp64."""
+        summed = values.to(self.device, copy=True)
         dist.all_reduce(summed)
-        return summed.item()
+        return summed
 
     def largest(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""

@@ -60,7 +60,11 @@ class Ranks:
 
     def total(self, value: float) -> float:
         """Return the sum over the ranks."""
-        return value
+        return self.totals(torch.tensor(value, dtype=torch.float64)).item()
+
+    def totals(self, values: Tensor) -> Tensor:
+        """Return the sums over the ranks of numbers in fp64."""
+        return values
 
     def largest(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""

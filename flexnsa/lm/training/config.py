@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from flexnsa.checks.primitives import check_choice, check_int, check_number, check_seed, check_type, describe
-from flexnsa.optim import COMPRESSOR_LR
+from flexnsa.optim import COMPRESSOR_LR, INDEXER_LR
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,10 +25,12 @@ class TrainConfig:
         warmup_steps: steps of linear warm-up.
         compressor_lr: learning rate of the compressors of keys and values, as a fraction of ``lr``. None for the value
             that the run started with: 0.1, or 1.0 in runs of versions without this field.
+        indexer_lr: learning rate of indexers, as a fraction of ``lr``.
+        selection_loss_weight: factor on the loss that teaches indexers, in models that have them.
         weight_decay: weight decay of matrices; vectors and embeddings are not decayed.
         beta1: decay of AdamW's first moment.
         beta2: decay of AdamW's second moment.
-        clip: largest norm of the whole gradient.
+        clip: largest norm of the gradient of all parameters but those of indexers, and of the gradient of those.
         precision: ``"fp32"``, or ``"bf16"`` for autocast.
         pack: fill sequences with whole documents, which neither attention nor loss mixes, instead of cutting the text
             anywhere; see :class:`flexnsa.lm.data.rows.PackedDocuments`.
@@ -50,6 +52,8 @@ class TrainConfig:
     min_lr: float = 0.1
     warmup_steps: int = 50
     compressor_lr: float | None = None
+    indexer_lr: float = INDEXER_LR
+    selection_loss_weight: float = 1.0
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -62,7 +66,7 @@ class TrainConfig:
     checkpoint_every: int = 100
 
     def __post_init__(self) -> None:
-        may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "compressor_lr")
+        may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "compressor_lr", "indexer_lr")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "precision":

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -199,7 +198,7 @@ class Report:
         """Log a step with its measurements; :meth:`check` raises an error of this."""
         if self._log is not None and self._error is None:
             try:
-                self._log.write(asdict(result) | measured)
+                self._log.write(result.to_dict() | measured)
             except OSError as error:  # not raised here: the other ranks would wait for this one
                 self._error = error
 

@@ -4,31 +4,56 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flexnsa.checks.calls import check_no_indexer
+from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.lm.data.corpus import Corpus
 from flexnsa.lm.data.rows import Batch, PackedDocuments, Windows
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.lm.model.decoder import DecoderLM
 from flexnsa.lm.parallel.ranks import Ranks
 from flexnsa.lm.training.config import TrainConfig, completed
-from flexnsa.optim import COMPRESSOR_LR, parameter_groups
+from flexnsa.lm.training.teaching import Teaching
+from flexnsa.optim import COMPRESSOR_LR, index_parameters, parameter_groups
 from flexnsa.parallel.chunks import check_chunks
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Loss of a step in nats, its learning rate, and the norm of the gradient before clipping."""
+    """Loss of a step in nats, its learning rate, and the norm of the gradient before clipping.
+
+    A model with indexers has a selection loss too, and the norm of its gradient, which reaches the indexers alone.
+    """
 
     step: int
     loss: float
     lr: float
     grad_norm: float
+    selection_loss: float | None = None
+    selection_grad_norm: float | None = None
+
+    def to_dict(self) -> dict[str, float]:
+        """Return what there is, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def require_finite(self) -> None:
+        """Check that all numbers are finite.
+
+        Raises:
+            FloatingPointError: one is not.
+        """
+        numbers = {"loss": self.loss, "gradient norm": self.grad_norm}
+        numbers |= {"selection loss": self.selection_loss, "its gradient norm": self.selection_grad_norm}
+        found = {name: number for name, number in numbers.items() if number is not None}
+        if not all(map(math.isfinite, found.values())):
+            told = ", ".join(f"{name} {number}" for name, number in found.items())
+            raise FloatingPointError(f"step {self.step}: {told}")
 
 
 class Trainer:
@@ -94,36 +119,49 @@ class Trainer:
         """
         config, ranks = self.config, self.ranks
         batch = draw_step(self.training_rows, config, self.step)
-        parts = batch[ranks.share(len(batch))].split(config.batch_size)
+        share = ranks.share(len(batch))
+        parts = batch[share].split(config.batch_size)
         self.model.train()
         if not self._is_settled:
-            ranks.settle(lambda: self.loss(parts[0].to(self.device)).backward())
+            ranks.settle(lambda: self._backward(parts[0], self._teaching(share), 0, 1))
             self.optimizer.zero_grad()
             self._is_settled = True
-        own_loss = torch.zeros((), device=self.device)
+        own_loss, teaching = torch.zeros((), device=self.device), self._teaching(share)
         for index, part in enumerate(parts):
             with ranks.part(self._forward, last=index == len(parts) - 1):
-                # The mean over the targets of all ranks, whose gradients are averaged
-                loss = self.loss(part.to(self.device)) / batch.num_targets()
-                (loss * ranks.world_size).backward()
-            own_loss += loss.detach()
+                own_loss += self._backward(part, teaching, index * config.batch_size, batch.num_targets())
         self._check()
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), config.clip)
-        loss, grad_norm = ranks.total(own_loss.item()), norm.item()
-        if not math.isfinite(loss + grad_norm):
-            raise FloatingPointError(f"step {self.step}: loss {loss}, gradient norm {grad_norm}")
+        own = index_parameters(self.model)
+        grad_norm = nn.utils.clip_grad_norm_(_without(self.parameters.values(), own), config.clip).item()
+        loss, selection_loss = teaching.finish(ranks, own_loss)
+        selection_grad_norm = nn.utils.clip_grad_norm_(own, config.clip).item() if own else None
         lr = config.learning_rate(self.step)
+        result = StepResult(self.step, loss, lr, grad_norm, selection_loss, selection_grad_norm)
+        result.require_finite()
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        result = StepResult(self.step, loss, lr, grad_norm)
         self.step += 1
         return result
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Return the cross-entropy, in nats, summed over this rank's targets."""
+    def _teaching(self, share: slice) -> Teaching:
+        """Return what collects the selection losses of a step, of this rank's share of the sequences."""
+        ids = torch.arange(self.config.sequences_per_step, device=self.device)[share]
+        weight, seed = self.config.selection_loss_weight, self.config.seed
+        return Teaching(self.model, weight=weight, seed=seed, step=self.step, sequence_ids=ids)
+
+    def _backward(self, part: Batch, teaching: Teaching, first: int, num_targets: int) -> Tensor:
+        """Run one forward and backward pass, of the rows from ``first``; return its share of the language loss."""
+        selection = teaching.selection(slice(first, first + len(part)))
+        # The mean over the targets of all ranks, whose gradients are averaged
+        loss = self.loss(part.to(self.device), selection) / num_targets
+        ((loss + teaching.summed(selection)) * self.ranks.world_size).backward()
+        return loss.detach()
+
+    def loss(self, batch: Batch, selection: SelectionLoss | None = None) -> Tensor:
+        """Return the cross-entropy, in nats, summed over this rank's targets; ``selection`` gets those of indexers."""
         own = replace(batch, tokens=self.ranks.cut(batch.tokens), targets=self.ranks.cut(batch.targets))
-        return language_loss(self._forward, own, self.config.precision, reduction="sum")
+        return language_loss(self._forward, own, self.config.precision, reduction="sum", selection=selection)
 
     @torch.no_grad()
     def validation_bits_per_byte(self) -> float:
@@ -140,6 +178,11 @@ class Trainer:
             check()
 
 
+def _without(parameters: Iterable[nn.Parameter], others: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    left_out = set(others)
+    return [parameter for parameter in parameters if parameter not in left_out]
+
+
 def draw_step(rows: PackedDocuments | Windows, config: TrainConfig, step: int) -> Batch:
     """Draw the sequences of a step, as a function of seed and step alone.
 
@@ -148,10 +191,17 @@ def draw_step(rows: PackedDocuments | Windows, config: TrainConfig, step: int) -
     return rows.draw(random.Random(f"{config.seed}/{step}"), config.sequences_per_step)
 
 
-def language_loss(model: nn.Module, batch: Batch, precision: str, reduction: str = "mean") -> Tensor:
+def language_loss(
+    model: nn.Module,
+    batch: Batch,
+    precision: str,
+    reduction: str = "mean",
+    selection: SelectionLoss | None = None,
+) -> Tensor:
     """Return the cross-entropy, in nats, of predicting each target from the tokens before it."""
+    told = {} if selection is None else {"selection": selection}
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=precision == "bf16"):
-        return model(batch.tokens, targets=batch.targets, reduction=reduction, document_ids=batch.document_ids)
+        return model(batch.tokens, targets=batch.targets, reduction=reduction, document_ids=batch.document_ids, **told)
 
 
 def check_training(
@@ -197,6 +247,7 @@ def _check_tokens(model: DecoderConfig, config: TrainConfig, context_parallel: i
     """Check that processes can share the tokens of sequences."""
     if model.attention != "nsa":
         raise ValueError(f"attention: expected 'nsa' with context_parallel, got {model.attention!r}")
+    check_no_indexer("context_parallel", model.nsa)
     if config.pack:
         raise ValueError("pack: expected False with context_parallel, because documents begin anywhere, got True")
     check_chunks("seq_len", config.seq_len, 2 * context_parallel, model.nsa, model.branches)
@@ -205,7 +256,8 @@ def _check_tokens(model: DecoderConfig, config: TrainConfig, context_parallel: i
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """Return AdamW for a run; each group has the factor of :func:`set_learning_rate` as ``relative_lr``."""
     slower = COMPRESSOR_LR if config.compressor_lr is None else config.compressor_lr
-    groups = parameter_groups(model, lr=1.0, weight_decay=config.weight_decay, compressor_lr=slower)
+    rates = {"compressor_lr": slower, "indexer_lr": config.indexer_lr}
+    groups = parameter_groups(model, lr=1.0, weight_decay=config.weight_decay, **rates)
     for group in groups:
         group["relative_lr"] = group.pop("lr")
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexnsa import NSAConfig
+from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.attention.flex.footprint import FOOTPRINT as FLEX
 from flexnsa.attention.footprint import AttentionSizes
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
@@ -23,6 +23,7 @@ from flexnsa.lm.measure.memory import AllocatorProbe, saved_for_backward
 from tests.support.inputs import SMALL
 
 TINY = DecoderConfig(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, nsa=SMALL)
+INDEXED = replace(SMALL, index_heads=2, index_block_size=4, index_stride=4)
 MODELS = {
     "tiny": (TINY, 256),
     "tiny, dense": (replace(TINY, attention="dense"), 256),
@@ -34,6 +35,9 @@ MODELS = {
     "tiny, wide head": (replace(TINY, num_layers=1, vocab_size=8192), 256),
     "tiny, branches run again": (replace(TINY, recompute=("cmp", "slc", "win")), 256),
     "tiny, checkpointed and run again": (replace(TINY, checkpointing=True, recompute=("win",)), 256),
+    "tiny, an indexer": (replace(TINY, nsa=INDEXED), 256),
+    "tiny, an indexer of low rank, linear": (replace(TINY, nsa=INDEXED, index_rank=4, compression="linear"), 1024),
+    "tiny, an indexer, blocks alone": (replace(TINY, nsa=INDEXED, compression="mean", branches=("slc",)), 256),
     "large, window run again": (preset("large", num_layers=1, recompute=("win",)), 512),
     "large, branches run again": (preset("large", num_layers=1, recompute=("cmp", "slc", "win")), 1024),
     "large, one layer": (preset("large", num_layers=1), 512),
@@ -48,8 +52,10 @@ def measure(config: DecoderConfig, seq_len: int, precision: Precision) -> dict[s
         own = tokens.clone()
         probe.mark("model")
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+        selection = None if config.nsa.index_heads is None else SelectionLoss()
         with saved_for_backward(list(model.parameters())) as saved, autocast:
-            loss = model(own, targets=own)
+            loss = model(own, targets=own, selection=selection)
+            loss = loss if selection is None else loss + selection.total
         saved_bytes = saved.total
         probe.mark("forward")
         loss.backward()
@@ -74,6 +80,22 @@ def test_estimate_is_within_a_tenth(name: str, precision: Precision) -> None:
     }
     ratios = {quantity: estimated[quantity] / value for quantity, value in measured.items()}
     assert ratios == {quantity: pytest.approx(1, abs=0.1) for quantity in measured}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checkpointed_layers_keep_the_gradients_of_the_selection_loss(precision: Precision) -> None:
+    config = replace(TINY, nsa=INDEXED, checkpointing=True)
+    measured = measure(config, 256, precision)  # but for "saved": hooks do not see what a policy keeps
+    figures = estimate_training(config, seq_len=256, precision=precision)
+    assert figures.after_forward == pytest.approx(measured["after_forward"], rel=0.1)
+    assert max(figures.peak_forward, figures.peak_training) == pytest.approx(measured["peak"], rel=0.1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_counted(name: str) -> None:
+    config, _ = MODELS[name]
+    with torch.device("meta"):
+        assert parameter_count(config) == sum(parameter.numel() for parameter in DecoderLM(config).parameters())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

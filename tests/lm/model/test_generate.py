@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ CONFIG = DecoderConfig(
     v_head_dim=6,
     nsa=NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=4, window_size=12),
 )
+INDEXED = replace(CONFIG.nsa, index_heads=1, index_block_size=4, index_stride=4)
+MODELS: dict[str, dict[str, Any]] = {"nsa": {}, "dense": {"attention": "dense"}, "an indexer": {"nsa": asdict(INDEXED)}}
 GREEDY = Sampling(temperature=0)
 
 
@@ -52,10 +56,10 @@ def test_512_greedy_tokens_are_those_without_a_cache() -> None:
     assert best[19:-1].tolist() == tokens
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=50, top_p=0.9)])
-def test_running_the_whole_sequence_every_time_gives_the_same_tokens(attention: str, sampling: Sampling) -> None:
-    model = make_model(attention)
+def test_running_the_whole_sequence_every_time_gives_the_same_tokens(kind: str, sampling: Sampling) -> None:
+    model = make_model(**MODELS[kind])
     lengths = torch.tensor([17, 1, 9])
     options = {"lengths": lengths, "sampling": sampling, "seed": 5}
     cached, uncached = (model.generate(prompts(3, 17), 24, cached=cached, **options) for cached in (True, False))

@@ -16,8 +16,8 @@ from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.cli import train
 from flexnsa.lm.cli.options import described_fields
 from flexnsa.lm.diagnosis.places import failing_branch
-from tests.support.inputs import TINY
-from tests.support.layer_fields import CHANGED, FIELDS, SIZES
+from tests.support.inputs import SMALL, TINY
+from tests.support.layer_fields import CHANGED, FIELDS, NEEDED, SIZES
 
 NOT_OF_TRAIN = {"nsa": "its fields are options"}
 
@@ -25,7 +25,7 @@ NOT_OF_TRAIN = {"nsa": "its fields are options"}
 @pytest.mark.parametrize("name", FIELDS)
 def test_model_keeps_the_value_of_a_layer_field(name: str) -> None:
     value = CHANGED.get(name, True)
-    config = DecoderConfig(**SIZES | {"num_layers": 1, name: value})
+    config = DecoderConfig(**SIZES | NEEDED.get(name, {}) | {"num_layers": 1, name: value})
     layer = DecoderLM(config).layers[0].get_submodule("attention")
     assert isinstance(layer, NativeSparseAttention)
     assert getattr(layer.layer_config, name) == value
@@ -62,6 +62,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"shared_keys": True, "begin_as_mean": True, "v_head_dim": 6},
     {"branches": ("cmp", "win"), "compression": "linear"},
     {"branches": ("slc",)},
+    {"nsa": replace(SMALL, index_heads=2, index_block_size=4, index_stride=4), "index_rank": 3},
 ]
 
 

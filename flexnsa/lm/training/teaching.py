@@ -1,0 +1,57 @@
+"""The selection loss of one training step, over all parts of its batch and all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flexnsa.layers.indexer import Indexer, SelectionLoss
+from flexnsa.lm.parallel.ranks import Ranks
+
+
+class Teaching:
+    """Collects the selection losses of a step, and divides their gradients by the weight of all sampled queries.
+
+    That weight is known only when the last part has been computed. So sums are differentiated, and the gradients of
+    each indexer, to which nothing else contributes, are divided afterwards.
+
+    Args:
+        model: whose indexers learn, if it has any.
+        weight: factor on the loss.
+        seed: of the run.
+        step: of the run.
+        sequence_ids: int ``(B,)``, the indices of this rank's sequences in the batch of the step.
+    """
+
+    def __init__(self, model: nn.Module, *, weight: float, seed: int, step: int, sequence_ids: Tensor) -> None:
+        self.indexers = [module for module in model.modules() if isinstance(module, Indexer)]
+        self.weight, self.seed, self.sequence_ids = weight, seed, sequence_ids
+        # An int would be compiled anew in each step; a fill, unlike a copy from the host, does not wait for the device.
+        self.step = torch.full((), step, device=sequence_ids.device)
+        self._sums = torch.zeros(2, len(self.indexers), dtype=torch.float64, device=sequence_ids.device)
+
+    def selection(self, rows: slice) -> SelectionLoss | None:
+        """Return the loss that a forward pass of these sequences adds to; None without indexers."""
+        if not self.indexers:
+            return None
+        return SelectionLoss(seed=self.seed, step=self.step, sequence_ids=self.sequence_ids[rows])
+
+    def summed(self, selection: SelectionLoss | None) -> Tensor | float:
+        """Count what a forward pass added, and return what to differentiate."""
+        if selection is None:
+            return 0.0
+        sums = torch.stack(selection.sums)
+        self._sums += torch.stack((sums.detach(), torch.stack(selection.weights))).double()
+        return self.weight * sums.sum()
+
+    def finish(self, ranks: Ranks, loss: Tensor) -> tuple[float, float | None]:
+        """Divide the gradients; return the sums over ranks of ``loss ()``, and the selection loss of all layers."""
+        totals = ranks.totals(torch.cat((loss.double().view(1), self._sums.flatten()))).tolist()
+        count = len(self.indexers)
+        sums, weights = totals[1 : 1 + count], [weight or 1.0 for weight in totals[1 + count :]]
+        for indexer, weight in zip(self.indexers, weights, strict=True):
+            for parameter in indexer.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= weight
+        means = [x / weight for x, weight in zip(sums, weights, strict=True)]
+        return totals[0], sum(means) if means else None
