@@ -16,7 +16,8 @@ from flexnsa import NativeSparseAttention
 from flexnsa.attention.seam import Call
 from flexnsa.attention.table import choose_implementation
 from flexnsa.geometry import BRANCHES, num_compressed
-from flexnsa.layers.core import Compressors, Heads, KeySource, RowKeys, attend_heads
+from flexnsa.layers.core import Compressors, Heads, attend_heads
+from flexnsa.layers.layouts import KeySource, RowKeys
 from flexnsa.lm import DecoderLM, preset
 from flexnsa.lm.measure.memory import MIB
 from flexnsa.parallel.context_parallel import parallelize_attention

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.learning.reading import drawn_blocks
-from benchmarks.learning.selection import layer_inputs, scoring_inputs, selected_blocks, unscored_blocks
+from benchmarks.learning.selection import (
+    layer_inputs,
+    of_compressed_branch,
+    scoring_inputs,
+    selected_blocks,
+    unscored_blocks,
+)
 from flexnsa import NativeSparseAttention, NSAConfig, block_importance
 from flexnsa.lm import DecoderLM
 
@@ -56,7 +62,7 @@ def mean_gates(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> l
 
 
 def _row_habits(layer: NativeSparseAttention, x: Tensor) -> Measured:
-    config, first = layer.config, first_that_chooses(layer.config)
+    config, first = of_compressed_branch(layer.config), first_that_chooses(layer.config)
     q, k_cmp = (part.float() for part in scoring_inputs(layer, x))
     gates, unscored = layer.gate(x).float().mean((0, 1, 2)), unscored_blocks(layer, x)[:, first:].mean()
     chosen, drawn = selected_blocks(layer, x), drawn_blocks(layer, x)

@@ -100,6 +100,10 @@ MODELS = {
     "NSA, l'=16 n=64": _nsa(nsa=_SMALL_BLOCKS),
     "NSA, shared keys, begun as mean": _nsa(**_SHARED),
     "NSA, rope 1e8, shared keys, begun as mean": _nsa(**_SHARED, config=_FAR),
+    "NSA, rope 1e8, shared keys, begun as mean, indexer": _nsa(**_SHARED, config=_FAR, indexer=True),
+    "NSA, rope 1e8, shared keys, begun as mean, indexer of rank 32": _nsa(
+        **_SHARED, config=_FAR | {"index_rank": 32}, indexer=True
+    ),
     "NSA, rope 1e8, shared keys": _nsa(shared_keys=True, config=_FAR),
     "NSA, rope 1e8, begun as mean": _nsa(begun_as_mean=True, config=_FAR),
     "NSA, rope 1e8, shared keys, begun as mean, few blocks first": _nsa(**_SHARED, config=_FAR, few_until=0.4),

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from benchmarks.harness.phases import random_blocks
 from benchmarks.harness.setting import Setting
-from benchmarks.learning.selection import scoring_inputs, selected_blocks
+from benchmarks.learning.selection import of_compressed_branch, scoring_inputs, selected_blocks
 from flexnsa import NativeSparseAttention, native_sparse_attention
 from flexnsa.attention.selection import top_blocks
-from flexnsa.layers.core import LayoutSizes, RowLayout
+from flexnsa.layers.layouts import LayoutSizes, RowLayout
 from flexnsa.layers.rope import apply_rope
 from flexnsa.lm import Batch, DecoderLM
 from flexnsa.lm.model.decoder import DecoderLayer
@@ -71,7 +71,7 @@ class Reading(nn.Module):
             v_cmp=layer.phi_v(keys["v_cmp"]),
             k_win=apply_rope(keys["k_win"], layout.tokens),
             v_win=keys["v_win"],
-            config=layer.config,
+            config=of_compressed_branch(layer.config),
             block_indices=self.choose(layer, x),
             impl=layer.impl,
             **options,

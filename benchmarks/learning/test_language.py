@@ -156,10 +156,15 @@ def test_models_have_the_sizes_that_their_names_say(name: str) -> None:
         "n": "num_selected_blocks",
     }
     named = {letters[letter]: int(number) for letter, number in re.findall(r"(l'|[ldn])=(\d+)", name)}
+    if "indexer" in name:
+        group = usual.num_heads // usual.num_kv_heads
+        named |= {"index_heads": group, "index_block_size": 8, "index_stride": 8}
     assert config.nsa == replace(usual.nsa, **named)
     kind, rope = "nsa" if "NSA" in name else "dense", 1e8 if "rope 1e8" in name else usual.rope_base
     shared, begun = "shared keys" in name, "begun as mean" in name
-    changes = {"rope_base": rope, "shared_keys": shared, "begin_as_mean": begun}
+    rank = re.search(r"rank (\d+)", name)
+    changes: dict[str, Any] = {"rope_base": rope, "shared_keys": shared, "begin_as_mean": begun}
+    changes |= {"index_rank": int(rank[1])} if rank else {}
     assert config == replace(usual, attention=kind, nsa=config.nsa, **changes)
     model = MODELS[name]
     assert model.compressor_rate == (1.0 if kind == "dense" or "plain" in name else 0.1)

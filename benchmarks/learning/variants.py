@@ -25,6 +25,7 @@ class Change:
             blocks: a step moves a compressed key further than one of a token.
         begun_as_mean: compressors start as the mean of their blocks, and learn from there.
         normalised_keys: compressed keys are brought to one length, so that their scores cannot grow without end.
+        indexer: an indexer scores blocks, by keys of 8 tokens and a query for each query head.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -33,11 +34,13 @@ class Change:
     compressor_rate: float = 1.0
     begun_as_mean: bool = False
     normalised_keys: bool = False
+    indexer: bool = False
 
     def configure(self, config: DecoderConfig) -> DecoderConfig:
         """Change what differs."""
         options = {"shared_keys": self.shared_keys, "begin_as_mean": self.begun_as_mean, **self.config}
-        return replace(config, nsa=replace(config.nsa, **self.nsa), **options)
+        index = {"index_heads": config.num_heads // config.num_kv_heads, "index_block_size": 8, "index_stride": 8}
+        return replace(config, nsa=replace(config.nsa, **self.nsa, **(index if self.indexer else {})), **options)
 
     def build(self, config: DecoderConfig) -> DecoderLM:
         """Make the model of the config that has what differs already."""

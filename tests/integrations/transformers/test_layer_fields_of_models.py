@@ -9,7 +9,7 @@ import pytest
 from flexnsa.lm import DecoderConfig
 from flexnsa.lm.transformers_model import FlexNSAConfig
 from flexnsa.transformers import LayerOptions
-from tests.support.layer_fields import CHANGED, FIELDS, SIZES
+from tests.support.layer_fields import CHANGED, FIELDS, NEEDED, SIZES
 
 OF_DENSE = "the dense model has it"
 FIXED = "fixed, so that the converted model starts as the dense one"
@@ -24,6 +24,7 @@ NOT_OF_CONVERTED = {
     "gate": FIXED,
     "shared_keys": FIXED,
     "begin_as_mean": FIXED,
+    "index_rank": "converted layers have no indexer",
     "nsa": "called sizes; config.flexnsa has its fields",
 }
 
@@ -31,7 +32,7 @@ NOT_OF_CONVERTED = {
 @pytest.mark.parametrize("name", FIELDS)
 def test_config_keeps_the_value_of_a_layer_field(name: str) -> None:
     value = CHANGED.get(name, True)
-    config = DecoderConfig(**SIZES | {"num_layers": 1, name: value})
+    config = DecoderConfig(**SIZES | NEEDED.get(name, {}) | {"num_layers": 1, name: value})
     assert getattr(FlexNSAConfig.of(config).decoder_config(), name) == value
 
 
