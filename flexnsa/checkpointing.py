@@ -14,7 +14,13 @@ from flexnsa.operators import in_transform
 
 SELECTION_OPERATORS = tuple(
     f"flexnsa.{name}.default"
-    for name in ("select_in_chunks", "selection_with_mod", "select_blocks_triton", "selection_loss")
+    for name in (
+        "select_in_chunks",
+        "selection_with_mod",
+        "select_blocks_triton",
+        "selection_loss",
+        "selection_loss_triton",
+    )
 )
 
 

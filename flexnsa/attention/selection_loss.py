@@ -13,7 +13,7 @@ from flexnsa.attention.seam import Call, Scorer
 from flexnsa.attention.selection import top_blocks
 from flexnsa.attention.shares import log_shares, log_shares_at_once, queries_at_once
 from flexnsa.config import NSAConfig
-from flexnsa.operators import opaque_operator
+from flexnsa.operators import OpaqueOperator, opaque_operator
 from flexnsa.positions import Positions, positions_of
 
 BITS = 0xFFFFFFFF
@@ -64,23 +64,41 @@ def divergence(
 
     Both are distributions over the free blocks that have a visible key of the scorer; a query without any counts 0.
     """
-    by_mass = query_weights == "mass"
-    positions = positions_of(q, call.positions).at_tokens(tokens)
-    of_scorer = positions_of(scorer.q, scorer.call.positions).at_tokens(tokens)
-    q, k = q.detach(), k.detach()
-    if call.score_mod is not None:  # which an operator cannot take; autograd differentiates it
-        with torch.autocast(q.device.type, enabled=False):
-            with torch.no_grad():
-                log_true = log_shares(_at_tokens(q, tokens), k, positions, call)
-            log_probs = log_probabilities(_at_tokens(scorer.q, tokens), scorer.k, of_scorer, scorer.call)
-            compared, _ = _compare(log_true, log_probs, positions, of_scorer, call.config, scorer.call.config)
-            weights = _weights(compared.mass, by_mass)
-            return (compared.kl * weights).sum(), weights.sum()
-    sizes = call.config.to_ints(), scorer.call.config.to_ints()
-    numbers = positions.aligned, *sizes, call.scale, scorer.call.scale, by_mass
-    where = *positions.tensors, *of_scorer.tensors
-    total, weight, _, _ = _selection_loss(q, k, scorer.q, scorer.k, tokens, *where, *numbers)
+    if call.score_mod is None:
+        return divergence_by(_selection_loss, q, k, scorer, tokens, call, query_weights)
+    # An operator cannot take a mod; autograd differentiates it.
+    positions, of_scorer = _positions_at(tokens, q, scorer, call)
+    with torch.autocast(q.device.type, enabled=False):
+        with torch.no_grad():
+            log_true = log_shares(_at_tokens(q, tokens), k, positions, call)
+        log_probs = log_probabilities(_at_tokens(scorer.q, tokens), scorer.k, of_scorer, scorer.call)
+        compared, _ = _compare(log_true, log_probs, positions, of_scorer, call.config, scorer.call.config)
+        weights = _weights(compared.mass, query_weights == "mass")
+        return (compared.kl * weights).sum(), weights.sum()
+
+
+def divergence_by(
+    operator: OpaqueOperator[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    scorer: Scorer,
+    tokens: Tensor,
+    call: Call,
+    query_weights: str,
+) -> tuple[Tensor, Tensor]:
+    """Sum the divergences by an operator with the arguments of ``_selection_loss``, without a score_mod."""
+    positions, of_scorer = _positions_at(tokens, q, scorer, call)
+    where = *positions.tensors, *of_scorer.tensors, positions.aligned
+    numbers = call.config.to_ints(), scorer.call.config.to_ints(), call.scale, scorer.call.scale
+    tensors = q.detach(), k.detach(), scorer.q, scorer.k, tokens
+    total, weight, _, _ = operator(*tensors, *where, *numbers, query_weights == "mass")
     return total, weight
+
+
+def _positions_at(tokens: Tensor, q: Tensor, scorer: Scorer, call: Call) -> tuple[Positions, Positions]:
+    """Return where the queries at ``tokens`` stand among the keys, and among those of the scorer."""
+    of_scorer = positions_of(scorer.q, scorer.call.positions).at_tokens(tokens)
+    return positions_of(q, call.positions).at_tokens(tokens), of_scorer
 
 
 @opaque_operator("selection_loss")
@@ -135,8 +153,7 @@ def _selection_loss(
     return total, weight, dq, dk
 
 
-@_selection_loss.register_fake
-def _(
+def _empty_results(
     q: Tensor,
     k: Tensor,  # noqa: ARG001
     q_index: Tensor,
@@ -180,7 +197,13 @@ def _scale_gradients(ctx: _Context, grad: Tensor, *_: Tensor) -> tuple[Tensor | 
     return None, None, dq, dk, *(None,) * ctx.others
 
 
-_selection_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
+def differentiate_by_results(operator: OpaqueOperator[..., tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
+    """Tell PyTorch what an operator like ``_selection_loss`` returns: the last two results are its gradients."""
+    operator.register_fake(_empty_results)
+    operator.register_autograd(_scale_gradients, setup_context=_save_gradients)
+
+
+differentiate_by_results(_selection_loss)
 
 
 class _Compared(NamedTuple):

@@ -21,6 +21,7 @@ from flexnsa.attention.sdpa import branches as sdpa
 from flexnsa.attention.sdpa import decoding as sdpa_decoding
 from flexnsa.attention.seam import BranchOutput, Call, Compressed, Implementation, Keys, NSAAux, Scorer, given
 from flexnsa.attention.selection_loss import divergence
+from flexnsa.attention.triton import divergence as triton_divergence
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import window as triton_window
@@ -43,7 +44,7 @@ FLEX = Implementation(
     triton_select.select,
     flex.selected,
     flex.window,
-    divergence,
+    triton_divergence.divergence,
     check_input=check_input,
     cpu_backward=False,
 )

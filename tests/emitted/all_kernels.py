@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexnsa import NSACache
 from flexnsa.attention.decoding import CompressorWeights, StepInputs
-from flexnsa.attention.seam import BranchOutput, Call, given
+from flexnsa.attention.seam import BranchOutput, Call, Scorer, given
 from flexnsa.attention.table import FLEX_CACHED
+from flexnsa.attention.triton import divergence as triton_divergence
 from flexnsa.attention.triton import few_rows
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
@@ -28,6 +29,7 @@ from tests.emitted.emit import emit
 from tests.emitted.machine_code import Resources, compiling_launches, resources
 
 CONFIG = NSAConfig()
+INDEXED = replace(CONFIG, index_heads=2, index_block_size=8, index_stride=8)
 GROUP, KV_HEADS, LENGTH = 16, 4, 4096
 FEW, MANY = 1, 64
 """Queries of a step on a cache: those that divide the keys among programs, and those that do not."""
@@ -55,7 +57,8 @@ def calls(shape: Shape) -> Iterator[tuple[str, Compile]]:
         for queries in (FEW, MANY):
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
     functions = (_select, _select_few, _selected, _selected_of_documents, _window, _window_of_documents)
-    for function in (*functions, _decoding_step, _decoding_step_by_given_frequencies):
+    losses = (_selection_loss, _selection_loss_of_overlapping_keys)
+    for function in (*functions, *losses, _decoding_step, _decoding_step_by_given_frequencies):
         yield function.__name__.removeprefix("_").replace("_", " "), partial(_own, function, shape)
 
 
@@ -78,7 +81,7 @@ def _flex_cached(branch: str, queries: int, shape: Shape) -> list[tuple[str, Res
 
 def _own(attend: Callable[[Shape], None], shape: Shape) -> list[tuple[str, Resources]]:
     """Compile what is launched by a function that is called on fake tensors."""
-    for module in (triton_select, triton_selected, triton_window, triton_decoding, few_rows):
+    for module in (triton_select, triton_selected, triton_window, triton_divergence, triton_decoding, few_rows):
         for operator in vars(module).values():
             if isinstance(operator, OpaqueOperator):  # on fakes, too, run what runs on a device
                 torch.library.register_fake(operator.name, operator.function, allow_override=True)
@@ -113,6 +116,21 @@ def _window(shape: Shape, positions: Positions | None = None) -> None:
 
 def _window_of_documents(shape: Shape) -> None:
     _window(shape, _positions(LENGTH))
+
+
+def _selection_loss(shape: Shape, config: NSAConfig = INDEXED) -> None:
+    """Teach an indexer at 256 queries."""
+    q, k, _ = _whole_sequence(shape)
+    keys = k.detach()[:, :, : num_compressed(LENGTH, config.scoring)].requires_grad_()
+    heads = KV_HEADS * (config.index_heads or GROUP)
+    scorer = Scorer(q[:, :heads], keys, Call(config.scoring, shape.scale))
+    tokens = torch.zeros(1, 256, dtype=torch.int64)
+    triton_divergence.divergence(q, k, scorer, tokens, Call(config, shape.scale), "mass")[0].backward()
+
+
+def _selection_loss_of_overlapping_keys(shape: Shape) -> None:
+    """Teach the compressor of the paper."""
+    _selection_loss(shape, CONFIG)
 
 
 def _decoding_step_by_given_frequencies(shape: Shape) -> None:

@@ -9,6 +9,7 @@ from flexnsa.attention.footprint import AttentionSizes, Footprint
 from flexnsa.attention.sdpa.footprint import FOOTPRINT as SDPA
 from flexnsa.attention.seam import given
 from flexnsa.attention.shares import CHUNK_SCORES
+from flexnsa.attention.triton.divergence import scratch_bytes
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
 from flexnsa.checks.primitives import check_type
 from flexnsa.geometry import BRANCHES, num_compressed
@@ -188,12 +189,14 @@ class Work:
         return 4 * self.batch * (queries + keys) * config.head_dim
 
     def loss_excess(self) -> int:
-        """Return what the selection loss allocates while it runs: three copies of the true scores of some queries."""
+        """Return what the selection loss allocates while it runs; on a CPU three copies of a chunk's true scores."""
+        config, queries = self.config, min(SAMPLED_QUERIES, self.length)
         if not self.index_keys():
             return 0
-        scores = self.batch * self.config.num_heads * self.length
-        chunk = CHUNK_SCORES["cpu" if self.impl == "sdpa" else "cuda"]
-        return 3 * 4 * scores * min(SAMPLED_QUERIES, self.length, max(1, chunk // scores))
+        if self.impl != "sdpa":
+            return scratch_bytes(self.batch, config.num_heads, config.num_kv_heads, queries, self.length, config.nsa)
+        scores = self.batch * config.num_heads * self.length
+        return 3 * 4 * scores * min(queries, max(1, CHUNK_SCORES["cpu"] // scores))
 
     def attention(self) -> int:
         """Return q, and what each branch saves besides."""

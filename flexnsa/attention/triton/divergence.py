@@ -1,0 +1,94 @@
+"""The selection loss on CUDA: products of sampled queries in four kernels, one operator to the compiler.
+
+``block_log_sums`` reduces the scores of each query and head to one log-sum-exp a block, once for the keys of the
+selected branch and once for those of the scorer. ``compare_blocks`` turns them into the loss and its derivatives in the
+scores of blocks. ``query_gradients`` and ``key_gradients`` compute the scorer's products again, as a flash backward
+does. Nothing but these log-sum-exps, a number for each query, head and block, is written between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention import selection_loss
+from flexnsa.attention.seam import Call, Scorer
+from flexnsa.attention.selection_loss import differentiate_by_results, divergence_by
+from flexnsa.attention.triton.selected import LARGEST_DIM
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import num_blocks
+from flexnsa.operators import opaque_operator
+
+SCRATCH_SUMS = 2**26
+"""Log-sum-exps of a chunk of queries that exist at a time: 256 MB."""
+
+
+def divergence(
+    q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call, query_weights: str
+) -> tuple[Tensor, Tensor]:
+    """Sum the divergences of scores from true shares; see ``flexnsa.attention.seam.Divergence``.
+
+    Products in chunks compute it on a CPU, with a score_mod, and for head dimensions above 256.
+    """
+    wide = max(q.shape[-1], scorer.q.shape[-1]) > LARGEST_DIM
+    if not q.is_cuda or wide or call.score_mod is not None:
+        return selection_loss.divergence(q, k, scorer, tokens, call, query_weights)
+    return divergence_by(selection_loss_triton, q, k, scorer, tokens, call, query_weights)
+
+
+def scratch_bytes(batch: int, heads: int, kv_heads: int, queries: int, seq_len: int, config: NSAConfig) -> int:
+    """Return what the kernels hold at a time: log-sum-exps of all heads, and two numbers for each key head."""
+    width, index_config = num_blocks(seq_len, config), config.scoring
+    overlapping = index_config.compress_block_size > index_config.compress_stride
+    rows = min(queries, max(1, SCRATCH_SUMS // (batch * heads * width)))
+    index_heads = kv_heads * (config.index_heads or heads // kv_heads)
+    return 4 * batch * rows * width * (heads + (2 if overlapping else 1) * index_heads + 2 * kv_heads)
+
+
+@opaque_operator("selection_loss_triton")
+def selection_loss_triton(
+    q: Tensor,
+    k: Tensor,
+    q_index: Tensor,
+    k_index: Tensor,
+    tokens: Tensor,
+    token: Tensor,
+    start: Tensor,
+    cmp_start: Tensor,  # noqa: ARG001  (of keys that nobody scores here)
+    index_token: Tensor,
+    index_start: Tensor,
+    index_cmp_start: Tensor,
+    aligned: bool,  # noqa: ARG001  (kernels read where blocks start)
+    sizes: Sequence[int],
+    index_sizes: Sequence[int],
+    scale: float,
+    index_scale: float,
+    by_mass: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sum the divergences at a few queries, and differentiate the sum; see ``flexnsa.attention.selection_loss``."""
+    from flexnsa.attention.triton.divergence_launch import Scored, compare, gradients, one_token_a_key
+
+    config, index_config = NSAConfig.from_ints(sizes), NSAConfig.from_ints(index_sizes)
+    width, (batch, heads, _, head_dim) = num_blocks(k.shape[2], config), q_index.shape
+    rows = max(1, SCRATCH_SUMS // (batch * q.shape[1] * width))
+    total, weight = (torch.zeros((), device=q.device) for _ in range(2))
+    dq = torch.empty(batch, heads, tokens.shape[1], head_dim, device=q.device)
+    dk = torch.zeros(k_index.shape, device=q.device)
+    for at in range(0, tokens.shape[1], rows):
+        part = slice(at, at + rows)
+        row, *where = (x[:, part].expand(batch, -1).contiguous() for x in (tokens, token, start))
+        *of_index, index_first = (
+            x[:, part].expand(batch, -1).contiguous() for x in (index_token, index_start, index_cmp_start)
+        )
+        true = Scored(q, k, row, where[0], where[1], where[1], one_token_a_key(config), scale)
+        scored = Scored(q_index, k_index, row, of_index[0], of_index[1], index_first, index_config, index_scale)
+        compared = compare(true, scored, width, by_mass=by_mass)
+        total, weight = total + compared.losses.sum(), weight + compared.weights.sum()
+        dq[:, :, part], of_keys = gradients(scored, compared, width)
+        dk += of_keys
+    return total, weight, dq, dk
+
+
+differentiate_by_results(selection_loss_triton)

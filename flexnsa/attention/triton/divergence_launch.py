@@ -1,0 +1,159 @@
+"""Launches of the kernels of the selection loss; see :mod:`flexnsa.attention.triton.divergence`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention.operators import with_rows
+from flexnsa.attention.scoring import LOG2_E
+from flexnsa.attention.tiles.device import cdiv, device_of, multiprocessors, padded
+from flexnsa.attention.tiles.divergence import divergence_tiles
+from flexnsa.attention.triton.kernels.block_log_sums import block_log_sums
+from flexnsa.attention.triton.kernels.divergence import compare_blocks
+from flexnsa.attention.triton.kernels.divergence_backward import key_gradients, query_gradients
+from flexnsa.config import NSAConfig
+from flexnsa.geometry import overlap_band
+
+BLOCKS_AT_ONCE = 128
+"""Blocks of one query that :func:`compare_blocks` holds at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Queries at a few tokens of each sequence, and the keys whose scores count for blocks.
+
+    Args:
+        q: ``(B, H, T, D)``.
+        k: ``(B, Hkv, N, D)``.
+        row: the queries' indices in ``q``, int64 ``(B, m)``; this and what follows is contiguous.
+        token: their tokens, int32 ``(B, m)``.
+        start: the first tokens of their documents, int32 ``(B, m)``.
+        first_key: the first keys of their documents, int32 ``(B, m)``.
+        config: whose compressed tokens the keys are.
+        scale: factor on the scores.
+    """
+
+    q: Tensor
+    k: Tensor
+    row: Tensor
+    token: Tensor
+    start: Tensor
+    first_key: Tensor
+    config: NSAConfig
+    scale: float
+
+    @property
+    def heads(self) -> int:
+        """Queries for each key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """Where the keys of a block begin, as constants of a kernel."""
+        length, stride = self.config.compress_block_size, self.config.compress_stride
+        step, (first, _) = self.config.select_block_size // stride, overlap_band(self.config)
+        return {"LENGTH": length, "STRIDE": stride, "STEP": step, "FIRST": first}
+
+    @property
+    def keys_of_block(self) -> int:
+        """Keys that count for a block."""
+        return len(overlap_band(self.config)[1])
+
+    def inputs(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Return queries, keys and positions, and the strides of the first two, as arguments of a kernel."""
+        dtype = torch.promote_types(self.q.dtype, self.k.dtype)
+        q, k = (with_rows(x.to(dtype)) for x in (self.q, self.k))
+        return (q, k, self.row, self.token, self.start, self.first_key), (*q.stride()[:3], *k.stride()[:3])
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What :func:`compare` returns: fp32, logarithms to the base 2, ``G = B * Hkv``.
+
+    Args:
+        losses: the weighted divergences ``(G, m)``.
+        weights: of the queries ``(G, m)``.
+        slope: the derivative of the loss in the log of the score of each block ``(G, m, M)``; unwritten after the
+            query's own block, as is ``log_score``.
+        log_score: of blocks ``(G, m, M)``.
+        lse: of the scorer's visible keys ``(G, H, m)``.
+        pull: what the keys of a head lose together ``(G, H, m)``.
+    """
+
+    losses: Tensor
+    weights: Tensor
+    slope: Tensor
+    log_score: Tensor
+    lse: Tensor
+    pull: Tensor
+
+
+def one_token_a_key(config: NSAConfig) -> NSAConfig:
+    """Return the config whose compressed tokens are the tokens themselves."""
+    return replace(config.scoring, compress_block_size=1, compress_stride=1)
+
+
+def compare(true: Scored, scorer: Scored, width: int, *, by_mass: bool) -> Compared:
+    """Compare the true shares of ``width`` blocks with their scores."""
+    of_true, _ = _log_sums(true, width)
+    weighted, plain = _log_sums(scorer, width)
+    (batch, rows), kv_heads, config = true.row.shape, true.k.shape[1], true.config
+    of_query, of_head = (batch * kv_heads, rows), (batch * kv_heads, scorer.heads, rows)
+    losses, weights = (torch.empty(of_query, device=weighted.device) for _ in range(2))
+    slope, log_score = (torch.empty(*of_query, width, device=weighted.device) for _ in range(2))
+    lse, pull = (torch.empty(of_head, device=weighted.device) for _ in range(2))
+    compare_blocks[(rows, batch * kv_heads)](
+        of_true, weighted, plain, true.token, true.start, scorer.token, scorer.start,
+        losses, weights, slope, log_score, lse, pull, rows, width,
+        KV_HEADS=kv_heads, HEADS=true.heads, INDEX_HEADS=scorer.heads, **scorer.grid,
+        BLOCK_SIZE=config.select_block_size, NUM_INIT=config.num_init_blocks, NUM_LOCAL=config.num_local_blocks,
+        BY_MASS=by_mass, BH=padded(true.heads, 1), BI=padded(scorer.heads, 1),
+        BM=min(padded(width), BLOCKS_AT_ONCE), num_warps=4,
+    )  # fmt: skip
+    return Compared(losses, weights, slope, log_score, lse, pull)
+
+
+def _log_sums(scored: Scored, width: int) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exps of blocks, ``(B * Hkv * H, m, M)``, of weighted keys and of each key once."""
+    tensors, strides = scored.inputs()
+    (batch, rows), (kv_heads, num_keys, head_dim) = scored.row.shape, scored.k.shape[1:]
+    grid, tiles = scored.grid, divergence_tiles(device_of(scored.q), tensors[0].dtype, head_dim)
+    keys_at_once = min(padded(scored.keys_of_block, 1), tiles.keys)
+    blocks = tiles.keys // keys_at_once
+    weighted = torch.empty(batch * scored.q.shape[1], rows, width, device=scored.q.device)
+    plain = torch.empty_like(weighted) if scored.keys_of_block > grid["STEP"] else weighted
+    block_log_sums[(batch * kv_heads * cdiv(rows, tiles.queries) * cdiv(width, blocks),)](
+        *tensors, weighted, plain, *strides, rows, num_keys, width, scored.scale * LOG2_E,
+        KV_HEADS=kv_heads, HEADS=scored.heads, HEAD_DIM=head_dim, WIDTH=scored.keys_of_block, **grid,
+        BT=tiles.queries, BJ=blocks, BW=keys_at_once, BD=padded(head_dim), **tiles.options(),
+    )  # fmt: skip
+    return weighted, plain
+
+
+def gradients(scorer: Scored, compared: Compared, width: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the loss in the scorer's queries ``(B, Hkv * H, m, D)`` and keys, fp32."""
+    tensors, strides = scorer.inputs()
+    (batch, rows), (kv_heads, num_keys, head_dim) = scorer.row.shape, scorer.k.shape[1:]
+    tiles = divergence_tiles(device_of(scorer.q), tensors[0].dtype, head_dim)
+    read = *tensors, compared.slope, compared.log_score, compared.lse, compared.pull
+    options = scorer.grid | {
+        "WIDTH": scorer.keys_of_block, "KV_HEADS": kv_heads, "HEADS": scorer.heads, "HEAD_DIM": head_dim,
+        "BD": padded(head_dim), "BT": tiles.queries, "BN": tiles.keys, **tiles.options(),
+    }  # fmt: skip
+    programs = cdiv(rows, tiles.queries) * batch * scorer.q.shape[1]
+    # Few heads leave a GPU idle: split the keys of a tile of queries, in a fixed way, so that sums repeat.
+    splits = max(1, min(2 * multiprocessors(scorer.q) // programs, cdiv(num_keys, tiles.keys)))
+    # One stage: slopes and scores of blocks, staged like keys, would not fit the shared memory of every GPU.
+    dq = torch.empty(splits, batch, scorer.q.shape[1], rows, head_dim, device=scorer.q.device)
+    query_gradients[(cdiv(rows, tiles.queries) * splits, batch * scorer.q.shape[1])](
+        *read, dq, *strides, rows, num_keys, width, splits, scorer.scale, **options | {"num_stages": 1}
+    )
+    dk = torch.empty(scorer.k.shape, device=scorer.k.device)
+    if num_keys:
+        key_gradients[(cdiv(num_keys, tiles.keys), batch * kv_heads)](
+            *read, dk, *strides, rows, num_keys, width, scorer.scale, **options
+        )
+    return dq.sum(0), dk

@@ -1,0 +1,51 @@
+"""The selection loss in Triton, run by Triton's interpreter, as exact as the plain formula beside float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import triton_divergence
+from tests.support.comparison import assert_as_exact_as_plain
+from tests.support.triton_divergence import CASES, by_implementation, by_kernels
+
+Results = dict[str, dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
+    path = tmp_path_factory.mktemp("interpreted") / "results.pt"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-W", "ignore", triton_divergence.__file__, str(path)], env=environment, check=True)
+    return torch.load(path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradients_are_as_exact_as_the_plain_formula(name: str, interpreted: Results) -> None:
+    assert_exact(name, interpreted[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_kernels_are_as_exact(name: str) -> None:
+    got = by_kernels(CASES[name], "cuda")
+    assert_exact(name, got)
+    again = by_kernels(CASES[name], "cuda")
+    assert all(torch.equal(value, again[key]) for key, value in got.items())
+
+
+def assert_exact(name: str, got: dict[str, Tensor]) -> None:
+    case = CASES[name]
+    plain = by_implementation("reference", case, case.inputs())
+    want = by_implementation("reference", case, case.inputs(dtype=torch.float64))
+    assert bool(want["total"] > 0) == (name != "shorter than a key")
+    for names, factor in ((("total", "weight"), 2), (("k_cmp", "q_index"), 3)):
+        chosen = ({key: x[key] for key in names if key in x} for x in (got, plain, want))
+        assert_as_exact_as_plain(*chosen, factor=factor)

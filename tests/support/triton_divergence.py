@@ -1,0 +1,92 @@
+"""Cases of the selection loss, and what the Triton kernels compute of them.
+
+The interpreter is chosen when Triton is first imported, so the kernels run in a process of their own. This file is its
+script: it writes to the path given what the kernels returned for every case.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from flexnsa import NSAConfig, selection_loss
+from flexnsa.attention import table
+from flexnsa.attention.selection_loss import divergence_by
+from tests.support.inputs import SMALL
+from tests.support.interpreter import teach_bfloat16
+from tests.support.scorers import INDEX, LONG_KEYS, NOT_FORCED, TWO_HEADS, learners, make
+
+BLOCKS_OF_128 = replace(NOT_FORCED, select_block_size=128, index_heads=1, index_block_size=8, index_stride=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call; its tensors come from :func:`tests.support.scorers.make`."""
+
+    config: NSAConfig
+    documents: tuple[int, ...] = (150,)
+    batch: int = 1
+    kv_heads: int = 1
+    group: int = 2
+    dim: int = 8
+    dtype: torch.dtype = torch.float32
+    num_queries: int = 24
+    query_weights: str = "mass"
+    scratch_sums: int = 2**26
+    blocks_at_once: int = 16
+
+    def inputs(self, device: str = "cpu", dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """The arguments of the loss; in another dtype, after rounding to the case's own."""
+        sizes = {"batch": self.batch, "kv_heads": self.kv_heads, "group": self.group, "dim": self.dim}
+        documents = self.documents if len(self.documents) > 1 else ()
+        made = make(sum(self.documents), self.config, **sizes, documents=documents, dtype=self.dtype)
+        moved = {name: x.detach().to(device) if isinstance(x, Tensor) else x for name, x in made.items()}
+        for name in {"q", "k", *learners(moved)}:
+            moved[name] = moved[name].to(dtype or self.dtype).requires_grad_(name in learners(moved))
+        return moved
+
+
+CASES = {
+    "compressed keys": Case(config=SMALL, kv_heads=2, query_weights="mean"),
+    "index heads of a group of 6": Case(config=replace(INDEX, index_heads=3), group=6, dim=24),
+    "keys that overlap, in a batch": Case(config=TWO_HEADS, batch=2, query_weights="mean"),
+    "keys longer than blocks": Case(config=LONG_KEYS, group=3),
+    "nothing forced": Case(config=NOT_FORCED, num_queries=70, documents=(90,)),
+    "blocks of several tiles": Case(config=BLOCKS_OF_128, documents=(450,), num_queries=12),
+    "chunks of queries": Case(config=INDEX, scratch_sums=200),
+    "documents": Case(config=TWO_HEADS, documents=(70, 3, 43, 14, 20), num_queries=75),
+    "documents, keys longer than blocks": Case(config=LONG_KEYS, documents=(70, 3, 77), query_weights="mean"),
+    "shorter than a key": Case(config=SMALL, documents=(7,)),
+    "bf16": Case(config=INDEX, group=16, dim=64, dtype=torch.bfloat16, num_queries=20),
+}
+
+
+def by_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
+    """The sum, its weight, and the gradients of the sum; on the CPU only in the process that interprets kernels."""
+    from flexnsa.attention.triton import divergence, divergence_launch
+
+    kernels = replace(table.TRITON, divergence=partial(divergence_by, divergence.selection_loss_triton))
+    small = mock.patch.object(divergence, "SCRATCH_SUMS", case.scratch_sums)
+    few = mock.patch.object(divergence_launch, "BLOCKS_AT_ONCE", case.blocks_at_once)
+    with small, few, mock.patch.dict(table.IMPLEMENTATIONS, triton=kernels):
+        return by_implementation("triton", case, case.inputs(device))
+
+
+def by_implementation(impl: str, case: Case, x: dict[str, Any]) -> dict[str, Tensor]:
+    """The sum, its weight, and the gradients of the sum."""
+    options: dict[str, Any] = {"num_queries": case.num_queries, "query_weights": case.query_weights}
+    total, weight = selection_loss(**x, **options, reduction="sum", impl=impl)
+    grads = torch.autograd.grad(total, list(learners(x).values()))
+    found = {"total": total.detach(), "weight": weight, **dict(zip(learners(x), grads, strict=True))}
+    return {name: value.cpu() for name, value in found.items()}
+
+
+if __name__ == "__main__":
+    teach_bfloat16()
+    torch.save({name: by_kernels(case) for name, case in CASES.items()}, sys.argv[1])
