@@ -76,6 +76,8 @@ class ConvertedAttention(nn.Module):
         options: how to attend.
     """
 
+    indexer = None
+
     def __init__(self, dense: Any, rotary: nn.Module, options: LayerOptions) -> None:
         super().__init__()
         config = dense.config
