@@ -21,9 +21,11 @@ from tests.support.decoding import taught, tokens
 from tests.support.inputs import SMALL
 
 INDEXED = replace(SMALL, index_heads=2, index_block_size=4, index_stride=4)
+ALL_FREE = replace(INDEXED, num_init_blocks=0, num_local_blocks=0)
 KINDS: dict[str, dict[str, Any]] = {
     "a head for each query head": {"config": INDEXED},
     "one head, keys that overlap": {"config": replace(SMALL, index_heads=1, index_block_size=8, index_stride=4)},
+    "nothing forced, a key for each token": {"config": replace(ALL_FREE, index_block_size=1, index_stride=1)},
     "low rank": {"config": INDEXED, "index_rank": 3},
     "linear": {"config": INDEXED, "compression": "linear"},
     "without the compressed branch": {"config": INDEXED, "branches": ("slc", "win")},
