@@ -196,7 +196,7 @@ def divergence(
     ratio = (true / mass).where(true > 0, 1) / (score / score.sum(-1, keepdim=True)).where(true > 0, 1)
     kl = ((true / mass) * ratio.log()).where(true > 0, 0).sum(-1)
     at = tokens[:, None].expand(-1, k.shape[1], -1)
-    kl, weights = kl.gather(2, at), mass[..., 0].gather(2, at)
+    kl, weights = (x.gather(2, at.clamp_min(0)).where(at >= 0, 0) for x in (kl, mass[..., 0]))
     if query_weights == "mean":
         weights = (weights > 0).to(weights.dtype)
     return (kl * weights).sum(), weights.sum()

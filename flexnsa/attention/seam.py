@@ -109,8 +109,8 @@ WindowBranch = Callable[[Tensor, Tensor, Tensor, Call], BranchOutput]
 
 Divergence = Callable[[Tensor, Tensor, Scorer, Tensor, Call, str], tuple[Tensor, Tensor]]
 """``(q, k, scorer, tokens, call, query_weights)``: how far the scores of blocks are from their true shares, summed over
-the queries ``tokens (B, m)``, weighted by the true mass of their blocks (``"mass"``) or all alike (``"mean"``); and the
-sum of the weights. The first has a gradient in the scorer's q and k alone.
+the queries ``tokens (B, m)``, where -1 is none, weighted by the true mass of their blocks (``"mass"``) or all alike
+(``"mean"``); and the sum of the weights. The first has a gradient in the scorer's q and k alone.
 """
 
 InputCheck = Callable[[str, Tensor], None]

@@ -20,12 +20,17 @@ BITS = 0xFFFFFFFF
 
 
 def sampled_tokens(
-    seq_len: int, num_queries: int, seed: int | Tensor, step: int | Tensor, sequence_ids: Tensor
+    seq_len: int,
+    num_queries: int,
+    seed: int | Tensor,
+    step: int | Tensor,
+    sequence_ids: Tensor,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Choose one token from each of ``num_queries`` equal stretches of every sequence, int64 ``(B, m)``.
 
-    A shorter sequence gives all of its tokens. The choice is a function of the arguments alone, in integers, so that
-    it is the same on every device, whatever was drawn before.
+    A shorter sequence gives all of its tokens, and then -1 for none. The choice is a function of the arguments alone,
+    in integers, so that it is the same on every device, whatever was drawn before.
 
     Args:
         seq_len: ``S``.
@@ -33,13 +38,17 @@ def sampled_tokens(
         seed: of a run.
         step: of the run.
         sequence_ids: int ``(B,)``, the index of each sequence in the global batch.
+        lengths: int ``(B,)``, tokens of each sequence that padding follows; by default ``S``.
     """
-    count = min(num_queries, seq_len)
-    edges = torch.arange(count + 1, device=sequence_ids.device) * seq_len // count
     sequence_ids = sequence_ids.to(torch.int64)
+    length = (torch.full_like(sequence_ids, seq_len) if lengths is None else lengths.to(torch.int64))[:, None]
+    own = length.clamp_max(num_queries)
+    slot = torch.arange(min(num_queries, seq_len) + 1, device=sequence_ids.device)
+    edges = slot * length // own.clamp_min(1)
+    first, size = edges[:, :-1], edges.diff().clamp_min(1)
     of_run = _mixed(_mixed(torch.zeros_like(sequence_ids) + seed) ^ step)
-    drawn = _mixed(_mixed(of_run ^ sequence_ids)[:, None] ^ edges[:-1])
-    return edges[:-1] + drawn % edges.diff()
+    drawn = first + _mixed(_mixed(of_run ^ sequence_ids)[:, None] ^ first) % size
+    return drawn.where(slot[:-1] < own, -1)
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -67,7 +76,8 @@ def divergence(
     if call.score_mod is None:
         return divergence_by(_selection_loss, q, k, scorer, tokens, call, query_weights)
     # An operator cannot take a mod; autograd differentiates it.
-    positions, of_scorer = _positions_at(tokens, q, scorer, call)
+    positions = _positions_at(positions_of(q, call.positions), tokens)
+    of_scorer = _positions_at(positions_of(scorer.q, scorer.call.positions), tokens)
     with torch.autocast(q.device.type, enabled=False):
         with torch.no_grad():
             log_true = log_shares(_at_tokens(q, tokens), k, positions, call)
@@ -87,18 +97,13 @@ def divergence_by(
     query_weights: str,
 ) -> tuple[Tensor, Tensor]:
     """Sum the divergences by an operator with the arguments of ``_selection_loss``, without a score_mod."""
-    positions, of_scorer = _positions_at(tokens, q, scorer, call)
+    positions = _positions_at(positions_of(q, call.positions), tokens)
+    of_scorer = _positions_at(positions_of(scorer.q, scorer.call.positions), tokens)
     where = *positions.tensors, *of_scorer.tensors, positions.aligned
     numbers = call.config.to_ints(), scorer.call.config.to_ints(), call.scale, scorer.call.scale
     tensors = q.detach(), k.detach(), scorer.q, scorer.k, tokens
     total, weight, _, _ = operator(*tensors, *where, *numbers, query_weights == "mass")
     return total, weight
-
-
-def _positions_at(tokens: Tensor, q: Tensor, scorer: Scorer, call: Call) -> tuple[Positions, Positions]:
-    """Return where the queries at ``tokens`` stand among the keys, and among those of the scorer."""
-    of_scorer = positions_of(scorer.q, scorer.call.positions).at_tokens(tokens)
-    return positions_of(q, call.positions).at_tokens(tokens), of_scorer
 
 
 @opaque_operator("selection_loss")
@@ -193,7 +198,7 @@ def _save_gradients(ctx: _Context, inputs: _Inputs, output: tuple[Tensor, Tensor
 def _scale_gradients(ctx: _Context, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     dq, dk, tokens = ctx.saved_tensors
     dq, dk = ((grad * x).to(ctx.dtype) for x in (dq, dk))
-    dq = dq.new_zeros(ctx.sizes).scatter(2, _index_of(tokens, dq), dq)
+    dq = dq.new_zeros(ctx.sizes).scatter_add(2, _index_of(tokens, dq), dq)  # that of no token is 0
     return None, None, dq, dk, *(None,) * ctx.others
 
 
@@ -248,13 +253,20 @@ def _weights(mass: Tensor, by_mass: bool) -> Tensor:
     return mass if by_mass else (mass > 0).to(mass.dtype)
 
 
+def _positions_at(positions: Positions, tokens: Tensor) -> Positions:
+    """Keep the queries at ``tokens (B, m)``; -1, which is no token, stands before its sequence and sees nothing."""
+    kept = positions.at_tokens(tokens.clamp_min(0))
+    token = kept.token.where(tokens >= 0, kept.start - 1)
+    return Positions(token, kept.start, kept.cmp_start, consecutive=False, aligned=kept.aligned)
+
+
 def _at_tokens(x: Tensor, tokens: Tensor) -> Tensor:
-    """Take the queries at ``tokens (B, m)`` of ``x (B, H, T, D)``."""
+    """Take the queries at ``tokens (B, m)`` of ``x (B, H, T, D)``; for no token, any."""
     return x.gather(2, _index_of(tokens, x))
 
 
 def _index_of(tokens: Tensor, x: Tensor) -> Tensor:
-    return tokens[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return tokens.clamp_min(0)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
 
 
 @torch.no_grad()

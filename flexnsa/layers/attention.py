@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.attention.decoding import StepInputs
-from flexnsa.attention.seam import given
 from flexnsa.attention.table import choose_implementation
 from flexnsa.cache.cache import NSACache
 from flexnsa.cache.steps import Step
@@ -24,7 +23,7 @@ from flexnsa.layers.core import Compressors, Heads, Read
 from flexnsa.layers.decoding import step_inputs, takes_step
 from flexnsa.layers.forward import WholeStep, attend_branches, check_call, run_layer
 from flexnsa.layers.gating import Gate, in_columns
-from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection, untaught
+from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection
 from flexnsa.layers.layouts import KeySource, LayoutSizes, RowLayout, check_layout, row_layout, step_layout
 from flexnsa.layers.projection import computed_dtype, project_named, split_heads, weight_of
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
@@ -181,7 +180,6 @@ class NativeSparseAttention(nn.Module):
         check_call(self, x, NSACache, document_ids=document_ids, layout=layout, cache=cache, lengths=lengths)
         if selection is not None:
             check_selection(selection, [self.indexer])
-        teaches = self.indexer is not None and self.training and torch.is_grad_enabled() and cache is None
         out = run_layer(
             self,
             x,
@@ -190,10 +188,8 @@ class NativeSparseAttention(nn.Module):
             layout=layout,
             cache=cache,
             lengths=lengths,
-            taught_by=selection if teaches else None,
+            selection=selection,
         )
-        if teaches and selection is None:
-            out = untaught(out, given(self.indexer))
         return self.w_o(out)
 
     def new_cache(
@@ -285,7 +281,7 @@ class NativeSparseAttention(nn.Module):
         implementation = choose_implementation(self.impl, x, modded=modded, cached=True)
         implementation.check(x=x)
         take_step = implementation.step
-        if take_step is None or modded or self.indexer is not None:
+        if take_step is None or modded:
             return None
         if not takes_step(x, cache, self._maps().values(), self.gate, self._compressors()):
             return None

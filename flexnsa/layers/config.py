@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
@@ -30,6 +31,7 @@ class BranchOptions:
         impl: implementation of the attention: ``auto``, ``triton``, ``flex``, ``sdpa`` or ``reference``.
         recompute: branches to run again in backward instead of keeping their activations; in a layer that is
             checkpointed, after all of it has been run again. The results do not depend on it.
+        index_rank: rank of the changes that an indexer (``index_heads``) learns to queries and keys; ``None``: full.
 
     Raises:
         TypeError: a field is not of its kind.
@@ -39,10 +41,13 @@ class BranchOptions:
     branches: tuple[str, ...] = BRANCHES
     impl: str = "auto"
     recompute: tuple[str, ...] = ()
+    index_rank: int | None = None
 
     def __post_init__(self) -> None:
         check_recompute(self.recompute, check_branches(self.branches))
         check_choice("impl", self.impl, ("auto", *IMPLEMENTATIONS))
+        if self.index_rank is not None:
+            check_positive_int("index_rank", self.index_rank)
         for name in ("branches", "recompute"):  # lists have no hash; the order stays, because files of runs hold it
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -65,7 +70,6 @@ class LayerConfig(BranchOptions):
         rope_base: base of the rotary frequencies; on text of 8k tokens, 1e8 was better than 1e4 (docs/learning.md).
         shared_keys: the compressed branch compresses the selected branch's keys instead of keys of its own.
         begin_as_mean: compressors start as the mean of a block, and learn from there.
-        index_rank: rank of the changes that an indexer (``index_heads``) learns to queries and keys; ``None``: full.
 
     Raises:
         TypeError: a field is not of its kind.
@@ -83,7 +87,6 @@ class LayerConfig(BranchOptions):
     rope_base: float = 10_000.0
     shared_keys: bool = field(default=False, metadata={"needs": ("cmp", "slc")})
     begin_as_mean: bool = field(default=False, metadata={"needs": ("cmp",)})
-    index_rank: int | None = None
 
     def __post_init__(self) -> None:
         BranchOptions.__post_init__(self)  # not by super(), which does not know classes with slots
@@ -91,26 +94,13 @@ class LayerConfig(BranchOptions):
         v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
         check_heads(self.num_heads, self.num_kv_heads, self.head_dim, v_head_dim)
         check_type("nsa", self.nsa, NSAConfig)
-        self._check_indexer()
+        check_indexer(self.nsa, self.index_rank, self.branches, self.num_heads // self.num_kv_heads)
         check_choice("compression", self.compression, tuple(COMPRESSORS))
         check_gate(self.gate, len(self.branches))
         check_positive_number("rope_base", self.rope_base)
         for option in fields(self):
             if option.type == "bool":  # annotations are strings here
                 check_option(option.name, getattr(self, option.name), option.metadata.get("needs", ()), self.branches)
-
-    def _check_indexer(self) -> None:
-        heads, group = self.nsa.index_heads, self.num_heads // self.num_kv_heads
-        if heads is None:
-            if self.index_rank is not None:
-                raise ValueError(f"index_rank: expected None without index_heads, got {describe(self.index_rank)}")
-            return
-        if "slc" not in self.branches:
-            raise ValueError(f"index_heads: expected None without the branch slc, got {heads}")
-        if group % heads:
-            raise ValueError(f"index_heads: expected a divisor of the {group} query heads of a key head, got {heads}")
-        if self.index_rank is not None:
-            check_positive_int("index_rank", self.index_rank)
 
     def with_branches(self, branches: tuple[str, ...]) -> Self:
         """Return the config with other branches; options that these leave without a meaning are turned off.
@@ -127,3 +117,16 @@ class LayerConfig(BranchOptions):
         if "slc" not in branches:
             kept |= {"nsa": replace(self.nsa, **dict.fromkeys(INDEX_FIELDS)), "index_rank": None}
         return replace(self, branches=branches, recompute=recompute, gate=gate, **kept)
+
+
+def check_indexer(nsa: NSAConfig, index_rank: int | None, branches: Sequence[str], group: int) -> None:
+    """Check that the fields of an indexer fit each other, the branches and the ``group`` query heads of a key head."""
+    heads = nsa.index_heads
+    if heads is None:
+        if index_rank is not None:
+            raise ValueError(f"index_rank: expected None without index_heads, got {describe(index_rank)}")
+        return
+    if "slc" not in branches:
+        raise ValueError(f"index_heads: expected None without the branch slc, got {heads}")
+    if group % heads:
+        raise ValueError(f"index_heads: expected a divisor of the {group} query heads of a key head, got {heads}")

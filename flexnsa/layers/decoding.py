@@ -33,13 +33,15 @@ def takes_step(
 
 def fits_step(x: Tensor, cache: NSACache, compressors: Compressors) -> bool:
     """Return whether a step fits its kernels, and whether these compress as the modules do."""
+    if compressors.phi_index is not None:  # the kernels score blocks by compressed keys
+        return False
     tokens = x.shape[1]
     if tokens > min(STEP_TOKENS, cache.max_rewind) or cache.reads is not None or max(_dims(cache)) > LARGEST_DIM:
         return False
     if tokens * x.shape[0] * cache.num_kv_heads > MOST_HEADS or torch.is_autocast_enabled(x.device.type):
         return False
     parameters: list[Tensor] = []
-    for compressor in compressors:
+    for compressor in (compressors.k, compressors.v):
         if compressor is not None:
             phi = as_phi(compressor)
             if phi is None:

@@ -19,7 +19,7 @@ from flexnsa.checks.calls import check_document_ids
 from flexnsa.checks.primitives import describe
 from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Compressors, Heads, Read, attend_heads
-from flexnsa.layers.indexer import SelectionLoss
+from flexnsa.layers.indexer import Indexer, SelectionLoss, untaught
 from flexnsa.layers.layouts import KeySource, Layout, RowKeys, RowLayout
 from flexnsa.masks.user_mods import Mods
 
@@ -36,6 +36,13 @@ It returns the heads' outputs ``(B, T, Hq * Dv)``, NaN for tokens without capaci
 
 class Layer(Protocol[C, L]):
     """What :func:`run_layer` asks of a layer: its projections, its rotation, and how it attends."""
+
+    training: bool
+
+    @property
+    def indexer(self) -> Indexer | None:
+        """Of the layer, if it has one."""
+        ...
 
     def row_layout(self, x: Tensor, document_ids: Tensor | None, /) -> L:
         """Lay out whole sequences ``x (B, S, dim)``, or packed ones."""
@@ -73,7 +80,7 @@ def run_layer(
     layout: L | None = None,
     cache: C | None = None,
     lengths: Tensor | None = None,
-    taught_by: SelectionLoss | None = None,
+    selection: SelectionLoss | None = None,
 ) -> Tensor:
     """Attend from tokens that have been checked; a layer only maps what this returns to its output.
 
@@ -88,7 +95,7 @@ def run_layer(
         layout: of the layer, in place of ``document_ids``.
         cache: the cache that stores the tokens, if any.
         lengths: int ``(B,)``, how many tokens of each sequence the cache keeps; by default all.
-        taught_by: the loss that teaches the layer's indexer, without a cache.
+        selection: gets the loss that teaches the layer's indexer, in training without a cache.
 
     Returns:
         The heads' outputs ``(B, T, Hq * Dv)``. They are NaN for tokens for which the cache has no capacity, which only
@@ -97,9 +104,7 @@ def run_layer(
     if cache is None:
         layout = layer.row_layout(x, document_ids) if layout is None else layout
         out, read = layer.attend(x, layer.project(x), layout, layout.source or RowKeys(), mods, cached=False)
-        if taught_by is not None and read is not None and read.scorer is not None:
-            taught_by.compare(read.implementation.divergence, read.q, given(read.keys.k_slc), read.scorer, read.call)
-        return _join(out)
+        return _join(_teach(layer, out, read, selection))
     cached = not (is_packed(document_ids, layout) or cache.takes_rows(x.shape[1]))
     take_step = layer.whole_step(x, cache, mods) if cached else None
     if take_step is not None:
@@ -123,6 +128,16 @@ def run_layer(
         cache.reads.record(read.keys, call, read.block_indices, read.scorer)
     cache.end(step)
     return _join(out.masked_fill(step.lost[:, None, :, None], torch.nan) if cached else out)
+
+
+def _teach(layer: Layer[C, L], out: Tensor, read: Read | None, selection: SelectionLoss | None) -> Tensor:
+    """Compare scores and true shares in training, if the layer has an indexer; return its ``out``."""
+    if layer.indexer is None or read is None or not layer.training or not torch.is_grad_enabled():
+        return out
+    if selection is None:
+        return untaught(out, layer.indexer)
+    selection.compare(read.implementation.divergence, read.q, given(read.keys.k_slc), given(read.scorer), read.call)
+    return out
 
 
 def attend_branches(

@@ -157,14 +157,29 @@ class SelectionLoss:
         means = [loss / weight.where(weight > 0, 1) for loss, weight in pairs]
         return sum(means[1:], means[0]) if means else 0.0
 
-    def tokens(self, x: Tensor) -> Tensor:
-        """Choose the tokens of ``x (B, S, ...)`` whose queries are compared, int64 ``(B, m)``."""
+    def tokens(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Choose the tokens of ``x (B, S, ...)`` whose queries are compared, int64 ``(B, m)``, -1 for none.
+
+        Padding follows the ``lengths (B,)`` tokens of each sequence, which teach what they do alone.
+        """
         if self._tokens is None:
             ids = torch.arange(len(x), device=x.device) if self.sequence_ids is None else self.sequence_ids
             if self.sequence_ids is not None:
                 check_integers("sequence_ids", ids, (len(x),), like=x, as_of="x")
-            self._tokens = sampled_tokens(x.shape[1], self.num_queries, self.seed, self.step, ids)
+            self._tokens = sampled_tokens(x.shape[1], self.num_queries, self.seed, self.step, ids, lengths)
         return self._tokens
+
+    def of_rows(self, x: Tensor, lengths: Tensor | None) -> SelectionLoss:
+        """Return one for a pass of ``x (B, S, ...)``, padded after ``lengths (B,)`` tokens; then :meth:`include` it.
+
+        What layers add to it when backward runs them again is left out.
+        """
+        return SelectionLoss.at(self.tokens(x, lengths), self.query_weights)
+
+    def include(self, other: SelectionLoss) -> None:
+        """Add what another one has."""
+        self.sums += other.sums
+        self.weights += other.weights
 
     @classmethod
     def at(cls, tokens: Tensor, query_weights: str) -> SelectionLoss:

@@ -6,7 +6,7 @@ besides those of the new tokens (:class:`KeySource`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
@@ -74,6 +74,17 @@ class LayoutSizes:
     def of(cls, weight: Tensor, head_dim: int, rope_base: float, config: NSAConfig | None = None) -> LayoutSizes:
         """Return those of a layer with such a weight."""
         return cls(config, head_dim, rope_base, torch.promote_types(weight.dtype, torch.float32), weight.device)
+
+
+class Rotate(Protocol):
+    """How a layer tabulates its angles."""
+
+    def __call__(self, *positions: Tensor) -> Sequence[RopeTables]:
+        """Tabulate several int ``(T,)`` or ``(B, T)`` positions, those of the tokens first.
+
+        All at once, because some embeddings look at the largest position.
+        """
+        ...
 
 
 class BlockLayout(NamedTuple):
@@ -167,23 +178,48 @@ def check_layout(layout: Layout, x: Tensor, document_ids: Tensor | None, sizes: 
 
 def row_layout(seq_len: int, document_ids: Tensor | None, sizes: LayoutSizes) -> RowLayout:
     """Lay out sequences of ``seq_len`` tokens, or rows packed with the documents ``document_ids (B, seq_len)``."""
-    config = given(sizes.config)
-    blocks, first, positions = _lay_out_blocks(seq_len, document_ids, config, sizes)
-    index = None if config.index_heads is None else _lay_out_blocks(seq_len, document_ids, config.scoring, sizes)
-    token = torch.arange(seq_len, device=sizes.device) if positions is None else positions.token - positions.start
-    return RowLayout(tables_of(token, sizes), blocks, first, positions, positions, sizes=sizes, index=index)
+
+    def rotate(*positions: Tensor) -> list[RopeTables]:
+        return [tables_of(x, sizes) for x in positions]
+
+    return lay_out_rows(seq_len, document_ids, given(sizes.config), rotate, sizes.device, sizes)
 
 
-def _lay_out_blocks(seq_len: int, document_ids: Tensor | None, config: NSAConfig, sizes: LayoutSizes) -> BlockLayout:
-    """Lay out the compressed tokens of ``config``."""
+def lay_out_rows(
+    seq_len: int,
+    document_ids: Tensor | None,
+    config: NSAConfig,
+    rotate: Rotate,
+    device: torch.device,
+    sizes: LayoutSizes | None = None,
+) -> RowLayout:
+    """Lay out rows as :func:`row_layout` does, of a layer that rotates in its own way."""
+    configs = [config] if config.index_heads is None else [config, config.scoring]
+    kinds = [_locate_blocks(seq_len, document_ids, one, device) for one in configs]
+    positions = kinds[0].positions
+    token = torch.arange(seq_len, device=device) if positions is None else positions.token - positions.start
+    tokens, *tables = rotate(token, *(kind.token for kind in kinds))
+    blocks, *index = (BlockLayout(table, kind.first, kind.positions) for table, kind in zip(tables, kinds, strict=True))
+    where = blocks.first_tokens, positions, positions
+    return RowLayout(tokens, blocks.blocks, *where, sizes=sizes, index=index[0] if index else None)
+
+
+class _Blocks(NamedTuple):
+    """Compressed tokens: the positions of their first tokens, and the fields of :class:`BlockLayout`."""
+
+    token: Tensor
+    first: Tensor | None
+    positions: Positions | None
+
+
+def _locate_blocks(seq_len: int, document_ids: Tensor | None, config: NSAConfig, device: torch.device) -> _Blocks:
+    """Locate the compressed tokens of ``config``."""
     length = num_compressed(seq_len, config)
     if document_ids is None:
-        block = torch.arange(length, device=sizes.device) * config.compress_stride
-        return BlockLayout(tables_of(block, sizes), None, None)
+        return _Blocks(torch.arange(length, device=device) * config.compress_stride, None, None)
     positions = document_positions(document_ids, config)
     first = first_tokens(positions, length, config)
-    block = (positions.token - positions.start).gather(1, first.to(torch.int64))
-    return BlockLayout(tables_of(block, sizes), first, positions)
+    return _Blocks((positions.token - positions.start).gather(1, first.to(torch.int64)), first, positions)
 
 
 def tables_of(positions: Tensor, sizes: LayoutSizes) -> RopeTables:
@@ -194,10 +230,19 @@ def tables_of(positions: Tensor, sizes: LayoutSizes) -> RopeTables:
 def step_layout(step: Step, *, head_dim: int, rope_base: float, dtype: torch.dtype) -> RowLayout:
     """Lay out the tokens that follow a cache, and the compressed ones that they complete; ``dtype`` is of the heads."""
 
-    def tables(x: Tensor) -> RopeTables:
-        return rope_tables(x, head_dim, rope_base, dtype=torch.promote_types(dtype, torch.float32))
+    def rotate(*positions: Tensor) -> list[RopeTables]:
+        wide = torch.promote_types(dtype, torch.float32)
+        return [rope_tables(x, head_dim, rope_base, dtype=wide) for x in positions]
 
-    tokens, positions = tables(step.positions.token), step.positions
-    made = {kind: BlockLayout(tables(new.token), new.first_tokens, positions) for kind, new in step.blocks.items()}
+    return lay_out_cached(step, rotate)
+
+
+def lay_out_cached(step: Step, rotate: Rotate) -> RowLayout:
+    """Lay out a step as :func:`step_layout` does, of a layer that rotates in its own way."""
+    positions, kinds = step.positions, step.blocks.items()
+    tokens, *tables = rotate(positions.token, *(new.token for _, new in kinds))
+    made = {
+        kind: BlockLayout(table, new.first_tokens, positions) for table, (kind, new) in zip(tables, kinds, strict=True)
+    }
     blocks, first_tokens, _ = made["cmp"]
     return RowLayout(tokens, blocks, first_tokens, positions, step.window_positions, index=made.get("index"))

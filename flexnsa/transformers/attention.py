@@ -13,67 +13,44 @@ from flexnsa.attention.decoding import StepInputs
 from flexnsa.attention.table import choose_implementation
 from flexnsa.cache.cache import NSACache
 from flexnsa.cache.steps import Step
-from flexnsa.geometry import num_compressed
-from flexnsa.layers.compression import BlockLinear, LinearCompressor, MeanCompressor
+from flexnsa.config import INDEX_FIELDS
+from flexnsa.layers.compression import LinearCompressor, MeanCompressor
+from flexnsa.layers.config import check_indexer
 from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.decoding import fits_step, lay_out_step
 from flexnsa.layers.forward import Read, WholeStep, attend_branches, run_layer
 from flexnsa.layers.gating import in_columns
-from flexnsa.layers.layouts import KeySource, RowLayout
+from flexnsa.layers.indexer import Indexer, SelectionLoss
+from flexnsa.layers.layouts import KeySource, RowLayout, lay_out_cached, lay_out_rows
 from flexnsa.layers.projection import computed_dtype, project, split_heads
 from flexnsa.layers.rope import RopeTables
-from flexnsa.masks.document import document_positions, first_tokens
 from flexnsa.masks.user_mods import Mods
 from flexnsa.transformers.cache import layer_of
 from flexnsa.transformers.marks import Alignment, check_past, read_mask
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
+from flexnsa.transformers.starting import GATE_LIMIT, StartingGate
 
-GATE_LIMIT = 2.0
-"""Gates are this times a sigmoid, so that one can start at 1 where the sigmoid is steepest."""
-GATE_STARTS = {"cmp": 0.02, "slc": 1.0, "win": 0.02}
-"""The selected branch alone is what the dense layer was; the others start alive, but of no weight."""
-MADE_FOR = ("branches", "compress_block_size", "compress_stride")
+MADE_FOR = ("branches", "index_rank", "compress_block_size", "compress_stride", *INDEX_FIELDS)
 """Options that parameters are made for; all others may change at any time."""
 OPEN = 40.0
 """A logit whose sigmoid is 1."""
 
 
-class StartingGate(nn.Linear):
-    """Map hidden states to a gate for each head and branch, which starts the same for all tokens."""
-
-    def __init__(self, dim: int, num_heads: int, branches: tuple[str, ...]) -> None:
-        self.branches = branches
-        super().__init__(dim, num_heads * len(branches))
-
-    def reset_parameters(self) -> None:
-        """Start at :data:`GATE_STARTS`."""
-        with torch.no_grad():
-            for name, value in starting_values(self).items():
-                self.get_parameter(name).copy_(value)
-
-
-def starting_values(module: nn.Module) -> dict[str, Tensor]:
-    """Return the initial parameters, by name, of a module that a dense layer has not; of other modules, none."""
-    if isinstance(module, StartingGate):
-        starts = torch.tensor([GATE_STARTS[tag] / GATE_LIMIT for tag in module.branches])
-        bias = starts.logit().repeat(module.out_features // len(module.branches))
-        return {"weight": torch.zeros(module.weight.shape), "bias": bias}
-    if isinstance(module, BlockLinear):
-        return {"position": torch.zeros(module.position.shape), "weight": module.mean_weight()}
-    return {}
-
-
 class ConvertedAttention(nn.Module):
     """Native Sparse Attention that replaces a dense layer of transformers.
 
-    Each branch has keys and values of its own, made as the dense layer makes them, biases and norms included. Positions
-    are rotated by the model's own rotary embedding, of whatever type, counted from each sequence's first token.
+    Each branch has keys and values of its own, made as the dense layer makes them, biases and norms included. An
+    indexer reads queries and the selected branch's keys as they are before rotation. Positions are rotated by the
+    model's own rotary embedding, of whatever type, counted from each sequence's first token.
 
     Args:
         dense: the layer, of a model like Llama.
         rotary: the model's rotary embedding.
         options: how to attend.
+
+    Raises:
+        ValueError: an option of the indexer does not fit the layer.
     """
 
     def __init__(self, dense: Any, rotary: nn.Module, options: LayerOptions) -> None:
@@ -82,6 +59,8 @@ class ConvertedAttention(nn.Module):
         self.config, self.layer_idx, self.options = config, dense.layer_idx, options
         self.head_dim, self.scaling = dense.head_dim, dense.scaling
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        sizes, rank = options.sizes, options.index_rank
+        check_indexer(sizes, rank, options.branches, self.num_heads // self.num_kv_heads)
         self.q_proj, self.o_proj = dense.q_proj, dense.o_proj
         self.q_norm, self.k_norm = getattr(dense, "q_norm", None), getattr(dense, "k_norm", None)
         for tag in options.branches:
@@ -90,12 +69,15 @@ class ConvertedAttention(nn.Module):
         shape = self.num_kv_heads, self.head_dim
         self.compress_k = self.compress_v = None
         if "cmp" in options.branches:
-            self.compress_k, self.compress_v = (LinearCompressor(*shape, config=options.sizes) for _ in "kv")
-        elif "slc" in options.branches:
-            self.compress_k = MeanCompressor(*shape, config=options.sizes)
+            self.compress_k, self.compress_v = (LinearCompressor(*shape, config=sizes) for _ in "kv")
+        elif "slc" in options.branches and sizes.index_heads is None:
+            self.compress_k = MeanCompressor(*shape, config=sizes)
         several = len(options.branches) > 1  # else it is the dense layer's own weight
         self.gate = StartingGate(config.hidden_size, self.num_heads, options.branches) if several else None
         self.rotary_emb = deepcopy(rotary)
+        self.indexer: Indexer | None = None
+        if sizes.index_heads is not None:  # last, as in the library's own layer
+            self.indexer = Indexer(config.hidden_size, *shape, config=sizes, compression="linear", rank=rank)
 
     def forward(
         self,
@@ -107,6 +89,7 @@ class ConvertedAttention(nn.Module):
         cu_seq_lens_q: Tensor | None = None,
         tells_of_packs: bool = True,
         new_lengths: Tensor | None = None,
+        selection: SelectionLoss | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
         """Attend within sequences ``(B, T, dim)``, or from tokens that follow those of a cache; see the dense layer.
@@ -129,7 +112,7 @@ class ConvertedAttention(nn.Module):
         begins = document_begins(position_ids, num_tokens, real, gaps="refuse")
         if layer is None:
             documents = document_ids(begins, cu_seq_lens_q, len(x), num_tokens, found=found)
-            out = run_layer(self, x, document_ids=documents)
+            out = run_layer(self, x, document_ids=documents, selection=selection)
         else:
             demand_no_pack(begins, cu_seq_lens_q)
             cache = layer.prepare(partial(self._new_cache, x), len(x), num_tokens)
@@ -149,7 +132,7 @@ class ConvertedAttention(nn.Module):
         """
         if options != self.options:
             for name in MADE_FOR:
-                has, wanted = (getattr(x if name == "branches" else x.sizes, name) for x in (self.options, options))
+                has, wanted = (getattr(x if hasattr(x, name) else x.sizes, name) for x in (self.options, options))
                 if has != wanted:
                     raise ValueError(f"config.flexnsa: expected {name}={has}, for which layers were made, got {wanted}")
             self.options = options
@@ -167,7 +150,7 @@ class ConvertedAttention(nn.Module):
             cached=cached,
             config=self.options.sizes,
             branches=self.options.branches,
-            compressors=Compressors(self.compress_k, self.compress_v),
+            compressors=self._compressors(),
             scale=self.scaling,
             impl=self.options.impl,
             recompute=self.options.recompute,
@@ -190,7 +173,8 @@ class ConvertedAttention(nn.Module):
         values = {tag: split_heads(one, self.num_kv_heads) for tag, one in zip(branches, v, strict=True)}
         heads = self._normed(self.q_norm, q, self.num_heads)
         k = {tag: self._normed(self.k_norm, one, self.num_kv_heads) for tag, one in zip(branches, keys, strict=True)}
-        return Heads(heads, k, values, self._gates(x))
+        index = None if self.indexer is None else self.indexer(x, heads, k["slc"])
+        return Heads(heads, k, values, self._gates(x), index)
 
     def _normed(self, norm: nn.Module | None, x: Tensor, num_heads: int) -> Tensor:
         heads = split_heads(x, num_heads)
@@ -208,32 +192,23 @@ class ConvertedAttention(nn.Module):
 
     def row_layout(self, x: Tensor, documents: Tensor | None) -> RowLayout:
         """Lay out whole sequences, or sequences packed with the documents ``(B, S)``."""
-        sizes, num_tokens = self.options.sizes, x.shape[1]
-        length = num_compressed(num_tokens, sizes)
-        if documents is None:
-            token = torch.arange(num_tokens, device=x.device)[None]
-            return RowLayout(*self._rotary_tables(x, token, token[:, :length] * sizes.compress_stride))
-        positions = document_positions(documents, sizes)
-        blocks, token = first_tokens(positions, length, sizes), positions.token - positions.start
-        tables = self._rotary_tables(x, token, token.gather(1, blocks.to(torch.int64)))
-        return RowLayout(*tables, blocks, positions, positions)
+        return lay_out_rows(x.shape[1], documents, self.options.sizes, partial(self._rotary_tables, x), x.device)
 
     def step_layout(self, x: Tensor, step: Step) -> RowLayout:
         """Lay out tokens that follow a cache."""
-        blocks = step.blocks["cmp"]
-        tables = self._rotary_tables(x, step.positions.token, blocks.token)
-        return RowLayout(*tables, blocks.first_tokens, step.positions, step.window_positions)
+        return lay_out_cached(step, partial(self._rotary_tables, x))
 
-    def _rotary_tables(self, x: Tensor, token: Tensor, block: Tensor) -> tuple[RopeTables, RopeTables]:
-        """Tabulate the angles of tokens ``(B, T)`` and of compressed tokens ``(B, E)``, as the model would.
-
-        At once, because some types of embedding look at the largest position.
-        """
+    def _rotary_tables(self, x: Tensor, *positions: Tensor) -> list[RopeTables]:
+        """Tabulate angles as the model would; see :class:`flexnsa.layers.layouts.Rotate`."""
         wide = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
-        tables = self.rotary_emb(wide, torch.cat((token, block), dim=1))
-        cos, sin = (table[:, None, :, : self.head_dim // 2] for table in tables)  # the other half repeats it
-        count = token.shape[1]
-        return RopeTables(cos[:, :, :count], sin[:, :, :count]), RopeTables(cos[:, :, count:], sin[:, :, count:])
+        rows = [torch.atleast_2d(each) for each in positions]
+        counts = [each.shape[1] for each in rows]
+        tables = self.rotary_emb(wide, torch.cat(rows, dim=1))
+        halves = (table[:, None, :, : self.head_dim // 2] for table in tables)  # the other half repeats it
+        return [RopeTables(*pair) for pair in zip(*(half.split(counts, dim=2) for half in halves), strict=True)]
+
+    def _compressors(self) -> Compressors:
+        return Compressors(self.compress_k, self.compress_v, None if self.indexer is None else self.indexer.phi)
 
     def _map(self, kind: str, tag: str) -> nn.Linear:
         return cast("nn.Linear", self.get_submodule(f"{kind}_proj_{tag}"))
@@ -256,9 +231,7 @@ class ConvertedAttention(nn.Module):
         """Return whether kernels that take a whole step rotate heads and weigh branches as this model does."""
         rotary: Any = self.rotary_emb
         rotates = not looks_at_positions(rotary) and rotary.inv_freq.numel() == self.head_dim // 2
-        return (
-            rotates and self.options.opening == 1 and fits_step(x, cache, Compressors(self.compress_k, self.compress_v))
-        )
+        return rotates and self.options.opening == 1 and fits_step(x, cache, self._compressors())
 
     def step_inputs(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> StepInputs:
         """Project new tokens; what a kernel that takes a whole step wants to know."""
@@ -271,7 +244,7 @@ class ConvertedAttention(nn.Module):
         return lay_out_step(
             cache,
             lengths,
-            Compressors(self.compress_k, self.compress_v),
+            self._compressors(),
             q=flat(heads.q),
             k={tag: flat(heads.k[tag]) for tag in branches},
             v={tag: flat(heads.v[tag]) for tag in branches},

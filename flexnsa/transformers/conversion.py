@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 
-from flexnsa.checks.calls import check_branches, check_no_indexer
+from flexnsa.checks.calls import check_branches
 from flexnsa.checks.primitives import check_type
 from flexnsa.config import NSAConfig
 from flexnsa.layers.config import BranchOptions
-from flexnsa.transformers.attention import starting_values
 from flexnsa.transformers.converted import check_dense
 from flexnsa.transformers.families import FAMILIES, Family
-from flexnsa.transformers.options import SIZES
+from flexnsa.transformers.starting import starting_values
 
 NOT_SHARED = ("model_type", "architectures", "transformers_version", "attn_implementation", "flexnsa")
 """Config entries of one model that have no meaning, or another, in the config of the other."""
@@ -25,15 +24,17 @@ NOT_SHARED = ("model_type", "architectures", "transformers_version", "attn_imple
 def convert(model: Any, config: NSAConfig, **options: Any) -> Any:
     """Give a copy of a pretrained model with NSA layers in the place of its dense ones.
 
-    All branches start with the dense layer's projections of keys and values, and compressors as means. Gates start at 1
-    for the selected branch and at 0.02 for the others, for every token. With ``branches=("slc",)`` there is no gate,
-    and the new model equals the dense one as long as all blocks are selected, for up to ``n * l'`` tokens. With all
-    three branches it differs from that by 0.02 times the outputs of the other two.
+    All branches start with the dense layer's projections of keys and values, compressors as means, and an indexer as
+    the mean of the selected branch's keys. Gates start at 1 for the selected branch and at 0.02 for the others, for
+    every token. With ``branches=("slc",)`` there is no gate, and the new model equals the dense one as long as all
+    blocks are selected, for up to ``n * l'`` tokens. With all three branches it differs from that by 0.02 times the
+    outputs of the other two.
 
     Args:
         model: a Llama, Qwen2, Qwen3 or Mistral model for causal language modelling, without dropout and windows.
         config: sizes of the branches.
-        options: ``branches``, ``impl`` and ``recompute``, the fields of :class:`flexnsa.layers.config.BranchOptions`.
+        options: ``branches``, ``impl``, ``recompute`` and ``index_rank``, the fields of
+            :class:`flexnsa.layers.config.BranchOptions`.
 
     Returns:
         A model of its own class, frozen where the dense one is. Once saved, AutoModelForCausalLM loads it.
@@ -43,15 +44,15 @@ def convert(model: Any, config: NSAConfig, **options: Any) -> Any:
         ValueError: the model cannot be converted, or an argument is out of range; the message names it.
     """
     check_type("config", config, NSAConfig)
-    check_no_indexer("config", config)
     family = _family(model, lambda family: family.dense)
     check_dense(model.model.layers[0].self_attn)
     chosen = asdict(BranchOptions(**options))
     branches = check_branches(chosen["branches"])
     chosen |= {"branches": list(branches), "recompute": list(chosen["recompute"])}
-    sizes = {name: getattr(config, name) for name in SIZES}
+    chosen |= {field.name: getattr(config, field.name) for field in fields(config)}
+    written = {name: value for name, value in chosen.items() if value is not None}
     with torch.device("meta"):
-        converted = family.model(family.config(**_shared(model), flexnsa=sizes | chosen))
+        converted = family.model(family.config(**_shared(model), flexnsa=written))
 
     def names_of(name: str) -> list[str]:
         for kind in ("k_proj", "v_proj"):
@@ -63,7 +64,7 @@ def convert(model: Any, config: NSAConfig, **options: Any) -> Any:
 
 
 def to_dense(model: Any) -> Any:
-    """Return a copy of a converted model with dense layers again.
+    """Return a copy of a converted model with dense layers again, which choose no blocks and need no indexer.
 
     Raises:
         ValueError: the model is not a converted one, or has other branches than the selected one, whose keys, values
@@ -75,7 +76,7 @@ def to_dense(model: Any) -> Any:
         raise ValueError(f"branches: expected ('slc',) of a model to make dense, got {branches}")
     with torch.device("meta"):
         dense = family.dense(family.dense.config_class(**_shared(model)))
-    return _finish(dense, model, lambda name: [name.replace("_proj_slc", "_proj")])
+    return _finish(dense, model, lambda name: [] if ".indexer." in name else [name.replace("_proj_slc", "_proj")])
 
 
 def _family(model: Any, kind: Any) -> Family:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
-from transformers.initialization import copy_
+from transformers.initialization import copy_, zeros_
 from transformers.modeling_utils import PreTrainedModel
 
 from flexnsa.checks.primitives import describe
-from flexnsa.transformers.attention import ConvertedAttention, starting_values
+from flexnsa.layers.indexer import Change, SelectionLoss, check_selection
+from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.cache import MOST_DRAFTED, FlexNSACache, wanted_cache
 from flexnsa.transformers.captured import CapturedModel, can_capture
+from flexnsa.transformers.marks import count_real
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.parallel import SpreadHeads
+from flexnsa.transformers.starting import starting_values
 
 LAYERS = "flexnsa_layers"
 """The ``attn_implementation`` of models whose layers are NSA; these have no other, and no other models have it."""
@@ -52,6 +56,10 @@ class ConvertedPreTrainedModel(SpreadHeads, PreTrainedModel):
         return LAYERS
 
     def _init_weights(self, module: nn.Module) -> None:
+        # Of code that is not its own, transformers asks for modules with parameters of their own, one by one.
+        if any(module is change.up for change in self.modules() if isinstance(change, Change)):
+            zeros_(cast("nn.Linear", module).weight)
+            return
         starts = starting_values(module)
         for name, value in starts.items():
             copy_(module.get_parameter(name), value)
@@ -78,18 +86,26 @@ class ConvertedModel(ConvertedPreTrainedModel):
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        selection: SelectionLoss | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the model with the current options of ``config.flexnsa``; arguments as of the dense model.
+
+        In training, ``selection`` gets the losses that teach the layers' indexers; see :class:`flexnsa.SelectionLoss`.
 
         Raises:
             TypeError: an argument or an option has the wrong type.
             ValueError: an argument or an option does not fit; the message names it.
         """
         cache, options = wanted_cache(self, past_key_values, use_cache), LayerOptions.of(self.config)
-        for layer in cast("Any", self.layers):
-            layer.self_attn.follow(options)
-        return super().forward(  # pyright: ignore
+        layers = [layer.self_attn for layer in cast("Any", self.layers)]
+        for layer in layers:
+            layer.follow(options)
+        x, taught = inputs_embeds if input_ids is None else input_ids, None
+        if selection is not None:
+            check_selection(selection, [layer.indexer for layer in layers])
+            taught = None if x is None else selection.of_rows(x, count_real(attention_mask))
+        out = super().forward(  # pyright: ignore
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -97,8 +113,21 @@ class ConvertedModel(ConvertedPreTrainedModel):
             inputs_embeds=inputs_embeds,
             use_cache=cache is not None,
             tells_of_packs=position_ids is not None,  # positions that the model counts itself never restart
+            selection=taught,
             **kwargs,
         )
+        if selection is not None and taught is not None:
+            self._check_taught(taught, len(layers) if cache is None else 0)
+            selection.include(taught)
+        return out
+
+    def _check_taught(self, taught: SelectionLoss, count: int) -> None:
+        """Check that layers were not run without a gradient where the model is, and then again in backward."""
+        if self.training and torch.is_grad_enabled() and len(taught.sums) < count:
+            raise ValueError(
+                "gradient_checkpointing_kwargs: expected {'use_reentrant': False} of a model that is taught to select, "
+                f"got a checkpoint in which {count - len(taught.sums)} of {count} layers add no loss"
+            )
 
 
 class CachedGeneration:

@@ -124,6 +124,13 @@ def read_mask(mask: Any, batch_size: int, num_keys: int) -> tuple[Tensor | None,
     )
 
 
+def count_real(attention_mask: Any) -> Tensor | None:
+    """Count the tokens of each row of a mask ``(B, S)``, int64 ``(B,)``; None without such a mask."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        return None
+    return attention_mask.to(torch.bool).sum(1)
+
+
 def check_past(marks: Tensor | None, lengths: Tensor) -> None:
     """Check on a CPU that marks have as many past tokens in each sequence as a cache, ``lengths (B,)``.
 

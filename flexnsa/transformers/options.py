@@ -13,7 +13,7 @@ from flexnsa.config import INDEX_FIELDS, NSAConfig
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.config import BranchOptions
 
-SIZES = tuple(field.name for field in fields(NSAConfig) if field.name not in INDEX_FIELDS)
+SIZES = tuple(field.name for field in fields(NSAConfig))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class DropInOptions:
             TypeError: it is no dict, or a value is not of its kind.
             ValueError: a value is out of range, or there is no such option.
         """
-        return cls(**_read(config, OF_DROP_IN))
+        return cls(**_read(config, OF_DROP_IN, tuple(name for name in SIZES if name not in INDEX_FIELDS)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class LayerOptions(BranchOptions):
     @classmethod
     def of(cls, config: Any) -> LayerOptions:
         """Read a model's ``config.flexnsa``; see :meth:`DropInOptions.of`."""
-        return cls(**_read(config, OF_LAYERS))
+        return cls(**_read(config, OF_LAYERS, SIZES))
 
 
 OF_DROP_IN, OF_LAYERS = (
@@ -81,15 +81,15 @@ OF_DROP_IN, OF_LAYERS = (
 )
 
 
-def _read(config: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the sizes and the options of these names that ``config.flexnsa`` sets."""
+def _read(config: Any, names: Sequence[str], of_sizes: Sequence[str]) -> dict[str, Any]:
+    """Return the options and the sizes of these names that ``config.flexnsa`` sets."""
     given = getattr(config, "flexnsa", None)
     given = {} if given is None else given
     check_type("config.flexnsa", given, Mapping)
     for name in given:
-        if name not in (*names, *SIZES):
-            raise ValueError(f"config.flexnsa: expected some of {', '.join((*names, *SIZES))}, got {describe(name)}")
-    sizes = NSAConfig(**{name: given[name] for name in SIZES if name in given})
+        if name not in (*names, *of_sizes):
+            raise ValueError(f"config.flexnsa: expected some of {', '.join((*names, *of_sizes))}, got {describe(name)}")
+    sizes = NSAConfig(**{name: given[name] for name in of_sizes if name in given})
     return {"sizes": sizes} | {name: given[name] for name in names if name in given}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexnsa.checks.calls import check_no_indexer
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.compression import LinearCompressor, MeanCompressor, MLPCompressor
@@ -57,8 +58,9 @@ def keep_own_heads(layer: Any, size: int) -> None:
     """Adapt a layer to the heads that one of ``size`` processes has.
 
     Raises:
-        ValueError: the processes cannot share the key and value heads evenly.
+        ValueError: the processes cannot share the key and value heads evenly, or the layer has an indexer.
     """
+    check_no_indexer("tp_size", layer.config if isinstance(layer, NativeSparseAttention) else layer.options.sizes)
     if layer.num_kv_heads % size:
         raise ValueError(f"tp_size: expected a divisor of num_key_value_heads={layer.num_kv_heads}, got {size}")
     layer.num_heads //= size

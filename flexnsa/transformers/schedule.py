@@ -13,8 +13,8 @@ from flexnsa.checks.primitives import check_int, describe
 from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.options import LayerOptions
 
-NEW = ("k_proj_cmp", "v_proj_cmp", "k_proj_win", "v_proj_win", "compress_k", "compress_v", "gate")
-"""Modules of the compressed branch, the window and the gates; all other parameters are pretrained."""
+NEW = ("k_proj_cmp", "v_proj_cmp", "k_proj_win", "v_proj_win", "compress_k", "compress_v", "gate", "indexer")
+"""Modules of the compressed branch, the window, the gates and the indexer; all other parameters are pretrained."""
 
 
 class UpTraining(TrainerCallback):
@@ -25,7 +25,7 @@ class UpTraining(TrainerCallback):
     Args:
         opening_steps: steps over which a factor on the gates of both branches rises to 1. The factor is stored in
             ``config.flexnsa``, so a checkpoint in between computes the same when it is loaded.
-        frozen_steps: steps in which only the parameters of both branches and the gates change.
+        frozen_steps: steps in which only the parameters of both branches, of the gates and of an indexer change.
 
     Raises:
         TypeError: an argument is not an int.

@@ -19,6 +19,14 @@ def test_a_short_sequence_gives_all_of_its_queries() -> None:
     assert sampled_tokens(5, 256, 1, 2, torch.arange(2)).tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
+def test_a_padded_sequence_gives_the_queries_that_it_gives_alone() -> None:
+    lengths = torch.tensor([0, 1, 5, 99, 100, 101, 250, 300])
+    padded = sampled_tokens(300, 100, 1, 2, torch.arange(8), lengths)
+    for row, length in enumerate(lengths.tolist()):
+        alone = sampled_tokens(length, 100, 1, 2, torch.tensor([row])) if length else torch.zeros(1, 0)
+        assert padded[row].tolist() == alone[0].tolist() + [-1] * (100 - alone.shape[1])
+
+
 def test_tokens_are_drawn_evenly_and_differ_by_seed_step_and_sequence() -> None:
     tokens = sampled_tokens(64 * 100, 100, 0, 0, torch.arange(500)) % 64
     counts = tokens.flatten().bincount(minlength=64)

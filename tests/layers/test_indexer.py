@@ -21,9 +21,11 @@ from tests.support.decoding import taught, tokens
 from tests.support.inputs import SMALL
 
 INDEXED = replace(SMALL, index_heads=2, index_block_size=4, index_stride=4)
+ALL_FREE = replace(INDEXED, num_init_blocks=0, num_local_blocks=0)
 KINDS: dict[str, dict[str, Any]] = {
     "a head for each query head": {"config": INDEXED},
     "one head, keys that overlap": {"config": replace(SMALL, index_heads=1, index_block_size=8, index_stride=4)},
+    "nothing forced, a key for each token": {"config": replace(ALL_FREE, index_block_size=1, index_stride=1)},
     "low rank": {"config": INDEXED, "index_rank": 3},
     "linear": {"config": INDEXED, "compression": "linear"},
     "without the compressed branch": {"config": INDEXED, "branches": ("slc", "win")},
@@ -102,6 +104,25 @@ def test_the_loss_is_that_of_the_function(kind: str) -> None:
         keys = {"q_index": read.scorer.q, "config": layer.config, "impl": "reference"}
         expected = selection_loss(read.q, read.keys.k_slc, read.scorer.k, **keys, **given)
         torch.testing.assert_close(selection.total, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("query_weights", ["mass", "mean"])
+@of_every_kind
+def test_padded_sequences_teach_what_they_teach_alone(kind: str, query_weights: str) -> None:
+    layer, x, lengths = taught(make(kind)), tokens(4, 150), torch.tensor([150, 0, 61, 100])
+
+    def learned(x: Tensor, ids: Tensor, lengths: Tensor | None) -> list[Tensor]:
+        selection = SelectionLoss(num_queries=100, sequence_ids=ids, query_weights=query_weights)
+        selection.tokens(x, lengths)
+        layer(x, selection=selection)
+        assert layer.indexer is not None
+        grads = torch.autograd.grad(selection.sums[0], list(layer.indexer.parameters()))
+        return [selection.sums[0].detach(), selection.weights[0], *grads]
+
+    ids = torch.arange(4)
+    alone = [learned(x[[row], : int(lengths[row])], ids[[row]], None) for row in (0, 2, 3)]
+    for got, *want in zip(learned(x, ids, lengths), *alone, strict=True):
+        torch.testing.assert_close(got, torch.stack(want).sum(0), rtol=1e-4, atol=1e-5)
 
 
 def test_a_few_steps_of_the_loss_find_more_of_the_true_mass() -> None:

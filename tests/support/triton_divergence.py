@@ -6,6 +6,7 @@ script: it writes to the path given what the kernels returned for every case.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,8 @@ from flexnsa.attention.selection_loss import divergence_by
 from tests.support.inputs import SMALL
 from tests.support.interpreter import teach_bfloat16
 from tests.support.scorers import INDEX, LONG_KEYS, NOT_FORCED, TWO_HEADS, learners, make
+
+functional = importlib.import_module("flexnsa.functional.selection_loss")  # whose function has the same name
 
 BLOCKS_OF_128 = replace(NOT_FORCED, select_block_size=128, index_heads=1, index_block_size=8, index_stride=8)
 
@@ -40,6 +43,8 @@ class Case:
     query_weights: str = "mass"
     scratch_sums: int = 2**26
     blocks_at_once: int = 16
+    lengths: tuple[int, ...] | None = None
+    """Tokens of each sequence before its padding."""
 
     def inputs(self, device: str = "cpu", dtype: torch.dtype | None = None) -> dict[str, Any]:
         """The arguments of the loss; in another dtype, after rounding to the case's own."""
@@ -62,6 +67,7 @@ CASES = {
     "chunks of queries": Case(config=INDEX, scratch_sums=200),
     "documents": Case(config=TWO_HEADS, documents=(70, 3, 43, 14, 20), num_queries=75),
     "documents, keys longer than blocks": Case(config=LONG_KEYS, documents=(70, 3, 77), query_weights="mean"),
+    "padding": Case(config=replace(TWO_HEADS, num_init_blocks=0, num_local_blocks=0), batch=2, lengths=(90, 11)),
     "shorter than a key": Case(config=SMALL, documents=(7,)),
     "bf16": Case(config=INDEX, group=16, dim=64, dtype=torch.bfloat16, num_queries=20),
 }
@@ -81,7 +87,10 @@ def by_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
 def by_implementation(impl: str, case: Case, x: dict[str, Any]) -> dict[str, Tensor]:
     """The sum, its weight, and the gradients of the sum."""
     options: dict[str, Any] = {"num_queries": case.num_queries, "query_weights": case.query_weights}
-    total, weight = selection_loss(**x, **options, reduction="sum", impl=impl)
+    lengths = None if case.lengths is None else torch.tensor(case.lengths, device=x["q"].device)
+    choose = partial(functional.sampled_tokens, lengths=lengths)
+    with mock.patch.object(functional, "sampled_tokens", choose):
+        total, weight = selection_loss(**x, **options, reduction="sum", impl=impl)
     grads = torch.autograd.grad(total, list(learners(x).values()))
     found = {"total": total.detach(), "weight": weight, **dict(zip(learners(x), grads, strict=True))}
     return {name: value.cpu() for name, value in found.items()}

@@ -73,12 +73,13 @@ def selection_loss_triton(
     config, index_config = NSAConfig.from_ints(sizes), NSAConfig.from_ints(index_sizes)
     width, (batch, heads, _, head_dim) = num_blocks(k.shape[2], config), q_index.shape
     rows = max(1, SCRATCH_SUMS // (batch * q.shape[1] * width))
+    read = tokens.clamp_min(0)  # no token, -1, stands before its sequence and sees nothing
     total, weight = (torch.zeros((), device=q.device) for _ in range(2))
     dq = torch.empty(batch, heads, tokens.shape[1], head_dim, device=q.device)
     dk = torch.zeros(k_index.shape, device=q.device)
     for at in range(0, tokens.shape[1], rows):
         part = slice(at, at + rows)
-        row, *where = (x[:, part].expand(batch, -1).contiguous() for x in (tokens, token, start))
+        row, *where = (x[:, part].expand(batch, -1).contiguous() for x in (read, token, start))
         *of_index, index_first = (
             x[:, part].expand(batch, -1).contiguous() for x in (index_token, index_start, index_cmp_start)
         )

@@ -58,6 +58,7 @@ class DenseAttention(nn.Module):
     """
 
     cache_class = DenseCache
+    indexer = None
 
     def __init__(
         self,

@@ -130,7 +130,7 @@ class DecoderLM(nn.Module):
         if targets is not None:
             check_targets(targets, tokens.shape, reduction)
         if selection is not None:
-            check_selection(selection, self._indexers())
+            check_selection(selection, self.indexers())
         options: dict[str, Any] = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
         x = self.norm(self._run_layers(tokens, caches, lengths, states, selection, **options))
         if states is not None:
@@ -188,7 +188,7 @@ class DecoderLM(nn.Module):
         if self.training and torch.is_grad_enabled() and caches is None:
             if selection is not None:
                 options |= {"sampled": selection.tokens(tokens), "query_weights": selection.query_weights}
-            elif self._indexers():
+            elif self.indexers():
                 warn_untaught()  # here too, because compiled layers do not
         layouts: Sequence[RowLayout | DenseLayout | None] = [None] * len(self.layers)
         if caches is None or document_ids is not None or all(cache.takes_rows(tokens.shape[1]) for cache in caches):
@@ -209,7 +209,8 @@ class DecoderLM(nn.Module):
                 x = out
         return x
 
-    def _indexers(self) -> list[Indexer]:
+    def indexers(self) -> list[Indexer]:
+        """List the indexers of the layers that have one."""
         layers = (layer.attention for layer in cast("Iterable[DecoderLayer]", self.layers))
         return [layer.indexer for layer in layers if isinstance(layer, NativeSparseAttention) and layer.indexer]
 

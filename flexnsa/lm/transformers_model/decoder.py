@@ -20,6 +20,7 @@ from transformers.utils.generic import can_return_tuple
 from flexnsa.cache.cache import NSACache
 from flexnsa.checks.primitives import check_integers, describe, may_look
 from flexnsa.layers.compression import MLPCompressor
+from flexnsa.layers.indexer import SelectionLoss, check_selection
 from flexnsa.lm.data.tokenizer import TextTokenizer
 from flexnsa.lm.model.decoder import DecoderLayer, DecoderLM
 from flexnsa.lm.training.model_file import read_model, save_model
@@ -69,6 +70,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         logits_to_keep: int | Tensor = 0,
         cu_seq_lens_q: Tensor | None = None,
         output_hidden_states: bool | None = None,
+        selection: SelectionLoss | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token at every position.
@@ -84,6 +86,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             cu_seq_lens_q: int ``(D + 1,)``, where the documents of a single packed row begin.
             output_hidden_states: whether to give what goes into each layer, and what predicts tokens; by default as
                 the config says.
+            selection: gets the losses that teach the layers' indexers, in training; the loss returned is without them.
             kwargs: ``num_items_in_batch``, by which the loss is divided; ``shift_labels``, int ``(B, T)``, in place of
                 ``labels``: what each token is to predict. (Trainer asks for all labels that are named above.)
 
@@ -92,6 +95,8 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             ValueError: an argument does not fit, or is not there to be had; the message names it.
         """
         self._refuse(kwargs)
+        if selection is not None:
+            check_selection(selection, self.model.indexers())
         shift_labels = kwargs.pop("shift_labels", None)
         check_integers("input_ids", input_ids, ("B", "T"), like=self.model.embedding.weight, as_of="the model")
         tokens = cast("Tensor", input_ids)
@@ -112,6 +117,9 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         options: dict[str, Any] = {}
         if cache is None:
             options["document_ids"] = document_ids(begins, cu_seq_lens_q, *tokens.shape)
+            options["selection"] = selection
+            if selection is not None:
+                selection.tokens(tokens, real)  # chosen here, where it is known which are padding
         else:
             demand_no_pack(begins, cu_seq_lens_q)
             blocks = cast("Any", self.model.layers)
@@ -258,6 +266,8 @@ def _standard_deviations(model: DecoderLM) -> dict[nn.Module, float]:
         stds[layer.mlp.up] = layer.mlp.up.in_features**-0.5
         for linear in (attention.w_o, layer.mlp.down):
             stds[linear] = layer.residual_scale * linear.in_features**-0.5
+    for indexer in model.indexers():
+        stds |= {indexer.change_q.up: 0.0, indexer.change_k.up: 0.0}
     return stds
 
 

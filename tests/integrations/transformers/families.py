@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from flexnsa import NSAConfig
-from flexnsa.geometry import BRANCHES
 from flexnsa.lm.transformers_model import FlexNSAConfig, FlexNSAForCausalLM
 from flexnsa.transformers import convert
 
@@ -75,6 +74,9 @@ FEW = {
 """Of 64 tokens a query sees 32, and chooses 2 blocks of the 6 that are not forced."""
 ALL = FEW | {"num_selected_blocks": 64}
 """Every block of up to 512 tokens is selected."""
+INDEX: dict[str, Any] = {"index_heads": 3, "index_block_size": 4, "index_stride": 4}
+"""An index query for each query head, and two index keys for each block."""
+INDEXED = FEW | INDEX | {"index_rank": 4}
 
 
 def dense(family: str, **changes: Any) -> Any:
@@ -121,12 +123,16 @@ def pad_left(rows: list[Tensor]) -> dict[str, Tensor]:
 
 def converted(family: str, options: dict[str, Any], **changes: Any) -> Any:
     """Make the same model with NSA layers whose new weights are alive, as after some training."""
-    branches = options.get("branches", BRANCHES)
-    sizes = NSAConfig(**{name: size for name, size in options.items() if name != "branches"})
-    model = convert(dense(family, **changes), sizes, branches=branches)
+    chosen = {name: value for name, value in options.items() if name in ("branches", "index_rank")}
+    sizes = NSAConfig(**{name: size for name, size in options.items() if name not in chosen})
+    return alive(convert(dense(family, **changes), sizes, **chosen))
+
+
+def alive(model: Any) -> Any:
+    """Change all weights that a dense model has not."""
     torch.manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "proj_" in name or "compress" in name or "gate." in name:
+            if any(new in name for new in ("proj_", "compress", "gate.", "indexer.")):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model

@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import CompileConfig
 
 from flexnsa.transformers import FlexNSACache, captured
 from tests.integrations.transformers import families
-from tests.integrations.transformers.families import FEW, own, pad_left, tokens
+from tests.integrations.transformers.families import FEW, INDEX, own, pad_left, tokens
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 63}
 
@@ -39,11 +39,17 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.fixture(scope="module", params=["three branches", "selected branch", "own decoder"])
+MODELS: dict[str, Any] = {
+    "three branches": lambda: families.converted("qwen3", FEW),
+    "selected branch": lambda: families.converted("qwen3", FEW | {"branches": ["slc"]}),
+    "indexer": lambda: families.converted("qwen3", FEW | INDEX | {"branches": ["slc"]}),
+    "own decoder": own,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> Any:
-    if request.param == "own decoder":
-        return own()
-    return families.converted("qwen3", FEW if request.param == "three branches" else FEW | {"branches": ["slc"]})
+    return MODELS[request.param]()
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20}, {"eos_token_id": [*range(3, 20)]}])

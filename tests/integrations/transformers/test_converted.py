@@ -10,28 +10,49 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import DataCollatorWithFlattening, DynamicCache
 
-from flexnsa import NSAConfig
+from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.checkpointing import keep_selection
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import average_blocks
+from flexnsa.optim import index_parameters
 from flexnsa.transformers import FlexNSACache, convert, to_dense
-from tests.integrations.transformers.families import ALL, FAMILIES, FEW, ROPES, converted, dense, own, pad_left, tokens
+from tests.integrations.transformers.families import (
+    ALL,
+    FAMILIES,
+    FEW,
+    INDEX,
+    INDEXED,
+    ROPES,
+    alive,
+    converted,
+    dense,
+    own,
+    pad_left,
+    tokens,
+)
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 63}
 
 
-@pytest.fixture(scope="module", params=["three branches", "selected branch", "own decoder"])
+MODELS: dict[str, Any] = {
+    "three branches": lambda: converted("qwen3", FEW),
+    "selected branch": lambda: converted("qwen3", FEW | {"branches": ["slc"]}),
+    "indexer": lambda: converted("qwen3", INDEXED),
+    "own decoder": own,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def few(request: pytest.FixtureRequest) -> Any:
     """A model that leaves most keys out."""
-    if request.param == "own decoder":
-        return own()
-    return converted("qwen3", FEW if request.param == "three branches" else FEW | {"branches": ["slc"]})
+    return MODELS[request.param]()
 
 
+@pytest.mark.parametrize("index", [{}, INDEX], ids=["means", "indexer"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_selected_branch_alone_is_the_dense_model_and_becomes_it_again(family: str) -> None:
+def test_the_selected_branch_alone_is_the_dense_model_and_becomes_it_again(family: str, index: dict[str, Any]) -> None:
     model, x, padded = dense(family), tokens(2, 70), pad_left([tokens(50), tokens(31)])
-    same = convert(model, NSAConfig(**ALL), branches=["slc"])
+    same = convert(model, NSAConfig(**ALL | index), branches=["slc"])
     again = to_dense(same)
     assert type(again) is type(model)
     want = model(x, labels=x)
@@ -42,8 +63,8 @@ def test_the_selected_branch_alone_is_the_dense_model_and_becomes_it_again(famil
         got = other(x, labels=x)
         got.loss.backward()
         assert_close(got.logits, want.logits)
-        for name, parameter in other.named_parameters():
-            assert_close(parameter.grad, gradients[name.replace("_proj_slc", "_proj")], msg=name)
+        grads = {name: x.grad for name, x in other.named_parameters() if ".indexer." not in name}
+        assert_close({name.replace("_proj_slc", "_proj"): x for name, x in grads.items()}, gradients)
         assert torch.equal(other.generate(**padded, **GREEDY), generated)
 
 
@@ -80,7 +101,7 @@ def test_positions_are_turned_as_in_the_dense_model(rope: str) -> None:
     assert_close(same(x, use_cache=False).logits, model(x).logits)
     assert torch.equal(same.generate(x[:, :30], **GREEDY), model.generate(x[:, :30], **GREEDY))
     if rope not in ("dynamic", "longrope"):  # these turn tokens by how many there are
-        three = convert(model, NSAConfig(**FEW))
+        three = alive(convert(model, NSAConfig(**FEW | INDEX)))
         assert_close(_in_steps(three, x, FlexNSACache(three.config)), three(x, use_cache=False).logits)
 
 
@@ -213,14 +234,15 @@ def test_activations_are_computed_again_in_backward_if_asked(few: Any, context: 
     want = _gradients(few, few, x)
     assert all(gradient.abs().max() > 0 for gradient in want)
     few.gradient_checkpointing_enable({"use_reentrant": False, **context})
-    got = _gradients(few, few.train(), x)
-    few.eval().gradient_checkpointing_disable()
+    got = _gradients(few, few, x)
+    few.gradient_checkpointing_disable()
     for one, plain in zip(got, want, strict=True):
         assert_close(one, plain)
 
 
-def test_it_compiles_as_one_graph() -> None:
-    few = converted("llama", FEW, num_hidden_layers=1)
+@pytest.mark.parametrize("options", [FEW, INDEXED], ids=["means", "indexer"])
+def test_it_compiles_as_one_graph(options: dict[str, Any]) -> None:
+    few = converted("llama", options, num_hidden_layers=1)
     x = tokens(2, 40)
     want = _gradients(few, few, x)
     got = _gradients(few, torch.compile(few, fullgraph=True, backend="aot_eager"), x)
@@ -266,8 +288,13 @@ def test_only_dense_models_are_converted_and_only_selected_branches_go_back() ->
 
 
 def _gradients(few: Any, model: Any, x: Tensor) -> list[Tensor]:
+    """Differentiate as in training: what an indexer learns too."""
     few.zero_grad()
-    model(x, labels=x, use_cache=False).loss.backward()
+    selection = SelectionLoss(num_queries=20) if index_parameters(few) else None
+    model.train()
+    loss = model(x, labels=x, use_cache=False, selection=selection).loss
+    (loss if selection is None else loss + selection.total).backward()
+    few.eval()
     return [parameter.grad for parameter in few.parameters()]
 
 

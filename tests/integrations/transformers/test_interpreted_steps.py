@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from flexnsa.transformers import FlexNSACache
 from flexnsa.transformers.attention import ConvertedAttention
 from tests.integrations.transformers import interpreted_steps
-from tests.integrations.transformers.families import FEW, ROPES, converted, tokens
+from tests.integrations.transformers.families import FEW, INDEX, ROPES, converted, tokens
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +40,12 @@ def test_steps_equal_whole_rows(name: str, interpreted: dict[str, Any]) -> None:
         *(({"rope_parameters": rope}, name not in ("dynamic", "longrope")) for name, rope in ROPES.items()),
         ({"opening": 0.5}, False),
         ({"hook": True}, False),
+        ({"index": INDEX}, False),
     ],
 )
 def test_layers_that_the_kernels_do_not_compute_go_branch_by_branch(changes: dict[str, Any], takes: bool) -> None:
     rope = {name: value for name, value in changes.items() if name == "rope_parameters"}
-    model = converted("llama", FEW, **rope)
+    model = converted("llama", FEW | changes.get("index", {}), **rope)
     layer: ConvertedAttention = model.model.layers[0].self_attn
     model.config.flexnsa["opening"] = changes.get("opening", 1.0)
     if "hook" in changes:

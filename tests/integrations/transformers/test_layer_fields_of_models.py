@@ -24,7 +24,6 @@ NOT_OF_CONVERTED = {
     "gate": FIXED,
     "shared_keys": FIXED,
     "begin_as_mean": FIXED,
-    "index_rank": "converted layers have no indexer",
     "nsa": "called sizes; config.flexnsa has its fields",
 }
 

@@ -12,22 +12,25 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from tests.integrations.transformers.families import FAMILIES, FEW, converted, dense, tokens
+from tests.integrations.transformers.families import FAMILIES, FEW, INDEX, INDEXED, converted, dense, tokens
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A converted model, and where it was saved."""
-    model, path = converted("llama", FEW), tmp_path_factory.mktemp("saved")
+    model, path = converted("llama", FEW | INDEX), tmp_path_factory.mktemp("saved")
     model.save_pretrained(path)
     return model, path
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("options", [FEW, INDEXED], ids=["means", "indexer"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_converted_model_comes_back_as_a_class_of_its_own(family: str, tmp_path: Path) -> None:
+def test_a_converted_model_comes_back_as_a_class_of_its_own(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     tied = {"tie_word_embeddings": family == "qwen2"}
-    model, x = converted(family, FEW | {"branches": ["cmp", "slc"]}, **tied), tokens(1, 60)
+    model, x = converted(family, options | {"branches": ["cmp", "slc"]}, **tied), tokens(1, 60)
     model.save_pretrained(tmp_path / "once")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "once")
     again.save_pretrained(tmp_path / "twice")
@@ -73,8 +76,8 @@ def test_what_a_checkpoint_lacks_starts_as_it_does_in_a_new_model(saved: tuple[A
     model, path = saved
     fresh = type(model)(model.config)
     state = load_file(path / "model.safetensors")
-    lost = [name for name in state if "gate." in name or "compress_" in name]
-    assert len(lost) == 2 * (2 + 4)
+    lost = [name for name in state if any(new in name for new in ("gate.", "compress_", "indexer."))]
+    assert len(lost) == 2 * (2 + 4 + 4)
     save_file({name: x for name, x in state.items() if name not in lost}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     got = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()

@@ -81,7 +81,7 @@ def block_log_sums(
     # Rows past the end repeat the last one, so that only the stores need a mask.
     position = batch * num_rows + tl.minimum(tile, num_rows - 1)
     visible = count_visible(token_ptr + position, start_ptr + position, LENGTH, STRIDE)
-    if first_block * STEP + FIRST >= tl.max(visible):
+    if tl.maximum(first_block * STEP + FIRST, 0) >= tl.max(visible):
         return
 
     dim = tl.arange(0, BD)[None, :]

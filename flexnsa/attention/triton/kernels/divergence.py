@@ -75,7 +75,8 @@ def compare_blocks(
     row = tl.program_id(0)
     batch_head = tl.program_id(1).to(tl.int64)
     position = batch_head // KV_HEADS * num_rows + row
-    current = (tl.load(token_ptr + position) - tl.load(start_ptr + position)) // BLOCK_SIZE
+    age = tl.load(token_ptr + position) - tl.load(start_ptr + position)  # -1 of a query that is none
+    current = age // BLOCK_SIZE
     visible = count_visible(index_token_ptr + position, index_start_ptr + position, LENGTH, STRIDE)
     head, index_head = tl.arange(0, BH), tl.arange(0, BI)
     stride_h = num_rows.to(tl.int64) * width
@@ -89,8 +90,8 @@ def compare_blocks(
     index_top, index_total = index_none - float("inf"), index_none
     for first in range(0, current + 1, BM):
         block = first + tl.arange(0, BM)
-        seen = block <= current
-        scored = seen & (block * STEP + FIRST < visible)
+        seen = block * BLOCK_SIZE <= age
+        scored = tl.maximum(block * STEP + FIRST, 0) < visible
         top, total = add_blocks(top, total, normalised(true_ptr, head, block, none, seen, HEADS, stride_h))
         logs = normalised(plain_ptr, index_head, block, index_none, scored, INDEX_HEADS, stride_h)
         index_top, index_total = add_blocks(index_top, index_total, logs)
@@ -101,7 +102,7 @@ def compare_blocks(
     score_top, score_total = top, total
     for first in range(0, current + 1, BM):
         block = first + tl.arange(0, BM)
-        kept = (block >= NUM_INIT) & (block <= current - NUM_LOCAL) & (block * STEP + FIRST < visible)
+        kept = (block >= NUM_INIT) & (block <= current - NUM_LOCAL) & (tl.maximum(block * STEP + FIRST, 0) < visible)
         log_true = sum_heads(normalised(true_ptr, head, block, true_lse, kept, HEADS, stride_h))
         log_score = sum_heads(normalised(weighted_ptr, index_head, block, lse, kept, INDEX_HEADS, stride_h))
         top, total = add_blocks(top, total, log_true[None, :])
@@ -116,7 +117,7 @@ def compare_blocks(
     pull = index_none
     for first in range(0, current + 1, BM):
         block = first + tl.arange(0, BM)
-        kept = (block >= NUM_INIT) & (block <= current - NUM_LOCAL) & (block * STEP + FIRST < visible)
+        kept = (block >= NUM_INIT) & (block <= current - NUM_LOCAL) & (tl.maximum(block * STEP + FIRST, 0) < visible)
         log_true = sum_heads(normalised(true_ptr, head, block, true_lse, kept, HEADS, stride_h)) - log_mass
         logs = normalised(weighted_ptr, index_head, block, lse, kept, INDEX_HEADS, stride_h)
         log_score = tl.where(kept, sum_heads(logs), 0.0)

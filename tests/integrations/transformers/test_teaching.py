@@ -1,0 +1,236 @@
+"""Indexers of models of transformers: what teaches them, however a model is called, and what leaves them alone."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+
+from flexnsa import NSAConfig, SelectionLoss
+from flexnsa.layers.indexer import Indexer
+from flexnsa.optim import index_parameters
+from flexnsa.transformers import convert, to_dense
+from flexnsa.transformers.parallel import keep_own_heads
+from flexnsa.transformers.schedule import pretrained_parameters
+from tests.integrations.transformers.families import (
+    ALL,
+    FAMILIES,
+    FEW,
+    INDEX,
+    INDEXED,
+    alive,
+    converted,
+    dense,
+    own,
+    pad_left,
+    sparse,
+    tokens,
+)
+
+MODELS: dict[str, Any] = {family: lambda family=family: converted(family, INDEXED) for family in FAMILIES}
+MODELS["own decoder"] = lambda: alive(own(nsa=FEW | INDEX, index_rank=4))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return MODELS[request.param]().train()
+
+
+def teach(model: Any, x: Tensor, **options: Any) -> tuple[SelectionLoss, Tensor]:
+    """Call a model with a loss that compares all queries; return it, and the loss of language."""
+    selection = SelectionLoss()
+    out = model(x, labels=x, selection=selection, use_cache=False, **options)
+    return selection, out.loss
+
+
+def total_of(selection: SelectionLoss) -> Tensor:
+    assert isinstance(selection.total, Tensor)
+    return selection.total
+
+
+def learned(model: Any, selection: SelectionLoss) -> list[Tensor]:
+    """Return the sums and weights of a loss, and the gradients of its sums."""
+    gradients = torch.autograd.grad(torch.stack(selection.sums).sum(), index_parameters(model))
+    return [torch.stack(selection.sums).detach(), torch.stack(selection.weights), *gradients]
+
+
+def test_the_loss_teaches_the_indexers_and_nothing_else(model: Any) -> None:
+    x, parameters = tokens(2, 60), dict(model.named_parameters())
+    selection, loss = teach(model, x)
+    assert len(selection.sums) == 2
+    gradients = torch.autograd.grad(total_of(selection), list(parameters.values()), allow_unused=True)
+    reached = {name: x for name, x in zip(parameters, gradients, strict=True) if x is not None}
+    assert reached.keys() == {name for name in parameters if ".indexer." in name}
+    assert all(gradient.any() for gradient in reached.values())
+    others = [parameter for name, parameter in parameters.items() if ".indexer." not in name]
+    with pytest.warns(UserWarning, match="selection: expected a SelectionLoss"):
+        untaught = model(x, labels=x, use_cache=False).loss
+    assert_close(torch.autograd.grad(loss, others), torch.autograd.grad(untaught, others))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_teach_what_they_teach_alone(model: Any, side: str) -> None:
+    rows = [tokens(60), tokens(37), tokens(5)]
+    batch = pad_left(rows)
+    if side == "right":
+        for row, one in enumerate(rows):
+            batch["input_ids"][row] = torch.nn.functional.pad(one, (0, 60 - len(one)))
+            batch["attention_mask"][row] = batch["attention_mask"][row].flip(0)
+    got = learned(model, teach(model, batch["input_ids"], attention_mask=batch["attention_mask"])[0])
+    alone = [learned(model, teach(model, row[None])[0]) for row in rows]
+    for value, *want in zip(got, *alone, strict=True):
+        assert_close(value, torch.stack(want).sum(0))
+
+
+def test_packed_documents_teach_what_they_teach_alone(model: Any) -> None:
+    documents = [tokens(40), tokens(3), tokens(61)]
+    batch: Any = DataCollatorWithFlattening()([{"input_ids": document.tolist()} for document in documents])
+    got = learned(model, teach(model, batch["input_ids"], position_ids=batch["position_ids"])[0])
+    alone = [learned(model, teach(model, document[None])[0]) for document in documents]
+    for value, *want in zip(got, *alone, strict=True):
+        assert_close(value, torch.stack(want).sum(0))
+
+
+def test_layers_that_backward_runs_again_add_their_loss_once(model: Any) -> None:
+    x = tokens(2, 60)
+    selection, _ = teach(model, x)
+    want = total_of(selection).detach(), torch.autograd.grad(total_of(selection), index_parameters(model))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    selection, loss = teach(model, x)
+    got = torch.autograd.grad(loss + total_of(selection), index_parameters(model))
+    model.gradient_checkpointing_disable()
+    assert_close((total_of(selection).detach(), got), want)
+
+
+def test_a_checkpoint_in_which_nothing_could_be_taught_is_refused() -> None:
+    model = MODELS["llama"]().train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match=r"gradient_checkpointing_kwargs: expected {'use_reentrant': False} .* 2 of 2"):
+        teach(model, tokens(1, 30))
+
+
+def test_nothing_is_added_where_nothing_is_learned(model: Any) -> None:
+    x = tokens(1, 40)
+    with torch.no_grad():
+        assert not teach(model, x)[0].sums
+    assert not teach(model.eval(), x)[0].sums
+    model.train()
+
+
+def test_training_without_a_loss_warns_once_and_gives_gradients_of_0(model: Any) -> None:
+    model.zero_grad()
+    with warnings.catch_warnings(record=True) as met:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            model(tokens(1, 40), labels=tokens(1, 40), use_cache=False).loss.backward()
+    texts = [str(warning.message) for warning in met]
+    assert sum("selection: expected a SelectionLoss" in text for text in texts) == 1
+    assert all(x.grad is not None and not x.grad.any() for x in index_parameters(model))
+
+
+def test_embeddings_in_place_of_tokens_teach_the_same() -> None:
+    model, x = MODELS["llama"]().train(), tokens(2, 40)
+    selection = SelectionLoss()
+    model(inputs_embeds=model.get_input_embeddings()(x), selection=selection, use_cache=False)
+    assert_close(total_of(selection), total_of(teach(model, x)[0]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_indexer_selects_what_means_of_keys_select(family: str) -> None:
+    means, indexed = (
+        convert(dense(family), NSAConfig(**FEW | index), branches=["slc"])(tokens(2, 70)).logits
+        for index in ({}, {"index_heads": 3})
+    )
+    assert_close(indexed, means)
+
+
+@torch.no_grad()
+def test_an_indexer_reads_the_keys_of_the_selected_branch() -> None:
+    model, x = converted("llama", INDEXED), tokens(2, 70)
+    model.config.flexnsa["opening"] = 0.0
+    want = model(x).logits
+    for layer in model.model.layers:
+        layer.self_attn.k_proj_cmp.weight.neg_()
+    assert_close(model(x).logits, want)
+    model.model.layers[0].self_attn.indexer.change_q.up.weight.neg_()
+    assert not torch.equal(model(x).logits, want)
+
+
+def test_a_new_indexer_begins_without_changes_in_whatever_way_it_is_made(tmp_path: Path) -> None:
+    three = convert(dense("llama"), NSAConfig(**FEW | INDEX), index_rank=4)
+    three.save_pretrained(tmp_path / "converted")
+    fresh = own(nsa=FEW | INDEX, index_rank=4)
+    fresh.save_pretrained(tmp_path / "own")
+    loaded = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("converted", "own")]
+    for model in (three, type(three)(three.config), fresh, *loaded):
+        indexers = [module for module in model.modules() if isinstance(module, Indexer)]
+        assert len(indexers) == 2
+        for indexer in indexers:
+            assert not indexer.change_q.up.weight.any()
+            assert not indexer.change_k.up.weight.any()
+            assert all(change.down is not None and change.down.weight.any() for change in (indexer.change_q,))
+
+
+def test_an_indexer_is_new_to_a_schedule_and_no_part_of_a_dense_model() -> None:
+    model = converted("qwen3", ALL | INDEX | {"branches": ["slc"]})
+    assert not {*map(id, pretrained_parameters(model))} & {*map(id, index_parameters(model))}
+    x = tokens(1, 60)
+    assert_close(to_dense(model)(x).logits, model(x).logits)
+
+
+def test_an_indexer_of_low_rank_is_small() -> None:
+    """Of the parameters of a Llama-3.2-1B, without those that share its embedding."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    shape: dict[str, Any] = {**sizes, "head_dim": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    nsa = NSAConfig(index_heads=4, index_block_size=8, index_stride=8)
+    with torch.device("meta"):
+        model = dense("llama", attention_bias=False, **shape)
+        model.to_empty(device="meta")
+    for rank, share in ((None, 0.1), (32, 0.02)):
+        layer = Indexer(2048, 8, 64, config=nsa, compression="linear", rank=rank)
+        own_count, count = _count(layer), _count(model.model.layers)
+        assert own_count < share * count
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("selection: expected None without an indexer", lambda: teach(converted("llama", FEW).train(), tokens(1, 9))),
+    ("selection: expected None without an indexer", lambda: teach(own().train(), tokens(1, 9))),
+    ("selection: expected SelectionLoss", lambda: converted("llama", INDEXED)(tokens(1, 9), selection=1)),
+    ("selection: expected SelectionLoss", lambda: MODELS["own decoder"]()(tokens(1, 9), selection=1)),
+    ("index_heads: expected a divisor of the 3 ", lambda: converted("llama", FEW | {"index_heads": 2})),
+    ("index_heads: expected None without the branch", lambda: converted("llama", INDEXED | {"branches": ["win"]})),
+    ("index_rank: expected None without index_heads", lambda: converted("llama", FEW | {"index_rank": 2})),
+    ("index_rank: expected", lambda: converted("llama", FEW | INDEX | {"index_rank": 0})),
+    (r"config.flexnsa: expected some of .*, got 'index_heads'", lambda: sparse("llama", FEW | INDEX)(tokens(1, 9))),
+    (
+        "tp_size: expected index_heads=None",
+        lambda: keep_own_heads(converted("llama", INDEXED).model.layers[0].self_attn, 2),
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), WRONG, ids=[message for message, _ in WRONG])
+def test_a_wrong_argument_is_named(message: str, call: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+@pytest.mark.parametrize(("name", "value"), {"index_heads": 1, "index_stride": 2, "index_rank": 3}.items())
+def test_an_indexer_stays_as_it_was_made(name: str, value: int) -> None:
+    model = converted("llama", INDEXED)
+    model.config.flexnsa[name] = value
+    with pytest.raises(
+        ValueError, match=f"config.flexnsa: expected {name}=.*, for which layers were made, got {value}"
+    ):
+        model(tokens(1, 9))
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
