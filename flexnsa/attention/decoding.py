@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -55,6 +55,21 @@ class CompressorWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexInputs:
+    """What an indexer makes of the new tokens, before rotation.
+
+    Args:
+        q: ``(B, T, Hkv * H * Dk)``.
+        k: ``(B, T, Hkv * Dk)``.
+        phi: the compressor of index keys.
+    """
+
+    q: Tensor
+    k: Tensor
+    phi: CompressorWeights
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """``T`` new tokens of each sequence after projection, and the cache that they are added to.
 
@@ -77,6 +92,7 @@ class StepInputs:
         rope_base: of the rotary frequencies, without ``frequencies``.
         frequencies: ``(Dk / 2,)``, radians by which each rotary pair turns in a token.
         rope_scale: factor on everything that is rotated.
+        index: of an indexer, which then scores the blocks; None where compressed keys do.
     """
 
     q: Tensor
@@ -97,6 +113,26 @@ class StepInputs:
     rope_base: float = 10_000.0
     frequencies: Tensor | None = None
     rope_scale: float = 1.0
+    index: IndexInputs | None = None
+
+    @property
+    def scorer(self) -> StepInputs:
+        """The step of a layer whose compressed keys are the index keys: its scores select the blocks."""
+        if self.index is None:
+            return self
+        index, buffers = self.index, self.buffers
+        return replace(
+            self,
+            q=index.q,
+            k={"slc": index.k},
+            v={"slc": index.k},
+            phi_k=index.phi,
+            phi_v=None,
+            buffers={"k_cmp": buffers["k_index"], "k_tail": buffers["k_index_tail"]},
+            num_heads=index.q.shape[-1] // buffers["k_index"].shape[-1],
+            config=self.config.scoring,
+            index=None,
+        )
 
     def empty_results(self) -> tuple[Tensor, Tensor]:
         """Allocate the heads' outputs ``(B, T, Hq * Dv)`` and the blocks that they select, if any."""
@@ -109,22 +145,24 @@ class StepInputs:
     def to_args(self) -> StepArguments:
         """Write the inputs as an operator takes them; buffers are those of the branches, in their order."""
         branches = [tag for tag in BRANCHES if tag in self.k]
-        compressors = [phi for phi in (self.phi_k, self.phi_v) if phi is not None]
+        index = self.index
+        phis = self.phi_k, self.phi_v, None if index is None else index.phi
         return (
             self.lengths,
             self.reached,
-            [self.buffers[name] for name in buffer_names(branches)],
+            [self.buffers[name] for name in buffer_names(branches, index is not None)],
             self.new_lengths,
             [
                 self.q,
                 self.gates,
                 *(x[tag] for tag in branches for x in (self.k, self.v)),
-                *(x for phi in compressors for x in phi.parameters),
+                *([] if index is None else [index.q, index.k]),
+                *(x for phi in phis if phi is not None for x in phi.parameters),
                 *([] if self.frequencies is None else [self.frequencies]),
             ],
             [
                 *(int(tag in branches) for tag in BRANCHES),
-                *(-1 if phi is None else list(COMPRESSORS).index(phi.kind) for phi in (self.phi_k, self.phi_v)),
+                *(-1 if phi is None else list(COMPRESSORS).index(phi.kind) for phi in phis),
                 GATES.index(self.gate),
                 self.num_heads,
                 self.max_seq_len,
@@ -145,28 +183,30 @@ class StepInputs:
         factors: Sequence[float],
     ) -> StepInputs:
         """Undo :meth:`to_args`."""
-        has_cmp, has_slc, has_win, k_kind, v_kind, gate, num_heads, max_seq_len, *config = sizes
-        branches = [tag for tag, has in zip(BRANCHES, (has_cmp, has_slc, has_win), strict=True) if has]
+        has_branches, kinds, (gate, num_heads, max_seq_len, *config) = sizes[:3], sizes[3:6], sizes[6:]
+        branches = [tag for tag, has in zip(BRANCHES, has_branches, strict=True) if has]
         scale, rope_base, rope_scale = factors
         left = iter(tensors)
 
-        def compressor(index: int) -> CompressorWeights | None:
-            if index < 0:
+        def compressor(number: int) -> CompressorWeights | None:
+            if number < 0:
                 return None
-            kind, count = list(COMPRESSORS.items())[index]
+            kind, count = list(COMPRESSORS.items())[number]
             return CompressorWeights(kind, *(next(left) for _ in range(count)))
 
         q, gates = next(left), next(left)
         pairs = {tag: (next(left), next(left)) for tag in branches}
+        of_index = [next(left) for _ in "qk" if kinds[2] >= 0]
+        phi_k, phi_v, phi_index = map(compressor, kinds)
         return cls(
             q=q,
             k={tag: k for tag, (k, _) in pairs.items()},
             v={tag: v for tag, (_, v) in pairs.items()},
             gates=gates,
             gate=GATES[gate],
-            phi_k=compressor(k_kind),
-            phi_v=compressor(v_kind),
-            buffers=dict(zip(buffer_names(branches), buffers, strict=True)),
+            phi_k=phi_k,
+            phi_v=phi_v,
+            buffers=dict(zip(buffer_names(branches, phi_index is not None), buffers, strict=True)),
             lengths=lengths,
             reached=reached,
             new_lengths=new_lengths,
@@ -177,6 +217,7 @@ class StepInputs:
             rope_base=rope_base,
             frequencies=next(left, None),
             rope_scale=rope_scale,
+            index=None if phi_index is None else IndexInputs(of_index[0], of_index[1], phi_index),
         )
 
 

@@ -215,7 +215,8 @@ class NativeSparseAttention(nn.Module):
         """Project new tokens, and return the arguments of a kernel that computes the whole step."""
         if lengths is not None:
             check_lengths(lengths, x)
-        return step_inputs(x, cache, lengths, self._maps(), self.gate, self._compressors(), rope_base=self.rope_base)
+        modules = self._maps(), self.gate, self._compressors(), self.indexer
+        return step_inputs(x, cache, lengths, *modules, rope_base=self.rope_base)
 
     @property
     def layout_sizes(self) -> LayoutSizes:
@@ -283,7 +284,7 @@ class NativeSparseAttention(nn.Module):
         take_step = implementation.step
         if take_step is None or modded:
             return None
-        if not takes_step(x, cache, self._maps().values(), self.gate, self._compressors()):
+        if not takes_step(x, cache, self._maps().values(), self.gate, self._compressors(), self.indexer):
             return None
         return lambda lengths: take_step(self.step_inputs(x, cache, lengths))[0]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.decoding import StepInputs
+from flexnsa.attention.decoding import IndexInputs, StepInputs
 from flexnsa.attention.queries import STEP_TOKENS
 from flexnsa.attention.triton.operators import MOST_HEADS
 from flexnsa.attention.triton.selected import LARGEST_DIM
@@ -15,33 +15,39 @@ from flexnsa.cache.cache import NSACache
 from flexnsa.layers.compression import as_phi
 from flexnsa.layers.core import Compressors
 from flexnsa.layers.gating import Gate
-from flexnsa.layers.projection import has_no_hooks, is_plain, project_few
+from flexnsa.layers.indexer import Indexer, IndexHeads
+from flexnsa.layers.projection import has_no_hooks, is_plain, project_few, split_heads
 
 
 def takes_step(
-    x: Tensor, cache: NSACache, maps: Iterable[nn.Linear], gate: nn.Module, compressors: Compressors
+    x: Tensor,
+    cache: NSACache,
+    maps: Iterable[nn.Linear],
+    gate: nn.Module,
+    compressors: Compressors,
+    indexer: Indexer | None,
 ) -> bool:
     """Return whether a step can be computed at once: few tokens, and modules without hooks or a forward of their own.
 
     Computed branch by branch instead are layers with hooks, biases or other compressors, calls under autocast, and
     caches that count their reads.
     """
-    linears = list(maps)
+    linears = [*maps, *([] if indexer is None else indexer.maps)]
     plain = type(gate) is Gate and has_no_hooks(gate) and all(map(is_plain, linears))
+    if indexer is not None and not all(map(has_no_hooks, indexer.modules())):
+        return False
     return plain and fits_step(x, cache, compressors) and all(_is_ready(linear.weight, cache) for linear in linears)
 
 
 def fits_step(x: Tensor, cache: NSACache, compressors: Compressors) -> bool:
     """Return whether a step fits its kernels, and whether these compress as the modules do."""
-    if compressors.phi_index is not None:  # the kernels score blocks by compressed keys
-        return False
     tokens = x.shape[1]
     if tokens > min(STEP_TOKENS, cache.max_rewind) or cache.reads is not None or max(_dims(cache)) > LARGEST_DIM:
         return False
     if tokens * x.shape[0] * cache.num_kv_heads > MOST_HEADS or torch.is_autocast_enabled(x.device.type):
         return False
     parameters: list[Tensor] = []
-    for compressor in (compressors.k, compressors.v):
+    for compressor in compressors:
         if compressor is not None:
             phi = as_phi(compressor)
             if phi is None:
@@ -57,11 +63,16 @@ def step_inputs(
     maps: Mapping[str, nn.Linear],
     gate: Gate,
     compressors: Compressors,
+    indexer: Indexer | None,
     *,
     rope_base: float,
 ) -> StepInputs:
     """Project the tokens, and lay out all else that the step needs."""
     rows = dict(zip(maps, project_few(x, list(maps.values())), strict=True))
+    index = None
+    if indexer is not None:
+        heads = split_heads(rows["q"], gate.num_heads), split_heads(rows["k_slc"], cache.num_kv_heads)
+        index = indexer.changed(project_few(x, indexer.maps), *heads)
     return lay_out_step(
         cache,
         lengths,
@@ -71,6 +82,7 @@ def step_inputs(
         v={tag: rows[f"v_{tag}"] for tag in cache.branches},
         gates=rows["gate"],
         gate=gate.kind,
+        index=index,
         num_heads=gate.num_heads,
         scale=cache.head_dim**-0.5,
         rope_base=rope_base,
@@ -87,6 +99,7 @@ def lay_out_step(
     v: Mapping[str, Tensor],
     gates: Tensor,
     gate: str,
+    index: IndexHeads | None,
     num_heads: int,
     scale: float,
     rope_base: float = 10_000.0,
@@ -94,6 +107,11 @@ def lay_out_step(
     rope_scale: float = 1.0,
 ) -> StepInputs:
     """Put what a layer projected beside its cache and its compressors; the names are those of the step's inputs."""
+    phi_index = as_phi(compressors.phi_index)
+    of_index = None
+    if index is not None and phi_index is not None:
+        q_index, k_index = (each.transpose(1, 2).flatten(2) for each in index)
+        of_index = IndexInputs(q_index, k_index, phi_index)
     return StepInputs(
         q=q,
         k=k,
@@ -113,6 +131,7 @@ def lay_out_step(
         new_lengths=None if lengths is None else lengths.contiguous(),
         max_seq_len=cache.max_seq_len,
         config=cache.config,
+        index=of_index,
     )
 
 

@@ -64,14 +64,21 @@ class Indexer(nn.Module):
         for child in (self.change_q, self.change_k, self.phi):
             child.reset_parameters()
 
+    @property
+    def maps(self) -> list[nn.Linear]:
+        """The maps of the layer's input."""
+        return [self.change_q.first, self.change_k.first]
+
     def forward(self, x: Tensor, q: Tensor, k: Tensor) -> IndexHeads:
         """Map ``x (B, T, dim)``, ``q (B, Hq, T, D)`` and ``k (B, Hkv, T, D)``, which are not rotated."""
+        return self.changed(project(x.detach(), self.maps), q, k)
+
+    def changed(self, projected: Sequence[Tensor], q: Tensor, k: Tensor) -> IndexHeads:
+        """Change queries and keys, given what :attr:`maps` map the layer's input to."""
         q, k = q.detach(), k.detach()
         if q.shape[1] != self.num_index_heads:
             q = torch.unflatten(q, 1, (self.num_index_heads, -1)).mean(2)
-        changes = self.change_q, self.change_k
-        of_q, of_k = project(x.detach(), [change.first for change in changes])
-        of_q, of_k = (change.finish(part) for change, part in zip(changes, (of_q, of_k), strict=True))
+        of_q, of_k = self.change_q.finish(projected[0]), self.change_k.finish(projected[1])
         return IndexHeads(q + split_heads(of_q, self.num_index_heads), k + split_heads(of_k, self.num_kv_heads))
 
 

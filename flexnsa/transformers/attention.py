@@ -250,6 +250,7 @@ class ConvertedAttention(nn.Module):
             v={tag: flat(heads.v[tag]) for tag in branches},
             gates=gates,
             gate="sigmoid",
+            index=heads.index,
             num_heads=self.num_heads,
             scale=self.scaling,
             frequencies=rotary.inv_freq,

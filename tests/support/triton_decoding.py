@@ -51,6 +51,7 @@ class Case:
     shared_keys: bool = False
     dtype: torch.dtype = torch.float32
     take_back: int = 0
+    index_rank: int | None = None
 
     def starts(self, row: int) -> list[int]:
         """Return the length of a sequence before every step."""
@@ -72,8 +73,11 @@ class Case:
             gate=self.gate,
             branches=self.branches,
             shared_keys=self.shared_keys,
+            index_rank=self.index_rank,
         ).requires_grad_(False)
-        layer.gate.linear.weight.normal_()
+        layer.eval().gate.linear.weight.normal_()
+        for change in () if layer.indexer is None else (layer.indexer.change_q, layer.indexer.change_k):
+            change.up.weight.normal_(std=0.2)
         return layer.to(self.dtype)
 
     def tokens(self) -> Tensor:
@@ -83,6 +87,7 @@ class Case:
         return torch.randn(len(self.prompts), length, DIM, generator=generator).to(self.dtype)
 
 
+INDEXED = replace(SMALLEST, index_heads=1, index_block_size=2, index_stride=2)
 ALONE = ((1,),)
 EVERY = replace(SMALLEST, num_selected_blocks=16)
 """All blocks are selected, so that the rounding of scores changes nothing."""
@@ -119,6 +124,18 @@ CASES = {
     ),
     "fp16, 6 heads of 32": Case(
         steps=ALONE * 4, prompts=(19,), heads=(6, 1, 32, 32), config=EVERY, dtype=torch.float16
+    ),
+    "an indexer": Case(steps=ALONE * 13, prompts=(21,), config=INDEXED),
+    "an indexer, keys that overlap, ragged": Case(
+        steps=((1, 0, 1), (3, 1, 1), (0, 2, 1)) * 2,
+        prompts=(0, 17, 3),
+        heads=(8, 2, 16, 24),
+        config=replace(SMALLEST, index_heads=2, index_block_size=4, index_stride=2),
+        index_rank=4,
+    ),
+    "an indexer, taken back": Case(steps=((5, 5),) * 4, prompts=(11, 20), take_back=3, config=INDEXED),
+    "an indexer, selected alone": Case(
+        steps=ALONE * 5, prompts=(30,), heads=(3, 1, 24, 16), config=INDEXED, branches=("slc",), compression="linear"
     ),
     "more heads than a tile": Case(steps=((8,),), prompts=(19,), heads=(20, 1, 16, 16)),
 }
@@ -186,8 +203,8 @@ def _held(cache: NSACache, name: str) -> Tensor | None:
     buffer = cache.buffers[name][0]
     if kind == "slc":
         return buffer[:, :length]
-    if kind == "cmp":
-        config = cache.config
+    if kind in ("cmp", "index"):
+        config = cache.config if kind == "cmp" else cache.config.scoring
         return buffer[:, : max(0, (length - config.compress_block_size) // config.compress_stride + 1)]
     return buffer[:, (length - 1) % (buffer.shape[1] - 1)]
 

@@ -40,7 +40,7 @@ def test_steps_equal_whole_rows(name: str, interpreted: dict[str, Any]) -> None:
         *(({"rope_parameters": rope}, name not in ("dynamic", "longrope")) for name, rope in ROPES.items()),
         ({"opening": 0.5}, False),
         ({"hook": True}, False),
-        ({"index": INDEX}, False),
+        ({"index": INDEX}, True),
     ],
 )
 def test_layers_that_the_kernels_do_not_compute_go_branch_by_branch(changes: dict[str, Any], takes: bool) -> None:

@@ -114,9 +114,21 @@ def attend(inputs: StepInputs, scratch: StepScratch, out: Tensor, blocks: Tensor
     """Attend from tokens that are stored; write the heads' outputs and the selected blocks."""
     _attend_dense(inputs, scratch)
     if "slc" in inputs.k:
-        _select(inputs, scratch, blocks)
+        _select(*_score(inputs, scratch), blocks)
         _attend_selected(inputs, scratch, blocks)
     _merge(inputs, scratch, out)
+
+
+def _score(inputs: StepInputs, scratch: StepScratch) -> tuple[StepInputs, StepScratch]:
+    """Return the step whose scores select the blocks: this one, or that of its indexer, which this stores."""
+    if inputs.index is None:
+        return inputs, scratch
+    scorer = inputs.scorer
+    of_scorer = StepScratch.of(scorer)
+    place(scorer, of_scorer)
+    compress(scorer, of_scorer)
+    _attend_dense(scorer, of_scorer)
+    return scorer, of_scorer
 
 
 def _attend_dense(inputs: StepInputs, scratch: StepScratch) -> None:
@@ -133,7 +145,7 @@ def _attend_dense(inputs: StepInputs, scratch: StepScratch) -> None:
         scratch.heads, scratch.num_tokens, scratch.slots.get("cmp", 0), scratch.slots.get("win", 1),
         scratch.scores.shape[-1], inputs.scale * LOG2_E,
         **_dims(scratch), LENGTH=config.compress_block_size, STRIDE=config.compress_stride, WINDOW=config.window_size,
-        CMP_SPLITS=tiles.cmp, WIN_SPLITS=tiles.win, HAS_CMP=cmp > 0, HAS_SCORES="slc" in inputs.k,
+        CMP_SPLITS=tiles.cmp, WIN_SPLITS=tiles.win, HAS_CMP=cmp > 0, HAS_SCORES=scratch.scores.shape[-1] > 0,
         HAS_V_CMP="v_cmp" in buffers, BR=tiles.rows, BN=tiles.keys, num_warps=tiles.num_warps,
     )  # fmt: skip
 

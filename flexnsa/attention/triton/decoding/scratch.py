@@ -83,7 +83,7 @@ class StepScratch:
             block_size=inputs.config.select_block_size,
         )
         rows = tiles.cmp + tiles.slc + tiles.win, batch, inputs.num_heads, num_tokens
-        width = aligned(counts[0]) if "slc" in inputs.k else 0
+        width = aligned(counts[0]) if "slc" in inputs.k and inputs.index is None else 0
         new = partial(torch.empty, dtype=torch.float32, device=q.device)
         return cls(
             batch,
