@@ -60,6 +60,7 @@ gpu: .venv/.transformers  ## all that a GPU has to show: its tests, then attenti
 	$(BIN)/python -m benchmarks decoding.gpu --json runs/gpu/decode_h200.json
 	$(BIN)/python -m benchmarks training.throughput --lengths 8192 --json runs/gpu/training_h200.json
 	$(BIN)/python -m benchmarks kernels.selected_gpu --json runs/gpu/selected_h200.json
+	$(BIN)/python -m benchmarks kernels.selection_loss --json runs/gpu/selection_loss_h200.json
 
 # On a machine with nothing else to do. What is recorded of a point stays, whenever this is stopped.
 record: .venv/.installed  ## measure what the plots show of a CPU: memory, throughput, the earlier system's work
