@@ -97,6 +97,7 @@ class RowLayout:
         source: of the keys that whole sequences read; None where they read their own.
         sizes: of the layer that made it; None if other layers must not share it.
         index: of index keys, in a layer with an indexer.
+        num_ranks: how many ranks share the tokens of a sequence.
     """
 
     tokens: RopeTables
@@ -107,6 +108,7 @@ class RowLayout:
     source: KeySource | None = None
     sizes: LayoutSizes | None = None
     index: BlockLayout | None = None
+    num_ranks: int = 1
 
     @property
     def block_starts(self) -> dict[str, Tensor]:
@@ -168,10 +170,10 @@ def check_layout(layout: Layout, x: Tensor, document_ids: Tensor | None, sizes: 
 def row_layout(seq_len: int, document_ids: Tensor | None, sizes: LayoutSizes) -> RowLayout:
     """Lay out sequences of ``seq_len`` tokens, or rows packed with the documents ``document_ids (B, seq_len)``."""
     config = given(sizes.config)
-    blocks, first, positions = _lay_out_blocks(seq_len, document_ids, config, sizes)
-    index = None if config.index_heads is None else _lay_out_blocks(seq_len, document_ids, config.scoring, sizes)
+    made = {kind: _lay_out_blocks(seq_len, document_ids, of_kind, sizes) for kind, of_kind in config.compressed.items()}
+    blocks, first, positions = made["cmp"]
     token = torch.arange(seq_len, device=sizes.device) if positions is None else positions.token - positions.start
-    return RowLayout(tables_of(token, sizes), blocks, first, positions, positions, sizes=sizes, index=index)
+    return RowLayout(tables_of(token, sizes), blocks, first, positions, positions, sizes=sizes, index=made.get("index"))
 
 
 def _lay_out_blocks(seq_len: int, document_ids: Tensor | None, config: NSAConfig, sizes: LayoutSizes) -> BlockLayout:
