@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -9,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.seam import Call, given
+from flexnsa.attention.seam import Call, Divergence, given
 from flexnsa.attention.table import choose_implementation, prepare_mods
 from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
 from flexnsa.cache.documents import check_pack
@@ -74,6 +75,7 @@ def run_layer(
     cache: C | None = None,
     lengths: Tensor | None = None,
     taught_by: SelectionLoss | None = None,
+    losses_over: Sequence[Callable[[Divergence], Divergence]] = (),
 ) -> Tensor:
     """Attend from tokens that have been checked; a layer only maps what this returns to its output.
 
@@ -89,6 +91,7 @@ def run_layer(
         cache: the cache that stores the tokens, if any.
         lengths: int ``(B,)``, how many tokens of each sequence the cache keeps; by default all.
         taught_by: the loss that teaches the layer's indexer, without a cache.
+        losses_over: of ranks that share the layer, each of which makes the loss of a part that of the whole.
 
     Returns:
         The heads' outputs ``(B, T, Hq * Dv)``. They are NaN for tokens for which the cache has no capacity, which only
@@ -96,9 +99,12 @@ def run_layer(
     """
     if cache is None:
         layout = layer.row_layout(x, document_ids) if layout is None else layout
+        if taught_by is not None and layout.source is not None and not losses_over:
+            raise ValueError("layout: expected one of whole rows, of which alone the layer has the loss, got a part")
         out, read = layer.attend(x, layer.project(x), layout, layout.source or RowKeys(), mods, cached=False)
         if taught_by is not None and read is not None and read.scorer is not None:
-            taught_by.compare(read.implementation.divergence, read.q, given(read.keys.k_slc), read.scorer, read.call)
+            divergence = functools.reduce(lambda part, over: over(part), losses_over, read.implementation.divergence)
+            taught_by.compare(divergence, read.q, given(read.keys.k_slc), read.scorer, read.call)
         return _join(out)
     cached = not (is_packed(document_ids, layout) or cache.takes_rows(x.shape[1]))
     take_step = layer.whole_step(x, cache, mods) if cached else None
