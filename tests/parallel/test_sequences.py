@@ -30,6 +30,7 @@ from tests.support.inputs import SMALL
 
 SIZES = [2, 4]
 Results = Callable[[int], dict[str, Any]]
+Compiled = Callable[[int, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,8 @@ def results(run_once: RunOnce) -> Results:
 
 
 @pytest.fixture(scope="module")
-def compiled(run_once: RunOnce) -> Results:
-    return lambda size: run_once(size, compare_compiled)
+def compiled(run_once: RunOnce) -> Compiled:
+    return lambda size, case: run_once(size, compare_compiled, COMPILED[case])
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,9 @@ def trained(run_once: RunOnce) -> Results:
 @pytest.mark.parametrize("case", [*LAYERS, *MODS, "layout", *COMPILED])
 @pytest.mark.parametrize("size", SIZES)
 def test_output_and_every_gradient_are_those_of_whole_rows(
-    results: Results, compiled: Results, size: int, case: str
+    results: Results, compiled: Compiled, size: int, case: str
 ) -> None:
-    one, spread = compiled(size)[case] if case in COMPILED else results(size)["layers"][case]
+    one, spread = compiled(size, case)["layer"] if case in COMPILED else results(size)["layers"][case]
     assert one.keys() == spread.keys()
     for name, want in one.items():
         want = want.expand_as(spread[name])  # every rank has the whole selection loss
@@ -61,8 +62,8 @@ def test_output_and_every_gradient_are_those_of_whole_rows(
 
 @pytest.mark.parametrize("case", COMPILED)
 @pytest.mark.parametrize("size", SIZES)
-def test_collectives_are_in_one_graph(compiled: Results, size: int, case: str) -> None:
-    assert compiled(size)[f"graphs, {case}"] == (1, 0)
+def test_collectives_are_in_one_graph(compiled: Compiled, size: int, case: str) -> None:
+    assert compiled(size, case)["graphs"] == (1, 0)
 
 
 @pytest.mark.parametrize("size", SIZES)
