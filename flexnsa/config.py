@@ -86,6 +86,11 @@ class NSAConfig:
         none = dict.fromkeys(INDEX_FIELDS)
         return replace(self, compress_block_size=length, compress_stride=stride, **none)
 
+    @property
+    def compressed(self) -> dict[str, NSAConfig]:
+        """The configs of compressed tokens, by kind: ``cmp``, and ``index`` for index keys, if there are any."""
+        return {"cmp": self} | ({} if self.index_heads is None else {"index": self.scoring})
+
     def to_ints(self) -> tuple[int, ...]:
         """Return the config as integers, for operators of :mod:`torch.library`, which take no dataclass."""
         # operator.index makes them constants under torch.compile(dynamic=True). astuple would deepcopy, which

@@ -46,9 +46,8 @@ class BufferSizes:
 
     @property
     def compressed(self) -> dict[str, NSAConfig]:
-        """The configs of compressed tokens, by the buffer that holds them: index keys too, if there are any."""
-        index = {} if self.config.index_heads is None else {"index": self.config.scoring}
-        return {"cmp": self.config, **index}
+        """The configs of compressed tokens, by the buffer that holds them."""
+        return self.config.compressed
 
     @property
     def lookback(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Self, cast
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.attention.decoding import StepInputs
+from flexnsa.attention.seam import Divergence
 from flexnsa.attention.table import choose_implementation
 from flexnsa.cache.cache import NSACache
 from flexnsa.cache.steps import Step
@@ -99,6 +100,7 @@ class NativeSparseAttention(nn.Module):
         self.recompute = self._built_from.recompute
         self.impl = impl
         self.lay_out = row_layout  # another one where ranks share the tokens of a row
+        self.losses_over: tuple[Callable[[Divergence], Divergence], ...] = ()  # ranks that share its heads or tokens
 
         self.w_q = nn.Linear(dim, num_heads * head_dim, bias=False)
         for tag in self.branches:
@@ -189,6 +191,7 @@ class NativeSparseAttention(nn.Module):
             cache=cache,
             lengths=lengths,
             selection=selection,
+            losses_over=self.losses_over,
         )
         return self.w_o(out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -9,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.seam import Call, given
+from flexnsa.attention.seam import Call, Divergence, given
 from flexnsa.attention.table import choose_implementation, prepare_mods
 from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
 from flexnsa.cache.documents import check_pack
@@ -81,6 +82,7 @@ def run_layer(
     cache: C | None = None,
     lengths: Tensor | None = None,
     selection: SelectionLoss | None = None,
+    losses_over: Sequence[Callable[[Divergence], Divergence]] = (),
 ) -> Tensor:
     """Attend from tokens that have been checked; a layer only maps what this returns to its output.
 
@@ -96,6 +98,7 @@ def run_layer(
         cache: the cache that stores the tokens, if any.
         lengths: int ``(B,)``, how many tokens of each sequence the cache keeps; by default all.
         selection: gets the loss that teaches the layer's indexer, in training without a cache.
+        losses_over: of ranks that share the layer, each of which makes the loss of a part that of the whole.
 
     Returns:
         The heads' outputs ``(B, T, Hq * Dv)``. They are NaN for tokens for which the cache has no capacity, which only
@@ -103,8 +106,10 @@ def run_layer(
     """
     if cache is None:
         layout = layer.row_layout(x, document_ids) if layout is None else layout
+        if selection is not None and layout.source is not None and not losses_over:
+            raise ValueError("layout: expected one of whole rows, of which alone the layer has the loss, got a part")
         out, read = layer.attend(x, layer.project(x), layout, layout.source or RowKeys(), mods, cached=False)
-        return _join(_teach(layer, out, read, selection))
+        return _join(_teach(layer, out, read, selection, losses_over))
     cached = not (is_packed(document_ids, layout) or cache.takes_rows(x.shape[1]))
     take_step = layer.whole_step(x, cache, mods) if cached else None
     if take_step is not None:
@@ -130,13 +135,20 @@ def run_layer(
     return _join(out.masked_fill(step.lost[:, None, :, None], torch.nan) if cached else out)
 
 
-def _teach(layer: Layer[C, L], out: Tensor, read: Read | None, selection: SelectionLoss | None) -> Tensor:
+def _teach(
+    layer: Layer[C, L],
+    out: Tensor,
+    read: Read | None,
+    selection: SelectionLoss | None,
+    losses_over: Sequence[Callable[[Divergence], Divergence]],
+) -> Tensor:
     """Compare scores and true shares in training, if the layer has an indexer; return its ``out``."""
     if layer.indexer is None or read is None or not layer.training or not torch.is_grad_enabled():
         return out
     if selection is None:
         return untaught(out, layer.indexer)
-    selection.compare(read.implementation.divergence, read.q, given(read.keys.k_slc), given(read.scorer), read.call)
+    divergence = functools.reduce(lambda part, over: over(part), losses_over, read.implementation.divergence)
+    selection.compare(divergence, read.q, given(read.keys.k_slc), given(read.scorer), read.call)
     return out
 
 

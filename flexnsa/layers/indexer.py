@@ -20,6 +20,7 @@ from flexnsa.checks.primitives import check_choice, check_int, check_integers, c
 from flexnsa.config import NSAConfig
 from flexnsa.layers.compression import COMPRESSORS
 from flexnsa.layers.projection import project, split_heads
+from flexnsa.layers.spread import own
 
 SAMPLED_QUERIES = 256
 """Queries of each sequence that teach an indexer, by default."""
@@ -164,16 +165,16 @@ class SelectionLoss:
         means = [loss / weight.where(weight > 0, 1) for loss, weight in pairs]
         return sum(means[1:], means[0]) if means else 0.0
 
-    def tokens(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Choose the tokens of ``x (B, S, ...)`` whose queries are compared, int64 ``(B, m)``, -1 for none.
+    def tokens(self, x: Tensor, seq_len: int, lengths: Tensor | None = None) -> Tensor:
+        """Choose the tokens whose queries are compared, int64 ``(B, m)``, of the whole sequences of ``x (B, ...)``.
 
-        Padding follows the ``lengths (B,)`` tokens of each sequence, which teach what they do alone.
+        Padding follows the ``lengths (B,)`` tokens of each sequence, which teach what they do alone; -1 is no token.
         """
         if self._tokens is None:
             ids = torch.arange(len(x), device=x.device) if self.sequence_ids is None else self.sequence_ids
             if self.sequence_ids is not None:
                 check_integers("sequence_ids", ids, (len(x),), like=x, as_of="x")
-            self._tokens = sampled_tokens(x.shape[1], self.num_queries, self.seed, self.step, ids, lengths)
+            self._tokens = sampled_tokens(seq_len, self.num_queries, self.seed, self.step, ids, lengths)
         return self._tokens
 
     def of_rows(self, x: Tensor, lengths: Tensor | None) -> SelectionLoss:
@@ -181,7 +182,7 @@ class SelectionLoss:
 
         What layers add to it when backward runs them again is left out.
         """
-        return SelectionLoss.at(self.tokens(x, lengths), self.query_weights)
+        return SelectionLoss.at(self.tokens(x, x.shape[1], lengths), self.query_weights)
 
     def include(self, other: SelectionLoss) -> None:
         """Add what another one has."""
@@ -197,8 +198,7 @@ class SelectionLoss:
 
     def compare(self, divergence: Divergence, q: Tensor, k: Tensor, scorer: Scorer, call: Call) -> None:
         """Add the loss of a layer; the arguments are those of ``Divergence``, of rotated queries and keys."""
-        tokens = self.tokens(q.transpose(1, 2))
-        self.add(*divergence(q, k, scorer, tokens, call, self.query_weights))
+        self.add(*divergence(q, k, scorer, self.tokens(q, k.shape[2]), call, self.query_weights))
 
     def add(self, loss: Tensor, weight: Tensor) -> None:
         """Add the weighted sum of a layer's divergences, and its weight."""
@@ -223,4 +223,4 @@ def warn_untaught() -> None:
 def untaught(out: Tensor, indexer: nn.Module) -> Tensor:
     """Give the parameters of an indexer that learns nothing a gradient of 0 through ``out``, as DDP needs."""
     warn_untaught()
-    return out + 0 * torch.stack([parameter.sum() for parameter in indexer.parameters()]).sum().to(out.dtype)
+    return out + 0 * torch.stack([own(parameter).sum() for parameter in indexer.parameters()]).sum().to(out.dtype)

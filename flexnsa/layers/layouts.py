@@ -108,6 +108,7 @@ class RowLayout:
         source: of the keys that whole sequences read; None where they read their own.
         sizes: of the layer that made it; None if other layers must not share it.
         index: of index keys, in a layer with an indexer.
+        num_ranks: how many ranks share the tokens of a sequence.
     """
 
     tokens: RopeTables
@@ -118,6 +119,7 @@ class RowLayout:
     source: KeySource | None = None
     sizes: LayoutSizes | None = None
     index: BlockLayout | None = None
+    num_ranks: int = 1
 
     @property
     def block_starts(self) -> dict[str, Tensor]:
@@ -194,8 +196,7 @@ def lay_out_rows(
     sizes: LayoutSizes | None = None,
 ) -> RowLayout:
     """Lay out rows as :func:`row_layout` does, of a layer that rotates in its own way."""
-    configs = [config] if config.index_heads is None else [config, config.scoring]
-    kinds = [_locate_blocks(seq_len, document_ids, one, device) for one in configs]
+    kinds = [_locate_blocks(seq_len, document_ids, of_kind, device) for of_kind in config.compressed.values()]
     positions = kinds[0].positions
     token = torch.arange(seq_len, device=device) if positions is None else positions.token - positions.start
     tokens, *tables = rotate(token, *(kind.token for kind in kinds))

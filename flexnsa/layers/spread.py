@@ -15,6 +15,11 @@ def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if _is_sharded(parameter) else parameter
 
 
+def own(parameter: Tensor) -> Tensor:
+    """Return this rank's part of the parameter, with its gradient."""
+    return parameter.to_local() if _is_sharded(parameter) else parameter
+
+
 def write(parameter: Tensor, values: Tensor) -> None:
     """Set a parameter to whole values that every rank has."""
     if _is_sharded(parameter):

@@ -17,11 +17,26 @@ def gather(x: Tensor, size: int, group: str) -> Tensor:
     return _Gather.apply(x, size, group)
 
 
+def scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """Sum the ``x (size * n, ...)`` of all ranks, of which the first gets the first ``n``, and so on: ``(n, ...)``.
+
+    In backward each rank receives the gradients of all ranks.
+    """
+    return _Scatter.apply(x, size, group)
+
+
+def total(x: Tensor, group: str) -> Tensor:
+    """Sum the x of all ranks, on each of them.
+
+    In backward the gradient is that of the rank's own x. It is not summed, as all ranks go on from the same sum.
+    """
+    return _Total.apply(x, group)
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, size: int, group: str) -> Tensor:
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
-        return wait_tensor(gathered)
+        return _concatenated(x, size, group)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> None:  # noqa: ARG004
@@ -29,5 +44,40 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        own = torch.ops._c10d_functional.reduce_scatter_tensor(gradient.contiguous(), "sum", ctx.size, ctx.group)
-        return wait_tensor(own), None, None
+        return _summed_shares(gradient, ctx.size, ctx.group), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, size: int, group: str) -> Tensor:
+        return _summed_shares(x, size, group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> None:  # noqa: ARG004
+        _, ctx.size, ctx.group = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _concatenated(gradient, ctx.size, ctx.group), None, None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, group: str) -> Tensor:
+        return wait_tensor(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: ARG004
+        return gradient, None
+
+
+def _concatenated(x: Tensor, size: int, group: str) -> Tensor:
+    return wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group))
+
+
+def _summed_shares(x: Tensor, size: int, group: str) -> Tensor:
+    return wait_tensor(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, group))

@@ -1,11 +1,12 @@
-"""Context parallelism: the tokens of a sequence are sharded over ranks, and keys are communicated, never queries.
+"""Context parallelism: the tokens of a sequence are sharded over ranks, and keys are communicated, not queries.
 
 A sequence is split into ``2 R`` chunks, and rank ``r`` of ``R`` has chunks ``r`` and ``2 R - 1 - r``. Late queries see
 more compressed keys than early ones; in this order, called head-tail, every rank has the same amount of work.
 
 Any block may be selected, so keys and values of the selected branch are gathered on every rank, and so are compressed
 ones, which are ``d`` times fewer. The window and the compressors need only a few tokens of the neighbouring chunks, see
-the picture in :mod:`flexnsa.parallel.shared_rows`.
+the picture in :mod:`flexnsa.parallel.shared_rows`. The few queries that teach an indexer travel too: see
+:mod:`flexnsa.parallel.shared_losses`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from flexnsa.checks.primitives import check_type, describe
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.layouts import RowLayout
 from flexnsa.parallel.layers_of import attention_layers, check_layer
+from flexnsa.parallel.shared_losses import over_tokens
 from flexnsa.parallel.shared_rows import SharingRanks, lay_out_chunks
 
 M = TypeVar("M", bound=nn.Module)
@@ -70,7 +72,8 @@ def parallelize_model(model: M, mesh: DeviceMesh) -> M:
     """Change a model in place to take the tokens of its rank, as :func:`shard` returns them.
 
     Logits are those of these tokens. A loss of ``reduction="sum"`` and the gradients of parameters are the rank's part
-    of the sum: DDP or FSDP2 over the same ranks adds them up.
+    of the sum: DDP or FSDP2 over the same ranks adds them up. The total of a :class:`flexnsa.SelectionLoss` is that of
+    whole sequences, and its gradients are the rank's part.
 
     Args:
         model: any module with NSA in all of its attention layers.
@@ -81,18 +84,19 @@ def parallelize_model(model: M, mesh: DeviceMesh) -> M:
         ValueError: ``mesh`` has more than one dimension. The model is unchanged.
     """
     layers = attention_layers(model)
-    SharingRanks.of(mesh)
+    ranks = SharingRanks.of(mesh)  # one for all layers, which torch.compile then finds alike
     for layer in layers:
-        parallelize_attention(layer, mesh)
+        _share(layer, ranks)
     return model
 
 
 def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> NativeSparseAttention:
     """Change a layer in place to take the tokens of its rank, ``(B, S / R, dim)``, and to return their outputs.
 
-    Its input is what :func:`shard` returns: chunks of at least ``w - 1`` and ``l - d`` tokens, in multiples of ``d``.
-    Mods see positions in the whole sequence. Calls with packed documents, whose blocks may start anywhere, or with a
-    cache raise ``ValueError``. Gradients of parameters are those of the rank's tokens only.
+    Its input is what :func:`shard` returns: chunks of at least ``w - 1`` and ``l - d`` tokens, in multiples of ``d``,
+    with an indexer also by the sizes of its keys. Mods see positions in the whole sequence. Calls with packed
+    documents, whose blocks may start anywhere, or with a cache raise ``ValueError``. Gradients of parameters are those
+    of the rank's tokens only.
 
     Args:
         layer: with any branches, compression and implementation.
@@ -103,9 +107,14 @@ def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> Nat
         ValueError: ``mesh`` has more than one dimension.
     """
     check_layer(layer)
-    layer.lay_out = functools.partial(lay_out_chunks, ranks=SharingRanks.of(mesh), branches=layer.branches)
-    layer.register_forward_pre_hook(_check_sharded, with_kwargs=True)
+    _share(layer, SharingRanks.of(mesh))
     return layer
+
+
+def _share(layer: NativeSparseAttention, ranks: SharingRanks) -> None:
+    layer.lay_out = functools.partial(lay_out_chunks, ranks=ranks, branches=layer.branches)
+    layer.losses_over += (functools.partial(over_tokens, ranks=ranks),)
+    layer.register_forward_pre_hook(_check_sharded, with_kwargs=True)
 
 
 def _check_seq_dim(x: Tensor, seq_dim: int) -> None:

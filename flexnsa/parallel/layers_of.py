@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from flexnsa.checks.calls import check_no_indexer
 from flexnsa.checks.primitives import check_type
 from flexnsa.layers.attention import NativeSparseAttention
 
@@ -26,7 +25,6 @@ def attention_layers(model: nn.Module) -> list[NativeSparseAttention]:
 
 
 def check_layer(layer: nn.Module) -> None:
-    """Check that a module is an NSA layer, without an indexer, which does not know of ranks."""
+    """Check that a module is an NSA layer."""
     if not isinstance(layer, NativeSparseAttention):
         raise TypeError(f"layer: expected NativeSparseAttention, got {type(layer).__name__}")
-    check_no_indexer("layer", layer.config)

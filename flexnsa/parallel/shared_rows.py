@@ -13,7 +13,8 @@ those of its chunks. The picture shows rank 0 of two, and the keys and values th
     what it compresses        |  chunk 0  |>>|  chunk 3  |>>
     compressed branch         the compressed tokens of all ranks, in the order of the sequence
 
-There is nothing before chunk 0 and after the last chunk. These halos are zeros, which no query sees.
+There is nothing before chunk 0 and after the last chunk. These halos are zeros, which no query sees. Index keys are
+compressed and gathered in the same way, with halos of their own sizes.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexnsa.attention.seam import given
+from flexnsa.cache.steps import kind_of
 from flexnsa.checks.primitives import check_type, describe
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.layers.layouts import LayoutSizes, RowLayout, tables_of
-from flexnsa.parallel.chunks import check_chunks, halos
+from flexnsa.layers.layouts import BlockLayout, LayoutSizes, RowLayout, tables_of
+from flexnsa.parallel.chunks import block_halo, check_chunks, window_halo
 from flexnsa.parallel.collectives import gather
 from flexnsa.positions import Positions
 
@@ -81,27 +83,27 @@ class SharedKeys:
     def of_window(self, name: str, new: Tensor) -> Tensor:  # noqa: ARG002
         """Concatenate both chunks, each with its halo before it."""
         first, second = new.chunk(2, 2)
-        halo, _ = halos(self.config)
+        halo = window_halo(self.config)
         if halo == 0:
             return new
         tails = [torch.zeros_like(first[:, :, :halo]), *self.ranks.gather([x[:, :, -halo:] for x in (first, second)])]
         before = [tails[number] for number in self.ranks.chunks]
         return torch.cat([before[0], first, before[1], second], 2)
 
-    def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ARG002
+    def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:
         """Compress the rank's own chunks, each with its halo after it, and gather the results of all ranks."""
+        sizes = self.config.compressed[kind_of(name)]
+        halo, raw = block_halo(sizes), new
         first, second = new.chunk(2, 2)
-        _, halo = halos(self.config)
-        raw = new
         if halo:
             ends = torch.zeros_like(first[:, :, :halo])
             heads = [*self.ranks.gather([x[:, :, :halo] for x in (first, second)]), ends]
             after = [heads[number + 1] for number in self.ranks.chunks]
             raw = torch.cat([first, after[0], second, after[1]], 2)
-        blocks, count = compress(raw), first.shape[2] // self.config.compress_stride
+        blocks, count = compress(raw), first.shape[2] // sizes.compress_stride
         # Blocks in between start in the first halo and reach into the second chunk; no rank needs them.
         every = torch.cat(self.ranks.gather([blocks[:, :, :count], blocks[:, :, -count:]]), 2)
-        return every[:, :, : num_compressed(new.shape[2] * self.ranks.size, self.config)]
+        return every[:, :, : num_compressed(new.shape[2] * self.ranks.size, sizes)]
 
 
 def lay_out_chunks(
@@ -116,21 +118,25 @@ def lay_out_chunks(
     own = torch.arange(seq_len // 2, device=sizes.device)
     first, second = (number * len(own) + own for number in ranks.chunks)
     token = torch.cat([first, second])
+    positions = Positions.of_queries(token)
+    starts = {kind: _block_starts(first, second, of_kind) for kind, of_kind in config.compressed.items()}
+    made = {kind: BlockLayout(tables_of(block, sizes), None, positions) for kind, block in starts.items()}
     return RowLayout(
         tables_of(token, sizes),
-        tables_of(_blocks(first, second, config), sizes),
-        positions=Positions.of_queries(token),
+        made["cmp"].blocks,
+        positions=positions,
         window_positions=_among_window_keys(first, second, config),
         source=SharedKeys(ranks, config),
         sizes=sizes,
+        index=made.get("index"),
+        num_ranks=ranks.size,
     )
 
 
-def _blocks(first: Tensor, second: Tensor, config: NSAConfig) -> Tensor:
+def _block_starts(first: Tensor, second: Tensor, config: NSAConfig) -> Tensor:
     """Return the first tokens of the blocks of ``| first |>>| second |>>``, those in between included."""
-    _, after = halos(config)
     stride = config.compress_stride
-    halo = first[-1] + 1 + torch.arange(after, device=first.device)
+    halo = first[-1] + 1 + torch.arange(block_halo(config), device=first.device)
     return torch.cat([first[::stride], halo[::stride], second[::stride]])
 
 
@@ -139,7 +145,7 @@ def _among_window_keys(first: Tensor, second: Tensor, config: NSAConfig) -> Posi
 
     A query's start is its index among these keys minus its position in the sequence: negative if tokens are missing.
     """
-    before, _ = halos(config)
+    before = window_halo(config)
     own = torch.arange(len(first), device=first.device)
     key = torch.cat([before + own, before + len(own) + before + own]).to(torch.int32)[None]
     start = key - torch.cat([first, second]).to(torch.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.compression import LinearCompressor, MeanCompressor, MLPCompressor
 from flexnsa.parallel.layers_of import attention_layers, check_layer
+from flexnsa.parallel.shared_losses import over_heads
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -45,7 +47,8 @@ def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> Nat
     Each rank has whole groups: key and value heads, the query heads that read them, and their gates. So blocks are
     selected on the rank that reads them. Only the outputs are summed over ranks, in forward, and the gradients of the
     inputs, in backward. Compressors stay whole on every rank. A rank computes their gradients of its own heads only;
-    these are summed over ranks before they are added to ``.grad``.
+    these are summed over ranks before they are added to ``.grad``. Heads of an indexer are sharded along, and the total
+    of a :class:`flexnsa.SelectionLoss` is that of all heads.
 
     Raises:
         TypeError: not an NSA layer.
@@ -57,8 +60,12 @@ def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> Nat
     layer.num_heads //= size
     layer.num_kv_heads //= size
     layer.gate.num_heads //= size
+    if layer.indexer is not None:
+        layer.indexer.num_kv_heads //= size
+        layer.indexer.num_index_heads //= size
+    layer.losses_over += (functools.partial(over_heads, group=mesh.get_group().group_name),)
     layer.register_forward_pre_hook(_check_no_mods, with_kwargs=True)
-    for compressor in layer.children():
+    for compressor in layer.modules():
         if isinstance(compressor, MeanCompressor | LinearCompressor | MLPCompressor):
             compressor.shape = (layer.num_kv_heads, compressor.shape[1])
             for parameter in compressor.parameters():
@@ -82,9 +89,13 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _plan(layer: NativeSparseAttention) -> dict[str, ParallelStyle]:
-    """Shard heads and gates by output, ``w_o`` by input; a projection that branches share occurs once."""
+    """Shard heads and gates by output, ``w_o`` by input; a projection that branches share occurs once.
+
+    The input of a change of low rank, which is sharded by output too, is whole on every rank, and so is its gradient.
+    """
     branches = {f"w_{kind}_{tag}" for kind in "kv" for tag in layer.branches}
     heads = ["w_q", "gate.linear", *(name for name, _ in layer.named_children() if name in branches)]
+    heads += [] if layer.indexer is None else ["indexer.change_q.up", "indexer.change_k.up"]
     return {"w_o": RowwiseParallel(), **{name: ColwiseParallel() for name in heads}}
 
 

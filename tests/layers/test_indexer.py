@@ -113,7 +113,7 @@ def test_padded_sequences_teach_what_they_teach_alone(kind: str, query_weights: 
 
     def learned(x: Tensor, ids: Tensor, lengths: Tensor | None) -> list[Tensor]:
         selection = SelectionLoss(num_queries=100, sequence_ids=ids, query_weights=query_weights)
-        selection.tokens(x, lengths)
+        selection.tokens(x, x.shape[1], lengths)
         layer(x, selection=selection)
         assert layer.indexer is not None
         grads = torch.autograd.grad(selection.sums[0], list(layer.indexer.parameters()))

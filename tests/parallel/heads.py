@@ -12,16 +12,18 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
-from flexnsa import NativeSparseAttention
+from flexnsa import NativeSparseAttention, SelectionLoss
 from flexnsa.lm import DecoderConfig, DecoderLM, TrainConfig
 from flexnsa.lm.parallel import joined_ranks
 from flexnsa.lm.training.trainer import build_optimizer
 from flexnsa.parallel.tensor_parallel import clip_gradients, parallelize_attention, parallelize_model
 from tests.parallel.steps import CPU, MODEL, whole
+from tests.support.decoding import taught
 from tests.support.inputs import TINY
 from tests.support.sharing import share_keys
 
 HEADS = replace(MODEL, num_heads=8, num_kv_heads=4)
+INDEXED = replace(TINY, index_heads=1, index_block_size=4, index_stride=2)
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "linear compression, narrow values": {"compression": "linear", "v_head_dim": 4},
@@ -30,23 +32,35 @@ CASES: dict[str, dict[str, Any]] = {
     "one map of keys for two branches": {"shared_keys": True, "begin_as_mean": True},
     "selected alone": {"branches": ("slc",)},
     "window alone": {"branches": ("win",)},
+    "an indexer": {"nsa": INDEXED},
+    "an indexer of low rank": {"nsa": replace(INDEXED, index_heads=2), "index_rank": 3, "branches": ("slc", "win")},
+    "an indexer, checkpointed": {"nsa": INDEXED, "compression": "linear", "checkpointing": True},
 }
 
 
 def build(config: DecoderConfig) -> DecoderLM:
     torch.manual_seed(3)
-    return DecoderLM(config).train()
+    model = DecoderLM(config).train()
+    for layer in model.modules():
+        if isinstance(layer, NativeSparseAttention):
+            taught(layer)
+    return model
 
 
-def learn(model: DecoderLM) -> dict[str, torch.Tensor]:
-    """Return the logits, and every gradient of two passes that add up, the second packed."""
+def learn(model: DecoderLM, *, teach: bool = True) -> dict[str, torch.Tensor]:
+    """Return the logits, the losses, and every gradient of two passes that add up, the second packed."""
     draws = torch.Generator().manual_seed(5)
     tokens = torch.randint(256, (2, 41), generator=draws)
     ids = (torch.arange(41) >= 17).int().expand(2, -1)
-    model(tokens, targets=tokens).backward()
-    model(tokens, targets=tokens, document_ids=ids).backward()
+    losses = []
+    for step, document_ids in enumerate((None, ids)):
+        selection = SelectionLoss(step=step, num_queries=23) if teach and model.config.nsa.index_heads else None
+        loss = model(tokens, targets=tokens, document_ids=document_ids, selection=selection)
+        selected = torch.zeros(()) if selection is None else torch.as_tensor(selection.total)
+        (loss + 2 * selected).backward()
+        losses += [loss.detach(), selected.detach()]
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": model(tokens).detach()} | gradients
+    return {"logits": model(tokens).detach(), "losses": torch.stack(losses)} | gradients
 
 
 def take_steps(model: DecoderLM, clip: Callable[[DecoderLM], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -75,9 +89,13 @@ def compare_cases(file: Path) -> None:
             take_steps(build(HEADS), lambda model: clip_grad_norm_(model.parameters(), 0.5)),
             take_steps(parallelize_model(build(HEADS), mesh), lambda model: clip_gradients(model, 0.5)),
         )
+        indexed = replace(HEADS, nsa=INDEXED)
+        models = build(indexed), parallelize_model(build(indexed), mesh)
+        results["an indexer that is not taught"] = tuple(learn(model, teach=False) for model in models)
         prompts = torch.randint(256, (2, 30), generator=torch.Generator().manual_seed(1))
-        models = build(HEADS).eval(), parallelize_model(build(HEADS), mesh).eval()
-        results["decoded"] = [model.generate(prompts, 8) for model in models]
+        for config in (HEADS, indexed):
+            models = build(config).eval(), parallelize_model(build(config), mesh).eval()
+            results[f"decoded, {config.nsa.index_heads}"] = [model.generate(prompts, 8) for model in models]
         results["refused"] = _refusals(mesh)
         if ranks.rank == 0:
             torch.save(results, file)

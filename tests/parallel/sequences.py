@@ -13,13 +13,15 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexnsa import NativeSparseAttention
+from flexnsa import NativeSparseAttention, SelectionLoss
+from flexnsa.layers.layouts import RowLayout
 from flexnsa.lm import DecoderLM
 from flexnsa.lm.parallel import joined_ranks
 from flexnsa.lm.parallel.data_parallel import DDPRanks, FSDP2Ranks, GroupRanks
 from flexnsa.parallel.context_parallel import parallelize_attention, parallelize_model, shard, unshard
 from tests.parallel.steps import CPU, MODEL, train
-from tests.support.inputs import SMALL
+from tests.support.decoding import taught
+from tests.support.inputs import SMALL, TINY
 
 ROW = 256
 """Tokens: of four ranks each has two chunks of 32, which is more than the window of 24."""
@@ -31,8 +33,20 @@ LAYERS: dict[str, dict[str, Any]] = {
     "recomputed": {"recompute": ("slc", "win")},
     "shared keys": {"shared_keys": True},
     "window of one token": {"config": replace(SMALL, window_size=1), "branches": ("cmp", "win")},
+    "an indexer": {"config": replace(SMALL, index_heads=1, index_block_size=8, index_stride=2)},
+    "an indexer of low rank": {
+        "config": replace(SMALL, index_heads=3, index_block_size=12, index_stride=4),
+        "index_rank": 4,
+        "compression": "linear",
+    },
+    "an indexer whose keys do not overlap": {
+        "config": replace(SMALL, index_heads=3, index_block_size=4, index_stride=4),
+        "branches": ("slc", "win"),
+    },
 }
-COMPILED = "plain"
+MODS = {"score_mod": "plain", "an indexer, score_mod": "an indexer"}
+COMPILED = {"compiled": "plain", "an indexer, compiled": "an indexer"}
+"""Layers that are given mods, and that are compiled, by the name of the case."""
 
 
 def relative(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
@@ -41,25 +55,31 @@ def relative(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor)
 
 def make_layer(**options: Any) -> NativeSparseAttention:
     torch.manual_seed(0)
-    return NativeSparseAttention(48, 6, 2, 8, **{"config": SMALL, **options})
+    return taught(NativeSparseAttention(48, 6, 2, 8, **{"config": SMALL, **options}))
 
 
 def learn(layer: Any, x: Tensor, upstream: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Return the output, the gradient of the input and those of the parameters."""
+    """Return the output, the selection loss, the gradient of the input and those of the parameters."""
     x = x.clone().requires_grad_()
-    out = layer(x, **options)
-    out.backward(upstream)
+    # Of 2 and of 4 ranks, not all can have as many of the sampled queries
+    selection = None if layer.indexer is None else SelectionLoss(seed=3, step=5, num_queries=41)
+    out = layer(x, selection=selection, **options)
+    selected = torch.zeros(()) if selection is None else torch.as_tensor(selection.total)
+    ((out * upstream).sum() + 10 * selected).backward()
     assert x.grad is not None
-    results = {"out": out.detach(), "x": x.grad}
+    results = {"out": out.detach(), "x": x.grad, "selection": selected.detach()}
     return results | {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
 
 
 def of_all_ranks(found: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Put together what is of tokens, and add up what is of parameters."""
+    """Put together what is of tokens, add up what is of parameters, and list the selection losses of all ranks."""
     results = {}
     for name, value in found.items():
         if name in ("out", "x"):
             results[name] = unshard(value, mesh)
+        elif name == "selection":
+            results[name] = value.new_empty(mesh.size())
+            dist.all_gather_into_tensor(results[name], value.view(1))
         else:
             results[name] = value.clone()
             dist.all_reduce(results[name])
@@ -80,64 +100,92 @@ class Volume(TorchDispatchMode):
         return result
 
 
-def compare_layers(mesh: DeviceMesh) -> dict[str, Any]:
-    """Return the gradients of each layer from whole sequences, and from those of the ranks."""
+def spread_layer(mesh: DeviceMesh, kind: str) -> NativeSparseAttention:
+    return parallelize_attention(make_layer(**LAYERS[kind]), mesh)
+
+
+def compare(
+    mesh: DeviceMesh, kind: str, spread: NativeSparseAttention, layout: RowLayout | None = None, **mods: Any
+) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+    """Return what is learnt from whole sequences, on rank 0 alone, and from those of the ranks."""
     draws = torch.Generator().manual_seed(1)
     x, upstream = (torch.randn(2, ROW, 48, generator=draws) for _ in range(2))
-    own = shard(x, mesh), shard(upstream, mesh)
-    results: dict[str, Any] = {}
+    one = learn(make_layer(**LAYERS[kind]), x, upstream, **mods) if mesh.get_rank() == 0 else None
+    found = learn(spread, shard(x, mesh), shard(upstream, mesh), layout=layout, **mods)
+    return one, of_all_ranks(found, mesh)
 
-    def learn_whole(layer: NativeSparseAttention, **mods: Any) -> dict[str, Tensor] | None:
-        """Compute whole sequences on rank 0 alone: they are the same on all ranks."""
-        return learn(layer, x, upstream, **mods) if mesh.get_rank() == 0 else None
 
-    for name, options in LAYERS.items():
-        layer = parallelize_attention(make_layer(**options), mesh)
-        results[name] = learn_whole(make_layer(**options)), of_all_ranks(learn(layer, *own), mesh)
-    layer, mods = parallelize_attention(make_layer(), mesh), {"score_mod": relative}
-    results["score_mod"] = learn_whole(make_layer(), **mods), of_all_ranks(learn(layer, *own, **mods), mesh)
-    given = {"layout": layer.layout(own[0].shape[1])}
-    results["layout"] = learn_whole(make_layer()), of_all_ranks(learn(make_layer(), *own, **given), mesh)
+def compare_layers(mesh: DeviceMesh) -> dict[str, Any]:
+    """Return the gradients of each layer from whole sequences, and from those of the ranks."""
+    results: dict[str, Any] = {name: compare(mesh, name, spread_layer(mesh, name)) for name in LAYERS}
+    for name, kind in MODS.items():
+        results[name] = compare(mesh, kind, spread_layer(mesh, kind), score_mod=relative)
+    layer, own = spread_layer(mesh, "plain"), shard(torch.zeros(2, ROW, 48), mesh)
+    results["layout"] = compare(mesh, "plain", make_layer(**LAYERS["plain"]), layer.layout(own.shape[1]))
     with Volume() as volume, torch.no_grad():
-        layer(own[0])
+        make_layer()(own, layout=layer.layout(own.shape[1]))
     results["volume"] = volume.numbers
-    torch.compiler.reset()
-    counters.clear()
-    layer = parallelize_attention(make_layer(), mesh)
-    layer.compile(backend="aot_eager", fullgraph=True)
-    results["compiled"] = learn_whole(make_layer()), of_all_ranks(learn(layer, *own), mesh)
-    results["graphs"] = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     return results
 
 
+def compare_compiled(file: Path, kind: str) -> None:
+    """Save what rank 0 has seen of a compiled layer, and how many graphs and graph breaks there were."""
+    with joined_ranks("ddp", CPU) as ranks:
+        mesh = init_device_mesh("cpu", (ranks.world_size,))
+        layer = spread_layer(mesh, kind)
+        layer.compile(backend="aot_eager", fullgraph=True)
+        results: dict[str, Any] = {"layer": compare(mesh, kind, layer)}
+        results["graphs"] = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        if ranks.rank == 0:
+            torch.save(results, file)
+
+
+INDEXED: dict[str, Any] = {"nsa": replace(TINY, index_heads=2, index_block_size=4, index_stride=2)}
 TRAINED: dict[int, dict[str, tuple[type[GroupRanks], int, dict[str, Any]]]] = {
     2: {
         "fsdp2, 2": (FSDP2Ranks, 2, {"checkpointing": True}),
         "fsdp2, 2, compiled": (FSDP2Ranks, 2, {"compiled": True, "checkpointing": True}),
         "ddp, 2": (DDPRanks, 2, {"batch_size": 2, "grad_accumulation": 2}),
+        "fsdp2, 2, an indexer": (FSDP2Ranks, 2, INDEXED | {"compiled": True, "checkpointing": True}),
+        "ddp, 2, an indexer": (DDPRanks, 2, INDEXED | {"batch_size": 2, "grad_accumulation": 2}),
     },
-    4: {"fsdp2, 4": (FSDP2Ranks, 4, {}), "fsdp2, 2 of 4": (FSDP2Ranks, 2, {}), "ddp, 2 of 4": (DDPRanks, 2, {})},
+    4: {
+        "fsdp2, 4": (FSDP2Ranks, 4, {}),
+        "fsdp2, 2 of 4": (FSDP2Ranks, 2, {}),
+        "ddp, 2 of 4": (DDPRanks, 2, {}),
+        "fsdp2, 4, an indexer": (FSDP2Ranks, 4, INDEXED),
+        "ddp, 2 of 4, an indexer": (DDPRanks, 2, INDEXED),
+    },
 }
 """Kind of ranks, how many of them share the tokens of a row, and what is trained."""
 TRAINED_ROW = {"seq_len": 64}
 
 
-def train_all(size: int) -> dict[str, Any]:
-    """Take four steps in every way."""
-    return {
-        name: train(kind(CPU, torch.float32, sharing), TRAINED_ROW | options)
-        for name, (kind, sharing, options) in TRAINED[size].items()
-    }
+def train_all(file: Path) -> None:
+    """Take four steps in every way, and save what rank 0 has seen."""
+    with joined_ranks("ddp", CPU) as ranks:
+        results = {
+            name: train(kind(CPU, torch.float32, sharing), TRAINED_ROW | options)
+            for name, (kind, sharing, options) in TRAINED[ranks.world_size].items()
+        }
+        if ranks.rank == 0:
+            torch.save(results, file)
 
 
 def refusals(mesh: DeviceMesh) -> dict[str, str]:
     layer = parallelize_attention(make_layer(), mesh)
+    indexed = parallelize_attention(make_layer(**LAYERS["an indexer"]), mesh)
+    coarse = parallelize_attention(make_layer(config=replace(SMALL, index_heads=1, index_stride=8)), mesh)
     ids = torch.zeros(1, 64, dtype=torch.int64)
     calls = {
         "documents": lambda: layer(torch.randn(1, 64, 48), document_ids=ids),
         "cache": lambda: layer(torch.randn(1, 64, 48), cache=layer.new_cache(1, 64)),
         "short chunks": lambda: layer(torch.randn(1, 40, 48)),
+        "index keys cut": lambda: coarse(torch.randn(1, 56, 48)),
         "uneven chunks": lambda: layer(torch.randn(1, 100, 48)),
+        "loss of a part": lambda: make_layer(**LAYERS["an indexer"])(
+            torch.randn(1, 64, 48), layout=indexed.layout(64), selection=SelectionLoss()
+        ),
         "layout": lambda: layer(torch.randn(1, 64, 48), layout=make_layer().layout(64)),
         "dense": lambda: parallelize_model(DecoderLM(replace(MODEL, attention="dense")), mesh),
         "shard": lambda: shard(torch.randn(1, 99, 48), mesh),
@@ -162,7 +210,6 @@ def compare_sequences(file: Path) -> None:
         x = torch.arange(3.0 * ROW * 5).view(3, ROW, 5)
         results = {
             "layers": compare_layers(mesh),
-            "trained": train_all(ranks.world_size),
             "refused": refusals(mesh),
             "round trip": torch.equal(unshard(shard(x, mesh, seq_dim=1), mesh), x),
         }

@@ -20,7 +20,7 @@ def results(run_once: RunOnce) -> Results:
     return lambda size: run_once(size, compare_cases)
 
 
-@pytest.mark.parametrize("case", [*CASES, "shared keys"])
+@pytest.mark.parametrize("case", [*CASES, "shared keys", "an indexer that is not taught"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_logits_and_all_gradients_are_those_of_the_whole_model(results: Results, size: int, case: str) -> None:
     one, spread = results(size)[case]
@@ -37,9 +37,10 @@ def test_steps_with_clipped_gradients_are_those_of_the_whole_model(results: Resu
         torch.testing.assert_close(spread[name], want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("index_heads", [None, 1])
 @pytest.mark.parametrize("size", [2, 4])
-def test_greedy_continuation_is_that_of_the_whole_model(results: Results, size: int) -> None:
-    one, spread = results(size)["decoded"]
+def test_greedy_continuation_is_that_of_the_whole_model(results: Results, size: int, index_heads: int | None) -> None:
+    one, spread = results(size)[f"decoded, {index_heads}"]
     assert spread == one
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,24 @@ from flexnsa.geometry import num_compressed
 from flexnsa.lm.parallel import Ranks
 from flexnsa.parallel.chunks import check_chunks
 from tests.parallel.conftest import RunOnce
-from tests.parallel.sequences import LAYERS, ROW, TRAINED, TRAINED_ROW, compare_sequences
+from tests.parallel.sequences import (
+    COMPILED,
+    LAYERS,
+    MODS,
+    ROW,
+    TRAINED,
+    TRAINED_ROW,
+    compare_compiled,
+    compare_sequences,
+    train_all,
+)
 from tests.parallel.steps import train
 from tests.parallel.test_equal_steps import assert_same_steps
 from tests.support.inputs import SMALL
 
 SIZES = [2, 4]
 Results = Callable[[int], dict[str, Any]]
+Compiled = Callable[[int, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +38,32 @@ def results(run_once: RunOnce) -> Results:
     return lambda size: run_once(size, compare_sequences)
 
 
-@pytest.mark.parametrize("case", [*LAYERS, "score_mod", "layout", "compiled"])
+@pytest.fixture(scope="module")
+def compiled(run_once: RunOnce) -> Compiled:
+    return lambda size, case: run_once(size, compare_compiled, COMPILED[case])
+
+
+@pytest.fixture(scope="module")
+def trained(run_once: RunOnce) -> Results:
+    return lambda size: run_once(size, train_all)
+
+
+@pytest.mark.parametrize("case", [*LAYERS, *MODS, "layout", *COMPILED])
 @pytest.mark.parametrize("size", SIZES)
-def test_output_and_every_gradient_are_those_of_whole_rows(results: Results, size: int, case: str) -> None:
-    one, spread = results(size)["layers"][case]
+def test_output_and_every_gradient_are_those_of_whole_rows(
+    results: Results, compiled: Compiled, size: int, case: str
+) -> None:
+    one, spread = compiled(size, case)["layer"] if case in COMPILED else results(size)["layers"][case]
     assert one.keys() == spread.keys()
     for name, want in one.items():
+        want = want.expand_as(spread[name])  # every rank has the whole selection loss
         torch.testing.assert_close(spread[name], want, rtol=0, atol=1e-5 * want.abs().max().item())
 
 
+@pytest.mark.parametrize("case", COMPILED)
 @pytest.mark.parametrize("size", SIZES)
-def test_collectives_are_in_one_graph(results: Results, size: int) -> None:
-    assert results(size)["layers"]["graphs"] == (1, 0)
+def test_collectives_are_in_one_graph(compiled: Compiled, size: int, case: str) -> None:
+    assert compiled(size, case)["graphs"] == (1, 0)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -49,9 +75,9 @@ def test_a_rank_holds_of_others_all_selected_and_compressed_keys_and_halos(resul
 
 
 @pytest.mark.parametrize(("size", "way"), [(size, way) for size in SIZES for way in TRAINED[size]])
-def test_steps_of_ranks_that_share_tokens_are_those_of_one_process(results: Results, size: int, way: str) -> None:
+def test_steps_of_ranks_that_share_tokens_are_those_of_one_process(trained: Results, size: int, way: str) -> None:
     _, _, options = TRAINED[size][way]
-    found = results(size)["trained"][way]
+    found = trained(size)[way]
     alone = {name: value for name, value in options.items() if name != "compiled"}
     assert_same_steps(found, train(Ranks(), TRAINED_ROW | alone))
     assert found["without gradient"] == set()
@@ -71,6 +97,11 @@ def test_chunks_are_as_long_as_what_their_branches_need_of_a_neighbour() -> None
     for tokens, branches, least in ((2 * behind, ("win",), SMALL.window_size - 1), (0, ("cmp",), behind)):
         with pytest.raises(ValueError, match=f"^seq_len: expected 2 chunks of at least {least} tokens"):
             check_chunks("seq_len", tokens, 2, SMALL, branches)
+    indexed = replace(SMALL, index_heads=1, index_block_size=48, index_stride=16)
+    check_chunks("seq_len", 64, 2, indexed, ("cmp", "slc"))
+    for tokens in (32, 72):
+        with pytest.raises(ValueError, match="least 32 tokens, in multiples of compress_stride=4 and index_stride=16"):
+            check_chunks("seq_len", tokens, 2, indexed, ("cmp", "slc"))
 
 
 def test_what_ranks_cannot_share_is_refused_by_name(results: Results) -> None:
@@ -81,6 +112,9 @@ def test_what_ranks_cannot_share_is_refused_by_name(results: Results) -> None:
     assert refused["cache"] == f"cache: {ours} one"
     assert refused["short chunks"] == f"{chunks} 40 tokens"
     assert refused["uneven chunks"] == f"{chunks} 100 tokens"
+    both = chunks.replace("compress_stride=4", "compress_stride=4 and index_stride=8")
+    assert refused["index keys cut"] == f"{both} 56 tokens"
+    assert refused["loss of a part"].startswith("layout: expected one of whole rows")
     spread = "tokens that are spread over ranks, as the layer has"
     assert refused["layout"] == f"layout: expected one of {spread}, got whole rows"
     assert refused["dense"] == "layer: expected NativeSparseAttention, got DenseAttention"

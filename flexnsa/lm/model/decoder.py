@@ -185,14 +185,16 @@ class DecoderLM(nn.Module):
         **options: Any,
     ) -> Tensor:
         """Give the residual stream ``(B, S, dim)`` behind the last layer; ``states`` gets what it was before each."""
-        if self.training and torch.is_grad_enabled() and caches is None:
-            if selection is not None:
-                options |= {"sampled": selection.tokens(tokens), "query_weights": selection.query_weights}
-            elif self.indexers():
-                warn_untaught()  # here too, because compiled layers do not
         layouts: Sequence[RowLayout | DenseLayout | None] = [None] * len(self.layers)
         if caches is None or document_ids is not None or all(cache.takes_rows(tokens.shape[1]) for cache in caches):
             layouts = self._layouts(tokens, document_ids)
+        if self.training and torch.is_grad_enabled() and caches is None:
+            if selection is not None:
+                num_ranks = max(layout.num_ranks for layout in layouts if isinstance(layout, RowLayout))
+                sampled = selection.tokens(tokens, num_ranks * tokens.shape[1])
+                options |= {"sampled": sampled, "query_weights": selection.query_weights}
+            elif self.indexers():
+                warn_untaught()  # here too, because compiled layers do not
         x = self.embedding(tokens)
         for index, layer in enumerate(self.layers):
             if states is not None:

@@ -46,7 +46,8 @@ class Teaching:
 
     def finish(self, ranks: Ranks, loss: Tensor) -> tuple[float, float | None]:
         """Divide the gradients; return the sums over ranks of ``loss ()``, and the selection loss of all layers."""
-        totals = ranks.totals(torch.cat((loss.double().view(1), self._sums.flatten()))).tolist()
+        own = self._sums.flatten() / ranks.context_parallel  # each rank that shares tokens has the sums of all
+        totals = ranks.totals(torch.cat((loss.double().view(1), own))).tolist()
         count = len(self.indexers)
         sums, weights = totals[1 : 1 + count], [weight or 1.0 for weight in totals[1 + count :]]
         for indexer, weight in zip(self.indexers, weights, strict=True):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexnsa.checks.calls import check_no_indexer
 from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.lm.data.corpus import Corpus
 from flexnsa.lm.data.rows import Batch, PackedDocuments, Windows
@@ -247,7 +246,6 @@ def _check_tokens(model: DecoderConfig, config: TrainConfig, context_parallel: i
     """Check that processes can share the tokens of sequences."""
     if model.attention != "nsa":
         raise ValueError(f"attention: expected 'nsa' with context_parallel, got {model.attention!r}")
-    check_no_indexer("context_parallel", model.nsa)
     if config.pack:
         raise ValueError("pack: expected False with context_parallel, because documents begin anywhere, got True")
     check_chunks("seq_len", config.seq_len, 2 * context_parallel, model.nsa, model.branches)

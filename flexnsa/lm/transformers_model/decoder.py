@@ -119,7 +119,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             options["document_ids"] = document_ids(begins, cu_seq_lens_q, *tokens.shape)
             options["selection"] = selection
             if selection is not None:
-                selection.tokens(tokens, real)  # chosen here, where it is known which are padding
+                selection.tokens(tokens, tokens.shape[1], real)  # chosen here, where it is known which are padding
         else:
             demand_no_pack(begins, cu_seq_lens_q)
             blocks = cast("Any", self.model.layers)
