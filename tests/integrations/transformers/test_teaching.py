@@ -213,6 +213,10 @@ WRONG: list[tuple[str, Any]] = [
     ("selection: expected SelectionLoss", lambda: converted("llama", INDEXED)(tokens(1, 9), selection=1)),
     ("model: expected a converted one with the branch slc", lambda: recall(dense("llama"), tokens(1, 9))),
     ("model: expected a converted", lambda: recall(converted("llama", FEW | {"branches": ["win"]}), tokens(1, 9))),
+    (
+        "attention_mask: expected",
+        lambda: teach(converted("llama", INDEXED).train(), tokens(2, 9), attention_mask=torch.eye(9)[:3]),
+    ),
     ("input_ids: expected", lambda: recall(converted("llama", FEW), tokens(9))),
     ("selection: expected SelectionLoss", lambda: MODELS["own decoder"]()(tokens(1, 9), selection=1)),
     ("index_heads: expected a divisor of the 3 ", lambda: converted("llama", FEW | {"index_heads": 2})),
