@@ -15,6 +15,7 @@ from flexnsa.transformers.dropin import attention_forward, make_mask
 from flexnsa.transformers.families import register_families
 from flexnsa.transformers.marks import mark_slots
 from flexnsa.transformers.options import DropInOptions, LayerOptions
+from flexnsa.transformers.recall import recall
 from flexnsa.transformers.schedule import UpTraining
 from flexnsa.transformers.shared_options import share_options
 
@@ -31,5 +32,6 @@ __all__ = [
     "LayerOptions",
     "UpTraining",
     "convert",
+    "recall",
     "to_dense",
 ]

@@ -104,7 +104,7 @@ class ConvertedModel(ConvertedPreTrainedModel):
         x, taught = inputs_embeds if input_ids is None else input_ids, None
         if selection is not None:
             check_selection(selection, [layer.indexer for layer in layers])
-            taught = None if x is None else selection.of_rows(x, count_real(attention_mask))
+            taught = None if x is None else selection.of_rows(x, count_real(attention_mask, len(x)))
         out = super().forward(  # pyright: ignore
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -124,9 +124,9 @@ def read_mask(mask: Any, batch_size: int, num_keys: int) -> tuple[Tensor | None,
     )
 
 
-def count_real(attention_mask: Any) -> Tensor | None:
-    """Count the tokens of each row of a mask ``(B, S)``, int64 ``(B,)``; None without such a mask."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+def count_real(attention_mask: Any, batch_size: int) -> Tensor | None:
+    """Count the tokens of each row of a mask ``(B, S)``, int64 ``(B,)``; None of anything else."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or len(attention_mask) != batch_size:
         return None
     return attention_mask.to(torch.bool).sum(1)
 

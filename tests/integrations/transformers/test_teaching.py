@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.layers.indexer import Indexer
 from flexnsa.optim import index_parameters
-from flexnsa.transformers import convert, to_dense
+from flexnsa.transformers import convert, recall, to_dense
 from flexnsa.transformers.parallel import keep_own_heads
 from flexnsa.transformers.schedule import pretrained_parameters
 from tests.integrations.transformers.families import (
@@ -185,6 +185,14 @@ def test_an_indexer_is_new_to_a_schedule_and_no_part_of_a_dense_model() -> None:
     assert_close(to_dense(model)(x).logits, model(x).logits)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recall_is_1_where_all_blocks_are_selected_and_else_between(family: str) -> None:
+    x = tokens(2, 70)
+    assert_close(recall(converted(family, ALL | INDEX), x), torch.ones(2, 2))
+    found = recall(converted(family, INDEXED), x)
+    assert ((found > 0.1) & (found < 0.999)).all()
+
+
 def test_an_indexer_of_low_rank_is_small() -> None:
     """Of the parameters of a Llama-3.2-1B, without those that share its embedding."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -203,6 +211,13 @@ WRONG: list[tuple[str, Any]] = [
     ("selection: expected None without an indexer", lambda: teach(converted("llama", FEW).train(), tokens(1, 9))),
     ("selection: expected None without an indexer", lambda: teach(own().train(), tokens(1, 9))),
     ("selection: expected SelectionLoss", lambda: converted("llama", INDEXED)(tokens(1, 9), selection=1)),
+    ("model: expected a converted one with the branch slc", lambda: recall(dense("llama"), tokens(1, 9))),
+    ("model: expected a converted", lambda: recall(converted("llama", FEW | {"branches": ["win"]}), tokens(1, 9))),
+    (
+        "attention_mask: expected",
+        lambda: teach(converted("llama", INDEXED).train(), tokens(2, 9), attention_mask=torch.eye(9)[:3]),
+    ),
+    ("input_ids: expected", lambda: recall(converted("llama", FEW), tokens(9))),
     ("selection: expected SelectionLoss", lambda: MODELS["own decoder"]()(tokens(1, 9), selection=1)),
     ("index_heads: expected a divisor of the 3 ", lambda: converted("llama", FEW | {"index_heads": 2})),
     ("index_heads: expected None without the branch", lambda: converted("llama", INDEXED | {"branches": ["win"]})),
