@@ -165,24 +165,24 @@ class SelectionLoss:
         means = [loss / weight.where(weight > 0, 1) for loss, weight in pairs]
         return sum(means[1:], means[0]) if means else 0.0
 
-    def tokens(self, x: Tensor, seq_len: int, lengths: Tensor | None = None) -> Tensor:
+    def tokens(self, x: Tensor, seq_len: int, real: Tensor | None = None) -> Tensor:
         """Choose the tokens whose queries are compared, int64 ``(B, m)``, of the whole sequences of ``x (B, ...)``.
 
-        Padding follows the ``lengths (B,)`` tokens of each sequence, which teach what they do alone; -1 is no token.
+        Padding follows the first ``real (B,)`` tokens of each sequence, which teach what they do alone; -1 is no token.
         """
         if self._tokens is None:
             ids = torch.arange(len(x), device=x.device) if self.sequence_ids is None else self.sequence_ids
             if self.sequence_ids is not None:
                 check_integers("sequence_ids", ids, (len(x),), like=x, as_of="x")
-            self._tokens = sampled_tokens(seq_len, self.num_queries, self.seed, self.step, ids, lengths)
+            self._tokens = sampled_tokens(seq_len, self.num_queries, self.seed, self.step, ids, real)
         return self._tokens
 
-    def of_rows(self, x: Tensor, lengths: Tensor | None) -> SelectionLoss:
-        """Return one for a pass of ``x (B, S, ...)``, padded after ``lengths (B,)`` tokens; then :meth:`include` it.
+    def of_rows(self, x: Tensor, real: Tensor | None) -> SelectionLoss:
+        """Return one for a pass of ``x (B, S, ...)``, padded after ``real (B,)`` tokens; then :meth:`include` it.
 
         What layers add to it when backward runs them again is left out.
         """
-        return SelectionLoss.at(self.tokens(x, x.shape[1], lengths), self.query_weights)
+        return SelectionLoss.at(self.tokens(x, x.shape[1], real), self.query_weights)
 
     def include(self, other: SelectionLoss) -> None:
         """Add what another one has."""
