@@ -23,6 +23,7 @@ from benchmarks.learning.selection import (
 )
 from flexnsa import NativeSparseAttention, NSAConfig, block_importance
 from flexnsa.lm import DecoderLM
+from flexnsa.lm.diagnosis.selection import trace_selection
 
 STEPS_APART = (1, 4, 16, 64, 256, 1024)
 """Tokens between two queries whose blocks are compared."""
@@ -59,6 +60,17 @@ def mean_gates(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> l
             [round(gate, 3) for gate in layer.gate(x).float().mean((0, 1, 2)).tolist()]
             for layer, x in layer_inputs(model, tokens)
         ]
+
+
+def mean_selection(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> list[list[list[float]]]:
+    """Return the recall of the chosen blocks and the attention that they miss, each by layer and key head."""
+    with precision:
+        traced = sorted(trace_selection(model, tokens), key=lambda head: (head.layer, head.head))
+    heads = model.config.num_kv_heads
+    return [
+        [[round(value, 4) for value in values[start : start + heads]] for start in range(0, len(values), heads)]
+        for values in ([head.recall for head in traced], [head.missed for head in traced])
+    ]
 
 
 def _row_habits(layer: NativeSparseAttention, x: Tensor) -> Measured:

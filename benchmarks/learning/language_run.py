@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.learning.habits import habits, mean_gates
+from benchmarks.learning.habits import habits, mean_gates, mean_selection
 from benchmarks.learning.reading import CHOICES, bits_of_bytes, blocks_chosen, choices
 from benchmarks.learning.workers import Report
 from flexnsa import NativeSparseAttention, NSAConfig
@@ -27,7 +27,9 @@ from flexnsa.lm.training.checkpoint import CHECKPOINT_NAME, load_checkpoint, sav
 POSITIONS = tuple(64 * edge for edge in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))
 """Tokens of a sequence between which the loss by position is averaged; where it is shorter, the first of them."""
 GATES_EVERY = 4
-"""Evaluations from one recording of the gates to the next; they are recorded after the last step, too."""
+"""Evaluations from one recording of gates and selection to the next; they are recorded after the last step, too."""
+TRACED = 2
+"""Sequences on which the selection is recorded: their whole softmax is computed."""
 GROUPS = 32
 """Of held-out sequences, each with its mean: enough for the standard error of a difference of models, paired."""
 
@@ -59,6 +61,7 @@ class Record:
         loss: of each step.
         held_out: ``[step, seconds, loss]`` of rows that nothing is learned from.
         gates: ``[step, mean gates by layer and branch]``, every :data:`GATES_EVERY` evaluations.
+        selection: ``[step, recall, mass missed]`` then, both by layer and key head.
         finals: by name, what was measured after the last step.
     """
 
@@ -68,14 +71,15 @@ class Record:
     loss: list[float] = field(default_factory=list)
     held_out: list[Any] = field(default_factory=list)
     gates: list[Any] = field(default_factory=list)
+    selection: list[Any] = field(default_factory=list)
     finals: dict[str, Any] = field(default_factory=dict)
 
     def back_to(self, step: int) -> None:
         """Forget what came after a step, where a run was killed between its record and its checkpoint."""
         if self.step == step:
             return
-        self.held_out = [entry for entry in self.held_out if entry[0] <= step]
-        self.gates = [entry for entry in self.gates if entry[0] <= step]
+        for entries in (self.held_out, self.gates, self.selection):
+            entries[:] = [entry for entry in entries if entry[0] <= step]
         self.seconds = self.held_out[-1][1] if self.held_out else 0.0
         self.step, self.loss, self.finals = step, self.loss[:step], {}
 
@@ -174,6 +178,7 @@ class LanguageRun:
         if self.reader.config.attention == "nsa" and (last or (len(record.held_out) - 1) % GATES_EVERY == 0):
             tokens = batch.tokens[: self.training.batch_size].to(self.trainer.device)
             record.gates.append((record.step, mean_gates(self.reader, tokens, self.precision)))
+            record.selection.append((record.step, *mean_selection(self.reader, tokens[:TRACED], self.precision)))
 
     def _rows(self, count: int) -> Batch:
         return self.trainer.validation_rows.spread(count)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.harness.phases import random_blocks
 from benchmarks.harness.setting import Setting
 from benchmarks.learning.selection import of_compressed_branch, scoring_inputs, selected_blocks
-from flexnsa import NativeSparseAttention, native_sparse_attention
+from flexnsa import NativeSparseAttention, block_shares, native_sparse_attention
 from flexnsa.attention.selection import top_blocks
 from flexnsa.layers.layouts import LayoutSizes, RowLayout
 from flexnsa.layers.rope import apply_rope
@@ -25,7 +25,7 @@ from flexnsa.positions import Positions
 
 Choose = Callable[[NativeSparseAttention, Tensor], Tensor]
 """``(layer, x (B, S, dim))`` to the blocks that each query reads, int32 ``(B, Hkv, S, n)``."""
-CHOICES = ("own", "initial", "random", "forced")
+CHOICES = ("own", "best", "initial", "random", "forced")
 """Names of those of :func:`choices`."""
 
 
@@ -100,18 +100,29 @@ def blocks_chosen(model: DecoderLM, choices: list[Choose]) -> Iterator[None]:
 def choices(model: DecoderLM, initial: DecoderLM) -> dict[str, list[Choose]]:
     """Return the ways to choose that are compared, each for all layers.
 
-    ``own``: what the layers select. ``initial``: what they would, were the weights that score blocks those from before
-    training. ``random``: as many blocks, drawn again for each query and head. ``forced``: the first and the last blocks
-    alone. All read the forced blocks.
+    ``own``: what the layers select. ``best``: those of most softmax over all past keys. ``initial``: what they would,
+    were the weights that score blocks those from before training. ``random``: as many blocks, drawn again for each
+    query and head. ``forced``: the first and the last blocks alone. All read the forced blocks.
     """
     beginnings = [module for module in initial.modules() if isinstance(module, NativeSparseAttention)]
     count = len(model.layers)
     return {
         "own": [selected_blocks] * count,
+        "best": [best_blocks] * count,
         "initial": [lambda _, x, layer=layer: selected_blocks(layer, x) for layer in beginnings],
         "random": [drawn_blocks] * count,
         "forced": [forced_blocks] * count,
     }
+
+
+def best_blocks(layer: NativeSparseAttention, x: Tensor) -> Tensor:
+    """Return the blocks that hold most of the selected branch's softmax over all past keys."""
+    q, k = (
+        layer.get_submodule(name)(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for name in ("w_q", "w_k_slc")
+    )
+    tokens = layer.layout(x.shape[1]).tokens
+    shares = block_shares(apply_rope(q, tokens), apply_rope(k, tokens), config=of_compressed_branch(layer.config))
+    return top_blocks(shares, Positions.of_sequence(x.shape[1], x.device), config=layer.config)
 
 
 def drawn_blocks(layer: NativeSparseAttention, x: Tensor) -> Tensor:
