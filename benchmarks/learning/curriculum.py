@@ -20,8 +20,9 @@ from benchmarks.learning.selection import layer_inputs, selected_blocks, unscore
 from benchmarks.learning.tasks import SLOT, Rows, Vocabulary, depth_rows, training_rows
 from benchmarks.learning.variants import Variant
 from benchmarks.learning.workers import Report
-from flexnsa import NativeSparseAttention, NSAConfig
+from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss
 from flexnsa.lm import DecoderConfig
+from flexnsa.optim import index_parameters
 
 KINDS_IN_COMMON = 2.0
 """Standard deviation of what the embeddings of a kind have in common; what each has of its own has 1."""
@@ -79,6 +80,9 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             variant.rates(self.model), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=device == "cuda"
         )
+        self._of_indexers = index_parameters(self.model)
+        self._others = [x for x in self.model.parameters() if x not in set(self._of_indexers)]
+        self._step_on_device = torch.zeros((), dtype=torch.int64, device=device)  # that a graph reads
         self.step, self.record = 0, Record()
         self._replay: tuple[Stage, Replay] | None = None
         # Beyond it no window of any layer reaches, nor all together.
@@ -131,6 +135,7 @@ class Run:
         for group in self.optimizer.param_groups:
             rate = group["scale"] * self.plan.learning_rate(self.step)
             group["lr"] = group["lr"].fill_(rate) if self.replayed else rate
+        self._step_on_device.fill_(self.step)
         self._attend_as_at(stage)
         return self._step_of(stage)(rows.tokens, rows.targets)
 
@@ -143,11 +148,14 @@ class Run:
         return self._replay[1]
 
     def _update(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Learn from rows, indexers from the selection loss; return the language loss alone."""
         self.optimizer.zero_grad()
+        selection = SelectionLoss(seed=self.seed, step=self._step_on_device) if self._of_indexers else None
         with self._precision():
-            loss = self.model(tokens, targets=targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            loss = self.model(tokens, targets=targets, selection=selection)
+        (loss if selection is None else loss + selection.total).backward()
+        for parameters in (self._of_indexers, self._others):  # apart: neither loss slows what the other one teaches
+            nn.utils.clip_grad_norm_(parameters, 1.0)
         self.optimizer.step()
         return loss.detach()
 

@@ -20,7 +20,7 @@ from flexnsa.lm.training.config import completed
 def test_recall_that_is_recorded_is_what_would_be_run(size: str, name: str) -> None:
     record, now = json.loads((RESULTS / f"{name}.json").read_text()), recall.SIZES[size]
     models = {name: variant.configure(now.model).to_dict() for name, variant in now.variants.items()}
-    assert {point["variant"] for point in record["points"]} == set(models)
+    assert {point["variant"] for point in record["points"]} <= set(models)
     assert not recall.differences(record["setting"]["models"], json.loads(json.dumps(models)))
     assert not recall.differences(record["plan"], json.loads(json.dumps(asdict(now.plan))))
 

@@ -25,7 +25,8 @@ class Change:
             blocks: a step moves a compressed key further than one of a token.
         begun_as_mean: compressors start as the mean of their blocks, and learn from there.
         normalised_keys: compressed keys are brought to one length, so that their scores cannot grow without end.
-        indexer: an indexer scores blocks, by keys of 8 tokens and a query for each query head.
+        indexer: an indexer scores blocks, by a query for each query head.
+        index_tokens: of an index key; one begins where the one before ends.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -35,11 +36,13 @@ class Change:
     begun_as_mean: bool = False
     normalised_keys: bool = False
     indexer: bool = False
+    index_tokens: int = 8
 
     def configure(self, config: DecoderConfig) -> DecoderConfig:
         """Change what differs."""
         options = {"shared_keys": self.shared_keys, "begin_as_mean": self.begun_as_mean, **self.config}
-        index = {"index_heads": config.num_heads // config.num_kv_heads, "index_block_size": 8, "index_stride": 8}
+        index = dict.fromkeys(("index_block_size", "index_stride"), self.index_tokens)
+        index["index_heads"] = config.num_heads // config.num_kv_heads
         return replace(config, nsa=replace(config.nsa, **self.nsa, **(index if self.indexer else {})), **options)
 
     def build(self, config: DecoderConfig) -> DecoderLM:
@@ -75,6 +78,7 @@ _MEAN = {"compression": "mean"}
 _LINEAR = {"compression": "linear"}
 _SLOW = 0.1
 _SHORT = {"compress_block_size": 4, "compress_stride": 2}
+_INDEXED: dict[str, Any] = {"indexer": True, "index_tokens": 4}
 
 VARIANTS: dict[str, Variant] = {
     "dense": Variant(config={"attention": "dense"}),
@@ -91,6 +95,10 @@ VARIANTS: dict[str, Variant] = {
     "NSA, begun as mean, slow": Variant(begun_as_mean=True, compressor_rate=_SLOW),
     "NSA, shared keys, begun as mean": Variant(shared_keys=True, begun_as_mean=True),
     "NSA, shared keys, begun as mean, slow": Variant(shared_keys=True, begun_as_mean=True, compressor_rate=_SLOW),
+    "NSA, begun as mean, slow, indexer": Variant(begun_as_mean=True, compressor_rate=_SLOW, **_INDEXED),
+    "NSA, shared keys, begun as mean, slow, indexer": Variant(
+        shared_keys=True, begun_as_mean=True, compressor_rate=_SLOW, **_INDEXED
+    ),
     "NSA, normalised": Variant(normalised_keys=True),
     "NSA, shared keys, normalised": Variant(shared_keys=True, normalised_keys=True),
 }
@@ -106,13 +114,15 @@ _SHORT_RECALL = {
         "window only",
         "NSA, begun as mean, slow",
         "NSA, shared keys, begun as mean, slow",
+        "NSA, begun as mean, slow, indexer",
+        "NSA, shared keys, begun as mean, slow, indexer",
     )
 } | {"NSA, shared keys, slow": Variant(shared_keys=True, compressor_rate=_SLOW)}
 ON_CPU: dict[str, Variant] = _SHORT_RECALL | {
     f"{name}, rope {base}": replace(variant, config={**variant.config, "rope_base": float(base)})
     for base in (1000, 115)
     for name, variant in _SHORT_RECALL.items()
-    if name not in ("NSA", "window only")
+    if name not in ("NSA", "window only") and not variant.indexer
 }
 """Models of the short recall. With 115 as large a share of a head turns by less than a round within its 256 tokens as
 with 10,000 within 8k, about a fifth; with 1,000 it is seven in sixteen: what turns slowly matches keys wherever they
