@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -14,17 +15,21 @@ import pytest
 import torch
 
 from benchmarks.learning.curriculum import Run
+from benchmarks.learning.plan import Stage
 from benchmarks.learning.recall import main
 from benchmarks.learning.selection import selected_blocks, unscored_blocks
 from benchmarks.learning.sizes import SIZES
-from benchmarks.learning.tasks import SLOT, Vocabulary, depth_rows, training_rows
+from benchmarks.learning.tasks import SLOT, Rows, Vocabulary, depth_rows, training_rows
 from benchmarks.learning.variants import ABLATIONS, VARIANTS
 from benchmarks.learning.workers import places
-from flexnsa import NativeSparseAttention, NSAConfig
+from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss
+from flexnsa.layers.indexer import Indexer
+from flexnsa.lm import DecoderLM
 from flexnsa.packing import IGNORED
 
 VOCABULARY = Vocabulary(keys=40, values=10, fillers=5)
 SMOKE = SIZES["smoke"]
+INDEXED = "NSA, begun as mean, slow, indexer"
 MODELS = {name: variant for size in SIZES.values() for name, variant in size.variants.items()}
 
 
@@ -83,6 +88,8 @@ def test_models_have_the_sizes_and_the_rate_that_their_names_say(name: str) -> N
     config = MODELS[name].configure(SIZES["gpu"].model)
     for letter, number in re.findall(r"(l'|[ldnw])=(\d+)", name):
         assert getattr(config.nsa, LETTERS.get(letter, "window_size")) == int(number), letter
+    index = (config.nsa.index_heads, config.nsa.index_block_size, config.nsa.index_stride)
+    assert index == ((2, 4, 4) if "indexer" in name else (None, None, None))
     (base,) = re.findall(r"rope (\d+)", name) or ["1e8"]
     assert config.rope_base == float(base)
     slow = "slow" in name or name in ABLATIONS
@@ -92,19 +99,43 @@ def test_models_have_the_sizes_and_the_rate_that_their_names_say(name: str) -> N
     assert MODELS[name].shared_keys == ("shared keys" in name)
 
 
+def losses(model: DecoderLM, rows: Rows) -> tuple[float, float]:
+    """The loss of language, and that of selection."""
+    selection = SelectionLoss()
+    loss = model(rows.tokens, targets=rows.targets, selection=selection)
+    assert isinstance(selection.total, torch.Tensor)
+    return loss.item(), selection.total.item()
+
+
+def test_a_step_teaches_indexers_and_records_the_loss_of_language_alone(tmp_path: Path) -> None:
+    stage = Stage(seq_len=64, rows=4, pairs=4, steps=15)
+    plan = replace(SMOKE.plan, stages=(stage,), warmup_steps=1, eval_every=1)
+    run = Run(VARIANTS[INDEXED], SMOKE.model, plan, seed=0, device="cpu", path=tmp_path / "run")
+    rows = training_rows(plan.vocabulary, stage.rows, stage.seq_len, stage.pairs, torch.Generator().manual_seed(0))
+    first, _ = losses(run.model, rows)
+    run.resume(math.inf, lambda _: None)
+    assert run.record.loss[0] == pytest.approx(first, abs=1e-4)
+    untaught = copy.deepcopy(run.model)
+    for indexer in (module for module in untaught.modules() if isinstance(module, Indexer)):
+        indexer.reset_parameters()
+    (_, taught), (_, begun) = losses(run.model, rows), losses(untaught, rows)
+    assert taught < 0.9 * begun
+
+
 @pytest.mark.gpu
-def test_steps_that_are_replayed_learn_what_others_learn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["NSA", INDEXED])
+def test_steps_that_are_replayed_learn_what_others_learn(variant: str, tmp_path: Path) -> None:
     plan = replace(SMOKE.plan, stages=(replace(SMOKE.plan.stages[1], steps=20),), eval_every=20)
 
-    def losses(name: str, *, replayed: bool) -> list[float]:
+    def learned(name: str, *, replayed: bool) -> list[float]:
         options = {"seed": 0, "device": "cuda", "path": tmp_path / name, "replayed": replayed}
-        run = Run(VARIANTS["NSA"], SMOKE.model, plan, **options)
+        run = Run(VARIANTS[variant], SMOKE.model, plan, **options)
         run.resume(math.inf, lambda _: None)
         assert not run.record.obstacles
         return run.record.loss
 
-    expected = losses("as they come", replayed=False)
-    torch.testing.assert_close(losses("replayed", replayed=True), expected, rtol=1e-2, atol=0)
+    expected = learned("as they come", replayed=False)
+    torch.testing.assert_close(learned("replayed", replayed=True), expected, rtol=1e-2, atol=0)
 
 
 def test_nsa_reads_as_little_as_a_stage_says_and_in_the_end_what_its_config_says(tmp_path: Path) -> None:
