@@ -13,7 +13,7 @@ from flexnsa import NativeSparseAttention, mods
 def main(seq_len: int = 1024, heading: int = 64, passage: int = 256) -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    layer = NativeSparseAttention(dim=256, num_heads=4, num_kv_heads=2, head_dim=64).to(device)
+    layer = NativeSparseAttention(dim=256, num_heads=4, num_kv_heads=2, head_dim=64).to(device).eval()
     rate = nn.Parameter(torch.full((4,), 0.5, device=device))  # one a head; give it to the optimizer as well
 
     def recency(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

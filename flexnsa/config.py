@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from flexnsa.checks.primitives import check_int
+from flexnsa.checks.primitives import check_head_counts, check_int
 
 INDEX_FIELDS = ("index_block_size", "index_stride", "index_heads")
 """Fields of the indexer, None without one."""
@@ -72,6 +72,25 @@ class NSAConfig:
                 "num_selected_blocks: expected at least num_init_blocks + num_local_blocks = "
                 f"{self.num_init_blocks} + {self.num_local_blocks} = {forced}, got {self.num_selected_blocks}"
             )
+
+    @classmethod
+    def for_text(cls, num_heads: int, num_kv_heads: int, **sizes: int) -> NSAConfig:
+        """Return the sizes that learned text best: the paper's, with an indexer (docs/learning.md).
+
+        It scores by the queries of all heads, and by a key for every 8 tokens.
+
+        Args:
+            num_heads: query heads of the layer.
+            num_kv_heads: its key heads, which divide them.
+            **sizes: fields that differ.
+
+        Raises:
+            TypeError: a number is not an int.
+            ValueError: the numbers do not fit each other.
+        """
+        check_head_counts(num_heads, num_kv_heads)
+        index = {"index_block_size": 8, "index_stride": 8, "index_heads": num_heads // num_kv_heads}
+        return cls(**index | sizes)
 
     def _index_sizes(self) -> tuple[int, int]:
         length = self.compress_block_size if self.index_block_size is None else self.index_block_size

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-LEARNING = ROOT / "docs" / "learning.md"
+LEARNING, IDEAS = ROOT / "docs" / "learning.md", ROOT / "benchmarks/results/selection_ideas.json"
 RECALL, LANGUAGE = (ROOT / "benchmarks" / "results" / name for name in ("recall.md", "language.md"))
 
 # The rows of recall on the page for readers, by the names of the table that holds every model.
@@ -18,9 +18,26 @@ SHOWN = {
     "dense attention": "dense attention",
     "NSA, l = 4, d = 2": "slow compressors, l=4 d=2",
     "NSA": "slow compressors",
-    "NSA, mean compressor, shared keys": "shared keys, mean",
+    "NSA, shared keys, mean start": "shared keys, begun as mean, slow",
     "NSA, one learning rate": "plain",
     "window only": "window only",
+}
+# The rows of text on it, by the models of the recording.
+TEXTS = {
+    "dense, rope 1e8": "dense, rope 1e8",
+    "NSA, the paper's settings": "NSA",
+    "without an indexer": "NSA, rope 1e8, shared keys, begun as mean",
+    "text-125m": "NSA, rope 1e8, shared keys, begun as mean, indexer",
+}
+# The ideas on it, by their names in the list of all.
+TRIED = {
+    "all heads, the default": "all heads of a group",
+    "changes of queries and keys of rank 32 (`index_rank=32`)": "all heads, changes of rank 32",
+    "a compressor for each key head": "all heads, a compressor for each key head",
+    "3 of 6 heads": "3 index heads a key head, means of neighbouring queries plus a change",
+    "2 heads": "2 index heads a key head",
+    "2 heads, a key for every 4 tokens": "2 index heads a key head, keys of 4",
+    "1 head": "1 index head a key head",
 }
 RECALLED = {
     "dense attention": "dense",
@@ -54,7 +71,7 @@ def test_the_tables_of_recall_are_what_was_recorded() -> None:
     assert maps == [recalled_by_length(label, runs[variant]) for label, variant in RECALLED.items()]
     cells = {label: recalled_by_length(label, runs[variant]).split(" | ") for label, variant in RECALLED.items()}
     shown = [[label, *(cells[name][column] for column in (2, 4, 6, 8))] for label, name in SHOWN.items()]
-    assert rows_of(LEARNING)[: len(SHOWN)] == shown
+    assert rows_of(LEARNING)[-len(SHOWN) :] == shown
     assert scores == [
         unscored_in_training(label, runs[RECALLED[label.split(", seed")[0]]]) for label in map(label_of, scores)
     ]
@@ -140,11 +157,11 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
         runs.setdefault((point["size"], point["model"], point["steps"]), []).append(point)
     few, plain, far = "NSA, few blocks first", "NSA, plain learning rate", "NSA, rope 1e8"
     short, small_blocks, shared = "NSA, l=8 d=4", "NSA, l'=16 n=64", "NSA, shared keys, begun as mean"
-    far_dense, best = "dense, rope 1e8", "NSA, rope 1e8, shared keys, begun as mean"
+    far_dense, best = TEXTS["dense, rope 1e8"], TEXTS["without an indexer"]
     large = {
         (name, steps): runs["m7c-125m", name, steps]
         for steps, names in (
-            (2000, ("dense", far_dense, "NSA", few, short, small_blocks, shared, far, best)),
+            (2000, ("dense", far_dense, "NSA", few, short, small_blocks, shared, far, best, TEXTS["text-125m"])),
             (1000, ("dense", "NSA", few, plain)),
             (1107, ("dense", "NSA")),
         )
@@ -153,15 +170,9 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
     small = {(name, 800): runs["small", name, 800] for name in ("dense", "NSA", plain)}
     longest = {name: seeds for (name, steps), seeds in large.items() if steps == 2000}
     assert sum(map(len, (large | small).values())) == len(points), "all that was recorded is told"
-    shown = [
-        [name, *map(mean_of, by_base)]
-        for name, *by_base in (
-            ("dense", longest["dense"], longest[far_dense]),
-            ("NSA", longest["NSA"], longest[far]),
-            ("NSA, shared keys, mean start", longest[shared], longest[best]),
-        )
-    ]
-    assert rows_of(LEARNING)[len(SHOWN) :] == shown
+    ideas = json.loads(IDEAS.read_text())["rows"]
+    shown = [text_row(label, longest[name]) for label, name in TEXTS.items()] + [prototype_row(ideas)]
+    assert rows_of(LEARNING)[: -len(SHOWN)] == shown + [idea_row(label, ideas) for label in TRIED]
     expected = [[name, *ends(seeds)] for group in (large, small) for (name, _), seeds in group.items()]
     gaps = [
         (f"{sparse} - {dense}", steps, gap_of(of[sparse, steps], of[dense, steps]))
@@ -186,7 +197,7 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
         pairs = zip(by_octave[dense], by_octave[name], strict=True)
         expected.append([f"{name} - {dense}", *(f"{b - a:+.3f}" for a, b in pairs)])
     for (name, steps), seeds in (large | small).items():
-        if name.startswith("NSA") and name != small_blocks:  # the time was up before that one read other blocks
+        if name.startswith("NSA") and name not in (small_blocks, TEXTS["text-125m"]):  # their time was up before
             costs = (cost_of(seeds, blocks) for blocks in ("initial", "random", "forced"))
             expected.append([f"{name}, small" if (name, steps) in small else name, f"{steps:,}", *costs])
     assert rows_of(LANGUAGE) == expected
@@ -222,7 +233,23 @@ def cost_of(seeds: list[dict[str, Any]], blocks: str) -> str:
     return f"{fmean(means(seeds, f'bits with {blocks} blocks')) - fmean(means(seeds, 'bits with own blocks')):+.4f}"
 
 
-def mean_of(seeds: list[dict[str, Any]]) -> str:
-    """The mean of bits, or those of the one seed there is."""
-    mean = f"{fmean(run['finals']['bits']['mean'] for run in seeds):.3f}"
-    return mean if len(seeds) > 1 else f"{mean} of one seed"
+def text_row(label: str, seeds: list[dict[str, Any]]) -> list[str]:
+    """Bits by seed, the share of the best blocks' attention that layers find at the end, and seconds."""
+    bits = {run["seed"]: f"{run['finals']['bits']['mean']:.4f}" for run in seeds}
+    found = [fmean(map(fmean, run["selection"][-1][1])) for run in seeds if run.get("selection")]
+    seconds = f"{fmean(run['seconds'] for run in seeds):.0f}"
+    return [label, *(bits.get(seed, "-") for seed in range(3)), f"{fmean(found):.3f}" if found else "-", seconds]
+
+
+def prototype_row(ideas: list[dict[str, Any]]) -> list[str]:
+    runs = [row for row in ideas if row["idea"] == TRIED["all heads, the default"]]
+    found = fmean(row["recall"][-1]["mean"] for row in runs)
+    seconds = fmean(row["seconds"] for row in runs)
+    return ["its prototype", *(f"{row['bits']:.4f}" for row in runs), f"{found:.3f}", f"{seconds:.0f}"]
+
+
+def idea_row(label: str, ideas: list[dict[str, Any]]) -> list[str]:
+    """What a run of seed 0 found after 500 steps, in the mean of the layers and in the worst."""
+    row = next(row for row in ideas if row["idea"] == TRIED[label] and row["seed"] == 0)
+    look = next(look for look in row["recall"] if look["step"] == 500)
+    return [label, f"{look['mean']:.3f}", f"{look['worst']:.3f}"]

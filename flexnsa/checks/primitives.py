@@ -48,13 +48,19 @@ def check_positive_int(name: str, value: Any) -> None:
     check_int(name, value, 1)
 
 
-def check_heads(num_heads: Any, num_kv_heads: Any, head_dim: Any, v_head_dim: Any) -> None:
-    """Check that the sizes of heads fit each other."""
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
-    for name, value in sizes.items():
-        check_positive_int(name, value)
+def check_head_counts(num_heads: Any, num_kv_heads: Any) -> None:
+    """Check that the numbers of heads fit each other."""
+    check_positive_int("num_heads", num_heads)
+    check_positive_int("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {num_kv_heads}")
+
+
+def check_heads(num_heads: Any, num_kv_heads: Any, head_dim: Any, v_head_dim: Any) -> None:
+    """Check that the numbers and sizes of heads fit each other."""
+    check_head_counts(num_heads, num_kv_heads)
+    check_positive_int("head_dim", head_dim)
+    check_positive_int("v_head_dim", v_head_dim)
     if head_dim % 2:
         raise ValueError(f"head_dim: expected an even number, because RoPE rotates pairs, got {head_dim}")
 

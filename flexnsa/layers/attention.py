@@ -26,6 +26,7 @@ from flexnsa.layers.forward import WholeStep, attend_branches, check_call, run_l
 from flexnsa.layers.gating import Gate, in_columns
 from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection
 from flexnsa.layers.layouts import KeySource, LayoutSizes, RowLayout, check_layout, row_layout, step_layout
+from flexnsa.layers.presets import describe_layer, refuse_earlier_default
 from flexnsa.layers.projection import computed_dtype, project_named, split_heads, weight_of
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
 
@@ -39,7 +40,8 @@ class NativeSparseAttention(nn.Module):
     Without either, blocks are scored by the mean of the selected branch's own keys.
 
     The arguments are the fields of :class:`flexnsa.layers.config.LayerConfig`, which explains each; ``config`` is its
-    ``nsa``, the sizes of the branches.
+    ``nsa``, the sizes of the branches. Those that are None come from a preset: ``text``, what learned text best
+    (docs/learning.md), which has an indexer; or ``paper``, the default where ``config`` is given.
 
     Raises:
         TypeError: an argument is not of its kind.
@@ -56,61 +58,60 @@ class NativeSparseAttention(nn.Module):
         head_dim: int,
         *,
         v_head_dim: int | None = None,
-        config: NSAConfig = NSAConfig(),  # noqa: B008  (frozen)
+        config: NSAConfig | None = None,
         compression: str = "mlp",
         gate: str = "sigmoid",
-        rope_base: float = 10_000.0,
-        shared_keys: bool = False,
-        begin_as_mean: bool = False,
+        rope_base: float | None = None,
+        shared_keys: bool | None = None,
+        begin_as_mean: bool | None = None,
         branches: Sequence[str] = BRANCHES,
         impl: str = "auto",
         recompute: Sequence[str] = (),
         index_rank: int | None = None,
+        preset: str | None = None,
     ) -> None:
         super().__init__()
-        check_type("config", config, NSAConfig)
+        if config is not None:
+            check_type("config", config, NSAConfig)
         branches = check_branches(branches)
-        self._built_from = LayerConfig(
-            dim=dim,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            nsa=config,
-            compression=compression,
-            gate=gate,
-            rope_base=rope_base,
-            shared_keys=shared_keys,
-            begin_as_mean=begin_as_mean,
-            branches=branches,
-            impl=impl,
-            recompute=check_recompute(recompute, branches),
-            index_rank=index_rank,
-        )
+        options = {
+            "v_head_dim": v_head_dim,
+            "nsa": config,
+            "compression": compression,
+            "gate": gate,
+            "rope_base": rope_base,
+            "shared_keys": shared_keys,
+            "begin_as_mean": begin_as_mean,
+            "impl": impl,
+            "recompute": check_recompute(recompute, branches),
+            "index_rank": index_rank,
+        }
+        built_from = describe_layer(preset, dim, num_heads, num_kv_heads, head_dim, branches, options)
+        self._built_from = built_from
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self.dim = dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.v_head_dim = v_head_dim
-        self.config = config
-        self.rope_base = rope_base
+        self.config = config = built_from.nsa
+        self.rope_base = built_from.rope_base
         self.branches = branches
-        self.shared_keys = shared_keys
-        self.recompute = self._built_from.recompute
+        self.shared_keys = built_from.shared_keys
+        self.recompute = built_from.recompute
         self.impl = impl
         self.lay_out = row_layout  # another one where ranks share the tokens of a row
         self.losses_over: tuple[Callable[[Divergence], Divergence], ...] = ()  # ranks that share its heads or tokens
 
         self.w_q = nn.Linear(dim, num_heads * head_dim, bias=False)
         for tag in self.branches:
-            if not (shared_keys and tag == "cmp"):
+            if not (self.shared_keys and tag == "cmp"):
                 self.add_module(f"w_k_{tag}", nn.Linear(dim, num_kv_heads * head_dim, bias=False))
             self.add_module(f"w_v_{tag}", nn.Linear(dim, num_kv_heads * v_head_dim, bias=False))
         if "cmp" in self.branches:
             self.phi_k = COMPRESSORS[compression](num_kv_heads, head_dim, config=config)
             self.phi_v = COMPRESSORS[compression](num_kv_heads, v_head_dim, config=config)
-            if begin_as_mean:
+            if built_from.begin_as_mean:
                 self.phi_k.begin_as_mean()
                 self.phi_v.begin_as_mean()
         elif "slc" in self.branches and config.index_heads is None:
@@ -120,6 +121,7 @@ class NativeSparseAttention(nn.Module):
         self.indexer: Indexer | None = None
         if config.index_heads is not None:  # last: what is drawn before does not depend on it
             self.indexer = Indexer(dim, num_kv_heads, head_dim, config=config, compression=compression, rank=index_rank)
+        self.register_load_state_dict_pre_hook(refuse_earlier_default)  # pyright: ignore[reportUnknownMemberType]
 
     @classmethod
     def of(cls, config: LayerConfig) -> Self:

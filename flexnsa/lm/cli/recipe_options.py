@@ -7,6 +7,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flexnsa.config import NSAConfig
 from flexnsa.lm.cli.options import (
     add_checkpointing_option,
@@ -17,7 +19,8 @@ from flexnsa.lm.cli.options import (
 )
 from flexnsa.lm.data.tokenizer import TextTokenizer
 from flexnsa.lm.diagnosis.recipe import Recipe, corpus
-from flexnsa.lm.model.config import PRESETS, DecoderConfig
+from flexnsa.lm.model.config import PRESETS, DecoderConfig, changed
+from flexnsa.lm.training.checkpoint import configs_of_run
 from flexnsa.lm.training.config import TRAIN_PRESETS, TrainConfig
 
 _NOT_OPTIONS = ("nsa", "vocab_size", "checkpointing")
@@ -39,7 +42,7 @@ def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...]
         help="a file of Hugging Face tokenizers, or a folder with tokenizer.json; default: a token is a byte",
     )
     parser.add_argument(
-        "--preset", choices=PRESETS, default="small", help="sizes and hyper-parameters; default: %(default)s"
+        "--preset", choices=PRESETS, help="sizes and hyper-parameters; default: text-125m on a GPU, text-small on a CPU"
     )
     add_device_option(parser)
     parser.add_argument("--compile", action="store_true", help="run the layers through torch.compile")
@@ -55,17 +58,25 @@ def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...]
     add_config_options(parser, "training", TrainConfig, skip=("pack", *skip))
 
 
-def recipe_of_options(arguments: argparse.Namespace, **others: Any) -> Recipe:
+def recipe_of_options(arguments: argparse.Namespace, resumed: Path | None = None, **others: Any) -> Recipe:
     """Return what the options name, with other fields of the recipe.
 
+    Args:
+        arguments: of the command.
+        resumed: the folder of a run, which says what is left open if there is one and no ``--preset``.
+        **others: fields of the recipe.
+
     Raises:
+        FileError: the checkpoint of the run cannot be read.
         ValueError: an option is out of range, or does not fit another.
     """
     require("numpy", "safetensors", "tqdm", extra="train")
+    run = configs_of_run(resumed) if resumed is not None and arguments.preset is None else None
+    model, training = run or (None, None)
     corpus.cache_clear()  # the text may have changed since another command of this process
     return Recipe(
-        model=model_config(arguments),
-        training=train_config(arguments),
+        model=model_config(arguments, model),
+        training=train_config(arguments, training),
         text=arguments.text,
         tokenizer=arguments.tokenizer,
         device=str(arguments.device),
@@ -74,13 +85,18 @@ def recipe_of_options(arguments: argparse.Namespace, **others: Any) -> Recipe:
     )
 
 
-def model_config(arguments: argparse.Namespace) -> DecoderConfig:
-    """Return the model that the options name."""
-    base = PRESETS[arguments.preset]
+def model_config(arguments: argparse.Namespace, base: DecoderConfig | None = None) -> DecoderConfig:
+    """Return the model that the options name; what they leave open is as in ``base``, or in the preset."""
     overrides = config_options(arguments, DecoderConfig, skip=("nsa",))
     tokenizer = text_tokenizer(arguments)
     overrides |= {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size}
-    return replace(base, nsa=replace(base.nsa, **config_options(arguments, NSAConfig)), **overrides)
+    config = changed(base or PRESETS[preset_of_options(arguments)], **overrides)
+    return replace(config, nsa=replace(config.nsa, **config_options(arguments, NSAConfig)))
+
+
+def preset_of_options(arguments: argparse.Namespace) -> str:
+    """Return the preset that the options name, or that of the device."""
+    return arguments.preset or ("text-125m" if torch.device(arguments.device).type == "cuda" else "text-small")
 
 
 def text_tokenizer(arguments: argparse.Namespace) -> TextTokenizer | None:
@@ -91,9 +107,9 @@ def text_tokenizer(arguments: argparse.Namespace) -> TextTokenizer | None:
     return TextTokenizer(arguments.tokenizer)
 
 
-def train_config(arguments: argparse.Namespace) -> TrainConfig:
-    """Return the hyper-parameters that the options name."""
-    return replace(TRAIN_PRESETS[arguments.preset], **config_options(arguments, TrainConfig))
+def train_config(arguments: argparse.Namespace, base: TrainConfig | None = None) -> TrainConfig:
+    """Return the hyper-parameters that the options name; what they leave open is as in ``base``, or in the preset."""
+    return replace(base or TRAIN_PRESETS[preset_of_options(arguments)], **config_options(arguments, TrainConfig))
 
 
 def axis_of_options(text: str) -> tuple[str, list[Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flexnsa.checks.primitives import check_positive_int
 from flexnsa.lm.cli.options import output_folder
-from flexnsa.lm.cli.recipe_options import add_recipe_options, recipe_of_options
+from flexnsa.lm.cli.recipe_options import add_recipe_options, preset_of_options, recipe_of_options
 from flexnsa.lm.data.corpus import Corpus
 from flexnsa.lm.diagnosis.environment import recorded_environment
 from flexnsa.lm.diagnosis.non_finite import strict
@@ -53,7 +53,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
         "context_parallel": arguments.context_parallel,
     }
     with refused_together(**joining):
-        recipe = recipe_of_options(arguments, leave_out=arguments.out, **joining)
+        recipe = recipe_of_options(arguments, arguments.out, leave_out=arguments.out, **joining)
         watchers = _watchers(arguments)
         recipe = replace(recipe, ranks=_count_processes(arguments))
         recipe.own_device()
@@ -153,7 +153,7 @@ def agreed_options(
     """
     content = corpus.fingerprints()
     return {
-        "preset": arguments.preset,
+        "preset": preset_of_options(arguments),
         "text": f"{len(corpus.train) + len(corpus.validation):,} bytes of sha256 {content['text_sha256'][:16]}",
         "tokenizer": content.get("tokenizer_sha256"),
         "compile": arguments.compile,

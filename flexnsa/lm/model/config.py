@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from flexnsa.checks.primitives import check_choice, check_int, check_positive_int, check_type
+from flexnsa.checks.calls import check_branches
+from flexnsa.checks.primitives import check_choice, check_head_counts, check_int, check_positive_int, check_type
 from flexnsa.config import INDEX_FIELDS, NSAConfig
 from flexnsa.layers.config import LayerConfig
+from flexnsa.layers.presets import PAPER, text
 from flexnsa.lm.model.layer_ranges import layer_range
 
 
@@ -82,26 +84,29 @@ def _check_keys(name: str, values: Any, cls: type) -> None:
         raise ValueError(f"{name}: expected {', '.join(expected)}, got {', '.join(map(str, values))}")
 
 
-_LARGE = DecoderConfig(dim=768, num_layers=5, num_heads=12, num_kv_heads=2, head_dim=64)
+_LARGE = DecoderConfig(dim=768, num_layers=5, num_heads=12, num_kv_heads=2, head_dim=64, **PAPER)
 _M7C = replace(_LARGE, num_layers=12, checkpointing=True)
+_SMALL_SIZES: dict[str, int] = {
+    "compress_block_size": 16,
+    "compress_stride": 8,
+    "select_block_size": 32,
+    "num_selected_blocks": 8,
+    "window_size": 64,
+}
+_SMALL = replace(
+    DecoderConfig(dim=128, num_layers=5, num_heads=8, num_kv_heads=2, head_dim=16, **PAPER),
+    nsa=NSAConfig(**_SMALL_SIZES),
+)
 
 # Beside each preset, its parameters with NSA and with dense attention, for a vocabulary of 256.
 PRESETS: dict[str, DecoderConfig] = {
-    "small": DecoderConfig(  # 1,201,024 and 927,104
-        dim=128,
-        num_layers=5,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=16,
-        nsa=NSAConfig(
-            compress_block_size=16, compress_stride=8, select_block_size=32, num_selected_blocks=8, window_size=64
-        ),
-    ),
+    "small": _SMALL,  # 1,201,024 and 927,104
     "large": _LARGE,  # 38,407,424 and 30,875,904
     "m7c-125m": _M7C,  # 91,626,240 and 73,550,592
     "m7c-cpu": _M7C,  # the same model; it is trained with smaller batches and shorter sequences
-    # 90,446,592 and 73,550,592; it learned bytes of text at 8k better than with the paper's own choices.
-    "text-125m": replace(_LARGE, num_layers=12, rope_base=1e8, shared_keys=True, begin_as_mean=True),
+    "text-125m": replace(_LARGE, num_layers=12, **text(12, 2)),  # 100,479,744 and 73,550,592; learned text at 8k best
+    "text-small": replace(_SMALL, **text(8, 2, **_SMALL_SIZES)),  # 1,329,664 and 927,104
+    "paper": replace(_LARGE, num_layers=12),  # 91,626,240 and 73,550,592; text-125m with the paper's settings
 }
 
 
@@ -109,7 +114,22 @@ def preset(name: str, **overrides: Any) -> DecoderConfig:
     """Return a named config, some of its fields changed: ``preset("large", num_layers=12)``.
 
     Raises:
-        ValueError: there is no such preset.
+        ValueError: there is no such preset, or a field does not fit the others.
     """
     check_choice("preset", name, tuple(PRESETS))
-    return replace(PRESETS[name], **overrides)
+    return changed(PRESETS[name], **overrides)
+
+
+def changed(config: DecoderConfig, **overrides: Any) -> DecoderConfig:
+    """Return the config with other fields, and with what follows from them.
+
+    Options that other branches leave without a meaning are turned off. An indexer with all heads of a group keeps all.
+    """
+    if "branches" in overrides:
+        config = config.with_branches(check_branches(overrides["branches"]))
+    old = config.num_heads, config.num_kv_heads
+    new = overrides.get("num_heads", old[0]), overrides.get("num_kv_heads", old[1])
+    if new != old and config.nsa.index_heads == old[0] // old[1]:
+        check_head_counts(*new)
+        overrides = {"nsa": replace(config.nsa, index_heads=new[0] // new[1])} | overrides
+    return replace(config, **overrides)

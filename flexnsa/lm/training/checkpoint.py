@@ -20,6 +20,7 @@ from flexnsa.lm.checkpoint import shards, whole_file
 from flexnsa.lm.checkpoint.checksum import warn_unchecked
 from flexnsa.lm.checkpoint.whole_file import REMEDY, Stored
 from flexnsa.lm.model.config import ADDED as MODEL_ADDED
+from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.lm.parallel.ranks import Ranks
 from flexnsa.lm.training.config import TrainConfig, completed
 
@@ -54,6 +55,22 @@ def newest_checkpoint(folder: Path) -> Path | None:
     if file.exists():
         steps[file] = _step(file, _decoded(file, whole_file.read(file), ("step",)))
     return max(steps, key=steps.__getitem__)
+
+
+def configs_of_run(folder: Path) -> tuple[DecoderConfig, TrainConfig] | None:
+    """Read the configs of the run in a folder, or return None if there is none.
+
+    Raises:
+        FileError: its checkpoint cannot be read.
+    """
+    path = newest_checkpoint(folder) if folder.is_dir() else None
+    if path is None:
+        return None
+    header = _decoded(path, _read(path, Ranks()), ("model", "training"))
+    try:
+        return DecoderConfig.from_dict(header["model"]), TrainConfig(**_ADDED | header["training"])
+    except (TypeError, ValueError) as error:
+        raise FileError(f"{path}: not of a training run, its header has other fields ({error}); {REMEDY}") from error
 
 
 def save_checkpoint(path: Path, trainer: Trainer) -> None:

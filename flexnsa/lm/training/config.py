@@ -121,11 +121,15 @@ def completed(config: TrainConfig, compressor_lr: float = COMPRESSOR_LR) -> Trai
 
 _M7C = TrainConfig(steps=50_000, batch_size=8, seq_len=2048, lr=2e-4, weight_decay=0.01, warmup_steps=2000)
 
+_TEXT = TrainConfig(steps=2000, seq_len=8192, lr=6e-4, warmup_steps=100, precision="bf16")
+
 TRAIN_PRESETS: dict[str, TrainConfig] = {
     "small": TrainConfig(),
     "large": replace(_M7C, batch_size=1),
     "m7c-125m": replace(_M7C, precision="bf16"),
     "m7c-cpu": replace(_M7C, batch_size=2, seq_len=512),
-    "text-125m": TrainConfig(steps=2000, seq_len=8192, lr=6e-4, warmup_steps=100, precision="bf16"),
+    "text-125m": _TEXT,
+    "text-small": TrainConfig(),
+    "paper": _TEXT,
 }
 """Hyper-parameters for the models of the same names in :data:`flexnsa.lm.PRESETS`."""

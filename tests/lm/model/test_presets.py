@@ -1,16 +1,18 @@
 """The presets: published sizes, and the number of parameters of the architecture."""
 
 import inspect
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import nn
 
-from flexnsa import NSAConfig
+from flexnsa import NativeSparseAttention
+from flexnsa.layers.config import LayerConfig
 from flexnsa.lm import PRESETS, TRAIN_PRESETS, DecoderLM, preset
 from flexnsa.lm.estimate import parameter_count
 from flexnsa.lm.model import config as presets
+from flexnsa.lm.model.config import changed
 
 
 @pytest.mark.parametrize(("name", "num_layers"), [("small", 5), ("large", 4), ("m7c-125m", 12)])
@@ -34,13 +36,37 @@ def test_nsa_preset_adds_keys_values_gates_and_compression_to_its_twin():
 
 
 def test_presets_are_the_published_sizes():
-    assert set(PRESETS) == set(TRAIN_PRESETS) == {"small", "large", "m7c-125m", "m7c-cpu", "text-125m"}
-    for name in ("large", "m7c-125m", "m7c-cpu", "text-125m"):
+    large = {"large", "m7c-125m", "m7c-cpu", "paper", "text-125m"}
+    assert set(PRESETS) == set(TRAIN_PRESETS) == large | {"small", "text-small"}
+    for name in large:
         config = PRESETS[name]
         assert (config.dim, config.num_heads, config.num_kv_heads, config.head_dim) == (768, 12, 2, 64)
-        assert config.nsa == NSAConfig()
         assert config.is_checkpointed(0) == name.startswith("m7c")
     assert preset("large", num_layers=10).num_layers == 10
+
+
+def test_presets_have_the_settings_of_a_layer_of_their_name() -> None:
+    for name, config in PRESETS.items():
+        text = name.startswith("text")
+        layer = NativeSparseAttention(
+            config.dim, config.num_heads, config.num_kv_heads, config.head_dim, preset="text" if text else "paper"
+        )
+        sizes = {} if name.endswith("small") else {"nsa": layer.config}
+        described = {option.name: getattr(layer.layer_config, option.name) for option in fields(LayerConfig)}
+        assert replace(config, **described | {"nsa": config.nsa, "v_head_dim": None} | sizes) == config, name
+        assert (config.nsa.index_heads is not None) == text
+    assert TRAIN_PRESETS["paper"] == TRAIN_PRESETS["text-125m"]
+    assert TRAIN_PRESETS["small"] == TRAIN_PRESETS["text-small"]
+
+
+@pytest.mark.parametrize(("kv_heads", "branches"), [(1, ("cmp", "slc", "win")), (8, ("slc",)), (2, ("cmp", "win"))])
+def test_the_indexer_of_a_preset_fits_other_heads_and_branches(kv_heads: int, branches: tuple[str, ...]) -> None:
+    config = preset("text-small", num_kv_heads=kv_heads, branches=branches)
+    assert config.nsa.index_heads == (8 // kv_heads if "slc" in branches else None)
+    fewer = replace(config, nsa=replace(config.nsa, index_heads=1)) if "slc" in branches else config
+    assert changed(fewer, dim=64).nsa == fewer.nsa
+    with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of num_heads=8, got 3"):
+        preset("text-small", num_kv_heads=3)
 
 
 def test_numbers_of_parameters_beside_the_presets_are_true():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flexnsa import NSAConfig
+from flexnsa.layers.presets import text
 from flexnsa.lm.cli.demo.picture import draw
 from flexnsa.lm.cli.demo.twins import TwinResult, train_twins
 from flexnsa.lm.cli.options import output_folder, require
@@ -28,8 +28,8 @@ MODEL = DecoderConfig(
     num_heads=4,
     num_kv_heads=1,
     head_dim=32,
-    nsa=NSAConfig(
-        compress_block_size=16, compress_stride=8, select_block_size=32, num_selected_blocks=4, window_size=64
+    **text(
+        4, 1, compress_block_size=16, compress_stride=8, select_block_size=32, num_selected_blocks=4, window_size=64
     ),
 )
 
@@ -111,7 +111,19 @@ def learning_table(twins: list[TwinResult]) -> str:
     ]
     ratio = by_name["NSA"].bits_per_byte / by_name["dense"].bits_per_byte - 1
     header = ["attention", "parameters", "validation bits per byte", "bytes per second"]
-    return format_table(header, rows) + f"\nNSA is {abs(ratio):.1%} {'above' if ratio > 0 else 'below'} its dense twin."
+    verdict = f"NSA is {abs(ratio):.1%} {'above' if ratio > 0 else 'below'} its dense twin."
+    return f"{format_table(header, rows)}\n{verdict}\n{selection_line(by_name['NSA'].selection_curve)}"
+
+
+def selection_line(curve: list[float]) -> str:
+    """Say how the loss of the choice of blocks fell, in means of a tenth of the steps."""
+    part = max(1, len(curve) // 10)
+    means = [sum(values) / len(values) for at in range(0, len(curve), part) if (values := curve[at : at + part])]
+    worst = max(range(len(means)), key=means.__getitem__)
+    return (
+        f"Its choice of blocks learns apart, from a selection loss: {means[worst]:.4f} nats where it is largest, about "
+        f"step {part * worst + 1}, and {means[-1]:.4f} in the end."
+    )
 
 
 def scaling_table(points: list[Point]) -> str:

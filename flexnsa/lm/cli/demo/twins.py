@@ -24,13 +24,14 @@ PROMPT = b"    def __init__(self, "
 
 @dataclass(slots=True)
 class TwinResult:
-    """Training of one model; curves hold ``(bytes of text, bits per byte)``."""
+    """Training of one model; curves hold ``(bytes of text, bits per byte)``, or the selection loss of each step."""
 
     name: str
     parameters: int = 0
     seconds: float = 0.0
     training_curve: list[tuple[int, float]] = field(default_factory=list)
     validation_curve: list[tuple[int, float]] = field(default_factory=list)
+    selection_curve: list[float] = field(default_factory=list)
     sample: str = ""
 
     @property
@@ -82,6 +83,8 @@ def _record(result: TwinResult, kind: str, value: Any) -> None:
         result.training_curve.append(value)
     elif kind == "validation":
         result.validation_curve.append(value)
+    elif kind == "selection":
+        result.selection_curve.append(value)
     else:
         setattr(result, kind, value)
 
@@ -101,6 +104,8 @@ def _train(
         seconds += clock.since(start) / 1e3
         seen = step * config.tokens_per_step
         sender.send(("loss", (seen, result.loss / math.log(2))))
+        if result.selection_loss is not None:
+            sender.send(("selection", result.selection_loss))
         if step % config.eval_every == 0 or step == config.steps:
             sender.send(("validation", (seen, trainer.validation_bits_per_byte())))
     sender.send(("seconds", seconds))
