@@ -41,9 +41,11 @@ class Change:
     def configure(self, config: DecoderConfig) -> DecoderConfig:
         """Change what differs."""
         options = {"shared_keys": self.shared_keys, "begin_as_mean": self.begun_as_mean, **self.config}
-        index = dict.fromkeys(("index_block_size", "index_stride"), self.index_tokens)
-        index["index_heads"] = config.num_heads // config.num_kv_heads
-        return replace(config, nsa=replace(config.nsa, **self.nsa, **(index if self.indexer else {})), **options)
+        nsa = replace(config.nsa, **self.nsa)
+        if self.indexer:
+            index = {"index_block_size": self.index_tokens, "index_stride": self.index_tokens}
+            nsa = replace(nsa, index_heads=config.num_heads // config.num_kv_heads, **index)
+        return replace(config, nsa=nsa, **options)
 
     def build(self, config: DecoderConfig) -> DecoderLM:
         """Make the model of the config that has what differs already."""
