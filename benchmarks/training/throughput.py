@@ -5,7 +5,9 @@
 
 A step is forward, loss, backward and AdamW, bf16 under autocast, nothing checkpointed. Rows fill ``--tokens`` a step.
 Seconds of the first step are those of compilation: of one layer for all of them, or with ``--compile model`` of all.
-Kernels of a step are those that the GPU ran in one. A point that is recorded is not measured again.
+Kernels of a step are those that the GPU ran in one; ``--kernels 40`` records the 40 that took longest, each with its
+milliseconds and launches. Models with an indexer are taught by the selection loss. A point that is recorded is not
+measured again.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ import torch
 
 from benchmarks.harness import options
 from benchmarks.harness.setting import TINY_MODEL
+from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.lm import DecoderConfig, DecoderLM, preset
-from flexnsa.lm.measure.launches import count_launches
+from flexnsa.lm.measure.launches import time_kernels
 from flexnsa.lm.measure.memory import MIB
 
 MODELS = {
     "m7c-125m": preset("m7c-125m", checkpointing=False),
+    "text-125m": preset("text-125m"),
+    "text-125m without indexer": preset("text-125m", nsa=NSAConfig()),
     "16 heads of 128": DecoderConfig(dim=2048, num_layers=12, num_heads=16, num_kv_heads=4, head_dim=128),
     "tiny": TINY_MODEL,
 }
@@ -47,6 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--compile", choices=("layers", "model", "nothing"), default="layers", help="default: %(default)s"
     )
+    parser.add_argument("--kernels", type=int, default=0, help="so many of the longest; default: %(default)s")
     arguments = parser.parse_args(argv)
     if arguments.tiny:
         arguments.models, arguments.compile, arguments.tokens = ["tiny"], "nothing", 1
@@ -83,12 +89,16 @@ def measure(config: DecoderConfig, length: int, arguments: argparse.Namespace) -
     forward = torch.compile(model) if arguments.compile == "model" else model
     batch = max(1, arguments.tokens // length)
     tokens = torch.randint(config.vocab_size, (batch, length + 1), device=device)
+    indexed = config.attention == "nsa" and config.nsa.index_heads is not None
+    number = torch.zeros((), dtype=torch.int64, device=device)  # of the step; a tensor is compiled once for all steps
 
     def step() -> float:
         start = time.perf_counter()
+        selection = SelectionLoss(step=number) if indexed else None
         with torch.autocast(device, torch.bfloat16):
-            loss = forward(tokens[:, :-1], targets=tokens[:, 1:])
-        loss.backward()
+            loss = forward(tokens[:, :-1], targets=tokens[:, 1:], selection=selection)
+        (loss if selection is None else loss + selection.total).backward()
+        number.add_(1)
         optimizer.step()
         optimizer.zero_grad()
         if cuda:
@@ -100,7 +110,7 @@ def measure(config: DecoderConfig, length: int, arguments: argparse.Namespace) -
         torch.cuda.reset_peak_memory_stats()
     try:
         first, _, *seconds = (step() for _ in range(arguments.steps + 2))
-        gpu = _on_gpu(step) if cuda else {}
+        gpu = _on_gpu(step, arguments.kernels) if cuda else {}
     except torch.OutOfMemoryError:
         return {"batch": batch, "error": "out of memory"}
     finally:
@@ -109,9 +119,12 @@ def measure(config: DecoderConfig, length: int, arguments: argparse.Namespace) -
     return point | {"tokens_per_s": batch * length / statistics.median(seconds)} | gpu
 
 
-def _on_gpu(step: Callable[[], object]) -> dict[str, Any]:
+def _on_gpu(step: Callable[[], object], count: int) -> dict[str, Any]:
     """Memory of the steps so far, and kernels of another."""
-    return {"peak_mib": torch.cuda.max_memory_allocated() / MIB, "kernels_a_step": count_launches(step)}
+    peak, kernels = torch.cuda.max_memory_allocated() / MIB, time_kernels(step)
+    found = {"peak_mib": peak, "kernels_a_step": sum(kernel.launches for kernel in kernels)}
+    longest = [[kernel.name, round(kernel.ms, 3), kernel.launches] for kernel in kernels[:count]]
+    return found | ({"longest_kernels": longest} if count else {})
 
 
 if __name__ == "__main__":
