@@ -28,22 +28,22 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend to the keys ``[lo, hi)`` of each query, as :func:`flexnsa.attention.sdpa.interval.interval_attention`."""
     dtype, width = torch.promote_types(q.dtype, torch.float32), max(q.shape[-1], v.shape[-1])
-    out, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    out, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)
+    chunks = chunks_of(lo, hi, chunk_size)
 
     def attend(*views: Tensor) -> None:
         q, out, lse, k, v, lo, hi = views
         keys, values = _wide(k, width, dtype), _wide(v, width, dtype)
-        for chunk, seen, mask in _masked_chunks(lo[:, 0], hi[:, 0], k.shape[2], q.shape[2], chunk_size, dtype):
+        for chunk, seen, mask in _masked(chunks, lo, hi, k.shape[2], q.shape[2], dtype):
             rows = _rows(q[..., chunk.queries, :], 1, width, dtype)
             attended, log_sums = _attend(rows, keys[:, :, seen], values[:, :, seen], attn_mask=mask, scale=scale)
             out_c, lse_c = out[..., chunk.queries, :], lse[..., chunk.queries]
             out_c.copy_(attended[..., : v.shape[-1]].reshape(out_c.shape))
             lse_c.copy_(log_sums.reshape(lse_c.shape))
-            # The kernel returns 0 for a row without keys.
-            lse_c.masked_fill_((lo >= hi)[:, :, None, chunk.queries], -torch.inf)
 
     run_heads_in_threads(attend, (*grouped(k, q, out, lse), k, v, *repeated(k, lo, hi)), _heads_at_once(q, k))
-    return out, lse
+    # The kernel gives 0 for a query without keys, and is not called for a chunk of them.
+    return out, lse.masked_fill_((lo >= hi)[:, None], -torch.inf)
 
 
 def flash_attention_backward(
@@ -74,6 +74,7 @@ def flash_attention_backward(
         found = flash_attention_backward(grad_out, None, q, k, v_one, lo, hi, out, lse, scale, chunk_size)
         return *found[:2], found[2][..., :-1].to(v.dtype)
     grad_q, grad_k, grad_v = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    chunks = chunks_of(lo, hi, chunk_size)
 
     def differentiate(*views: Tensor) -> None:
         q, out, lse, grad_out, grad_q, k, v, grad_k, grad_v, lo, hi = views
@@ -81,7 +82,7 @@ def flash_attention_backward(
         group = q.shape[2] // copies
         keys, values = _wide(k, width, dtype), _wide(v, width, dtype)
         totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
-        for chunk, seen, mask in _masked_chunks(lo[:, 0], hi[:, 0], k.shape[2], group, chunk_size, dtype):
+        for chunk, seen, mask in _masked(chunks, lo, hi, k.shape[2], group, dtype):
             queries = chunk.queries
             grad_out_c, q_c, out_c = (_rows(x[..., queries, :], copies, width, dtype) for x in (grad_out, q, out))
             # A row without keys has masked scores only: any finite lse makes its probabilities 0.
@@ -101,24 +102,26 @@ def flash_attention_backward(
 
 
 def _heads_at_once(q: Tensor, k: Tensor) -> int:
-    """Count the key heads of one call: all of them where the kernel divides them among threads."""
-    return k.shape[0] * k.shape[1] if q.shape[2] < THREADED_QUERIES else 1
+    """Count the key heads of one call: all of them where they get no threads of their own."""
+    threaded = q.shape[2] >= THREADED_QUERIES and torch.get_num_threads() > 1
+    return 1 if threaded else k.shape[0] * k.shape[1]
 
 
-def _masked_chunks(
-    lo: Tensor, hi: Tensor, num_keys: int, group: int, size: int, dtype: torch.dtype
+def _masked(
+    chunks: list[Chunk], lo: Tensor, hi: Tensor, num_keys: int, group: int, dtype: torch.dtype
 ) -> Iterator[tuple[Chunk, slice, Tensor | None]]:
-    """Yield the chunks that see any key, their keys, and the mask ``(B or 1, 1, group * c, keys)`` added to scores."""
+    """Yield the chunks that see any key, their keys, and the mask ``(b or 1, 1, group * c, keys)`` added to scores."""
+    all_bounds = torch.stack((lo[:, 0], hi[:, 0]))
     mask = None
     # From the last one, which reads the most keys: the masks of others are often parts of its own.
-    for chunk in reversed(chunks_of(lo, hi, size)):
+    for chunk in reversed(chunks):
         seen = slice(chunk.first, min(chunk.last, num_keys))
         if seen.start >= seen.stop:
             continue
         if chunk.inner_first <= seen.start and seen.stop <= chunk.inner_last:
             yield chunk, seen, None
             continue
-        bounds = torch.stack((lo, hi))[..., chunk.queries] - chunk.inner_last
+        bounds = all_bounds[..., chunk.queries] - chunk.inner_last
         first, last = seen.start - chunk.inner_last, seen.stop - chunk.inner_last
         if mask is None or not mask.holds(bounds, first, last):
             mask = _Mask.of(bounds, first, last, group, dtype)

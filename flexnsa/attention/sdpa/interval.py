@@ -68,6 +68,13 @@ def interval_attention(
     """
     if q.device.type == "cpu":
         return flash_attention(q, k, v, lo, hi, scale, chunk_size)
+    return attend_by_products(q, k, v, lo, hi, scale, chunk_size)
+
+
+def attend_by_products(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Attend by separate products and exponentials, on any device."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
@@ -112,6 +119,23 @@ def _interval_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.device.type == "cpu":
         return flash_attention_backward(grad_out, grad_lse, q, k, v, lo, hi, out, lse, scale, chunk_size)
+    return differentiate_by_products(grad_out, grad_lse, q, k, v, lo, hi, out, lse, scale, chunk_size)
+
+
+def differentiate_by_products(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of :func:`attend_by_products`."""
     dtype = lse.dtype
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
     grad_q, grad_k, grad_v = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
