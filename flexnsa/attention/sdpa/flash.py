@@ -23,6 +23,11 @@ _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
+def takes(k: Tensor) -> bool:
+    """Return whether the kernel takes these keys: on a CPU, and finite, as it adds its mask, which hides no NaN."""
+    return k.device.type == "cpu" and bool(k.sum(dtype=torch.promote_types(k.dtype, torch.float32)).isfinite())
+
+
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, chunk_size: int
 ) -> tuple[Tensor, Tensor]:

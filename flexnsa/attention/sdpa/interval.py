@@ -12,7 +12,7 @@ from torch import Tensor
 from flexnsa.attention.operators import empty_contiguous_gradients, empty_contiguous_outputs
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.sdpa.chunks import ALIGNED, Chunk, chunks_of
-from flexnsa.attention.sdpa.flash import flash_attention, flash_attention_backward
+from flexnsa.attention.sdpa.flash import flash_attention, flash_attention_backward, takes
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
 from flexnsa.operators import opaque_operator
 
@@ -66,7 +66,7 @@ def interval_attention(
     Returns:
         ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
     """
-    if q.device.type == "cpu":
+    if takes(k):
         return flash_attention(q, k, v, lo, hi, scale, chunk_size)
     return attend_by_products(q, k, v, lo, hi, scale, chunk_size)
 
@@ -117,7 +117,7 @@ def _interval_attention_backward(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q.device.type == "cpu":
+    if takes(k):
         return flash_attention_backward(grad_out, grad_lse, q, k, v, lo, hi, out, lse, scale, chunk_size)
     return differentiate_by_products(grad_out, grad_lse, q, k, v, lo, hi, out, lse, scale, chunk_size)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexnsa.attention.operators import empty_contiguous_gradients, empty_contiguous_outputs
 from flexnsa.attention.scoring import LOG2_E
-from flexnsa.attention.sdpa.flash import flash_attention, flash_attention_backward
+from flexnsa.attention.sdpa.flash import flash_attention, flash_attention_backward, takes
 from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
 from flexnsa.operators import opaque_operator
 
@@ -136,9 +136,11 @@ def _add_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(torch.bmm(left.mT, right).sum(0))
 
 
-def _whole_past(block_indices: Tensor, token: Tensor, start: Tensor, block_size: int) -> tuple[Tensor, Tensor] | None:
-    """Return the keys ``[lo, hi)`` of each query if it selected all blocks of its past, on a CPU."""
-    if block_indices.device.type != "cpu":
+def _whole_past(
+    k: Tensor, block_indices: Tensor, token: Tensor, start: Tensor, block_size: int
+) -> tuple[Tensor, Tensor] | None:
+    """Return the keys ``[lo, hi)`` of each query if it selected all blocks of its past, where ``flash`` takes k."""
+    if not takes(k):
         return None
     block = torch.arange(block_indices.shape[-1], dtype=token.dtype)
     current = (token - start)[..., None] // block_size
@@ -165,7 +167,7 @@ def key_major_attention(
     Returns:
         ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
     """
-    if (past := _whole_past(block_indices, token, start, block_size)) is not None:
+    if (past := _whole_past(k, block_indices, token, start, block_size)) is not None:
         return flash_attention(q, k, v, *past, scale, WHOLE_PAST_CHUNK)
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[-1])
@@ -207,7 +209,7 @@ def _selected_attention_backward(
     scale: float,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if (past := _whole_past(block_indices, token, start, block_size)) is not None:
+    if (past := _whole_past(k, block_indices, token, start, block_size)) is not None:
         return flash_attention_backward(grad_out, grad_lse, q, k, v, *past, out, lse, scale, WHOLE_PAST_CHUNK)
     dtype = lse.dtype
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
