@@ -49,6 +49,18 @@ def top_blocks(scores: Tensor, positions: Positions, *, config: NSAConfig) -> Te
     return F.pad(chosen, (0, config.num_selected_blocks - chosen.shape[-1]), value=-1)
 
 
+def all_blocks(positions: Positions, config: NSAConfig) -> Tensor | None:
+    """List every block up to and including the query's own, int32 ``(B or 1, T, n)``, where these are at most ``n``.
+
+    Top-n chooses the same, whatever the scores. None if any query has more candidates, and for no query.
+    """
+    current = (positions.token - positions.start)[..., None] // config.select_block_size
+    if current.numel() == 0 or current.max() >= config.num_selected_blocks:
+        return None
+    block = torch.arange(config.num_selected_blocks, dtype=current.dtype, device=current.device)
+    return block.where(block <= current, -1)
+
+
 def select_in_chunks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> Tensor:
     """Score and choose the blocks of every query, int32 ``(B, Hkv, T, n)``, without a gradient.
 
@@ -97,6 +109,9 @@ def _select_in_chunks(
     scale: float,
 ) -> Tensor:
     call = Call(NSAConfig.from_ints(config), scale)
+    every = all_blocks(Positions(token, start, cmp_start), call.config)
+    if every is not None:
+        return every[:, None].repeat(q.shape[0] // len(every), k_cmp.shape[1], 1, 1)
     chosen = token.new_empty(*k_cmp.shape[:2], q.shape[2], call.config.num_selected_blocks)
 
     def select(q: Tensor, k_cmp: Tensor, chosen: Tensor, *others: Tensor) -> None:

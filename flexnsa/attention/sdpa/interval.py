@@ -6,57 +6,15 @@ chunk is saved: backward recomputes its probabilities from q, k and lse, as Flas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import cast
-
 import torch
 from torch import Tensor
 
 from flexnsa.attention.operators import empty_contiguous_gradients, empty_contiguous_outputs
 from flexnsa.attention.scoring import LOG2_E
+from flexnsa.attention.sdpa.chunks import ALIGNED, Chunk, chunks_of
+from flexnsa.attention.sdpa.flash import flash_attention, flash_attention_backward, takes
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
 from flexnsa.operators import opaque_operator
-
-ALIGNED = 16
-"""A chunk reads a multiple of this number of keys; score rows of odd length cost a tenth of the time."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Queries ``[start, stop)``; some see keys in ``[first, last)``, all see those in ``[inner_first, inner_last)``."""
-
-    start: int
-    stop: int
-    first: int
-    last: int
-    inner_first: int
-    inner_last: int
-
-    def ragged(self) -> Iterator[slice]:
-        """Yield slices of ``[first, last)``, counted from ``first``, of keys that only some queries see."""
-        if self.inner_first >= self.inner_last:
-            yield slice(0, self.last - self.first)
-        else:
-            yield slice(0, self.inner_first - self.first)
-            yield slice(self.inner_last - self.first, self.last - self.first)
-
-
-def _chunks(lo: Tensor, hi: Tensor, size: int) -> list[_Chunk]:
-    """Split the queries into chunks; a chunk's first and last query decide its range, as bounds never decrease."""
-    starts = torch.arange(0, lo.shape[-1], size, device=lo.device)
-    stops = (starts + size).clamp_max(lo.shape[-1])
-    lo, hi = lo.flatten(0, -2), hi.flatten(0, -2)
-    ends = (
-        starts,
-        stops,
-        lo[:, starts].amin(0) // ALIGNED * ALIGNED,
-        -(-hi[:, stops - 1].amax(0) // ALIGNED) * ALIGNED,
-        lo[:, stops - 1].amax(0),
-        hi[:, starts].amin(0),
-    )
-    chunks = cast("list[list[int]]", torch.stack([x.long() for x in ends], 1).tolist())  # pyright: ignore[reportUnknownMemberType]
-    return [_Chunk(*chunk) for chunk in chunks]
 
 
 def _fold(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -71,7 +29,7 @@ def _padded(x: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     return out.flatten(0, 1)
 
 
-def _scores(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, chunk: _Chunk, workspace: Tensor) -> Tensor:
+def _scores(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, chunk: Chunk, workspace: Tensor) -> Tensor:
     """Compute the chunk's scores ``(B * Hkv, G * c, last - first)`` in the workspace, ``-inf`` where masked."""
     shape = (q.shape[0], q.shape[1], chunk.last - chunk.first)
     scores = workspace[: shape[0] * shape[1] * shape[2]].view(shape)
@@ -84,7 +42,7 @@ def _scores(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, chunk: _Chunk, workspa
     return scores
 
 
-def _workspace(q: Tensor, chunks: list[_Chunk], dtype: torch.dtype) -> Tensor:
+def _workspace(q: Tensor, chunks: list[Chunk], dtype: torch.dtype) -> Tensor:
     """Allocate memory for the scores of the largest chunk; allocating for each chunk would take most of the time."""
     largest = max((c.stop - c.start) * max(0, c.last - c.first) for c in chunks)
     return q.new_empty(q.shape[:3].numel() * largest, dtype=dtype)
@@ -108,13 +66,22 @@ def interval_attention(
     Returns:
         ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
     """
+    if takes(k):
+        return flash_attention(q, k, v, lo, hi, scale, chunk_size)
+    return attend_by_products(q, k, v, lo, hi, scale, chunk_size)
+
+
+def attend_by_products(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Attend by separate products and exponentials, on any device."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
 
     def attend(*views: Tensor) -> None:
         q, out, lse, k, v, lo, hi = views
-        chunks = _chunks(lo, hi, chunk_size)
+        chunks = chunks_of(lo, hi, chunk_size)
         past = max((chunk.last for chunk in chunks), default=0)  # of a cache most keys may be in the future
         k_acc, v_acc = _padded(k[:, :, :past], past, dtype).mul_(scale * LOG2_E), _padded(v[:, :, :past], past, dtype)
         workspace = _workspace(q, chunks, dtype)
@@ -150,13 +117,32 @@ def _interval_attention_backward(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if takes(k):
+        return flash_attention_backward(grad_out, grad_lse, q, k, v, lo, hi, out, lse, scale, chunk_size)
+    return differentiate_by_products(grad_out, grad_lse, q, k, v, lo, hi, out, lse, scale, chunk_size)
+
+
+def differentiate_by_products(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of :func:`attend_by_products`."""
     dtype = lse.dtype
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
     grad_q, grad_k, grad_v = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     def differentiate(*views: Tensor) -> None:
         q, out, lse, grad_out, grad_lse, grad_q, k, v, grad_k, grad_v, lo, hi = views
-        chunks = _chunks(lo, hi, chunk_size)
+        chunks = chunks_of(lo, hi, chunk_size)
         # lse = inf gives a row without keys probabilities of 0, not NaN.
         lse_2 = (lse.double() * LOG2_E).to(dtype).masked_fill_(lse == -torch.inf, torch.inf)
         length = -(-k.shape[2] // ALIGNED) * ALIGNED

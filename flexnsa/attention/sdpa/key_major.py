@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flexnsa.attention.operators import empty_contiguous_gradients, empty_contiguous_outputs
 from flexnsa.attention.scoring import LOG2_E
+from flexnsa.attention.sdpa.flash import flash_attention, flash_attention_backward, takes
 from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
 from flexnsa.operators import opaque_operator
 
@@ -24,6 +25,8 @@ MAX_ROWS = 512
 """Queries of one product: enough to run at full speed, few enough for the scores to stay in cache."""
 HEADROOM = 64.0
 """How far a score may exceed the reference, base 2: rarely reached, and far below the overflow of fp32."""
+WHOLE_PAST_CHUNK = 64
+"""Queries of a chunk where all blocks are selected, so that no key is gathered."""
 PARTIAL_SUMS = 4
 """Number of partial sums over the rows of a tile."""
 
@@ -133,6 +136,18 @@ def _add_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(torch.bmm(left.mT, right).sum(0))
 
 
+def _whole_past(
+    k: Tensor, block_indices: Tensor, token: Tensor, start: Tensor, block_size: int
+) -> tuple[Tensor, Tensor] | None:
+    """Return the keys ``[lo, hi)`` of each query if it selected all blocks of its past, where ``flash`` takes k."""
+    if not takes(k):
+        return None
+    block = torch.arange(block_indices.shape[-1], dtype=token.dtype)
+    current = (token - start)[..., None] // block_size
+    every = (current < len(block)).all() and (block_indices == block.where(block <= current, -1)[:, None]).all()
+    return (start.clamp_min(0), token + 1) if every else None
+
+
 @opaque_operator("selected_attention")
 def key_major_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, token: Tensor, start: Tensor, scale: float, block_size: int
@@ -152,6 +167,8 @@ def key_major_attention(
     Returns:
         ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
     """
+    if (past := _whole_past(k, block_indices, token, start, block_size)) is not None:
+        return flash_attention(q, k, v, *past, scale, WHOLE_PAST_CHUNK)
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(q.shape[:3], dtype=dtype)
@@ -192,6 +209,8 @@ def _selected_attention_backward(
     scale: float,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if (past := _whole_past(k, block_indices, token, start, block_size)) is not None:
+        return flash_attention_backward(grad_out, grad_lse, q, k, v, *past, out, lse, scale, WHOLE_PAST_CHUNK)
     dtype = lse.dtype
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

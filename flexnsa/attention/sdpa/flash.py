@@ -1,0 +1,183 @@
+"""Attention to intervals of keys on a CPU by PyTorch's fused kernel, a chunk of queries at a time.
+
+The heads of a group are rows of one matrix: products are large, and keys are neither repeated nor read once a head. A
+mask as large as one chunk hides keys, so that nothing grows with the square of the sequence. It is faster than one call
+with ``is_causal``, which reads the keys for each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexnsa.attention.operators import with_rows
+from flexnsa.attention.queries import THREADED_QUERIES
+from flexnsa.attention.sdpa.chunks import Chunk, chunks_of
+from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
+
+_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def takes(k: Tensor) -> bool:
+    """Return whether the kernel takes these keys: on a CPU, and finite, as it adds its mask, which hides no NaN."""
+    return k.device.type == "cpu" and bool(k.sum(dtype=torch.promote_types(k.dtype, torch.float32)).isfinite())
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Attend to the keys ``[lo, hi)`` of each query, as :func:`flexnsa.attention.sdpa.interval.interval_attention`."""
+    dtype, width = torch.promote_types(q.dtype, torch.float32), max(q.shape[-1], v.shape[-1])
+    out, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)
+    chunks = chunks_of(lo, hi, chunk_size)
+
+    def attend(*views: Tensor) -> None:
+        q, out, lse, k, v, lo, hi = views
+        keys, values = _wide(k, width, dtype), _wide(v, width, dtype)
+        for chunk, seen, mask in _masked(chunks, lo, hi, k.shape[2], q.shape[2], dtype):
+            rows = _rows(q[..., chunk.queries, :], 1, width, dtype)
+            attended, log_sums = _attend(rows, keys[:, :, seen], values[:, :, seen], attn_mask=mask, scale=scale)
+            out_c, lse_c = out[..., chunk.queries, :], lse[..., chunk.queries]
+            out_c.copy_(attended[..., : v.shape[-1]].reshape(out_c.shape))
+            lse_c.copy_(log_sums.reshape(lse_c.shape))
+
+    run_heads_in_threads(attend, (*grouped(k, q, out, lse), k, v, *repeated(k, lo, hi)), _heads_at_once(q, k))
+    # The kernel gives 0 for a query without keys, and is not called for a chunk of them.
+    return out, lse.masked_fill_((lo >= hi)[:, None], -torch.inf)
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    dtype, width = lse.dtype, max(q.shape[-1], v.shape[-1])
+    if grad_lse is not None:
+        # A value that is 1, and 0 in the output, adds a gradient to all scores of a row: that of its lse.
+        grad_out, out, v_one = (
+            torch.cat([x.to(dtype), extra], -1)
+            for x, extra in (
+                (grad_out, grad_lse[..., None]),
+                (out, torch.zeros_like(lse)[..., None]),
+                (v, v.new_ones(*v.shape[:3], 1, dtype=dtype)),
+            )
+        )
+        found = flash_attention_backward(grad_out, None, q, k, v_one, lo, hi, out, lse, scale, chunk_size)
+        return *found[:2], found[2][..., :-1].to(v.dtype)
+    grad_q, grad_k, grad_v = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    chunks = chunks_of(lo, hi, chunk_size)
+
+    def differentiate(*views: Tensor) -> None:
+        q, out, lse, grad_out, grad_q, k, v, grad_k, grad_v, lo, hi = views
+        copies = _copies(q)
+        group = q.shape[2] // copies
+        keys, values = _wide(k, width, dtype), _wide(v, width, dtype)
+        totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
+        for chunk, seen, mask in _masked(chunks, lo, hi, k.shape[2], group, dtype):
+            queries = chunk.queries
+            grad_out_c, q_c, out_c = (_rows(x[..., queries, :], copies, width, dtype) for x in (grad_out, q, out))
+            # A row without keys has masked scores only: any finite lse makes its probabilities 0.
+            lse_c = lse[..., queries].reshape(q_c.shape[:3]).clamp_min(torch.finfo(dtype).min)
+            k_c, v_c = (_repeated(x[:, :, seen], copies) for x in (keys, values))
+            grads = _differentiate(grad_out_c, q_c, k_c, v_c, out_c, lse_c, 0.0, False, attn_mask=mask, scale=scale)
+            grad_q_c = grad_q[..., queries, :]
+            grad_q_c.copy_(grads[0][..., : q.shape[-1]].reshape(grad_q_c.shape))
+            for total, grad in zip(totals, grads[1:], strict=True):
+                total[:, :, seen] += _summed(grad[..., : total.shape[-1]], copies)
+        grad_k.copy_(totals[0])
+        grad_v.copy_(totals[1])
+
+    views = (*grouped(k, q, out, lse, grad_out, grad_q), k, v, grad_k, grad_v, *repeated(k, lo, hi))
+    run_heads_in_threads(differentiate, views, _heads_at_once(q, k))
+    return grad_q, grad_k, grad_v
+
+
+def _heads_at_once(q: Tensor, k: Tensor) -> int:
+    """Count the key heads of one call: all of them where they get no threads of their own."""
+    threaded = q.shape[2] >= THREADED_QUERIES and torch.get_num_threads() > 1
+    return 1 if threaded else k.shape[0] * k.shape[1]
+
+
+def _masked(
+    chunks: list[Chunk], lo: Tensor, hi: Tensor, num_keys: int, group: int, dtype: torch.dtype
+) -> Iterator[tuple[Chunk, slice, Tensor | None]]:
+    """Yield the chunks that see any key, their keys, and the mask ``(b or 1, 1, group * c, keys)`` added to scores."""
+    all_bounds = torch.stack((lo[:, 0], hi[:, 0]))
+    mask = None
+    # From the last one, which reads the most keys: the masks of others are often parts of its own.
+    for chunk in reversed(chunks):
+        seen = slice(chunk.first, min(chunk.last, num_keys))
+        if seen.start >= seen.stop:
+            continue
+        if chunk.inner_first <= seen.start and seen.stop <= chunk.inner_last:
+            yield chunk, seen, None
+            continue
+        bounds = all_bounds[..., chunk.queries] - chunk.inner_last
+        first, last = seen.start - chunk.inner_last, seen.stop - chunk.inner_last
+        if mask is None or not mask.holds(bounds, first, last):
+            mask = _Mask.of(bounds, first, last, group, dtype)
+        yield chunk, seen, mask.scores[..., first - mask.first : last - mask.first]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """A mask of keys ``[first, last)`` for ``bounds (2, B or 1, c)``, all counted from one key of the chunk."""
+
+    bounds: Tensor
+    first: int
+    last: int
+    scores: Tensor
+
+    @classmethod
+    def of(cls, bounds: Tensor, first: int, last: int, group: int, dtype: torch.dtype) -> _Mask:
+        """Build the mask, 0 or ``-inf`` for each row of a group's queries."""
+        lo, hi = bounds[..., None].unbind()
+        key = torch.arange(first, last, dtype=lo.dtype, device=lo.device)
+        hidden = (key < lo) | (key >= hi)
+        scores = torch.zeros(hidden.shape, dtype=dtype, device=lo.device).masked_fill_(hidden, -torch.inf)
+        return cls(bounds, first, last, scores.repeat(1, group, 1)[:, None])
+
+    def holds(self, bounds: Tensor, first: int, last: int) -> bool:
+        """Return whether the mask of other bounds is a part of this one."""
+        inside = self.first <= first and last <= self.last
+        return inside and torch.equal(self.bounds.clamp(first, last), bounds.clamp(first, last))
+
+
+def _wide(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Give vectors the width that the kernel demands of all, in contiguous rows: of others it makes NaN."""
+    x = with_rows(x.to(dtype))
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _rows(x: Tensor, copies: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Fold ``(b, h, G, c, D)`` to rows ``(b, h * copies, G / copies * c, width)``."""
+    return _wide(x, width, dtype).reshape(len(x), x.shape[1] * copies, -1, width)
+
+
+def _copies(q: Tensor) -> int:
+    """Count the parts of a group that backward takes one by one, as it runs on no more threads than matrices."""
+    group, matrices = q.shape[2], max(1, q.shape[0] * q.shape[1])
+    wanted = torch.get_num_threads() / matrices
+    return next(parts for parts in range(1, group + 1) if group % parts == 0 and (parts >= wanted or parts == group))
+
+
+def _repeated(x: Tensor, copies: int) -> Tensor:
+    return x if copies == 1 else x.repeat_interleave(copies, dim=1)
+
+
+def _summed(x: Tensor, copies: int) -> Tensor:
+    return x if copies == 1 else torch.unflatten(x, 1, (-1, copies)).sum(2)

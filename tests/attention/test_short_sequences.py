@@ -1,0 +1,165 @@
+"""Sequences whose branches see the whole past, and those one token or one block longer, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexnsa import native_sparse_attention, select_blocks, selected_attention, sliding_window_attention
+from flexnsa.attention.sdpa.flash import flash_attention, flash_attention_backward
+from flexnsa.attention.sdpa.interval import attend_by_products, differentiate_by_products
+from tests.support.comparison import assert_as_exact_as_plain
+from tests.support.inputs import SMALL, Inputs, attend, attend_with_aux, make_inputs
+
+WINDOW = SMALL.window_size
+BLOCKS = SMALL.num_selected_blocks * SMALL.select_block_size
+BORDERS = (WINDOW, WINDOW + 1, BLOCKS, BLOCKS + 1, 2 * BLOCKS + 3)
+lengths = pytest.mark.parametrize("length", BORDERS)
+
+
+@lengths
+@pytest.mark.parametrize("group", [1, 2, 6, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_and_gradients(length: int, group: int, dtype: torch.dtype) -> None:
+    drawn = make_inputs(length, group=group, batch=2, value_dim=24, dtype=torch.float32)
+    exact_inputs = drawn.to(torch.float64)
+    blocks = select_blocks(exact_inputs.q, exact_inputs.k_cmp, config=SMALL, impl="reference")
+
+    def run(impl: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        x = drawn.to(dtype)
+        out = attend(x, impl=impl, block_indices=blocks)
+        grads = torch.autograd.grad(out.square().sum(), list(x.named().values()))
+        return {"out": out.detach()}, dict(zip(x.named(), grads, strict=True))
+
+    (out, grads), (plain, plain_grads) = run("auto", dtype), run("reference", dtype)
+    exact, exact_grads = run("reference", torch.float64)
+    assert_as_exact_as_plain(out, plain, exact, factor=2)
+    assert_as_exact_as_plain(grads, plain_grads, exact_grads, factor=3)
+
+
+@lengths
+@pytest.mark.parametrize("branch", ["slc", "win"])
+def test_gradients_of_lse(length: int, branch: str) -> None:
+    x = make_inputs(length).to(torch.float64)
+    blocks = select_blocks(x.q, x.k_cmp, config=SMALL)
+
+    def run(impl: str) -> list[Tensor]:
+        if branch == "slc":
+            out, lse = selected_attention(x.q, x.k, x.v, blocks, config=SMALL, impl=impl)
+        else:
+            out, lse = sliding_window_attention(x.q, x.k, x.v, config=SMALL, impl=impl)
+        assert lse is not None
+        both = torch.autograd.grad(out.square().sum() + lse.sin().sum(), (x.q, x.k, x.v), retain_graph=True)
+        return [out, lse, *both, *torch.autograd.grad(lse.sin().sum(), (x.q, x.k))]
+
+    torch.testing.assert_close(run("sdpa"), run("reference"))
+
+
+@lengths
+def test_selection_is_the_references(length: int) -> None:
+    x = make_inputs(length, batch=2)
+    chosen, expected = (select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl) for impl in ("sdpa", "reference"))
+    assert chosen.dtype == expected.dtype
+    assert torch.equal(chosen, expected)
+
+
+@lengths
+def test_documents_are_as_if_alone(length: int) -> None:
+    """Documents of which the first is as long as a border, each with its own block grid."""
+    x = make_inputs(length + 30)
+    ids = (torch.arange(length + 30) >= length).long()[None]
+    compressed = {"k_cmp": torch.cat([x.k_cmp, x.k_cmp], 2), "v_cmp": torch.cat([x.v_cmp, x.v_cmp], 2)}
+    x = x.replace(**{name: value[:, :, : x.k_cmp.shape[2]] for name, value in compressed.items()})
+    outs, exact = (attend_with_aux(x, impl=impl, document_ids=ids) for impl in ("sdpa", "reference"))
+    torch.testing.assert_close(outs[0], exact[0])
+    assert torch.equal(outs[1].block_indices, exact[1].block_indices)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("length", [WINDOW, BLOCKS])
+def test_mods_apply(length: int) -> None:
+    x = make_inputs(length)
+
+    def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+        return q_idx - kv_idx < 10
+
+    out, exact, without = (
+        attend(x, impl=impl, mask_mod=mod) for impl, mod in (("sdpa", near), ("reference", near), ("sdpa", None))
+    )
+    torch.testing.assert_close(out, exact)
+    assert not torch.allclose(out, without)
+
+
+def test_blocks_that_were_left_out_are_not_read() -> None:
+    """A selection may be wide enough for all blocks and hold fewer."""
+    x = make_inputs(BLOCKS)
+    own = (torch.arange(BLOCKS, dtype=torch.int32) // SMALL.select_block_size)[:, None]
+    blocks = torch.cat([own, torch.full((BLOCKS, SMALL.num_selected_blocks - 1), -1, dtype=torch.int32)], 1)
+    blocks = blocks.expand(1, 2, -1, -1).contiguous()
+    out, exact = (
+        selected_attention(x.q, x.k, x.v, blocks, config=SMALL, impl=impl)[0] for impl in ("sdpa", "reference")
+    )
+    torch.testing.assert_close(out, exact)
+
+
+@pytest.mark.parametrize("length", [WINDOW, BLOCKS])
+@pytest.mark.parametrize("at", [7, 20])
+def test_the_future_changes_nothing(length: int, at: int) -> None:
+    x = make_inputs(length)
+
+    def changed(y: Tensor) -> Tensor:
+        return torch.cat([y[:, :, :at], y[:, :, at:] + 1], 2)
+
+    other = x.replace(**{name: changed(getattr(x, name)) for name in ("q", "k", "v", "k_win", "v_win")})
+    out, after = (attend(y, impl="auto", branches=("slc", "win")) for y in (x, other))
+    assert torch.equal(out[:, :, :at], after[:, :, :at])
+    assert (out[:, :, at:] != after[:, :, at:]).any(-1).all()
+
+
+@pytest.mark.parametrize("length", [WINDOW, BLOCKS + 1])
+def test_it_compiles_to_one_graph(length: int) -> None:
+    x = make_inputs(length, dtype=torch.float32).to(torch.float32)
+
+    def attention(*tensors: Tensor) -> Tensor:
+        return native_sparse_attention(**Inputs(*tensors).named(), config=SMALL)
+
+    tensors = tuple(x.named().values())
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    got, expected = (
+        [out, *torch.autograd.grad(out.square().sum(), tensors)]
+        for out in (run(*tensors) for run in (compiled, attention))
+    )
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("negative", [False, True])
+def test_products_and_the_fused_kernel_agree(threads: int, negative: bool) -> None:
+    """Devices without the kernel take separate products; gaps, rows without keys and one key head for many threads."""
+    x = make_inputs(70, kv_heads=1, group=6, value_dim=24, batch=2)
+    token = torch.arange(70)[None].int()
+    lo, hi = (token - 31).clamp_min(0), (token - 5).clamp_min(0)
+    problem = (x.q, x.k, x.v, lo, hi)
+    numbers = (-0.3 if negative else 0.25, 16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        fused, plain = flash_attention(*problem, *numbers), attend_by_products(*problem, *numbers)
+        torch.testing.assert_close(fused, plain)
+        for grad_lse in (None, torch.randn_like(plain[1])):
+            upstream = (torch.randn_like(plain[0]), grad_lse)
+            got, expected = (
+                function(*upstream, *problem, *plain, *numbers)
+                for function in (flash_attention_backward, differentiate_by_products)
+            )
+            torch.testing.assert_close(got, expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_wider_selection_changes_nothing() -> None:
+    x = make_inputs(BLOCKS)
+    outs = [attend(x, config=replace(SMALL, num_selected_blocks=n)) for n in (SMALL.num_selected_blocks, 20)]
+    torch.testing.assert_close(*outs)
