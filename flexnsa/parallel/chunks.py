@@ -28,6 +28,7 @@ def check_chunks(name: str, tokens: int, count: int, config: NSAConfig, branches
     strides = dict(zip(("compress_stride", "index_stride"), (kind.compress_stride for kind in kinds), strict=False))
     least = max(window_halo(config) if "win" in branches else 0, *map(block_halo, kinds))
     if tokens % (count * lcm(*strides.values())) or tokens // count < least:
-        multiples = " and ".join(f"{what}={stride}" for what, stride in strides.items())
+        first_of = {stride: what for what, stride in reversed(strides.items())}
+        multiples = " and ".join(f"{what}={stride}" for stride, what in reversed(first_of.items()))
         expected = f"{count} chunks of at least {least} tokens, in multiples of {multiples}"
         raise ValueError(f"{name}: expected {expected}, got {tokens} tokens")

@@ -9,7 +9,13 @@ from typing import Any
 
 from flexnsa.checks.primitives import check_positive_int
 from flexnsa.lm.cli.options import output_folder
-from flexnsa.lm.cli.recipe_options import add_recipe_options, preset_of_options, recipe_of_options
+from flexnsa.lm.cli.recipe_options import (
+    add_recipe_options,
+    model_config,
+    preset_of_options,
+    recipe_of_options,
+    train_config,
+)
 from flexnsa.lm.data.corpus import Corpus
 from flexnsa.lm.diagnosis.environment import recorded_environment
 from flexnsa.lm.diagnosis.non_finite import strict
@@ -26,7 +32,7 @@ from flexnsa.lm.parallel.joining import (
 )
 from flexnsa.lm.parallel.ranks import Ranks
 from flexnsa.lm.training.config import TrainConfig
-from flexnsa.lm.training.run import Watcher, run
+from flexnsa.lm.training.run import Watcher, require_one_run, run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +64,8 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
         recipe = replace(recipe, ranks=_count_processes(arguments))
         recipe.own_device()
         recipe.check_training()
-    same = agreed_options(arguments, recipe.model, recipe.training, recipe.corpus())
+    # What a checkpoint says is compared later: ranks that see different folders are told of these.
+    same = agreed_options(arguments, model_config(arguments), train_config(arguments), recipe.corpus())
     with recipe.joined(same) as ranks:
         stopped_by = _train(recipe, ranks, arguments, watchers)
     if stopped_by is not None:
@@ -67,6 +74,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
 
 def _train(recipe: Recipe, ranks: Ranks, arguments: argparse.Namespace, watchers: Sequence[Watcher]) -> int | None:
     """Train in a function of its own: the wrapped model has to be gone before the ranks part."""
+    require_one_run(arguments.out, ranks)
     trainer = recipe.build_trainer(ranks)
     if ranks.rank == 0:
         corpus = trainer.corpus

@@ -117,12 +117,27 @@ def reserved(folder: Path, ranks: Ranks) -> Iterator[None]:
         yield
 
 
+def require_one_run(folder: Path, ranks: Ranks) -> None:
+    """Check that all ranks see the same checkpoint, before they build what it describes.
+
+    Raises:
+        FileError: they see different folders.
+    """
+    newest = newest_checkpoint(folder) if folder.is_dir() else None
+    names = ranks.gather(newest and newest.name)
+    _refuse_folders(folder, [rank for rank, name in enumerate(names) if name != names[0]])
+
+
 def _require_one_folder(folder: Path, ranks: Ranks) -> None:
     """Check that all ranks see a file that rank 0 makes: shards in different folders would be lost."""
     mark = folder / f".flexnsa.seen-{ranks.gather(secrets.token_hex(8))[0]}"
     ranks.on_first(mark.touch)
     blind = [rank for rank, sees in enumerate(ranks.gather(mark.exists())) if not sees]
     ranks.on_first(mark.unlink)
+    _refuse_folders(folder, blind)
+
+
+def _refuse_folders(folder: Path, blind: list[int]) -> None:
     if blind:
         message = f"{folder}: not the same folder on rank {', '.join(map(str, blind))} as on rank 0"
         raise FileError(f"{message}; take a folder that all machines share (--out)")

@@ -38,7 +38,7 @@ class Teaching:
 
     def summed(self, selection: SelectionLoss | None) -> Tensor | float:
         """Count what a forward pass added, and return what to differentiate."""
-        if selection is None:
+        if selection is None or not selection.sums:
             return 0.0
         sums = torch.stack(selection.sums)
         self._sums += torch.stack((sums.detach(), torch.stack(selection.weights))).double()
