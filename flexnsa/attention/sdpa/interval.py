@@ -1,7 +1,8 @@
 """Attention to intervals of keys, a chunk of queries at a time: memory linear in the sequence, forward and backward.
 
 A chunk reads only the keys that some of its queries see, and masks only those that not all of them see. Nothing of a
-chunk is saved: backward recomputes its probabilities from q, k and lse, as FlashAttention does.
+chunk is saved: backward recomputes its probabilities from q, k and lse, as FlashAttention does. On a CPU PyTorch's
+fused kernel attends (:mod:`flexnsa.attention.sdpa.flash`), elsewhere and to keys that are not finite separate products.
 """
 
 from __future__ import annotations
