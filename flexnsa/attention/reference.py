@@ -169,10 +169,8 @@ def select(
 
 
 @_without_autocast
-def divergence(
-    q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call, query_weights: str
-) -> tuple[Tensor, Tensor]:
-    """Sum ``KL(true || score)`` of the free blocks at ``tokens``, weighted by their true mass or all alike."""
+def divergence(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
+    """Sum ``KL(true || score)`` of the free blocks of each query, weighted by their true mass or all alike."""
     config, blocks = call.config, num_blocks(k.shape[2], call.config)
     scores, query, key = _score_tokens(q.detach(), k.detach(), call.positions, call)
     probs, _ = _softmax(scores, ((key >= 0) & (key <= query))[:, None])
@@ -195,8 +193,5 @@ def divergence(
     mass = true.sum(-1, keepdim=True)
     ratio = (true / mass).where(true > 0, 1) / (score / score.sum(-1, keepdim=True)).where(true > 0, 1)
     kl = ((true / mass) * ratio.log()).where(true > 0, 0).sum(-1)
-    at = tokens[:, None].expand(-1, k.shape[1], -1)
-    kl, weights = (x.gather(2, at.clamp_min(0)).where(at >= 0, 0) for x in (kl, mass[..., 0]))
-    if query_weights == "mean":
-        weights = (weights > 0).to(weights.dtype)
+    weights = mass[..., 0] if query_weights == "mass" else (mass[..., 0] > 0).to(mass.dtype)
     return (kl * weights).sum(), weights.sum()

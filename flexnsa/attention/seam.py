@@ -107,10 +107,11 @@ SelectedBranch = Callable[[Tensor, Tensor, Tensor, Tensor, Call], BranchOutput]
 WindowBranch = Callable[[Tensor, Tensor, Tensor, Call], BranchOutput]
 """``(q, k, v, call)``: attend to the last ``w`` tokens, at ``call.window_positions`` (NSA paper, section 3.3.3)."""
 
-Divergence = Callable[[Tensor, Tensor, Scorer, Tensor, Call, str], tuple[Tensor, Tensor]]
-"""``(q, k, scorer, tokens, call, query_weights)``: how far the scores of blocks are from their true shares, summed over
-the queries ``tokens (B, m)``, where -1 is none, weighted by the true mass of their blocks (``"mass"``) or all alike
-(``"mean"``); and the sum of the weights. The first has a gradient in the scorer's q and k alone.
+Divergence = Callable[[Tensor, Tensor, Scorer, Call, str], tuple[Tensor, Tensor]]
+"""``(q, k, scorer, call, query_weights)``: how far the scores of blocks are from their true shares, summed over the
+queries ``q (B, Hq, m, Dk)`` and ``scorer.q`` of a few tokens, which both calls locate, weighted by the true mass of
+their blocks (``"mass"``) or all alike (``"mean"``); and the sum of the weights. A query that precedes its sequence sees
+no key and counts 0. The sum has a gradient in the scorer's q and k alone.
 """
 
 InputCheck = Callable[[str, Tensor], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -59,6 +60,54 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
+class QuerySample(Protocol):
+    """Which queries are compared, of those at hand; ranks that share a sequence share them out."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens of whole sequences, int64 ``(B, m)``, where -1 is no token."""
+        ...
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the sampled queries that are at hand, of ``x (B or 1, H, T, D)``, and any others for the rest."""
+        ...
+
+    def compared(self, x: Tensor) -> Tensor:
+        """Return the queries that are compared here, given what :meth:`take` returned."""
+        ...
+
+    def positions(self, whole: Positions) -> Positions:
+        """Locate those that are compared here, given the positions of all queries at hand."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The queries at ``tokens``, int64 ``(B, m)``, of whole sequences, where -1 is no token: a :class:`QuerySample`."""
+
+    tokens: Tensor
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the queries at the tokens, of ``x (B or 1, H, T, D)``."""
+        index = self.tokens.clamp_min(0)[:, None, :, None]
+        return x.expand(len(index), -1, -1, -1).gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+
+    def compared(self, x: Tensor) -> Tensor:
+        """Return all of them."""
+        return x
+
+    def positions(self, whole: Positions) -> Positions:
+        """Locate the tokens; -1 precedes its sequence, so it sees no key."""
+        kept = whole.at_tokens(self.tokens.clamp_min(0))
+        token = kept.token.where(self.tokens >= 0, kept.start - 1)
+        return Positions(token, kept.start, kept.cmp_start, consecutive=False, aligned=kept.aligned)
+
+
+def at_sample(call: Call, q: Tensor, sample: QuerySample) -> Call:
+    """Return a call of the sampled queries, given that of all, ``q (B, H, T, D)``."""
+    return replace(call, positions=sample.positions(positions_of(q, call.positions)))
+
+
 def free_blocks(positions: Positions, blocks: int, config: NSAConfig) -> Tensor:
     """Return which blocks each query may leave out, bool ``(B or 1, 1, T, M)``: candidates that are not forced."""
     block = torch.arange(blocks, device=positions.token.device)
@@ -66,22 +115,19 @@ def free_blocks(positions: Positions, blocks: int, config: NSAConfig) -> Tensor:
     return (block >= config.num_init_blocks) & (block <= current - config.num_local_blocks)
 
 
-def divergence(
-    q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call, query_weights: str
-) -> tuple[Tensor, Tensor]:
+def divergence(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
     """Sum the divergences of scores from true shares; see ``flexnsa.attention.seam.Divergence``.
 
     Both are distributions over the free blocks that have a visible key of the scorer; a query without any counts 0.
     """
     if call.score_mod is None:
-        return divergence_by(_selection_loss, q, k, scorer, tokens, call, query_weights)
+        return divergence_by(_selection_loss, q, k, scorer, call, query_weights)
     # An operator cannot take a mod; autograd differentiates it.
-    positions = _positions_at(positions_of(q, call.positions), tokens)
-    of_scorer = _positions_at(positions_of(scorer.q, scorer.call.positions), tokens)
+    positions, of_scorer = positions_of(q, call.positions), positions_of(scorer.q, scorer.call.positions)
     with torch.autocast(q.device.type, enabled=False):
         with torch.no_grad():
-            log_true = log_shares(_at_tokens(q, tokens), k, positions, call)
-        log_probs = log_probabilities(_at_tokens(scorer.q, tokens), scorer.k, of_scorer, scorer.call)
+            log_true = log_shares(q, k, positions, call)
+        log_probs = log_probabilities(scorer.q, scorer.k, of_scorer, scorer.call)
         compared, _ = _compare(log_true, log_probs, positions, of_scorer, call.config, scorer.call.config)
         weights = _weights(compared.mass, query_weights == "mass")
         return (compared.kl * weights).sum(), weights.sum()
@@ -92,16 +138,14 @@ def divergence_by(
     q: Tensor,
     k: Tensor,
     scorer: Scorer,
-    tokens: Tensor,
     call: Call,
     query_weights: str,
 ) -> tuple[Tensor, Tensor]:
     """Sum the divergences by an operator with the arguments of ``_selection_loss``, without a score_mod."""
-    positions = _positions_at(positions_of(q, call.positions), tokens)
-    of_scorer = _positions_at(positions_of(scorer.q, scorer.call.positions), tokens)
+    positions, of_scorer = positions_of(q, call.positions), positions_of(scorer.q, scorer.call.positions)
     where = *positions.tensors, *of_scorer.tensors, positions.aligned
     numbers = call.config.to_ints(), scorer.call.config.to_ints(), call.scale, scorer.call.scale
-    tensors = q.detach(), k.detach(), scorer.q, scorer.k, tokens
+    tensors = q.detach(), k.detach(), scorer.q, scorer.k
     total, weight, _, _ = operator(*tensors, *where, *numbers, query_weights == "mass")
     return total, weight
 
@@ -112,7 +156,6 @@ def _selection_loss(
     k: Tensor,
     q_index: Tensor,
     k_index: Tensor,
-    tokens: Tensor,
     token: Tensor,
     start: Tensor,
     cmp_start: Tensor,
@@ -129,15 +172,14 @@ def _selection_loss(
     """Sum the divergences at a few queries, and differentiate the sum, in chunks of queries.
 
     Returns:
-        The sum and its weight, and the gradients of the sum in ``q_index`` at the tokens, ``(B, Hkv * H, m, D)``, and
-        in ``k_index``. So backward is a product with a number, and keeps neither scores nor queries.
+        The sum and its weight, and the gradients of the sum in ``q_index`` and ``k_index``. So backward is a product
+        with a number, and keeps neither scores nor queries.
     """
-    q, q_index = _at_tokens(q, tokens), _at_tokens(q_index, tokens)
     call, index_config = Call(NSAConfig.from_ints(sizes), scale), NSAConfig.from_ints(index_sizes)
     index_call = Call(index_config, index_scale)
     wide = torch.promote_types(q_index.dtype, torch.float32)
     total, weight = (torch.zeros((), dtype=wide, device=q.device) for _ in range(2))
-    dq, dk = torch.empty_like(q_index, dtype=wide), torch.zeros_like(k_index, dtype=wide)
+    dq, dk = (x.new_zeros(x.shape, dtype=wide) for x in (q_index, k_index))
     chunk = queries_at_once(q, k)
     for at in range(0, q.shape[2], chunk):
         part = slice(at, at + chunk)
@@ -163,20 +205,18 @@ def _empty_results(
     k: Tensor,  # noqa: ARG001
     q_index: Tensor,
     k_index: Tensor,
-    tokens: Tensor,
     *_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(q_index.dtype, torch.float32)
     total, weight = (q.new_empty((), dtype=wide) for _ in range(2))
-    dq = q_index.new_empty(*q_index.shape[:2], tokens.shape[1], q_index.shape[3], dtype=wide)
-    return total, weight, dq, torch.empty_like(k_index, dtype=wide)
+    dq, dk = (x.new_empty(x.shape, dtype=wide) for x in (q_index, k_index))
+    return total, weight, dq, dk
 
 
 class _Context(Protocol):
     """What backward is given of an operator's call."""
 
-    saved_tensors: tuple[Tensor, Tensor, Tensor]
-    sizes: torch.Size
+    saved_tensors: tuple[Tensor, Tensor]
     dtype: torch.dtype
     others: int
 
@@ -184,21 +224,19 @@ class _Context(Protocol):
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
 
-_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, *tuple[object, ...]]
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, *tuple[object, ...]]
 
 
 def _save_gradients(ctx: _Context, inputs: _Inputs, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    _, _, q_index, _, tokens, *others = inputs
+    _, _, q_index, _, *others = inputs
     _, weight, dq, dk = output
     ctx.mark_non_differentiable(weight, dq, dk)
-    ctx.save_for_backward(dq, dk, tokens)
-    ctx.sizes, ctx.dtype, ctx.others = q_index.shape, q_index.dtype, 1 + len(others)
+    ctx.save_for_backward(dq, dk)
+    ctx.dtype, ctx.others = q_index.dtype, len(others)
 
 
 def _scale_gradients(ctx: _Context, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    dq, dk, tokens = ctx.saved_tensors
-    dq, dk = ((grad * x).to(ctx.dtype) for x in (dq, dk))
-    dq = dq.new_zeros(ctx.sizes).scatter_add(2, _index_of(tokens, dq), dq)  # that of no token is 0
+    dq, dk = ((grad * x).to(ctx.dtype) for x in ctx.saved_tensors)
     return None, None, dq, dk, *(None,) * ctx.others
 
 
@@ -251,22 +289,6 @@ def _compare(
 def _weights(mass: Tensor, by_mass: bool) -> Tensor:
     """Weigh queries by the true mass of their blocks, or all alike that have any."""
     return mass if by_mass else (mass > 0).to(mass.dtype)
-
-
-def _positions_at(positions: Positions, tokens: Tensor) -> Positions:
-    """Keep the queries at ``tokens (B, m)``; -1, which is no token, stands before its sequence and sees nothing."""
-    kept = positions.at_tokens(tokens.clamp_min(0))
-    token = kept.token.where(tokens >= 0, kept.start - 1)
-    return Positions(token, kept.start, kept.cmp_start, consecutive=False, aligned=kept.aligned)
-
-
-def _at_tokens(x: Tensor, tokens: Tensor) -> Tensor:
-    """Take the queries at ``tokens (B, m)`` of ``x (B, H, T, D)``; for no token, any."""
-    return x.gather(2, _index_of(tokens, x))
-
-
-def _index_of(tokens: Tensor, x: Tensor) -> Tensor:
-    return tokens.clamp_min(0)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
 
 
 @torch.no_grad()

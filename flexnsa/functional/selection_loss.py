@@ -7,7 +7,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from flexnsa.attention.selection_loss import found_and_best, sampled_tokens
+from flexnsa.attention.seam import Scorer
+from flexnsa.attention.selection_loss import Sample, at_sample, found_and_best, sampled_tokens
 from flexnsa.attention.shares import log_shares
 from flexnsa.checks.calls import check_group, check_queries, checked_selection
 from flexnsa.checks.primitives import (
@@ -145,8 +146,10 @@ def selection_loss(
     where = locate_queries(q, config, document_ids)
     implementation, call = prepare(q, config, scale, where, score_mod, mask_mod, impl)
     scorer = scorer_of(q, q_index, k_cmp, call, index_scale, document_ids)
-    tokens = sampled_tokens(length, num_queries, seed, step, sequence_ids)
-    total, weight = implementation.divergence(q, k, scorer, tokens, call, query_weights)
+    sample = Sample(sampled_tokens(length, num_queries, seed, step, sequence_ids))
+    scorer = Scorer(sample.take(scorer.q), scorer.k, at_sample(scorer.call, scorer.q, sample))
+    q, call = sample.take(q), at_sample(call, q, sample)
+    total, weight = implementation.divergence(q, k, scorer, call, query_weights)
     if reduction == "sum":
         return total, weight
     return total / weight.where(weight > 0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Self, cast
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.attention.decoding import StepInputs
-from flexnsa.attention.seam import Divergence
 from flexnsa.attention.table import choose_implementation
 from flexnsa.cache.cache import NSACache
 from flexnsa.cache.steps import Step
@@ -22,7 +21,7 @@ from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.core import Compressors, Heads, Read
 from flexnsa.layers.decoding import step_inputs, takes_step
-from flexnsa.layers.forward import WholeStep, attend_branches, check_call, run_layer
+from flexnsa.layers.forward import LossOverRanks, WholeStep, attend_branches, check_call, run_layer
 from flexnsa.layers.gating import Gate, in_columns
 from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection
 from flexnsa.layers.layouts import KeySource, LayoutSizes, RowLayout, check_layout, row_layout, step_layout
@@ -101,7 +100,7 @@ class NativeSparseAttention(nn.Module):
         self.recompute = built_from.recompute
         self.impl = impl
         self.lay_out = row_layout  # another one where ranks share the tokens of a row
-        self.losses_over: tuple[Callable[[Divergence], Divergence], ...] = ()  # ranks that share its heads or tokens
+        self.losses_over: tuple[LossOverRanks, ...] = ()  # groups of ranks that share its heads or tokens
 
         self.w_q = nn.Linear(dim, num_heads * head_dim, bias=False)
         for tag in self.branches:

@@ -12,7 +12,7 @@ from flexnsa.attention.seam import Call, Implementation, Keys, Scorer, given
 from flexnsa.attention.table import attend
 from flexnsa.layers.indexer import IndexHeads
 from flexnsa.layers.layouts import KeySource, RowLayout
-from flexnsa.layers.rope import apply_rope
+from flexnsa.layers.rope import RopeTables, apply_rope
 from flexnsa.masks.user_mods import mod_of_index_heads
 
 
@@ -21,7 +21,9 @@ class Read:
     """What one call of attention read: rotated queries, keys and values, and the blocks that it selected.
 
     Args:
-        q: ``(B, Hq, T, Dk)``.
+        raw_q: queries ``(B, Hq, T, Dk)``, not rotated.
+        tables: rotary tables of the queries.
+        q: rotated.
         keys: and values of the branches.
         call: with the positions of the queries.
         block_indices: int32 ``(B, Hkv, T, n)``; None without the selected branch.
@@ -29,6 +31,8 @@ class Read:
         implementation: who computed the branches.
     """
 
+    raw_q: Tensor
+    tables: RopeTables
     q: Tensor
     keys: Keys
     call: Call
@@ -122,7 +126,7 @@ def attend_heads(
     keys = Keys(**read)
     gates = given(heads.gates)
     out, aux = attend(implementation, q, keys, gates, call, indexer=scorer, branches=branches, recompute=recompute)
-    return out, Read(q, keys, call, aux.block_indices, scorer, implementation)
+    return out, Read(heads.q, layout.tokens, q, keys, call, aux.block_indices, scorer, implementation)
 
 
 def _scorer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -10,7 +9,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.seam import Call, Divergence, given
+from flexnsa.attention.seam import Call, Scorer, given
+from flexnsa.attention.selection_loss import QuerySample, Sample, at_sample
 from flexnsa.attention.table import choose_implementation, prepare_mods
 from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
 from flexnsa.cache.documents import check_pack
@@ -22,7 +22,9 @@ from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Compressors, Heads, Read, attend_heads
 from flexnsa.layers.indexer import Indexer, SelectionLoss, untaught
 from flexnsa.layers.layouts import KeySource, Layout, RowKeys, RowLayout
+from flexnsa.layers.rope import RopeTables, apply_rope
 from flexnsa.masks.user_mods import Mods
+from flexnsa.positions import Positions, positions_of
 
 C = TypeVar("C", bound=StepCache, contravariant=True)
 L = TypeVar("L", bound=Layout)
@@ -72,6 +74,18 @@ class Layer(Protocol[C, L]):
         ...
 
 
+class LossOverRanks(Protocol):
+    """A group of ranks that share a layer: each compares a part of its queries or heads."""
+
+    def share(self, sample: QuerySample, own: Positions) -> QuerySample:
+        """Return the part of a sample that this rank compares, given the positions of its own queries."""
+        ...
+
+    def add(self, loss: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums over ranks."""
+        ...
+
+
 def run_layer(
     layer: Layer[C, L],
     x: Tensor,
@@ -82,7 +96,7 @@ def run_layer(
     cache: C | None = None,
     lengths: Tensor | None = None,
     selection: SelectionLoss | None = None,
-    losses_over: Sequence[Callable[[Divergence], Divergence]] = (),
+    losses_over: Sequence[LossOverRanks] = (),
 ) -> Tensor:
     """Attend from tokens that have been checked; a layer only maps what this returns to its output.
 
@@ -98,7 +112,7 @@ def run_layer(
         cache: the cache that stores the tokens, if any.
         lengths: int ``(B,)``, how many tokens of each sequence the cache keeps; by default all.
         selection: gets the loss that teaches the layer's indexer, in training without a cache.
-        losses_over: of ranks that share the layer, each of which makes the loss of a part that of the whole.
+        losses_over: groups of ranks that share the layer, and so its loss.
 
     Returns:
         The heads' outputs ``(B, T, Hq * Dv)``. They are NaN for tokens for which the cache has no capacity, which only
@@ -109,7 +123,7 @@ def run_layer(
         if selection is not None and layout.source is not None and not losses_over:
             raise ValueError("layout: expected one of whole rows, of which alone the layer has the loss, got a part")
         out, read = layer.attend(x, layer.project(x), layout, layout.source or RowKeys(), mods, cached=False)
-        return _join(_teach(layer, out, read, selection, losses_over))
+        return _join(_teach(layer, x, out, read, selection, losses_over))
     cached = not (is_packed(document_ids, layout) or cache.takes_rows(x.shape[1]))
     take_step = layer.whole_step(x, cache, mods) if cached else None
     if take_step is not None:
@@ -137,19 +151,37 @@ def run_layer(
 
 def _teach(
     layer: Layer[C, L],
+    x: Tensor,
     out: Tensor,
     read: Read | None,
     selection: SelectionLoss | None,
-    losses_over: Sequence[Callable[[Divergence], Divergence]],
+    ranks: Sequence[LossOverRanks],
 ) -> Tensor:
     """Compare scores and true shares in training, if the layer has an indexer; return its ``out``."""
-    if layer.indexer is None or read is None or not layer.training or not torch.is_grad_enabled():
+    indexer = layer.indexer
+    if indexer is None or read is None or not layer.training or not torch.is_grad_enabled():
         return out
     if selection is None:
-        return untaught(out, layer.indexer)
-    divergence = functools.reduce(lambda part, over: over(part), losses_over, read.implementation.divergence)
-    selection.compare(divergence, read.q, given(read.keys.k_slc), given(read.scorer), read.call)
+        return untaught(out, indexer)
+    k, scorer = given(read.keys.k_slc), given(read.scorer)
+    sample: QuerySample = Sample(selection.tokens(x, k.shape[2]))
+    for group in ranks:
+        sample = group.share(sample, positions_of(read.q, read.call.positions))
+    # Index queries of the sample alone are differentiated: a few of each sequence, where all were needed to select.
+    index = indexer.queries(sample.take(x.detach()[:, None])[:, 0], sample.take(read.raw_q.detach()))
+    index = apply_rope(index, RopeTables(*(sample.take(_of_rows(table)) for table in read.tables)))
+    scorer = Scorer(sample.compared(index), scorer.k, at_sample(scorer.call, scorer.q, sample))
+    q, call = sample.compared(sample.take(read.q.detach())), at_sample(read.call, read.q, sample)
+    parts = read.implementation.divergence(q, k, scorer, call, selection.query_weights)
+    for group in ranks:
+        parts = group.add(*parts)
+    selection.add(*parts)
     return out
+
+
+def _of_rows(table: Tensor) -> Tensor:
+    """Give a rotary table ``(T, D / 2)`` dimensions of batch and heads."""
+    return table if table.dim() == 4 else table[None, None]
 
 
 def attend_branches(

@@ -14,12 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.seam import Call, Divergence, Scorer
 from flexnsa.attention.selection_loss import sampled_tokens
 from flexnsa.checks.primitives import check_choice, check_int, check_integers, check_positive_int, check_type
 from flexnsa.config import NSAConfig
 from flexnsa.layers.compression import COMPRESSORS
-from flexnsa.layers.projection import project, split_heads
+from flexnsa.layers.projection import split_heads
 from flexnsa.layers.spread import own
 
 SAMPLED_QUERIES = 256
@@ -71,16 +70,29 @@ class Indexer(nn.Module):
         return [self.change_q.first, self.change_k.first]
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor) -> IndexHeads:
-        """Map ``x (B, T, dim)``, ``q (B, Hq, T, D)`` and ``k (B, Hkv, T, D)``, which are not rotated."""
-        return self.changed(project(x.detach(), self.maps), q, k)
+        """Map ``x (B, T, dim)``, ``q (B, Hq, T, D)`` and ``k (B, Hkv, T, D)``, which are not rotated.
+
+        Index queries have no gradient: those that are compared are mapped again, by :meth:`queries`.
+        """
+        return IndexHeads(self.queries(x, q).detach(), self._changed_k(k, self.change_k(x.detach())))
+
+    def queries(self, x: Tensor, q: Tensor) -> Tensor:
+        """Map ``x (B, T, dim)`` and ``q (B, Hq, T, D)`` to index queries ``(B, Hkv * index_heads, T, D)``."""
+        return self._changed_q(q, self.change_q(x.detach()))
 
     def changed(self, projected: Sequence[Tensor], q: Tensor, k: Tensor) -> IndexHeads:
         """Change queries and keys, given what :attr:`maps` map the layer's input to."""
-        q, k = q.detach(), k.detach()
+        of_q, of_k = self.change_q.finish(projected[0]), self.change_k.finish(projected[1])
+        return IndexHeads(self._changed_q(q, of_q), self._changed_k(k, of_k))
+
+    def _changed_q(self, q: Tensor, change: Tensor) -> Tensor:
+        q = q.detach()
         if q.shape[1] != self.num_index_heads:
             q = torch.unflatten(q, 1, (self.num_index_heads, -1)).mean(2)
-        of_q, of_k = self.change_q.finish(projected[0]), self.change_k.finish(projected[1])
-        return IndexHeads(q + split_heads(of_q, self.num_index_heads), k + split_heads(of_k, self.num_kv_heads))
+        return q + split_heads(change, self.num_index_heads)
+
+    def _changed_k(self, k: Tensor, change: Tensor) -> Tensor:
+        return k.detach() + split_heads(change, self.num_kv_heads)
 
 
 class Change(nn.Module):
@@ -100,8 +112,12 @@ class Change(nn.Module):
 
     @property
     def first(self) -> nn.Linear:
-        """The map of the input; those of several changes are projected together."""
+        """The map of the input."""
         return self.up if self.down is None else self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the change."""
+        return self.finish(self.first(x))
 
     def finish(self, projected: Tensor) -> Tensor:
         """Return the change, given what :attr:`first` maps the input to."""
@@ -195,10 +211,6 @@ class SelectionLoss:
         made = cls(query_weights=query_weights)
         made._tokens = tokens
         return made
-
-    def compare(self, divergence: Divergence, q: Tensor, k: Tensor, scorer: Scorer, call: Call) -> None:
-        """Add the loss of a layer; the arguments are those of ``Divergence``, of rotated queries and keys."""
-        self.add(*divergence(q, k, scorer, self.tokens(q, k.shape[2]), call, self.query_weights))
 
     def add(self, loss: Tensor, weight: Tensor) -> None:
         """Add the weighted sum of a layer's divergences, and its weight."""

@@ -22,7 +22,7 @@ from flexnsa.checks.primitives import check_type, describe
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.layouts import RowLayout
 from flexnsa.parallel.layers_of import attention_layers, check_layer
-from flexnsa.parallel.shared_losses import over_tokens
+from flexnsa.parallel.shared_losses import OverTokens
 from flexnsa.parallel.shared_rows import SharingRanks, lay_out_chunks
 
 M = TypeVar("M", bound=nn.Module)
@@ -113,7 +113,7 @@ def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> Nat
 
 def _share(layer: NativeSparseAttention, ranks: SharingRanks) -> None:
     layer.lay_out = functools.partial(lay_out_chunks, ranks=ranks, branches=layer.branches)
-    layer.losses_over += (functools.partial(over_tokens, ranks=ranks),)
+    layer.losses_over += (OverTokens(ranks),)
     layer.register_forward_pre_hook(_check_sharded, with_kwargs=True)
 
 

@@ -6,47 +6,50 @@ gradients are those of one process once they are summed over ranks.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.attention.seam import Call, Divergence, Scorer
+from flexnsa.attention.selection_loss import QuerySample, Sample
 from flexnsa.parallel.collectives import scatter, total
 from flexnsa.parallel.shared_rows import SharingRanks
-from flexnsa.positions import Positions, positions_of
+from flexnsa.positions import Positions
 
 
-def over_heads(divergence: Divergence, *, group: str) -> Divergence:
-    """Sum the divergences of the heads of all ranks."""
+@dataclass(frozen=True, slots=True)
+class OverHeads:
+    """Ranks with a part of the heads each; see :class:`flexnsa.layers.forward.LossOverRanks`."""
 
-    def compare(
-        q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call, query_weights: str
-    ) -> tuple[Tensor, Tensor]:
-        return _added(divergence(q, k, scorer, tokens, call, query_weights), group)
+    group: str
 
-    return compare
+    def share(self, sample: QuerySample, own: Positions) -> QuerySample:  # noqa: ARG002
+        """Return the sample: every rank compares all queries of its own heads."""
+        return sample
+
+    def add(self, loss: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums over all heads."""
+        return _added(loss, weight, self.group)
 
 
-def over_tokens(divergence: Divergence, *, ranks: SharingRanks) -> Divergence:
-    """Sum the divergences of the sampled queries of all ranks, which come to an equal share of them on each.
+@dataclass(frozen=True, slots=True)
+class OverTokens:
+    """Ranks with a part of the tokens each; see :class:`flexnsa.layers.forward.LossOverRanks`.
 
     All keys of the selected branch and of the scorer are on every rank anyway.
     """
 
-    def compare(
-        q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call, query_weights: str
-    ) -> tuple[Tensor, Tensor]:
-        share = _Share.of(tokens, positions_of(q, call.positions), ranks)
-        among = {"positions": Positions.of_queries(share.tokens)}
-        scorer = Scorer(share.take(scorer.q), scorer.k, replace(scorer.call, **among))
-        every = torch.arange(share.tokens.shape[1], device=tokens.device).expand_as(share.tokens)
-        q = share.take(q.detach())
-        return _added(divergence(q, k, scorer, every, replace(call, **among), query_weights), ranks.group)
+    ranks: SharingRanks
 
-    return compare
+    def share(self, sample: QuerySample, own: Positions) -> QuerySample:
+        """Return an equal share of the sampled queries, wherever these are."""
+        return _Share.of(sample.tokens, own, self.ranks)
+
+    def add(self, loss: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums over all queries."""
+        return _added(loss, weight, self.ranks.group)
 
 
 class _Share(NamedTuple):
@@ -74,13 +77,20 @@ class _Share(NamedTuple):
         return cls(tokens.chunk(ranks.size, 1)[ranks.rank], ranks, at, token[at] != tokens)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the queries of this share, given this rank's own ``x (B, H, T, D)``."""
-        index = self.at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        found = x.gather(2, index).masked_fill(self.elsewhere[:, None, :, None], 0)
+        """Return the sampled queries that are among this rank's own ``x (B or 1, H, T, D)``, and any for the rest."""
+        return Sample(self.at).take(x)
+
+    def compared(self, x: Tensor) -> Tensor:
+        """Exchange what :meth:`take` returned for the queries of this share."""
+        found = x.masked_fill(self.elsewhere[:, None, :, None], 0)
         # Of each query one rank has numbers, all others 0.
         return scatter(torch.cat(found.chunk(self.ranks.size, 2)), self.ranks.size, self.ranks.group)
 
+    def positions(self, whole: Positions) -> Positions:  # noqa: ARG002
+        """Locate the queries of this share."""
+        return Positions.of_queries(self.tokens)
 
-def _added(parts: tuple[Tensor, Tensor], group: str) -> tuple[Tensor, Tensor]:
-    loss, weight = total(torch.stack(parts), group).unbind()
+
+def _added(loss: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    loss, weight = total(torch.stack((loss, weight)), group).unbind()
     return loss, weight.detach()

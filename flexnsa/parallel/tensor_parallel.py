@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.compression import LinearCompressor, MeanCompressor, MLPCompressor
 from flexnsa.parallel.layers_of import attention_layers, check_layer
-from flexnsa.parallel.shared_losses import over_heads
+from flexnsa.parallel.shared_losses import OverHeads
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -63,7 +62,7 @@ def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> Nat
     if layer.indexer is not None:
         layer.indexer.num_kv_heads //= size
         layer.indexer.num_index_heads //= size
-    layer.losses_over += (functools.partial(over_heads, group=mesh.get_group().group_name),)
+    layer.losses_over += (OverHeads(mesh.get_group().group_name),)
     layer.register_forward_pre_hook(_check_no_mods, with_kwargs=True)
     for compressor in layer.modules():
         if isinstance(compressor, MeanCompressor | LinearCompressor | MLPCompressor):

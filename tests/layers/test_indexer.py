@@ -90,20 +90,36 @@ def test_the_loss_teaches_the_indexer_and_nothing_else(kind: str) -> None:
 
 
 @of_every_kind
-def test_the_loss_is_that_of_the_function(kind: str) -> None:
+def test_loss_and_gradient_are_those_of_the_function(kind: str) -> None:
     layer, x = taught(make(kind)), tokens(2, 150)
-    document_ids = torch.tensor([[0] * 150, [0] * 61 + [1] * 89])
-    for ids in (None, document_ids):
-        selection = SelectionLoss(seed=3, step=5, num_queries=40, sequence_ids=torch.tensor([7, 2]))
+    assert layer.indexer is not None
+    learns = list(layer.indexer.parameters())
+    for ids in (None, torch.tensor([[0] * 150, [0] * 61 + [1] * 89])):
+        given = {"seed": 3, "step": 5, "num_queries": 40, "sequence_ids": torch.tensor([7, 2])}
+        selection = SelectionLoss(**given)
         layer(x, selection=selection, document_ids=ids)
-        layout = layer.layout(150, ids)
-        _, read = layer.attend(x, layer.project(x), layout, RowKeys(), (None, None), cached=False)
+        total = selection.total
+        assert isinstance(total, Tensor)
+
+        layout, heads = layer.layout(150, ids), layer.project(x)
+        _, read = layer.attend(x, heads, layout, RowKeys(), (None, None), cached=False)
         assert read.scorer is not None
         assert read.keys.k_slc is not None
-        given = {"seed": 3, "step": 5, "num_queries": 40, "sequence_ids": torch.tensor([7, 2]), "document_ids": ids}
-        keys = {"q_index": read.scorer.q, "config": layer.config, "impl": "reference"}
+        q_index = apply_rope(layer.indexer.queries(x, heads.q), layout.tokens)  # of all tokens
+        torch.testing.assert_close(q_index.detach(), read.scorer.q, rtol=0, atol=0)
+        keys = {"q_index": q_index, "config": layer.config, "document_ids": ids, "impl": "reference"}
         expected = selection_loss(read.q, read.keys.k_slc, read.scorer.k, **keys, **given)
-        torch.testing.assert_close(selection.total, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-6)
+        both = zip(torch.autograd.grad(total, learns), torch.autograd.grad(expected, learns), strict=True)
+        for got, want in both:
+            torch.testing.assert_close(got, want, rtol=0, atol=2e-4 * want.abs().max().item())
+
+
+def test_queries_that_select_have_no_gradient() -> None:
+    index = make().project(tokens(1, 60)).index
+    assert index is not None
+    assert not index.q.requires_grad
+    assert index.k.requires_grad
 
 
 @pytest.mark.parametrize("query_weights", ["mass", "mean"])

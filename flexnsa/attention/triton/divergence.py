@@ -25,17 +25,15 @@ SCRATCH_SUMS = 2**26
 """Log-sum-exps of a chunk of queries that exist at a time: 256 MB."""
 
 
-def divergence(
-    q: Tensor, k: Tensor, scorer: Scorer, tokens: Tensor, call: Call, query_weights: str
-) -> tuple[Tensor, Tensor]:
+def divergence(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
     """Sum the divergences of scores from true shares; see ``flexnsa.attention.seam.Divergence``.
 
     Products in chunks compute it on a CPU, with a score_mod, and for head dimensions above 256.
     """
     wide = max(q.shape[-1], scorer.q.shape[-1]) > LARGEST_DIM
     if not q.is_cuda or wide or call.score_mod is not None:
-        return selection_loss.divergence(q, k, scorer, tokens, call, query_weights)
-    return divergence_by(selection_loss_triton, q, k, scorer, tokens, call, query_weights)
+        return selection_loss.divergence(q, k, scorer, call, query_weights)
+    return divergence_by(selection_loss_triton, q, k, scorer, call, query_weights)
 
 
 def scratch_bytes(batch: int, heads: int, kv_heads: int, queries: int, seq_len: int, config: NSAConfig) -> int:
@@ -53,7 +51,6 @@ def selection_loss_triton(
     k: Tensor,
     q_index: Tensor,
     k_index: Tensor,
-    tokens: Tensor,
     token: Tensor,
     start: Tensor,
     cmp_start: Tensor,  # noqa: ARG001  (of keys that nobody scores here)
@@ -71,20 +68,17 @@ def selection_loss_triton(
     from flexnsa.attention.triton.divergence_launch import Scored, compare, gradients, one_token_a_key
 
     config, index_config = NSAConfig.from_ints(sizes), NSAConfig.from_ints(index_sizes)
-    width, (batch, heads, _, head_dim) = num_blocks(k.shape[2], config), q_index.shape
-    rows = max(1, SCRATCH_SUMS // (batch * q.shape[1] * width))
-    read = tokens.clamp_min(0)  # no token, -1, stands before its sequence and sees nothing
+    (batch, heads, num_queries, _), width = q.shape, num_blocks(k.shape[2], config)
+    rows = max(1, SCRATCH_SUMS // (batch * heads * width))
     total, weight = (torch.zeros((), device=q.device) for _ in range(2))
-    dq = torch.empty(batch, heads, tokens.shape[1], head_dim, device=q.device)
-    dk = torch.zeros(k_index.shape, device=q.device)
-    for at in range(0, tokens.shape[1], rows):
+    dq, dk = torch.empty(q_index.shape, device=q.device), torch.zeros(k_index.shape, device=q.device)
+    for at in range(0, num_queries, rows):
         part = slice(at, at + rows)
-        row, *where = (x[:, part].expand(batch, -1).contiguous() for x in (read, token, start))
-        *of_index, index_first = (
-            x[:, part].expand(batch, -1).contiguous() for x in (index_token, index_start, index_cmp_start)
+        of_token, of_start, *of_index = (
+            x[:, part].expand(batch, -1).contiguous() for x in (token, start, index_token, index_start, index_cmp_start)
         )
-        true = Scored(q, k, row, where[0], where[1], where[1], one_token_a_key(config), scale)
-        scored = Scored(q_index, k_index, row, of_index[0], of_index[1], index_first, index_config, index_scale)
+        true = Scored(q[:, :, part], k, of_token, of_start, of_start, one_token_a_key(config), scale)
+        scored = Scored(q_index[:, :, part], k_index, *of_index, config=index_config, scale=index_scale)
         compared = compare(true, scored, width, by_mass=by_mass)
         total, weight = total + compared.losses.sum(), weight + compared.weights.sum()
         dq[:, :, part], of_keys = gradients(scored, compared, width)

@@ -26,10 +26,9 @@ class Scored:
     """Queries at a few tokens of each sequence, and the keys whose scores count for blocks.
 
     Args:
-        q: ``(B, H, T, D)``.
+        q: ``(B, H, m, D)``.
         k: ``(B, Hkv, N, D)``.
-        row: the queries' indices in ``q``, int64 ``(B, m)``; this and what follows is contiguous.
-        token: their tokens, int32 ``(B, m)``.
+        token: the queries' tokens, int32 ``(B, m)``; this and what follows is contiguous.
         start: the first tokens of their documents, int32 ``(B, m)``.
         first_key: the first keys of their documents, int32 ``(B, m)``.
         config: whose compressed tokens the keys are.
@@ -38,7 +37,6 @@ class Scored:
 
     q: Tensor
     k: Tensor
-    row: Tensor
     token: Tensor
     start: Tensor
     first_key: Tensor
@@ -66,7 +64,7 @@ class Scored:
         """Return queries, keys and positions, and the strides of the first two, as arguments of a kernel."""
         dtype = torch.promote_types(self.q.dtype, self.k.dtype)
         q, k = (with_rows(x.to(dtype)) for x in (self.q, self.k))
-        return (q, k, self.row, self.token, self.start, self.first_key), (*q.stride()[:3], *k.stride()[:3])
+        return (q, k, self.token, self.start, self.first_key), (*q.stride()[:3], *k.stride()[:3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ def compare(true: Scored, scorer: Scored, width: int, *, by_mass: bool) -> Compa
     """Compare the true shares of ``width`` blocks with their scores."""
     of_true, _ = _log_sums(true, width)
     weighted, plain = _log_sums(scorer, width)
-    (batch, rows), kv_heads, config = true.row.shape, true.k.shape[1], true.config
+    (batch, rows), kv_heads, config = true.token.shape, true.k.shape[1], true.config
     of_query, of_head = (batch * kv_heads, rows), (batch * kv_heads, scorer.heads, rows)
     losses, weights = (torch.empty(of_query, device=weighted.device) for _ in range(2))
     slope, log_score = (torch.empty(*of_query, width, device=weighted.device) for _ in range(2))
@@ -119,7 +117,7 @@ def compare(true: Scored, scorer: Scored, width: int, *, by_mass: bool) -> Compa
 def _log_sums(scored: Scored, width: int) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exps of blocks, ``(B * Hkv * H, m, M)``, of weighted keys and of each key once."""
     tensors, strides = scored.inputs()
-    (batch, rows), (kv_heads, num_keys, head_dim) = scored.row.shape, scored.k.shape[1:]
+    (batch, rows), (kv_heads, num_keys, head_dim) = scored.token.shape, scored.k.shape[1:]
     grid, tiles = scored.grid, divergence_tiles(device_of(scored.q), tensors[0].dtype, head_dim)
     keys_at_once = min(padded(scored.keys_of_block, 1), tiles.keys)
     blocks = tiles.keys // keys_at_once
@@ -136,7 +134,7 @@ def _log_sums(scored: Scored, width: int) -> tuple[Tensor, Tensor]:
 def gradients(scorer: Scored, compared: Compared, width: int) -> tuple[Tensor, Tensor]:
     """Return the gradients of the loss in the scorer's queries ``(B, Hkv * H, m, D)`` and keys, fp32."""
     tensors, strides = scorer.inputs()
-    (batch, rows), (kv_heads, num_keys, head_dim) = scorer.row.shape, scorer.k.shape[1:]
+    (batch, rows), (kv_heads, num_keys, head_dim) = scorer.token.shape, scorer.k.shape[1:]
     tiles = divergence_tiles(device_of(scorer.q), tensors[0].dtype, head_dim)
     read = *tensors, compared.slope, compared.log_score, compared.lse, compared.pull
     options = scorer.grid | {

@@ -166,7 +166,7 @@ class Work:
         return segments + hidden + weights
 
     def indexer(self) -> int:
-        """Return what compresses index keys, and the gradients of the selection loss; copies of the input, if cast."""
+        """Return what compresses index keys, the sampled queries' inputs, and the gradients of the selection loss."""
         config, count = self.config, self.index_keys()
         if not count:
             return 0
@@ -175,9 +175,11 @@ class Work:
         per_key = sizes.per_head(config.num_kv_heads, config.head_dim, 1)
         segments = 0 if config.compression == "mean" else (count + parts - 1) * nsa.compress_stride * per_key
         hidden = 2 * 4 * count * per_key if config.compression == "mlp" else 0
-        copies = (2 if self.impl == "sdpa" else 1) if self.activation == 2 and not self.compiled else 0
-        cast = self.cast("indexer")
-        return segments + hidden + cast + copies * self.residual // 2 + self.loss_gradients()
+        copy = self.residual // 2 if self.activation == 2 and not self.compiled else 0  # of the input, which is cast
+        queries, rank = self.batch * min(SAMPLED_QUERIES, self.length), config.index_rank or 0
+        sampled = queries * (config.dim * self.activation + 4 * config.head_dim)  # their inputs and rotary tables
+        low_rank = (self.batch * self.length + queries) * rank * self.activation
+        return segments + hidden + self.cast("indexer") + copy + sampled + low_rank + self.loss_gradients()
 
     def loss_gradients(self) -> int:
         """Return the gradients of the selection loss in index keys and in the index queries that it samples, fp32."""

@@ -36,7 +36,6 @@ def log_of(top, total):
 def block_log_sums(
     q_ptr,
     k_ptr,
-    row_ptr,
     token_ptr,
     start_ptr,
     first_key_ptr,
@@ -79,13 +78,14 @@ def block_log_sums(
     kv_head = batch_head % KV_HEADS
 
     # Rows past the end repeat the last one, so that only the stores need a mask.
-    position = batch * num_rows + tl.minimum(tile, num_rows - 1)
+    row = tl.minimum(tile, num_rows - 1)
+    position = batch * num_rows + row
     visible = count_visible(token_ptr + position, start_ptr + position, LENGTH, STRIDE)
     if tl.maximum(first_block * STEP + FIRST, 0) >= tl.max(visible):
         return
 
     dim = tl.arange(0, BD)[None, :]
-    q_ptrs = q_ptr + batch * q_stride_b + tl.load(row_ptr + position)[:, None] * q_stride_t + dim
+    q_ptrs = q_ptr + batch * q_stride_b + row.to(tl.int64)[:, None] * q_stride_t + dim
     k_ptrs = k_ptr + batch * k_stride_b + kv_head * k_stride_h + dim
     block = first_block + tl.arange(0, BJ)
     # With BW narrower than a block its keys come in pieces; offsets count from the block's first own key.

@@ -40,7 +40,6 @@ def score_gradient(
 def query_gradients(
     q_ptr,
     k_ptr,
-    row_ptr,
     token_ptr,
     start_ptr,
     first_key_ptr,
@@ -86,7 +85,7 @@ def query_gradients(
     first_key = tl.load(first_key_ptr + position)
     dim = tl.arange(0, BD)[None, :]
     q_base = q_ptr + batch * q_stride_b + head % (KV_HEADS * HEADS) * q_stride_h
-    q = tl.load(q_base + tl.load(row_ptr + position)[:, None] * q_stride_t + dim, mask=dim < HEAD_DIM, other=0.0)
+    q = tl.load(q_base + row.to(tl.int64)[:, None] * q_stride_t + dim, mask=dim < HEAD_DIM, other=0.0)
     k_ptrs = k_ptr + batch * k_stride_b + batch_head % KV_HEADS * k_stride_h + dim
     lse = tl.load(lse_ptr + head * num_rows + row)
     pull = tl.load(pull_ptr + head * num_rows + row)
@@ -113,7 +112,6 @@ def query_gradients(
 def key_gradients(
     q_ptr,
     k_ptr,
-    row_ptr,
     token_ptr,
     start_ptr,
     first_key_ptr,
@@ -164,7 +162,7 @@ def key_gradients(
         first_key = tl.load(first_key_ptr + position)
         visible = tl.where(tile < num_rows, visible, 0)
         if (tl.max(first_key + visible) > first) & (tl.min(first_key) < first + BN):
-            q_ptrs = q_base + tl.load(row_ptr + position)[:, None] * q_stride_t
+            q_ptrs = q_base + row.to(tl.int64)[:, None] * q_stride_t
             of_query = (batch_head * num_rows + row) * width
             for h in range(HEADS):
                 q = tl.load(q_ptrs + h * q_stride_h, mask=dim < HEAD_DIM, other=0.0)
