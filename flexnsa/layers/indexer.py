@@ -177,9 +177,10 @@ class SelectionLoss:
     @property
     def total(self) -> Tensor | float:
         """The sum over layers of their mean divergences, in nats; 0.0 where no layer has added one."""
-        pairs = zip(self.sums, self.weights, strict=True)
-        means = [loss / weight.where(weight > 0, 1) for loss, weight in pairs]
-        return sum(means[1:], means[0]) if means else 0.0
+        if not self.sums:
+            return 0.0
+        weights = torch.stack(self.weights)
+        return (torch.stack(self.sums) / weights.where(weights > 0, 1)).sum()
 
     def tokens(self, x: Tensor, seq_len: int, real: Tensor | None = None) -> Tensor:
         """Choose the tokens whose queries are compared, int64 ``(B, m)``, of the whole sequences of ``x (B, ...)``.

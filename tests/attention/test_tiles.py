@@ -64,7 +64,8 @@ def test_the_other_kernels_of_an_h200_keep_their_tiles() -> None:
     assert window.window_backward_tiles(H200, BF16, 64, 64, placed=False) == of_both
     assert scoring.importance_tiles(H200, BF16, 128, 4) == scoring.ImportanceTiles(64, 64, 4, 1)
     assert scoring.importance_tiles(H200, FP32, 128, 4) == scoring.ImportanceTiles(32, 16, 4, 2)
-    assert scoring.log_sum_exp_tiles(H200, BF16, 128) == scoring.LogSumExpTiles(128, 128, 8)
+    assert scoring.importance_tiles(H200, BF16, 64, 8) == scoring.ImportanceTiles(64, 32, 4, 1)
+    assert scoring.log_sum_exp_tiles(H200, BF16, 128) == scoring.LogSumExpTiles(128, 64, 4)
     assert scoring.log_sum_exp_tiles(H200, FP32, 256) == scoring.LogSumExpTiles(32, 32, 4)
 
 

@@ -122,10 +122,10 @@ def _selection_loss(shape: Shape, config: NSAConfig = INDEXED) -> None:
     """Teach an indexer at 256 queries."""
     q, k, _ = _whole_sequence(shape)
     keys = k.detach()[:, :, : num_compressed(LENGTH, config.scoring)].requires_grad_()
-    heads = KV_HEADS * (config.index_heads or GROUP)
-    scorer = Scorer(q[:, :heads], keys, Call(config.scoring, shape.scale))
-    tokens = torch.zeros(1, 256, dtype=torch.int64)
-    triton_divergence.divergence(q, k, scorer, tokens, Call(config, shape.scale), "mass")[0].backward()
+    heads, where = KV_HEADS * (config.index_heads or GROUP), _positions(256)
+    scorer = Scorer(q[:, :heads, :256], keys, Call(config.scoring, shape.scale, positions=where))
+    call = Call(config, shape.scale, positions=where)
+    triton_divergence.divergence(q[:, :, :256], k, scorer, call, "mass")[0].backward()
 
 
 def _selection_loss_of_overlapping_keys(shape: Shape) -> None:

@@ -65,21 +65,33 @@ def selection_loss_triton(
     by_mass: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sum the divergences at a few queries, and differentiate the sum; see ``flexnsa.attention.selection_loss``."""
-    from flexnsa.attention.triton.divergence_launch import Scored, compare, gradients, one_token_a_key
+    from flexnsa.attention.triton.divergence_launch import Scored, compare, gradients
 
     config, index_config = NSAConfig.from_ints(sizes), NSAConfig.from_ints(index_sizes)
+    length, stride = index_config.compress_block_size, index_config.compress_stride
+    block_size = config.select_block_size
     (batch, heads, num_queries, _), width = q.shape, num_blocks(k.shape[2], config)
     rows = max(1, SCRATCH_SUMS // (batch * heads * width))
     total, weight = (torch.zeros((), device=q.device) for _ in range(2))
     dq, dk = torch.empty(q_index.shape, device=q.device), torch.zeros(k_index.shape, device=q.device)
     for at in range(0, num_queries, rows):
         part = slice(at, at + rows)
-        of_token, of_start, *of_index = (
-            x[:, part].expand(batch, -1).contiguous() for x in (token, start, index_token, index_start, index_cmp_start)
+        # Without compression a key is a token, and the first key of a document its first token.
+        of_true, of_index = (
+            [x[:, part].expand(batch, -1).contiguous() for x in where]
+            for where in ((token, start, start), (index_token, index_start, index_cmp_start))
         )
-        true = Scored(q[:, :, part], k, of_token, of_start, of_start, one_token_a_key(config), scale)
-        scored = Scored(q_index[:, :, part], k_index, *of_index, config=index_config, scale=index_scale)
-        compared = compare(true, scored, width, by_mass=by_mass)
+        true = Scored(q[:, :, part], k, *of_true, length=1, stride=1, block_size=block_size, scale=scale)
+        scored = Scored(
+            q_index[:, :, part],
+            k_index,
+            *of_index,
+            length=length,
+            stride=stride,
+            block_size=block_size,
+            scale=index_scale,
+        )
+        compared = compare(true, scored, width, config, by_mass=by_mass)
         total, weight = total + compared.losses.sum(), weight + compared.weights.sum()
         dq[:, :, part], of_keys = gradients(scored, compared, width)
         dk += of_keys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from flexnsa.attention.triton.kernels.block_log_sums import block_log_sums
 from flexnsa.attention.triton.kernels.divergence import compare_blocks
 from flexnsa.attention.triton.kernels.divergence_backward import key_gradients, query_gradients
 from flexnsa.config import NSAConfig
-from flexnsa.geometry import overlap_band
 
+PROGRAMS = 4
+"""Programs of :func:`query_gradients` on each multiprocessor, at least, if there are so many tiles of keys."""
 BLOCKS_AT_ONCE = 128
 """Blocks of one query that :func:`compare_blocks` holds at a time."""
 
@@ -31,7 +32,9 @@ class Scored:
         token: the queries' tokens, int32 ``(B, m)``; this and what follows is contiguous.
         start: the first tokens of their documents, int32 ``(B, m)``.
         first_key: the first keys of their documents, int32 ``(B, m)``.
-        config: whose compressed tokens the keys are.
+        length: tokens of a key.
+        stride: tokens from one key to the next.
+        block_size: tokens of a block, a multiple of the stride.
         scale: factor on the scores.
     """
 
@@ -40,7 +43,9 @@ class Scored:
     token: Tensor
     start: Tensor
     first_key: Tensor
-    config: NSAConfig
+    length: int
+    stride: int
+    block_size: int
     scale: float
 
     @property
@@ -51,14 +56,13 @@ class Scored:
     @property
     def grid(self) -> dict[str, int]:
         """Where the keys of a block begin, as constants of a kernel."""
-        length, stride = self.config.compress_block_size, self.config.compress_stride
-        step, (first, _) = self.config.select_block_size // stride, overlap_band(self.config)
-        return {"LENGTH": length, "STRIDE": stride, "STEP": step, "FIRST": first}
+        step, first = self.block_size // self.stride, 1 - self.length // self.stride
+        return {"LENGTH": self.length, "STRIDE": self.stride, "STEP": step, "FIRST": first}
 
     @property
     def keys_of_block(self) -> int:
-        """Keys that count for a block."""
-        return len(overlap_band(self.config)[1])
+        """Keys that count for a block (Eq. 9)."""
+        return (self.block_size + self.length) // self.stride - 1
 
     def inputs(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Return queries, keys and positions, and the strides of the first two, as arguments of a kernel."""
@@ -89,16 +93,11 @@ class Compared:
     pull: Tensor
 
 
-def one_token_a_key(config: NSAConfig) -> NSAConfig:
-    """Return the config whose compressed tokens are the tokens themselves."""
-    return replace(config.scoring, compress_block_size=1, compress_stride=1)
-
-
-def compare(true: Scored, scorer: Scored, width: int, *, by_mass: bool) -> Compared:
+def compare(true: Scored, scorer: Scored, width: int, config: NSAConfig, *, by_mass: bool) -> Compared:
     """Compare the true shares of ``width`` blocks with their scores."""
     of_true, _ = _log_sums(true, width)
     weighted, plain = _log_sums(scorer, width)
-    (batch, rows), kv_heads, config = true.token.shape, true.k.shape[1], true.config
+    (batch, rows), kv_heads = true.token.shape, true.k.shape[1]
     of_query, of_head = (batch * kv_heads, rows), (batch * kv_heads, scorer.heads, rows)
     losses, weights = (torch.empty(of_query, device=weighted.device) for _ in range(2))
     slope, log_score = (torch.empty(*of_query, width, device=weighted.device) for _ in range(2))
@@ -107,7 +106,7 @@ def compare(true: Scored, scorer: Scored, width: int, *, by_mass: bool) -> Compa
         of_true, weighted, plain, true.token, true.start, scorer.token, scorer.start,
         losses, weights, slope, log_score, lse, pull, rows, width,
         KV_HEADS=kv_heads, HEADS=true.heads, INDEX_HEADS=scorer.heads, **scorer.grid,
-        BLOCK_SIZE=config.select_block_size, NUM_INIT=config.num_init_blocks, NUM_LOCAL=config.num_local_blocks,
+        BLOCK_SIZE=true.block_size, NUM_INIT=config.num_init_blocks, NUM_LOCAL=config.num_local_blocks,
         BY_MASS=by_mass, BH=padded(true.heads, 1), BI=padded(scorer.heads, 1),
         BM=min(padded(width), BLOCKS_AT_ONCE), num_warps=4,
     )  # fmt: skip
@@ -139,19 +138,20 @@ def gradients(scorer: Scored, compared: Compared, width: int) -> tuple[Tensor, T
     read = *tensors, compared.slope, compared.log_score, compared.lse, compared.pull
     options = scorer.grid | {
         "WIDTH": scorer.keys_of_block, "KV_HEADS": kv_heads, "HEADS": scorer.heads, "HEAD_DIM": head_dim,
-        "BD": padded(head_dim), "BT": tiles.queries, "BN": tiles.keys, **tiles.options(),
+        "BD": padded(head_dim), "BT": tiles.queries, **tiles.options(),
     }  # fmt: skip
     programs = cdiv(rows, tiles.queries) * batch * scorer.q.shape[1]
-    # Few heads leave a GPU idle: split the keys of a tile of queries, in a fixed way, so that sums repeat.
-    splits = max(1, min(2 * multiprocessors(scorer.q) // programs, cdiv(num_keys, tiles.keys)))
-    # One stage: slopes and scores of blocks, staged like keys, would not fit the shared memory of every GPU.
+    # Few programs leave a GPU idle: split the keys of a tile of queries, in a fixed way, so that sums repeat.
+    splits = max(1, min(cdiv(PROGRAMS * multiprocessors(scorer.q), programs), cdiv(num_keys, tiles.keys)))
+    keys_at_once = min(padded(scorer.grid["STEP"], 1), tiles.keys)
     dq = torch.empty(splits, batch, scorer.q.shape[1], rows, head_dim, device=scorer.q.device)
     query_gradients[(cdiv(rows, tiles.queries) * splits, batch * scorer.q.shape[1])](
-        *read, dq, *strides, rows, num_keys, width, splits, scorer.scale, **options | {"num_stages": 1}
-    )
+        *read, dq, *strides, rows, num_keys, width, splits, scorer.scale,
+        **options, BJ=tiles.keys // keys_at_once, BW=keys_at_once,
+    )  # fmt: skip
     dk = torch.empty(scorer.k.shape, device=scorer.k.device)
     if num_keys:
         key_gradients[(cdiv(num_keys, tiles.keys), batch * kv_heads)](
-            *read, dk, *strides, rows, num_keys, width, scorer.scale, **options
+            *read, dk, *strides, rows, num_keys, width, scorer.scale, **options, BN=tiles.keys
         )
     return dq.sum(0), dk

@@ -24,7 +24,7 @@ from flexnsa.geometry import blocks_within, num_blocks
 from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions
 
-SCRATCH_BYTES = 64 * 2**20
+SCRATCH_BYTES = 256 * 2**20
 MANY_PROGRAMS = 4096
 """Queries times kv heads of a chunk, at least. At 512k tokens 64 MB hold a quarter of it: to score half the queries so
 took 245 ms, and 194 in chunks of this size (H200)."""

@@ -36,6 +36,32 @@ def score_gradient(
     return gradient
 
 
+@jit
+def block_gradients(
+    log_p, block, piece, width, slope_ptrs, log_score_ptrs,
+    LENGTH: tl.constexpr, STRIDE: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    BJ: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """Return what the slopes of blocks give to the scores of ``BW`` keys of ``BJ`` blocks, from ``piece`` on.
+
+    A key's probability, ``log_p (T, BJ * BW)``, is a part of the score of its block, and of those before that it
+    overlaps. Slopes and scores are read once for all keys of a block.
+    """
+    log_p_TJW = tl.reshape(log_p, (log_p.shape[0], BJ, BW))
+    gradient_TJW = tl.zeros_like(log_p_TJW)
+    for before in tl.static_range(0, WIDTH, STEP):  # the last block that has the key, and those before it
+        at = (block - before // STEP)[None, :]
+        exists = (at >= 0) & (at < width)
+        slope = tl.load(slope_ptrs[:, None] + at, mask=exists, other=0.0)[:, :, None]
+        log_score = tl.load(log_score_ptrs[:, None] + at, mask=exists, other=0.0)[:, :, None]
+        offset = piece + tl.arange(0, BW) + before
+        weight = tl.maximum(shared_strides(offset + FIRST, LENGTH, STRIDE, STEP), 1).to(tl.float32)[None, None, :]
+        # Blocks after the query's own are unwritten, and have no visible key.
+        counted = (log_p_TJW > float("-inf")) & exists[:, :, None] & (offset < WIDTH)[None, None, :]
+        gradient_TJW += tl.where(counted, weight * slope * tl.exp2(log_p_TJW - log_score), 0.0)
+    return tl.reshape(gradient_TJW, log_p.shape)
+
+
 @jit(do_not_specialize=["num_rows", "num_keys", "width", "splits"])
 def query_gradients(
     q_ptr,
@@ -68,10 +94,14 @@ def query_gradients(
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     BT: tl.constexpr,
-    BN: tl.constexpr,
+    BJ: tl.constexpr,
+    BW: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Sum over one split of the keys, for a tile of queries of one index head; ``out (splits, B * Hkv * H, m, D)``."""
+    """Sum over one split of the blocks, for a tile of queries of one index head; ``out (splits, B * Hkv * H, m, D)``.
+
+    A key belongs to the last block for which it counts: ``BW`` keys of ``BJ`` blocks are a tile.
+    """
     num_tiles = tl.cdiv(num_rows, BT)
     tile = tl.program_id(0) % num_tiles * BT + tl.arange(0, BT)
     split = tl.program_id(0) // num_tiles
@@ -91,19 +121,33 @@ def query_gradients(
     pull = tl.load(pull_ptr + head * num_rows + row)
     of_query = (batch_head * num_rows + row) * width
 
-    low, high = tl.min(first_key), tl.minimum(tl.max(first_key + visible), num_keys)
-    span = tl.cdiv(tl.cdiv(high - low, BN), splits) * BN
+    lane = tl.arange(0, BJ * BW)
     dq = tl.zeros((BT, BD), tl.float32)
-    for at in range(low + split * span, tl.minimum(low + (split + 1) * span, high), BN):
-        key = at + tl.arange(0, BN)
-        inside = (key < num_keys)[:, None] & (dim < HEAD_DIM)
-        k = tl.load(k_ptrs + key.to(tl.int64)[:, None] * k_stride_n, mask=inside, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
-        gradient = score_gradient(
-            score, key, first_key, visible, lse, pull, slope_ptr + of_query, log_score_ptr + of_query,
-            LENGTH, STRIDE, STEP, FIRST, WIDTH,
-        )  # fmt: skip
-        dq += tl.dot(gradient.to(k.dtype), k, input_precision="ieee")
+    document = tl.min(first_key)
+    last_document = tl.max(first_key)
+    # Block grids restart at each document, so loop over the documents of the query tile, usually one.
+    while document <= last_document:
+        visible_here = tl.where(first_key == document, visible, 0)
+        num_blocks = tl.cdiv(tl.max(visible_here) - FIRST, STEP)
+        span = tl.cdiv(tl.cdiv(num_blocks, BJ), splits) * BJ
+        for first_block in range(split * span, tl.minimum((split + 1) * span, num_blocks), BJ):
+            block = first_block + tl.arange(0, BJ)
+            for piece in tl.static_range(0, STEP, BW):
+                offset = piece + lane % BW
+                place = (first_block + lane // BW) * STEP + offset + FIRST
+                inside = (offset < STEP) & (place >= 0) & (document + place < num_keys)
+                ptrs = k_ptrs + (document + place).to(tl.int64)[:, None] * k_stride_n
+                k = tl.load(ptrs, mask=inside[:, None] & (dim < HEAD_DIM), other=0.0)
+                score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+                seen = inside[None, :] & (place[None, :] < visible_here[:, None])
+                log_p = tl.where(seen, score - tl.where(lse == float("-inf"), 0.0, lse)[:, None], float("-inf"))
+                of_blocks = block_gradients(
+                    log_p, block, piece, width, slope_ptr + of_query, log_score_ptr + of_query,
+                    LENGTH, STRIDE, STEP, FIRST, WIDTH, BJ, BW,
+                )  # fmt: skip
+                gradient = of_blocks - pull[:, None] * tl.exp2(log_p)
+                dq += tl.dot(gradient.to(k.dtype), k, input_precision="ieee")
+        document = tl.min(tl.where(first_key > document, first_key, 2147483647))
     cell = ((split * tl.num_programs(1) + head) * num_rows + tile[:, None]) * HEAD_DIM + dim
     tl.store(out_ptr + cell, dq * scale, mask=(tile < num_rows)[:, None] & (dim < HEAD_DIM))
 
