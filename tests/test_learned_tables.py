@@ -39,6 +39,7 @@ TRIED = {
     "2 heads, a key for every 4 tokens": "2 index heads a key head, keys of 4",
     "1 head": "1 index head a key head",
 }
+LOSS_KERNELS = ("block_log_sums", "compare_blocks", "query_gradients", "key_gradients")
 RECALLED = {
     "dense attention": "dense",
     "slow compressors, l=4 d=2": "NSA, slow, l=4 d=2",
@@ -253,3 +254,16 @@ def idea_row(label: str, ideas: list[dict[str, Any]]) -> list[str]:
     row = next(row for row in ideas if row["idea"] == TRIED[label] and row["seed"] == 0)
     look = next(look for look in row["recall"] if look["step"] == 500)
     return [label, f"{look['mean']:.3f}", f"{look['worst']:.3f}"]
+
+
+def test_what_the_page_says_of_text_125m_is_what_was_recorded() -> None:
+    page, ideas = " ".join(LEARNING.read_text().split()), json.loads(IDEAS.read_text())["rows"]
+    stopped = {row["seed"]: row for row in ideas if row["steps"] == 1800}
+    gaps = [row["held_out_bits_of_32_sequences"]["1800"] - row["dense_then"]["1800"] for row in stopped.values()]
+    assert [f"{gap:+.3f}" for gap in gaps] == ["-0.013", "+0.013"]
+    assert "after 1,800 of 2,000 steps: 0.013 bits ahead of dense attention and 0.013 behind" in page
+    points = json.loads((IDEAS.parent / "training_h100.json").read_text())["points"]
+    taught, without = (point["step_ms"] for point in points)
+    loss = sum(ms for name, ms, _ in points[0]["longest_kernels"] if name in LOSS_KERNELS)
+    assert f"takes {taught / without:.2f} times as long** as without an indexer (H100: {taught:.0f} and" in page
+    assert f"{without:.0f} ms, of which the loss takes {loss:.0f};" in page
