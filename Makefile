@@ -5,7 +5,7 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples test emitted transformers transformers-common lint format types bench bench-smoke bench-gpu gpu record plots versions dist ci clean
+.PHONY: help demo examples test emitted transformers transformers-common lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots versions dist ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -61,6 +61,17 @@ gpu: .venv/.transformers  ## all that a GPU has to show: its tests, then attenti
 	$(BIN)/python -m benchmarks training.throughput --lengths 8192 --json runs/gpu/training_h200.json
 	$(BIN)/python -m benchmarks kernels.selected_gpu --json runs/gpu/selected_h200.json
 	$(BIN)/python -m benchmarks kernels.selection_loss --json runs/gpu/selection_loss_h200.json
+
+# An hour and a half of an H200; whatever is stopped resumes. Schedules at 32k take about 540 seconds each.
+INDEXED := NSA, rope 1e8, shared keys, begun as mean, indexer
+gpu-learning: .venv/.transformers  ## what an indexer learns on a GPU: text at 8k and 32k, recall, a model that exists
+	mkdir -p runs/gpu
+	$(BIN)/python -m benchmarks learning.language --size m7c-125m --seeds 0 1 2 --steps 2000 --models "$(INDEXED)" --folder runs/gpu/language --json runs/gpu/language.json
+	$(BIN)/python -m benchmarks learning.language --size "m7c-125m, 32k" --seeds 0 1 --steps 1350 --models "dense, rope 1e8" --folder runs/gpu/language --json runs/gpu/language.json
+	$(BIN)/python -m benchmarks learning.language --size "m7c-125m, 32k" --seeds 0 1 --steps 2350 --models "$(INDEXED)" --folder runs/gpu/language --json runs/gpu/language.json
+	$(BIN)/python -m benchmarks learning.recall --replayed --workers 3 --variants "NSA, shared keys, begun as mean, slow, indexer" --folder runs/gpu/recall --json runs/gpu/recall.json
+	$(BIN)/python -m benchmarks transformers.teaching --json runs/gpu/teaching.json
+	$(BIN)/python -m benchmarks training.throughput --models text-125m "text-125m without indexer" --kernels 40 --json runs/gpu/training_indexer.json
 
 # On a machine with nothing else to do. What is recorded of a point stays, whenever this is stopped.
 record: .venv/.installed  ## measure what the plots show of a CPU: memory, throughput, the earlier system's work

@@ -102,7 +102,8 @@ def _curves(
 
 def _gaps(ax: Axes, runs: dict[str, list[Point]], own: list[Point], all_read: int) -> None:
     """Draw the differences to dense attention, and what a model loses with other blocks than its own."""
-    x = [(begin + end) / 2 for begin, end in pairwise(POSITIONS)]
+    read = len(_by_position(own, "bits with own blocks"))
+    x = [(begin + end) / 2 for begin, end in pairwise(POSITIONS)][:read]
     labels: list[Label] = []
 
     def draw(label: str, colour: str, measured: list[float], base: list[float]) -> None:

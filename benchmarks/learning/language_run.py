@@ -24,7 +24,7 @@ from flexnsa.files import write_whole
 from flexnsa.lm import Batch, Corpus, DecoderLM, TrainConfig, Trainer
 from flexnsa.lm.training.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
 
-POSITIONS = tuple(64 * edge for edge in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))
+POSITIONS = tuple(64 * edge for edge in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512))
 """Tokens of a sequence between which the loss by position is averaged; where it is shorter, the first of them."""
 GATES_EVERY = 4
 """Evaluations from one recording of gates and selection to the next; they are recorded after the last step, too."""

@@ -19,6 +19,7 @@ TICKS = itertools.count()
 NEEDED = {
     "kernels.select_blocks": "triton",
     "transformers.decoding": "transformers",
+    "transformers.teaching": "transformers",
     "transformers.up_training": "transformers",
 }
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,17 @@ class Run:
         self.name, self.arguments, self.steps = name, arguments, steps
         self.device = arguments.device
         self.model = model.to(self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=arguments.lr, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(self.groups(), lr=arguments.lr, betas=(0.9, 0.95))
         self.point: dict[str, Any] = {"name": name, "steps": 0, "losses": [], "held_out": [], "seconds": 0.0}
         if self.path.exists():
             state = torch.load(self.path, map_location=self.device)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.point = state["point"]
+
+    def groups(self) -> Iterable[Any]:
+        """Return the parameters that learn, perhaps in groups with rates of their own."""
+        return self.model.parameters()
 
     @property
     def path(self) -> Path:
@@ -92,8 +96,9 @@ class Run:
 
     def _step(self, rows: Rows) -> Tensor:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.arguments.lr * min(1.0, (self.point["steps"] + 1) / self.arguments.warm_up)
-        loss = self._loss(rows.batch(self.arguments.batch))
+            rate = group.setdefault("rate", group["lr"])
+            group["lr"] = rate * min(1.0, (self.point["steps"] + 1) / self.arguments.warm_up)
+        loss = self.objective(rows.batch(self.arguments.batch))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -101,9 +106,13 @@ class Run:
         self.point["steps"] += 1
         return loss.detach()
 
-    def _loss(self, x: Tensor) -> Tensor:
+    def objective(self, x: Tensor) -> Tensor:
+        """Return what a step differentiates."""
+        return self._loss(x)
+
+    def _loss(self, x: Tensor, **options: Any) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16):
-            return self.model(x, labels=x, use_cache=False).loss
+            return self.model(x, labels=x, use_cache=False, **options).loss
 
     def _evaluate(self, rows: Rows, recording: Recording) -> None:
         with torch.no_grad():

@@ -69,33 +69,24 @@ def selection_loss_triton(
 
     config, index_config = NSAConfig.from_ints(sizes), NSAConfig.from_ints(index_sizes)
     length, stride = index_config.compress_block_size, index_config.compress_stride
-    block_size = config.select_block_size
     (batch, heads, num_queries, _), width = q.shape, num_blocks(k.shape[2], config)
     rows = max(1, SCRATCH_SUMS // (batch * heads * width))
-    total, weight = (torch.zeros((), device=q.device) for _ in range(2))
-    dq, dk = torch.empty(q_index.shape, device=q.device), torch.zeros(k_index.shape, device=q.device)
-    for at in range(0, num_queries, rows):
-        part = slice(at, at + rows)
-        # Without compression a key is a token, and the first key of a document its first token.
-        of_true, of_index = (
-            [x[:, part].expand(batch, -1).contiguous() for x in where]
-            for where in ((token, start, start), (index_token, index_start, index_cmp_start))
-        )
-        true = Scored(q[:, :, part], k, *of_true, length=1, stride=1, block_size=block_size, scale=scale)
-        scored = Scored(
-            q_index[:, :, part],
-            k_index,
-            *of_index,
-            length=length,
-            stride=stride,
-            block_size=block_size,
-            scale=index_scale,
-        )
+    # Without compression a key is a token, and the first key of a document its first token.
+    true_where, index_where = (token, start, start), (index_token, index_start, index_cmp_start)
+    true_sizes = {"length": 1, "stride": 1, "block_size": config.select_block_size, "scale": scale}
+    of_index = true_sizes | {"length": length, "stride": stride, "scale": index_scale}
+
+    def compute(part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        true = Scored.of(q, k, true_where, part, **true_sizes)
+        scored = Scored.of(q_index, k_index, index_where, part, **of_index)
         compared = compare(true, scored, width, config, by_mass=by_mass)
-        total, weight = total + compared.losses.sum(), weight + compared.weights.sum()
-        dq[:, :, part], of_keys = gradients(scored, compared, width)
-        dk += of_keys
-    return total, weight, dq, dk
+        return compared.losses.sum(), compared.weights.sum(), *gradients(scored, compared, width)
+
+    parts = [compute(slice(at, at + rows)) for at in range(0, num_queries, rows)]
+    if len(parts) == 1:
+        return parts[0]
+    totals, weights, dq, dk = zip(*parts, strict=True)
+    return torch.stack(totals).sum(), torch.stack(weights).sum(), torch.cat(dq, 2), torch.stack(dk).sum(0)
 
 
 differentiate_by_results(selection_loss_triton)

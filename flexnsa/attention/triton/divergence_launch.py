@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -47,6 +49,12 @@ class Scored:
     stride: int
     block_size: int
     scale: float
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, where: Sequence[Tensor], part: slice, **sizes: Any) -> Self:
+        """Take a part of all queries; ``where`` has the three positions of these, ``(B or 1, m)``."""
+        token, start, first_key = (x[:, part].expand(len(q), -1).contiguous() for x in where)
+        return cls(q[:, :, part], k, token, start, first_key, **sizes)
 
     @property
     def heads(self) -> int:
@@ -154,4 +162,4 @@ def gradients(scorer: Scored, compared: Compared, width: int) -> tuple[Tensor, T
         key_gradients[(cdiv(num_keys, tiles.keys), batch * kv_heads)](
             *read, dk, *strides, rows, num_keys, width, scorer.scale, **options, BN=tiles.keys
         )
-    return dq.sum(0), dk
+    return dq.sum(0) if splits > 1 else dq[0], dk
