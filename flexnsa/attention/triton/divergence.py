@@ -65,20 +65,20 @@ def selection_loss_triton(
     by_mass: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sum the divergences at a few queries, and differentiate the sum; see ``flexnsa.attention.selection_loss``."""
-    from flexnsa.attention.triton.divergence_launch import Scored, compare, gradients
+    from flexnsa.attention.triton.divergence_launch import KeyGrid, Scored, compare, gradients
 
     config, index_config = NSAConfig.from_ints(sizes), NSAConfig.from_ints(index_sizes)
-    length, stride = index_config.compress_block_size, index_config.compress_stride
     (batch, heads, num_queries, _), width = q.shape, num_blocks(k.shape[2], config)
     rows = max(1, SCRATCH_SUMS // (batch * heads * width))
+    size = config.select_block_size
+    index_grid = KeyGrid(index_config.compress_block_size, index_config.compress_stride, size)
     # Without compression a key is a token, and the first key of a document its first token.
-    true_where, index_where = (token, start, start), (index_token, index_start, index_cmp_start)
-    true_sizes = {"length": 1, "stride": 1, "block_size": config.select_block_size, "scale": scale}
-    of_index = true_sizes | {"length": length, "stride": stride, "scale": index_scale}
+    token_grid, where = KeyGrid(1, 1, size), (token, start, start)
+    index_where = index_token, index_start, index_cmp_start
 
     def compute(part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        true = Scored.of(q, k, true_where, part, **true_sizes)
-        scored = Scored.of(q_index, k_index, index_where, part, **of_index)
+        true = Scored.of(q, k, part, where, token_grid, scale)
+        scored = Scored.of(q_index, k_index, part, index_where, index_grid, index_scale)
         compared = compare(true, scored, width, config, by_mass=by_mass)
         return compared.losses.sum(), compared.weights.sum(), *gradients(scored, compared, width)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,6 +25,26 @@ BLOCKS_AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)
+class KeyGrid:
+    """Where keys begin, in tokens: each has ``length``, one every ``stride``, which divides the blocks' size."""
+
+    length: int
+    stride: int
+    block_size: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Where the keys of a block begin, as constants of a kernel."""
+        step, first = self.block_size // self.stride, 1 - self.length // self.stride
+        return {"LENGTH": self.length, "STRIDE": self.stride, "STEP": step, "FIRST": first}
+
+    @property
+    def keys_of_block(self) -> int:
+        """Keys that count for a block (Eq. 9)."""
+        return (self.block_size + self.length) // self.stride - 1
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
     """Queries at a few tokens of each sequence, and the keys whose scores count for blocks.
 
@@ -34,9 +54,7 @@ class Scored:
         token: the queries' tokens, int32 ``(B, m)``; this and what follows is contiguous.
         start: the first tokens of their documents, int32 ``(B, m)``.
         first_key: the first keys of their documents, int32 ``(B, m)``.
-        length: tokens of a key.
-        stride: tokens from one key to the next.
-        block_size: tokens of a block, a multiple of the stride.
+        grid: of the keys.
         scale: factor on the scores.
     """
 
@@ -45,32 +63,19 @@ class Scored:
     token: Tensor
     start: Tensor
     first_key: Tensor
-    length: int
-    stride: int
-    block_size: int
+    grid: KeyGrid
     scale: float
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, where: Sequence[Tensor], part: slice, **sizes: Any) -> Self:
+    def of(cls, q: Tensor, k: Tensor, part: slice, where: Sequence[Tensor], grid: KeyGrid, scale: float) -> Self:
         """Take a part of all queries; ``where`` has the three positions of these, ``(B or 1, m)``."""
         token, start, first_key = (x[:, part].expand(len(q), -1).contiguous() for x in where)
-        return cls(q[:, :, part], k, token, start, first_key, **sizes)
+        return cls(q[:, :, part], k, token, start, first_key, grid, scale)
 
     @property
     def heads(self) -> int:
         """Queries for each key head."""
         return self.q.shape[1] // self.k.shape[1]
-
-    @property
-    def grid(self) -> dict[str, int]:
-        """Where the keys of a block begin, as constants of a kernel."""
-        step, first = self.block_size // self.stride, 1 - self.length // self.stride
-        return {"LENGTH": self.length, "STRIDE": self.stride, "STEP": step, "FIRST": first}
-
-    @property
-    def keys_of_block(self) -> int:
-        """Keys that count for a block (Eq. 9)."""
-        return (self.block_size + self.length) // self.stride - 1
 
     def inputs(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Return queries, keys and positions, and the strides of the first two, as arguments of a kernel."""
@@ -113,8 +118,8 @@ def compare(true: Scored, scorer: Scored, width: int, config: NSAConfig, *, by_m
     compare_blocks[(rows, batch * kv_heads)](
         of_true, weighted, plain, true.token, true.start, scorer.token, scorer.start,
         losses, weights, slope, log_score, lse, pull, rows, width,
-        KV_HEADS=kv_heads, HEADS=true.heads, INDEX_HEADS=scorer.heads, **scorer.grid,
-        BLOCK_SIZE=true.block_size, NUM_INIT=config.num_init_blocks, NUM_LOCAL=config.num_local_blocks,
+        KV_HEADS=kv_heads, HEADS=true.heads, INDEX_HEADS=scorer.heads, **scorer.grid.constants,
+        BLOCK_SIZE=true.grid.block_size, NUM_INIT=config.num_init_blocks, NUM_LOCAL=config.num_local_blocks,
         BY_MASS=by_mass, BH=padded(true.heads, 1), BI=padded(scorer.heads, 1),
         BM=min(padded(width), BLOCKS_AT_ONCE), num_warps=4,
     )  # fmt: skip
@@ -125,14 +130,14 @@ def _log_sums(scored: Scored, width: int) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exps of blocks, ``(B * Hkv * H, m, M)``, of weighted keys and of each key once."""
     tensors, strides = scored.inputs()
     (batch, rows), (kv_heads, num_keys, head_dim) = scored.token.shape, scored.k.shape[1:]
-    grid, tiles = scored.grid, divergence_tiles(device_of(scored.q), tensors[0].dtype, head_dim)
-    keys_at_once = min(padded(scored.keys_of_block, 1), tiles.keys)
+    grid, tiles = scored.grid.constants, divergence_tiles(device_of(scored.q), tensors[0].dtype, head_dim)
+    keys_at_once = min(padded(scored.grid.keys_of_block, 1), tiles.keys)
     blocks = tiles.keys // keys_at_once
     weighted = torch.empty(batch * scored.q.shape[1], rows, width, device=scored.q.device)
-    plain = torch.empty_like(weighted) if scored.keys_of_block > grid["STEP"] else weighted
+    plain = torch.empty_like(weighted) if scored.grid.keys_of_block > grid["STEP"] else weighted
     block_log_sums[(batch * kv_heads * cdiv(rows, tiles.queries) * cdiv(width, blocks),)](
         *tensors, weighted, plain, *strides, rows, num_keys, width, scored.scale * LOG2_E,
-        KV_HEADS=kv_heads, HEADS=scored.heads, HEAD_DIM=head_dim, WIDTH=scored.keys_of_block, **grid,
+        KV_HEADS=kv_heads, HEADS=scored.heads, HEAD_DIM=head_dim, WIDTH=scored.grid.keys_of_block, **grid,
         BT=tiles.queries, BJ=blocks, BW=keys_at_once, BD=padded(head_dim), **tiles.options(),
     )  # fmt: skip
     return weighted, plain
@@ -144,14 +149,14 @@ def gradients(scorer: Scored, compared: Compared, width: int) -> tuple[Tensor, T
     (batch, rows), (kv_heads, num_keys, head_dim) = scorer.token.shape, scorer.k.shape[1:]
     tiles = divergence_tiles(device_of(scorer.q), tensors[0].dtype, head_dim)
     read = *tensors, compared.slope, compared.log_score, compared.lse, compared.pull
-    options = scorer.grid | {
-        "WIDTH": scorer.keys_of_block, "KV_HEADS": kv_heads, "HEADS": scorer.heads, "HEAD_DIM": head_dim,
+    options = scorer.grid.constants | {
+        "WIDTH": scorer.grid.keys_of_block, "KV_HEADS": kv_heads, "HEADS": scorer.heads, "HEAD_DIM": head_dim,
         "BD": padded(head_dim), "BT": tiles.queries, **tiles.options(),
     }  # fmt: skip
     programs = cdiv(rows, tiles.queries) * batch * scorer.q.shape[1]
     # Few programs leave a GPU idle: split the keys of a tile of queries, in a fixed way, so that sums repeat.
     splits = max(1, min(cdiv(PROGRAMS * multiprocessors(scorer.q), programs), cdiv(num_keys, tiles.keys)))
-    keys_at_once = min(padded(scorer.grid["STEP"], 1), tiles.keys)
+    keys_at_once = min(padded(scorer.grid.constants["STEP"], 1), tiles.keys)
     dq = torch.empty(splits, batch, scorer.q.shape[1], rows, head_dim, device=scorer.q.device)
     query_gradients[(cdiv(rows, tiles.queries) * splits, batch * scorer.q.shape[1])](
         *read, dq, *strides, rows, num_keys, width, splits, scorer.scale,
