@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from flexnsa.config import NSAConfig
+from flexnsa.layers.projection import project_together
 from tests.emitted.calls import BRANCHES, TWO_BLOCKS, arguments, attention
 from tests.emitted.emit import emit
 from tests.emitted.interpreted import interpreted
@@ -72,3 +75,19 @@ def test_one_graph_serves_every_length() -> None:
         others=[lambda n=n: arguments("slc", TWO_BLOCKS, 4, n, (32, 16), torch.bfloat16) for n in (512, 3000, 4096)],
     )
     assert module.source("backward")
+
+
+@pytest.mark.parametrize("count", [2, 5, 6])
+def test_each_gradient_is_written_straight_into_the_joint_one(count: int) -> None:
+    """One kernel for all would compute the gradients of all pieces for every element."""
+
+    def run(x: Tensor, weights: list[Tensor], factors: list[Tensor]) -> Tensor:
+        pieces = project_together(x, weights)
+        return torch.stack([(p * f).sin().sum() for p, f in zip(pieces, factors, strict=True)]).sum()
+
+    def make() -> tuple[Any, ...]:
+        weights = [torch.randn(100, 64, requires_grad=True) for _ in range(count)]
+        return torch.randn(2048, 64, requires_grad=True), weights, [torch.randn(2048, 100) for _ in range(count)]
+
+    kernels = [kernel for kernel in emit(run, make).kernels if kernel.direction == "backward"]
+    assert max(kernel.source.count("*fp32") for kernel in kernels) <= 4  # the output, and what one gradient reads
