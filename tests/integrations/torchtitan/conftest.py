@@ -1,0 +1,8 @@
+"""Stand-ins before torchtitan is imported; groups of processes run once, like those of the library's parallelism."""
+
+from __future__ import annotations
+
+from tests.integrations.torchtitan import without_gpu  # noqa: F401
+from tests.parallel.conftest import run_once
+
+__all__ = ["run_once"]

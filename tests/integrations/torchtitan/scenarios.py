@@ -1,0 +1,88 @@
+"""Runs that have to be the same however many ranks share them, and however their layers run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.integrations.torchtitan.runs import INDEXER, override, save_results, train
+
+
+class Scenario(NamedTuple):
+    """A run of the tiny Llama or another config: the arguments that change nothing, on so many ranks."""
+
+    ranks: int
+    arguments: tuple[str, ...]
+    like: str = "packed"
+
+
+def degree(**degrees: int) -> tuple[str, ...]:
+    """Give the arguments that set degrees of parallelism."""
+    return tuple(f"--parallelism.{kind}_parallel_degree={degree}" for kind, degree in degrees.items())
+
+
+def rows(count: int) -> tuple[str, ...]:
+    """Give the argument that sets the rows of a rank."""
+    return (f"--training.local_batch_size={count}",)
+
+
+PIPELINE = "--parallelism.pipeline_parallel_schedule"
+COMPILED = ("--compile.enable", "--compile.backend=aot_eager", "--compile.components=model")
+
+THREE = {**INDEXER, "num_selected_blocks": 3, "num_local_blocks": 1}
+"""Of a row of 64 tokens, a query chooses one block of those that are not forced."""
+
+ALONE: dict[str, tuple[str, ...]] = {
+    "packed": ("llama", "--training.steps=4", "--dataloader.documents=3", override(**INDEXER)),
+    "whole rows": ("llama", "--training.steps=4", override(**INDEXER, packed=False)),
+    "norms": ("qwen3", "--training.steps=4", "--dataloader.documents=3", override(**INDEXER)),
+    "debug": (
+        "debug_llama",
+        "--training.steps=20",
+        "--training.seq_len=64",
+        override(**THREE),
+    ),
+    "chosen": ("llama", "--training.steps=4", override(**INDEXER, layers=["layers.[13].*"])),
+}
+"""What one process runs."""
+
+FIRST = ("--training.steps=8", "--lr_scheduler.total_steps=20")
+
+SAME: dict[str, Scenario] = {
+    "debug, FSDP2": Scenario(2, (*rows(2), *FIRST), "debug"),
+    "debug, FSDP2 on 4": Scenario(4, (*rows(1), *FIRST), "debug"),
+    "debug, tensor parallel": Scenario(2, (*degree(tensor=2), *FIRST), "debug"),
+    "norms, FSDP2": Scenario(2, rows(2), "norms"),
+    "norms, tensor parallel": Scenario(2, degree(tensor=2), "norms"),
+    "without sequence parallel": Scenario(2, (*degree(tensor=2), "--parallelism.no-enable-sequence-parallel")),
+    "replicated": Scenario(2, (*rows(2), "--parallelism.data_parallel_replicate_degree=2")),
+    "context parallel": Scenario(2, degree(context=2), "whole rows"),
+    "pipeline": Scenario(2, (*degree(pipeline=2), f"{PIPELINE}=1F1B")),
+    "stages without NSA": Scenario(2, (*degree(pipeline=2), f"{PIPELINE}=Interleaved1F1B"), "chosen"),
+    "tensor parallel, compiled": Scenario(2, (*degree(tensor=2), *COMPILED)),
+    "FSDP2 and tensor parallel": Scenario(4, (*rows(2), *degree(tensor=2))),
+    "context and tensor parallel": Scenario(4, degree(context=2, tensor=2), "whole rows"),
+    "pipeline and tensor parallel": Scenario(4, (*degree(pipeline=2, tensor=2), f"{PIPELINE}=1F1B")),
+    "accumulated": Scenario(1, (*rows(1), "--training.global_batch_size=4")),
+    "checkpointed": Scenario(1, ("activation-checkpoint:selective",)),
+    "recomputed": Scenario(1, ("activation-checkpoint:full",)),
+    "compiled": Scenario(1, COMPILED),
+    "compiled and checkpointed": Scenario(1, (*COMPILED, "activation-checkpoint:selective")),
+}
+"""What has to log the same as the run that each is ``like``."""
+
+
+def run_alone(file: Path) -> None:
+    """Save what one process logs."""
+    save_results(file, lambda folder: {name: train(run[0], folder / name, *run[1:]) for name, run in ALONE.items()})
+
+
+def run_shared(file: Path, ranks: int) -> None:
+    """Save what so many ranks log, of all scenarios for them."""
+
+    def make(folder: Path) -> dict[str, Any]:
+        own = {name: scenario for name, scenario in SAME.items() if scenario.ranks == ranks}
+        runs = {name: (*ALONE[scenario.like], *scenario.arguments) for name, scenario in own.items()}
+        return {name: train(run[0], folder / name, *run[1:]) for name, run in runs.items()}
+
+    save_results(file, make)
