@@ -30,6 +30,9 @@ from flexnsa.torchtitan.rates import NSAOptimizers, own_groups
 MODEL = "model_spec.model."
 """What torchtitan puts before the names of a model's modules."""
 
+SPLIT_BACKWARD = ("zbvzerobubble", "interleavedzerobubble", "dualpipev")
+"""Schedules that compute gradients of inputs and of weights apart, which PyTorch cannot do of weights in a sum."""
+
 
 class Part(Configurable.Config, metaclass=ABCMeta):
     """Any part of a config that the override looks at: the classes registered below, which have no other in common."""
@@ -144,6 +147,9 @@ def _(part: ParallelismConfig, name: str, plan: Plan) -> ParallelismConfig:
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if part.spmd_backend == "full_dtensor" or (part.spmd_backend == "spmd_types" and num_ranks > 1):
         raise ValueError(f"{name}.spmd_backend: expected 'partial_dtensor', got {part.spmd_backend!r}")
+    if part.pipeline_parallel_degree > 1 and part.pipeline_parallel_schedule.lower() in SPLIT_BACKWARD:
+        got = repr(part.pipeline_parallel_schedule)
+        raise ValueError(f"{name}.pipeline_parallel_schedule: expected one that runs backward at once, got {got}")
     if part.context_parallel_degree > 1:
         balancer = part.context_parallel_load_balancer
         if balancer != "headtail":

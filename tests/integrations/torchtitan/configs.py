@@ -44,7 +44,7 @@ from torchtitan.trainer import Trainer
 
 from flexnsa.layers.spread import write
 
-VOCAB, DIM, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 128, 64, 4, 2, 16, 4
+VOCAB, DIM, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 128, 64, 96, 4, 2, 16, 4
 EXPERTS = ("w1_EFD", "w2_EDF", "w3_EFD")
 ONES: dict[str, Any] = {"weight": nn.init.ones_}
 
@@ -145,7 +145,7 @@ def _parts(block: Any, rope: RoPE.Config, qk_norm: RMSNorm.Config | None, *, fus
             fuse_qkv=fused,
             qk_norm=None if qk_norm is None else replace(qk_norm),
         )
-        feed_forward = make_ffn_config(dim=DIM, hidden_dim=96, w1_param_init={}, w2w3_param_init={})
+        feed_forward = make_ffn_config(dim=DIM, hidden_dim=HIDDEN, w1_param_init={}, w2w3_param_init={})
         return block.Config(attention_norm=norm(), ffn_norm=norm(), attention=attention, feed_forward=feed_forward)
 
     embedding = Embedding.Config(num_embeddings=VOCAB, embedding_dim=DIM)

@@ -36,17 +36,11 @@ ALONE: dict[str, tuple[str, ...]] = {
     "packed": ("llama", "--training.steps=4", "--dataloader.documents=3", override(**INDEXER)),
     "whole rows": ("llama", "--training.steps=4", override(**INDEXER, packed=False)),
     "norms": ("qwen3", "--training.steps=4", "--dataloader.documents=3", override(**INDEXER)),
-    "debug": (
-        "debug_llama",
-        "--training.steps=20",
-        "--training.seq_len=64",
-        override(**THREE),
-    ),
     "chosen": ("llama", "--training.steps=4", override(**INDEXER, layers=["layers.[13].*"])),
+    "debug": ("debug_llama", "--training.steps=20", "--training.seq_len=64", override(**THREE)),
 }
 """What one process runs."""
-
-FIRST = ("--training.steps=8", "--lr_scheduler.total_steps=20")
+FIRST = ("--training.steps=5", "--lr_scheduler.total_steps=20")
 
 SAME: dict[str, Scenario] = {
     "debug, FSDP2": Scenario(2, (*rows(2), *FIRST), "debug"),
@@ -72,9 +66,9 @@ SAME: dict[str, Scenario] = {
 """What has to log the same as the run that each is ``like``."""
 
 
-def run_alone(file: Path) -> None:
+def run_alone(file: Path, name: str) -> None:
     """Save what one process logs."""
-    save_results(file, lambda folder: {name: train(run[0], folder / name, *run[1:]) for name, run in ALONE.items()})
+    save_results(file, lambda folder: train(ALONE[name][0], folder / name, *ALONE[name][1:]))
 
 
 def run_shared(file: Path, ranks: int) -> None:

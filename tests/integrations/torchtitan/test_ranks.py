@@ -14,8 +14,8 @@ TOLERANCES = {LOSS: 1e-5, NORM: 1e-4, SELECTION_LOSS: 1e-4}
 
 @pytest.mark.parametrize("name", SAME)
 def test_a_shared_run_takes_the_steps_of_one_process(name: str, run_once: RunOnce) -> None:
-    alone = run_once(1, run_alone)[SAME[name].like]
     shared = run_once(SAME[name].ranks, run_shared, SAME[name].ranks)[name]
+    alone = run_once(1, run_alone, SAME[name].like)
     assert shared.keys() == alone.keys() == TOLERANCES.keys()
     for metric, tolerance in TOLERANCES.items():
         steps = len(shared[metric])
@@ -25,6 +25,6 @@ def test_a_shared_run_takes_the_steps_of_one_process(name: str, run_once: RunOnc
 
 @pytest.mark.parametrize("name", ALONE)
 def test_both_losses_are_logged_and_fall(name: str, run_once: RunOnce) -> None:
-    run = run_once(1, run_alone)[name]
+    run = run_once(1, run_alone, name)
     assert run[LOSS][-1] < run[LOSS][0]
     assert all(loss > 0 for loss in run[SELECTION_LOSS])
