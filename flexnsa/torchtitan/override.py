@@ -9,11 +9,11 @@ from fnmatch import fnmatch
 from functools import singledispatch
 from typing import Any
 
-import torch.distributed as dist
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import Configurable, ParallelismConfig, derive
+from torchtitan.config.configs import DebugConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FusedQKVLinear, GQAttention, QKVLinear, ScaledDotProductAttention
 from torchtitan.models.common.linear import Linear
@@ -43,6 +43,7 @@ for _kind in (
     MetricsProcessor.Config,
     OptimizersContainer.Config,
     ParallelismConfig,
+    DebugConfig,
     BaseCheckpointManager.Config,
     SelectiveAC.Config,
 ):
@@ -144,13 +145,14 @@ def _(part: BaseCheckpointManager.Config, name: str, plan: Plan) -> BaseCheckpoi
 
 @adapted.register
 def _(part: ParallelismConfig, name: str, plan: Plan) -> ParallelismConfig:
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if part.spmd_backend == "full_dtensor" or (part.spmd_backend == "spmd_types" and num_ranks > 1):
-        raise ValueError(f"{name}.spmd_backend: expected 'partial_dtensor', got {part.spmd_backend!r}")
+    shares_tokens = part.context_parallel_degree > 1
+    backends = ("partial_dtensor",) if shares_tokens else ("partial_dtensor", "spmd_types")
+    if part.spmd_backend not in backends:
+        raise ValueError(f"{name}.spmd_backend: expected {' or '.join(map(repr, backends))}, got {part.spmd_backend!r}")
     if part.pipeline_parallel_degree > 1 and part.pipeline_parallel_schedule.lower() in SPLIT_BACKWARD:
         got = repr(part.pipeline_parallel_schedule)
         raise ValueError(f"{name}.pipeline_parallel_schedule: expected one that runs backward at once, got {got}")
-    if part.context_parallel_degree > 1:
+    if shares_tokens:
         balancer = part.context_parallel_load_balancer
         if balancer != "headtail":
             raise ValueError(f"{name}.context_parallel_load_balancer: expected 'headtail', got {balancer!r}")
@@ -158,6 +160,13 @@ def _(part: ParallelismConfig, name: str, plan: Plan) -> ParallelismConfig:
             raise ValueError(
                 "packed: expected False with context parallelism, which takes one document a row, got True"
             )
+    return part
+
+
+@adapted.register
+def _(part: DebugConfig, name: str, plan: Plan) -> DebugConfig:  # noqa: ARG001
+    if part.spmd_typechecking:
+        raise ValueError(f"{name}.spmd_typechecking: expected False, as NSA's operators have no such types, got True")
     return part
 
 

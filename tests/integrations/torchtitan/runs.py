@@ -60,7 +60,9 @@ def override(**options: Any) -> str:
 def config_of(name: str, folder: Path, *arguments: str) -> Trainer.Config:
     """Parse a command line of torchtitan."""
     given = ["--module", CONFIGS, "--config", name, "--dump_folder", str(folder), *arguments]
-    return ConfigManager().parse_args(given)
+    config = ConfigManager().parse_args(given)
+    assert isinstance(config, Trainer.Config)
+    return config
 
 
 @contextmanager

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.integrations.torchtitan.runs import INDEXER, override, save_results, train
+from tests.integrations.torchtitan.without_gpu import IS_OLD
 
 
 class Scenario(NamedTuple):
-    """A run of the tiny Llama or another config: the arguments that change nothing, on so many ranks."""
+    """A run on so many ranks, with arguments that change nothing, ``apart`` if it needs processes of its own."""
 
     ranks: int
     arguments: tuple[str, ...]
     like: str = "packed"
+    apart: bool = False
 
 
 def degree(**degrees: int) -> tuple[str, ...]:
@@ -40,28 +42,36 @@ ALONE: dict[str, tuple[str, ...]] = {
     "debug": ("debug_llama", "--training.steps=20", "--training.seq_len=64", override(**THREE)),
 }
 """What one process runs."""
-FIRST = ("--training.steps=5", "--lr_scheduler.total_steps=20")
+FIRST = ("--training.steps=4", "--lr_scheduler.total_steps=20")
+
+TYPED: dict[str, Scenario] = {
+    f"types, {name}": Scenario(ranks, ("--parallelism.spmd_backend=spmd_types", *arguments), apart=True)
+    for name, (ranks, arguments) in {
+        "FSDP2": (2, rows(2)),
+        "tensor parallel": (2, degree(tensor=2)),
+        "pipeline": (2, (*degree(pipeline=2), f"{PIPELINE}=1F1B")),
+        "FSDP2 and tensor parallel": (4, (*rows(2), *degree(tensor=2))),
+    }.items()
+}
+"""On torchtitan's default backend, which shares parameters among ranks with a newer PyTorch than 2.13 alone."""
 
 SAME: dict[str, Scenario] = {
     "debug, FSDP2": Scenario(2, (*rows(2), *FIRST), "debug"),
     "debug, FSDP2 on 4": Scenario(4, (*rows(1), *FIRST), "debug"),
     "debug, tensor parallel": Scenario(2, (*degree(tensor=2), *FIRST), "debug"),
-    "norms, FSDP2": Scenario(2, rows(2), "norms"),
     "norms, tensor parallel": Scenario(2, degree(tensor=2), "norms"),
     "without sequence parallel": Scenario(2, (*degree(tensor=2), "--parallelism.no-enable-sequence-parallel")),
     "replicated": Scenario(2, (*rows(2), "--parallelism.data_parallel_replicate_degree=2")),
     "context parallel": Scenario(2, degree(context=2), "whole rows"),
     "pipeline": Scenario(2, (*degree(pipeline=2), f"{PIPELINE}=1F1B")),
     "stages without NSA": Scenario(2, (*degree(pipeline=2), f"{PIPELINE}=Interleaved1F1B"), "chosen"),
-    "tensor parallel, compiled": Scenario(2, (*degree(tensor=2), *COMPILED)),
     "FSDP2 and tensor parallel": Scenario(4, (*rows(2), *degree(tensor=2))),
     "context and tensor parallel": Scenario(4, degree(context=2, tensor=2), "whole rows"),
-    "pipeline and tensor parallel": Scenario(4, (*degree(pipeline=2, tensor=2), f"{PIPELINE}=1F1B")),
     "accumulated": Scenario(1, (*rows(1), "--training.global_batch_size=4")),
     "checkpointed": Scenario(1, ("activation-checkpoint:selective",)),
     "recomputed": Scenario(1, ("activation-checkpoint:full",)),
-    "compiled": Scenario(1, COMPILED),
     "compiled and checkpointed": Scenario(1, (*COMPILED, "activation-checkpoint:selective")),
+    **({} if IS_OLD else TYPED),
 }
 """What has to log the same as the run that each is ``like``."""
 
@@ -73,10 +83,15 @@ def run_alone(file: Path, name: str) -> None:
 
 def run_shared(file: Path, ranks: int) -> None:
     """Save what so many ranks log, of all scenarios for them."""
+    own = {name: scenario for name, scenario in SAME.items() if scenario.ranks == ranks and not scenario.apart}
+    save_results(file, lambda folder: {name: _run(scenario, folder / name) for name, scenario in own.items()})
 
-    def make(folder: Path) -> dict[str, Any]:
-        own = {name: scenario for name, scenario in SAME.items() if scenario.ranks == ranks}
-        runs = {name: (*ALONE[scenario.like], *scenario.arguments) for name, scenario in own.items()}
-        return {name: train(run[0], folder / name, *run[1:]) for name, run in runs.items()}
 
-    save_results(file, make)
+def run_apart(file: Path, name: str) -> None:
+    """Save what the ranks of one scenario log."""
+    save_results(file, lambda folder: _run(SAME[name], folder / "run"))
+
+
+def _run(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    config, *arguments = ALONE[scenario.like]
+    return train(config, folder, *arguments, *scenario.arguments)

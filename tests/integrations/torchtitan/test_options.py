@@ -180,7 +180,15 @@ def test_a_part_that_cannot_be_adapted_is_refused_by_name(name: str) -> None:
 WRONG_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
     "full DTensor": (
         ("--parallelism.spmd_backend=full_dtensor",),
-        "parallelism.spmd_backend: expected 'partial_dtensor', got 'full_dtensor'",
+        "parallelism.spmd_backend: expected 'partial_dtensor' or 'spmd_types', got 'full_dtensor'",
+    ),
+    "types and shared tokens": (
+        ("--parallelism.context_parallel_degree=2", "--parallelism.spmd_backend=spmd_types"),
+        "parallelism.spmd_backend: expected 'partial_dtensor', got 'spmd_types'",
+    ),
+    "types are checked": (
+        ("--parallelism.spmd_backend=spmd_types", "--debug.spmd_typechecking"),
+        "debug.spmd_typechecking: expected False, as NSA's operators have no such types, got True",
     ),
     "packed": (
         ("--parallelism.context_parallel_degree=2",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.integrations.torchtitan.runs import LOSS, NORM, SELECTION_LOSS
-from tests.integrations.torchtitan.scenarios import ALONE, SAME, run_alone, run_shared
+from tests.integrations.torchtitan.scenarios import ALONE, SAME, run_alone, run_apart, run_shared
 from tests.parallel.conftest import RunOnce
 
 TOLERANCES = {LOSS: 1e-5, NORM: 1e-4, SELECTION_LOSS: 1e-4}
@@ -14,8 +14,12 @@ TOLERANCES = {LOSS: 1e-5, NORM: 1e-4, SELECTION_LOSS: 1e-4}
 
 @pytest.mark.parametrize("name", SAME)
 def test_a_shared_run_takes_the_steps_of_one_process(name: str, run_once: RunOnce) -> None:
-    shared = run_once(SAME[name].ranks, run_shared, SAME[name].ranks)[name]
-    alone = run_once(1, run_alone, SAME[name].like)
+    scenario = SAME[name]
+    if scenario.apart:
+        shared = run_once(scenario.ranks, run_apart, name)
+    else:
+        shared = run_once(scenario.ranks, run_shared, scenario.ranks)[name]
+    alone = run_once(1, run_alone, scenario.like)
     assert shared.keys() == alone.keys() == TOLERANCES.keys()
     for metric, tolerance in TOLERANCES.items():
         steps = len(shared[metric])

@@ -10,6 +10,8 @@ import torch.distributed
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.pipelining import schedules
 
+IS_OLD = not hasattr(torch.distributed, "set_timeout")
+"""Whether this PyTorch, such as 2.13, lacks what torchtitan asks of a newer one."""
 MEMORY = 2**34
 STAND_INS: dict[str, Any] = {
     "get_device_name": lambda *_: "CPU",
@@ -25,11 +27,10 @@ STAND_INS: dict[str, Any] = {
 
 def pretend() -> None:
     """Put the stand-ins in place, in this process."""
-    torch._utils._get_available_device_type = lambda: "cpu"
+    torch_utils: Any = torch._utils  # pyright: ignore[reportAttributeAccessIssue]
+    torch_utils._get_available_device_type = lambda: "cpu"
     for name, function in STAND_INS.items():
         setattr(torch.cpu, name, function)
-    if not hasattr(torch.distributed, "set_timeout"):  # newer than torch 2.13
-        torch.distributed.set_timeout = lambda *_: None
     made = _fsdp_param_group.FSDPParamGroup.__init__
 
     def make(self: Any, *arguments: Any, **options: Any) -> None:
@@ -37,12 +38,15 @@ def pretend() -> None:
         self.force_sum_reduction_for_comms = True  # gloo cannot scale what it sums
 
     _fsdp_param_group.FSDPParamGroup.__init__ = make
-    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-        kind.step = _taking_microbatches(kind.step)
+    if IS_OLD:
+        distributed: Any = torch.distributed
+        distributed.set_timeout = lambda *_: None
+        for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+            kind.step = _taking_microbatches(kind.step)
 
 
 def _taking_microbatches(step: Any) -> Any:
-    """Let a pipeline take a batch that is in microbatches already, which torch 2.13 splits itself."""
+    """Let a pipeline take a batch that is in microbatches already, which it then splits again."""
 
     def take(self: Any, *whole: Any, kwarg_mbs: Any = None, **options: Any) -> Any:
         if kwarg_mbs is None:
