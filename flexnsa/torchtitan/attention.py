@@ -57,11 +57,7 @@ class NSAttention(GQAttention):
         self.gate = StartingGate(config.dim, self.n_heads, options.branches) if several else None
         self.compress_k = self.compress_v = None
         if "cmp" in options.branches:
-            self.compress_k, self.compress_v = (
-                COMPRESSORS[options.compression](*shape, config=options.sizes) for _ in "kv"
-            )
-            for compressor in (self.compress_k, self.compress_v):
-                compressor.begin_as_mean()
+            self.compress_k, self.compress_v = (_compressor(options, *shape) for _ in "kv")
         elif not options.has_indexer:
             self.compress_k = MeanCompressor(*shape, config=options.sizes)
         self.indexer: Indexer | None = None
@@ -209,6 +205,14 @@ class NSAttention(GQAttention):
         if self.teaching is None:
             raise ValueError("metrics: expected the override's, which teach a layer with an indexer, got others")
         return self.teaching
+
+
+def _compressor(
+    options: Options, num_kv_heads: int, head_dim: int
+) -> MeanCompressor | LinearCompressor | MLPCompressor:
+    made = COMPRESSORS[options.compression](num_kv_heads, head_dim, config=options.sizes)
+    made.begin_as_mean()
+    return made
 
 
 def _copies(options: Options) -> dict[str, str]:

@@ -11,8 +11,8 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import dist_sum, dist_sum_tensor
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
 
-from flexnsa.attention.seam import given
 from flexnsa.parallel.shared_rows import SharingRanks
 from flexnsa.torchtitan.attention import NSAttention
 from flexnsa.torchtitan.options import Options
@@ -67,8 +67,7 @@ class NSAMetrics(MetricsProcessor):
         layers = [
             layer for part in self.model_parts or () for layer in part.modules() if isinstance(layer, NSAttention)
         ]
-        device = next((parameter.device for layer in layers for parameter in layer.parameters()), torch.device("cpu"))
-        step = torch.zeros((), dtype=torch.int64, device=device)
+        step = torch.zeros((), dtype=torch.int64, device=device_type)
         mesh = self.parallel_dims.get_optional_mesh("cp")
         ranks = None if mesh is None else SharingRanks.of(mesh)
         for layer in layers:
@@ -81,7 +80,7 @@ class NSAMetrics(MetricsProcessor):
 
     def _selection_loss(self) -> float:
         """Return the sum of all layers' mean divergences since the last time, over all ranks."""
-        loss = torch.zeros((), device=given(self.step).device)
+        loss = torch.zeros((), device=device_type)
         if self.taught:  # a pipeline stage may have no such layer
             seen = torch.stack([teaching.take() for teaching in self.taught])
             for axis in ("batch", "tp"):

@@ -31,7 +31,7 @@ MODEL = "model_spec.model."
 """What torchtitan puts before the names of a model's modules."""
 
 SPLIT_BACKWARD = ("zbvzerobubble", "interleavedzerobubble", "dualpipev")
-"""Schedules that compute gradients of inputs and of weights apart, which PyTorch cannot do of weights in a sum."""
+"""Schedules that differentiate inputs and weights apart, in two passes over a graph that the first one has freed."""
 
 
 class Part(Configurable.Config, metaclass=ABCMeta):
@@ -108,7 +108,7 @@ def _(part: GQAttention.Config, name: str, plan: Plan) -> GQAttention.Config:
         branches=plan.options.branches,
         index_rank=plan.options.index_rank,
     )
-    # By the first layer's, torchtitan decides whether to make a mask of all tokens, which NSA does not read
+    # That of the first layer tells torchtitan whether to make a mask of every two tokens, which NSA does not read
     inner = part.inner_attention if plan.dense else ScaledDotProductAttention.Config()
     return derive(part, NSAttention.Config, options=plan.options, inner_attention=inner)
 
