@@ -19,7 +19,7 @@ from torchtitan.trainer import Trainer
 
 def adapted(name: str, *arguments: str, **options: Any) -> Trainer.Config:
     """Give a config as it is before torchtitan builds anything, with the override's options."""
-    config = config_of(name, Path(), *arguments, override(**options))
+    config = config_of(name, Path(), override(**options), *arguments)
     model: Any = config.model_spec
     model.model.update_from_config(config=config)
     apply_overrides(config.override, config)

@@ -23,6 +23,7 @@ from torchtitan.trainer import Trainer
 
 CONFIGS = "tests.integrations.torchtitan.configs"
 LOSS, SELECTION_LOSS, NORM = "loss_metrics/global_avg_loss", "loss_metrics/selection_loss", "grad_norm"
+TOLD = "step and number of sequences that layers were told"
 FEW: dict[str, Any] = {
     "select_block_size": 16,
     "compress_block_size": 8,
@@ -40,16 +41,19 @@ trainer_module.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lamb
 class Steps(BaseLogger):
     """Keeps what is logged of each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        self.processor: Any = trainer.metrics_processor
         self.steps: dict[int, dict[str, Any]] = {}
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.steps[step] = metrics
+        own = self.processor
+        told = {TOLD: [int(own.step), own.sequences]} if hasattr(own, "sequences") else {}
+        self.steps[step] = metrics | told
 
-    def results(self) -> dict[str, list[float]]:
+    def results(self) -> dict[str, list[Any]]:
         """Give the losses and gradient norms of all steps."""
-        every = list(self.steps.values())
-        return {name: [step[name] for step in every] for name in (LOSS, SELECTION_LOSS, NORM) if name in every[0]}
+        every, names = list(self.steps.values()), (LOSS, SELECTION_LOSS, NORM, TOLD)
+        return {name: [step[name] for step in every] for name in names if name in every[0]}
 
 
 def override(**options: Any) -> str:
@@ -68,13 +72,13 @@ def config_of(name: str, folder: Path, *arguments: str) -> Trainer.Config:
 @contextmanager
 def trainer_of(name: str, folder: Path, *arguments: str) -> Any:
     """Build a trainer, and what keeps its steps; its process group stays for the next."""
-    trainer, steps = config_of(name, folder, *arguments).build(), Steps()
-    trainer.metrics_processor.logger = steps
+    trainer = config_of(name, folder, *arguments).build()
+    trainer.metrics_processor.logger = steps = Steps(trainer)
     yield trainer, steps
     trainer.close()
 
 
-def train(name: str, folder: Path, *arguments: str) -> dict[str, list[float]]:
+def train(name: str, folder: Path, *arguments: str) -> dict[str, list[Any]]:
     """Run to the end, and give what was logged."""
     with trainer_of(name, folder, *arguments) as (trainer, steps):
         trainer.train()

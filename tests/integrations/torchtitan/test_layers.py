@@ -13,7 +13,10 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
+from flexnsa import SelectionLoss
 from flexnsa.torchtitan.checkpointing import KeepingSelection
+from flexnsa.torchtitan.options import Options
+from flexnsa.torchtitan.teaching import Teaching
 from tests.integrations.torchtitan.configs import VOCAB
 from tests.integrations.torchtitan.models import built, layers_of, positions_of, teach
 from tests.integrations.torchtitan.runs import FEW, INDEXER, config_of
@@ -101,6 +104,35 @@ def test_the_selection_loss_reaches_the_indexers_alone_with_its_weight() -> None
             assert_close(three[name], 3 * one[name])
         else:
             assert_close(three[name], none[name])
+
+
+def test_the_loss_is_a_mean_over_the_queries_of_all_sequences_and_heads_of_a_step() -> None:
+    options = Options.of({**INDEXER, "selection_loss_weight": 3.0})
+    taught = Teaching(options, num_heads=2, sequences=5, step=torch.tensor(1))
+    out, summed, weight = (torch.full(size, 7.0, requires_grad=True) for size in ((4, 3), (), ()))
+    for seq_len, queries in ((128, options.num_queries), (10, 10)):
+        selection = SelectionLoss()
+        selection.add(summed, weight.detach())
+        out.grad = summed.grad = None
+        attached = taught.attach(out, selection, seq_len)
+        assert torch.equal(attached, out)
+        (2 * attached).sum().backward()
+        assert_close(out.grad, torch.full_like(out, 2.0))
+        assert_close(summed.grad, torch.tensor(3.0 / (5 * 2 * queries)))
+    assert taught.take().tolist() == [14.0, 14.0]
+    assert taught.take().tolist() == [0.0, 0.0]
+
+
+def test_each_step_learns_from_queries_of_its_own() -> None:
+    model = built("llama", **INDEXER).train()
+    learned = []
+    for step in (1, 2, 1):
+        model.zero_grad()
+        teach(model, step)
+        model(draw(128)).sum().backward()
+        learned.append(layers_of(model)[0].indexer.change_k.up.weight.grad)
+    assert torch.equal(learned[0], learned[2])
+    assert not torch.equal(learned[0], learned[1])
 
 
 def test_an_indexer_that_nobody_teaches_is_refused() -> None:

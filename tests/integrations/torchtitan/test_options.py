@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from torchtitan.config import derive
 from torchtitan.config.override import apply_overrides
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import FlexAttention, GQAttention, ScaledDotProductAttention, VarlenAttention
 
 from flexnsa.torchtitan.attention import NSAttention
+from flexnsa.torchtitan.checkpointing import KeepingSelection
 from tests.integrations.torchtitan.models import adapted
 from tests.integrations.torchtitan.others import Counting, Halved, LowBits, Scaled
 from tests.integrations.torchtitan.runs import FEW, INDEXER, config_of, override
@@ -71,6 +73,13 @@ def test_another_override_of_the_same_node_is_refused_and_leaves_nothing_behind(
         apply_overrides(config.override, config)
     chosen = kinds(adapted("llama", **FEW, layers="layers.1.*"))
     assert chosen == [GQAttention.Config, NSAttention.Config, GQAttention.Config, GQAttention.Config]
+
+
+def test_selective_checkpointing_keeps_the_selection_and_other_kinds_stay() -> None:
+    for name, kind in (("selective", KeepingSelection), ("full", FullAC)):
+        config = adapted("llama", f"activation-checkpoint:{name}", **FEW)
+        assert type(config.activation_checkpoint) is kind.Config
+    assert adapted("llama", **FEW).activation_checkpoint is None
 
 
 def test_a_config_is_adapted_once() -> None:
