@@ -78,7 +78,8 @@ class Plan:
         patterns = (patterns,) if isinstance(patterns, str) else patterns
         for pattern in patterns:
             if not any(fnmatch(name, pattern) for name in layers):
-                raise ValueError(f"layers: expected 'all' or patterns of {', '.join(layers)}, got {describe(pattern)}")
+                names_of = f"{layers[0]} .. {layers[-1]}"
+                raise ValueError(f"layers: expected 'all' or patterns of {names_of}, got {describe(pattern)}")
         chosen = [name for name in layers if any(fnmatch(name, pattern) for pattern in patterns)]
         return cls(options, tuple(chosen), tuple(name for name in layers if name not in chosen))
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from tests.integrations.torchtitan.runs import INDEXER, override, save_results, train, trainer_of
 
-ARGUMENTS = ("--training.steps=6", "--checkpoint.enable", override(**INDEXER, compression="mlp"))
-SAVED = 3
+ARGUMENTS = ("--training.steps=4", "--checkpoint.enable", override(**INDEXER, compression="mlp"))
+SAVED = 2
 """Steps before the checkpoint."""
 
 

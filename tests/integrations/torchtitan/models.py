@@ -27,8 +27,9 @@ def adapted(name: str, *arguments: str, **options: Any) -> Trainer.Config:
 
 
 def built(name: str, **options: Any) -> Any:
-    """Build a model with NSA layers whose new weights are alive, as after some training."""
+    """Build a model with two NSA layers whose new weights are alive, as after some training."""
     spec: Any = adapted(name, **options).model_spec
+    spec.model.layers = spec.model.layers[:2]
     model = spec.model.build()
     with torch.no_grad():
         model.init_states()

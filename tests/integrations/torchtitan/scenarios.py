@@ -31,15 +31,15 @@ def rows(count: int) -> tuple[str, ...]:
 PIPELINE = "--parallelism.pipeline_parallel_schedule"
 COMPILED = ("--compile.enable", "--compile.backend=aot_eager", "--compile.components=model")
 
-THREE = {**INDEXER, "num_selected_blocks": 3, "num_local_blocks": 1}
-"""Of a row of 64 tokens, a query chooses one block of those that are not forced."""
+TWO = {**INDEXER, "num_selected_blocks": 2, "num_init_blocks": 0, "num_local_blocks": 1}
+"""Of a row of 48 tokens, which are three blocks, a query chooses one besides its own."""
 
 ALONE: dict[str, tuple[str, ...]] = {
     "packed": ("llama", "--training.steps=4", "--dataloader.documents=3", override(**INDEXER)),
     "whole rows": ("llama", "--training.steps=4", override(**INDEXER, packed=False)),
     "norms": ("qwen3", "--training.steps=4", "--dataloader.documents=3", override(**INDEXER)),
     "chosen": ("llama", "--training.steps=4", override(**INDEXER, layers=["layers.[13].*"])),
-    "debug": ("debug_llama", "--training.steps=20", "--training.seq_len=64", override(**THREE)),
+    "debug": ("debug_llama", "--training.steps=20", "--training.seq_len=48", override(**TWO)),
 }
 """What one process runs."""
 FIRST = ("--training.steps=4", "--lr_scheduler.total_steps=20")
@@ -59,8 +59,7 @@ SAME: dict[str, Scenario] = {
     "debug, FSDP2": Scenario(2, (*rows(2), *FIRST), "debug"),
     "debug, FSDP2 on 4": Scenario(4, (*rows(1), *FIRST), "debug"),
     "debug, tensor parallel": Scenario(2, (*degree(tensor=2), *FIRST), "debug"),
-    "norms, tensor parallel": Scenario(2, degree(tensor=2), "norms"),
-    "without sequence parallel": Scenario(2, (*degree(tensor=2), "--parallelism.no-enable-sequence-parallel")),
+    "norms, tensor parallel": Scenario(2, (*degree(tensor=2), "--parallelism.no-enable-sequence-parallel"), "norms"),
     "replicated": Scenario(2, (*rows(2), "--parallelism.data_parallel_replicate_degree=2")),
     "context parallel": Scenario(2, degree(context=2), "whole rows"),
     "pipeline": Scenario(2, (*degree(pipeline=2), f"{PIPELINE}=1F1B")),

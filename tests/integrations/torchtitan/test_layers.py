@@ -71,7 +71,7 @@ def test_positions_are_counted_where_rows_are_whole(kind: str) -> None:
 
 
 @every_kind
-@every_family
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_every_parameter_learns(family: str, kind: str) -> None:
     model, tokens = built(family, **KINDS[kind]).train(), draw(128)
     teach(model)
@@ -83,6 +83,7 @@ def test_every_parameter_learns(family: str, kind: str) -> None:
 @torch.no_grad()
 def test_attention_of_a_mixture_of_experts_is_replaced_too() -> None:
     spec: Any = config_of("qwen3_moe", Path()).model_spec
+    spec.model.layers = spec.model.layers[:2]
     dense, sparse = spec.model.build(), built("qwen3_moe", **FEW | {"num_selected_blocks": 8, "branches": ["slc"]})
     dense.init_states()
     sparse.load_state_dict(dense.state_dict())
