@@ -76,7 +76,7 @@ class NSAttention(GQAttention):
         """Attend within each document of ``x_BLD (B, S, dim)``; arguments as of the dense layer.
 
         Raises:
-            ValueError: positions restart where the options say that they do not, or nobody teaches the indexer.
+            ValueError: positions restart without ``packed``, or an indexer in training has no teaching.
         """
         x = local(x_BLD)
         layout = self._lay_out(x, positions)

@@ -1,4 +1,4 @@
-"""The metrics of a run with NSA layers: they see every step begin, so they tell the layers, and log their losses."""
+"""The metrics of a run with NSA layers: they pass the step and the ranks on to the layers, and log their losses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexnsa.torchtitan.teaching import Teaching
 class NSAMetrics(MetricsProcessor):
     """As :class:`MetricsProcessor`, with the selection loss.
 
-    torchtitan gives a layer neither the step nor the ranks that share its tokens. It gives both to its metrics.
+    torchtitan passes neither the step nor the ranks that share tokens to a layer. It passes both to its metrics.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class NSAMetrics(MetricsProcessor):
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
 
     def _begin(self) -> Tensor:
-        """Tell the layers of the run, and return the step that they all read."""
+        """Give the layers what they have to know of the run, and return the step that they all read."""
         layers = [
             layer for part in self.model_parts or () for layer in part.modules() if isinstance(layer, NSAttention)
         ]

@@ -35,7 +35,7 @@ SPLIT_BACKWARD = ("zbvzerobubble", "interleavedzerobubble", "dualpipev")
 
 
 class Part(Configurable.Config, metaclass=ABCMeta):
-    """Any part of a config that the override looks at: the classes registered below, which have no other in common."""
+    """Any part of a config that the override reads: the classes registered below, which have no other in common."""
 
 
 for _kind in (
@@ -91,7 +91,7 @@ def adapted(part: Any, name: str, _plan: Plan) -> Any:
     Raises:
         ValueError: it cannot become that, or does not fit; the message names it.
     """
-    raise TypeError(f"{name}: expected a part that the override looks at, got {describe(part)}")
+    raise TypeError(f"{name}: expected a part that the override reads, got {describe(part)}")
 
 
 @adapted.register
@@ -109,7 +109,7 @@ def _(part: GQAttention.Config, name: str, plan: Plan) -> GQAttention.Config:
         branches=plan.options.branches,
         index_rank=plan.options.index_rank,
     )
-    # That of the first layer tells torchtitan whether to make a mask of every two tokens, which NSA does not read
+    # By that of the first layer torchtitan decides whether to make a mask of all tokens, which NSA does not read
     inner = part.inner_attention if plan.dense else ScaledDotProductAttention.Config()
     return derive(part, NSAttention.Config, options=plan.options, inner_attention=inner)
 

@@ -24,7 +24,7 @@ class Teaching:
         options: of the layer.
         num_heads: key heads of the whole layer, over all ranks.
         sequences: in one step, over all ranks.
-        step: int64 ``()``, on the layer's device; whoever counts the steps sets it.
+        step: int64 ``()``, on the layer's device; the run's metrics set it.
     """
 
     def __init__(self, options: Options, *, num_heads: int, sequences: int, step: Tensor) -> None:
