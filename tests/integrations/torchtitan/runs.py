@@ -58,7 +58,12 @@ class Steps(BaseLogger):
 
 def override(**options: Any) -> str:
     """Give the argument that makes the layers of a run NSA."""
-    return f"--override.imports=flexnsa.torchtitan.native_sparse_attention={json.dumps(options)}"
+    return f"--override.imports={target(**options)}"
+
+
+def target(**options: Any) -> str:
+    """Give the name of the override, with options."""
+    return f"flexnsa.torchtitan.native_sparse_attention={json.dumps(options)}"
 
 
 def config_of(name: str, folder: Path, *arguments: str) -> Trainer.Config:

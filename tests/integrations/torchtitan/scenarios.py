@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.integrations.torchtitan.runs import INDEXER, override, save_results, train
+from tests.integrations.torchtitan.runs import INDEXER, override, save_results, target, train
 from tests.integrations.torchtitan.without_gpu import IS_OLD
 
 
@@ -34,11 +34,19 @@ COMPILED = ("--compile.enable", "--compile.backend=aot_eager", "--compile.compon
 TWO = {**INDEXER, "num_selected_blocks": 2, "num_init_blocks": 0, "num_local_blocks": 1}
 """Of a row of 48 tokens, which are three blocks, a query chooses one besides its own."""
 
+CHOSEN = target(**INDEXER, layers=["layers.[13].*"])
+
 ALONE: dict[str, tuple[str, ...]] = {
     "packed": ("llama", "--training.steps=4", "--dataloader.documents=3", override(**INDEXER)),
     "whole rows": ("llama", "--training.steps=4", override(**INDEXER, packed=False)),
     "norms": ("qwen3", "--training.steps=4", "--dataloader.documents=3", override(**INDEXER)),
-    "chosen": ("llama", "--training.steps=4", override(**INDEXER, layers=["layers.[13].*"])),
+    "chosen": (
+        "llama",
+        "--training.steps=4",
+        "--override.imports",
+        CHOSEN,
+        "tests.integrations.torchtitan.others.halve",
+    ),
     "debug": ("debug_llama", "--training.steps=20", "--training.seq_len=48", override(**TWO)),
 }
 """What one process runs."""
