@@ -5,7 +5,7 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples test emitted transformers transformers-common lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots versions dist ci clean
+.PHONY: help demo examples test emitted transformers transformers-common torchtitan lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots versions dist ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -31,6 +31,9 @@ transformers-common: .venv/.transformers  ## run transformers' own tests of all 
 	$(BIN)/pip install --quiet parameterized
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(CHECKOUT) $(BIN)/python -m pytest -o addopts= -p no:warnings tests/integrations/transformers/common_tests.py
 
+torchtitan: .venv/.torchtitan  ## run the tests that need torchtitan; no GPU needed
+	$(BIN)/python -m pytest -n auto tests/integrations/torchtitan
+
 lint: .venv/.installed  ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,7 +42,7 @@ format: .venv/.installed  ## apply the formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: .venv/.transformers  ## check the type hints, also of what is built on transformers
+types: .venv/.torchtitan  ## check the type hints, also of what is built on transformers and torchtitan
 	$(BIN)/pyright
 
 bench: .venv/.installed  ## time and memory of NSA and its phases beside dense attention, under 10 minutes on two cores
@@ -122,4 +125,8 @@ clean:  ## remove the environment, caches and outputs
 
 .venv/.transformers: .venv/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
+	@touch $@
+
+.venv/.torchtitan: .venv/.transformers
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf,torchtitan]'
 	@touch $@

@@ -17,27 +17,38 @@ hypothesis.settings.load_profile("ci")
 torch.set_num_threads(1)
 
 EMITTED = Path(__file__).parent / "emitted"
-TRANSFORMERS = Path(__file__).parent / "integrations" / "transformers"
+INTEGRATIONS = {
+    "transformers": "Hugging Face transformers",
+    "torchtitan": "torchtitan",
+}
+"""Packages by the name of their tests' folder and of the target of make that runs these."""
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     emitted = "selected" if _are_alone(config, EMITTED) else "deselected, they run alone: pytest tests/emitted"
-    transformers = "selected" if _are_alone(config, TRANSFORMERS) else "left out, they run alone: make transformers"
-    return [
-        f"tests of emitted kernels: {emitted}",
-        f"tests with Hugging Face transformers: {transformers}",
-    ]
+    lines = [f"tests of emitted kernels: {emitted}"]
+    for name, package in INTEGRATIONS.items():
+        alone = _are_alone(config, _folder_of(name))
+        lines.append(f"tests with {package}: {'selected' if alone else f'left out, they run alone: make {name}'}")
+    return lines
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    # They cannot even be read without transformers, which is installed for them alone.
-    return True if collection_path == TRANSFORMERS and not _are_alone(config, TRANSFORMERS) else None
+    # They cannot even be read without their package, which is installed for them alone.
+    is_left_out = any(
+        collection_path == _folder_of(name) and not _are_alone(config, collection_path) for name in INTEGRATIONS
+    )
+    return True if is_left_out else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not _are_alone(config, EMITTED):
         config.hook.pytest_deselected(items=[item for item in items if item.path.is_relative_to(EMITTED)])
         items[:] = [item for item in items if not item.path.is_relative_to(EMITTED)]
+
+
+def _folder_of(name: str) -> Path:
+    return Path(__file__).parent / "integrations" / name
 
 
 def _are_alone(config: pytest.Config, folder: Path) -> bool:

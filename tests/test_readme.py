@@ -21,8 +21,8 @@ PAGES = [
 ]
 BRANDS = {"flexnsa": "NSA", "cuDNN": "cuDNN SDPA", "FlashAttention-2": "flash SDPA", "FlexAttention": "dense Flex"}
 
-# Those of this page need transformers, and run with its tests.
-WITH_SAMPLES = [page for page in PAGES if page.stem != "transformers"]
+# Those of these pages need packages of their own, and run with their tests.
+WITH_SAMPLES = [page for page in PAGES if page.stem not in ("transformers", "torchtitan")]
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 

@@ -37,8 +37,8 @@ It returns the heads' outputs ``(B, T, Hq * Dv)``, NaN for tokens without capaci
 """
 
 
-class Layer(Protocol[C, L]):
-    """What :func:`run_layer` asks of a layer: its projections, its rotation, and how it attends."""
+class RowLayer(Protocol[L]):
+    """What :func:`run_rows` asks of a layer: its rotation, and how it attends."""
 
     training: bool
 
@@ -51,14 +51,6 @@ class Layer(Protocol[C, L]):
         """Lay out whole sequences ``x (B, S, dim)``, or packed ones."""
         ...
 
-    def step_layout(self, x: Tensor, step: Step) -> L:
-        """Lay out tokens ``x (B, T, dim)`` that follow a cache."""
-        ...
-
-    def project(self, x: Tensor) -> Heads:
-        """Project to heads, not yet rotated."""
-        ...
-
     def attend(
         self, x: Tensor, heads: Heads, layout: L, source: KeySource, mods: Mods, *, cached: bool
     ) -> tuple[Tensor, Read | None]:
@@ -67,6 +59,18 @@ class Layer(Protocol[C, L]):
         Returns:
             The heads' outputs ``(B, Hq, T, Dv)``, and what was read, if it can be counted.
         """
+        ...
+
+
+class Layer(RowLayer[L], Protocol[C, L]):
+    """What :func:`run_layer` asks of a layer: its projections too, and how it follows a cache."""
+
+    def step_layout(self, x: Tensor, step: Step) -> L:
+        """Lay out tokens ``x (B, T, dim)`` that follow a cache."""
+        ...
+
+    def project(self, x: Tensor) -> Heads:
+        """Project to heads, not yet rotated."""
         ...
 
     def whole_step(self, x: Tensor, cache: C, mods: Mods) -> WholeStep | None:
@@ -122,8 +126,7 @@ def run_layer(
         layout = layer.row_layout(x, document_ids) if layout is None else layout
         if selection is not None and layout.source is not None and not losses_over:
             raise ValueError("layout: expected one of whole rows, of which alone the layer has the loss, got a part")
-        out, read = layer.attend(x, layer.project(x), layout, layout.source or RowKeys(), mods, cached=False)
-        return _join(_teach(layer, x, out, read, selection, losses_over))
+        return run_rows(layer, x, layer.project(x), layout, mods=mods, selection=selection, losses_over=losses_over)
     cached = not (is_packed(document_ids, layout) or cache.takes_rows(x.shape[1]))
     take_step = layer.whole_step(x, cache, mods) if cached else None
     if take_step is not None:
@@ -149,8 +152,23 @@ def run_layer(
     return _join(out.masked_fill(step.lost[:, None, :, None], torch.nan) if cached else out)
 
 
+def run_rows(
+    layer: RowLayer[L],
+    x: Tensor,
+    heads: Heads,
+    layout: L,
+    *,
+    mods: Mods = (None, None),
+    selection: SelectionLoss | None = None,
+    losses_over: Sequence[LossOverRanks] = (),
+) -> Tensor:
+    """Attend from the projected ``heads`` of whole sequences, as :func:`run_layer`, whose other arguments these are."""
+    out, read = layer.attend(x, heads, layout, layout.source or RowKeys(), mods, cached=False)
+    return _join(_teach(layer, x, out, read, selection, losses_over))
+
+
 def _teach(
-    layer: Layer[C, L],
+    layer: RowLayer[L],
     x: Tensor,
     out: Tensor,
     read: Read | None,

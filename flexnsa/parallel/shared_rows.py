@@ -31,7 +31,8 @@ from flexnsa.cache.steps import kind_of
 from flexnsa.checks.primitives import check_type, describe
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.layers.layouts import BlockLayout, LayoutSizes, RowLayout, tables_of
+from flexnsa.layers.layouts import BlockLayout, LayoutSizes, Rotate, RowLayout, tables_of
+from flexnsa.layers.rope import RopeTables
 from flexnsa.parallel.chunks import block_halo, check_chunks, window_halo
 from flexnsa.parallel.collectives import gather
 from flexnsa.positions import Positions
@@ -113,22 +114,39 @@ def lay_out_chunks(
     if document_ids is not None:
         got = describe(document_ids)
         raise ValueError(f"document_ids: expected None of a layer whose tokens are spread over ranks, got {got}")
-    config = given(sizes.config)
+
+    def rotate(*positions: Tensor) -> list[RopeTables]:
+        return [tables_of(x, sizes) for x in positions]
+
+    return lay_out_shared_rows(seq_len, given(sizes.config), rotate, sizes.device, ranks, branches, sizes)
+
+
+def lay_out_shared_rows(
+    seq_len: int,
+    config: NSAConfig,
+    rotate: Rotate,
+    device: torch.device,
+    ranks: SharingRanks,
+    branches: Sequence[str],
+    sizes: LayoutSizes | None = None,
+) -> RowLayout:
+    """Lay out the tokens of a rank as :func:`lay_out_chunks` does, of a layer that rotates in its own way."""
     check_chunks("seq_len", seq_len, 2, config, branches)
-    own = torch.arange(seq_len // 2, device=sizes.device)
+    own = torch.arange(seq_len // 2, device=device)
     first, second = (number * len(own) + own for number in ranks.chunks)
     token = torch.cat([first, second])
     positions = Positions.of_queries(token)
-    starts = {kind: _block_starts(first, second, of_kind) for kind, of_kind in config.compressed.items()}
-    made = {kind: BlockLayout(tables_of(block, sizes), None, positions) for kind, block in starts.items()}
+    starts = [_block_starts(first, second, of_kind) for of_kind in config.compressed.values()]
+    tokens, *tables = rotate(token, *starts)
+    blocks, *index = (BlockLayout(table, None, positions) for table in tables)
     return RowLayout(
-        tables_of(token, sizes),
-        made["cmp"].blocks,
+        tokens,
+        blocks.blocks,
         positions=positions,
         window_positions=_among_window_keys(first, second, config),
         source=SharedKeys(ranks, config),
         sizes=sizes,
-        index=made.get("index"),
+        index=index[0] if index else None,
         num_ranks=ranks.size,
     )
 

@@ -24,12 +24,12 @@ from flexnsa.layers.indexer import Indexer, SelectionLoss
 from flexnsa.layers.layouts import KeySource, RowLayout, lay_out_cached, lay_out_rows
 from flexnsa.layers.projection import computed_dtype, project, split_heads
 from flexnsa.layers.rope import RopeTables
+from flexnsa.layers.starting import GATE_LIMIT, StartingGate
 from flexnsa.masks.user_mods import Mods
 from flexnsa.transformers.cache import layer_of
 from flexnsa.transformers.marks import Alignment, check_past, read_mask
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
-from flexnsa.transformers.starting import GATE_LIMIT, StartingGate
 
 MADE_FOR = ("branches", "index_rank", "compress_block_size", "compress_stride", *INDEX_FIELDS)
 """Options that parameters are made for; all others may change at any time."""

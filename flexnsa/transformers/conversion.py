@@ -13,9 +13,9 @@ from flexnsa.checks.calls import check_branches
 from flexnsa.checks.primitives import check_type
 from flexnsa.config import NSAConfig
 from flexnsa.layers.config import BranchOptions
+from flexnsa.layers.starting import starting_values
 from flexnsa.transformers.converted import check_dense
 from flexnsa.transformers.families import FAMILIES, Family
-from flexnsa.transformers.starting import starting_values
 
 NOT_SHARED = ("model_type", "architectures", "transformers_version", "attn_implementation", "flexnsa")
 """Config entries of one model that have no meaning, or another, in the config of the other."""

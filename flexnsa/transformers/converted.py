@@ -12,13 +12,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from flexnsa.checks.primitives import describe
 from flexnsa.layers.indexer import Change, SelectionLoss, check_selection
+from flexnsa.layers.starting import starting_values
 from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.cache import MOST_DRAFTED, FlexNSACache, wanted_cache
 from flexnsa.transformers.captured import CapturedModel, can_capture
 from flexnsa.transformers.marks import count_real
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.parallel import SpreadHeads
-from flexnsa.transformers.starting import starting_values
 
 LAYERS = "flexnsa_layers"
 """The ``attn_implementation`` of models whose layers are NSA; these have no other, and no other models have it."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from flexnsa.layers.compression import BlockLinear
 from flexnsa.layers.indexer import Change
+from flexnsa.layers.spread import write
 
 GATE_LIMIT = 2.0
 """Gates are this times a sigmoid, so that one can start at 1 where the sigmoid is steepest."""
@@ -19,13 +20,13 @@ class StartingGate(nn.Linear):
 
     def __init__(self, dim: int, num_heads: int, branches: tuple[str, ...]) -> None:
         self.branches = branches
-        super().__init__(dim, num_heads * len(branches))
+        super().__init__(dim, num_heads * len(branches))  # pyright: ignore[reportUnknownMemberType]
 
     def reset_parameters(self) -> None:
         """Start at :data:`GATE_STARTS`."""
         with torch.no_grad():
             for name, value in starting_values(self).items():
-                self.get_parameter(name).copy_(value)
+                write(self.get_parameter(name), value)
 
 
 def starting_values(module: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,13 @@
+"""Stand-ins before torchtitan is imported; groups of processes run once, like those of the library's parallelism."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+from tests.integrations.torchtitan import without_gpu  # noqa: F401
+from tests.parallel.conftest import run_once
+
+# Processes start with torchtitan imported, which would take each of them seconds.
+multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.integrations.torchtitan.dense"])
+
+__all__ = ["run_once"]

@@ -1,0 +1,104 @@
+"""Runs that have to be the same however many ranks share them, and however their layers run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.integrations.torchtitan.runs import INDEXER, override, save_results, target, train
+from tests.integrations.torchtitan.without_gpu import IS_OLD
+
+
+class Scenario(NamedTuple):
+    """A run on so many ranks, with arguments that change nothing, ``apart`` if it needs processes of its own."""
+
+    ranks: int
+    arguments: tuple[str, ...]
+    like: str = "packed"
+    apart: bool = False
+
+
+def degree(**degrees: int) -> tuple[str, ...]:
+    """Give the arguments that set degrees of parallelism."""
+    return tuple(f"--parallelism.{kind}_parallel_degree={degree}" for kind, degree in degrees.items())
+
+
+def rows(count: int) -> tuple[str, ...]:
+    """Give the argument that sets the rows of a rank."""
+    return (f"--training.local_batch_size={count}",)
+
+
+PIPELINE = "--parallelism.pipeline_parallel_schedule"
+COMPILED = ("--compile.enable", "--compile.backend=aot_eager", "--compile.components=model")
+
+TWO = {**INDEXER, "num_selected_blocks": 2, "num_init_blocks": 0, "num_local_blocks": 1}
+"""Of a row of 48 tokens, which are three blocks, a query chooses one besides its own."""
+
+CHOSEN = target(**INDEXER, layers=["layers.[13].*"])
+
+ALONE: dict[str, tuple[str, ...]] = {
+    "packed": ("llama", "--training.steps=4", "--dataloader.documents=3", override(**INDEXER)),
+    "whole rows": ("llama", "--training.steps=4", override(**INDEXER, packed=False)),
+    "norms": ("qwen3", "--training.steps=4", "--dataloader.documents=3", override(**INDEXER)),
+    "chosen": (
+        "llama",
+        "--training.steps=4",
+        "--override.imports",
+        CHOSEN,
+        "tests.integrations.torchtitan.others.halve",
+    ),
+    "debug": ("debug_llama", "--training.steps=20", "--training.seq_len=48", override(**TWO)),
+}
+"""What one process runs."""
+FIRST = ("--training.steps=4", "--lr_scheduler.total_steps=20")
+
+TYPED: dict[str, Scenario] = {
+    f"types, {name}": Scenario(ranks, ("--parallelism.spmd_backend=spmd_types", *arguments), apart=True)
+    for name, (ranks, arguments) in {
+        "FSDP2": (2, rows(2)),
+        "tensor parallel": (2, degree(tensor=2)),
+        "pipeline": (2, (*degree(pipeline=2), f"{PIPELINE}=1F1B")),
+        "FSDP2 and tensor parallel": (4, (*rows(2), *degree(tensor=2))),
+    }.items()
+}
+"""On torchtitan's default backend, which shares parameters among ranks with a newer PyTorch than 2.13 alone."""
+
+SAME: dict[str, Scenario] = {
+    "debug, FSDP2": Scenario(2, (*rows(2), *FIRST), "debug"),
+    "debug, FSDP2 on 4": Scenario(4, (*rows(1), *FIRST), "debug"),
+    "debug, tensor parallel": Scenario(2, (*degree(tensor=2), *FIRST), "debug"),
+    "norms, tensor parallel": Scenario(2, (*degree(tensor=2), "--parallelism.no-enable-sequence-parallel"), "norms"),
+    "replicated": Scenario(2, (*rows(2), "--parallelism.data_parallel_replicate_degree=2")),
+    "context parallel": Scenario(2, degree(context=2), "whole rows"),
+    "pipeline": Scenario(2, (*degree(pipeline=2), f"{PIPELINE}=1F1B")),
+    "stages without NSA": Scenario(2, (*degree(pipeline=2), f"{PIPELINE}=Interleaved1F1B"), "chosen"),
+    "FSDP2 and tensor parallel": Scenario(4, (*rows(2), *degree(tensor=2))),
+    "context and tensor parallel": Scenario(4, degree(context=2, tensor=2), "whole rows"),
+    "accumulated": Scenario(1, (*rows(1), "--training.global_batch_size=4")),
+    "checkpointed": Scenario(1, ("activation-checkpoint:selective",)),
+    "recomputed": Scenario(1, ("activation-checkpoint:full",)),
+    "compiled and checkpointed": Scenario(1, (*COMPILED, "activation-checkpoint:selective")),
+    **({} if IS_OLD else TYPED),
+}
+"""What has to log the same as the run that each is ``like``."""
+
+
+def run_alone(file: Path, name: str) -> None:
+    """Save what one process logs."""
+    save_results(file, lambda folder: train(ALONE[name][0], folder / name, *ALONE[name][1:]))
+
+
+def run_shared(file: Path, ranks: int) -> None:
+    """Save what so many ranks log, of all scenarios for them."""
+    own = {name: scenario for name, scenario in SAME.items() if scenario.ranks == ranks and not scenario.apart}
+    save_results(file, lambda folder: {name: _run(scenario, folder / name) for name, scenario in own.items()})
+
+
+def run_apart(file: Path, name: str) -> None:
+    """Save what the ranks of one scenario log."""
+    save_results(file, lambda folder: _run(SAME[name], folder / "run"))
+
+
+def _run(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    config, *arguments = ALONE[scenario.like]
+    return train(config, folder, *arguments, *scenario.arguments)

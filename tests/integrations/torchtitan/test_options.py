@@ -1,0 +1,234 @@
+"""Which layers become NSA, beside what, and that what is wrong is refused by name before anything is built."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchtitan.config import derive
+from torchtitan.config.override import apply_overrides
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.attention import FlexAttention, GQAttention, ScaledDotProductAttention, VarlenAttention
+
+from flexnsa.torchtitan.attention import NSAttention
+from flexnsa.torchtitan.checkpointing import KeepingSelection
+from tests.integrations.torchtitan.models import adapted
+from tests.integrations.torchtitan.others import Counting, Halved, LowBits, Scaled
+from tests.integrations.torchtitan.runs import FEW, INDEXER, config_of, override
+
+OTHERS = "tests.integrations.torchtitan.others"
+
+
+def kinds(config: Any) -> list[type]:
+    return [type(layer.attention) for layer in config.model_spec.model.layers]
+
+
+@pytest.mark.parametrize(
+    ("layers", "replaced"),
+    [
+        ("all", [0, 1, 2, 3]),
+        ("*", [0, 1, 2, 3]),
+        ("layers.[1-2].attention", [1, 2]),
+        (["layers.0.*", "*.3.*"], [0, 3]),
+        (["layers.0.*", "layers.0.attention"], [0]),
+    ],
+)
+def test_the_layers_of_that_name_are_replaced(layers: Any, replaced: list[int]) -> None:
+    chosen = kinds(adapted("llama", **FEW, layers=layers))
+    assert chosen == [NSAttention.Config if index in replaced else GQAttention.Config for index in range(4)]
+
+
+def test_masks_are_made_for_dense_layers_alone() -> None:
+    """Of the first layer torchtitan asks whether all have a mask, which it then makes of every two tokens."""
+
+    def first(**options: Any) -> Any:
+        config = config_of("llama", Path(), override(**FEW, **options))
+        model: Any = config.model_spec
+        for layer in model.model.layers:
+            layer.attention.inner_attention = FlexAttention.Config()
+        apply_overrides(config.override, config)
+        return type(model.model.first_attention.inner_attention)
+
+    assert first() is ScaledDotProductAttention.Config
+    assert first(layers="layers.0.*") is FlexAttention.Config
+
+
+def test_another_override_replaces_other_nodes() -> None:
+    config = config_of("llama", Path(), override(**FEW, layers="layers.0.*"))
+    config.override.imports.append(f"{OTHERS}.halve")
+    apply_overrides(config.override, config)
+    assert kinds(config)[:2] == [NSAttention.Config, GQAttention.Config]
+    model: Any = config.model_spec
+    assert all(type(layer.feed_forward) is Halved.Config for layer in model.model.layers)
+
+
+def test_another_override_of_the_same_node_is_refused_and_leaves_nothing_behind() -> None:
+    config = config_of("llama", Path(), override(**FEW))
+    config.override.imports.append(f"{OTHERS}.scale")
+    with pytest.raises(ValueError, match=r"both claim node 'model_spec\.model\.layers\.0\.attention'"):
+        apply_overrides(config.override, config)
+    chosen = kinds(adapted("llama", **FEW, layers="layers.1.*"))
+    assert chosen == [GQAttention.Config, NSAttention.Config, GQAttention.Config, GQAttention.Config]
+
+
+def test_selective_checkpointing_keeps_the_selection_and_other_kinds_stay() -> None:
+    for name, kind in (("selective", KeepingSelection), ("full", FullAC)):
+        config = adapted("llama", f"activation-checkpoint:{name}", **FEW)
+        assert type(config.activation_checkpoint) is kind.Config
+    assert adapted("llama", **FEW).activation_checkpoint is None
+
+
+def test_a_config_is_adapted_once() -> None:
+    config = adapted("llama", **FEW)
+    with pytest.raises(
+        ValueError, match=r"^layers\.0\.attention: expected GQAttention\.Config, got NSAttention\.Config"
+    ):
+        apply_overrides(config.override, config)
+
+
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"num_blocks": 4}, "options: expected some of branches, compress_block_size, "),
+    ({"sizes": {}}, "options: expected some of "),
+    ({"num_selected_blocks": "4"}, "num_selected_blocks: expected an int, got '4'"),
+    ({"num_selected_blocks": 2}, "num_selected_blocks: expected at least num_init_blocks + num_local_blocks"),
+    ({"compress_stride": 3}, "compress_block_size: expected a multiple of compress_stride=3"),
+    ({"head_dim": 16}, "head_dim: expected none of a layer that starts as a dense one, got 16"),
+    ({"rope_base": 1e6}, "rope_base: expected none of a layer that starts as a dense one"),
+    ({"gate": "softmax"}, "gate: expected none of a layer that starts as a dense one, got 'softmax'"),
+    ({"begin_as_mean": False}, "begin_as_mean: expected none of a layer that starts as a dense one"),
+    ({"branches": ["cmp", "win"]}, "branches: expected slc among them"),
+    ({"branches": ["slc", "mlp"]}, "branches: expected some of"),
+    ({"branches": ["slc"], "recompute": ["win"]}, "recompute: expected some of"),
+    ({"branches": ["slc"], "shared_keys": True}, "shared_keys: expected False without the branches cmp and slc"),
+    ({"impl": "cuda"}, "impl: expected one of 'auto'"),
+    ({"compression": "max"}, "compression: expected one of 'mean', 'linear', 'mlp', got 'max'"),
+    ({"index_heads": 3}, "index_heads: expected a divisor of the 2 query heads of a key head, got 3"),
+    ({"index_rank": 4}, "index_rank: expected None without index_heads, got 4"),
+    (
+        {"layers": "layers.4.*"},
+        "layers: expected 'all' or patterns of layers.0.attention .. layers.3.attention, got 'layers.4.*'",
+    ),
+    (
+        {"layers": ["layers.0.*", "layers.7.*"]},
+        "layers: expected 'all' or patterns of layers.0.attention .. layers.3.attention, got 'layers.7.*'",
+    ),
+    ({"layers": [0]}, "layers: expected str, got 0"),
+    ({"layers": 3}, "layers: expected Sequence, got 3"),
+    ({"packed": 1}, "packed: expected bool, got 1"),
+    ({"selection_loss_weight": -1}, "selection_loss_weight: expected at least 0, got -1"),
+    ({"compressor_lr": "0.1"}, "compressor_lr: expected a number, got '0.1'"),
+    ({"indexer_lr": float("inf")}, "indexer_lr: expected a finite number, got inf"),
+    ({"num_queries": 0}, "num_queries: expected at least 1, got 0"),
+    ({"seed": 0.5}, "seed: expected an int, got 0.5"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS, ids=[str(options) for options, _ in WRONG_OPTIONS])
+def test_a_wrong_option_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
+        adapted("llama", **{**FEW, **options})
+
+
+def _exchange(path: str, make: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Give a function that replaces a part of a config."""
+
+    def change(config: Any) -> None:
+        *parents, name = path.split(".")
+        for parent in parents:
+            config = config[int(parent)] if parent.isdigit() else getattr(config, parent)
+        setattr(config, name, make(getattr(config, name)))
+
+    return change
+
+
+LAYER = "model_spec.model.layers.1.attention"
+WRONG_PARTS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "quantised": (
+        _exchange(f"{LAYER}.qkv_linear.wqkv", lambda part: derive(part, LowBits.Config)),
+        "layers.1.attention.qkv_linear.wqkv: expected Linear.Config, got LowBits.Config",
+    ),
+    "quantised output": (
+        _exchange(f"{LAYER}.wo", lambda part: derive(part, LowBits.Config)),
+        "layers.1.attention.wo: expected Linear.Config, got LowBits.Config",
+    ),
+    "another attention": (
+        _exchange("model_spec.model.layers.1.attention", lambda part: derive(part, Scaled.Config)),
+        "layers.1.attention: expected GQAttention.Config, got Scaled.Config",
+    ),
+    "a window": (
+        _exchange(f"{LAYER}.inner_attention", lambda _: VarlenAttention.Config(window_size=(127, 0))),
+        "layers.1.attention.inner_attention.window_size: expected (-1, 0), all tokens before, got (127, 0)",
+    ),
+    "other metrics": (
+        _exchange("metrics", lambda part: derive(part, Counting.Config)),
+        "metrics: expected MetricsProcessor.Config, got Counting.Config",
+    ),
+    "no rate": (
+        _exchange("optimizer.param_groups", lambda groups: [replace(groups[0], optimizer_kwargs={})]),
+        "optimizer.param_groups: expected an lr in that of '.*', got none",
+    ),
+    "no group": (
+        _exchange("optimizer.param_groups", lambda groups: [replace(groups[0], pattern="wo")]),
+        "optimizer.param_groups: expected a group for layers.0.attention.compress_k.project.weight, got none",
+    ),
+    "no layers": (
+        _exchange("model_spec.model.layers", lambda _: []),
+        "model_spec: expected a model with layers of GQAttention, got none",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_a_part_that_cannot_be_adapted_is_refused_by_name(name: str) -> None:
+    change, message = WRONG_PARTS[name]
+    config = config_of("llama", Path(), override(**FEW))
+    change(config)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        apply_overrides(config.override, config)
+
+
+WRONG_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
+    "full DTensor": (
+        ("--parallelism.spmd_backend=full_dtensor",),
+        "parallelism.spmd_backend: expected 'partial_dtensor' or 'spmd_types', got 'full_dtensor'",
+    ),
+    "types and shared tokens": (
+        ("--parallelism.context_parallel_degree=2", "--parallelism.spmd_backend=spmd_types"),
+        "parallelism.spmd_backend: expected 'partial_dtensor', got 'spmd_types'",
+    ),
+    "types are checked": (
+        ("--parallelism.spmd_backend=spmd_types", "--debug.spmd_typechecking"),
+        "debug.spmd_typechecking: expected False, as NSA's operators have no such types, got True",
+    ),
+    "packed": (
+        ("--parallelism.context_parallel_degree=2",),
+        "packed: expected False with context parallelism, which takes one document a row, got True",
+    ),
+    "balancer": (
+        ("--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_load_balancer=ptrr"),
+        "parallelism.context_parallel_load_balancer: expected 'headtail', got 'ptrr'",
+    ),
+    "zero bubbles": (
+        ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"),
+        "parallelism.pipeline_parallel_schedule: expected one that runs backward at once, got 'ZBVZeroBubble'",
+    ),
+    "dense format": (
+        ("--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"),
+        "checkpoint.last_save_in_hf: expected False, because the dense model's format has no place for new parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SETTINGS)
+def test_a_setting_that_does_not_fit_is_refused_by_name(name: str) -> None:
+    arguments, message = WRONG_SETTINGS[name]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        adapted("llama", *arguments, **INDEXER)
+
+
+def test_the_dense_format_holds_what_has_no_new_parameters() -> None:
+    adapted("llama", "--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only", **FEW, branches=["slc"])

@@ -1,0 +1,34 @@
+"""However many ranks share a run, and however its layers run, it takes the steps of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integrations.torchtitan.runs import LOSS, NORM, SELECTION_LOSS, TOLD
+from tests.integrations.torchtitan.scenarios import ALONE, SAME, run_alone, run_apart, run_shared
+from tests.parallel.conftest import RunOnce
+
+TOLERANCES = {LOSS: 1e-5, NORM: 1e-4, SELECTION_LOSS: 1e-4}
+"""Relative ones. A divergence is a small difference of logarithms, and AdamW makes steps of rounding errors."""
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_shared_run_takes_the_steps_of_one_process(name: str, run_once: RunOnce) -> None:
+    scenario = SAME[name]
+    if scenario.apart:
+        shared = run_once(scenario.ranks, run_apart, name)
+    else:
+        shared = run_once(scenario.ranks, run_shared, scenario.ranks)[name]
+    alone = run_once(1, run_alone, scenario.like)
+    steps = len(shared[LOSS])
+    assert steps >= 4
+    assert shared[TOLD] == [[step, 4] for step in range(1, steps + 1)]
+    for metric, tolerance in TOLERANCES.items():
+        assert shared[metric] == pytest.approx(alone[metric][:steps], rel=tolerance), metric
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_both_losses_are_logged_and_fall(name: str, run_once: RunOnce) -> None:
+    run = run_once(1, run_alone, name)
+    assert run[LOSS][-1] < run[LOSS][0]
+    assert all(loss > 0 for loss in run[SELECTION_LOSS])
