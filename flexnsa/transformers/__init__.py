@@ -16,6 +16,7 @@ from flexnsa.transformers.families import register_families
 from flexnsa.transformers.marks import mark_slots
 from flexnsa.transformers.options import DropInOptions, LayerOptions
 from flexnsa.transformers.recall import recall
+from flexnsa.transformers.refusal import refuse_models
 from flexnsa.transformers.schedule import UpTraining
 from flexnsa.transformers.shared_options import share_options
 
@@ -24,6 +25,7 @@ AttentionMaskInterface.register(NAME, make_mask)
 AttentionMaskInterface.register(LAYERS, mark_slots)
 register_families()
 save_choice()
+refuse_models()
 share_options()
 
 __all__ = [

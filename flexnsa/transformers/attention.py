@@ -111,7 +111,7 @@ class ConvertedAttention(nn.Module):
                 position_ids = alignment.align_queries(position_ids.expand(len(x), -1), dim=1)
         begins = document_begins(position_ids, num_tokens, real, gaps="refuse")
         if layer is None:
-            documents = document_ids(begins, cu_seq_lens_q, len(x), num_tokens, found=found)
+            documents = document_ids(begins, cu_seq_lens_q, len(x), num_tokens, found=found, alignment=alignment)
             out = run_layer(self, x, document_ids=documents, selection=selection)
         else:
             demand_no_pack(begins, cu_seq_lens_q)

@@ -12,6 +12,7 @@ from flexnsa.checks.primitives import check_choice, check_number, check_type, de
 from flexnsa.config import INDEX_FIELDS, NSAConfig
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.config import BranchOptions
+from flexnsa.transformers.local_layers import check_local
 
 SIZES = tuple(field.name for field in fields(NSAConfig))
 
@@ -29,14 +30,18 @@ class DropInOptions:
             their mean.
         gates: of ``cmp``, ``slc`` and ``win``, the same for every token: there is nothing to learn them from.
         impl: as in :func:`flexnsa.native_sparse_attention`.
+        local: attention of sliding and chunked layers, a name as for ``attn_implementation``; by default ``sdpa``, or
+            ``eager`` where the model does not support that.
     """
 
     sizes: NSAConfig = NSAConfig()  # noqa: RUF009  (frozen)
     branches: tuple[str, ...] = ("slc",)
     gates: tuple[float, ...] = (1.0, 1.0, 1.0)
     impl: str = "auto"
+    local: str | None = None
 
     def __post_init__(self) -> None:
+        check_local(self.local)
         check_choice("impl", self.impl, ("auto", *IMPLEMENTATIONS))
         object.__setattr__(self, "branches", check_branches(self.branches))
         object.__setattr__(self, "gates", _check_gates(self.gates))
@@ -59,13 +64,16 @@ class LayerOptions(BranchOptions):
     Args:
         sizes: of the branches.
         opening: factor on the gates of all branches but the selected one; a schedule of training raises it to 1.
+        local: as of :class:`DropInOptions`.
     """
 
     sizes: NSAConfig = NSAConfig()  # noqa: RUF009  (frozen)
     opening: float = 1.0
+    local: str | None = None
 
     def __post_init__(self) -> None:
         BranchOptions.__post_init__(self)
+        check_local(self.local)
         check_number("opening", self.opening)
         object.__setattr__(self, "branches", check_branches(self.branches))
         object.__setattr__(self, "recompute", check_recompute(self.recompute, self.branches))

@@ -116,7 +116,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         begins = document_begins(position_ids, tokens.shape[1], real, gaps="cut" if cut else "refuse")
         options: dict[str, Any] = {}
         if cache is None:
-            options["document_ids"] = document_ids(begins, cu_seq_lens_q, *tokens.shape)
+            options["document_ids"] = document_ids(begins, cu_seq_lens_q, *tokens.shape, alignment=alignment)
             options["selection"] = selection
             if selection is not None:
                 selection.tokens(tokens, tokens.shape[1], real)  # chosen here, where it is known which are padding
