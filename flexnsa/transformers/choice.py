@@ -16,6 +16,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 NAME = "flexnsa"
 """The ``attn_implementation`` of this library."""
+LAYERS = "flexnsa_layers"
+"""That of models whose layers are NSA; these have no other, and no other models have it."""
 
 ToDict = Callable[[Any], dict[str, Any]]
 FromDict = Callable[..., Any]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from flexnsa.attention.seam import Call, Keys
 from flexnsa.attention.table import attend
@@ -18,10 +18,9 @@ from flexnsa.layers.compression import average_blocks, average_cached_blocks
 from flexnsa.masks.document import document_positions, first_tokens
 from flexnsa.positions import Positions
 from flexnsa.transformers.choice import NAME
-from flexnsa.transformers.layer_types import LOCAL, layer_type, layer_types
-from flexnsa.transformers.local_layers import attend_locally, make_local_mask
-from flexnsa.transformers.marks import Alignment, mark_slots, read_mask
-from flexnsa.transformers.mask_functions import MaskFunction, is_local
+from flexnsa.transformers.layer_types import LOCAL, layer_type
+from flexnsa.transformers.local_layers import attend_locally, make_layer_mask
+from flexnsa.transformers.marks import Alignment, read_mask
 from flexnsa.transformers.options import DropInOptions
 from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids, one_axis
 from flexnsa.transformers.refusal import PURPOSE, check_config, takes_positions
@@ -31,23 +30,11 @@ REFUSED = ("sliding_window", "position_bias")
 """Arguments that some models pass to their attention, and that raise here: NSA does not support them."""
 
 
-def make_mask(
-    *,
-    config: Any = None,
-    local_size: int | None = None,
-    mask_function: MaskFunction = causal_mask_function,
-    **given: Any,
-) -> Any:
-    """Return :func:`mark_slots`, or the mask of local layers where the config says which layers these are.
-
-    Outside ``torch.compile`` it checks that the model uses this attention.
-    """
+def make_mask(*, config: Any = None, **given: Any) -> Any:
+    """Return :func:`make_layer_mask`, after checking, outside ``torch.compile``, that NSA can act in the model."""
     if config is not None and not torch.compiler.is_compiling():
         check_config(config)
-    given |= {"config": config, "local_size": local_size, "mask_function": mask_function}
-    if layer_types(config) and (local_size is not None or is_local(mask_function)):
-        return make_local_mask(**given)
-    return mark_slots(**given)
+    return make_layer_mask(config=config, **given)
 
 
 def attention_forward(
@@ -90,13 +77,12 @@ def attention_forward(
             names it.
     """
     _check_model(module, position_ids)
+    if layer_type(module) in LOCAL:
+        kwargs |= {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q}
+        return attend_locally(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     has_axes = False
     if position_ids is not None and position_ids.dim() == 3:
         position_ids, has_axes = one_axis(position_ids), True
-    if layer_type(module) in LOCAL:
-        documents = _local_documents(query, key, position_ids, cu_seq_lens_q)
-        given = {"scaling": scaling, "dropout": dropout, "position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q}
-        return attend_locally(module, query, key, value, attention_mask, documents, **given, **kwargs)
     _check(module, dropout, kwargs)
     marks, found = read_mask(attention_mask, len(key), key.shape[2])
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, their norms return float32
@@ -123,17 +109,6 @@ def attention_forward(
     out = out.transpose(1, 2)
     out = out if alignment is None else alignment.restore_queries(out, dim=1)
     return out.contiguous(), None  # some models take a view of it
-
-
-def _local_documents(
-    query: Tensor, key: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None
-) -> Tensor | None:
-    """Return the document ids of packed sequences; None where each is known to be one document."""
-    begins = document_begins(position_ids, query.shape[2])
-    if query.shape[2] == key.shape[2]:
-        return document_ids(begins, cu_seqlens, len(query), query.shape[2])
-    demand_no_pack(begins, cu_seqlens)
-    return None
 
 
 def _attend_rows(

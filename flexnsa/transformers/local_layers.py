@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from flexnsa.checks.primitives import check_choice, describe
-from flexnsa.transformers.layer_types import layer_type
+from flexnsa.transformers.layer_types import layer_type, layer_types
+from flexnsa.transformers.marks import mark_slots
+from flexnsa.transformers.mask_functions import MaskFunction, is_local
+from flexnsa.transformers.packs import demand_no_pack, document_begins, document_ids, one_axis
 
 PLAIN = ("eager", "sdpa")
 """Attention whose mask is a tensor ``(B, 1, T, S)``, of truth values or of terms of the scores."""
@@ -57,13 +60,26 @@ def make_local_mask(config: Any, **given: Any) -> Any:
     return make(config=config, **given | {"allow_is_causal_skip": False})  # so that no mask is that of full attention
 
 
+def make_layer_mask(
+    *,
+    config: Any = None,
+    local_size: int | None = None,
+    mask_function: MaskFunction = causal_mask_function,
+    **given: Any,
+) -> Any:
+    """Return :func:`mark_slots`, or the mask of local layers where the config says which layers these are."""
+    given |= {"config": config, "local_size": local_size, "mask_function": mask_function}
+    if layer_types(config) and (local_size is not None or is_local(mask_function)):
+        return make_local_mask(**given)
+    return mark_slots(**given)
+
+
 def attend_locally(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
-    documents: Tensor | None,
     **given: Any,
 ) -> tuple[Tensor, Any]:
     """Compute the attention of a local layer.
@@ -74,14 +90,14 @@ def attend_locally(
         key: see ``query``.
         value: see ``query``.
         attention_mask: from :func:`make_local_mask`.
-        documents: ids of the documents of packed sequences, int ``(B, T)``; transformers does not find all.
-        given: other arguments of the attention.
+        given: other arguments of the attention. ``position_ids`` and ``cu_seq_lens_q`` tell of packed documents, of
+            which transformers does not find all.
 
     Raises:
         ValueError: the mask is another one, or the layer's attention cannot do what the model asks for.
     """
     config: Any = module.config
-    name = local_attention(config)
+    name, documents = local_attention(config), _documents(query, key, **given)
     if name in PLAIN:
         _check_mask(attention_mask, query, key)
         if documents is not None:
@@ -94,6 +110,19 @@ def attend_locally(
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)  # pyright: ignore[reportArgumentType]
     return attend(module, query, key, value, attention_mask, **given)
+
+
+def _documents(
+    query: Tensor, key: Tensor, position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, **_: Any
+) -> Tensor | None:
+    """Return the document ids of packed sequences, int ``(B, T)``; None where each is known to be one document."""
+    if position_ids is not None and position_ids.dim() == 3:
+        position_ids = one_axis(position_ids)
+    begins = document_begins(position_ids, query.shape[2])
+    if query.shape[2] == key.shape[2]:
+        return document_ids(begins, cu_seq_lens_q, len(query), query.shape[2])
+    demand_no_pack(begins, cu_seq_lens_q)
+    return None
 
 
 def _check_mask(mask: Any, query: Tensor, key: Tensor) -> None:

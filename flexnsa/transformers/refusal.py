@@ -16,7 +16,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-from flexnsa.transformers.choice import NAME
+from flexnsa.transformers.choice import LAYERS, NAME
 from flexnsa.transformers.layer_types import check_layer_types
 
 PURPOSE = f"with attn_implementation={NAME!r}"
@@ -76,7 +76,7 @@ def check_layers(model: nn.Module) -> None:
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that compute attention by transformers' interface."""
-    return [module for module in model.modules() if _asks_for_attention(type(module))]
+    return [module for module in model.modules() if asks_for_attention(type(module))]
 
 
 @torch.compiler.assume_constant_result  # a compiler cannot read signatures
@@ -92,7 +92,7 @@ def _takes_positions(config_class: type) -> bool:
 
 
 @cache
-def _asks_for_attention(module_class: type) -> bool:
+def asks_for_attention(module_class: type) -> bool:
     """Return whether a class of modules computes attention by transformers' interface."""
     if not issubclass(module_class, nn.Module) or module_class.__module__.startswith("torch."):
         return False
@@ -109,6 +109,11 @@ def _after_class_check(method: Callable[..., Any]) -> Callable[..., Any]:
     def checked(model: Any, chosen: Any, *args: Any, **kwargs: Any) -> Any:
         if chosen == NAME:
             check_class(type(model))
+        if chosen == LAYERS and not hasattr(model.config, "has_nsa_layers"):
+            raise ValueError(
+                f"attn_implementation: expected another than {LAYERS!r} of a {type(model).__name__}, whose layers are "
+                "not NSA; AutoModelForCausalLM loads a converted model"
+            )
         return method(model, chosen, *args, **kwargs)
 
     return checked

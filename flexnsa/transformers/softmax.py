@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import BranchOutput, Compressed, Implementation
+from flexnsa.attention.seam import Implementation
 from flexnsa.attention.table import choose_implementation
+from flexnsa.layers.sinks import returns_lse, with_sinks
 from flexnsa.masks.user_mods import ScoreMod
 
 
@@ -43,29 +42,6 @@ class Softmax:
 
     def implementation(self, impl: str, q: Tensor, *, cached: bool, v_dim: int) -> Implementation:
         """Choose an implementation, as :func:`flexnsa.attention.table.choose_implementation`, with the sinks."""
-        # On a CPU, steps on a cache return no lse, of which sinks are computed.
-        cached = cached and (self.sinks is None or q.is_cuda)
+        cached = cached and returns_lse(self.sinks, q)
         chosen = choose_implementation(impl, q, modded=self.limit is not None, cached=cached, v_dim=v_dim)
-        return chosen if self.sinks is None else with_sinks(chosen, self.sinks)
-
-
-def with_sinks(implementation: Implementation, sinks: Tensor) -> Implementation:
-    """Return an implementation whose branches have a sink ``sinks (Hq,)`` in the softmax of each head."""
-
-    def sunk(branch: Callable[..., Any]) -> Callable[..., Any]:
-        def attend(*inputs: Any) -> Any:
-            attended = branch(*inputs)
-            return attended._replace(out=_share(attended, sinks))
-
-        return attend
-
-    branches = {name: sunk(getattr(implementation, name)) for name in ("compressed", "selected", "window")}
-    return replace(implementation, **branches, step=None)
-
-
-def _share(attended: BranchOutput | Compressed, sinks: Tensor) -> Tensor:
-    """Return the output of a branch with the sink in the denominator: ``out * exp(lse) / (exp(lse) + exp(sink))``."""
-    if attended.lse is None:
-        raise ValueError("s_aux: expected an implementation that returns lse with attention sinks, got one without")
-    share = torch.sigmoid(attended.lse - sinks.to(attended.lse.dtype)[:, None])
-    return attended.out * share.to(attended.out.dtype)[..., None]
+        return with_sinks(chosen, self.sinks)

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from flexnsa.transformers import DropInOptions
-from flexnsa.transformers.families import FlexNSALlamaConfig
+from flexnsa.transformers.classes import FlexNSALlamaConfig
 from tests.integrations.transformers.families import FEW, SIZES, dense, tokens
 from tests.integrations.transformers.multimodal import (
     attentions,

@@ -59,6 +59,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     | {"intermediate_size": [64, 64], "activation_sparsity_pattern": [0.0, 0.0], "laurel_rank": 8},
     "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    "granite": {"attention_multiplier": 0.1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "longcat_flash": {
         "num_layers": 1,
