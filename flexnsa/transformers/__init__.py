@@ -13,6 +13,7 @@ from flexnsa.transformers.classes import register_classes
 from flexnsa.transformers.conversion import convert, to_dense
 from flexnsa.transformers.converted import attend_in_dense_layers
 from flexnsa.transformers.dropin import attention_forward, make_mask
+from flexnsa.transformers.loading import take_options
 from flexnsa.transformers.local_layers import make_layer_mask
 from flexnsa.transformers.options import DropInOptions, LayerOptions
 from flexnsa.transformers.recall import recall
@@ -28,6 +29,7 @@ register_classes()
 save_choice()
 refuse_models()
 share_options()
+take_options()
 
 __all__ = [
     "DropInOptions",

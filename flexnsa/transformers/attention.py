@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import partial
 from typing import Any, cast
 
@@ -32,7 +31,7 @@ from flexnsa.transformers.packs import demand_no_pack, demand_one_document, docu
 from flexnsa.transformers.rotary import Rotary
 from flexnsa.transformers.softmax import Softmax
 from flexnsa.transformers.starting import GATE_LIMIT, StartingGate, start
-from flexnsa.transformers.structure import Parts, normed_heads
+from flexnsa.transformers.structure import Parts, copy_module, normed_heads
 
 MADE_FOR = ("branches", "index_rank", "rotary", "softcap", "compress_block_size", "compress_stride", *INDEX_FIELDS)
 """Options that parameters are made for; all others may change at any time."""
@@ -68,8 +67,8 @@ class ConvertedAttention(nn.Module):
         self.q_norm, self.k_norm, self.sinks = parts.q_norm, parts.k_norm, parts.sinks
         for tag in options.branches:
             own = tag == ("slc" if "slc" in options.branches else options.branches[0])
-            self.add_module(f"k_proj_{tag}", parts.k_proj if own else deepcopy(parts.k_proj))
-            self.add_module(f"v_proj_{tag}", parts.v_proj if own else deepcopy(parts.v_proj))
+            self.add_module(f"k_proj_{tag}", parts.k_proj if own else copy_module(parts.k_proj))
+            self.add_module(f"v_proj_{tag}", parts.v_proj if own else copy_module(parts.v_proj))
         shape = self.num_kv_heads, self.head_dim
         self.compress_k = self.compress_v = None
         if "cmp" in options.branches:

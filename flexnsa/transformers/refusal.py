@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from flexnsa.transformers.choice import LAYERS, NAME
 from flexnsa.transformers.layer_types import check_layer_types
+from flexnsa.transformers.options import DropInOptions
 
 PURPOSE = f"with attn_implementation={NAME!r}"
 
@@ -54,12 +55,14 @@ def check_config(config: Any) -> None:
 
 
 def check_layers(model: nn.Module) -> None:
-    """Check that a model has layers of full causal attention that use transformers' interface.
+    """Check a model's options, and that it has layers of full causal attention that use transformers' interface.
 
     Raises:
-        ValueError: it has none, or layers of a type that NSA does not know.
+        TypeError: an option has the wrong type.
+        ValueError: an option does not fit; or the model has no such layers, or layers of a type that NSA does not know.
     """
     config: Any = model.config
+    DropInOptions.of(config)
     check_layer_types(config, PURPOSE)
     asking = attention_modules(model)
     if not asking:

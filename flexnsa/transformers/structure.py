@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -93,6 +94,13 @@ def fill_dense(dense: Any, layer: Any) -> Any:
     if empty and not layer.q_proj.weight.is_meta:
         raise ValueError(f"model: expected one whose dense layers have projections and norms alone, got {empty}")
     return dense.train(layer.training)
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """Copy a module. Its weights may be parts of a file in memory, all of which ``deepcopy`` alone would copy."""
+    plain = (parameter for parameter in module.parameters() if is_dense(parameter))
+    clones = {id(x): nn.Parameter(x.detach().clone(), requires_grad=x.requires_grad) for x in plain}
+    return deepcopy(module, {**clones})
 
 
 def normed_heads(norm: nn.Module | None, x: Tensor, num_heads: int) -> Tensor:

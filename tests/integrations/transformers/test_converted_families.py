@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from flexnsa import NSAConfig
-from flexnsa.transformers import FlexNSACache, convert, to_dense
+from flexnsa.transformers import convert, to_dense
 from flexnsa.transformers.attention import ConvertedAttention
-from tests.integrations.transformers.families import ALL, FEW, alive, tokens
+from tests.integrations.transformers.converted_families import FAMILIES, dense_model, few_blocks, in_steps
+from tests.integrations.transformers.families import ALL, tokens
 from tests.integrations.transformers.model_types import APART, CALLS
 from tests.integrations.transformers.tiny_models import tiny_model
 
 RECORDED = Path(__file__).parent / "recorded"
-FAMILIES = {
-    "cohere": "neighbouring channels rotated together",
-    "gemma2": "a cap on scores, and sliding layers",
-    "gemma3_text": "sliding layers with other angles",
-    "glm4": "a part of the channels rotated, neighbours together",
-    "gpt_oss": "sinks, biases, and sliding layers",
-    "granite": "a scale of its own",
-    "llama": "nothing else",
-    "mistral": "nothing else",
-    "mixtral": "experts",
-    "olmo2": "norms of all heads together",
-    "olmo_hybrid": "linear layers",
-    "phi3": "one projection for queries, keys and values",
-    "qwen2": "biases",
-    "qwen3": "norms of each head",
-    "qwen3_moe": "experts",
-    "smollm3": "layers that do not rotate",
-}
 NOT_CONVERTED = {
     "bert": "bert.encoder.layer.0.attention.self: expected attention that is called once",
     "deepseek_v3": "q_proj: expected a projection of that name in attention, got q_a_proj",
@@ -53,22 +33,6 @@ NOT_CONVERTED = {
     "minimax": "past_key_values: expected a model that takes any cache",
     "qwen3_next": "model.layers.1.self_attn: expected queries, keys and values",
 }
-
-
-def dense_model(kind: str) -> Any:
-    """Make a tiny model whose layers, if it has layers that do not rotate, do and do not."""
-    model = tiny_model(kind)
-    if kind == "smollm3":
-        model.config.no_rope_layers = [1, 0]
-        model = type(model)._from_config(model.config, attn_implementation="eager").eval()
-    return model
-
-
-def few_blocks(kind: str) -> Any:
-    """Make a converted model of three branches that leaves blocks out, in float64, where none score the same."""
-    model = dense_model(kind)
-    model.config._experts_implementation = "eager"  # the others take no float64
-    return alive(convert(model.double(), NSAConfig(**FEW)))
 
 
 @torch.no_grad()
@@ -115,33 +79,6 @@ def test_steps_equal_whole_sequences_before_and_after_saving(kind: str, tmp_path
     assert len(few) == (getattr(again.config, "layer_types", None) or ["full_attention"] * 2).count("full_attention")
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_adapters_learn_and_are_merged(kind: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    names = ["q_proj", "o_proj", *(f"{letter}_proj_{tag}" for letter in "kv" for tag in ("cmp", "slc", "win"))]
-    layers = [*range(2)] if kind not in ("gemma2", "gemma3_text", "gpt_oss", "olmo_hybrid") else [1]
-    adapted: Any = get_peft_model(few_blocks(kind), LoraConfig(r=4, target_modules=names, layers_to_transform=layers))
-    x, optimizer = tokens(2, 60), torch.optim.AdamW(adapted.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(4):
-        loss = adapted(input_ids=x, labels=x, use_cache=False).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
-    adapted.eval()
-    with torch.no_grad():
-        want = adapted(input_ids=x, use_cache=False).logits
-        assert_close(in_steps(adapted, x), want, atol=1e-4, rtol=1e-4)
-        adapted.save_pretrained(tmp_path)
-        again = PeftModel.from_pretrained(few_blocks(kind), tmp_path)
-        assert_close(again(input_ids=x, use_cache=False).logits, want, atol=1e-4, rtol=1e-4)
-        merged: Any = adapted.merge_and_unload()
-        assert_close(merged(x, use_cache=False).logits, want, atol=1e-4, rtol=1e-4)
-        assert not (want - few_blocks(kind)(x, use_cache=False).logits).abs().max() < 1e-2
-
-
 @pytest.mark.parametrize("kind", NOT_CONVERTED)
 @pytest.mark.parametrize("copy", [True, False])
 def test_a_model_that_cannot_be_converted_is_refused_and_stays(kind: str, copy: bool) -> None:
@@ -185,10 +122,3 @@ def test_models_that_an_earlier_version_saved_are_loaded() -> None:
     x = torch.arange(48)[None] * 7 % 13 + 2
     want = load_file(RECORDED / "qwen3" / "logits.safetensors")["logits"]
     assert_close(model(x, use_cache=False).logits, want, atol=1e-5, rtol=1e-5)
-
-
-def in_steps(model: Any, x: Tensor) -> Tensor:
-    cache, out = FlexNSACache(model.config), []
-    for start, end in ((0, 45), (45, 52), *((t, t + 1) for t in range(52, x.shape[1]))):
-        out.append(model(input_ids=x[:, start:end], past_key_values=cache, use_cache=True).logits)
-    return torch.cat(out, 1)
