@@ -20,6 +20,7 @@ from flexnsa.transformers.recall import recall
 from flexnsa.transformers.refusal import refuse_models
 from flexnsa.transformers.schedule import UpTraining
 from flexnsa.transformers.shared_options import share_options
+from flexnsa.transformers.teaching import TeachSelection
 
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, make_mask)
@@ -35,6 +36,7 @@ __all__ = [
     "DropInOptions",
     "FlexNSACache",
     "LayerOptions",
+    "TeachSelection",
     "UpTraining",
     "convert",
     "recall",

@@ -24,6 +24,7 @@ from flexnsa.transformers.parallel import SpreadHeads
 from flexnsa.transformers.reading import Reading
 from flexnsa.transformers.refusal import asks_for_attention
 from flexnsa.transformers.starting import starting_values
+from flexnsa.transformers.teaching import Lesson
 
 OF_NSA = ("given_positions", "new_lengths", "selection")
 """Arguments that the model hands to all of its layers for those that are NSA."""
@@ -87,6 +88,8 @@ class ConvertedModel(ConvertedPreTrainedModel):
 
     nsa_layers: list[ConvertedAttention]
     """The NSA layers, in order."""
+    lesson: Lesson | None = None
+    """What passes in training teach besides; see :class:`flexnsa.transformers.TeachSelection`."""
 
     def forward(
         self,
@@ -111,6 +114,8 @@ class ConvertedModel(ConvertedPreTrainedModel):
         layers = self.nsa_layers
         for layer in layers:
             layer.follow(options)
+        lesson = self.lesson if selection is None and self.training and torch.is_grad_enabled() else None
+        selection = selection if lesson is None else lesson.selection()
         x, taught = inputs_embeds if input_ids is None else input_ids, None
         if selection is not None:
             check_selection(selection, [layer.indexer for layer in layers])
@@ -129,6 +134,11 @@ class ConvertedModel(ConvertedPreTrainedModel):
         if selection is not None and taught is not None:
             self._check_taught(taught, len(layers) if cache is None else 0)
             selection.include(taught)
+        if lesson is not None and selection is not None:
+            attached = lesson.attach(out[0], selection)
+            if isinstance(out, tuple):
+                return attached, *out[1:]
+            out.last_hidden_state = attached
         return out
 
     def _check_taught(self, taught: SelectionLoss, count: int) -> None:

@@ -31,6 +31,7 @@ from flexnsa.transformers.converted import CachedGeneration
 from flexnsa.transformers.marks import Alignment, check_past, mark_slots
 from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
 from flexnsa.transformers.parallel import SpreadHeads, decoder_plan
+from flexnsa.transformers.teaching import Lesson
 
 
 class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, GenerationMixin):
@@ -45,6 +46,8 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012  (its type is that of the base class)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_context_parallel = False
+    lesson: Lesson | None = None
+    """What passes in training teach besides; see :class:`flexnsa.transformers.TeachSelection`."""
     _tp_plan = decoder_plan()
     _fsdp_plan = {  # noqa: RUF012
         "model.embedding": "free_full_weight",
@@ -95,6 +98,8 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             ValueError: an argument does not fit, or is not there to be had; the message names it.
         """
         self._refuse(kwargs)
+        lesson = self.lesson if selection is None and self.training and torch.is_grad_enabled() else None
+        selection = selection if lesson is None else lesson.selection()
         if selection is not None:
             check_selection(selection, self.model.indexers())
         shift_labels = kwargs.pop("shift_labels", None)
@@ -137,6 +142,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         loss = logits = None
         if shift_labels is not None and self.training:
             loss = self._loss(tokens, shift_labels, kwargs.get("num_items_in_batch"), states=states, **options)
+            loss = loss if lesson is None or selection is None else lesson.attach(loss, selection)
         elif cache is not None and shift_labels is None and states is None and _is_last(logits_to_keep, real):
             logits = self.model.last_logits(tokens, lengths=real, **options)[:, None]
         else:
