@@ -71,9 +71,9 @@ def dense_class(model: Any) -> Any:
 @cache
 def converted_config(dense: Any) -> Any:
     """Return the config class of converted models whose dense ones have configs of the class ``dense``."""
-    plan = converted_plan(dense.base_model_tp_plan)
+    plans = [converted_plan(dense.base_model_tp_plan, mixed=mixed) for mixed in (False, True)]
     doc = f"As :class:`{dense.__name__}`, with ``flexnsa`` as in :class:`flexnsa.transformers.LayerOptions`."
-    fields = {"model_type": TYPE_PREFIX + dense.model_type, "base_model_tp_plan": plan}
+    fields = {"model_type": TYPE_PREFIX + dense.model_type, "base_model_tp_plan": plans[0], "mixed_tp_plan": plans[1]}
     made = _make(ConvertedConfig, dense, doc, fields)
     for auto, mapping in ((AutoModel, MODEL_MAPPING), (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)):
         model_class = mapping.get(dense, None)

@@ -37,12 +37,16 @@ class ConvertedConfig:
     """
 
     has_nsa_layers = True
+    mixed_tp_plan: ClassVar[dict[str, str]]
+    """Which parameters tensor parallelism shards in a model that has other layers with attention too."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         chosen = kwargs.pop("attn_implementation", None)
         super().__post_init__(**kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self._attn_implementation = LAYERS if chosen is None else chosen
         self.attn_implementation = LAYERS
+        if {*layer_types(self)} & {*LOCAL}:
+            self.base_model_tp_plan = self.mixed_tp_plan
 
 
 class ConvertedPreTrainedModel(SpreadHeads, PreTrainedModel):
