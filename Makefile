@@ -124,7 +124,7 @@ clean:  ## remove the environment, caches and outputs
 	@touch $@
 
 .venv/.transformers: .venv/.installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf-tests]'
 	@touch $@
 
 .venv/.torchtitan: .venv/.transformers

@@ -1,6 +1,6 @@
 """Teach a model that exists to select: only indexers learn, and they learn where its attention is.
 
-python examples/transformers/teach_selector.py [folder or name of a Llama, Qwen2, Qwen3 or Mistral]
+python examples/transformers/teach_selector.py [folder or name of a Llama, Qwen or other dense model]
 """
 
 import os

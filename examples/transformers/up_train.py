@@ -1,6 +1,6 @@
 """Up-training: a dense model becomes one with NSA layers, and learns on from there, on text of your own.
 
-python examples/transformers/up_train.py my_text.txt [folder or name of a Llama, Qwen2, Qwen3 or Mistral]
+python examples/transformers/up_train.py my_text.txt [folder or name of a Llama, Qwen or other dense model]
 """
 
 import sys

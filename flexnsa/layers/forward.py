@@ -23,6 +23,7 @@ from flexnsa.layers.core import Compressors, Heads, Read, attend_heads
 from flexnsa.layers.indexer import Indexer, SelectionLoss, untaught
 from flexnsa.layers.layouts import KeySource, Layout, RowKeys, RowLayout
 from flexnsa.layers.rope import RopeTables, apply_rope
+from flexnsa.layers.sinks import returns_lse, with_sinks
 from flexnsa.masks.user_mods import Mods
 from flexnsa.positions import Positions, positions_of
 
@@ -217,6 +218,7 @@ def attend_branches(
     impl: str,
     recompute: Sequence[str],
     parameters: Mapping[str, Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Read]:
     """Attend as a layer of NSA does: choose an implementation, compress, and run the branches.
 
@@ -234,9 +236,11 @@ def attend_branches(
         impl: as in :func:`flexnsa.native_sparse_attention`.
         recompute: as in :func:`flexnsa.native_sparse_attention`.
         parameters: of the layer, by name, that the implementation has to be able to take.
+        sinks: ``(Hq,)``, see :func:`flexnsa.layers.sinks.with_sinks`.
     """
-    v_dim = max(v.shape[-1] for v in heads.v.values())
-    implementation = choose_implementation(impl, heads.q, modded=mods != (None, None), cached=cached, v_dim=v_dim)
+    v_dim, in_place = max(v.shape[-1] for v in heads.v.values()), cached and returns_lse(sinks, heads.q)
+    implementation = choose_implementation(impl, heads.q, modded=mods != (None, None), cached=in_place, v_dim=v_dim)
+    implementation = with_sinks(implementation, sinks)
     implementation.check(x=x, **(parameters or {}))
     mod = prepare_mods(*mods, x, heads.q.shape[1], implementation)
     call = Call(config, scale, mod, layout.positions, layout.window_positions)

@@ -24,9 +24,15 @@ class StartingGate(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Start at :data:`GATE_STARTS`."""
-        with torch.no_grad():
-            for name, value in starting_values(self).items():
-                write(self.get_parameter(name), value)
+        start(self)
+
+
+@torch.no_grad()
+def start(module: nn.Module) -> None:
+    """Give the parameters of a module, and of those within it, the values that they start with."""
+    for part in module.modules():
+        for name, value in starting_values(part).items():
+            write(part.get_parameter(name), value)
 
 
 def starting_values(module: nn.Module) -> dict[str, Tensor]:

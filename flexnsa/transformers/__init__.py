@@ -8,28 +8,35 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from flexnsa.transformers.cache import FlexNSACache
-from flexnsa.transformers.choice import NAME, save_choice
+from flexnsa.transformers.choice import LAYERS, NAME, save_choice
+from flexnsa.transformers.classes import register_classes
 from flexnsa.transformers.conversion import convert, to_dense
-from flexnsa.transformers.converted import LAYERS
+from flexnsa.transformers.converted import attend_in_dense_layers
 from flexnsa.transformers.dropin import attention_forward, make_mask
-from flexnsa.transformers.families import register_families
-from flexnsa.transformers.marks import mark_slots
+from flexnsa.transformers.loading import take_options
+from flexnsa.transformers.local_layers import make_layer_mask
 from flexnsa.transformers.options import DropInOptions, LayerOptions
 from flexnsa.transformers.recall import recall
+from flexnsa.transformers.refusal import refuse_models
 from flexnsa.transformers.schedule import UpTraining
 from flexnsa.transformers.shared_options import share_options
+from flexnsa.transformers.teaching import TeachSelection
 
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, make_mask)
-AttentionMaskInterface.register(LAYERS, mark_slots)
-register_families()
+AttentionInterface.register(LAYERS, attend_in_dense_layers)
+AttentionMaskInterface.register(LAYERS, make_layer_mask)
+register_classes()
 save_choice()
+refuse_models()
 share_options()
+take_options()
 
 __all__ = [
     "DropInOptions",
     "FlexNSACache",
     "LayerOptions",
+    "TeachSelection",
     "UpTraining",
     "convert",
     "recall",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from flexnsa.attention.decoding import StepInputs
+from flexnsa.attention.seam import given
 from flexnsa.attention.table import choose_implementation
 from flexnsa.cache.cache import NSACache
 from flexnsa.cache.steps import Step
@@ -22,16 +21,19 @@ from flexnsa.layers.forward import Read, WholeStep, attend_branches, run_layer
 from flexnsa.layers.gating import in_columns
 from flexnsa.layers.indexer import Indexer, SelectionLoss
 from flexnsa.layers.layouts import KeySource, RowLayout, lay_out_cached, lay_out_rows
-from flexnsa.layers.projection import computed_dtype, project, split_heads
-from flexnsa.layers.rope import RopeTables
-from flexnsa.layers.starting import GATE_LIMIT, StartingGate
+from flexnsa.layers.projection import computed_dtype, project, split_heads, weight_of
+from flexnsa.layers.starting import GATE_LIMIT, StartingGate, start
 from flexnsa.masks.user_mods import Mods
 from flexnsa.transformers.cache import layer_of
+from flexnsa.transformers.layer_types import layer_type
 from flexnsa.transformers.marks import Alignment, check_past, read_mask
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
+from flexnsa.transformers.rotary import Rotary
+from flexnsa.transformers.softmax import Softmax
+from flexnsa.transformers.structure import Parts, copy_module, normed_heads
 
-MADE_FOR = ("branches", "index_rank", "compress_block_size", "compress_stride", *INDEX_FIELDS)
+MADE_FOR = ("branches", "index_rank", "rotary", "softcap", "compress_block_size", "compress_stride", *INDEX_FIELDS)
 """Options that parameters are made for; all others may change at any time."""
 OPEN = 40.0
 """A logit whose sigmoid is 1."""
@@ -45,27 +47,28 @@ class ConvertedAttention(nn.Module):
     model's own rotary embedding, of whatever type, counted from each sequence's first token.
 
     Args:
-        dense: the layer, of a model like Llama.
-        rotary: the model's rotary embedding.
+        dense: the layer. Its modules become those of the new one; see :class:`flexnsa.transformers.structure.Parts`.
+        rotary: the model's rotary embedding, if it has one.
         options: how to attend.
 
     Raises:
         ValueError: an option of the indexer does not fit the layer.
     """
 
-    def __init__(self, dense: Any, rotary: nn.Module, options: LayerOptions) -> None:
+    def __init__(self, dense: Any, rotary: nn.Module | None, options: LayerOptions) -> None:
         super().__init__()
-        config = dense.config
+        config, parts = dense.config, Parts.of(dense)
         self.config, self.layer_idx, self.options = config, dense.layer_idx, options
-        self.head_dim, self.scaling = dense.head_dim, dense.scaling
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.scaling = parts.head_dim, parts.scale
+        self.num_heads, self.num_kv_heads = parts.num_heads, parts.num_kv_heads
         sizes, rank = options.sizes, options.index_rank
         check_indexer(sizes, rank, options.branches, self.num_heads // self.num_kv_heads)
-        self.q_proj, self.o_proj = dense.q_proj, dense.o_proj
-        self.q_norm, self.k_norm = getattr(dense, "q_norm", None), getattr(dense, "k_norm", None)
+        self.q_proj, self.o_proj = parts.q_proj, parts.o_proj
+        self.q_norm, self.k_norm, self.sinks = parts.q_norm, parts.k_norm, parts.sinks
         for tag in options.branches:
-            self.add_module(f"k_proj_{tag}", deepcopy(dense.k_proj))
-            self.add_module(f"v_proj_{tag}", deepcopy(dense.v_proj))
+            own = tag == ("slc" if "slc" in options.branches else options.branches[0])
+            self.add_module(f"k_proj_{tag}", parts.k_proj if own else copy_module(parts.k_proj))
+            self.add_module(f"v_proj_{tag}", parts.v_proj if own else copy_module(parts.v_proj))
         shape = self.num_kv_heads, self.head_dim
         self.compress_k = self.compress_v = None
         if "cmp" in options.branches:
@@ -74,10 +77,16 @@ class ConvertedAttention(nn.Module):
             self.compress_k = MeanCompressor(*shape, config=sizes)
         several = len(options.branches) > 1  # else it is the dense layer's own weight
         self.gate = StartingGate(config.hidden_size, self.num_heads, options.branches) if several else None
-        self.rotary_emb = deepcopy(rotary)
+        self.rotary_emb = Rotary(rotary, options.rotary_of(dense.layer_idx), layer_type(dense), self.head_dim)
         self.indexer: Indexer | None = None
         if sizes.index_heads is not None:  # last, as in the library's own layer
             self.indexer = Indexer(config.hidden_size, *shape, config=sizes, compression="linear", rank=rank)
+        like = weight_of(dense)
+        for new in (self.compress_k, self.compress_v, self.gate, self.indexer):
+            if new is not None:
+                start(new)
+                new.to(like)
+        self.train(dense.training)
 
     def forward(
         self,
@@ -85,9 +94,8 @@ class ConvertedAttention(nn.Module):
         position_embeddings: Any = None,  # noqa: ARG002  (of the tokens alone; blocks are rotated too)
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
-        position_ids: Tensor | None = None,
+        given_positions: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
-        tells_of_packs: bool = True,
         new_lengths: Tensor | None = None,
         selection: SelectionLoss | None = None,
         **_: object,
@@ -101,8 +109,8 @@ class ConvertedAttention(nn.Module):
         x, num_tokens = hidden_states, hidden_states.shape[1]
         layer = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)
         marks, found = read_mask(attention_mask, len(x), num_tokens + (0 if layer is None else layer.seen))
-        found = found if tells_of_packs else None
-        position_ids = position_ids if tells_of_packs and found is None else None
+        found = None if given_positions is None else found  # positions that the model counts itself never restart
+        position_ids = given_positions if found is None else None
         alignment, real = None, new_lengths
         if marks is not None:
             alignment = Alignment.of(marks, num_tokens)
@@ -110,16 +118,17 @@ class ConvertedAttention(nn.Module):
             if position_ids is not None:
                 position_ids = alignment.align_queries(position_ids.expand(len(x), -1), dim=1)
         begins = document_begins(position_ids, num_tokens, real, gaps="refuse")
+        mods = Softmax(limit=self.options.softcap).score_mod, None
         if layer is None:
-            documents = document_ids(begins, cu_seq_lens_q, len(x), num_tokens, found=found)
-            out = run_layer(self, x, document_ids=documents, selection=selection)
+            documents = document_ids(begins, cu_seq_lens_q, len(x), num_tokens, found=found, alignment=alignment)
+            out = run_layer(self, x, mods=mods, document_ids=documents, selection=selection)
         else:
             demand_no_pack(begins, cu_seq_lens_q)
             cache = layer.prepare(partial(self._new_cache, x), len(x), num_tokens)
             cache.require(**self._kept(x))
             check_past(marks, cache.lengths)
             demand_one_document(position_ids, cache.lengths[:, None], real)
-            out = run_layer(self, x, cache=cache, lengths=real)
+            out = run_layer(self, x, mods=mods, cache=cache, lengths=real)
             layer.seen += num_tokens
         out = self.o_proj(out)
         return (out if alignment is None else alignment.restore_queries(out, dim=1)), None
@@ -154,12 +163,13 @@ class ConvertedAttention(nn.Module):
             scale=self.scaling,
             impl=self.options.impl,
             recompute=self.options.recompute,
+            sinks=self.sinks,
         )
 
     def whole_step(self, x: Tensor, cache: NSACache, mods: Mods) -> WholeStep | None:
         """Return what computes these tokens at once, if kernels can; see :class:`flexnsa.layers.forward.Layer`."""
-        assert mods == (None, None)
-        take_step = choose_implementation(self.options.impl, x, modded=False, cached=True).step
+        modded = mods != (None, None)
+        take_step = choose_implementation(self.options.impl, x, modded=modded, cached=True).step
         if take_step is None or not self.takes_step(x, cache):
             return None
         factor = 1.0 if self.gate is None else GATE_LIMIT
@@ -171,14 +181,11 @@ class ConvertedAttention(nn.Module):
         q, *keys = project(x, [self.q_proj, *(self._map("k", tag) for tag in branches)])
         v = project(x, [self._map("v", tag) for tag in branches])
         values = {tag: split_heads(one, self.num_kv_heads) for tag, one in zip(branches, v, strict=True)}
-        heads = self._normed(self.q_norm, q, self.num_heads)
-        k = {tag: self._normed(self.k_norm, one, self.num_kv_heads) for tag, one in zip(branches, keys, strict=True)}
+        heads = self.rotary_emb.order(normed_heads(self.q_norm, q, self.num_heads))
+        normed = (normed_heads(self.k_norm, one, self.num_kv_heads) for one in keys)
+        k = {tag: self.rotary_emb.order(one) for tag, one in zip(branches, normed, strict=True)}
         index = None if self.indexer is None else self.indexer(x, heads, k["slc"])
         return Heads(heads, k, values, self._gates(x), index)
-
-    def _normed(self, norm: nn.Module | None, x: Tensor, num_heads: int) -> Tensor:
-        heads = split_heads(x, num_heads)
-        return heads if norm is None else norm(heads).to(x.dtype)  # under autocast a norm gives float32
 
     def _gates(self, x: Tensor) -> Tensor:
         """Weigh the branches, ``(B, Hq, T, 3)``; what there is not has 0."""
@@ -192,20 +199,11 @@ class ConvertedAttention(nn.Module):
 
     def row_layout(self, x: Tensor, documents: Tensor | None) -> RowLayout:
         """Lay out whole sequences, or sequences packed with the documents ``(B, S)``."""
-        return lay_out_rows(x.shape[1], documents, self.options.sizes, partial(self._rotary_tables, x), x.device)
+        return lay_out_rows(x.shape[1], documents, self.options.sizes, partial(self.rotary_emb, x), x.device)
 
     def step_layout(self, x: Tensor, step: Step) -> RowLayout:
         """Lay out tokens that follow a cache."""
-        return lay_out_cached(step, partial(self._rotary_tables, x))
-
-    def _rotary_tables(self, x: Tensor, *positions: Tensor) -> list[RopeTables]:
-        """Tabulate angles as the model would; see :class:`flexnsa.layers.layouts.Rotate`."""
-        wide = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
-        rows = [torch.atleast_2d(each) for each in positions]
-        counts = [each.shape[1] for each in rows]
-        tables = self.rotary_emb(wide, torch.cat(rows, dim=1))
-        halves = (table[:, None, :, : self.head_dim // 2] for table in tables)  # the other half repeats it
-        return [RopeTables(*pair) for pair in zip(*(half.split(counts, dim=2) for half in halves), strict=True)]
+        return lay_out_cached(step, partial(self.rotary_emb, x))
 
     def _compressors(self) -> Compressors:
         return Compressors(self.compress_k, self.compress_v, None if self.indexer is None else self.indexer.phi)
@@ -228,14 +226,15 @@ class ConvertedAttention(nn.Module):
         return NSACache(batch_size, max_seq_len, max_rewind=max_rewind, **self._kept(x))
 
     def takes_step(self, x: Tensor, cache: NSACache) -> bool:
-        """Return whether kernels that take a whole step rotate heads and weigh branches as this model does."""
-        rotary: Any = self.rotary_emb
-        rotates = not looks_at_positions(rotary) and rotary.inv_freq.numel() == self.head_dim // 2
-        return rotates and self.options.opening == 1 and fits_step(x, cache, self._compressors())
+        """Return whether kernels that take a whole step rotate heads and weigh scores and branches as this layer."""
+        plain = self.sinks is None and self.options.softcap is None and self.options.opening == 1
+        rotates = self.rotary_emb.step_frequencies(x) is not None
+        return plain and rotates and fits_step(x, cache, self._compressors())
 
     def step_inputs(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> StepInputs:
         """Project new tokens; what a kernel that takes a whole step wants to know."""
-        heads, branches, rotary = self.project(x), self.options.branches, cast("Any", self.rotary_emb)
+        heads, branches = self.project(x), self.options.branches
+        frequencies, rope_scale = given(self.rotary_emb.step_frequencies(x))
         gates = x.new_full((), OPEN).expand(*x.shape[:2], self.num_heads) if self.gate is None else self.gate(x)
 
         def flat(each: Tensor) -> Tensor:
@@ -253,12 +252,6 @@ class ConvertedAttention(nn.Module):
             index=heads.index,
             num_heads=self.num_heads,
             scale=self.scaling,
-            frequencies=rotary.inv_freq,
-            rope_scale=rotary.attention_scaling,
+            frequencies=frequencies,
+            rope_scale=rope_scale,
         )
-
-
-def looks_at_positions(module: nn.Module) -> bool:
-    """Return whether angles of a rotary embedding depend on the largest position, for which it synchronizes."""
-    kind = getattr(module, "rope_type", "")
-    return "dynamic" in kind or kind == "longrope"

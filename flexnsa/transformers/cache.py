@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.utils import logging
 
 from flexnsa.cache.cache import NSACache
 from flexnsa.checks.primitives import describe
+from flexnsa.transformers.layer_types import FULL, layer_types
 
 FIRST_TOKENS = 256
 """Initial capacity of a cache whose length the caller did not specify; it grows by doubling."""
@@ -130,6 +131,8 @@ class FlexNSACacheLayer(CacheLayerMixin):
 class FlexNSACache(Cache):
     """Decoding state of a converted model or of a :class:`FlexNSAForCausalLM`; ``generate`` creates one itself.
 
+    Layers that are not NSA have the parts that they have in a cache of transformers.
+
     Args:
         config: of the model.
         max_cache_len: initial capacity, in tokens per sequence; it grows when needed.
@@ -137,26 +140,36 @@ class FlexNSACache(Cache):
     """
 
     def __init__(self, config: Any, max_cache_len: int = FIRST_TOKENS, *, max_rewind: int = 1) -> None:
-        count = config.num_hidden_layers
-        super().__init__(layers=[FlexNSACacheLayer(max_cache_len, max_rewind) for _ in range(count)])
-        self.layers: list[FlexNSACacheLayer]  # pyright: ignore[reportIncompatibleVariableOverride]
+        types = layer_types(config)
+        others: list[Any] = DynamicCache(config=config).layers if {*types} - {*FULL} else []
+        layers: list[Any] = [
+            others[index] if others and types[index] not in FULL else FlexNSACacheLayer(max_cache_len, max_rewind)
+            for index in range(config.num_hidden_layers)
+        ]
+        super().__init__(layers=layers)
+        self.layers: list[Any]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.captured: Any = None
         """The decoding step that ``generate`` captured on this cache's memory."""
 
     @property
+    def nsa_layers(self) -> list[FlexNSACacheLayer]:
+        """The parts of NSA layers."""
+        return [layer for layer in self.layers if isinstance(layer, FlexNSACacheLayer)]
+
+    @property
     def seen(self) -> int:
         """Tokens of each sequence so far, padding included."""
-        return self.layers[0].seen
+        return self.nsa_layers[0].seen
 
     @seen.setter
     def seen(self, count: int) -> None:
-        for layer in self.layers:
+        for layer in self.nsa_layers:
             layer.seen = count
 
     @property
     def kept(self) -> list[NSACache]:
-        """The caches of the layers; empty before the first tokens."""
-        return [layer.nsa for layer in self.layers if layer.nsa is not None]
+        """The caches of the NSA layers; empty before the first tokens."""
+        return [layer.nsa for layer in self.nsa_layers if layer.nsa is not None]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the captured step: a copy of the cache has other memory."""

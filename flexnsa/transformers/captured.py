@@ -17,8 +17,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from flexnsa.cache.graphs import Step, capture
 from flexnsa.config import NSAConfig
 from flexnsa.layers.projection import has_no_hooks, is_dense
-from flexnsa.transformers.attention import looks_at_positions
 from flexnsa.transformers.cache import FlexNSACache
+from flexnsa.transformers.rotary import looks_at_positions
 
 NextLogits = Callable[[Tensor, FlexNSACache, Tensor], Tensor]
 """Tokens ``(B, 1)``, a cache, and int32 ``(B,)``, 1 for real tokens, 0 for padding, to logits ``(B, 1, vocab)``."""

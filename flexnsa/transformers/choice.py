@@ -9,14 +9,15 @@ several towers, for instance for text and images, has one choice per tower: a di
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 NAME = "flexnsa"
 """The ``attn_implementation`` of this library."""
+LAYERS = "flexnsa_layers"
+"""That of models whose layers are NSA; these have no other, and no other models have it."""
 
 ToDict = Callable[[Any], dict[str, Any]]
 FromDict = Callable[..., Any]
@@ -46,26 +47,6 @@ def chosen(config: Any) -> Choice:
         return NAME
     named = {"": own if own == NAME else None, **below}
     return {name: choice for name, choice in named.items() if choice} or None
-
-
-def check_choice_counts(config: Any) -> None:
-    """Check that a model takes its attention from transformers' interface; others would silently use their own.
-
-    Raises:
-        ValueError: transformers says that this one does not.
-    """
-    if not _takes_choice(type(config)):
-        raise ValueError(
-            f"attn_implementation: expected {NAME!r} of a model that takes its attention from transformers' interface, "
-            f"got it of one with a {type(config).__name__}"
-        )
-
-
-@cache
-def _takes_choice(config_class: type) -> bool:
-    """Return whether the attention of models with such configs can be chosen; True for unknown classes."""
-    model_class: Any = MODEL_MAPPING.get(config_class, None)  # pyright: ignore[reportArgumentType]
-    return not isinstance(model_class, type) or model_class._can_set_attn_implementation()  # pyright: ignore
 
 
 def _saying(to_dict: ToDict) -> ToDict:

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from flexnsa.checks.calls import check_branches
 from flexnsa.checks.primitives import check_type
 from flexnsa.config import NSAConfig
 from flexnsa.layers.config import BranchOptions
-from flexnsa.layers.starting import starting_values
-from flexnsa.transformers.converted import check_dense
-from flexnsa.transformers.families import FAMILIES, Family
+from flexnsa.transformers.attention import ConvertedAttention
+from flexnsa.transformers.choice import LAYERS
+from flexnsa.transformers.classes import converted_class, converted_config, dense_class
+from flexnsa.transformers.converted import (
+    ConvertedPreTrainedModel,
+    become,
+    convert_layers,
+    full_layers,
+    put_module,
+    rotary_of,
+)
+from flexnsa.transformers.options import LayerOptions
+from flexnsa.transformers.reading import check_cached_calls, read_layers
+from flexnsa.transformers.structure import fill_dense
 
 NOT_SHARED = ("model_type", "architectures", "transformers_version", "attn_implementation", "flexnsa")
 """Config entries of one model that have no meaning, or another, in the config of the other."""
 
 
-def convert(model: Any, config: NSAConfig, **options: Any) -> Any:
-    """Give a copy of a pretrained model with NSA layers in the place of its dense ones.
+def convert(model: Any, config: NSAConfig, *, copy: bool = True, **options: Any) -> Any:
+    """Return a pretrained model with NSA layers in the place of its dense ones that have full attention.
 
     All branches start with the dense layer's projections of keys and values, compressors as means, and an indexer as
     the mean of the selected branch's keys. Gates start at 1 for the selected branch and at 0.02 for the others, for
@@ -30,37 +42,87 @@ def convert(model: Any, config: NSAConfig, **options: Any) -> Any:
     blocks are selected, for up to ``n * l'`` tokens. With all three branches it differs from that by 0.02 times the
     outputs of the other two.
 
+    No list of models says what can be converted: layers are looked at, and run on 64 random tokens. Each with the
+    selected branch alone then has to return what the dense one does. Layers with other attention stay as they are.
+
     Args:
-        model: a Llama, Qwen2, Qwen3 or Mistral model for causal language modelling, without dropout and windows.
+        model: of transformers, for causal language modelling, without dropout.
         config: sizes of the branches.
+        copy: convert a copy; otherwise the model itself, so that no parameter is in memory twice.
         options: ``branches``, ``impl``, ``recompute`` and ``index_rank``, the fields of
             :class:`flexnsa.layers.config.BranchOptions`.
 
     Returns:
-        A model of its own class, frozen where the dense one is. Once saved, AutoModelForCausalLM loads it.
+        A model of a class of its own, frozen where the dense one is. Once saved, AutoModelForCausalLM loads it.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the model cannot be converted, or an argument is out of range; the message names it.
+        ValueError: the model cannot be converted, or an argument is out of range; the message names what does not fit.
+            The model is then as it was.
     """
     check_type("config", config, NSAConfig)
-    family = _family(model, lambda family: family.dense)
-    check_dense(model.model.layers[0].self_attn)
+    check_type("copy", copy, bool)
+    if isinstance(model, ConvertedPreTrainedModel):
+        raise ValueError(f"model: expected a dense one, got a {type(model).__name__}")
+    dense = dense_class(model)
     chosen = asdict(BranchOptions(**options))
-    branches = check_branches(chosen["branches"])
-    chosen |= {"branches": list(branches), "recompute": list(chosen["recompute"])}
+    chosen |= {"branches": list(check_branches(chosen["branches"])), "recompute": list(chosen["recompute"])}
     chosen |= {field.name: getattr(config, field.name) for field in fields(config)}
+    chosen |= _read(model)
     written = {name: value for name, value in chosen.items() if value is not None}
-    with torch.device("meta"):
-        converted = family.model(family.config(**_shared(model), flexnsa=written))
+    if len(chosen["branches"]) > 1 or config.index_heads is not None:
+        _check_in_memory(model)
+    new_config = _config_of(converted_config(type(model.config)), model, flexnsa=written)
+    model = deepcopy(model) if copy else model
+    before = model.config, model.base_model, dict(full_layers(model))
+    layers = convert_layers(model, LayerOptions.of(new_config))
+    _become(model, converted_class(dense), new_config, layers)
+    try:
+        check_cached_calls(model)
+    except ValueError:
+        _become(model, dense, before[0], before[2])
+        raise
+    vars(model).pop("_weight_conversions", None)  # of a checkpoint of the dense model
+    return model
 
-    def names_of(name: str) -> list[str]:
-        for kind in ("k_proj", "v_proj"):
-            if f"self_attn.{kind}." in name:
-                return [name.replace(kind, f"{kind}_{tag}") for tag in branches]
-        return [name]
 
-    return _finish(converted, model, names_of)
+def _check_in_memory(model: Any) -> None:
+    """Check that the weights that new branches start from are not offloaded."""
+    for name, layer in full_layers(model):
+        if any(parameter.is_meta for parameter in layer.parameters()):
+            raise ValueError(f"device_map: expected all weights in memory, got those of {name} offloaded")
+
+
+def _become(model: Any, model_class: Any, config: Any, layers: Mapping[str, nn.Module]) -> None:
+    """Make a dense model a converted one, or the other way round: class, config and layers by name."""
+    base, before = model.base_model, model.config
+    for name, layer in layers.items():
+        put_module(model, name, layer)
+    become(model, model_class)
+    become(base, getattr(model_class, "base_class", None) or type(base).dense_class)
+    base.nsa_layers = [layer for layer in layers.values() if isinstance(layer, ConvertedAttention)]
+    for module in model.modules():
+        if getattr(module, "config", None) is before:
+            module.config = config
+
+
+def _read(model: Any) -> dict[str, Any]:
+    """Return the options that make NSA layers compute as dense ones do, after checking that they then do."""
+    styles: dict[int, str] = {}
+    caps: set[float | None] = set()
+    last = getattr(model.config, "max_position_embeddings", None) or 2**15
+    for read in read_layers(model, dict(full_layers(model)), LAYERS, last):
+        read.check_arguments()
+        rotary, index = rotary_of(model, read.name), read.dense.layer_idx
+        styles[index] = read.rotary_style(rotary)
+        caps.add(read.softcap)
+        options = LayerOptions(branches=("slc",), rotary=styles[index], softcap=read.softcap)
+        read.check_same(ConvertedAttention(read.dense, rotary, options))
+    if len(caps) > 1:
+        raise ValueError(f"softcap: expected the same in all layers, got {caps}")
+    several = len({*styles.values()}) > 1
+    each = [styles.get(index, "none") for index in range(model.config.num_hidden_layers)]
+    return {"rotary": each if several else next(iter(styles.values())), "softcap": caps.pop()}
 
 
 def to_dense(model: Any) -> Any:
@@ -70,44 +132,26 @@ def to_dense(model: Any) -> Any:
         ValueError: the model is not a converted one, or has other branches than the selected one, whose keys, values
             and gates a dense layer cannot hold.
     """
-    family = _family(model, lambda family: family.model)
-    branches = model.model.layers[0].self_attn.options.branches
+    if not isinstance(model, ConvertedPreTrainedModel):
+        raise ValueError(f"model: expected a converted one, got a {type(model).__name__}")
+    branches = LayerOptions.of(model.config).branches
     if branches != ("slc",):
         raise ValueError(f"branches: expected ('slc',) of a model to make dense, got {branches}")
+    dense = dense_class(model)
+    config = _config_of(dense.config_class, model)
     with torch.device("meta"):
-        dense = family.dense(family.dense.config_class(**_shared(model)))
-    return _finish(dense, model, lambda name: [] if ".indexer." in name else [name.replace("_proj_slc", "_proj")])
+        shape = dense(deepcopy(config))
+    config._attn_implementation_internal = shape.config._attn_implementation
+    model = deepcopy(model)
+    converted = {name: layer for name, layer in model.named_modules() if isinstance(layer, ConvertedAttention)}
+    layers = {name: fill_dense(shape.get_submodule(name), layer) for name, layer in converted.items()}
+    _become(model, dense, config, layers)
+    return model
 
 
-def _family(model: Any, kind: Any) -> Family:
-    """Return the family in which ``kind`` picks the class of a model."""
-    for family in FAMILIES:
-        if type(model) is kind(family):
-            return family
-    expected = ", ".join(kind(family).__name__ for family in FAMILIES)
-    raise ValueError(f"model: expected one of {expected}, got {type(model).__name__}")
-
-
-def _shared(model: Any) -> dict[str, Any]:
-    """Return the config entries that a dense model and a converted one share."""
-    return {name: value for name, value in model.config.to_dict().items() if name not in NOT_SHARED}
-
-
-def _finish(new: Any, old: Any, names_of: Callable[[str], list[str]]) -> Any:
-    """Fill a model on the meta device with the old state and initial values of new parameters, frozen as the old."""
-    state = {name: tensor.clone() for old_name, tensor in old.state_dict().items() for name in names_of(old_name)}
-    for index, layer in enumerate(new.model.layers):
-        like = state[f"model.layers.{index}.self_attn.q_proj.weight"]
-        for name, module in layer.self_attn.named_modules():
-            for parameter, tensor in starting_values(module).items():
-                state[f"model.layers.{index}.self_attn.{name}.{parameter}"] = tensor.to(like)
-        if hasattr(layer.self_attn, "rotary_emb"):
-            layer.self_attn.rotary_emb = deepcopy(old.model.rotary_emb)
-    new.model.rotary_emb = deepcopy(old.model.rotary_emb)
-    new.load_state_dict(state, assign=True)
-    new.tie_weights()
-    for old_name, parameter in old.named_parameters():
-        for name in names_of(old_name):
-            new.get_parameter(name).requires_grad_(parameter.requires_grad)
-    new.generation_config = deepcopy(old.generation_config)
-    return new.train(old.training)
+def _config_of(config_class: Any, model: Any, **others: Any) -> Any:
+    """Make a config of a class with the entries that a dense model and a converted one share."""
+    entries = {name: value for name, value in model.config.to_dict().items() if name not in NOT_SHARED}
+    config = config_class(**entries, **others)
+    config._experts_implementation_internal = getattr(model.config, "_experts_implementation_internal", None)
+    return config

@@ -1,4 +1,4 @@
-"""Base classes of converted models of all families: NSA layers, and a cache for them."""
+"""Base classes of all converted models: NSA layers, and a cache for them."""
 
 from __future__ import annotations
 
@@ -9,43 +9,61 @@ from torch import Tensor, nn
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.initialization import copy_, zeros_
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from flexnsa.checks.primitives import describe
 from flexnsa.layers.indexer import Change, SelectionLoss, check_selection
 from flexnsa.layers.starting import starting_values
 from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.cache import MOST_DRAFTED, FlexNSACache, wanted_cache
 from flexnsa.transformers.captured import CapturedModel, can_capture
+from flexnsa.transformers.choice import LAYERS
+from flexnsa.transformers.layer_types import FULL, LOCAL, layer_type, layer_types
+from flexnsa.transformers.local_layers import attend_locally
 from flexnsa.transformers.marks import count_real
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.parallel import SpreadHeads
+from flexnsa.transformers.reading import Reading
+from flexnsa.transformers.refusal import asks_for_attention
+from flexnsa.transformers.teaching import Lesson
 
-LAYERS = "flexnsa_layers"
-"""The ``attn_implementation`` of models whose layers are NSA; these have no other, and no other models have it."""
+OF_NSA = ("given_positions", "new_lengths", "selection")
+"""Arguments that the model hands to all of its layers for those that are NSA."""
 
 
 class ConvertedConfig:
-    """Mixin of a family's config, which records in config.json that the layers are NSA.
+    """Mixin of a config, which records in config.json that the layers are NSA.
 
-    The dense classes of the family then raise for such a checkpoint. Without the entry they would drop its gates with
-    only a warning.
+    The dense classes then raise for such a checkpoint. Without the entry they would drop its gates with only a warning.
     """
+
+    has_nsa_layers = True
+    mixed_tp_plan: ClassVar[dict[str, str]]
+    """Which parameters tensor parallelism shards in a model that has other layers with attention too."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         chosen = kwargs.pop("attn_implementation", None)
         super().__post_init__(**kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self._attn_implementation = LAYERS if chosen is None else chosen
         self.attn_implementation = LAYERS
+        if {*layer_types(self)} & {*LOCAL}:
+            self.base_model_tp_plan = self.mixed_tp_plan
 
 
 class ConvertedPreTrainedModel(SpreadHeads, PreTrainedModel):
-    """Mixin of all models of a family."""
+    """Mixin of all converted models."""
 
+    dense_class: ClassVar[Any]
+    """The class of the dense model."""
     _can_compile_fullgraph = False
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_sdpa = False
     _supports_context_parallel = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        take_layers(self, convert_layers(self, LayerOptions.of(config)))
+        self.post_init()
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:  # noqa: ARG002
         """Check that no other attention is asked for."""
@@ -60,6 +78,8 @@ class ConvertedPreTrainedModel(SpreadHeads, PreTrainedModel):
         if any(module is change.up for change in self.modules() if isinstance(change, Change)):
             zeros_(cast("nn.Linear", module).weight)
             return
+        if isinstance(module, ConvertedAttention) and module.sinks is not None:
+            zeros_(module.sinks)
         starts = starting_values(module)
         for name, value in starts.items():
             copy_(module.get_parameter(name), value)
@@ -68,15 +88,12 @@ class ConvertedPreTrainedModel(SpreadHeads, PreTrainedModel):
 
 
 class ConvertedModel(ConvertedPreTrainedModel):
-    """Mixin of a family's model without its head."""
+    """Mixin of models without their head."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        options = LayerOptions.of(config)
-        for layer in cast("Any", self.layers):
-            check_dense(layer.self_attn)
-            layer.self_attn = ConvertedAttention(layer.self_attn, cast("nn.Module", self.rotary_emb), options)
-        self.post_init()
+    nsa_layers: list[ConvertedAttention]
+    """The NSA layers, in order."""
+    lesson: Lesson | None = None
+    """What passes in training teach besides; see :class:`flexnsa.transformers.TeachSelection`."""
 
     def forward(
         self,
@@ -98,9 +115,11 @@ class ConvertedModel(ConvertedPreTrainedModel):
             ValueError: an argument or an option does not fit; the message names it.
         """
         cache, options = wanted_cache(self, past_key_values, use_cache), LayerOptions.of(self.config)
-        layers = [layer.self_attn for layer in cast("Any", self.layers)]
+        layers = self.nsa_layers
         for layer in layers:
             layer.follow(options)
+        lesson = self.lesson if selection is None and self.training and torch.is_grad_enabled() else None
+        selection = selection if lesson is None else lesson.selection()
         x, taught = inputs_embeds if input_ids is None else input_ids, None
         if selection is not None:
             check_selection(selection, [layer.indexer for layer in layers])
@@ -112,13 +131,18 @@ class ConvertedModel(ConvertedPreTrainedModel):
             past_key_values=cache,
             inputs_embeds=inputs_embeds,
             use_cache=cache is not None,
-            tells_of_packs=position_ids is not None,  # positions that the model counts itself never restart
+            given_positions=position_ids,  # those that the model counts itself never restart
             selection=taught,
             **kwargs,
         )
         if selection is not None and taught is not None:
             self._check_taught(taught, len(layers) if cache is None else 0)
             selection.include(taught)
+        if lesson is not None and selection is not None:
+            attached = lesson.attach(out[0], selection)
+            if isinstance(out, tuple):
+                return attached, *out[1:]
+            out.last_hidden_state = attached
         return out
 
     def _check_taught(self, taught: SelectionLoss, count: int) -> None:
@@ -175,38 +199,87 @@ class CachedGeneration:
 
 
 class ConvertedForCausalLM(CachedGeneration, ConvertedPreTrainedModel):
-    """Mixin of a family's model with a language modelling head."""
+    """Mixin of models with a language modelling head."""
 
-    model_class: ClassVar[type]
+    base_class: ClassVar[type]
     """The class of the model without its head."""
-
-    def __init__(self, config: Any) -> None:
-        PreTrainedModel.__init__(self, config)  # the dense class's would build dense layers first
-        self.model = self.model_class(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
 
     def next_logits(self, tokens: Tensor, cache: FlexNSACache, real: Tensor) -> Tensor:
         """Return the logits of one token per sequence."""
-        out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, new_lengths=real)
-        return self.lm_head(out.last_hidden_state)
+        return self(input_ids=tokens, past_key_values=cache, use_cache=True, new_lengths=real).logits
 
 
-def check_dense(attention: Any) -> None:
-    """Check that NSA can replace a dense layer.
+def convert_layers(model: Any, options: LayerOptions) -> dict[str, ConvertedAttention]:
+    """Make an NSA layer of each dense layer with full attention; return them by the names of the dense ones.
 
     Raises:
-        ValueError: the layer has dropout or a window, or the model has layers of another type.
+        ValueError: a layer cannot be converted; the message names what does not fit.
     """
-    config = attention.config
-    expected: dict[str, Any] = {"attention_dropout": 0.0, "sliding_window": None}
-    found = {"attention_dropout": config.attention_dropout, "sliding_window": getattr(config, "sliding_window", None)}
-    if hasattr(config, "use_sliding_window") and not config.use_sliding_window:
-        found["sliding_window"] = None
-    for name, value in expected.items():
-        if found[name] and found[name] != value:
-            raise ValueError(f"{name}: expected {value} of a model to convert, got {describe(found[name])}")
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and {*kinds} != {"full_attention"}:
-        raise ValueError(f"layer_types: expected 'full_attention' of a model to convert, got {describe(kinds)}")
+    return {name: ConvertedAttention(dense, rotary_of(model, name), options) for name, dense in full_layers(model)}
+
+
+def take_layers(model: Any, layers: dict[str, ConvertedAttention]) -> None:
+    """Put NSA layers into a new model of a converted class, whose part without the head becomes of one too."""
+    for name, layer in layers.items():
+        put_module(model, name, layer)
+    base = model.base_model
+    if base is not model:
+        become(base, type(model).base_class)
+    base.nsa_layers = [*layers.values()]
+
+
+def become(model: Any, model_class: Any) -> None:
+    """Change the class of a model, as if it had been made by that."""
+    model.__class__ = model_class
+    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs
+
+
+def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replace the module of this name."""
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
+
+
+def full_layers(model: Any) -> list[tuple[str, Any]]:
+    """Return the attention modules with full causal attention, by name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if "hybrid" in layer_types(model.config):
+        raise ValueError("layer_types: expected layers with attention or a recurrence to convert, got 'hybrid' ones")
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if asks_for_attention(type(module)) and layer_type(module) in FULL and getattr(module, "is_causal", True)
+    ]
+    if not found:
+        expected = "layers of full causal attention that use transformers' interface"
+        raise ValueError(f"model: expected {expected}, got a {type(model).__name__} without")
+    return found
+
+
+def rotary_of(model: Any, name: str) -> nn.Module | None:
+    """Return the rotary embedding nearest to a module: its own, or that of a module around it."""
+    parts = name.split(".")
+    for length in range(len(parts), -1, -1):
+        rotary = getattr(model.get_submodule(".".join(parts[:length])), "rotary_emb", None)
+        if rotary is not None:
+            return rotary
+    return None
+
+
+def attend_in_dense_layers(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+) -> tuple[Tensor, Any]:
+    """Compute the attention of those layers of a converted model that are not NSA, as without conversion.
+
+    Raises:
+        ValueError: the layer has full attention: it was not converted.
+    """
+    if isinstance(attention_mask, Reading):
+        return attention_mask.take(query, key, value, given)
+    if layer_type(module) not in LOCAL:
+        raise ValueError(f"attn_implementation: expected {LAYERS!r} of NSA layers, got a {type(module).__name__}")
+    others = {name: value for name, value in given.items() if name not in OF_NSA}
+    return attend_locally(module, query, key, value, attention_mask, **others)

@@ -11,30 +11,30 @@ from torch.nn import functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from flexnsa.attention.seam import Call, Keys
-from flexnsa.attention.table import attend, choose_implementation
+from flexnsa.attention.table import attend
 from flexnsa.checks.primitives import describe
 from flexnsa.geometry import num_compressed
 from flexnsa.layers.compression import average_blocks, average_cached_blocks
 from flexnsa.masks.document import document_positions, first_tokens
 from flexnsa.positions import Positions
-from flexnsa.transformers.choice import NAME, check_choice_counts
-from flexnsa.transformers.marks import Alignment, mark_slots, read_mask
+from flexnsa.transformers.choice import NAME
+from flexnsa.transformers.layer_types import LOCAL, layer_type
+from flexnsa.transformers.local_layers import attend_locally, make_layer_mask
+from flexnsa.transformers.marks import Alignment, read_mask
 from flexnsa.transformers.options import DropInOptions
 from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids, one_axis
+from flexnsa.transformers.refusal import PURPOSE, check_config, takes_positions
+from flexnsa.transformers.softmax import Softmax
 
-REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
+REFUSED = ("sliding_window", "position_bias")
 """Arguments that some models pass to their attention, and that raise here: NSA does not support them."""
 
 
-def make_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
-    """Return :func:`mark_slots`, after checking, outside ``torch.compile``, that the model uses this attention."""
+def make_mask(*, config: Any = None, **given: Any) -> Any:
+    """Return :func:`make_layer_mask`, after checking, outside ``torch.compile``, that NSA can act in the model."""
     if config is not None and not torch.compiler.is_compiling():
-        check_choice_counts(config)
-        if "indexed_attention" in (getattr(config, "layer_types", None) or ()):  # these layers select keys by the mask
-            raise ValueError(
-                f"layer_types: expected 'full_attention' with attn_implementation={NAME!r}, got 'indexed_attention'"
-            )
-    return mark_slots(*args, config=config, **kwargs)
+        check_config(config)
+    return make_layer_mask(config=config, **given)
 
 
 def attention_forward(
@@ -49,8 +49,10 @@ def attention_forward(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Any]:
     """Compute attention with the signature of transformers' attention functions.
+
+    Layers with sliding or chunked attention attend as they do without NSA.
 
     Args:
         module: layer of the model, whose ``config.flexnsa`` has the options, see :class:`DropInOptions`.
@@ -63,7 +65,8 @@ def attention_forward(
         position_ids: int ``(B or 1, T)``, or ``(A, B or 1, T)`` with image axes: if the mask has no documents, one
             starts wherever a position is lower than the one before.
         cu_seq_lens_q: int ``(D + 1,)``, the starts of the documents of a single packed sequence.
-        kwargs: other arguments of the model; those that change the attention raise.
+        kwargs: other arguments of the model: ``softcap``, the limit of the scores, and ``s_aux (Hq,)``, a sink for each
+            head. Others that change the attention raise.
 
     Returns:
         ``(B, T, Hq, Dv)``, contiguous, and None instead of probabilities.
@@ -73,13 +76,18 @@ def attention_forward(
         ValueError: the model asks for something that NSA does not support, or an option does not fit; the message
             names it.
     """
-    _check(module, dropout, kwargs)
-    marks, found = read_mask(attention_mask, len(key), key.shape[2])
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, their norms return float32
-    options, num_queries = DropInOptions.of(module.config), query.shape[2]
+    _check_model(module, position_ids)
+    if layer_type(module) in LOCAL:
+        kwargs |= {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q}
+        return attend_locally(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     has_axes = False
     if position_ids is not None and position_ids.dim() == 3:
         position_ids, has_axes = one_axis(position_ids), True
+    _check(module, dropout, kwargs)
+    marks, found = read_mask(attention_mask, len(key), key.shape[2])
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, their norms return float32
+    softmax = Softmax(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    options, num_queries = DropInOptions.of(module.config), query.shape[2]
     alignment, real = None, None
     if marks is not None:
         alignment = Alignment.of(marks, num_queries)
@@ -90,21 +98,21 @@ def attention_forward(
             position_ids = alignment.align_queries(position_ids.expand(len(query), -1), dim=1)
     begins = document_begins(position_ids, num_queries, real)
     if num_queries == key.shape[2]:
-        documents = document_ids(begins, cu_seq_lens_q, len(query), num_queries, found=found)
-        out = _attend_rows(query, key, value, documents, scaling, options)
+        documents = document_ids(begins, cu_seq_lens_q, len(query), num_queries, found=found, alignment=alignment)
+        out = _attend_rows(query, key, value, documents, softmax, options)
     else:
         demand_no_pack(begins, cu_seq_lens_q)
         positions = _kept_positions(query, key, alignment)
         if not has_axes:  # an image has fewer positions than tokens
             demand_one_document(position_ids, positions.token[:, :1], real)
-        out = _attend_kept(query, key, value, positions, scaling, options)
+        out = _attend_kept(query, key, value, positions, softmax, options)
     out = out.transpose(1, 2)
     out = out if alignment is None else alignment.restore_queries(out, dim=1)
     return out.contiguous(), None  # some models take a view of it
 
 
 def _attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float | None, options: DropInOptions
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, softmax: Softmax, options: DropInOptions
 ) -> Tensor:
     """Attend within whole sequences, or within the documents ``(B, S)`` of packed ones."""
     positions = firsts = None
@@ -115,7 +123,7 @@ def _attend_rows(
     def compress(x: Tensor) -> Tensor:
         return average_blocks(x, firsts, options.sizes)
 
-    return _attend(q, k, v, compress, positions, scale, options, cached=False)
+    return _attend(q, k, v, compress, positions, softmax, options, cached=False)
 
 
 def _kept_positions(q: Tensor, k: Tensor, alignment: Alignment | None) -> Positions:
@@ -128,7 +136,7 @@ def _kept_positions(q: Tensor, k: Tensor, alignment: Alignment | None) -> Positi
 
 
 def _attend_kept(
-    q: Tensor, k: Tensor, v: Tensor, positions: Positions, scale: float | None, options: DropInOptions
+    q: Tensor, k: Tensor, v: Tensor, positions: Positions, softmax: Softmax, options: DropInOptions
 ) -> Tensor:
     """Attend from tokens at these positions to the keys of a cache."""
 
@@ -136,7 +144,7 @@ def _attend_kept(
         return F.pad(average_cached_blocks(x, options.sizes), (0, 0, 0, 1))  # one at least, which no query may see
 
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return _attend(q, k, v, compress, positions, scale, options, cached=not trains)
+    return _attend(q, k, v, compress, positions, softmax, options, cached=not trains)
 
 
 def _attend(
@@ -145,7 +153,7 @@ def _attend(
     v: Tensor,
     compress: Callable[[Tensor], Tensor],
     positions: Positions | None,
-    scale: float | None,
+    softmax: Softmax,
     options: DropInOptions,
     *,
     cached: bool,
@@ -153,10 +161,10 @@ def _attend(
     """Attend to one set of keys and values in all branches."""
     k_cmp = compress(k) if {"cmp", "slc"} & {*options.branches} else None
     v_cmp = compress(v) if "cmp" in options.branches else None
-    implementation = choose_implementation(options.impl, q, modded=False, cached=cached, v_dim=v.shape[-1])
+    implementation = softmax.implementation(options.impl, q, cached=cached, v_dim=v.shape[-1])
     gates = torch.cat([q.new_full((1,), gate) for gate in options.gates]).expand(*q.shape[:3], -1)
-    factor = q.shape[3] ** -0.5 if scale is None else scale
-    call = Call(options.sizes, factor, None, positions, positions)
+    factor = q.shape[3] ** -0.5 if softmax.scale is None else softmax.scale
+    call = Call(options.sizes, factor, softmax.score_mod, positions, positions)
     return attend(implementation, q, Keys(k_cmp, v_cmp, k, v, k, v), gates, call, branches=options.branches)[0]
 
 
@@ -166,20 +174,25 @@ def _check(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
     Raises:
         ValueError: it does.
     """
-    config: Any = module.config
     for name in REFUSED:
         if others.get(name) is not None:
-            raise ValueError(f"{name}: expected None with attn_implementation={NAME!r}, got {describe(others[name])}")
+            raise ValueError(f"{name}: expected None {PURPOSE}, got {describe(others[name])}")
     if dropout:
-        raise ValueError(f"attention_dropout: expected 0 with attn_implementation={NAME!r}, got {describe(dropout)}")
+        raise ValueError(f"attention_dropout: expected 0 {PURPOSE}, got {describe(dropout)}")
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise ValueError(f"is_causal: expected True with attn_implementation={NAME!r}, got False")
-    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if kinds is not None and layer is not None and kinds[layer] != "full_attention":
-        raise ValueError(
-            f"layer_types: expected 'full_attention' in layer {layer} with attn_implementation={NAME!r}, "
-            f"got {kinds[layer]!r}"
-        )
+        raise ValueError(f"is_causal: expected True {PURPOSE}, got False")
+
+
+def _check_model(module: nn.Module, position_ids: Tensor | None) -> None:
+    """Check that the model makes its masks for this attention, and has a use for ``position_ids``.
+
+    Raises:
+        ValueError: it does not.
+    """
+    config: Any = module.config
+    if position_ids is not None and not takes_positions(type(config)):
+        expected = "None for a model that has no such argument"
+        raise ValueError(f"position_ids: expected {expected}, got {describe(position_ids)}")
     own = config._attn_implementation
     if ALL_MASK_ATTENTION_FUNCTIONS.get(own) is not make_mask:
         raise ValueError(

@@ -24,8 +24,14 @@ JOINED |= {"remap_positions_for_packed_sequence": "mask_function"}
 """Functions that compose mask functions, and the variable of the closure that holds the parts."""
 DOCUMENTS = "packed_sequence_mask_function"
 TAKEN = ("causal_mask_function", DOCUMENTS, "and_masks", "remap_positions_for_packed_sequence")
+WINDOWS = ("sliding_window_overlay", "chunked_overlay")
 BLOCKS = "blockwise_overlay"
 """Makes attention bidirectional inside blocks: images, and prefixes of a prefix-LM."""
+
+
+def is_local(mask_function: MaskFunction) -> bool:
+    """Return whether a mask function, read outside ``torch.compile``, is that of sliding or chunked layers."""
+    return not torch.compiler.is_compiling() and any(_kind(part) in WINDOWS for part in _parts(mask_function))
 
 
 def read_documents(
@@ -48,6 +54,8 @@ def read_documents(
     Raises:
         ValueError: the mask is neither causal nor that of packed documents.
     """
+    if not torch.compiler.is_compiling():
+        mask_function = _without_empty_blocks(mask_function)
     if mask_function is masking_utils.causal_mask_function:
         return None
     if torch.compiler.is_compiling():  # no closures to read here, so has_additions decides
@@ -59,6 +67,20 @@ def read_documents(
     token = torch.arange(1, num_tokens, device=device)[None]
     follows = mask_function(row, 0, token, token - 1)  # a document starts where a token does not see the one before
     return F.pad(~follows, (1, 0)).cumsum(1, dtype=torch.int32)
+
+
+def _without_empty_blocks(mask_function: MaskFunction) -> MaskFunction:
+    """Return a mask function without blocks of which there are none, as multimodal models add them to plain text."""
+    while _kind(mask_function) == "or_masks":
+        inner, *others = getclosurevars(mask_function).nonlocals["mask_functions"]
+        if any(_kind(other) != BLOCKS or bool((_blocks(other) >= 0).any()) for other in others):
+            break
+        mask_function = inner
+    return mask_function
+
+
+def _blocks(mask_function: MaskFunction) -> Tensor:
+    return getclosurevars(mask_function).nonlocals["block_sequence_ids"]
 
 
 def _check_parts(mask_function: MaskFunction, *, has_additions: bool) -> None:
@@ -92,10 +114,9 @@ def _kind(mask_function: MaskFunction) -> str:
 def _refuse(mask_function: MaskFunction) -> None:
     """Raise an error that names the argument behind an unsupported mask."""
     if _kind(mask_function) == BLOCKS:
-        blocks = getclosurevars(mask_function).nonlocals["block_sequence_ids"]
         raise ValueError(
             "block_sequence_ids: expected None (and no token_type_ids, of which some models make them) where attention "
-            f"is NSA, got {describe(blocks)}"
+            f"is NSA, got {describe(_blocks(mask_function))}"
         )
     raise ValueError(
         "attention_mask: expected a causal mask and padding, got a mask function of the model's own, "

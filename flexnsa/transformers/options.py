@@ -8,10 +8,12 @@ from typing import Any
 
 from flexnsa.attention.table import IMPLEMENTATIONS
 from flexnsa.checks.calls import check_branches, check_recompute
-from flexnsa.checks.primitives import check_choice, check_number, check_type, describe
+from flexnsa.checks.primitives import check_choice, check_number, check_positive_number, check_type, describe
 from flexnsa.config import INDEX_FIELDS, NSAConfig
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.config import BranchOptions
+from flexnsa.transformers.local_layers import check_local
+from flexnsa.transformers.rotary import STYLES
 
 SIZES = tuple(field.name for field in fields(NSAConfig))
 
@@ -29,14 +31,18 @@ class DropInOptions:
             their mean.
         gates: of ``cmp``, ``slc`` and ``win``, the same for every token: there is nothing to learn them from.
         impl: as in :func:`flexnsa.native_sparse_attention`.
+        local: attention of sliding and chunked layers, a name as for ``attn_implementation``; by default ``sdpa``, or
+            ``eager`` where the model does not support that.
     """
 
     sizes: NSAConfig = NSAConfig()  # noqa: RUF009  (frozen)
     branches: tuple[str, ...] = ("slc",)
     gates: tuple[float, ...] = (1.0, 1.0, 1.0)
     impl: str = "auto"
+    local: str | None = None
 
     def __post_init__(self) -> None:
+        check_local(self.local)
         check_choice("impl", self.impl, ("auto", *IMPLEMENTATIONS))
         object.__setattr__(self, "branches", check_branches(self.branches))
         object.__setattr__(self, "gates", _check_gates(self.gates))
@@ -59,14 +65,27 @@ class LayerOptions(BranchOptions):
     Args:
         sizes: of the branches.
         opening: factor on the gates of all branches but the selected one; a schedule of training raises it to 1.
+        local: as of :class:`DropInOptions`.
+        rotary: how heads are rotated, one of :data:`flexnsa.transformers.rotary.STYLES`, or one for each layer.
+        softcap: scores are kept within it of 0.
     """
 
     sizes: NSAConfig = NSAConfig()  # noqa: RUF009  (frozen)
     opening: float = 1.0
+    local: str | None = None
+    rotary: str | tuple[str, ...] = STYLES[0]
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         BranchOptions.__post_init__(self)
+        check_local(self.local)
         check_number("opening", self.opening)
+        if self.softcap is not None:
+            check_positive_number("softcap", self.softcap)
+        for style in [self.rotary] if isinstance(self.rotary, str) else self.rotary:
+            check_choice("rotary", style, STYLES)
+        if not isinstance(self.rotary, str):
+            object.__setattr__(self, "rotary", tuple(self.rotary))
         object.__setattr__(self, "branches", check_branches(self.branches))
         object.__setattr__(self, "recompute", check_recompute(self.recompute, self.branches))
 
@@ -74,6 +93,10 @@ class LayerOptions(BranchOptions):
     def of(cls, config: Any) -> LayerOptions:
         """Read a model's ``config.flexnsa``; see :meth:`DropInOptions.of`."""
         return cls(**_read(config, OF_LAYERS, SIZES))
+
+    def rotary_of(self, layer: int) -> str:
+        """Return how heads of a layer are rotated."""
+        return self.rotary if isinstance(self.rotary, str) else self.rotary[layer]
 
 
 OF_DROP_IN, OF_LAYERS = (

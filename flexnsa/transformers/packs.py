@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from flexnsa.checks.primitives import describe, may_look
 from flexnsa.packing import document_ids_from_cu_seqlens
+from flexnsa.transformers.marks import Alignment
 
 
 def document_ids(
@@ -24,6 +25,7 @@ def document_ids(
     num_tokens: int,
     *,
     found: Tensor | None = None,
+    alignment: Alignment | None = None,
 ) -> Tensor | None:
     """Return the document ids of whole sequences, int32 ``(B, T)``; None where each is known to be one document.
 
@@ -35,6 +37,7 @@ def document_ids(
         batch_size: ``B``.
         num_tokens: ``T``.
         found: int32 ``(B, T)``, the documents that transformers found; takes precedence over ``begins``.
+        alignment: of padded sequences, whose padding ``cu_seqlens`` counts.
 
     Raises:
         ValueError: ``cu_seqlens`` with several sequences, or of another length.
@@ -42,7 +45,8 @@ def document_ids(
     if cu_seqlens is not None:
         if batch_size != 1:
             raise ValueError(f"cu_seq_lens_q: expected one packed row, got {batch_size}")
-        return document_ids_from_cu_seqlens(cu_seqlens, num_tokens)
+        ids = document_ids_from_cu_seqlens(cu_seqlens, num_tokens)
+        return ids if alignment is None else alignment.align_queries(ids, dim=1).cummax(1).values
     if found is not None:
         return found
     if begins is None or (may_look(begins) and not begins.any()):

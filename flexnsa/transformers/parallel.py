@@ -16,10 +16,13 @@ SUMMED = "replicated_with_grad_allreduce"
 KEYS = [f"{kind}_{tag}" for kind in "kv" for tag in BRANCHES]
 
 
-def converted_plan(dense: dict[str, str] | None) -> dict[str, str]:
-    """Return the plan that shards converted layers as the family's dense ones: by whole groups of heads."""
+def converted_plan(dense: dict[str, str] | None, *, mixed: bool) -> dict[str, str]:
+    """Return the plan that shards converted layers, ``mixed`` with dense ones, by whole groups of heads."""
     layer = "layers.*.self_attn"
-    plan = {name: style for name, style in (dense or {}).items() if name not in (f"{layer}.k_proj", f"{layer}.v_proj")}
+    replaced = ["o_proj", "qkv_proj", *([] if mixed else ["k_proj", "v_proj"])]
+    others = [f"{layer}.{name}" for name in replaced]
+    plan = {f"{layer}.q_proj": "colwise", f"{layer}.o_proj": "rowwise"}
+    plan |= {name: style for name, style in (dense or {}).items() if name not in others}
     plan |= {f"{layer}.{name[0]}_proj_{name[2:]}": "colwise" for name in KEYS}
     plan |= {f"{layer}.compress_{kind}.project": SUMMED for kind in "kv"}
     return plan | {f"{layer}.gate": "colwise"}
@@ -58,11 +61,15 @@ def keep_own_heads(layer: Any, size: int) -> None:
     """Adapt a layer to the heads that one of ``size`` processes has.
 
     Raises:
-        ValueError: the processes cannot share the key and value heads evenly, or the layer has an indexer.
+        ValueError: the processes cannot share the key and value heads evenly, or the layer has an indexer or norms of
+            all heads together.
     """
     check_no_indexer("tp_size", layer.config if isinstance(layer, NativeSparseAttention) else layer.options.sizes)
     if layer.num_kv_heads % size:
         raise ValueError(f"tp_size: expected a divisor of num_key_value_heads={layer.num_kv_heads}, got {size}")
+    norm = getattr(getattr(layer, "q_norm", None), "weight", None)
+    if norm is not None and norm.shape[-1] > layer.head_dim:
+        raise ValueError(f"tp_size: expected 1 for a layer whose norms are of all heads together, got {size}")
     layer.num_heads //= size
     layer.num_kv_heads //= size
     if isinstance(layer, NativeSparseAttention):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +15,7 @@ from flexnsa.attention.seam import given
 from flexnsa.cache.cache import NSACache
 from flexnsa.checkpointing import keep_selection
 from flexnsa.checks.calls import check_document_ids
-from flexnsa.checks.primitives import check_lengths, check_tokens, check_type, describe
+from flexnsa.checks.primitives import check_lengths, check_tensor, check_tokens, check_type, describe
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection, warn_untaught
 from flexnsa.layers.layouts import RowLayout
@@ -98,7 +98,8 @@ class DecoderLM(nn.Module):
         """Predict the next token at every position, or give the loss of predicting the given ones.
 
         Args:
-            tokens: int64 or int32 ``(B, S)``; with caches, the tokens that follow those in the caches.
+            tokens: int64 or int32 ``(B, S)``, or their embeddings ``(B, S, dim)``; with caches, the tokens that follow
+                those in the caches.
             targets: int64 or int32 ``(B, S)``, -100 where there is nothing to predict. The loss is that of the
                 logits, in memory for a chunk of them (see :func:`flexnsa.lm.linear_cross_entropy`). A head that
                 is more than its weight (with a bias, a hook or a forward of its own, or an adapter) is called, with
@@ -128,7 +129,7 @@ class DecoderLM(nn.Module):
             check_type("states", states, list)
         self._check(tokens, caches, lengths, document_ids)
         if targets is not None:
-            check_targets(targets, tokens.shape, reduction)
+            check_targets(targets, tokens.shape[:2], reduction)
         if selection is not None:
             check_selection(selection, self.indexers())
         options: dict[str, Any] = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
@@ -166,7 +167,7 @@ class DecoderLM(nn.Module):
         """
         kept = None if caches is None else lengths
         self._check(tokens, caches, kept, None)
-        last = torch.full_like(tokens[:, 0], tokens.shape[1] - 1)
+        last = tokens.new_full((len(tokens),), tokens.shape[1] - 1, dtype=torch.int64)
         if lengths is not None:
             check_lengths(lengths, tokens, least=1)
             last = lengths.long() - 1
@@ -195,7 +196,7 @@ class DecoderLM(nn.Module):
                 options |= {"sampled": sampled, "query_weights": selection.query_weights}
             elif self.indexers():
                 warn_untaught()  # here too, because compiled layers do not
-        x = self.embedding(tokens)
+        x = tokens if tokens.dim() == 3 else self.embedding(tokens)
         for index, layer in enumerate(self.layers):
             if states is not None:
                 states.append(x)
@@ -217,7 +218,10 @@ class DecoderLM(nn.Module):
         return [layer.indexer for layer in layers if isinstance(layer, NativeSparseAttention) and layer.indexer]
 
     def _check(self, tokens: Tensor, caches: Any, lengths: Tensor | None, document_ids: Tensor | None) -> None:
-        check_tokens("tokens", tokens, self.embedding.weight)
+        if isinstance(tokens, Tensor) and tokens.dim() == 3:
+            check_tensor("tokens", tokens, ("B", "S", self.config.dim), like=self.embedding.weight, as_of="the model")
+        else:
+            check_tokens("tokens", tokens, self.embedding.weight)
         if caches is None:
             if lengths is not None:
                 raise ValueError(f"lengths: expected None without caches, got {describe(lengths)}")
@@ -231,7 +235,7 @@ class DecoderLM(nn.Module):
     def _layouts(self, tokens: Tensor, document_ids: Tensor | None) -> list[RowLayout | DenseLayout]:
         """Say for each layer where the tokens stand: once for all layers of the same sizes."""
         if document_ids is not None:
-            check_document_ids(document_ids, *tokens.shape, like=tokens)
+            check_document_ids(document_ids, *tokens.shape[:2], like=tokens)
         layouts: list[RowLayout | DenseLayout] = []
         for layer in cast("Iterable[DecoderLayer]", self.layers):
             sizes = layer.attention.layout_sizes
@@ -283,7 +287,7 @@ class DecoderLayer(nn.Module):
         return TaughtOutput(x, selection.sums[0], selection.weights[0]) if selection and selection.sums else x
 
 
-def run_layer(layer: nn.Module, x: Tensor, *, checkpointed: bool, **options: Any) -> Tensor | TaughtOutput:
+def run_layer(layer: Callable[..., Any], x: Tensor, *, checkpointed: bool, **options: Any) -> Tensor | TaughtOutput:
     """Call the layer; checkpointed, it keeps its input and its selection for backward, and computes all else anew.
 
     Transforms of ``torch.func``, which know no checkpoints, keep everything.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,16 +14,18 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.generation.utils import GenerationMixin
 from transformers.initialization import normal_
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
+from flexnsa.attention.seam import given
 from flexnsa.cache.cache import NSACache
 from flexnsa.checks.primitives import check_integers, describe, may_look
 from flexnsa.layers.compression import MLPCompressor
 from flexnsa.layers.indexer import SelectionLoss, check_selection
 from flexnsa.lm.data.tokenizer import TextTokenizer
-from flexnsa.lm.model.decoder import DecoderLayer, DecoderLM
+from flexnsa.lm.model.decoder import DecoderLayer, DecoderLM, run_layer
 from flexnsa.lm.training.model_file import read_model, save_model
 from flexnsa.lm.transformers_model.config import FlexNSAConfig
 from flexnsa.packing import IGNORED
@@ -31,6 +34,7 @@ from flexnsa.transformers.converted import CachedGeneration
 from flexnsa.transformers.marks import Alignment, check_past, mark_slots
 from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
 from flexnsa.transformers.parallel import SpreadHeads, decoder_plan
+from flexnsa.transformers.teaching import Lesson
 
 
 class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, GenerationMixin):
@@ -42,9 +46,11 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
     config_class = FlexNSAConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DecoderLayer"]  # noqa: RUF012  (its type is that of the base class)
+    _no_split_modules = ["CheckpointedLayer"]  # noqa: RUF012  (its type is that of the base class)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_context_parallel = False
+    lesson: Lesson | None = None
+    """What passes in training teach besides; see :class:`flexnsa.transformers.TeachSelection`."""
     _tp_plan = decoder_plan()
     _fsdp_plan = {  # noqa: RUF012
         "model.embedding": "free_full_weight",
@@ -54,7 +60,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
 
     def __init__(self, config: FlexNSAConfig) -> None:
         super().__init__(config)
-        self.model = DecoderLM(config.decoder_config())
+        self.model = checkpointed(DecoderLM(config.decoder_config()))
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -65,6 +71,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -80,6 +87,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             attention_mask: ``(B, S)``, 0 or False for padding before or behind each row's tokens.
             position_ids: int ``(B, T)``; packed documents are told by positions that begin anew.
             past_key_values: a :class:`FlexNSACache`.
+            inputs_embeds: ``(B, T, dim)``, what the embedding gives, in place of ``input_ids``.
             labels: int ``(B, T)``, -100 where there is nothing to predict; the model shifts them.
             use_cache: whether to make a cache; by default where nothing is differentiated.
             logits_to_keep: give those of the last tokens only; 0 for all.
@@ -95,11 +103,16 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             ValueError: an argument does not fit, or is not there to be had; the message names it.
         """
         self._refuse(kwargs)
+        lesson = self.lesson if selection is None and self.training and torch.is_grad_enabled() else None
+        selection = selection if lesson is None else lesson.selection()
         if selection is not None:
             check_selection(selection, self.model.indexers())
         shift_labels = kwargs.pop("shift_labels", None)
-        check_integers("input_ids", input_ids, ("B", "T"), like=self.model.embedding.weight, as_of="the model")
-        tokens = cast("Tensor", input_ids)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(f"inputs_embeds: expected either these or input_ids, got {describe(inputs_embeds)}")
+        if inputs_embeds is None:
+            check_integers("input_ids", input_ids, ("B", "T"), like=self.model.embedding.weight, as_of="the model")
+        tokens = given(input_ids if inputs_embeds is None else inputs_embeds)
         cache = wanted_cache(self, past_key_values, use_cache)
         layers = [] if cache is None else [layer_of(cache, index) for index in range(len(self.model.layers))]
         seen = layers[0].seen if layers else 0
@@ -116,7 +129,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         begins = document_begins(position_ids, tokens.shape[1], real, gaps="cut" if cut else "refuse")
         options: dict[str, Any] = {}
         if cache is None:
-            options["document_ids"] = document_ids(begins, cu_seq_lens_q, *tokens.shape)
+            options["document_ids"] = document_ids(begins, cu_seq_lens_q, *tokens.shape[:2], alignment=alignment)
             options["selection"] = selection
             if selection is not None:
                 selection.tokens(tokens, tokens.shape[1], real)  # chosen here, where it is known which are padding
@@ -124,7 +137,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             demand_no_pack(begins, cu_seq_lens_q)
             blocks = cast("Any", self.model.layers)
             options["caches"] = [
-                layer.prepare(partial(_new_cache, block), *tokens.shape)
+                layer.prepare(partial(_new_cache, block), *tokens.shape[:2])
                 for layer, block in zip(layers, blocks, strict=True)
             ]
             lengths = options["caches"][0].lengths
@@ -137,6 +150,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         loss = logits = None
         if shift_labels is not None and self.training:
             loss = self._loss(tokens, shift_labels, kwargs.get("num_items_in_batch"), states=states, **options)
+            loss = loss if lesson is None or selection is None else lesson.attach(loss, selection)
         elif cache is not None and shift_labels is None and states is None and _is_last(logits_to_keep, real):
             logits = self.model.last_logits(tokens, lengths=real, **options)[:, None]
         else:
@@ -162,10 +176,9 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
     def _refuse(self, others: dict[str, Any]) -> None:
         """Demand nothing that would be ignored."""
         wanted = {"output_attentions": self.config.output_attentions} | others
-        for name in ("inputs_embeds", "output_attentions"):
-            value = wanted.get(name)
-            if value is not None and value is not False:
-                raise ValueError(f"{name}: expected None of {type(self).__name__}, got {describe(value)}")
+        value = wanted["output_attentions"]
+        if value is not None and value is not False:
+            raise ValueError(f"output_attentions: expected None of {type(self).__name__}, got {describe(value)}")
 
     def _loss(self, tokens: Tensor, targets: Tensor, count: Any, **options: Any) -> Tensor:
         """Give the mean over all targets, or their sum divided by ``count``."""
@@ -183,7 +196,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         decoder = read_model(Path(checkpoint))
         with torch.device("meta"):
             model = cls(FlexNSAConfig.of(decoder.config, **options))
-        model.model = decoder
+        model.model = checkpointed(decoder)
         return model.eval()
 
     def save_run(self, path: str | Path, *, tokenizer: str | Path | None = None) -> None:
@@ -226,12 +239,13 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
     ) -> None:
-        """Have layers computed again in backward, selections kept, by the decoder's own means."""
+        """Have layers computed again in backward; their selections are kept."""
         asked = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)  # of a partial
         if asked not in (None, checkpoint):
             expected = "torch.utils.checkpoint.checkpoint, without offloading"
             raise ValueError(f"gradient_checkpointing_func: expected {expected}, got {describe(asked)}")
-        self.model.config = replace(self.model.config, checkpointing=f"every:{every_n_layers}" if enable else False)
+        for index, layer in enumerate(cast("list[CheckpointedLayer]", [*self.model.layers])):
+            layer.gradient_checkpointing = enable and index % every_n_layers == 0
         self.gradient_checkpointing = enable
 
     def initialize_weights(self) -> None:
@@ -249,6 +263,21 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             normal_(module.get_parameter("weight"), std=std)
         elif any(True for _ in module.parameters(recurse=False)):
             module.reset_parameters()  # pyright: ignore[reportCallIssue]
+
+
+class CheckpointedLayer(GradientCheckpointingLayer, DecoderLayer):
+    """A layer of the decoder that transformers checkpoints as those of its own models."""
+
+    def _gradient_checkpointing_func(self, forward: Callable[[Tensor], Any], x: Tensor) -> Any:
+        return run_layer(forward, x, checkpointed=True)
+
+
+def checkpointed(decoder: DecoderLM) -> DecoderLM:
+    """Let transformers checkpoint the layers of a decoder, which then does not do so itself."""
+    decoder.config = replace(decoder.config, checkpointing=False)
+    for layer in decoder.layers:
+        layer.__class__ = CheckpointedLayer
+    return decoder
 
 
 def _is_initialized(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto as known
 from flexnsa.lm.transformers_model import FlexNSAConfig, FlexNSAForCausalLM
 from flexnsa.transformers import FlexNSACache
 from flexnsa.transformers.cache import FlexNSACacheLayer
-from flexnsa.transformers.families import FlexNSALlamaConfig, FlexNSALlamaForCausalLM, FlexNSALlamaModel
+from flexnsa.transformers.classes import FlexNSALlamaConfig, FlexNSALlamaForCausalLM, FlexNSALlamaModel
 
 # The tests tell models with a head, which have a loss, from those without by these tables of transformers' own.
 known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["flexnsa"] = FlexNSAForCausalLM.__name__

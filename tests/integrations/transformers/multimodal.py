@@ -66,7 +66,7 @@ def _take_two_layers(values: dict[str, Any]) -> None:
         elif name in ("num_hidden_layers", "num_layers", "depth", "encoder_layers", "decoder_layers"):
             values[name] = 2
         elif name in ("layer_types", "mlp_layer_types") and value:
-            values[name] = value[:2]
+            values[name] = (list(dict.fromkeys(value)) + value)[:2]  # two types, if there are two
 
 
 def shape_of(model_class: Any, config: Any, **options: Any) -> Any:

@@ -171,14 +171,13 @@ def test_a_model_with_an_attention_of_its_own_beside_another_is_refused() -> Non
     vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 6}
     sizes: Any = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
     model = GitForCausalLM(GitConfig(**sizes, vision_config=vision)).eval()
-    model.set_attn_implementation("flexnsa")
-    with pytest.raises(ValueError, match="block_sequence_ids: expected None"):
-        model(tokens(1, LENGTH), use_cache=False)
+    with pytest.raises(ValueError, match=r"is_causal: expected True .* got False in all layers of a Git"):
+        model.set_attn_implementation("flexnsa")
 
 
 def test_a_cache_that_forgets_is_refused() -> None:
     model = sparse("llama", FEW)
-    given = {"batch_size": 1, "q_length": 1, "kv_length": 8, "q_offset": 12, "kv_offset": 5}
+    given: dict[str, Any] = {"batch_size": 1, "q_length": 1, "kv_length": 8, "q_offset": 12, "kv_offset": 5}
     with pytest.raises(
         ValueError, match="past_key_values: expected a cache that keeps every token, got one that dropped 5"
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from transformers import AttentionInterface
 
 from flexnsa.transformers import dropin
 from tests.integrations.transformers.families import FEW, pad_left, sparse, tokens
-from tests.integrations.transformers.sweep import tiny_model, with_flexnsa
+from tests.integrations.transformers.model_types import use_flexnsa
+from tests.integrations.transformers.tiny_models import tiny_model
 
 Outputs = list[Tensor]
 BRANCHES: dict[str, dict[str, Any]] = {
@@ -98,8 +100,9 @@ def test_an_output_that_lies_so_is_not_copied(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("model_type", ["afmoe", "jetmoe"])
 def test_models_that_take_a_view_are_what_they_are_with_eager_attention(model_type: str) -> None:
     """These failed: "view size is not compatible with input tensor's size and stride"."""
-    model = tiny_model(model_type)
-    same, x = with_flexnsa(model), tokens(2, 40)
+    model, x = tiny_model(model_type), tokens(2, 40)
+    same = deepcopy(model)
+    use_flexnsa(same)
     want, got = (each(x, labels=x, use_cache=False) for each in (model, same))
     rounding: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}  # experts are for float32 at most
     assert_close(got.logits, want.logits, **rounding)

@@ -126,9 +126,33 @@ def test_some_layers_are_computed_again_and_offloading_is_refused() -> None:
     model = own(num_layers=4)
     enable = model._set_gradient_checkpointing  # what transformers calls, 5.10 without a number
     enable(every_n_layers=2)
-    assert [model.model.config.is_checkpointed(layer) for layer in range(4)] == [True, False, True, False]
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False, True, False]
     with pytest.raises(ValueError, match=r"gradient_checkpointing_func: expected .*, without offloading, got"):
         enable(gradient_checkpointing_func=partial(lambda *_: None))  # of activation_checkpointing_enable(offload=True)
+
+
+def test_embeddings_take_the_place_of_tokens() -> None:
+    model, padded = own(), pad_left([tokens(50), tokens(31)])
+    positions = torch.cat((torch.arange(30), torch.arange(20)))[None]
+    calls: list[dict[str, Any]] = [
+        {"attention_mask": padded["attention_mask"]},
+        {"position_ids": positions, "use_cache": False},
+    ]
+    x = padded["input_ids"]
+    embedded = model.get_input_embeddings()(x).detach()
+    with torch.no_grad():
+        for given in calls:
+            assert_close(model(inputs_embeds=embedded, **given).logits, model(x, **given).logits)
+        options: Any = {"max_new_tokens": 4, "do_sample": False, "attention_mask": padded["attention_mask"]}
+        assert torch.equal(model.generate(inputs_embeds=embedded, **options), model.generate(x, **options)[:, 50:])
+    gradients: list[list[Any]] = []
+    for each in ({"input_ids": x}, {"inputs_embeds": embedded}):
+        model.zero_grad()
+        model.train()(**each, labels=x, attention_mask=padded["attention_mask"]).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.model.layers.parameters()])
+    assert_close(*gradients)
+    with pytest.raises(ValueError, match=r"tokens: expected shape \(B, S, 48\), got \(2, 50, 3\)"):
+        model(inputs_embeds=embedded[..., :3])
 
 
 def test_targets_that_are_shifted_already_take_the_place_of_labels() -> None:
@@ -177,7 +201,7 @@ def test_hidden_states_can_be_had_however_the_model_is_called(mode: str) -> None
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"inputs_embeds": torch.ones(1, 9, 48)}, "inputs_embeds: expected None of FlexNSAForCausalLM"),
+        ({"inputs_embeds": torch.ones(1, 9, 48)}, "inputs_embeds: expected either these or input_ids"),
         ({"output_attentions": True}, "output_attentions: expected None of FlexNSAForCausalLM"),
         ({"attention_mask": torch.ones(1, 1, 9, 9)}, r"attention_mask: expected \(1, 9\)"),
         ({"attention_mask": torch.ones(1, 8)}, r"attention_mask: expected \(1, 9\)"),

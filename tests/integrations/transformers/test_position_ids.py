@@ -238,3 +238,16 @@ def test_documents_on_several_axes(three_axes: Any, axes: int) -> None:
     positions = positions if axes == 1 else positions.expand(axes, -1, -1)
     got = states(few, x, positions, use_cache=False).last_hidden_state
     assert_close(got, torch.cat(alone, 1), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [lambda: sparse("llama", FEW), lambda: converted("llama", FEW), own])
+def test_starts_of_documents_count_padding(make: Any) -> None:
+    """Tokens were moved in front of their padding, and the starts were not."""
+    model, x = make(), tokens(1, 67)
+    mask = torch.ones_like(x)
+    mask[:, :7] = 0
+    given = {"attention_mask": mask, "cu_seq_lens_q": torch.tensor([0, 7, 30, 67]), "use_cache": False}
+    want = [model(document, use_cache=False).logits for document in (x[:, 7:30], x[:, 30:])]
+    # Without positions, tokens are rotated by other angles, which the model computes in float32.
+    assert_close(model(x, **given).logits[:, 7:], torch.cat(want, 1), atol=1e-3, rtol=0)

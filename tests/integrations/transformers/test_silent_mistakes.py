@@ -57,10 +57,14 @@ def test_a_choice_is_saved_before_it_is_made_use_of(tmp_path: Path) -> None:
 def test_models_with_an_attention_of_their_own_are_refused() -> None:
     """They took the marks for a mask to add to their scores, and saw the future where nothing was padded."""
     sizes: Any = {"vocab_size": 64, "hidden_size": 48, "n_layer": 1, "n_head": 6}
-    model = BloomForCausalLM(BloomConfig(**sizes | {"attn_implementation": "flexnsa"}))
-    with pytest.raises(
-        ValueError, match=r"attn_implementation: expected 'flexnsa' of a model .* interface, .* BloomConfig"
-    ):
+    message = r"attn_implementation: expected 'flexnsa' of a model .* interface, .* Bloom"
+    with pytest.raises(ValueError, match=message):
+        BloomForCausalLM(BloomConfig(**sizes | {"attn_implementation": "flexnsa"}))
+    model: Any = BloomForCausalLM(BloomConfig(**sizes))
+    with pytest.raises(ValueError, match=message):
+        model.set_attn_implementation("flexnsa")  # transformers warns, and leaves the model as it is
+    model.config._attn_implementation = "flexnsa"
+    with pytest.raises(ValueError, match=message):
         model(tokens(1, 20))
 
 

@@ -1,0 +1,149 @@
+"""Sliding and chunked layers beside those that NSA acts on: they attend as in a model without NSA.
+
+A model has one ``attn_implementation`` for all of its layers. Where that is one of ours, the mask of a local layer is
+made by another one, which then computes its attention: the one that ``config.flexnsa`` names as ``local``, by default
+``sdpa``, or ``eager`` where the model does not support that.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from flexnsa.checks.primitives import check_choice, describe
+from flexnsa.transformers.layer_types import layer_type, layer_types
+from flexnsa.transformers.marks import mark_slots
+from flexnsa.transformers.mask_functions import MaskFunction, is_local
+from flexnsa.transformers.packs import demand_no_pack, document_begins, document_ids, one_axis
+
+PLAIN = ("eager", "sdpa")
+"""Attention whose mask is a tensor ``(B, 1, T, S)``, of truth values or of terms of the scores."""
+
+
+def local_attention(config: Any) -> str:
+    """Return the name of the attention of a model's local layers."""
+    options = getattr(config, "flexnsa", None) or {}
+    name = options.get("local")
+    check_local(name)
+    return name or _default_attention(type(config))
+
+
+def check_local(name: Any) -> None:
+    """Check that a name is that of an attention of transformers, with a mask, or None."""
+    if name is not None:
+        known = ("eager", *(name for name in ALL_ATTENTION_FUNCTIONS if name in ALL_MASK_ATTENTION_FUNCTIONS))
+        check_choice("local", name, tuple(name for name in known if not name.startswith("flexnsa")))
+
+
+@torch.compiler.assume_constant_result
+def _default_attention(config_class: type) -> str:
+    return "sdpa" if _supports_sdpa(config_class) else "eager"
+
+
+@cache
+def _supports_sdpa(config_class: type) -> bool:
+    model_class: Any = MODEL_MAPPING.get(config_class, None)  # pyright: ignore[reportArgumentType]
+    return getattr(model_class, "_supports_sdpa", True)
+
+
+def make_local_mask(config: Any, **given: Any) -> Any:
+    """Make the mask of local layers; arguments as transformers calls the mask functions of any attention."""
+    make = ALL_MASK_ATTENTION_FUNCTIONS[local_attention(config)]
+    return make(config=config, **given | {"allow_is_causal_skip": False})  # so that no mask is that of full attention
+
+
+def make_layer_mask(
+    *,
+    config: Any = None,
+    local_size: int | None = None,
+    mask_function: MaskFunction = causal_mask_function,
+    **given: Any,
+) -> Any:
+    """Return :func:`mark_slots`, or the mask of local layers where the config says which layers these are."""
+    given |= {"config": config, "local_size": local_size, "mask_function": mask_function}
+    if layer_types(config) and (local_size is not None or is_local(mask_function)):
+        return make_local_mask(**given)
+    return mark_slots(**given)
+
+
+def attend_locally(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **given: Any,
+) -> tuple[Tensor, Any]:
+    """Compute the attention of a local layer.
+
+    Args:
+        module: the layer.
+        query: as in transformers' attention functions, and so are ``key`` and ``value``.
+        key: see ``query``.
+        value: see ``query``.
+        attention_mask: from :func:`make_local_mask`.
+        given: other arguments of the attention. ``position_ids`` and ``cu_seq_lens_q`` tell of packed documents, of
+            which transformers does not find all.
+
+    Raises:
+        ValueError: the mask is another one, or the layer's attention cannot do what the model asks for.
+    """
+    config: Any = module.config
+    name, documents = local_attention(config), _documents(query, key, **given)
+    if name in PLAIN:
+        _check_mask(attention_mask, query, key)
+        if documents is not None:
+            chunked = layer_type(module) == "chunked_attention"
+            attention_mask = _within(documents, attention_mask, config.attention_chunk_size if chunked else None)
+    elif documents is not None:
+        raise ValueError(f"position_ids: expected one document in a sequence with local={name!r}, got several")
+    if name == "sdpa" and given.get("s_aux") is not None:
+        raise ValueError("local: expected an attention that takes attention sinks, such as 'eager', got 'sdpa'")
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)  # pyright: ignore[reportArgumentType]
+    return attend(module, query, key, value, attention_mask, **given)
+
+
+def _documents(
+    query: Tensor, key: Tensor, position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, **_: Any
+) -> Tensor | None:
+    """Return the document ids of packed sequences, int ``(B, T)``; None where each is known to be one document."""
+    if position_ids is not None and position_ids.dim() == 3:
+        position_ids = one_axis(position_ids)
+    begins = document_begins(position_ids, query.shape[2])
+    if query.shape[2] == key.shape[2]:
+        return document_ids(begins, cu_seq_lens_q, len(query), query.shape[2])
+    demand_no_pack(begins, cu_seq_lens_q)
+    return None
+
+
+def _check_mask(mask: Any, query: Tensor, key: Tensor) -> None:
+    """Check that a mask has a value for each query and key."""
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) else ()
+    if len(shape) != 4 or shape[2:] != (query.shape[2], key.shape[2]) or mask.dtype == torch.int8:
+        raise ValueError(f"attention_mask: expected that of a sliding or chunked layer, got {describe(mask)}")
+
+
+def _within(documents: Tensor, mask: Tensor, chunk_size: int | None) -> Tensor:
+    """Restrict a mask to documents; chunks start anew with each, and behind padding."""
+    allowed = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
+    is_real = allowed.any(1).expand(len(documents), -1)  # padding is seen by no query
+    token = torch.arange(documents.shape[1], device=documents.device)
+    seen = documents[:, :, None] == documents[:, None]
+    if chunk_size is None:
+        seen = seen & allowed
+    else:
+        starts = F.pad(documents.diff(dim=1) != 0, (1, 0), value=True) | (is_real & ~F.pad(is_real[:, :-1], (1, 0)))
+        chunk = (token - torch.where(starts, token, 0).cummax(1).values) // chunk_size
+        seen = seen & (chunk[:, :, None] == chunk[:, None]) & (token[:, None] >= token) & is_real[:, None]
+    if mask.dtype == torch.bool:
+        return seen[:, None]
+    return mask.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(mask.dtype).min)[:, None]

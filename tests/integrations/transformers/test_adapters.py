@@ -1,0 +1,113 @@
+"""Adapters of PEFT on drop-in and converted models, and quantised weights: as on dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+from flexnsa import NSAConfig
+from flexnsa.transformers import convert
+from tests.integrations.transformers.converted_families import FAMILIES, few_blocks, in_steps
+from tests.integrations.transformers.families import ALL, FEW, dense, tokens
+
+peft = pytest.importorskip("peft", reason="pip install '.[hf-tests]'")
+quantization = pytest.importorskip("torchao.quantization", reason="pip install '.[hf-tests]'")
+pytest.importorskip("bitsandbytes", reason="pip install '.[hf-tests]'")
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}  # of which quantised weights are multiples
+CHOICE: dict[str, Any] = {"attn_implementation": "flexnsa", "flexnsa": FEW}
+QUANTISED: dict[str, Callable[[], Any]] = {
+    "bitsandbytes, 4 bits": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
+    "bitsandbytes, 8 bits": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "torchao, 8 bits": lambda: TorchAoConfig(quantization.Int8WeightOnlyConfig()),
+    "torchao, 8 bits of activations too": lambda: TorchAoConfig(quantization.Int8DynamicActivationInt8WeightConfig()),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model, and the same converted."""
+    path, model = tmp_path_factory.mktemp("models"), dense("llama", **SIZES).float()
+    model.save_pretrained(path / "dense")
+    convert(model, NSAConfig(**ALL), branches=["slc"]).save_pretrained(path / "converted")
+    return path
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_adapters_learn_and_are_merged(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    names = ["q_proj", "o_proj", *(f"{letter}_proj_{tag}" for letter in "kv" for tag in ("cmp", "slc", "win"))]
+    layers = [*range(2)] if kind not in ("gemma2", "gemma3_text", "gpt_oss", "olmo_hybrid") else [1]
+    adapted: Any = peft.get_peft_model(
+        few_blocks(kind), peft.LoraConfig(r=4, target_modules=names, layers_to_transform=layers)
+    )
+    x, optimizer = tokens(2, 60), torch.optim.AdamW(adapted.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = adapted(input_ids=x, labels=x, use_cache=False).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    adapted.eval()
+    with torch.no_grad():
+        want = adapted(input_ids=x, use_cache=False).logits
+        assert_close(in_steps(adapted, x), want, atol=1e-4, rtol=1e-4)
+        adapted.save_pretrained(tmp_path)
+        again = peft.PeftModel.from_pretrained(few_blocks(kind), tmp_path)
+        assert_close(again(input_ids=x, use_cache=False).logits, want, atol=1e-4, rtol=1e-4)
+        merged: Any = adapted.merge_and_unload()
+        assert_close(merged(x, use_cache=False).logits, want, atol=1e-4, rtol=1e-4)
+        assert not (want - few_blocks(kind)(x, use_cache=False).logits).abs().max() < 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_quantised_weights_are_those_of_the_dense_model(kind: str, folder: Path) -> None:
+    x, given = tokens(1, 70), {"quantization_config": QUANTISED[kind]()}
+    model = AutoModelForCausalLM.from_pretrained(folder / "dense", **given)
+    want = model(x, use_cache=False).logits
+    assert (want - dense("llama", **SIZES).float()(x).logits).abs().max() > 1e-2
+    drop_in = AutoModelForCausalLM.from_pretrained(folder / "dense", **given, **CHOICE | {"flexnsa": ALL})
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "converted", **given)
+    copied = convert(model, NSAConfig(**ALL), branches=["slc"])
+    three = convert(model, NSAConfig(**ALL))
+    models: tuple[Any, ...] = (drop_in, loaded, copied, convert(model, NSAConfig(**ALL), branches=["slc"], copy=False))
+    for same in models:
+        assert_close(same(x, use_cache=False).logits, want)
+        assert same.generate(x[:, :40], max_new_tokens=3, do_sample=False).shape == (1, 43)
+    assert (three(x, use_cache=False).logits - want).abs().mean() < 0.1 * want.abs().mean()
+
+
+@pytest.mark.parametrize("bits", ["plain", "bitsandbytes, 4 bits"])
+def test_adapters_of_a_drop_in_model_learn_and_are_merged(bits: str, folder: Path, tmp_path: Path) -> None:
+    given = {"quantization_config": QUANTISED[bits]()} if bits in QUANTISED else {}
+
+    def base() -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder / "dense", **CHOICE, **given)
+
+    torch.manual_seed(0)
+    adapted: Any = peft.get_peft_model(base(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    x, optimizer, losses = tokens(2, 60), torch.optim.AdamW(adapted.parameters(), lr=1e-2), []
+    for _ in range(4):
+        loss = adapted(input_ids=x, labels=x, use_cache=False).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    adapted.eval()
+    with torch.no_grad():
+        want = adapted(input_ids=x, use_cache=False).logits
+        adapted.save_pretrained(tmp_path)
+        again = peft.PeftModel.from_pretrained(base(), tmp_path)
+        assert_close(again(input_ids=x, use_cache=False).logits, want)
+        if not given:  # 4 bits are rounded when they are merged
+            assert_close(adapted.merge_and_unload()(x, use_cache=False).logits, want, atol=1e-4, rtol=1e-4)

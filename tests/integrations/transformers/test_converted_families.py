@@ -1,0 +1,124 @@
+"""Families of models that no code of the library names: each is converted by what its layers are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from flexnsa import NSAConfig
+from flexnsa.transformers import convert, to_dense
+from flexnsa.transformers.attention import ConvertedAttention
+from tests.integrations.transformers.converted_families import FAMILIES, dense_model, few_blocks, in_steps
+from tests.integrations.transformers.families import ALL, tokens
+from tests.integrations.transformers.model_types import APART, CALLS
+from tests.integrations.transformers.tiny_models import tiny_model
+
+RECORDED = Path(__file__).parent / "recorded"
+NOT_CONVERTED = {
+    "bert": "bert.encoder.layer.0.attention.self: expected attention that is called once",
+    "deepseek_v3": "q_proj: expected a projection of that name in attention, got q_a_proj",
+    "diffllama": "model.layers.0.self_attn: expected queries, keys and values",
+    "doge": "attention_mask: expected attention that computes nothing from its mask, got a DogeAttention",
+    "falcon_h1": "layer_types: expected layers with attention or a recurrence",
+    "gemma3": "model: expected one of the causal models of text",
+    "inkling_text": "layer_types: expected layers with attention or a recurrence",
+    "laguna": "model.layers.0.self_attn: expected the output of o_proj alone",
+    "llama4_text": "model.layers.1.self_attn: expected attention that does not look at the length of its cache",
+    "mamba": "model: expected layers of full causal attention",
+    "minimax": "past_key_values: expected a model that takes any cache",
+    "qwen3_next": "model.layers.1.self_attn: expected queries, keys and values",
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_selected_branch_alone_is_the_dense_model_in_every_call(kind: str) -> None:
+    model = dense_model(kind)
+    same = convert(model, NSAConfig(**ALL), branches=["slc"])
+    for name, call in CALLS.items():
+        mixes = name in APART and kind == "olmo_hybrid"  # its linear layers see all documents
+        want = call(model) if mixes else APART.get(name, call)(model)
+        assert_close(call(same), want, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    again = to_dense(same)
+    assert type(again) is type(model)
+    assert {*again.state_dict()} == {*model.state_dict()}
+    assert_close(CALLS["plain"](again), CALLS["plain"](model), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "glm4", "gpt_oss", "olmo2", "phi3"])
+def test_the_selected_branch_alone_has_the_gradients_of_the_dense_model(kind: str) -> None:
+    model, x = dense_model(kind), tokens(2, 40)
+    model.config._experts_implementation = "eager"
+    model = model.double()
+    same = convert(model, NSAConfig(**ALL), branches=["slc"])
+    for each in (model, same):
+        each(x, labels=x, use_cache=False).loss.backward()
+    gradients = {name: parameter.grad for name, parameter in same.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parts = [name.replace("qkv_proj", f"{kind}_proj") for kind in "qkv"] if "qkv_proj" in name else [name]
+        found = [gradients.get(part, gradients.get(part.replace("_proj.", "_proj_slc."))) for part in parts]
+        assert_close(torch.cat([x for x in found if x is not None]), parameter.grad, msg=name, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_steps_equal_whole_sequences_before_and_after_saving(kind: str, tmp_path: Path) -> None:
+    model, x = few_blocks(kind), tokens(2, 60)
+    want = model(x, use_cache=False).logits
+    assert_close(in_steps(model, x), want, atol=1e-4, rtol=1e-4)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    assert type(again) is type(model)
+    assert_close(again(x, use_cache=False).logits, want, atol=1e-4, rtol=1e-4)
+    few = {name for name, layer in again.named_modules() if isinstance(layer, ConvertedAttention)}
+    assert len(few) == (getattr(again.config, "layer_types", None) or ["full_attention"] * 2).count("full_attention")
+
+
+@pytest.mark.parametrize("kind", NOT_CONVERTED)
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_model_that_cannot_be_converted_is_refused_and_stays(kind: str, copy: bool) -> None:
+    model = tiny_model(kind)
+    with torch.no_grad():
+        want = CALLS["plain"](model)
+    with pytest.raises(ValueError, match=NOT_CONVERTED[kind]):
+        convert(model, NSAConfig(), copy=copy)
+    with torch.no_grad():
+        assert torch.equal(CALLS["plain"](model), want)
+
+
+@torch.no_grad()
+def test_a_model_is_converted_in_place_without_another_copy() -> None:
+    model, x = tiny_model("qwen3"), tokens(1, 40)
+    want, layer = model(x).logits, model.model.layers[0].self_attn
+    weights = {name: x.data_ptr() for name, x in layer.named_parameters()}
+    same = convert(model, NSAConfig(**ALL), branches=["slc"], copy=False)
+    assert same is model
+    assert_close(model(x).logits, want, atol=1e-4, rtol=1e-4)
+    kept = {
+        name.replace("_proj_slc", "_proj"): x.data_ptr()
+        for name, x in model.model.layers[0].self_attn.named_parameters()
+    }
+    assert kept == weights
+    with pytest.raises(TypeError, match="copy: expected"):
+        convert(tiny_model("llama"), NSAConfig(), copy="no")  # pyright: ignore[reportArgumentType]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["glm4", "gpt_oss", "qwen3_moe"])
+def test_models_of_narrow_types_are_converted(kind: str, dtype: torch.dtype) -> None:
+    model = convert(tiny_model(kind).to(dtype), NSAConfig())
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+@torch.no_grad()
+def test_models_that_an_earlier_version_saved_are_loaded() -> None:
+    model = AutoModelForCausalLM.from_pretrained(RECORDED / "qwen3")
+    x = torch.arange(48)[None] * 7 % 13 + 2
+    want = load_file(RECORDED / "qwen3" / "logits.safetensors")["logits"]
+    assert_close(model(x, use_cache=False).logits, want, atol=1e-5, rtol=1e-5)

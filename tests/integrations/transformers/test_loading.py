@@ -1,0 +1,131 @@
+"""Options and shards: what is given when a model is loaded counts, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from torch.testing import assert_close
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+from flexnsa import NSAConfig
+from flexnsa.transformers import convert
+from tests.integrations.transformers.families import ALL, FEW, dense, sparse, tokens
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
+CHOICE: dict[str, Any] = {"attn_implementation": "flexnsa", "flexnsa": FEW}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model with a tokenizer, and the same converted."""
+    path = tmp_path_factory.mktemp("models")
+    model = dense("llama", **SIZES).float()
+    model.save_pretrained(path / "dense")
+    convert(model, NSAConfig(**ALL), branches=["slc"]).save_pretrained(path / "converted")
+    words: Any = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", clean_up_tokenization_spaces=False).save_pretrained(
+        path / "dense"
+    )
+    return path
+
+
+WAYS: dict[str, Callable[[Path], Any]] = {
+    "from_pretrained": lambda path: AutoModelForCausalLM.from_pretrained(path, **CHOICE),
+    "of its class": lambda path: LlamaForCausalLM.from_pretrained(path, **CHOICE),
+    "with a config": lambda path: LlamaForCausalLM.from_pretrained(
+        path, config=AutoConfig.from_pretrained(path), **CHOICE
+    ),
+    "from_config": lambda path: _filled(
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **CHOICE), path
+    ),
+    "in shards": lambda path: AutoModelForCausalLM.from_pretrained(path, device_map="auto", **CHOICE),
+    "pipeline": lambda path: (
+        pipeline("text-generation", model=str(path), dtype=torch.float32, model_kwargs=CHOICE).model
+    ),
+}
+
+
+def _filled(model: Any, path: Path) -> Any:
+    model.load_state_dict(LlamaForCausalLM.from_pretrained(path).state_dict())
+    return model.eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+def test_options_are_given_when_a_model_is_loaded_and_saved_with_it(way: str, folder: Path, tmp_path: Path) -> None:
+    x, want = tokens(1, 70), sparse("llama", FEW, **SIZES).float()
+    model = WAYS[way](folder / "dense")
+    assert model.config.flexnsa == FEW
+    assert_close(model(x).logits, want(x).logits)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_close(again(x).logits, want(x).logits)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, flexnsa={"num_selected_blocks": 64})
+    assert again.config.flexnsa == ALL
+    assert not hasattr(AutoConfig.from_pretrained(folder / "dense"), "flexnsa")
+
+
+def test_options_of_a_converted_model_are_added_to_its_own(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "converted", flexnsa={"impl": "reference"})
+    assert model.model.layers[0].self_attn.options.impl == "reference"
+    assert model.config.flexnsa["branches"] == ["slc"]
+    with pytest.raises(ValueError, match=r"branches"):
+        AutoModelForCausalLM.from_pretrained(folder / "converted", flexnsa={"branches": ["all"]})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"flexnsa": FEW}, ValueError, "flexnsa: expected attn_implementation='flexnsa' .* with the default"),
+        (
+            {"flexnsa": FEW, "attn_implementation": "sdpa"},
+            ValueError,
+            "flexnsa: expected attn_implementation='flexnsa'",
+        ),
+        (CHOICE | {"flexnsa": {"window": 3}}, ValueError, "config.flexnsa: expected some of branches, .* got 'window'"),
+        (CHOICE | {"flexnsa": {"gates": [1]}}, ValueError, "gates: expected a number for each"),
+        (CHOICE | {"flexnsa": 3}, TypeError, r"flexnsa: expected Mapping, got 3 \(int\)"),
+    ],
+)
+def test_options_without_an_effect_are_refused_when_they_are_given(
+    given: dict[str, Any], error: Any, message: str, folder: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        AutoModelForCausalLM.from_pretrained(folder / "dense", **given)
+    with pytest.raises(error, match=message.replace(" .* with the default", "")):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "dense"), **given)
+
+
+@torch.no_grad()
+def test_a_model_in_shards_is_converted_without_another_copy(folder: Path, tmp_path: Path) -> None:
+    x, model = tokens(1, 70), AutoModelForCausalLM.from_pretrained(folder / "dense", device_map="auto")
+    want, before = model(x).logits, {x.data_ptr(): x.numel() for x in model.parameters()}
+    three = convert(model, NSAConfig(**ALL), copy=False)
+    after = {x.data_ptr(): x.numel() for x in three.parameters()}
+    assert before.keys() <= after.keys()
+    tags = ("_cmp.", "_win.", "_attn.gate.", ".compress_")
+    new = [x.numel() for name, x in three.named_parameters() if any(tag in name for tag in tags)]
+    assert sum(after.values()) - sum(before.values()) == sum(new)
+    assert (three(x).logits - want).abs().mean() < 0.1 * want.abs().mean()
+
+    places = {f"model.{name}": "cpu" for name in ("embed_tokens", "layers.0", "norm", "rotary_emb")}
+    places |= {"model.layers.1": "disk", "lm_head": "cpu"}
+
+    def offloaded() -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder / "dense", device_map=places, offload_folder=tmp_path)
+
+    same = convert(offloaded(), NSAConfig(**ALL), branches=["slc"], copy=False)
+    assert_close(same(x).logits, want)
+    with pytest.raises(ValueError, match=r"device_map: expected all weights in memory, got those of model.layers.1"):
+        convert(offloaded(), NSAConfig(**ALL), copy=False)

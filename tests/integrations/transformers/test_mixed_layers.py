@@ -1,0 +1,217 @@
+"""Models whose layers differ: NSA acts on those with full attention, and the others attend as they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    Qwen3NextConfig,
+    SiglipVisionConfig,
+)
+
+from flexnsa import NSAConfig
+from flexnsa.transformers.dropin import attention_forward
+from flexnsa.transformers.layer_types import FULL, layer_type
+from tests.integrations.transformers.families import FEW, SIZES, tokens
+from tests.integrations.transformers.loops import attend_in_loops
+from tests.integrations.transformers.multimodal import VISION, llava, page
+
+WINDOW = 12
+SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+CHUNKED: dict[str, Any] = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW}
+LINEAR: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4}
+LINEAR |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+EXPERTS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "gemma2": lambda: Gemma2Config(**SIZES | SLIDING, attn_logit_softcapping=2.0),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES | SLIDING),
+    "gpt_oss": lambda: GptOssConfig(**SIZES | SLIDING | EXPERTS),
+    "llama4": lambda: Llama4TextConfig(**SIZES | CHUNKED | EXPERTS, intermediate_size_mlp=64),
+    "qwen3_next": lambda: Qwen3NextConfig(**SIZES | LINEAR, num_experts=0, mlp_only_layers=[0, 1]),
+}
+ROUNDING: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
+"""Of experts and of linear layers, which compute in float32."""
+
+
+def mixed(kind: str, **options: Any) -> Any:
+    """Make a model in float64, with layers of two types, that leaves blocks out."""
+    torch.manual_seed(0)
+    config = CONFIGS[kind]()
+    config._experts_implementation, config.flexnsa = "eager", FEW | options  # the others take no float64
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flexnsa").eval().double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.linspace(-1, 2, len(parameter)))
+    return model
+
+
+@contextmanager
+def loops_instead() -> Iterator[list[str]]:
+    """Compute layers of full attention in loops over heads and queries; collect the types of layers that attend."""
+    kinds: list[str] = []
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **given: Any) -> Any:
+        kinds.append(layer_type(module))
+        if kinds[-1] not in FULL:
+            return attention_forward(module, q, k, v, mask, **given)
+        sizes, softmax = NSAConfig(**FEW), {"cap": given.get("softcap"), "sinks": given.get("s_aux")}
+        return attend_in_loops(q, k, v, sizes, scale=given["scaling"], **softmax), None
+
+    AttentionInterface.register("flexnsa", attend)
+    try:
+        yield kinds
+    finally:
+        AttentionInterface.register("flexnsa", attention_forward)
+
+
+def logits_and_gradients(model: Any, **inputs: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    logits = model(**inputs, use_cache=False).logits
+    logits[:, -20:].square().mean().backward()
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_full_layers_attend_as_loops_do_and_the_others_as_they_did(kind: str) -> None:
+    model, x = mixed(kind), tokens(1, 60)
+    got = logits_and_gradients(model, input_ids=x)
+    with loops_instead() as kinds:
+        want = logits_and_gradients(model, input_ids=x)
+    assert kinds == [each for each in model.config.layer_types if each != "linear_attention"]
+    assert_close(got, want, **ROUNDING)
+    model.config.flexnsa = FEW | {"num_selected_blocks": 64}
+    with torch.no_grad():
+        assert (model(x).logits - got[0]).abs().max() > 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_mixed_model_is_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    model, x = mixed(kind), tokens(1, 60)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    assert again.config._attn_implementation == "flexnsa"
+    assert_close(again(x).logits, model(x).logits, **ROUNDING)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_steps_on_a_cache_see_what_whole_sequences_see(kind: str) -> None:
+    model, x = mixed(kind), tokens(1, 60)
+    cache, got = None, []
+    for start, end in ((0, 50), *((t, t + 1) for t in range(50, 60))):
+        out = model(x[:, start:end], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        got.append(out.logits)
+    assert_close(torch.cat(got, 1), model(x, use_cache=False).logits, **ROUNDING)
+
+
+@torch.no_grad()
+def test_a_text_tower_of_mixed_layers_sees_images() -> None:
+    model = llava(text=Gemma3TextConfig(**SIZES | SLIDING))
+    model.config.flexnsa = FEW
+    model.set_attn_implementation({"text_config": "flexnsa"})
+    got = model(**page(), use_cache=False).logits
+    with loops_instead() as kinds:
+        want = model(**page(), use_cache=False).logits
+    assert kinds == SLIDING["layer_types"]
+    assert_close(got, want)
+
+
+@torch.no_grad()
+def test_images_that_see_both_ways_are_refused_and_text_is_not() -> None:
+    torch.manual_seed(0)
+    text, vision = Gemma3TextConfig(**SIZES | SLIDING), SiglipVisionConfig(**VISION)
+    config: Any = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config.image_token_id = 2
+    config.flexnsa = FEW
+    model = Gemma3ForConditionalGeneration._from_config(config, attn_implementation={"text_config": "flexnsa"})
+    model, x = model.eval().double(), tokens(1, 60)
+    got = model(x, token_type_ids=torch.zeros_like(x), use_cache=False).logits
+    with loops_instead():
+        assert_close(got, model(x, use_cache=False).logits)
+    given = page()
+    images = (given["input_ids"] == 2).long()
+    with pytest.raises(ValueError, match="block_sequence_ids: expected None"):
+        model(**given, token_type_ids=images)
+
+
+DOCUMENTS = (23, 8, 29)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("local", [None, "eager"])
+@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_documents_stand_alone_in_local_layers(kind: str, local: str | None, use_cache: bool) -> None:
+    """With a cache or a mask transformers does not find documents, and chunks of the second started in the first."""
+    model, x = (
+        mixed(kind, local=local).float(),
+        tokens(1, 7 + sum(DOCUMENTS)),
+    )  # eager rows of padding are NaN in float64
+    given = {"position_ids": torch.cat([torch.arange(count) for count in (7, *DOCUMENTS)])[None]}
+    given |= {"cu_seq_lens_q": torch.tensor([0, 7, 30, 38, 67])}  # the layers of Llama 4 get no positions
+    if use_cache:
+        given["attention_mask"] = torch.ones_like(x)
+        given["attention_mask"][:, :7] = 0
+    got = model(x, **given, use_cache=use_cache).logits
+    want = [model(document, use_cache=False).logits for document in x[:, 7:].split(DOCUMENTS, dim=1)]
+    assert_close(got[:, 7:], torch.cat(want, 1), **ROUNDING)
+
+
+def test_positions_alone_tell_of_documents_in_several_rows() -> None:
+    model, x = mixed("gemma3"), tokens(2, sum(DOCUMENTS))
+    positions = torch.cat([torch.arange(count) for count in DOCUMENTS])[None]
+    with torch.no_grad():
+        got = model(x, position_ids=positions, use_cache=True).logits
+        want = [model(document, use_cache=False).logits for document in x.split(DOCUMENTS, dim=1)]
+        assert_close(got, torch.cat(want, 1), **ROUNDING)
+        cache = model(x[:, :40], use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="position_ids: expected one sequence a row with a cache, got several"):
+            model(x[:, 40:], position_ids=positions[:, 20:40], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_local_layers_attend_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = mixed("gemma3"), tokens(1, 60)
+    called: list[Any] = []
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> Any:  # noqa: ARG001
+        called.append(mask)
+        return torch.zeros_like(q).transpose(1, 2), None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", attend)
+    model.config.flexnsa = FEW | {"local": "flash_attention_2"}
+    model(x, use_cache=False)
+    assert called == [None]  # its own mask of a sequence without padding
+    with pytest.raises(ValueError, match=r"position_ids: expected one document .* local='flash_attention_2'"):
+        model(x, position_ids=(torch.arange(60) % 30)[None], use_cache=True)
+    for wrong in ("flexnsa", "fast", 3):
+        model.config.flexnsa = FEW | {"local": wrong}
+        with pytest.raises((TypeError, ValueError), match=r"local: expected one of 'eager', .* got"):
+            model(x, use_cache=False)
+    sunk = mixed("gpt_oss", local="sdpa")
+    with pytest.raises(ValueError, match="local: expected an attention that takes attention sinks"):
+        sunk(x, use_cache=False)
+
+
+def test_a_window_in_all_layers_leaves_nothing_to_nsa() -> None:
+    sizes: dict[str, Any] = SIZES | SLIDING | {"layer_types": ["sliding_attention"] * 2}
+    with pytest.raises(ValueError, match=r"layer_types: expected some 'full_attention' .*'sliding_attention'"):
+        AutoModelForCausalLM.from_config(Gemma3TextConfig(**sizes), attn_implementation="flexnsa")
