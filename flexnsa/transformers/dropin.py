@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from flexnsa.attention.seam import Call, Keys
-from flexnsa.attention.table import attend
 from flexnsa.checks.primitives import describe
 from flexnsa.geometry import num_compressed
 from flexnsa.layers.compression import average_blocks, average_cached_blocks
@@ -22,7 +19,9 @@ from flexnsa.transformers.layer_types import LOCAL, layer_type
 from flexnsa.transformers.local_layers import attend_locally, make_layer_mask
 from flexnsa.transformers.marks import Alignment, read_mask
 from flexnsa.transformers.options import DropInOptions
+from flexnsa.transformers.own_keys import attend_to_own_keys
 from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids, one_axis
+from flexnsa.transformers.paged import attend_to_pages
 from flexnsa.transformers.refusal import PURPOSE, check_config, takes_positions
 from flexnsa.transformers.softmax import Softmax
 
@@ -52,7 +51,7 @@ def attention_forward(
 ) -> tuple[Tensor, Any]:
     """Compute attention with the signature of transformers' attention functions.
 
-    Layers with sliding or chunked attention attend as they do without NSA.
+    Layers with sliding or chunked attention attend as they do without NSA. In continuous batching keys come from pages.
 
     Args:
         module: layer of the model, whose ``config.flexnsa`` has the options, see :class:`DropInOptions`.
@@ -77,6 +76,10 @@ def attention_forward(
             names it.
     """
     _check_model(module, position_ids)
+    if kwargs.get("cache") is not None:
+        if layer_type(module) not in LOCAL:
+            _check(module, dropout, kwargs)
+        return attend_to_pages(module, query, key, value, scaling=scaling, cu_seq_lens_q=cu_seq_lens_q, **kwargs)
     if layer_type(module) in LOCAL:
         kwargs |= {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q}
         return attend_locally(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
@@ -123,7 +126,7 @@ def _attend_rows(
     def compress(x: Tensor) -> Tensor:
         return average_blocks(x, firsts, options.sizes)
 
-    return _attend(q, k, v, compress, positions, softmax, options, cached=False)
+    return attend_to_own_keys(q, k, v, compress, positions, softmax, options, cached=False)
 
 
 def _kept_positions(q: Tensor, k: Tensor, alignment: Alignment | None) -> Positions:
@@ -144,28 +147,7 @@ def _attend_kept(
         return F.pad(average_cached_blocks(x, options.sizes), (0, 0, 0, 1))  # one at least, which no query may see
 
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return _attend(q, k, v, compress, positions, softmax, options, cached=not trains)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    compress: Callable[[Tensor], Tensor],
-    positions: Positions | None,
-    softmax: Softmax,
-    options: DropInOptions,
-    *,
-    cached: bool,
-) -> Tensor:
-    """Attend to one set of keys and values in all branches."""
-    k_cmp = compress(k) if {"cmp", "slc"} & {*options.branches} else None
-    v_cmp = compress(v) if "cmp" in options.branches else None
-    implementation = softmax.implementation(options.impl, q, cached=cached, v_dim=v.shape[-1])
-    gates = torch.cat([q.new_full((1,), gate) for gate in options.gates]).expand(*q.shape[:3], -1)
-    factor = q.shape[3] ** -0.5 if softmax.scale is None else softmax.scale
-    call = Call(options.sizes, factor, softmax.score_mod, positions, positions)
-    return attend(implementation, q, Keys(k_cmp, v_cmp, k, v, k, v), gates, call, branches=options.branches)[0]
+    return attend_to_own_keys(q, k, v, compress, positions, softmax, options, cached=not trains)
 
 
 def _check(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:

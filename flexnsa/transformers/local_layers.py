@@ -105,6 +105,17 @@ def attend_locally(
             attention_mask = _within(documents, attention_mask, config.attention_chunk_size if chunked else None)
     elif documents is not None:
         raise ValueError(f"position_ids: expected one document in a sequence with local={name!r}, got several")
+    return attend_as(name, module, query, key, value, attention_mask, **given)
+
+
+def attend_as(
+    name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+) -> tuple[Tensor, Any]:
+    """Compute attention by that of transformers of this name.
+
+    Raises:
+        ValueError: it cannot do what the model asks for.
+    """
     if name == "sdpa" and given.get("s_aux") is not None:
         raise ValueError("local: expected an attention that takes attention sinks, such as 'eager', got 'sdpa'")
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)

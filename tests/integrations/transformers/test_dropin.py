@@ -14,7 +14,7 @@ from transformers import CompileConfig, DataCollatorWithFlattening, StaticCache
 from transformers.masking_utils import create_causal_mask
 
 from flexnsa.attention.table import attend
-from flexnsa.transformers import dropin
+from flexnsa.transformers import own_keys
 from tests.integrations.transformers.families import ALL, FAMILIES, FEW, dense, pad_left, sparse, tokens
 
 THREE = FEW | {"branches": ["cmp", "slc", "win"], "gates": [0.3, 1.0, 0.2]}
@@ -67,7 +67,7 @@ def test_under_autocast_all_that_is_attended_to_is_of_one_dtype(monkeypatch: pyt
         seen.append({q.dtype, *(x.dtype for x in asdict(keys).values())})
         return attend(implementation, q, keys, *rest, **options)
 
-    monkeypatch.setattr(dropin, "attend", attend_seeing)
+    monkeypatch.setattr(own_keys, "attend", attend_seeing)
     model = sparse("qwen3", THREE).float()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(tokens(1, 40), use_cache=False)

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "transformers"
 SMALL: dict[str, dict[str, Any]] = {
     "long_context": {"short": 256, "long": 1200},
+    "long_prompt": {"prompt": 1280, "new": 3, "steps": 2, "row": 256},
     "up_train": {"steps": 6, "seq_len": 64},
     "chat": {"max_new_tokens": 6},
     "teach_selector": {"pretrain": 20, "steps": 12},

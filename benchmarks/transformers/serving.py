@@ -1,0 +1,92 @@
+"""Tokens per second of transformers' continuous batching, drop-in and dense, beside ``generate`` on a static batch.
+
+    python -m benchmarks transformers.serving --json benchmarks/results/transformers_serving.json
+
+A Llama of 1.1B parameters with random weights in bf16, as in ``transformers.decoding``, answers requests of 2k to 32k
+random tokens with 128 tokens each. The static batch is padded to its longest request. Points that the file holds
+already are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from benchmarks.harness import options
+from benchmarks.transformers.decoding import SIZES, TINY, make
+
+KEY = ("name", "way", "requests")
+WAYS = ("static batch", "continuous batching")
+
+
+def requests(count: int, longest: int, vocab_size: int) -> list[list[int]]:
+    """Draw requests of a sixteenth of the longest up to the longest, evenly."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.linspace(longest // 16, longest, count).long().tolist()
+    return [torch.randint(1, vocab_size, (length,), generator=draw).tolist() for length in lengths]
+
+
+def answer(model: Any, way: str, prompts: list[list[int]], tokens: int) -> None:
+    """Generate the same number of tokens for every request."""
+    greedy = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    if way == "continuous batching":
+        model.generate_batch(prompts, greedy, continuous_batching_config=ContinuousBatchingConfig(), progress_bar=False)
+        return
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    model.generate(ids, greedy, attention_mask=(ids != 0).long())
+
+
+def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, longest: int, tokens: int) -> dict[str, Any]:
+    """Answer a few tokens, and time the answers of all."""
+    model = make(point["name"], sizes, device)
+    prompts = requests(point["requests"], longest, sizes["vocab_size"])
+    answer(model, point["way"], prompts[:2], 2)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    answer(model, point["way"], prompts, tokens)
+    seconds = time.perf_counter() - begin
+    result: dict[str, Any] = {"seconds": seconds, "tokens_per_second": tokens * len(prompts) / seconds}
+    if device == "cuda":
+        result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what there is time for."""
+    parser = options.parser(__doc__, contexts=[32_768], deadline=540, tiny=False)
+    parser.add_argument("--names", nargs="+", default=["dense", "drop-in", "converted"], help="default: %(default)s")
+    parser.add_argument("--requests", type=int, default=32, help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each; default: %(default)s")
+    arguments: argparse.Namespace = parser.parse_args(argv)
+    if arguments.tiny:
+        arguments.contexts, arguments.requests, arguments.tokens = [160], 3, 3
+    recording = options.open_recording(arguments, __doc__, keep=True)
+    begin = time.monotonic()
+    for longest in arguments.contexts:
+        for name, way in ((name, way) for way in WAYS for name in arguments.names):
+            point: dict[str, Any] = {"name": name, "way": way, "requests": arguments.requests, "longest": longest}
+            if any(
+                all(old.get(part) == point[part] for part in point) and "seconds" in old for old in recording.points
+            ):
+                continue
+            if time.monotonic() - begin > arguments.deadline:
+                print("the deadline is over; the same command resumes here")
+                return
+            try:
+                point |= measure(point, TINY if arguments.tiny else SIZES, arguments.device, longest, arguments.tokens)
+            except (RuntimeError, ValueError, TypeError) as error:
+                point["label"] = f"{type(error).__name__}: {error}"[:300]
+            recording.add(point, (*KEY, "longest"))
+            print(point, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Continuous batching of transformers (``generate_batch``): new tokens of many requests, and the pages of their keys.
+
+A pass has one sequence, in which the new tokens of each request follow those of another. Its cache hands out the keys
+of the same requests in the same order, one request after the other: to NSA these are packed documents, of which only
+the last tokens are queries. Requests come, go and share pages as transformers arranges it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+from flexnsa.checks.primitives import describe
+from flexnsa.geometry import num_compressed
+from flexnsa.layers.compression import average_blocks
+from flexnsa.masks.document import document_positions, first_tokens
+from flexnsa.transformers.choice import LAYERS, NAME
+from flexnsa.transformers.layer_types import LOCAL, layer_type
+from flexnsa.transformers.local_layers import PLAIN, attend_as, local_attention
+from flexnsa.transformers.options import DropInOptions
+from flexnsa.transformers.own_keys import attend_to_own_keys
+from flexnsa.transformers.softmax import Softmax
+
+SWITCH = "switch_to_cb_friendly_attn"
+"""The method of transformers that chooses the attention of continuous batching, and knows its own only."""
+
+
+def serve_requests() -> None:
+    """Make transformers' continuous batching keep flexnsa, which it would refuse, or replace by a dense attention."""
+    manager: Any = ContinuousBatchingManager
+    if hasattr(manager, SWITCH):
+        setattr(manager, SWITCH, _keeping(getattr(manager, SWITCH)))
+
+
+def _keeping(switch: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(switch)
+    def keep(manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        attention = model.config._attn_implementation
+        if attention == LAYERS:
+            raise ValueError(
+                "generate_batch: expected a model whose layers keep one key and value for each token, as the pages of "
+                f"transformers' cache do, got a {type(model).__name__}; generate takes a batch of it"
+            )
+        return None if attention == NAME else switch(manager, model, *args, **kwargs)
+
+    return keep
+
+
+def attend_to_pages(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, cache: Any, **given: Any
+) -> tuple[Tensor, Any]:
+    """Attend from the new tokens of several requests to the keys that each has in a paged cache.
+
+    Args:
+        module: the layer.
+        query: ``(1, Hq, T, Dk)``, rotated.
+        key: of the new tokens, ``(1, Hkv, T, Dk)``, rotated.
+        value: ``(1, Hkv, T, Dv)``.
+        scaling: factor on the scores.
+        cache: of transformers, which stores keys and values, and returns all of the requests.
+        given: other arguments of the attention: ``cu_seq_lens_q (R + 1,)``, and what the cache asks for.
+
+    Raises:
+        ValueError: the cache would have a kernel read its pages.
+    """
+    if given.get("block_table") is not None:
+        raise ValueError(f"block_table: expected None with {NAME}, got {describe(given['block_table'])}")
+    key, value = cache.update(
+        key_states=key, value_states=value, layer_idx=getattr(module, "layer_idx", None), kwargs=given
+    )
+    queries, keys = given["cu_seq_lens_q"], given["cu_seq_lens_k"]
+    token = torch.arange(query.shape[2], device=query.device)
+    request = _requests(queries, query.shape[2])
+    token = token - queries[request + 1] + keys[request + 1]  # the last token of a request is its last key
+    documents = _requests(keys, key.shape[2])
+    softmax = Softmax(scaling, given.get("softcap"), given.get("s_aux"))
+    if layer_type(module) in LOCAL:
+        mask = _window(token, request, documents, given["sliding_window"])
+        return _attend_locally(module, query, key, value, mask, scaling=scaling, **given)
+    options = DropInOptions.of(module.config)
+    positions = document_positions(documents[None], options.sizes)
+    firsts = first_tokens(positions, num_compressed(key.shape[2], options.sizes), options.sizes)
+
+    def compress(x: Tensor) -> Tensor:
+        return average_blocks(x, firsts, options.sizes)
+
+    where = positions.at_tokens(token)
+    out = attend_to_own_keys(query, key, value, compress, where, softmax, options, cached=False)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _requests(starts: Tensor, count: int) -> Tensor:
+    """Return the request of each of ``count`` tokens, int64 ``(count,)``; what follows the last one belongs to it."""
+    token = torch.arange(count, dtype=starts.dtype, device=starts.device)
+    return torch.searchsorted(starts[1:], token, right=True).clamp_max(len(starts) - 2)
+
+
+def _window(token: Tensor, request: Tensor, documents: Tensor, size: int) -> Tensor:
+    """Return which keys each query sees in a layer with a sliding window, bool ``(1, 1, T, S)``."""
+    distance = token[:, None] - torch.arange(len(documents), device=token.device)
+    return ((request[:, None] == documents) & (distance >= 0) & (distance < size))[None, None]
+
+
+def _attend_locally(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **given: Any
+) -> tuple[Tensor, Any]:
+    config: Any = module.config
+    name = local_attention(config)
+    if name not in PLAIN:
+        raise ValueError(f"local: expected one of {PLAIN} in continuous batching, got {name!r}")
+    if name == "eager":
+        mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
+    return attend_as(name, module, query, key, value, mask, **given)

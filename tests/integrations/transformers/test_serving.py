@@ -1,0 +1,74 @@
+"""Continuous batching of transformers: each request gets the tokens that ``generate`` gives it alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import continuous_api
+
+from flexnsa.transformers import dropin
+from tests.integrations.transformers.families import FEW, converted, sparse, tokens
+from tests.integrations.transformers.test_mixed_layers import mixed
+
+TEXT = tokens(70).tolist()
+PROMPTS = [TEXT[:61], TEXT[:50], TEXT[3:10], TEXT[9:70], [*TEXT[:40], 5, 9], TEXT[30:63], [4]]
+"""More tokens than go into a pass or into all pages, some of them the same."""
+PAGES = ContinuousBatchingConfig(max_batch_tokens=64, num_blocks=14, block_size=16)
+NEW: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+MODELS: dict[str, Any] = {
+    "selected branch": lambda: sparse("llama", FEW),
+    "three branches": lambda: sparse("qwen3", FEW | {"branches": ["cmp", "slc", "win"], "gates": [0.3, 1.0, 0.2]}),
+    "soft cap, sliding layers": lambda: mixed("gemma2"),
+    "sinks, sliding layers": lambda: mixed("gpt_oss"),
+    "sliding layers": lambda: mixed("gemma3"),
+}
+
+
+def served(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    config = GenerationConfig(**NEW, eos_token_id=-1)
+    out = model.generate_batch(prompts, config, continuous_batching_config=PAGES, progress_bar=False, **options)
+    assert all(request.error is None for request in out.values())
+    return [
+        each.generated_tokens for each in sorted(out.values(), key=lambda each: int(each.request_id.split("_")[-1]))
+    ]
+
+
+def alone(model: Any, prompt: list[int]) -> list[int]:
+    return model.generate(torch.tensor([prompt]), **NEW, eos_token_id=None)[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_requests_that_come_and_go_get_the_tokens_of_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, passes = MODELS[name](), []
+    pages = dropin.attend_to_pages
+
+    def attend(module: Any, query: Any, *args: Any, **given: Any) -> Any:
+        passes.append((query.shape[2], len(given["cu_seq_lens_q"]) - 1))
+        return pages(module, query, *args, **given)
+
+    monkeypatch.setattr(dropin, "attend_to_pages", attend)
+    want = [
+        model.generate(torch.tensor([prompt]), **NEW, eos_token_id=None)[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    assert served(model, PROMPTS) == want
+    assert len({tuple(each) for each in want}) > 3
+    assert max(count for _, count in passes) > 2
+    assert max(length for length, _ in passes) <= 64 < sum(map(len, PROMPTS))
+
+
+def test_flexnsa_is_not_replaced_by_a_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where FlashAttention is installed, transformers takes that for any attention but its own."""
+    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
+    model = sparse("llama", FEW)
+    assert served(model, PROMPTS[3:4]) == [alone(model, PROMPTS[3])]
+    assert model.config._attn_implementation == "flexnsa"
+
+
+def test_layers_with_several_keys_for_a_token_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"generate_batch: expected .* one key and value .* FlexNSAQwen3ForCausalLM"):
+        served(converted("qwen3", FEW), PROMPTS[:1])
