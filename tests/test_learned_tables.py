@@ -261,7 +261,7 @@ def test_what_the_page_says_of_text_125m_is_what_was_recorded() -> None:
     stopped = {row["seed"]: row for row in ideas if row["steps"] == 1800}
     gaps = [row["held_out_bits_of_32_sequences"]["1800"] - row["dense_then"]["1800"] for row in stopped.values()]
     assert [f"{gap:+.3f}" for gap in gaps] == ["-0.013", "+0.013"]
-    assert "after 1,800 of 2,000 steps: 0.013 bits ahead of dense attention and 0.013 behind" in page
+    assert "after 1,800 of 2,000 steps, are 0.013 bits ahead and 0.013 behind on 32 sequences" in page
     points = json.loads((IDEAS.parent / "training_h100.json").read_text())["points"]
     taught, without = (point["step_ms"] for point in points)
     loss = sum(ms for name, ms, _ in points[0]["longest_kernels"] if name in LOSS_KERNELS)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import transformers
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.utils import GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -74,7 +75,7 @@ def converted_config(dense: Any) -> Any:
     plans = [converted_plan(dense.base_model_tp_plan, mixed=mixed) for mixed in (False, True)]
     doc = f"As :class:`{dense.__name__}`, with ``flexnsa`` as in :class:`flexnsa.transformers.LayerOptions`."
     fields = {"model_type": TYPE_PREFIX + dense.model_type, "base_model_tp_plan": plans[0], "mixed_tp_plan": plans[1]}
-    made = _make(ConvertedConfig, dense, doc, fields)
+    made = _make((ConvertedConfig, dense), doc, fields)
     for auto, mapping in ((AutoModel, MODEL_MAPPING), (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)):
         model_class = mapping.get(dense, None)
         if isinstance(model_class, type):
@@ -92,14 +93,16 @@ def _converted_class(dense: Any, config_class: Any) -> Any:
     doc = f"As :class:`{dense.__name__}`, with NSA layers."
     fields = {"config_class": config_class, "dense_class": dense}
     if MODEL_FOR_CAUSAL_LM_MAPPING.get(dense.config_class, None) is not dense:
-        return _make(ConvertedModel, dense, doc, fields)
+        return _make((ConvertedModel, dense), doc, fields)
     base = _converted_class(MODEL_MAPPING[dense.config_class], config_class)
-    return _make(ConvertedForCausalLM, dense, doc, fields | {"base_class": base})
+    bases = (ConvertedForCausalLM, dense, GenerationMixin)  # the last, which dense has too, is asked for among bases
+    return _make(bases, doc, fields | {"base_class": base})
 
 
-def _make(mixin: type, dense: type, doc: str, fields: dict[str, Any]) -> Any:
-    name = PREFIX + dense.__name__
-    made = type(name, (mixin, dense), {"__module__": __name__, "__doc__": doc, **fields})
+def _make(bases: tuple[type, ...], doc: str, fields: dict[str, Any]) -> Any:
+    """Make the converted class of the second base."""
+    name = PREFIX + bases[1].__name__
+    made = type(name, bases, {"__module__": __name__, "__doc__": doc, **fields})
     globals()[name] = made
     return made
 
