@@ -54,7 +54,7 @@ bench-smoke: .venv/.installed  ## do the benchmarks run? The smallest size, once
 bench-gpu: .venv/.installed  ## measure on a GPU: correctness, then time and memory beside dense attention
 	$(BIN)/python -m benchmarks attention.gpu
 
-# Half an hour of an H200. The figures of the last recording are in benchmarks/results, under the same names.
+# Three quarters of an hour of an H200. The figures of the last recording are in benchmarks/results, under the same names.
 gpu: .venv/.transformers  ## all that a GPU has to show: its tests, then attention, decoding and training, recorded in runs/gpu
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python -m pytest -m gpu tests/integrations/transformers
@@ -64,6 +64,8 @@ gpu: .venv/.transformers  ## all that a GPU has to show: its tests, then attenti
 	$(BIN)/python -m benchmarks training.throughput --lengths 8192 --json runs/gpu/training_h200.json
 	$(BIN)/python -m benchmarks kernels.selected_gpu --json runs/gpu/selected_h200.json
 	$(BIN)/python -m benchmarks kernels.selection_loss --json runs/gpu/selection_loss_h200.json
+	$(BIN)/python -m benchmarks transformers.decoding --json runs/gpu/transformers_decoding_h200.json
+	$(BIN)/python -m benchmarks transformers.serving --json runs/gpu/transformers_serving_h200.json
 
 # An hour and a half of an H200; whatever is stopped resumes. Schedules at 32k take about 540 seconds each.
 INDEXED := NSA, rope 1e8, shared keys, begun as mean, indexer

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         json=options.RESULTS / "cpu_throughput.json",
         device=False,
         seconds=2400,
-        lengths=[1024, 2048, 4096, 8192, 16384, 32768],
+        lengths=[256, 512, 1024, 2048, 4096, 8192, 16384, 32768],
     )
     parser.add_argument("--rounds", type=int, default=3, help="at the greatest length; up to 15 at others; default: 3")
     parser.add_argument("--threads", type=int, help="default: PyTorch's")
