@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
@@ -39,16 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_adapters_learn_and_are_merged(kind: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    names = ["q_proj", "o_proj", *(f"{letter}_proj_{tag}" for letter in "kv" for tag in ("cmp", "slc", "win"))]
-    layers = [*range(2)] if kind not in ("gemma2", "gemma3_text", "gpt_oss", "olmo_hybrid") else [1]
-    adapted: Any = peft.get_peft_model(
-        few_blocks(kind), peft.LoraConfig(r=4, target_modules=names, layers_to_transform=layers)
-    )
-    x, optimizer = tokens(2, 60), torch.optim.AdamW(adapted.parameters(), lr=1e-2)
-    losses = []
+def learn(adapted: Any, x: Tensor) -> None:
+    """Train for a few steps, in which the loss falls."""
+    optimizer, losses = torch.optim.AdamW(adapted.parameters(), lr=1e-2), list[float]()
     for _ in range(4):
         loss = adapted(input_ids=x, labels=x, use_cache=False).loss
         losses.append(loss.item())
@@ -57,6 +51,18 @@ def test_adapters_learn_and_are_merged(kind: str, tmp_path: Path) -> None:
         optimizer.zero_grad()
     assert losses[-1] < losses[0]
     adapted.eval()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_adapters_learn_and_are_merged(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    names = ["q_proj", "o_proj", *(f"{letter}_proj_{tag}" for letter in "kv" for tag in ("cmp", "slc", "win"))]
+    layers = [*range(2)] if kind not in ("gemma2", "gemma3_text", "gpt_oss", "olmo_hybrid") else [1]
+    adapted: Any = peft.get_peft_model(
+        few_blocks(kind), peft.LoraConfig(r=4, target_modules=names, layers_to_transform=layers)
+    )
+    x = tokens(2, 60)
+    learn(adapted, x)
     with torch.no_grad():
         want = adapted(input_ids=x, use_cache=False).logits
         assert_close(in_steps(adapted, x), want, atol=1e-4, rtol=1e-4)
@@ -95,15 +101,8 @@ def test_adapters_of_a_drop_in_model_learn_and_are_merged(bits: str, folder: Pat
 
     torch.manual_seed(0)
     adapted: Any = peft.get_peft_model(base(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    x, optimizer, losses = tokens(2, 60), torch.optim.AdamW(adapted.parameters(), lr=1e-2), []
-    for _ in range(4):
-        loss = adapted(input_ids=x, labels=x, use_cache=False).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
-    adapted.eval()
+    x = tokens(2, 60)
+    learn(adapted, x)
     with torch.no_grad():
         want = adapted(input_ids=x, use_cache=False).logits
         adapted.save_pretrained(tmp_path)
