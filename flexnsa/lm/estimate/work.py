@@ -191,14 +191,14 @@ class Work:
         return 4 * self.batch * (queries + keys) * config.head_dim
 
     def loss_excess(self) -> int:
-        """Return what the selection loss allocates while it runs; on a CPU three copies of a chunk's true scores."""
+        """Return what the selection loss allocates while it runs; on a CPU two copies of a chunk's true scores."""
         config, queries = self.config, min(SAMPLED_QUERIES, self.length)
         if not self.index_keys():
             return 0
         if self.impl != "sdpa":
             return scratch_bytes(self.batch, config.num_heads, config.num_kv_heads, queries, self.length, config.nsa)
         scores = self.batch * config.num_heads * self.length
-        return 3 * 4 * scores * min(queries, max(1, CHUNK_SCORES["cpu"] // scores))
+        return 2 * 4 * scores * min(queries, max(1, CHUNK_SCORES["cpu"] // scores))
 
     def attention(self) -> int:
         """Return q, and what each branch saves besides."""
