@@ -50,7 +50,6 @@ ALONE: dict[str, tuple[str, ...]] = {
     "debug": ("debug_llama", "--training.steps=20", "--training.seq_len=48", override(**TWO)),
 }
 """What one process runs."""
-FIRST = ("--training.steps=4", "--lr_scheduler.total_steps=20")
 
 TYPED: dict[str, Scenario] = {
     f"types, {name}": Scenario(ranks, ("--parallelism.spmd_backend=spmd_types", *arguments), apart=True)
@@ -64,9 +63,9 @@ TYPED: dict[str, Scenario] = {
 """On torchtitan's default backend, which shares parameters among ranks with a newer PyTorch than 2.13 alone."""
 
 SAME: dict[str, Scenario] = {
-    "debug, FSDP2": Scenario(2, (*rows(2), *FIRST), "debug"),
-    "debug, FSDP2 on 4": Scenario(4, (*rows(1), *FIRST), "debug"),
-    "debug, tensor parallel": Scenario(2, (*degree(tensor=2), *FIRST), "debug"),
+    "debug, FSDP2": Scenario(2, rows(2), "debug"),
+    "debug, FSDP2 on 4": Scenario(4, rows(1), "debug"),
+    "debug, tensor parallel": Scenario(2, degree(tensor=2), "debug"),
     "norms, tensor parallel": Scenario(2, (*degree(tensor=2), "--parallelism.no-enable-sequence-parallel"), "norms"),
     "replicated": Scenario(2, (*rows(2), "--parallelism.data_parallel_replicate_degree=2")),
     "context parallel": Scenario(2, degree(context=2), "whole rows"),
