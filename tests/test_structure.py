@@ -27,7 +27,7 @@ FLOORS = (
     "flexnsa/attention/__init__ flexnsa/attention/decoding flexnsa/attention/seam flexnsa/attention/compilation"
     " flexnsa/attention/operators flexnsa/attention/footprint flexnsa/attention/queries",
     "flexnsa/attention/scoring flexnsa/attention/shares flexnsa/attention/threads flexnsa/attention/tiles"
-    " flexnsa/attention/log_scores",
+    " flexnsa/attention/log_scores flexnsa/attention/sampling",
     "flexnsa/attention/selection flexnsa/attention/selection_loss",
     "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton",
     "flexnsa/attention/table",

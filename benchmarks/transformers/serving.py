@@ -20,7 +20,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from benchmarks.harness import options
 from benchmarks.transformers.decoding import SIZES, TINY, make
 
-KEY = ("name", "way", "requests")
+KEY = ("name", "way", "requests", "longest")
 WAYS = ("static batch", "continuous batching")
 
 
@@ -73,9 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for longest in arguments.contexts:
         for name, way in ((name, way) for way in WAYS for name in arguments.names):
             point: dict[str, Any] = {"name": name, "way": way, "requests": arguments.requests, "longest": longest}
-            if any(
-                all(old.get(part) == point[part] for part in point) and "seconds" in old for old in recording.points
-            ):
+            if any(all(old.get(part) == point[part] for part in KEY) and "seconds" in old for old in recording.points):
                 continue
             if time.monotonic() - begin > arguments.deadline:
                 print("the deadline is over; the same command resumes here")
@@ -84,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 point |= measure(point, TINY if arguments.tiny else SIZES, arguments.device, longest, arguments.tokens)
             except (RuntimeError, ValueError, TypeError) as error:
                 point["label"] = f"{type(error).__name__}: {error}"[:300]
-            recording.add(point, (*KEY, "longest"))
+            recording.add(point, KEY)
             print(point, flush=True)
 
 

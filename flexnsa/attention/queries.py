@@ -43,8 +43,8 @@ More of them have keys in common, which the Triton kernels for whole sequences l
 THREADED_QUERIES = 4096
 """Fewest queries for which heads run on threads of their own on a CPU. Counts ``T``.
 
-On two threads (12 query and 2 key heads of 64), operations on all heads took 0.4 to 0.9 of that time at 512 to 2k
-queries, 1.0 or 1.2 by process at 4k, and 1.1 and 1.2 at 8k and 16k.
+Time of operations on all heads, over that of a thread for each head (2 threads, 12 query and 2 key heads of 64): 0.4
+to 0.9 at 512 to 2k queries, 1.0 or 1.2 by process at 4k, 1.1 at 8k, 1.2 at 16k.
 """
 
 

@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from flexnsa.attention.sampling import QuerySample, Sample, at_sample
 from flexnsa.attention.seam import Call, Scorer, given
-from flexnsa.attention.selection_loss import QuerySample, Sample, at_sample
 from flexnsa.attention.table import choose_implementation, prepare_mods
 from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
 from flexnsa.cache.documents import check_pack

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.selection_loss import sampled_tokens
+from flexnsa.attention.sampling import sampled_tokens
 from flexnsa.checks.primitives import check_choice, check_int, check_integers, check_positive_int, check_type
 from flexnsa.config import NSAConfig
 from flexnsa.layers.compression import COMPRESSORS

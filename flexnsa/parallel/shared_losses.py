@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.attention.selection_loss import QuerySample, Sample
+from flexnsa.attention.sampling import QuerySample, Sample
 from flexnsa.parallel.collectives import scatter, total
 from flexnsa.parallel.shared_rows import SharingRanks
 from flexnsa.positions import Positions

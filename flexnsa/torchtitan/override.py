@@ -109,7 +109,7 @@ def _(part: GQAttention.Config, name: str, plan: Plan) -> GQAttention.Config:
         branches=plan.options.branches,
         index_rank=plan.options.index_rank,
     )
-    # By that of the first layer torchtitan decides whether to make a mask of all tokens, which NSA does not read
+    # torchtitan makes a mask of all tokens if the first layer's attention asks for one. NSA does not read it.
     inner = part.inner_attention if plan.dense else ScaledDotProductAttention.Config()
     return derive(part, NSAttention.Config, options=plan.options, inner_attention=inner)
 

@@ -13,7 +13,7 @@ from flexnsa.torchtitan.options import Options
 
 
 class Teaching:
-    """What a layer with an indexer learns in each step of a run, and how well it has done so.
+    """The selection loss of one layer: its gradient in each step, and its sums for the log.
 
     The gradient is that of ``weight * mean``, a mean over the sampled queries of all sequences and heads of the step. A
     query that selects freely among blocks of little mass counts little in it, see :func:`flexnsa.selection_loss`. So

@@ -95,7 +95,7 @@ def _converted_class(dense: Any, config_class: Any) -> Any:
     if MODEL_FOR_CAUSAL_LM_MAPPING.get(dense.config_class, None) is not dense:
         return _make((ConvertedModel, dense), doc, fields)
     base = _converted_class(MODEL_MAPPING[dense.config_class], config_class)
-    bases = (ConvertedForCausalLM, dense, GenerationMixin)  # the last, which dense has too, is asked for among bases
+    bases = (ConvertedForCausalLM, dense, GenerationMixin)  # transformers' tests ask for the last among direct bases
     return _make(bases, doc, fields | {"base_class": base})
 
 

@@ -21,7 +21,7 @@ from flexnsa.optim import index_parameters
 
 @dataclass(slots=True)
 class Lesson:
-    """What passes in training teach besides: ``weight`` times the selection loss with these options."""
+    """The selection loss of a model's training passes: a factor on it, and the options of :class:`SelectionLoss`."""
 
     weight: float
     options: dict[str, Any]
@@ -130,5 +130,5 @@ class TeachSelection(TrainerCallback):
 
 
 def _taught(model: Any) -> list[Any]:
-    """Return the models, or parts of them, that attach the loss."""
+    """Return the parts of a model that attach the loss to what they return."""
     return [module for module in model.modules() if hasattr(module, "lesson")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexnsa.attention.selection_loss import sampled_tokens
+from flexnsa.attention.sampling import sampled_tokens
 
 
 @pytest.mark.parametrize(("seq_len", "count"), [(8192, 256), (1000, 256), (100, 99), (100, 1)])
