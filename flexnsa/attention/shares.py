@@ -51,8 +51,8 @@ def log_shares_at_once(q: Tensor, k: Tensor, positions: Positions, call: Call) -
         kv_idx = token_positions(key.view(1, 1, 1, -1), positions)
         modified = apply_score_mod(call.score_mod, scores.flatten(1, 2), query_positions(positions), kv_idx)
         scores = torch.unflatten(modified, 1, scores.shape[1:3])
-    hidden = (key < positions.start[..., None]) | (key > positions.token[..., None])
-    scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+    # Nothing hides keys before a document: its blocks begin at its first token.
+    scores = scores.masked_fill((key > positions.token[..., None])[:, None, None], -torch.inf)
     size, blocks = call.config.select_block_size, num_blocks(k.shape[2], call.config)
     if positions.aligned:
         scores = F.pad(scores, (0, blocks * size - k.shape[2]), value=-torch.inf)

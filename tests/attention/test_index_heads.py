@@ -43,6 +43,15 @@ def test_shares_of_packed_documents_are_those_of_each_alone() -> None:
         assert (got[..., alone.shape[-1] :] == 0).all()
 
 
+def test_shares_of_a_query_that_sees_no_key_are_0() -> None:
+    x = make(59, SMALL, batch=1)
+    shares = block_shares(x["q"], x["k"], config=SMALL, mask_mod=lambda _b, _h, q_idx, _kv_idx: q_idx != 40)
+    assert (shares[:, :, 40] == 0).all()
+    want = block_shares(x["q"], x["k"], config=SMALL)
+    others = torch.arange(59) != 40
+    torch.testing.assert_close(shares[:, :, others], want[:, :, others])
+
+
 @pytest.mark.parametrize("forced", [False, True])
 def test_recall_is_1_for_the_best_blocks_and_the_share_found_for_others(forced: bool) -> None:
     x = make(200, SMALL, batch=2)

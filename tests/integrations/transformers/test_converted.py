@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import DataCollatorWithFlattening, DynamicCache
+from transformers import DataCollatorWithFlattening, DynamicCache, GenerationMixin
 
 from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.checkpointing import keep_selection
@@ -75,6 +75,7 @@ def test_it_is_a_copy_that_goes_on_as_the_dense_model_was() -> None:
     again = to_dense(copy.eval())
     assert (model.training, copy.training, again.training) == (True, False, False)
     assert convert(model, NSAConfig()).training
+    assert GenerationMixin in type(copy).__bases__  # by which transformers' own tests tell models that generate
     for one in (copy, again):
         assert one.generation_config.top_k == 7
         assert one.lm_head.weight is one.model.embed_tokens.weight
