@@ -32,14 +32,22 @@ def requests(count: int, longest: int, vocab_size: int) -> list[list[int]]:
 
 
 def answer(model: Any, way: str, prompts: list[list[int]], tokens: int) -> None:
-    """Generate the same number of tokens for every request."""
+    """Generate the same number of tokens for every request.
+
+    Raises:
+        RuntimeError: some request was not answered to its end.
+    """
     greedy = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
     if way == "continuous batching":
-        model.generate_batch(prompts, greedy, continuous_batching_config=ContinuousBatchingConfig(), progress_bar=False)
-        return
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    model.generate(ids, greedy, attention_mask=(ids != 0).long())
+        batching = ContinuousBatchingConfig()
+        answers = model.generate_batch(prompts, greedy, continuous_batching_config=batching, progress_bar=False)
+        lengths = [len(one.generated_tokens) for one in answers.values()]
+    else:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
+        lengths = [len(row) - longest for row in model.generate(ids, greedy, attention_mask=(ids != 0).long())]
+    if lengths != [tokens] * len(prompts):
+        raise RuntimeError(f"answers: expected {len(prompts)} of {tokens} tokens, got {lengths}")
 
 
 def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, longest: int, tokens: int) -> dict[str, Any]:
