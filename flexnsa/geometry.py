@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flexnsa.config import NSAConfig
 
 BRANCHES: tuple[str, ...] = ("cmp", "slc", "win")
 """Branch tags in the order of the gates: compressed, selected, sliding window."""
+GATES = ("sigmoid", "softmax", "residual")
+"""Kinds of gates, see :class:`flexnsa.layers.config.LayerConfig`."""
+
+
+def gated_branches(gate: str, branches: Sequence[str]) -> tuple[str, ...]:
+    """Return the branches that a kind of gate weights; the others have weight 1."""
+    return tuple(tag for tag in branches if gate != "residual" or tag != "slc")
 
 
 def num_compressed(seq_len: int, config: NSAConfig) -> int:

@@ -168,6 +168,8 @@ WRONG_CALLS: list[tuple[Callable[[], object], type[Exception], str, str, str]] =
     (lambda: layer(compression="max"), ValueError, "compression", "'mlp'", "'max'"),
     (lambda: layer(gate="relu"), ValueError, "gate", "sigmoid", "'relu'"),
     (lambda: layer(gate="softmax", branches=("win",)), ValueError, "gate", "sigmoid", "softmax"),
+    (lambda: layer(gate="residual", branches=("slc",)), ValueError, "gate", "sigmoid", "residual"),
+    (lambda: layer(gate="residual", branches=("cmp", "win")), ValueError, "gate", "without the branch slc", "residual"),
     (lambda: layer(impl="cuda"), ValueError, "impl", "'reference'", "'cuda'"),
     (lambda: layer(branches=("win", "global")), ValueError, "branches", "cmp", "global"),
     (lambda: layer(config=24), TypeError, "config", "NSAConfig", "24 (int)"),

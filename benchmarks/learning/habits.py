@@ -53,11 +53,18 @@ def habits(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> Measu
 
 
 @torch.no_grad()
+def gates_of(layer: NativeSparseAttention, x: Tensor) -> Tensor:
+    """Return the weights of the layer's branches, ``(B, Hq, S, branches)``."""
+    gates = layer.gate(x)
+    one = torch.ones_like(next(iter(gates.values())))
+    return torch.stack([gates.get(tag, one) for tag in layer.branches], -1)
+
+
 def mean_gates(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> list[list[float]]:
     """Return the mean gate of each branch, by layer."""
     with precision:
         return [
-            [round(gate, 3) for gate in layer.gate(x).float().mean((0, 1, 2)).tolist()]
+            [round(gate, 3) for gate in gates_of(layer, x).float().mean((0, 1, 2)).tolist()]
             for layer, x in layer_inputs(model, tokens)
         ]
 
@@ -76,7 +83,7 @@ def mean_selection(model: DecoderLM, tokens: Tensor, precision: torch.autocast) 
 def _row_habits(layer: NativeSparseAttention, x: Tensor) -> Measured:
     config, first = of_compressed_branch(layer.config), first_that_chooses(layer.config)
     q, k_cmp = (part.float() for part in scoring_inputs(layer, x))
-    gates, unscored = layer.gate(x).float().mean((0, 1, 2)), unscored_blocks(layer, x)[:, first:].mean()
+    gates, unscored = gates_of(layer, x).float().mean((0, 1, 2)), unscored_blocks(layer, x)[:, first:].mean()
     chosen, drawn = selected_blocks(layer, x), drawn_blocks(layer, x)
     with torch.autocast(x.device.type, enabled=False):
         importance = block_importance(q, k_cmp, config=config)

@@ -107,6 +107,9 @@ MODELS = {
     "NSA, rope 1e8, shared keys, begun as mean, indexer of rank 32": _nsa(
         **_SHARED, config=_FAR | {"index_rank": 32}, indexer=True
     ),
+    "NSA, rope 1e8, shared keys, begun as mean, indexer, residual": _nsa(
+        **_SHARED, config=_FAR | {"gate": "residual"}, indexer=True
+    ),
     "NSA, rope 1e8, shared keys": _nsa(shared_keys=True, config=_FAR),
     "NSA, rope 1e8, begun as mean": _nsa(begun_as_mean=True, config=_FAR),
     "NSA, rope 1e8, shared keys, begun as mean, few blocks first": _nsa(**_SHARED, config=_FAR, few_until=0.4),

@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.harness import options
+from benchmarks.learning.habits import gates_of
 from benchmarks.learning.selection import layer_inputs, selected_blocks
 from flexnsa import NSAConfig
 from flexnsa.geometry import BRANCHES
@@ -100,7 +101,7 @@ class Seen:
 def observe(model: DecoderLM, tokens: Tensor) -> list[Seen]:
     """Let the model read ``tokens (S,)``; give every layer's selection and gates, from the layer's own input."""
     read = layer_inputs(model.eval(), tokens[None])
-    return [Seen(selected_blocks(layer, x)[0], layer.gate(x)[0]) for layer, x in read]
+    return [Seen(selected_blocks(layer, x)[0], gates_of(layer, x)[0]) for layer, x in read]
 
 
 def describe(seen: Sequence[Seen], block_size: int) -> dict[str, Any]:

@@ -78,6 +78,7 @@ def _normalise(_: nn.Module, __: object, keys: Tensor) -> Tensor:
 
 _MEAN = {"compression": "mean"}
 _LINEAR = {"compression": "linear"}
+_RESIDUAL = {"gate": "residual"}
 _SLOW = 0.1
 _SHORT = {"compress_block_size": 4, "compress_stride": 2}
 _INDEXED: dict[str, Any] = {"indexer": True, "index_tokens": 4}
@@ -101,6 +102,12 @@ VARIANTS: dict[str, Variant] = {
     "NSA, shared keys, begun as mean, slow, indexer": Variant(
         shared_keys=True, begun_as_mean=True, compressor_rate=_SLOW, **_INDEXED
     ),
+    "NSA, shared keys, begun as mean, slow, residual": Variant(
+        shared_keys=True, begun_as_mean=True, compressor_rate=_SLOW, config=_RESIDUAL
+    ),
+    "NSA, shared keys, begun as mean, slow, indexer, residual": Variant(
+        shared_keys=True, begun_as_mean=True, compressor_rate=_SLOW, config=_RESIDUAL, **_INDEXED
+    ),
     "NSA, normalised": Variant(normalised_keys=True),
     "NSA, shared keys, normalised": Variant(shared_keys=True, normalised_keys=True),
 }
@@ -118,13 +125,15 @@ _SHORT_RECALL = {
         "NSA, shared keys, begun as mean, slow",
         "NSA, begun as mean, slow, indexer",
         "NSA, shared keys, begun as mean, slow, indexer",
+        "NSA, shared keys, begun as mean, slow, residual",
+        "NSA, shared keys, begun as mean, slow, indexer, residual",
     )
 } | {"NSA, shared keys, slow": Variant(shared_keys=True, compressor_rate=_SLOW)}
 ON_CPU: dict[str, Variant] = _SHORT_RECALL | {
     f"{name}, rope {base}": replace(variant, config={**variant.config, "rope_base": float(base)})
     for base in (1000, 115)
     for name, variant in _SHORT_RECALL.items()
-    if name not in ("NSA", "window only") and not variant.indexer
+    if name not in ("NSA", "window only") and not variant.indexer and "gate" not in variant.config
 }
 """Models of the short recall. With 115 as large a share of a head turns by less than a round within its 256 tokens as
 with 10,000 within 8k, about a fifth; with 1,000 it is seven in sixteen: what turns slowly matches keys wherever they

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from flexnsa.config import NSAConfig
-from flexnsa.geometry import BRANCHES
+from flexnsa.geometry import BRANCHES, GATES
 
 COMPRESSORS = {"mean": 0, "linear": 2, "mlp": 3}
 """Kinds of compressors, and how many parameters each has."""
-GATES = ("sigmoid", "softmax")
-"""Kinds of gates."""
 
 StepArguments = tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tensor], Sequence[int], Sequence[float]]
 """A step as an operator takes it: lengths, reached, buffers, new_lengths, all other tensors, sizes, and factors."""
@@ -77,8 +75,8 @@ class StepInputs:
         q: ``(B, T, Hq * Dk)``, before rotation.
         k: by branch, ``(B, T, Hkv * Dk)``, before rotation.
         v: by branch, ``(B, T, Hkv * Dv)``.
-        gates: ``(B, T, Hq * branches)``, before their activation.
-        gate: the activation, one of :data:`GATES`.
+        gates: ``(B, T, Hq * gated branches)``, before their activation.
+        gate: the activation, one of :data:`flexnsa.geometry.GATES`.
         phi_k: the compressor of keys; None where no branch reads compressed keys.
         phi_v: the compressor of values; None without the compressed branch.
         buffers: of the cache, by name; written to.

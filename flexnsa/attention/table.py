@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
@@ -150,7 +150,7 @@ def attend(
     implementation: Implementation,
     q: Tensor,
     keys: Keys,
-    gates: Tensor,
+    gates: Mapping[str, Tensor],
     call: Call,
     *,
     block_indices: Tensor | None = None,
@@ -164,7 +164,7 @@ def attend(
         implementation: computes the branches.
         q: ``(B, Hq, T, Dk)``; the queries may have any positions among the keys, see :class:`Call`.
         keys: of the branches. Those that no query sees may have any finite values.
-        gates: ``(B, Hq, T, 3)``.
+        gates: by branch, ``(B, Hq, T)``; a branch that has none has weight 1.
         call: what the branches share.
         block_indices: int32 ``(B, Hkv, T, n)``, ascending, padded right with -1; None to select.
         indexer: scores the blocks; None for the compressed branch.
@@ -182,14 +182,13 @@ def attend(
     implementation.check(q=q)
     for tag in branches:
         implementation.check(**read[tag])
-    gate = dict(zip(BRANCHES, gates.unbind(-1), strict=True))
     outputs: dict[str, Tensor] = {}
     products: dict[str, Tensor] = {}
 
     def run(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
         # Transforms of torch.func have no saved-tensor hooks for recomputation; results are the same without it.
         if tag in recompute and torch.is_grad_enabled() and not in_transform():
-            products[tag], attended = _recomputed(branch, gate[tag], (q, *inputs), call)
+            products[tag], attended = _recomputed(branch, gates.get(tag), (q, *inputs), call)
         else:
             attended = branch(q, *inputs, call)
         outputs[tag] = attended.out
@@ -207,19 +206,21 @@ def attend(
     if "win" in branches:
         run("win", implementation.window, given(keys.k_win), given(keys.v_win))
     aux = NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse)
-    terms = (products[tag] if tag in products else gated(gate[tag], out) for tag, out in outputs.items())
+    terms = (products[tag] if tag in products else gated(gates.get(tag), out) for tag, out in outputs.items())
     return functools.reduce(operator.add, terms), aux
 
 
-def gated(gate: Tensor, out: Tensor) -> Tensor:
+def gated(gate: Tensor | None, out: Tensor) -> Tensor:
     """Multiply the output of a branch ``(B, Hq, S, Dv)`` by its gate ``(B, Hq, S)``: a term of the sum (Eq. 5)."""
-    return gate.to(out.dtype)[..., None] * out
+    return out if gate is None else gate.to(out.dtype)[..., None] * out
 
 
-def _recomputed(branch: Callable[..., B], gate: Tensor, inputs: Sequence[Tensor], call: Call) -> tuple[Tensor, B]:
+def _recomputed(
+    branch: Callable[..., B], gate: Tensor | None, inputs: Sequence[Tensor], call: Call
+) -> tuple[Tensor, B]:
     """Compute a gated branch under a checkpoint, the gate included, whose gradient needs the branch's output."""
 
-    def run(gate: Tensor, *inputs: Tensor) -> tuple[Tensor, B]:
+    def run(gate: Tensor | None, *inputs: Tensor) -> tuple[Tensor, B]:
         attended = branch(*inputs, call)
         return gated(gate, attended.out), attended
 

@@ -192,7 +192,7 @@ def native_sparse_attention(
         implementation,
         q,
         Keys(k_cmp, v_cmp, k, v, k_win, v_win),
-        gates,
+        dict(zip(BRANCHES, gates.unbind(-1), strict=True)),
         call,
         block_indices=block_indices,
         indexer=indexer,

@@ -22,7 +22,7 @@ from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.core import Compressors, Heads, Read
 from flexnsa.layers.decoding import step_inputs, takes_step
 from flexnsa.layers.forward import LossOverRanks, WholeStep, attend_branches, check_call, run_layer
-from flexnsa.layers.gating import Gate, in_columns
+from flexnsa.layers.gating import Gate
 from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection
 from flexnsa.layers.layouts import KeySource, LayoutSizes, RowLayout, check_layout, row_layout, step_layout
 from flexnsa.layers.presets import describe_layer, refuse_earlier_default
@@ -59,7 +59,7 @@ class NativeSparseAttention(nn.Module):
         v_head_dim: int | None = None,
         config: NSAConfig | None = None,
         compression: str = "mlp",
-        gate: str = "sigmoid",
+        gate: str | None = None,
         rope_base: float | None = None,
         shared_keys: bool | None = None,
         begin_as_mean: bool | None = None,
@@ -115,7 +115,7 @@ class NativeSparseAttention(nn.Module):
                 self.phi_v.begin_as_mean()
         elif "slc" in self.branches and config.index_heads is None:
             self.phi_k = MeanCompressor(num_kv_heads, head_dim, config=config)
-        self.gate = Gate(dim, num_heads, len(self.branches), kind=gate)
+        self.gate = Gate(dim, num_heads, self.branches, kind=built_from.gate)
         self.w_o = nn.Linear(num_heads * v_head_dim, dim, bias=False)
         self.indexer: Indexer | None = None
         if config.index_heads is not None:  # last: what is drawn before does not depend on it
@@ -253,12 +253,12 @@ class NativeSparseAttention(nn.Module):
     def project(self, x: Tensor) -> Heads:
         """Project to the heads of all branches, and their gates."""
         projected = project_named(x, self._maps())
-        q, gates = split_heads(projected["q"], self.num_heads), self.gate(x, projected["gate"]).unbind(-1)
+        q = split_heads(projected["q"], self.num_heads)
         k, v = (
             {tag: split_heads(projected[f"{kind}_{tag}"], self.num_kv_heads) for tag in self.branches} for kind in "kv"
         )
         index = None if self.indexer is None else self.indexer(x, q, k["slc"])
-        return Heads(q, k, v, in_columns(dict(zip(self.branches, gates, strict=True))), index)
+        return Heads(q, k, v, self.gate(x, projected["gate"]), index)
 
     def attend(
         self, x: Tensor, heads: Heads, layout: RowLayout, source: KeySource, mods: Mods, *, cached: bool

@@ -66,7 +66,8 @@ class LayerConfig(BranchOptions):
         v_head_dim: ``Dv``; ``None`` means ``head_dim``.
         nsa: sizes of the three branches.
         compression: how blocks are compressed: ``mean``, ``linear`` or ``mlp``.
-        gate: how branches are weighted: ``sigmoid``, each on its own, or ``softmax``, with a sum of 1.
+        gate: how branches are weighted: ``sigmoid``, each on its own; ``softmax``, with a sum of 1; or ``residual``,
+            the selected branch by 1, and a sigmoid for each other.
         rope_base: base of the rotary frequencies; on text of 8k tokens, 1e8 was better than 1e4 (docs/learning.md).
         shared_keys: the compressed branch compresses the selected branch's keys instead of keys of its own.
         begin_as_mean: compressors start as the mean of a block, and learn from there.
@@ -96,7 +97,7 @@ class LayerConfig(BranchOptions):
         check_type("nsa", self.nsa, NSAConfig)
         check_indexer(self.nsa, self.index_rank, self.branches, self.num_heads // self.num_kv_heads)
         check_choice("compression", self.compression, tuple(COMPRESSORS))
-        check_gate(self.gate, len(self.branches))
+        check_gate(self.gate, self.branches)
         check_positive_number("rope_base", self.rope_base)
         for option in fields(self):
             if option.type == "bool":  # annotations are strings here
@@ -105,7 +106,8 @@ class LayerConfig(BranchOptions):
     def with_branches(self, branches: tuple[str, ...]) -> Self:
         """Return the config with other branches; options that these leave without a meaning are turned off.
 
-        A single branch has no softmax to share, and a branch that is left out is not run again.
+        A single branch has no softmax to share, nothing is added to a selected branch that is left out, and no such
+        branch is run again.
         """
         kept = {
             option.name: getattr(self, option.name) and {*option.metadata["needs"]} <= {*branches}
@@ -113,7 +115,7 @@ class LayerConfig(BranchOptions):
             if "needs" in option.metadata
         }
         recompute = tuple(tag for tag in self.recompute if tag in branches)
-        gate = "sigmoid" if len(branches) == 1 else self.gate
+        gate = "sigmoid" if len(branches) == 1 or (self.gate == "residual" and "slc" not in branches) else self.gate
         if "slc" not in branches:
             kept |= {"nsa": replace(self.nsa, **dict.fromkeys(INDEX_FIELDS)), "index_rank": None}
         return replace(self, branches=branches, recompute=recompute, gate=gate, **kept)

@@ -49,14 +49,14 @@ class Heads:
         q: ``(B, Hq, T, Dk)``.
         k: by branch, ``(B, Hkv, T, Dk)``.
         v: by branch, ``(B, Hkv, T, Dv)``.
-        gates: ``(B, Hq, T, 3)``; None of a layer that has no gates.
+        gates: by branch, ``(B, Hq, T)``; a branch that has none has weight 1.
         index: of an indexer, if the layer has one.
     """
 
     q: Tensor
     k: Mapping[str, Tensor]
     v: Mapping[str, Tensor]
-    gates: Tensor | None
+    gates: Mapping[str, Tensor]
     index: IndexHeads | None = None
 
 
@@ -124,8 +124,8 @@ def attend_heads(
         read["k_win"] = source.of_window("k_win", apply_rope(heads.k["win"], layout.tokens))
         read["v_win"] = source.of_window("v_win", heads.v["win"])
     keys = Keys(**read)
-    gates = given(heads.gates)
-    out, aux = attend(implementation, q, keys, gates, call, indexer=scorer, branches=branches, recompute=recompute)
+    options = {"indexer": scorer, "branches": branches, "recompute": recompute}
+    out, aux = attend(implementation, q, keys, heads.gates, call, **options)
     return out, Read(heads.q, layout.tokens, q, keys, call, aux.block_indices, scorer, implementation)
 
 

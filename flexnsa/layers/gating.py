@@ -2,51 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from flexnsa.checks.primitives import check_choice
-from flexnsa.geometry import BRANCHES
+from flexnsa.geometry import GATES, gated_branches
 from flexnsa.layers.projection import split_heads
 
-GATES = ("sigmoid", "softmax")
 
-
-def check_gate(kind: str, num_branches: int) -> None:
-    """Check that a kind of gate exists and can weight so many branches."""
+def check_gate(kind: str, branches: Sequence[str]) -> None:
+    """Check that a kind of gate exists and can weight these branches."""
     check_choice("gate", kind, GATES)
-    if kind == "softmax" and num_branches == 1:
-        raise ValueError("gate: expected 'sigmoid' for a single branch, whose share is always 1, got 'softmax'")
+    if kind != "sigmoid" and len(branches) == 1:
+        raise ValueError(f"gate: expected 'sigmoid' for a single branch, whose share is always 1, got {kind!r}")
+    if kind == "residual" and "slc" not in branches:
+        raise ValueError("gate: expected 'sigmoid' or 'softmax' without the branch slc, got 'residual'")
 
 
 class Gate(nn.Module):
     """Gate from the layer input: a linear projection per head and branch, then a sigmoid (the paper's) or a softmax.
 
-    ``(B, S, dim)`` to ``(B, num_heads, S, num_branches)``. Gates start close to 1/2 (sigmoid) or to equal shares
-    (softmax) and depend on the input, so that no branch starts closed and every weight has a gradient from the start.
+    ``(B, S, dim)`` to ``(B, num_heads, S)`` for each branch. A branch that the result does not have has weight 1: with
+    ``residual`` the selected one. Gates start close to 1/2 (sigmoid) or to equal shares (softmax) and depend on the
+    input, so that no branch starts closed and every weight has a gradient from the start.
     """
 
-    def __init__(self, dim: int, num_heads: int, num_branches: int, kind: str = "sigmoid") -> None:
+    def __init__(self, dim: int, num_heads: int, branches: Sequence[str], kind: str = "sigmoid") -> None:
         super().__init__()
-        check_gate(kind, num_branches)
+        check_gate(kind, branches)
         self.num_heads = num_heads
         self.kind = kind
-        self.linear = nn.Linear(dim, num_heads * num_branches, bias=False)
+        self.branches = gated_branches(kind, branches)
+        self.linear = nn.Linear(dim, num_heads * len(self.branches), bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise the weights, small enough to leave every gate open."""
         nn.init.normal_(self.linear.weight, std=0.02)
 
-    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        """Return the gates of each head and branch; ``logits`` is the projection of x, if it is computed already."""
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the gates of each branch; ``logits`` is the projection of x, if it is computed already."""
         each = split_heads(self.linear(x) if logits is None else logits, self.num_heads)
-        return each.sigmoid() if self.kind == "sigmoid" else each.softmax(-1)
-
-
-def in_columns(gates: Mapping[str, Tensor]) -> Tensor:
-    """Stack the gates of branches ``(B, Hq, T)`` as columns, ``(B, Hq, T, 3)``; a missing branch has 0."""
-    shut = torch.zeros_like(next(iter(gates.values())))
-    return torch.stack([gates.get(tag, shut) for tag in BRANCHES], dim=-1)
+        gates = each.softmax(-1) if self.kind == "softmax" else each.sigmoid()
+        return dict(zip(self.branches, gates.unbind(-1), strict=True))

@@ -42,7 +42,7 @@ PAPER: Settings = {
 def text(num_heads: int, num_kv_heads: int, **sizes: int) -> Settings:
     """Return the settings that learned text best (docs/learning.md), with other ``sizes`` of its ``nsa``."""
     nsa = NSAConfig.for_text(num_heads, num_kv_heads, **sizes)
-    return {**PAPER, "nsa": nsa, "rope_base": 1e8, "shared_keys": True, "begin_as_mean": True}
+    return {**PAPER, "nsa": nsa, "gate": "residual", "rope_base": 1e8, "shared_keys": True, "begin_as_mean": True}
 
 
 def describe_layer(

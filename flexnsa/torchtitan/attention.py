@@ -15,7 +15,6 @@ from flexnsa.checks.primitives import may_look
 from flexnsa.layers.compression import COMPRESSORS, LinearCompressor, MeanCompressor, MLPCompressor
 from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.forward import Read, attend_branches, run_rows
-from flexnsa.layers.gating import in_columns
 from flexnsa.layers.indexer import Indexer
 from flexnsa.layers.layouts import KeySource, RowLayout, lay_out_rows
 from flexnsa.layers.projection import split_heads
@@ -177,13 +176,12 @@ class NSAttention(GQAttention):
             heads = torch.unflatten(heads, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return heads.transpose(1, 2)
 
-    def _gates(self, x: Tensor) -> Tensor:
-        """Weigh the branches, ``(B, Hq, S, 3)``; what there is not has 0."""
+    def _gates(self, x: Tensor) -> dict[str, Tensor]:
+        """Weigh the branches, ``(B, Hq, S)``; a single one has weight 1."""
         if self.gate is None:
-            each = x.new_ones(()).expand(len(x), self.n_heads, x.shape[1], 1)
-        else:
-            each = GATE_LIMIT * split_heads(self.gate(x), self.n_heads).sigmoid()
-        return in_columns(dict(zip(self.options.branches, each.unbind(-1), strict=True)))
+            return {}
+        each = GATE_LIMIT * split_heads(self.gate(x), self.n_heads).sigmoid()
+        return dict(zip(self.options.branches, each.unbind(-1), strict=True))
 
     def _tabulate(self, *positions: Tensor) -> list[RopeTables]:
         """Look up the angles of the model's rotary embedding; see :class:`flexnsa.layers.layouts.Rotate`."""

@@ -18,7 +18,6 @@ from flexnsa.layers.config import check_indexer
 from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.decoding import fits_step, lay_out_step
 from flexnsa.layers.forward import Read, WholeStep, attend_branches, run_layer
-from flexnsa.layers.gating import in_columns
 from flexnsa.layers.indexer import Indexer, SelectionLoss
 from flexnsa.layers.layouts import KeySource, RowLayout, lay_out_cached, lay_out_rows
 from flexnsa.layers.projection import computed_dtype, project, split_heads, weight_of
@@ -187,15 +186,13 @@ class ConvertedAttention(nn.Module):
         index = None if self.indexer is None else self.indexer(x, heads, k["slc"])
         return Heads(heads, k, values, self._gates(x), index)
 
-    def _gates(self, x: Tensor) -> Tensor:
-        """Weigh the branches, ``(B, Hq, T, 3)``; what there is not has 0."""
-        branches = self.options.branches
+    def _gates(self, x: Tensor) -> dict[str, Tensor]:
+        """Weigh the branches, ``(B, Hq, T)``; a single one has weight 1."""
         if self.gate is None:
-            each = x.new_ones(()).expand(len(x), self.num_heads, x.shape[1], 1)
-        else:
-            each = GATE_LIMIT * split_heads(self.gate(x), self.num_heads).sigmoid()
-        gates = dict(zip(branches, each.unbind(-1), strict=True))
-        return in_columns({tag: gate if tag == "slc" else self.options.opening * gate for tag, gate in gates.items()})
+            return {}
+        each = GATE_LIMIT * split_heads(self.gate(x), self.num_heads).sigmoid()
+        gates = zip(self.options.branches, each.unbind(-1), strict=True)
+        return {tag: gate if tag == "slc" else self.options.opening * gate for tag, gate in gates}
 
     def row_layout(self, x: Tensor, documents: Tensor | None) -> RowLayout:
         """Lay out whole sequences, or sequences packed with the documents ``(B, S)``."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from flexnsa.attention.seam import Call, Keys
 from flexnsa.attention.table import attend
+from flexnsa.geometry import BRANCHES
 from flexnsa.positions import Positions
 from flexnsa.transformers.options import DropInOptions
 from flexnsa.transformers.softmax import Softmax
@@ -40,7 +40,8 @@ def attend_to_own_keys(
     k_cmp = compress(k) if {"cmp", "slc"} & {*options.branches} else None
     v_cmp = compress(v) if "cmp" in options.branches else None
     implementation = softmax.implementation(options.impl, q, cached=cached, v_dim=v.shape[-1])
-    gates = torch.cat([q.new_full((1,), gate) for gate in options.gates]).expand(*q.shape[:3], -1)
+    weights = zip(BRANCHES, options.gates, strict=True)
+    gates = {tag: q.new_full((), gate).expand(q.shape[:3]) for tag, gate in weights if gate != 1}
     factor = q.shape[3] ** -0.5 if softmax.scale is None else softmax.scale
     call = Call(options.sizes, factor, softmax.score_mod, positions, positions)
     return attend(implementation, q, Keys(k_cmp, v_cmp, k, v, k, v), gates, call, branches=options.branches)[0]

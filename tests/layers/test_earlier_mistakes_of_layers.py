@@ -54,9 +54,9 @@ def captured_inputs(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor
     captured: dict[str, Tensor] = {}
     attend = core.attend
 
-    def spy(implementation: Implementation, q: Tensor, keys: Keys, gates: Tensor, *rest: Any, **options: Any) -> Any:
-        captured.update(q=q, gates=gates, **{field.name: getattr(keys, field.name) for field in fields(keys)})
-        return attend(implementation, q, keys, gates, *rest, **options)
+    def spy(implementation: Implementation, q: Tensor, keys: Keys, *rest: Any, **options: Any) -> Any:
+        captured.update(q=q, **{field.name: getattr(keys, field.name) for field in fields(keys)})
+        return attend(implementation, q, keys, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "attend", spy)
@@ -86,6 +86,8 @@ def test_branches_of_a_layer_have_only_their_own_parameters() -> None:
     [
         (("cmp", "slc", "win"), "sigmoid"),
         (("cmp", "slc", "win"), "softmax"),
+        (("cmp", "slc", "win"), "residual"),
+        (("slc", "win"), "residual"),
         (("cmp", "slc"), "sigmoid"),
         (("cmp", "win"), "softmax"),
         (("slc", "win"), "sigmoid"),
@@ -112,7 +114,7 @@ def test_every_parameter_has_a_gradient_at_the_first_step(
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_no_branch_starts_shut(gate: str) -> None:
     layer = NativeSparseAttention(64, 4, 2, 16, config=SMALL, gate=gate)
-    gates = captured_inputs(layer, torch.randn(2, 77, 64))["gates"]
+    gates = torch.stack(list(layer.project(torch.randn(2, 77, 64)).gates.values()), -1)
     assert gates.shape == (2, 4, 77, 3)
     assert gates.min() > 0.1
     assert gates.max() < 0.9

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from flexnsa import NativeSparseAttention
+from flexnsa.geometry import BRANCHES
 from flexnsa.layers import projection
-from flexnsa.layers.gating import Gate, in_columns
+from flexnsa.layers.gating import Gate
+from flexnsa.layers.layouts import RowKeys
 from flexnsa.layers.projection import project_together
 from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.lm.measure.memory import saved_for_backward
@@ -183,23 +187,30 @@ def test_projections_as_one_product_keep_no_more_for_backward(
 
 
 class TestGate:
-    @pytest.mark.parametrize("kind", ["sigmoid", "softmax"])
-    def test_reads_each_token_alone(self, kind: str) -> None:
-        gate = Gate(16, 4, 3, kind=kind)
+    @pytest.mark.parametrize(
+        ("kind", "gated"), [("sigmoid", BRANCHES), ("softmax", BRANCHES), ("residual", ("cmp", "win"))]
+    )
+    def test_reads_each_token_alone(self, kind: str, gated: tuple[str, ...]) -> None:
+        gate = Gate(16, 4, BRANCHES, kind=kind)
         x = torch.randn(2, 9, 16)
-        gates = gate(x)
-        assert gates.shape == (2, 4, 9, 3)
-        torch.testing.assert_close(gate(x[:, 4:5]), gates[:, :, 4:5])
-        assert ((gates > 0) & (gates < 1)).all()
+        gates, alone = gate(x), gate(x[:, 4:5])
+        assert tuple(gates) == gated
+        for tag, each in gates.items():
+            assert each.shape == (2, 4, 9)
+            torch.testing.assert_close(alone[tag], each[:, :, 4:5])
+            assert ((each > 0) & (each < 1)).all()
 
     def test_softmax_shares_sum_to_one(self) -> None:
-        gates = Gate(16, 4, 3, kind="softmax")(torch.randn(2, 9, 16))
-        torch.testing.assert_close(gates.sum(-1), torch.ones(2, 4, 9))
+        gates = Gate(16, 4, BRANCHES, kind="softmax")(torch.randn(2, 9, 16))
+        torch.testing.assert_close(sum(gates.values()), torch.ones(2, 4, 9))
 
-    def test_each_branch_has_its_column_and_one_that_is_not_there_nothing(self) -> None:
-        win, cmp = torch.rand(2, 4, 9), torch.rand(2, 4, 9)
-        columns = in_columns({"win": win, "cmp": cmp}).unbind(-1)
-        torch.testing.assert_close(columns, (cmp, torch.zeros(2, 4, 9), win))
+    def test_residual_gives_the_selected_branch_weight_1(self) -> None:
+        attention, x = layer(gate="residual"), torch.randn(1, 60, 32)
+        heads = attention.project(x)
+        assert heads.gates.keys() == {"cmp", "win"}
+        weighted = replace(heads, gates={**heads.gates, "slc": torch.ones(1, 4, 60)})
+        want, _ = attention.attend(x, weighted, attention.layout(60), RowKeys(), (None, None), cached=False)
+        torch.testing.assert_close(attention(x), attention.w_o(want.transpose(1, 2).flatten(2)))
 
 
 @pytest.mark.parametrize("shape", [(12,), (2, 12)])

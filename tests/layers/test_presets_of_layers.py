@@ -57,7 +57,7 @@ def test_a_state_dict_of_other_settings_is_refused_with_the_option_to_set() -> N
         model.load_state_dict({f"inner.{name}": tensor for name, tensor in paper.state_dict().items()}, strict=False)
     with pytest.raises(RuntimeError, match=r"indexer\.phi"):
         paper.load_state_dict(text.state_dict())
-    indexed = NativeSparseAttention(*SIZES, preset="text", shared_keys=False)  # an indexer may be added
+    indexed = NativeSparseAttention(*SIZES, preset="text", shared_keys=False, gate="sigmoid")  # an indexer may be added
     assert all(name.startswith("indexer.") for name in indexed.load_state_dict(paper.state_dict(), strict=False)[0])
     text.load_state_dict(model["inner"].state_dict())
 

@@ -86,8 +86,8 @@ def _map_of_a_subclass(layer: Layer) -> None:
 
 def _gate_of_a_subclass(layer: Layer) -> None:
     class Open(Gate):
-        def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-            return torch.ones_like(super().forward(x, logits))
+        def forward(self, x: Tensor, logits: Tensor | None = None) -> dict[str, Tensor]:
+            return {tag: torch.ones_like(gate) for tag, gate in super().forward(x, logits).items()}
 
     layer.gate.__class__ = Open
 

@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "linear compression, narrow values": {"compression": "linear", "v_head_dim": 4},
     "mean compression, softmax gates": {"compression": "mean", "gate": "softmax"},
+    "residual gates": {"gate": "residual"},
     "checkpointed": {"checkpointing": True},
     "one map of keys for two branches": {"shared_keys": True, "begin_as_mean": True},
     "selected alone": {"branches": ("slc",)},

@@ -31,6 +31,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "long blocks": {"config": replace(SMALL, compress_block_size=16), "compression": "mean", "gate": "softmax"},
     "selected alone": {"branches": ("slc",)},
     "recomputed": {"recompute": ("slc", "win")},
+    "residual gates, recomputed": {"gate": "residual", "recompute": ("slc",)},
     "shared keys": {"shared_keys": True},
     "window of one token": {"config": replace(SMALL, window_size=1), "branches": ("cmp", "win")},
     "an indexer": {"config": replace(SMALL, index_heads=1, index_block_size=8, index_stride=2)},

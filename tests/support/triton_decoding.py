@@ -116,6 +116,10 @@ CASES = {
     "compressed alone": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp",)),
     "selected alone": Case(steps=ALONE * 5, prompts=(30,), branches=("slc",)),
     "window alone": Case(steps=ALONE * 3, prompts=(20,), branches=("win",)),
+    "residual gates": Case(steps=((2,), (1,)) * 3, prompts=(19,), gate="residual"),
+    "residual gates, two branches": Case(
+        steps=ALONE * 4, prompts=(23,), heads=(3, 1, 24, 16), gate="residual", branches=("slc", "win")
+    ),
     "shared keys": Case(steps=((3, 1),) * 3, prompts=(14, 20), heads=(4, 2, 16, 24), shared_keys=True),
     "window and compressed": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "win")),
     "compressed and selected": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "slc")),

@@ -143,7 +143,7 @@ class DenseAttention(nn.Module):
     def project(self, x: Tensor) -> Heads:
         """Project to heads: of one branch, without a gate."""
         k, v = (split_heads(linear(x), self.num_kv_heads) for linear in (self.w_k, self.w_v))
-        return Heads(split_heads(self.w_q(x), self.num_heads), {"all": k}, {"all": v}, None)
+        return Heads(split_heads(self.w_q(x), self.num_heads), {"all": k}, {"all": v}, {})
 
     def attend(
         self,

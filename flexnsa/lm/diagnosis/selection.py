@@ -13,7 +13,6 @@ from torch import Tensor
 from flexnsa.attention.seam import given
 from flexnsa.attention.selection_loss import found_and_best
 from flexnsa.checks.primitives import check_type
-from flexnsa.geometry import BRANCHES
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.layouts import RowKeys, RowLayout
 from flexnsa.layers.rope import apply_rope
@@ -82,7 +81,7 @@ def _trace_layer(index: int, layer: NativeSparseAttention, x: Tensor, layout: Ro
     )
     recall, recall_with_forced = ((found / best).tolist() for found, best in (free, all_blocks))
     missed = ((free[1] - free[0]) / (x.shape[0] * x.shape[1])).tolist()
-    gates = torch.unflatten(given(heads.gates), 1, (k.shape[1], -1)).float().mean((0, 2, 3)).tolist()
+    gates = {tag: _by_key_head(gate, k.shape[1]) for tag, gate in heads.gates.items()}
     return [
         HeadSelection(
             index,
@@ -90,10 +89,15 @@ def _trace_layer(index: int, layer: NativeSparseAttention, x: Tensor, layout: Ro
             recall[head],
             recall_with_forced[head],
             missed[head],
-            {tag: gate for tag, gate in zip(BRANCHES, gates[head], strict=True) if tag in layer.branches},
+            {tag: gates[tag][head] if tag in gates else 1.0 for tag in layer.branches},
         )
         for head in range(k.shape[1])
     ]
+
+
+def _by_key_head(gate: Tensor, kv_heads: int) -> list[float]:
+    """Average a gate ``(B, Hq, S)`` over sequences, tokens and the query heads of each key head."""
+    return torch.unflatten(gate, 1, (kv_heads, -1)).float().mean((0, 2, 3)).tolist()
 
 
 def sentence(traced: list[HeadSelection]) -> str:

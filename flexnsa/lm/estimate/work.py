@@ -12,7 +12,7 @@ from flexnsa.attention.shares import CHUNK_SCORES
 from flexnsa.attention.triton.divergence import scratch_bytes
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
 from flexnsa.checks.primitives import check_type
-from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.geometry import BRANCHES, gated_branches, num_compressed
 from flexnsa.layers.indexer import SAMPLED_QUERIES
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.loss import rows_at_once
@@ -132,7 +132,7 @@ class Work:
             return saved
         saved["compression"] = self.compression()
         saved["indexer"] = self.indexer()
-        saved["gates"] = 6 * self.batch * self.length * config.num_heads * self.activation
+        saved["gates"] = 2 * gate_columns(config) * self.batch * self.length * self.activation
         saved["attention"] = self.attention()
         return saved
 
@@ -316,10 +316,15 @@ def layer_weights(config: DecoderConfig) -> dict[str, int]:
         "MLP": 8 * config.dim**2,
     }
     if nsa:
-        weights["gates"] = config.dim * config.num_heads * num_branches
+        weights["gates"] = config.dim * gate_columns(config)
         weights["compression"] = _compressor_weights(config)
         weights["indexer"] = _indexer_weights(config)
     return weights
+
+
+def gate_columns(config: DecoderConfig) -> int:
+    """Return the number of gates of a token."""
+    return config.num_heads * len(gated_branches(config.gate, config.branches))
 
 
 def compressor_maps(config: DecoderConfig) -> int:

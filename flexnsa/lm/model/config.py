@@ -104,8 +104,8 @@ PRESETS: dict[str, DecoderConfig] = {
     "large": _LARGE,  # 38,407,424 and 30,875,904
     "m7c-125m": _M7C,  # 91,626,240 and 73,550,592
     "m7c-cpu": _M7C,  # the same model; it is trained with smaller batches and shorter sequences
-    "text-125m": replace(_LARGE, num_layers=12, **text(12, 2)),  # 100,479,744 and 73,550,592; learned text at 8k best
-    "text-small": replace(_SMALL, **text(8, 2, **_SMALL_SIZES)),  # 1,329,664 and 927,104
+    "text-125m": replace(_LARGE, num_layers=12, **text(12, 2)),  # 100,369,152 and 73,550,592; learned text at 8k best
+    "text-small": replace(_SMALL, **text(8, 2, **_SMALL_SIZES)),  # 1,324,544 and 927,104
     "paper": replace(_LARGE, num_layers=12),  # 91,626,240 and 73,550,592; text-125m with the paper's settings
 }
 

@@ -40,7 +40,7 @@ VALUES: dict[str, list[str]] = {
     "checkpointing": ["all", "0:1", "every:2"],
     "impl": ["sdpa", "reference"],
     "compression": ["mean", "linear", "mlp"],
-    "gate": ["sigmoid", "softmax"],
+    "gate": ["sigmoid", "softmax", "residual"],
 }
 """Of options that take words."""
 NUMBERS = {

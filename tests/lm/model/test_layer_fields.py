@@ -62,6 +62,7 @@ def test_train_has_an_option_for_every_layer_field() -> None:
 OPTIONS: list[dict[str, Any]] = [
     {"compression": "mean"},
     {"gate": "softmax", "recompute": ("win", "cmp")},
+    {"gate": "residual", "recompute": ("slc",)},
     {"shared_keys": True, "begin_as_mean": True, "v_head_dim": 6},
     {"branches": ("cmp", "win"), "compression": "linear"},
     {"branches": ("slc",)},

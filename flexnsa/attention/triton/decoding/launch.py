@@ -18,7 +18,7 @@ from flexnsa.attention.triton.kernels.decoding_importance import importance_of_s
 from flexnsa.attention.triton.operators import precision, require_device
 from flexnsa.attention.triton.select import aligned
 from flexnsa.attention.triton.top_blocks import check_width, write_top_blocks
-from flexnsa.geometry import num_blocks
+from flexnsa.geometry import gated_branches, num_blocks
 from flexnsa.positions import Positions
 
 BLOCK_J = 16
@@ -188,7 +188,8 @@ def _attend_selected(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -
 def _merge(inputs: StepInputs, scratch: StepScratch, out: Tensor) -> None:
     """Add the gated branches, and add the tokens to the lengths."""
     gates, tiles = _uniform(inputs.gates), scratch.tiles
-    order = {tag: index for index, tag in enumerate(inputs.k)}
+    columns = gated_branches(inputs.gate, list(inputs.k))
+    order = {tag: columns.index(tag) if tag in columns else len(columns) for tag in inputs.k}
     branches: dict[str, int] = {}
     for tag, splits in (("cmp", tiles.cmp), ("slc", tiles.slc), ("win", tiles.win)):
         name = tag.upper()
@@ -198,7 +199,7 @@ def _merge(inputs: StepInputs, scratch: StepScratch, out: Tensor) -> None:
     decoding_merge.merge[(scratch.batch * scratch.num_tokens, inputs.num_heads)](
         scratch.part, scratch.top, scratch.total, gates, scratch.where, inputs.lengths, inputs.reached, out,
         scratch.batch, scratch.num_tokens, gates.stride(1),
-        HQ=inputs.num_heads, DV=scratch.dv, GATE=inputs.gate, BRANCHES=len(order), SPLITS=splits, **branches,
+        HQ=inputs.num_heads, DV=scratch.dv, GATE=inputs.gate, COLUMNS=len(columns), SPLITS=splits, **branches,
         BP=rows, BDV=padded(scratch.dv), num_warps=min(16, max(1, rows * padded(scratch.dv) // MERGED)),
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ def weights_of(p, tops, totals, gate, FIRST: tl.constexpr, COUNT: tl.constexpr):
 @jit(do_not_specialize=["batch", "num_tokens", "gate_st"])
 def merge(
     part_ptr, top_ptr, total_ptr, gate_ptr, where_ptr, lengths_ptr, reached_ptr, out_ptr, batch, num_tokens, gate_st,
-    HQ: tl.constexpr, DV: tl.constexpr, GATE: tl.constexpr, BRANCHES: tl.constexpr, SPLITS: tl.constexpr,
+    HQ: tl.constexpr, DV: tl.constexpr, GATE: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
     CMP: tl.constexpr, CMP_SPLITS: tl.constexpr, CMP_GATE: tl.constexpr,
     SLC: tl.constexpr, SLC_SPLITS: tl.constexpr, SLC_GATE: tl.constexpr,
     WIN: tl.constexpr, WIN_SPLITS: tl.constexpr, WIN_GATE: tl.constexpr,
@@ -34,8 +34,8 @@ def merge(
 ):  # fmt: skip
     """Sum the branches of a query and head, weighted by their gates, and update the length of the sequence.
 
-    ``gate (B * T, Hq * branches)`` holds the logits of the gates. The gate index of a missing branch is -1. No load
-    depends on another, because with so few programs latency is not hidden.
+    ``gate (B * T, Hq * COLUMNS)`` holds the logits of the gates. The gate index of a missing branch is -1, that of a
+    branch without a gate ``COLUMNS``. No load depends on another: with so few programs latency is not hidden.
     """
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -50,15 +50,15 @@ def merge(
     tops = tl.load(top_ptr + cell, mask=p < SPLITS, other=float("-inf"))
     totals = tl.load(total_ptr + cell, mask=p < SPLITS, other=0.0)
     lane = tl.arange(0, 4)
-    logit = tl.load(gate_ptr + row * gate_st + h * BRANCHES + lane, mask=lane < BRANCHES, other=float("-inf"))
+    logit = tl.load(gate_ptr + row * gate_st + h * COLUMNS + lane, mask=lane < COLUMNS, other=float("-inf"))
     lost = tl.load(where_ptr + batch * num_tokens + row)
 
     logit = logit.to(tl.float32)
-    if GATE == "sigmoid":
-        gates = tl.sigmoid(logit)
-    else:
+    if GATE == "softmax":
         gates = tl.exp(logit - tl.max(logit, 0))
         gates = gates / tl.sum(gates, 0)
+    else:
+        gates = tl.where(lane < COLUMNS, tl.sigmoid(logit), 1.0)
     weights = tl.zeros([BP], tl.float32)
     if CMP_GATE >= 0:
         weights += weights_of(p, tops, totals, tl.sum(tl.where(lane == CMP_GATE, gates, 0.0), 0), CMP, CMP_SPLITS)
