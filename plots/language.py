@@ -19,15 +19,18 @@ Point = dict[str, Any]
 SIZE = "m7c-125m"
 DENSE = "dense"
 FAR = "rope 1e8"
+RECIPE = f"NSA, {FAR}, shared keys, begun as mean, indexer, residual"
+"""The model of the preset text-125m."""
 COLOURS = {
     DENSE: AMBER,
     f"{DENSE}, {FAR}": ORANGE,
     "NSA": SKY,
     f"NSA, {FAR}": GREEN,
     f"NSA, {FAR}, shared keys, begun as mean": BLUE,
+    RECIPE: "black",
 }
 """Of the models that are drawn; what layers choose and how far gates open, of the last that was read so."""
-MARKERS = dict(zip(COLOURS, "sDoP^", strict=True))
+MARKERS = dict(zip(COLOURS, "sDoP^v", strict=True))
 BLOCKS = {"random": ("random blocks\n- own", PURPLE), "forced": ("forced blocks alone\n- own", GREY)}
 """What layers read in place of the blocks that they select, how it is called and its colour."""
 BRANCHES = (("compressed", GREEN), ("selected", BLUE), ("window", GREY))
@@ -207,7 +210,7 @@ def _cost(name: str, runs: dict[str, list[Point]]) -> str:
 
 def _called(name: str) -> str:
     """Shorten what the caption says whole."""
-    return name.removesuffix(", begun as mean")
+    return "text-125m" if name == RECIPE else name.removesuffix(", begun as mean")
 
 
 def _in_lines(name: str) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.learning.reading import drawn_blocks
 from benchmarks.learning.selection import (
+    gates_of,
     layer_inputs,
     of_compressed_branch,
     scoring_inputs,
@@ -53,13 +54,6 @@ def habits(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> Measu
 
 
 @torch.no_grad()
-def gates_of(layer: NativeSparseAttention, x: Tensor) -> Tensor:
-    """Return the weights of the layer's branches, ``(B, Hq, S, branches)``."""
-    gates = layer.gate(x)
-    one = torch.ones_like(next(iter(gates.values())))
-    return torch.stack([gates.get(tag, one) for tag in layer.branches], -1)
-
-
 def mean_gates(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> list[list[float]]:
     """Return the mean gate of each branch, by layer."""
     with precision:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.phases import random_blocks
 from benchmarks.harness.setting import Setting
-from benchmarks.learning.selection import of_compressed_branch, scoring_inputs, selected_blocks
+from benchmarks.learning.selection import gates_of, of_compressed_branch, scoring_inputs, selected_blocks
 from flexnsa import NativeSparseAttention, block_shares, native_sparse_attention
 from flexnsa.attention.selection import top_blocks
 from flexnsa.layers.layouts import LayoutSizes, RowLayout
@@ -66,7 +66,7 @@ class Reading(nn.Module):
             q,
             apply_rope(keys["k_slc"], layout.tokens),
             keys["v_slc"],
-            layer.gate(x),
+            gates_of(layer, x),
             k_cmp=k_cmp,
             v_cmp=layer.phi_v(keys["v_cmp"]),
             k_win=apply_rope(keys["k_win"], layout.tokens),

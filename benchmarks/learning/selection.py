@@ -26,6 +26,13 @@ def layer_inputs(model: DecoderLM, tokens: Tensor) -> list[tuple[NativeSparseAtt
     return list(zip(layers, inputs, strict=True))
 
 
+def gates_of(layer: NativeSparseAttention, x: Tensor) -> Tensor:
+    """Return the weights of the layer's branches, ``(B, Hq, S, branches)``."""
+    gates = layer.gate(x)
+    one = torch.ones_like(next(iter(gates.values())))
+    return torch.stack([gates.get(tag, one) for tag in layer.branches], -1)
+
+
 @torch.no_grad()
 def selected_blocks(layer: NativeSparseAttention, x: Tensor, *, impl: str = "auto") -> Tensor:
     """Project, compress, turn and select as the layer does; ``(B, Hkv, S, n)``."""

@@ -165,6 +165,7 @@ def test_models_have_the_sizes_that_their_names_say(name: str) -> None:
     rank = re.search(r"rank (\d+)", name)
     changes: dict[str, Any] = {"rope_base": rope, "shared_keys": shared, "begin_as_mean": begun}
     changes |= {"index_rank": int(rank[1])} if rank else {}
+    changes |= {"gate": "residual"} if "residual" in name else {}
     assert config == replace(usual, attention=kind, nsa=config.nsa, **changes)
     model = MODELS[name]
     assert model.compressor_rate == (1.0 if kind == "dense" or "plain" in name else 0.1)

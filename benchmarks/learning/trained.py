@@ -23,8 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.harness import options
-from benchmarks.learning.habits import gates_of
-from benchmarks.learning.selection import layer_inputs, selected_blocks
+from benchmarks.learning.selection import gates_of, layer_inputs, selected_blocks
 from flexnsa import NSAConfig
 from flexnsa.geometry import BRANCHES
 from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus

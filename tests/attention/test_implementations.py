@@ -23,9 +23,9 @@ from flexnsa.attention.table import (
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import window as triton_window
 from flexnsa.functional import native_sparse_attention
+from flexnsa.geometry import BRANCHES
 from flexnsa.layers import forward
 from flexnsa.mods import soft_cap
-from flexnsa.geometry import BRANCHES
 from flexnsa.positions import Positions
 from tests.support.inputs import SMALL, make_inputs
 
