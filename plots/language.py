@@ -98,7 +98,7 @@ def _curves(
         mean_end = fmean(run["held_out"][-1][2] for run in seeds)
         labels.append(Label(x_of(seeds[0]["held_out"][-1]), mean_end, _in_lines(name), COLOURS[name]))
     end = max(label.x for label in labels)
-    ax.set(xlim=(0, end * 1.55), ylim=(ax.get_ylim()[0] - 0.06, None), title=title.capitalize(), xlabel=x_label)
+    ax.set(xlim=(0, end * 1.55), ylim=(ax.get_ylim()[0] - 0.14, None), title=title.capitalize(), xlabel=x_label)
     # All names stand at the right, also those of curves that end early.
     label_curves(ax, [Label(end, label.y, label.text, label.colour) for label in labels])
 

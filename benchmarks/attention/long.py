@@ -23,7 +23,7 @@ from benchmarks.harness import options
 from benchmarks.harness.setting import Setting, published
 from flexnsa import native_sparse_attention
 from flexnsa.attention.seam import Call, Keys
-from flexnsa.attention.table import REFERENCE, attend
+from flexnsa.attention.table import REFERENCE, attend, by_branch
 from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
 
@@ -109,7 +109,7 @@ def compare(setting: Setting, tensors: dict[str, Tensor]) -> dict[str, Any]:
         blocks = tensors["blocks"][:, head : head + 1]
         keys = Keys(own["k_cmp"], own["v_cmp"], own["k"], own["v"], own["k_win"], own["v_win"])
         same += int((REFERENCE.select(own["q"], own["k_cmp"], call, None, None) == blocks).all(-1).sum())
-        out, _ = attend(REFERENCE, own["q"], keys, own["gates"], call, block_indices=blocks)
+        out, _ = attend(REFERENCE, own["q"], keys, by_branch(own["gates"]), call, block_indices=blocks)
         upstream = tensors["upstream"][:, heads].double()
         exact = dict(zip(own, torch.autograd.grad(out, list(own.values()), upstream), strict=True))
         results = {"out": (out.detach(), tensors["out"][:, heads])}

@@ -16,7 +16,6 @@ from flexnsa import NativeSparseAttention
 from flexnsa.attention import table as implementations
 from flexnsa.attention.seam import Call, Keys
 from flexnsa.attention.table import choose_implementation
-from flexnsa.geometry import BRANCHES
 from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.lm import DenseAttention
 from flexnsa.positions import Positions
@@ -85,7 +84,7 @@ class Sparse:
         call = Call(config, self.scale, None, Positions(self.token, zero, zero), window)
         ring = {name: self.cache.buffers[name][:, :, :-1] for name in ("k_win", "v_win")}
         full = {name: self.cache.buffers[name] for name in ("k_cmp", "v_cmp", "k_slc", "v_slc")}
-        gates = dict(zip(BRANCHES, self.gates.unbind(-1), strict=True))
+        gates = implementations.by_branch(self.gates)
         out, _ = implementations.attend(self.implementation, self.q, Keys(**full, **ring), gates, call)
         return out
 

@@ -14,7 +14,7 @@ from benchmarks.distributed.together import Point, Together
 from benchmarks.harness.setting import TINY_MODEL, Setting
 from flexnsa import NativeSparseAttention
 from flexnsa.attention.seam import Call
-from flexnsa.attention.table import choose_implementation
+from flexnsa.attention.table import by_branch, choose_implementation
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.layers.core import Compressors, Heads, attend_heads
 from flexnsa.layers.layouts import KeySource, RowKeys
@@ -115,7 +115,7 @@ def attention_of(layer: NativeSparseAttention, length: int) -> Callable[[dict[st
 
     def attend(x: dict[str, Tensor]) -> Tensor:
         k, v = ({tag: x[f"{kind}_{tag}"] for tag in BRANCHES} for kind in "kv")
-        heads, source = Heads(x["q"], k, v, x["gates"]), layout.source or RowKeys()
+        heads, source = Heads(x["q"], k, v, by_branch(x["gates"])), layout.source or RowKeys()
         implementation = choose_implementation(layer.impl, x["q"], modded=False)
         return attend_heads(heads, layout, compressors, source, implementation, call, BRANCHES)[0]
 

@@ -210,6 +210,11 @@ def attend(
     return functools.reduce(operator.add, terms), aux
 
 
+def by_branch(gates: Tensor) -> dict[str, Tensor]:
+    """Return gates ``(B, Hq, T, 3)`` by branch, as :func:`attend` takes them."""
+    return dict(zip(BRANCHES, gates.unbind(-1), strict=True))
+
+
 def gated(gate: Tensor | None, out: Tensor) -> Tensor:
     """Multiply the output of a branch ``(B, Hq, S, Dv)`` by its gate ``(B, Hq, S)``: a term of the sum (Eq. 5)."""
     return out if gate is None else gate.to(out.dtype)[..., None] * out

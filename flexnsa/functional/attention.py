@@ -8,7 +8,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from flexnsa.attention.seam import Keys, NSAAux
-from flexnsa.attention.table import attend
+from flexnsa.attention.table import attend, by_branch
 from flexnsa.checks.calls import (
     Sizes,
     check_branches,
@@ -192,7 +192,7 @@ def native_sparse_attention(
         implementation,
         q,
         Keys(k_cmp, v_cmp, k, v, k_win, v_win),
-        dict(zip(BRANCHES, gates.unbind(-1), strict=True)),
+        by_branch(gates),
         call,
         block_indices=block_indices,
         indexer=indexer,

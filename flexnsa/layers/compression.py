@@ -43,37 +43,18 @@ def _add_neighbours(parts: Tensor, count: int) -> Tensor:
     return sum(others, first)
 
 
-def _tokens(first_tokens: Tensor, config: NSAConfig) -> Tensor:
-    """Return the tokens of blocks that start at ``first_tokens (B, N)``, int64 ``(B, N, l)``."""
-    offsets = torch.arange(config.compress_block_size, device=first_tokens.device)
-    return (first_tokens[..., None] + offsets).to(torch.int64)
-
-
 def _blocks(x: Tensor, first_tokens: Tensor, config: NSAConfig) -> Tensor:
     """Gather the blocks of packed documents, which may start anywhere, ``(B, Hkv, N, l, D)``."""
-    token = _tokens(first_tokens, config)
-    index = token.flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    token = first_tokens[..., None] + torch.arange(config.compress_block_size, device=x.device)
+    index = token.flatten(1)[:, None, :, None].to(torch.int64).expand(-1, x.shape[1], -1, x.shape[3])
     return torch.unflatten(x.gather(2, index), 2, token.shape[1:])
 
 
 def average_blocks(x: Tensor, first_tokens: Tensor | None, config: NSAConfig) -> Tensor:
     """Average the blocks of ``x (B, Hkv, S, D)``, which start every ``d`` or at ``first_tokens (B, N)``."""
     if first_tokens is not None:
-        return _average_anywhere(x, _tokens(first_tokens, config))
+        return _blocks(x, first_tokens, config).mean(3)
     return _join_means(_segments(x, config).mean(3), x.shape[2], config)
-
-
-def _average_anywhere(x: Tensor, token: Tensor) -> Tensor:
-    """Average blocks with the tokens ``(B, N, l)``.
-
-    All heads of a token usually lie together in memory, and are copied as one row: gathering each number by an index of
-    its own takes several times as long.
-    """
-    batch, heads, num_tokens, dim = x.shape
-    begin = num_tokens * torch.arange(batch, device=x.device)[:, None, None]
-    rows = x.transpose(1, 2).reshape(batch * num_tokens, heads * dim)
-    blocks = rows.index_select(0, (token + begin).flatten()).view(*token.shape, heads, dim)
-    return blocks.mean(2).transpose(1, 2)
 
 
 def average_cached_blocks(x: Tensor, config: NSAConfig) -> Tensor:

@@ -124,8 +124,9 @@ def attend_heads(
         read["k_win"] = source.of_window("k_win", apply_rope(heads.k["win"], layout.tokens))
         read["v_win"] = source.of_window("v_win", heads.v["win"])
     keys = Keys(**read)
-    options = {"indexer": scorer, "branches": branches, "recompute": recompute}
-    out, aux = attend(implementation, q, keys, heads.gates, call, **options)
+    out, aux = attend(
+        implementation, q, keys, heads.gates, call, indexer=scorer, branches=branches, recompute=recompute
+    )
     return out, Read(heads.q, layout.tokens, q, keys, call, aux.block_indices, scorer, implementation)
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from flexnsa.checks.primitives import describe
+from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.layers.compression import average_blocks
 from flexnsa.masks.document import document_positions, first_tokens
 from flexnsa.transformers.choice import LAYERS, NAME
 from flexnsa.transformers.layer_types import LOCAL, layer_type
@@ -87,7 +88,7 @@ def attend_to_pages(
     firsts = first_tokens(positions, num_compressed(key.shape[2], options.sizes), options.sizes)
 
     def compress(x: Tensor) -> Tensor:
-        return average_blocks(x, firsts, options.sizes)
+        return average_pages(x, firsts[0], options.sizes)
 
     where = positions.at_tokens(token)
     out = attend_to_own_keys(query, key, value, compress, where, softmax, options, cached=False)
@@ -98,6 +99,17 @@ def _requests(starts: Tensor, count: int) -> Tensor:
     """Return the request of each of ``count`` tokens, int64 ``(count,)``; what follows the last one belongs to it."""
     token = torch.arange(count, dtype=starts.dtype, device=starts.device)
     return torch.searchsorted(starts[1:], token, right=True).clamp_max(len(starts) - 2)
+
+
+def average_pages(x: Tensor, first_tokens: Tensor, sizes: NSAConfig) -> Tensor:
+    """Average the blocks of ``x (1, Hkv, S, D)`` that start at ``first_tokens (N,)``, without storing them.
+
+    An embedding bag has no second derivative and no forward one, which serving does not need.
+    """
+    _, heads, num_tokens, dim = x.shape
+    rows = x.transpose(1, 2).reshape(num_tokens, heads * dim)  # the heads of a token lie together in a page
+    blocks = first_tokens[:, None] + torch.arange(sizes.compress_block_size, device=x.device)
+    return F.embedding_bag(blocks, rows, mode="mean").view(1, -1, heads, dim).transpose(1, 2)
 
 
 def _window(token: Tensor, request: Tensor, documents: Tensor, size: int) -> Tensor:

@@ -18,12 +18,12 @@ from flexnsa.attention.table import (
     IMPLEMENTATIONS,
     REFERENCE,
     attend,
+    by_branch,
     choose_implementation,
 )
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import window as triton_window
 from flexnsa.functional import native_sparse_attention
-from flexnsa.geometry import BRANCHES
 from flexnsa.layers import forward
 from flexnsa.mods import soft_cap
 from flexnsa.positions import Positions
@@ -39,7 +39,7 @@ def test_a_cached_step_never_returns_importance_as_lse(impl: str, count: int) ->
     last = Positions.of_sequence(length).at(slice(length - count, None))
     call = Call(SMALL, 0.25, positions=last, window_positions=last)
     keys = Keys(x.k_cmp, x.v_cmp, x.k, x.v, x.k_win, x.v_win)
-    q, gates = x.q[:, :, -count:], dict(zip(BRANCHES, x.gates[:, :, -count:].unbind(-1), strict=True))
+    q, gates = x.q[:, :, -count:], by_branch(x.gates[:, :, -count:])
 
     out, aux = attend(CACHED_IMPLEMENTATIONS[impl], q, keys, gates, call)
     exact, exact_aux = attend(REFERENCE, q, keys, gates, call)

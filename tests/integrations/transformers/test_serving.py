@@ -9,7 +9,10 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
 
+from flexnsa import NSAConfig
+from flexnsa.layers.compression import average_blocks
 from flexnsa.transformers import dropin
+from flexnsa.transformers.paged import average_pages
 from tests.integrations.transformers.families import FEW, converted, sparse, tokens
 from tests.integrations.transformers.test_mixed_layers import mixed
 
@@ -67,6 +70,12 @@ def test_flexnsa_is_not_replaced_by_a_dense_attention(monkeypatch: pytest.Monkey
     model = sparse("llama", FEW)
     assert served(model, PROMPTS[3:4]) == [alone(model, PROMPTS[3])]
     assert model.config._attn_implementation == "flexnsa"
+
+
+def test_blocks_of_pages_are_averaged_as_those_of_packed_documents() -> None:
+    keys, first = torch.randn(1, 40, 2, 8).transpose(1, 2), torch.tensor([0, 2, 4, 17, 19, 36])
+    sizes = NSAConfig(**FEW | {"compress_block_size": 4, "compress_stride": 2})
+    torch.testing.assert_close(average_pages(keys, first, sizes), average_blocks(keys, first[None], sizes))
 
 
 def test_layers_with_several_keys_for_a_token_are_refused() -> None:
