@@ -102,8 +102,9 @@ class FirstNonFinite:
 
     def _looker(self, place: str) -> Callable[..., None]:
         def look_forward(_module: nn.Module, _inputs: object, output: object) -> None:
-            if isinstance(output, Tensor):
-                self._look_both_ways(output, place)
+            for x in output.values() if isinstance(output, dict) else (output,):  # a gate returns a dict
+                if isinstance(x, Tensor):
+                    self._look_both_ways(x, place)
 
         return look_forward
 

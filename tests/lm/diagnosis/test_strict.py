@@ -98,6 +98,15 @@ def test_forward_is_named_by_step_layer_part_and_row(place: str, options: dict[s
     assert trainer.step == 1
 
 
+@pytest.mark.parametrize("kind", ["sigmoid", "residual"])
+def test_a_gate_is_named_though_its_map_is_computed_with_others(kind: str, tmp_path: Path) -> None:
+    trainer = make_trainer(Ranks(), gate=kind)
+    with torch.no_grad():
+        layer(trainer).attention.gate.linear.weight[0, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match=re.escape("is in forward, layer 1, gate (attention.gate), row 0")):
+        run(trainer, tmp_path, watchers=[strict])
+
+
 @pytest.mark.parametrize("place", ["selected keys", "window", "output", "MLP"])
 def test_backward_is_named_too(place: str, tmp_path: Path) -> None:
     trainer = make_trainer(Ranks())
