@@ -106,8 +106,8 @@ class LayerConfig(BranchOptions):
     def with_branches(self, branches: tuple[str, ...]) -> Self:
         """Return the config with other branches; options that these leave without a meaning are turned off.
 
-        A single branch has no softmax to share, nothing is added to a selected branch that is left out, and no such
-        branch is run again.
+        A single branch has a sigmoid gate, and so have others without the selected one. A branch that is left out is
+        not run again.
         """
         kept = {
             option.name: getattr(self, option.name) and {*option.metadata["needs"]} <= {*branches}

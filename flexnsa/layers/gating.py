@@ -15,7 +15,7 @@ def check_gate(kind: str, branches: Sequence[str]) -> None:
     """Check that a kind of gate exists and can weight these branches."""
     check_choice("gate", kind, GATES)
     if kind != "sigmoid" and len(branches) == 1:
-        raise ValueError(f"gate: expected 'sigmoid' for a single branch, whose share is always 1, got {kind!r}")
+        raise ValueError(f"gate: expected 'sigmoid' for a single branch, got {kind!r}")
     if kind == "residual" and "slc" not in branches:
         raise ValueError("gate: expected 'sigmoid' or 'softmax' without the branch slc, got 'residual'")
 
@@ -23,9 +23,9 @@ def check_gate(kind: str, branches: Sequence[str]) -> None:
 class Gate(nn.Module):
     """Gate from the layer input: a linear projection per head and branch, then a sigmoid (the paper's) or a softmax.
 
-    ``(B, S, dim)`` to ``(B, num_heads, S)`` for each branch. A branch that the result does not have has weight 1: with
-    ``residual`` the selected one. Gates start close to 1/2 (sigmoid) or to equal shares (softmax) and depend on the
-    input, so that no branch starts closed and every weight has a gradient from the start.
+    ``(B, S, dim)`` to ``(B, num_heads, S)`` for each branch. A branch without an entry has weight 1: with ``residual``
+    the selected one, while the others have sigmoid gates. Gates start close to 1/2, or to equal shares (softmax), and
+    depend on the input, so that no branch starts closed and every weight has a gradient from the start.
     """
 
     def __init__(self, dim: int, num_heads: int, branches: Sequence[str], kind: str = "sigmoid") -> None:

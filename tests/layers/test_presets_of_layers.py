@@ -12,9 +12,17 @@ from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss
 from tests.support.inputs import SMALL
 
 SIZES = (32, 4, 2, 8)
-PAPER: dict[str, Any] = {"rope_base": 10_000.0, "shared_keys": False, "begin_as_mean": False}
+PAPER: dict[str, Any] = {"rope_base": 10_000.0, "shared_keys": False, "begin_as_mean": False, "gate": "sigmoid"}
 INDEXED = NSAConfig.for_text(4, 2)
-TEXT: dict[str, Any] = {"rope_base": 1e8, "shared_keys": True, "begin_as_mean": True, "nsa": INDEXED}
+TEXT: dict[str, Any] = {
+    "rope_base": 1e8,
+    "shared_keys": True,
+    "begin_as_mean": True,
+    "gate": "residual",
+    "nsa": INDEXED,
+}
+PLAIN_GATE = {"gate": "sigmoid"}
+"""Of branches without the selected one, or of that alone: nothing is added to it."""
 
 
 @pytest.mark.parametrize(
@@ -26,8 +34,8 @@ TEXT: dict[str, Any] = {"rope_base": 1e8, "shared_keys": True, "begin_as_mean": 
         ({"config": SMALL}, PAPER | {"nsa": SMALL}),
         ({"config": SMALL, "preset": "text"}, TEXT | {"nsa": SMALL}),
         ({"rope_base": 7.0, "shared_keys": False}, TEXT | {"rope_base": 7.0, "shared_keys": False}),
-        ({"branches": ("cmp", "win")}, TEXT | {"nsa": NSAConfig(), "shared_keys": False}),
-        ({"branches": ("slc",)}, TEXT | {"shared_keys": False, "begin_as_mean": False}),
+        ({"branches": ("cmp", "win")}, TEXT | PLAIN_GATE | {"nsa": NSAConfig(), "shared_keys": False}),
+        ({"branches": ("slc",)}, TEXT | PLAIN_GATE | {"shared_keys": False, "begin_as_mean": False}),
     ],
     ids=str,
 )

@@ -59,7 +59,8 @@ def make_trainer(
     ranks: Ranks, *, shared_keys: bool = False, compiled: bool = False, reduce_dtype: str = "fp32", **fields: Any
 ) -> Trainer:
     """Build a trainer from fields of its two configs."""
-    model = replace(MODEL, **{name: fields.pop(name) for name in ("checkpointing", "dim", "gate", "nsa") if name in fields})
+    of_model = ("checkpointing", "dim", "gate", "nsa")
+    model = replace(MODEL, **{name: fields.pop(name) for name in of_model if name in fields})
     config = replace(TRAINING, **fields)
     if reduce_dtype != "fp32":
         ranks = type(ranks)(CPU, REDUCE_DTYPES[reduce_dtype])  # pyright: ignore[reportCallIssue]

@@ -31,7 +31,7 @@ class HeadSelection:
             is forced.
         recall_with_forced: the same with them.
         missed: share of the best blocks that was not chosen, a mean over all queries.
-        gates: mean gate of each branch of the layer, over queries and the heads of the group.
+        gates: mean weight of each branch of the layer, over queries and the heads of the group.
     """
 
     layer: int

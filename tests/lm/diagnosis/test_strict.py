@@ -99,10 +99,13 @@ def test_forward_is_named_by_step_layer_part_and_row(place: str, options: dict[s
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "residual"])
-def test_a_gate_is_named_though_its_map_is_computed_with_others(kind: str, tmp_path: Path) -> None:
+def test_gates_of_single_branches_are_looked_at(kind: str, tmp_path: Path) -> None:
     trainer = make_trainer(Ranks(), gate=kind)
-    with torch.no_grad():
-        layer(trainer).attention.gate.linear.weight[0, 0] = torch.nan
+
+    def shut_window(_module: nn.Module, _inputs: object, gates: dict[str, Tensor]) -> dict[str, Tensor]:
+        return gates | {"win": gates["win"] * torch.nan}
+
+    layer(trainer).attention.gate.register_forward_hook(shut_window)
     with pytest.raises(FloatingPointError, match=re.escape("is in forward, layer 1, gate (attention.gate), row 0")):
         run(trainer, tmp_path, watchers=[strict])
 
