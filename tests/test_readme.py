@@ -109,6 +109,12 @@ def test_the_times_of_models_of_transformers_are_what_was_recorded() -> None:
         for name in names
     ]
     assert "\n".join(rows) in text
+    served = json.loads((ROOT / "benchmarks/results/transformers_serving_h200.json").read_text())["points"]
+    rate = {(x["name"], x["way"]): f"{x['tokens_per_second']:.0f}" for x in served if "seconds" in x}
+    paged, whole = (rate["drop-in", way] for way in ("continuous batching", "static batch"))
+    assert f"of the drop-in gives {paged} tokens per second, `generate` {whole} (converted:" in words
+    assert f"(converted: {rate['converted', 'static batch']}), dense `generate_batch` " in words
+    assert f"dense `generate_batch` {rate['dense', 'continuous batching']} (" in words
     runs = json.loads((ROOT / "benchmarks/results/up_training_h200.json").read_text())["points"]
     last = {run["name"]: run["held_out"][-1][1] / log(2) for run in runs}
     three, slc, dense = (f"{last[name]:.3f}" for name in ("three branches", "selected branch", "dense"))
