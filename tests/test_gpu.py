@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import log2
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSAConfig, native_sparse_attention
 from flexnsa.geometry import num_compressed
+from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer
 from tests.support.inputs import SMALL
 
 pytestmark = pytest.mark.gpu
@@ -172,3 +175,19 @@ def test_memory_of_a_training_step_is_linear() -> None:
         torch.autograd.grad(compiled(*tensors).sum(), tensors)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert all(log2(after / before) <= 1.05 for before, after in pairwise(peaks))
+
+
+def test_a_training_step_waits_for_the_device_once() -> None:
+    text = torch.randint(256, (4000,), dtype=torch.uint8)
+    nsa = replace(SMALL, index_heads=2, index_block_size=8, index_stride=8)
+    model = DecoderLM(DecoderConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, nsa=nsa))
+    trainer = Trainer(model.cuda(), Corpus(text, text), TrainConfig(batch_size=2, seq_len=500, grad_accumulation=2))
+    trainer.train_step()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer.train_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([each for each in told if "synchronizing" in str(each.message)]) == 1

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 from flexnsa import NativeSparseAttention, SelectionLoss
-from flexnsa.lm import DecoderConfig, DecoderLM, TrainConfig
+from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.parallel import joined_ranks
-from flexnsa.lm.training.trainer import build_optimizer
+from flexnsa.optim import parameter_groups
 from flexnsa.parallel.tensor_parallel import clip_gradients, parallelize_attention, parallelize_model
 from tests.parallel.steps import CPU, MODEL, whole
 from tests.support.decoding import taught
@@ -67,7 +67,7 @@ def learn(model: DecoderLM, *, teach: bool = True) -> dict[str, torch.Tensor]:
 def take_steps(model: DecoderLM, clip: Callable[[DecoderLM], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the parameters after four steps with AdamW, and the norms of their gradients."""
     tokens = torch.randint(256, (2, 41), generator=torch.Generator().manual_seed(5))
-    optimizer, norms = build_optimizer(model, TrainConfig(lr=1e-3)), []
+    optimizer, norms = torch.optim.AdamW(parameter_groups(model, lr=1e-3)), []
     for _ in range(4):
         model(tokens, targets=tokens).backward()
         norms.append(clip(model))

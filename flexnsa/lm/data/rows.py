@@ -46,9 +46,13 @@ class Batch:
         return [self[first : first + num_rows] for first in range(0, len(self), num_rows)]
 
     def to(self, device: torch.device) -> Batch:
-        """Move to a device."""
-        ids = None if self.document_ids is None else self.document_ids.to(device)
-        return Batch(self.tokens.to(device), self.targets.to(device), ids)
+        """Move to a device, without a wait for what it does."""
+        ids = None if self.document_ids is None else _moved(self.document_ids, device)
+        return Batch(_moved(self.tokens, device), _moved(self.targets, device), ids)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 class Windows:

@@ -204,10 +204,10 @@ def _state(trainer: Trainer, moments: Moments) -> dict[str, Tensor]:
 
 
 def _new_moments(trainer: Trainer) -> Moments:
-    """Return empty state of AdamW for each parameter; its step counts are on the CPU, whatever the device."""
+    """Return empty state of AdamW for each parameter."""
     return {
         parameter: {
-            "step": torch.zeros(()),
+            "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, requires_grad=False),
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }

@@ -44,15 +44,16 @@ class Teaching:
         self._sums += torch.stack((sums.detach(), torch.stack(selection.weights))).double()
         return self.weight * sums.sum()
 
-    def finish(self, ranks: Ranks, loss: Tensor) -> tuple[float, float | None]:
-        """Divide the gradients; return the sums over ranks of ``loss ()``, and the selection loss of all layers."""
+    def finish(self, ranks: Ranks, loss: Tensor) -> Tensor:
+        """Divide the gradients; return the sums over ranks of ``loss ()`` and, with indexers, their loss, in fp64."""
         own = self._sums.flatten() / ranks.context_parallel  # each rank that shares tokens has the sums of all
-        totals = ranks.totals(torch.cat((loss.double().view(1), own))).tolist()
-        count = len(self.indexers)
-        sums, weights = totals[1 : 1 + count], [weight or 1.0 for weight in totals[1 + count :]]
+        totals = ranks.totals(torch.cat((loss.double().view(1), own)))
+        if not self.indexers:
+            return totals
+        sums, weights = totals[1:].view(2, -1)
+        weights = weights.where(weights > 0, 1)
         for indexer, weight in zip(self.indexers, weights, strict=True):
             for parameter in indexer.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= weight
-        means = [x / weight for x, weight in zip(sums, weights, strict=True)]
-        return totals[0], sum(means) if means else None
+        return torch.stack((totals[0], (sums / weights).sum()))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.layers.indexer import SelectionLoss
+from flexnsa.layers.spread import whole
 from flexnsa.lm.data.corpus import Corpus
 from flexnsa.lm.data.rows import Batch, PackedDocuments, Windows
 from flexnsa.lm.model.config import DecoderConfig
@@ -130,18 +131,28 @@ class Trainer:
             with ranks.part(self._forward, last=index == len(parts) - 1):
                 own_loss += self._backward(part, teaching, index * config.batch_size, batch.num_targets())
         self._check()
-        own = index_parameters(self.model)
-        grad_norm = nn.utils.clip_grad_norm_(_without(self.parameters.values(), own), config.clip).item()
-        loss, selection_loss = teaching.finish(ranks, own_loss)
-        selection_grad_norm = nn.utils.clip_grad_norm_(own, config.clip).item() if own else None
-        lr = config.learning_rate(self.step)
-        result = StepResult(self.step, loss, lr, grad_norm, selection_loss, selection_grad_norm)
+        losses = teaching.finish(ranks, own_loss)
+        lr, numbers = config.learning_rate(self.step), torch.stack((losses, self._clip()), dim=1)
+        self._learn(lr, numbers)
+        loss, grad_norm, *of_indexers = numbers.flatten().tolist()  # the only wait for the device
+        result = StepResult(self.step, loss, lr, grad_norm, *of_indexers)
         result.require_finite()
-        set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         self.step += 1
         return result
+
+    def _clip(self) -> Tensor:
+        """Clip the gradient, and that of the indexers apart; return the norm of each before, fp64."""
+        own = index_parameters(self.model)
+        kinds = filter(None, (_without(self.parameters.values(), own), own))
+        return torch.stack([whole(nn.utils.clip_grad_norm_(kind, self.config.clip)).double() for kind in kinds])
+
+    def _learn(self, lr: float, numbers: Tensor) -> None:
+        """Change the parameters, unless a number of the step is not finite, which the device alone knows as yet."""
+        set_learning_rate(self.optimizer, lr)
+        unsafe = numbers.isfinite().all().logical_not().float()
+        self.optimizer.found_inf = unsafe  # pyright: ignore[reportAttributeAccessIssue]  (fused optimizers read it)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def _teaching(self, share: slice) -> Teaching:
         """Return what collects the selection losses of a step, of this rank's share of the sequences."""
@@ -258,7 +269,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     groups = parameter_groups(model, lr=1.0, weight_decay=config.weight_decay, **rates)
     for group in groups:
         group["relative_lr"] = group.pop("lr")
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2))
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexnsa import NSAConfig
 from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus
 from flexnsa.lm.data.rows import Batch
 from flexnsa.lm.training.trainer import draw_step
+from flexnsa.optim import index_parameters
 from tests.support.inputs import TINY
 
 MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
+INDEXED = replace(TINY, index_heads=1, index_block_size=4, index_stride=4)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -94,14 +97,33 @@ def test_only_matrices_of_linear_maps_decay(text_folder: Path):
         assert decay[id(named[name])] == 0.0
 
 
-def test_non_finite_loss_stops_before_the_parameters_change(text_folder: Path):
-    trainer = _trainer(read_corpus(text_folder), MODEL, TrainConfig(batch_size=1, seq_len=24))
-    with torch.no_grad():
-        trainer.model.head.weight[0, 0] = torch.inf
-    before = [parameter.clone() for parameter in trainer.model.parameters()]
-    with pytest.raises(FloatingPointError, match="step 0: loss"):
+@pytest.mark.parametrize("nsa", [TINY, INDEXED])
+def test_a_step_that_is_not_finite_changes_nothing(text_folder: Path, nsa: NSAConfig):
+    config = TrainConfig(batch_size=2, seq_len=40)
+    model = replace(MODEL, nsa=nsa)
+    trainer, other = (_trainer(read_corpus(text_folder), model, config) for _ in range(2))
+    assert trainer.train_step() == other.train_step()
+    weight = trainer.model.head.weight
+    finite = weight[0, 0].item()
+    weight.data[0, 0] = torch.inf
+    with pytest.raises(FloatingPointError, match="step 1: loss"):
         trainer.train_step()
-    assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+    weight.data[0, 0] = finite
+    for one, same in zip(trainer.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(one, same)
+        for name, moment in trainer.optimizer.state[one].items():
+            assert torch.equal(moment, other.optimizer.state[same][name]), name
+    assert trainer.train_step() == other.train_step()
+
+
+def test_a_selection_loss_that_is_not_finite_stops_a_step_too(text_folder: Path):
+    trainer = _trainer(read_corpus(text_folder), replace(MODEL, nsa=INDEXED), TrainConfig(batch_size=2, seq_len=40))
+    index_parameters(trainer.model)[0].data.fill_(torch.nan)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    with pytest.raises(FloatingPointError, match=r"step 0: .* its gradient norm nan"):
+        trainer.train_step()
+    for old, new in zip(before, trainer.model.parameters(), strict=True):
+        assert torch.equal(old.nan_to_num(), new.nan_to_num())
 
 
 @pytest.mark.parametrize("pack", [False, True])
