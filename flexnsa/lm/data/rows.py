@@ -52,7 +52,7 @@ class Batch:
 
 
 def _moved(x: Tensor, device: torch.device) -> Tensor:
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return x.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 class Windows:

@@ -207,7 +207,7 @@ def _new_moments(trainer: Trainer) -> Moments:
     """Return empty state of AdamW for each parameter."""
     return {
         parameter: {
-            "step": torch.zeros((), device=parameter.device),
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, requires_grad=False),
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }

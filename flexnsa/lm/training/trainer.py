@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,15 @@ class StepResult:
         if not all(map(math.isfinite, found.values())):
             told = ", ".join(f"{name} {number}" for name, number in found.items())
             raise FloatingPointError(f"step {self.step}: {told}")
+
+
+class Drawn(NamedTuple):
+    """The sequences of a step: which of all are this rank's, they themselves in parts, and the targets of all ranks."""
+
+    step: int
+    share: slice
+    parts: list[Batch]
+    num_targets: int
 
 
 class Trainer:
@@ -104,6 +113,7 @@ class Trainer:
         """Continue with another config, from the present parameters, with a new optimizer."""
         self.config = config
         self.optimizer = build_optimizer(self.model, config)
+        self._drawn: Drawn | None = None
 
     def configs(self) -> dict[str, Any]:
         """Return the configs that decide the results of the run, as plain values."""
@@ -118,9 +128,9 @@ class Trainer:
             FloatingPointError: loss or gradient is not finite; the parameters are unchanged.
         """
         config, ranks = self.config, self.ranks
-        batch = draw_step(self.training_rows, config, self.step)
-        share = ranks.share(len(batch))
-        parts = batch[share].split(config.batch_size)
+        if self._drawn is None or self._drawn.step != self.step:
+            self._drawn = self._draw(self.step)
+        _, share, parts, num_targets = self._drawn
         self.model.train()
         if not self._is_settled:
             ranks.settle(lambda: self._backward(parts[0], self._teaching(share), 0, 1))
@@ -129,22 +139,29 @@ class Trainer:
         own_loss, teaching = torch.zeros((), device=self.device), self._teaching(share)
         for index, part in enumerate(parts):
             with ranks.part(self._forward, last=index == len(parts) - 1):
-                own_loss += self._backward(part, teaching, index * config.batch_size, batch.num_targets())
+                own_loss += self._backward(part, teaching, index * config.batch_size, num_targets)
         self._check()
-        losses = teaching.finish(ranks, own_loss)
-        lr, numbers = config.learning_rate(self.step), torch.stack((losses, self._clip()), dim=1)
+        lr, numbers = config.learning_rate(self.step), self._finish(teaching, own_loss)
         self._learn(lr, numbers)
+        self._drawn = self._draw(self.step + 1)
         loss, grad_norm, *of_indexers = numbers.flatten().tolist()  # the only wait for the device
         result = StepResult(self.step, loss, lr, grad_norm, *of_indexers)
         result.require_finite()
         self.step += 1
         return result
 
-    def _clip(self) -> Tensor:
-        """Clip the gradient, and that of the indexers apart; return the norm of each before, fp64."""
+    def _finish(self, teaching: Teaching, own_loss: Tensor) -> Tensor:
+        """Clip the gradients, of indexers apart; return loss and norm of both, fp64 ``(2, 2)``, or ``(1, 2)``."""
         own = index_parameters(self.model)
-        kinds = filter(None, (_without(self.parameters.values(), own), own))
-        return torch.stack([whole(nn.utils.clip_grad_norm_(kind, self.config.clip)).double() for kind in kinds])
+        norms = [self._clip(_without(self.parameters.values(), own))]
+        losses = teaching.finish(self.ranks, own_loss)
+        norms += [self._clip(own)] if own else []
+        return torch.stack((losses, torch.stack(norms)), dim=1)
+
+    def _clip(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Clip the gradient of some parameters; return its norm before, fp64."""
+        norm = whole(nn.utils.clip_grad_norm_(parameters, self.config.clip))
+        return norm.to(self.device, torch.float64)  # without any gradient it is a number of the CPU
 
     def _learn(self, lr: float, numbers: Tensor) -> None:
         """Change the parameters, unless a number of the step is not finite, which the device alone knows as yet."""
@@ -152,7 +169,15 @@ class Trainer:
         unsafe = numbers.isfinite().all().logical_not().float()
         self.optimizer.found_inf = unsafe  # pyright: ignore[reportAttributeAccessIssue]  (fused optimizers read it)
         self.optimizer.step()
+        del self.optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.zero_grad()
+
+    def _draw(self, step: int) -> Drawn:
+        """Draw this rank's sequences of a step, and send them to the device."""
+        batch = draw_step(self.training_rows, self.config, step)
+        share = self.ranks.share(len(batch))
+        parts = [part.to(self.device) for part in batch[share].split(self.config.batch_size)]
+        return Drawn(step, share, parts, batch.num_targets())
 
     def _teaching(self, share: slice) -> Teaching:
         """Return what collects the selection losses of a step, of this rank's share of the sequences."""
@@ -164,7 +189,7 @@ class Trainer:
         """Run one forward and backward pass, of the rows from ``first``; return its share of the language loss."""
         selection = teaching.selection(slice(first, first + len(part)))
         # The mean over the targets of all ranks, whose gradients are averaged
-        loss = self.loss(part.to(self.device), selection) / num_targets
+        loss = self.loss(part, selection) / num_targets
         ((loss + teaching.summed(selection)) * self.ranks.world_size).backward()
         return loss.detach()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 import re
 import signal
 import time
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from flexnsa import SelectionLoss
 from flexnsa.lm import Batch, Trainer, run
 from flexnsa.lm.cli import main
 from flexnsa.lm.diagnosis import stacks_on_request, watchdog
@@ -68,15 +69,14 @@ def train(parallel: str | None, folder: Path, holdup: str, checkpoint: str = "no
 
 
 def hold_up(trainer: Trainer, holdup: str) -> None:
-    rows = trainer.training_rows
-    draw = rows.draw
+    loss = trainer.loss
 
-    def draw_late(draws: random.Random, num_rows: int) -> Batch:
+    def late_loss(batch: Batch, selection: SelectionLoss | None = None) -> Tensor:
         if trainer.step == 2:
             HOLDUPS[holdup]()
-        return draw(draws, num_rows)
+        return loss(batch, selection)
 
-    rows.draw = draw_late
+    trainer.loss = late_loss
 
 
 def skip_a_sum(trainer: Trainer) -> None:

@@ -116,6 +116,17 @@ def test_a_step_that_is_not_finite_changes_nothing(text_folder: Path, nsa: NSACo
     assert trainer.train_step() == other.train_step()
 
 
+def test_a_trainer_that_is_set_back_learns_from_the_sequences_of_that_step(text_folder: Path):
+    """The sequences of the next step are drawn ahead."""
+    trainer, other = (_trainer(read_corpus(text_folder), MODEL, TrainConfig(batch_size=2, seq_len=40)) for _ in "ab")
+    trainer.train_step()
+    trainer.model.load_state_dict(other.model.state_dict())
+    trainer.go_by(trainer.config)
+    trainer.step = 0
+    for _ in range(2):
+        assert trainer.train_step() == other.train_step()
+
+
 def test_a_selection_loss_that_is_not_finite_stops_a_step_too(text_folder: Path):
     trainer = _trainer(read_corpus(text_folder), replace(MODEL, nsa=INDEXED), TrainConfig(batch_size=2, seq_len=40))
     index_parameters(trainer.model)[0].data.fill_(torch.nan)
