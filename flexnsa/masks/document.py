@@ -17,7 +17,8 @@ def document_positions(document_ids: Tensor, config: NSAConfig) -> Positions:
         config: provides ``l`` and ``d``.
     """
     token = torch.arange(document_ids.shape[1], dtype=torch.int32, device=document_ids.device).expand_as(document_ids)
-    start = _document_start(document_ids, token)
+    ids = document_ids.contiguous()
+    start = torch.searchsorted(ids, ids, out_int32=True)  # cummax reads a long row on one multiprocessor
     completed = _completes_block(token - start, config).cumsum(1, dtype=torch.int32)
     before_document = torch.nn.functional.pad(completed, (1, 0)).gather(1, start.to(torch.int64))
     return Positions(token.contiguous(), start, before_document, document=document_ids)
@@ -33,11 +34,6 @@ def first_tokens(positions: Positions, num_compressed: int, config: NSAConfig) -
     first = positions.token - (config.compress_block_size - 1)
     listed = torch.zeros_like(first[:, :1]).repeat(1, num_compressed + 1).scatter(1, slot, first)
     return listed[:, :num_compressed]
-
-
-def _document_start(document_ids: Tensor, token: Tensor) -> Tensor:
-    changes = torch.nn.functional.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0))
-    return torch.where(changes, token, 0).cummax(1).values
 
 
 def _completes_block(own_position: Tensor, config: NSAConfig) -> Tensor:

@@ -95,7 +95,10 @@ CASES = {
     "all-blocks-fit": Case(config=sizes(8, 4, 16, 16), documents=(70,), group=2),
     "ties": Case(config=sizes(12, 4, 16, 4, init=0, local=0), documents=(90,), group=4, zero=True),
     "shorter-than-a-key": Case(config=sizes(32, 16, 64, 2), documents=(31,), group=4),
-    "documents": Case(config=sizes(8, 4, 16, 3), documents=(40, 3, 7, 50, 1, 20), group=2),
+    "documents": Case(config=sizes(8, 4, 16, 3), documents=(40, 3, 7, 50, 1, 40), group=2),
+    "documents-few-queries": Case(
+        config=sizes(8, 4, 16, 3), documents=(60, 3, 7, 50, 1, 20), group=3, kv_heads=2, num_queries=40
+    ),
     "documents-keys-over-three-blocks": Case(config=sizes(16, 4, 8, 5), documents=(30, 3, 16, 40), group=3),
     "decoding": Case(config=sizes(8, 4, 16, 3), documents=(301,), group=4, num_queries=3, batch=2),
     "decoding-bf16-g16": Case(
@@ -177,6 +180,7 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     short = mock.patch.multiple(scoring_triton, SCRATCH_BYTES=case.scratch_bytes, MANY_PROGRAMS=1)
     with short, mock.patch.object(top_blocks, "LONG", 32):
         selected = scoring_triton.launch_selection(q, k, lse, positions, **arguments)
+        assert selected.is_contiguous()  # as of the operator's fake
     results = {
         "importance": total.unflatten(0, (case.batch, case.kv_heads)),
         "lse": log_sum_exp(q, k, rows, **arguments),

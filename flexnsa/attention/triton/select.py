@@ -17,7 +17,7 @@ from torch import Tensor
 from flexnsa.attention.compilation import compile_once
 from flexnsa.attention.queries import STEP_TOKENS
 from flexnsa.attention.scoring import group_probabilities
-from flexnsa.attention.seam import Call
+from flexnsa.attention.seam import Call, given
 from flexnsa.attention.selection import select_in_chunks, select_with_mod
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within, num_blocks
@@ -68,8 +68,9 @@ def select_blocks_triton(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Cal
     """Select by the Triton kernels; arguments and result as of :func:`select`."""
     positions = call.positions
     where = (None, None, None) if positions is None else positions.tensors
+    is_aligned = positions is None or positions.aligned
     lse = None if lse is None else lse.detach()
-    return _select_blocks_triton(q.detach(), k_cmp.detach(), lse, *where, call.config.to_ints(), call.scale)
+    return _select_blocks_triton(q.detach(), k_cmp.detach(), lse, *where, call.config.to_ints(), call.scale, is_aligned)
 
 
 @opaque_operator("select_blocks_triton")
@@ -82,10 +83,11 @@ def _select_blocks_triton(
     cmp_start: Tensor | None,
     config: Sequence[int],
     scale: float,
+    is_aligned: bool,
 ) -> Tensor:
     positions = None
     if token is not None and start is not None and cmp_start is not None:
-        positions = Positions(token, start, cmp_start)
+        positions = Positions(token, start, cmp_start, aligned=is_aligned)
     return launch_selection(q, k_cmp, lse, positions, config=NSAConfig.from_ints(config), scale=scale)
 
 
@@ -99,6 +101,7 @@ def _(
     cmp_start: Tensor | None,  # noqa: ARG001
     config: Sequence[int],
     scale: float,  # noqa: ARG001
+    is_aligned: bool,  # noqa: ARG001
 ) -> Tensor:
     num_selected_blocks = NSAConfig.from_ints(config).num_selected_blocks
     return q.new_empty(q.shape[0], k_cmp.shape[1], q.shape[2], num_selected_blocks, dtype=torch.int32)
@@ -134,6 +137,14 @@ def chunks(num_queries: int, num_heads: int, width: int | None, config: NSAConfi
         first += rows
 
 
+def _are_scattered(positions: Positions | None, num_queries: int) -> bool:
+    """Return whether queries of packed documents are few enough to be rows of their own.
+
+    New tokens of packed requests each lie in a document of their own, and a tile of them would loop over all documents.
+    """
+    return positions is not None and not positions.aligned and 1 < num_queries <= ROW_MULTIPLE
+
+
 def launch_selection(
     q: Tensor,
     k_cmp: Tensor,
@@ -150,6 +161,11 @@ def launch_selection(
     from flexnsa.attention.triton.top_blocks import check_width, write_top_blocks
 
     (batch, _, num_queries, _), (kv_heads, num_keys) = q.shape, k_cmp.shape[1:3]
+    if batch == 1 and _are_scattered(positions, num_queries):
+        rows, k_cmp = given(positions).map(lambda x: x.expand(1, -1).mT), k_cmp.expand(num_queries, -1, -1, -1)
+        lse = None if lse is None else lse.transpose(0, 2)
+        out = launch_selection(q.transpose(0, 2), k_cmp, lse, rows, config=config, scale=scale)
+        return out.transpose(0, 2).contiguous()
     width = None
     if positions is None:
         positions = Positions.of_sequence(num_queries, q.device)
