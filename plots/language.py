@@ -69,7 +69,7 @@ def positions(results: Results) -> Figure:
     but = f", for other blocks {Finals().rows_of_choices}, for gates {rows}"
     means = "Left: means over seeds; dense attention has the same seeds and the same rope_base"
     caption = f"{means}. Other blocks: {name}; gates: its seed {nsa[0]['seed']}. {_caption(record, but)}"
-    result, (left, right) = figure(_cost(name, runs), caption, size=(11, 5.2), columns=2)
+    result, (left, right) = figure(_cost(name, nsa), caption, size=(11, 5.2), columns=2)
     _gaps(left, runs, nsa, nsa_sizes["num_selected_blocks"] * nsa_sizes["select_block_size"])
     _gates(right, nsa[0])
     return result
@@ -158,11 +158,11 @@ def _runs(record: Record) -> dict[str, list[Point]]:
 
 
 def _last_that_chose(runs: dict[str, list[Point]]) -> tuple[str, list[Point]]:
-    """Return the last model whose every run has read other blocks than those it selects."""
+    """Return the last model that has read other blocks than those it selects, and its runs that have."""
     needed = [f"bits with {blocks} blocks" for blocks in ("own", *BLOCKS)]
     for name, seeds in reversed(runs.items()):
-        if all("mean" in run["finals"].get(final, {}) for run in seeds for final in needed):
-            return name, seeds
+        if chose := [run for run in seeds if all("mean" in run["finals"].get(final, {}) for final in needed)]:
+            return name, chose
     raise NotRecordedError(f"language_h200.json has no model of {SIZE} that was read with other blocks.")
 
 
@@ -203,8 +203,8 @@ def _gap(nsa: list[Point], dense: list[Point]) -> float:
     return _mean_bits(nsa) - _mean_bits(dense)
 
 
-def _cost(name: str, runs: dict[str, list[Point]]) -> str:
-    cost = _mean_bits(runs[name], "bits with random blocks") - _mean_bits(runs[name], "bits with own blocks")
+def _cost(name: str, runs: list[Point]) -> str:
+    cost = _mean_bits(runs, "bits with random blocks") - _mean_bits(runs, "bits with own blocks")
     return f"{_called(name)}: random blocks in place of those selected cost {cost:+.3f} bits per byte"
 
 
