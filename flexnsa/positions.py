@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class Positions:
         consecutive: whether neighbouring queries have neighbouring tokens.
         aligned: whether every start is 0, so that all queries share one block grid.
         document: id of the token's document, for whole packed sequences only; masks do not use it.
+        longest: tokens of the longest document, or more, where the host knows; the rows of scores are as wide.
     """
 
     token: Tensor
@@ -31,6 +32,7 @@ class Positions:
     consecutive: bool = True
     aligned: bool = False
     document: Tensor | None = None
+    longest: int | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +42,7 @@ class Positions:
     def map(self, change: Callable[[Tensor], Tensor]) -> Positions:
         """Apply one function to the three tensors."""
         changed = (change(self.token), change(self.start), change(self.cmp_start))
-        return Positions(*changed, consecutive=self.consecutive, aligned=self.aligned)
+        return Positions(*changed, consecutive=self.consecutive, aligned=self.aligned, longest=self.longest)
 
     def at(self, queries: slice) -> Positions:
         """Return the positions of a slice of the queries."""
@@ -65,7 +67,7 @@ class Positions:
         rows = max(len(self.token), tokens.shape[0] if tokens.dim() == 2 else 1)
         index = torch.atleast_2d(tokens.to(torch.int64)).expand(rows, -1)
         kept = self.map(lambda x: x.expand(rows, -1).gather(1, index))
-        return Positions(*kept.tensors, consecutive=False, aligned=self.aligned)
+        return replace(kept, consecutive=False)
 
 
 def positions_of(q: Tensor, positions: Positions | None) -> Positions:

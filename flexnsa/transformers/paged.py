@@ -8,6 +8,7 @@ the last tokens are queries. Requests come, go and share pages as transformers a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -64,7 +65,8 @@ def attend_to_pages(
         value: ``(1, Hkv, T, Dv)``.
         scaling: factor on the scores.
         cache: of transformers, which stores keys and values, and returns all of the requests.
-        given: other arguments of the attention: ``cu_seq_lens_q (R + 1,)``, and what the cache asks for.
+        given: other arguments of the attention: ``cu_seq_lens_q (R + 1,)``, and what the cache asks for and answers:
+            it sets ``cu_seq_lens_k (R + 1,)`` and ``max_length_k`` to those of the layer.
 
     Raises:
         ValueError: the cache would have a kernel read its pages.
@@ -90,7 +92,7 @@ def attend_to_pages(
     def compress(x: Tensor) -> Tensor:
         return average_pages(x, firsts[0], options.sizes)
 
-    where = positions.at_tokens(token)
+    where = replace(positions.at_tokens(token), longest=given.get("max_length_k"))
     out = attend_to_own_keys(query, key, value, compress, where, softmax, options, cached=False)
     return out.transpose(1, 2).contiguous(), None
 

@@ -49,6 +49,7 @@ class Case:
     zero: bool = False
     scratch_bytes: int = 2**20
     spread: bool = False
+    longest: int | None = None
 
     @property
     def scale(self) -> float:
@@ -69,7 +70,7 @@ class Case:
             first_token += length
             first_cmp += num_compressed(length, self.config)
         rows = torch.tensor([token, start, cmp_start], dtype=torch.int32)[:, None, -(self.num_queries or 0) :]
-        return Positions(*rows)
+        return Positions(*rows, longest=self.longest)
 
     def inputs(self) -> tuple[Tensor, Tensor]:
         """Random queries and compressed keys; the queries lie in memory as ``(B, T, Hq, D)``."""
@@ -97,9 +98,11 @@ CASES = {
     "shorter-than-a-key": Case(config=sizes(32, 16, 64, 2), documents=(31,), group=4),
     "documents": Case(config=sizes(8, 4, 16, 3), documents=(40, 3, 7, 50, 1, 40), group=2),
     "documents-few-queries": Case(
-        config=sizes(8, 4, 16, 3), documents=(60, 3, 7, 50, 1, 20), group=3, kv_heads=2, num_queries=40
+        config=sizes(8, 4, 16, 3), documents=(60, 3, 7, 50, 1, 20), group=3, kv_heads=2, num_queries=40, longest=61
     ),
-    "documents-keys-over-three-blocks": Case(config=sizes(16, 4, 8, 5), documents=(30, 3, 16, 40), group=3),
+    "documents-keys-over-three-blocks": Case(
+        config=sizes(16, 4, 8, 5), documents=(30, 3, 16, 40) * 2, group=3, longest=40
+    ),
     "decoding": Case(config=sizes(8, 4, 16, 3), documents=(301,), group=4, num_queries=3, batch=2),
     "decoding-bf16-g16": Case(
         config=PAPER, documents=(777,), group=16, num_queries=1, batch=2, kv_heads=2, dtype=torch.bfloat16
@@ -164,7 +167,7 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     q, k = (x.to(device) for x in case.inputs())
     lse = dense_lse_and_importance(case)[0].float().to(device)
     rows, num_queries = case.positions(), q.shape[2]
-    rows = Positions(rows.token.to(device), rows.start.to(device), rows.cmp_start.to(device))
+    rows = rows.map(lambda x: x.to(device))
     arguments: dict[str, Any] = {"config": case.config, "scale": case.scale}
 
     width = num_blocks(max(case.documents), case.config)

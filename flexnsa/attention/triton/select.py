@@ -68,9 +68,9 @@ def select_blocks_triton(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Cal
     """Select by the Triton kernels; arguments and result as of :func:`select`."""
     positions = call.positions
     where = (None, None, None) if positions is None else positions.tensors
-    is_aligned = positions is None or positions.aligned
+    about = (True, None) if positions is None else (positions.aligned, positions.longest)
     lse = None if lse is None else lse.detach()
-    return _select_blocks_triton(q.detach(), k_cmp.detach(), lse, *where, call.config.to_ints(), call.scale, is_aligned)
+    return _select_blocks_triton(q.detach(), k_cmp.detach(), lse, *where, call.config.to_ints(), call.scale, *about)
 
 
 @opaque_operator("select_blocks_triton")
@@ -84,10 +84,11 @@ def _select_blocks_triton(
     config: Sequence[int],
     scale: float,
     is_aligned: bool,
+    longest: int | None,
 ) -> Tensor:
     positions = None
     if token is not None and start is not None and cmp_start is not None:
-        positions = Positions(token, start, cmp_start, aligned=is_aligned)
+        positions = Positions(token, start, cmp_start, aligned=is_aligned, longest=longest)
     return launch_selection(q, k_cmp, lse, positions, config=NSAConfig.from_ints(config), scale=scale)
 
 
@@ -102,6 +103,7 @@ def _(
     config: Sequence[int],
     scale: float,  # noqa: ARG001
     is_aligned: bool,  # noqa: ARG001
+    longest: int | None,  # noqa: ARG001
 ) -> Tensor:
     num_selected_blocks = NSAConfig.from_ints(config).num_selected_blocks
     return q.new_empty(q.shape[0], k_cmp.shape[1], q.shape[2], num_selected_blocks, dtype=torch.int32)
@@ -172,6 +174,8 @@ def launch_selection(
     else:
         # The number of compressed keys bounds the length of any document without reading positions from the device.
         width = blocks_within(num_keys, config)
+        if positions.longest is not None:
+            width = min(width, num_blocks(positions.longest, config))
         rows = max(map(len, positions.tensors))
         positions = positions.map(lambda x: x.expand(rows, -1).contiguous())
     check_width(width or num_blocks(num_queries, config))
