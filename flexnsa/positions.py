@@ -22,7 +22,7 @@ class Positions:
         consecutive: whether neighbouring queries have neighbouring tokens.
         aligned: whether every start is 0, so that all queries share one block grid.
         document: id of the token's document, for whole packed sequences only; masks do not use it.
-        longest: tokens of the longest document, or more, where the host knows; the rows of scores are as wide.
+        longest: upper bound of the tokens of a document, where the host knows one; it bounds the rows of scores.
     """
 
     token: Tensor

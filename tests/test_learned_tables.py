@@ -263,13 +263,11 @@ def test_what_the_page_says_of_text_125m_is_what_was_recorded() -> None:
     assert f"takes {taught / without:.2f} times as long** as without an indexer (H100: {taught:.0f} and" in page
     assert f"{without:.0f} ms, of which the loss takes {loss:.0f};" in page
     steps = json.loads((IDEAS.parent / "training_indexer_h200.json").read_text())["points"]
-    assert (
-        "By default {:.0f} ms on an H200, and {:.0f} with dense".format(*(point["step_ms"] for point in steps)) in page
-    )
+    own, other = (f"{point['step_ms']:.0f}" for point in steps)
+    assert f"By default a step takes {own} ms on an H200, {other} with dense" in page
     runs: dict[str, list[dict[str, Any]]] = {"text-125m": [], "dense, rope 1e8": []}
-    for point in sorted(
-        json.loads((IDEAS.parent / "language_h200.json").read_text())["points"], key=itemgetter("seed")
-    ):
+    recorded = json.loads((IDEAS.parent / "language_h200.json").read_text())["points"]
+    for point in sorted(recorded, key=itemgetter("seed")):
         for name, seeds in runs.items():
             if (point["size"], point["model"], point["steps"]) == ("m7c-125m", TEXTS[name], 2000):
                 seeds.append(point)

@@ -98,7 +98,7 @@ CASES = {
     "shorter-than-a-key": Case(config=sizes(32, 16, 64, 2), documents=(31,), group=4),
     "documents": Case(config=sizes(8, 4, 16, 3), documents=(40, 3, 7, 50, 1, 40), group=2),
     "documents-few-queries": Case(
-        config=sizes(8, 4, 16, 3), documents=(60, 3, 7, 50, 1, 20), group=3, kv_heads=2, num_queries=40, longest=61
+        config=sizes(4, 2, 8, 3), documents=(50, 190, 1, 20), group=3, kv_heads=2, num_queries=40, longest=191
     ),
     "documents-keys-over-three-blocks": Case(
         config=sizes(16, 4, 8, 5), documents=(30, 3, 16, 40) * 2, group=3, longest=40

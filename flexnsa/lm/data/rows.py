@@ -46,7 +46,7 @@ class Batch:
         return [self[first : first + num_rows] for first in range(0, len(self), num_rows)]
 
     def to(self, device: torch.device) -> Batch:
-        """Move to a device, without a wait for what it does."""
+        """Move to a device, without waiting for the copy."""
         ids = None if self.document_ids is None else _moved(self.document_ids, device)
         return Batch(_moved(self.tokens, device), _moved(self.targets, device), ids)
 

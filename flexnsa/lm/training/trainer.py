@@ -57,7 +57,7 @@ class StepResult:
 
 
 class Drawn(NamedTuple):
-    """The sequences of a step: which of all are this rank's, they themselves in parts, and the targets of all ranks."""
+    """The sequences of a step: this rank's share of them, in parts, and the number of targets of all ranks."""
 
     step: int
     share: slice
@@ -164,7 +164,7 @@ class Trainer:
         return norm.to(self.device, torch.float64)  # without any gradient it is a number of the CPU
 
     def _learn(self, lr: float, numbers: Tensor) -> None:
-        """Change the parameters, unless a number of the step is not finite, which the device alone knows as yet."""
+        """Update the parameters; the device leaves them as they are if a number of the step is not finite."""
         set_learning_rate(self.optimizer, lr)
         unsafe = numbers.isfinite().all().logical_not().float()
         self.optimizer.found_inf = unsafe  # pyright: ignore[reportAttributeAccessIssue]  (fused optimizers read it)

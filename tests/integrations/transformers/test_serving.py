@@ -11,7 +11,7 @@ from transformers.generation.continuous_batching import continuous_api
 
 from flexnsa import NSAConfig
 from flexnsa.layers.compression import average_blocks
-from flexnsa.transformers import dropin
+from flexnsa.transformers import dropin, paged
 from flexnsa.transformers.paged import average_pages
 from tests.integrations.transformers.families import FEW, converted, sparse, tokens
 from tests.integrations.transformers.test_mixed_layers import mixed
@@ -62,6 +62,21 @@ def test_requests_that_come_and_go_get_the_tokens_of_generate(name: str, monkeyp
     assert len({tuple(each) for each in want}) > 3
     assert max(count for _, count in passes) > 2
     assert max(length for length, _ in passes) <= 64 < sum(map(len, PROMPTS))
+
+
+@torch.no_grad()
+def test_positions_know_the_longest_request_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA kernels score no blocks beyond it."""
+    attend, bounds = paged.attend_to_own_keys, []
+
+    def attend_within(q: Any, k: Any, v: Any, compress: Any, positions: Any, *args: Any, **options: Any) -> Any:
+        bounds.append((int((positions.token - positions.start).max()) + 1, positions.longest, k.shape[2]))
+        return attend(q, k, v, compress, positions, *args, **options)
+
+    monkeypatch.setattr(paged, "attend_to_own_keys", attend_within)
+    served(sparse("llama", FEW), PROMPTS)
+    assert all(reached <= longest <= num_keys for reached, longest, num_keys in bounds)
+    assert any(longest < num_keys for _, longest, num_keys in bounds)
 
 
 def test_flexnsa_is_not_replaced_by_a_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,13 +116,14 @@ def test_a_step_that_is_not_finite_changes_nothing(text_folder: Path, nsa: NSACo
     assert trainer.train_step() == other.train_step()
 
 
-def test_a_trainer_that_is_set_back_learns_from_the_sequences_of_that_step(text_folder: Path):
-    """The sequences of the next step are drawn ahead."""
-    trainer, other = (_trainer(read_corpus(text_folder), MODEL, TrainConfig(batch_size=2, seq_len=40)) for _ in "ab")
+def test_with_another_config_a_trainer_learns_from_the_sequences_of_that_config(text_folder: Path):
+    """Those of the next step were drawn ahead."""
+    corpus, config = read_corpus(text_folder), TrainConfig(batch_size=2, seq_len=40)
+    trainer, other = (_trainer(corpus, MODEL, replace(config, seed=seed)) for seed in (0, 1))
     trainer.train_step()
-    trainer.model.load_state_dict(other.model.state_dict())
-    trainer.go_by(trainer.config)
-    trainer.step = 0
+    other.model.load_state_dict(trainer.model.state_dict())
+    trainer.go_by(other.config)
+    other.step = trainer.step
     for _ in range(2):
         assert trainer.train_step() == other.train_step()
 
