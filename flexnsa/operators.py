@@ -25,15 +25,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def opaque_operator(name: str, *, mutates: Sequence[str] = ()) -> Callable[[Callable[P, T]], OpaqueOperator[P, T]]:
+def opaque_operator(
+    name: str, *, mutates: Sequence[str] = (), compiles_ahead: bool = False
+) -> Callable[[Callable[P, T]], OpaqueOperator[P, T]]:
     """Register a function of tensors and numbers as ``flexnsa::name``.
 
     The function returns no view and writes only to the arguments that ``mutates`` names. Autocast is off inside it, and
-    its kernels are launched on the GPU of its first argument, whichever GPU is current.
+    its kernels are launched on the GPU of its first argument, whichever GPU is current. With ``compiles_ahead`` it runs
+    on fake tensors too, where its Triton kernels begin to compile: ``torch.compile`` traces meanwhile.
     """
 
     def register(function: Callable[P, T]) -> OpaqueOperator[P, T]:
-        return OpaqueOperator(name, function, mutates)
+        return OpaqueOperator(name, function, mutates, compiles_ahead=compiles_ahead)
 
     return register
 
@@ -45,7 +48,9 @@ class OpaqueOperator(Generic[P, T]):
     sees every tangent. (``torch.library.custom_op`` has no hook there.)
     """
 
-    def __init__(self, name: str, function: Callable[P, T], mutates: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, function: Callable[P, T], mutates: Sequence[str], *, compiles_ahead: bool = False
+    ) -> None:
         @_disable_dynamo
         def kernel(*args: Any) -> T:
             device: torch.device = args[0].device
@@ -53,6 +58,7 @@ class OpaqueOperator(Generic[P, T]):
                 return function(*args)  # pyright: ignore[reportCallIssue]  (keywords have become positions)
 
         self.name, self.function = f"{_LIBRARY.ns}::{name}", function
+        self._kernel, self._compiles_ahead = kernel, compiles_ahead
         schema = torch.library.infer_schema(function, mutates_args=mutates)
         torch.library.define(self.name, schema, lib=_LIBRARY, tags=torch.Tag.pt2_compliant_tag)
         torch.library.impl(self.name, "default", kernel, lib=_LIBRARY)
@@ -66,7 +72,13 @@ class OpaqueOperator(Generic[P, T]):
 
     def register_fake(self, function: Callable[..., T]) -> Callable[..., T]:
         """Register a function that returns empty results of the right shapes and dtypes."""
-        torch.library.register_fake(self.name, function, lib=_LIBRARY)
+
+        def fake(*args: Any) -> T:
+            if self._compiles_ahead and _can_compile_ahead(args):
+                self._kernel(*args)
+            return function(*args)
+
+        torch.library.register_fake(self.name, fake, lib=_LIBRARY)
         return function
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
@@ -119,6 +131,14 @@ class OpaqueOperator(Generic[P, T]):
 
     def _no_backward(self, *_: Any) -> None:
         raise NotImplementedError(f"{self.name} has no derivative (of this order); use impl='reference'")
+
+
+def _can_compile_ahead(args: Sequence[Any]) -> bool:
+    """Return whether fake arguments are on a GPU of this process, and all sizes are numbers."""
+    if args[0].device.type != "cuda" or not torch.cuda.is_initialized():
+        return False
+    sizes = [size for x in args if isinstance(x, Tensor) for size in x.shape]
+    return not any(isinstance(x, torch.SymInt | torch.SymFloat) for x in (*args, *sizes))
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -17,7 +17,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from tests.emitted.modules import Kernel
+from flexnsa.attention.triton.kernel import Kernel
+from tests.emitted import modules
 
 USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:\d+ LOCAL:(?P<local>\d+)")
 
@@ -45,7 +46,7 @@ class Resources:
     columns: int
 
 
-def resources(kernel: Kernel) -> Resources:
+def resources(kernel: modules.Kernel) -> Resources:
     """Compile the first configuration of a kernel that Inductor wrote."""
     import triton
     from triton.compiler import ASTSource
@@ -62,17 +63,16 @@ def resources(kernel: Kernel) -> Resources:
 @contextmanager
 def compiling_launches() -> Iterator[dict[Resources, None]]:
     """Compile the Triton kernels that are launched, on fake tensors, and do not run them: a set, in their order."""
-    from triton.runtime.jit import JITFunction, MockTensor
+    from triton.runtime.jit import MockTensor
 
-    found, original = dict[Resources, None](), JITFunction.run
+    found = dict[Resources, None]()
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:  # noqa: ARG001
+    def compile_now(self: Kernel, grid: Any, *args: Any, **options: Any) -> None:
         args = tuple(MockTensor(x.dtype) if isinstance(x, Tensor) else x for x in args)
-        binary = original(self, *args, grid=grid, warmup=True, **kwargs)
-        found[_of_binary(self.__name__, binary)] = None
-        return binary
+        binary = self.function.warmup(*args, grid=grid, **options)
+        found[_of_binary(self.function.__name__, binary)] = None
 
-    with mock.patch.object(JITFunction, "run", run):
+    with mock.patch.object(Kernel, "compile_ahead", compile_now):
         yield found
 
 

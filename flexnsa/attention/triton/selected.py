@@ -86,7 +86,7 @@ def chunk_of(bytes_of_query: int) -> int:
     return chunk
 
 
-@opaque_operator("selected_attention_triton")
+@opaque_operator("selected_attention_triton", compiles_ahead=True)
 def _selected_attention(
     q: Tensor,
     k: Tensor,
@@ -118,7 +118,7 @@ def _selected_attention(
     return out, lse, lists.order, lists.replicas
 
 
-@opaque_operator("selected_attention_triton_backward")
+@opaque_operator("selected_attention_triton_backward", compiles_ahead=True)
 def _selected_attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

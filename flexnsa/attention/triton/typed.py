@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar, overload
+
+from flexnsa.attention.triton.kernel import Kernel
 
 F = TypeVar("F", bound=Callable[..., object])
-
-
-class Kernel(Protocol):
-    """``kernel[grid](*arguments)`` runs one program for each point of the grid."""
-
-    def __getitem__(self, grid: tuple[int, ...], /) -> Callable[..., object]: ...
 
 
 if TYPE_CHECKING:
@@ -23,7 +19,10 @@ if TYPE_CHECKING:
     def jit(*arguments: object, **options: object) -> object:
         """Compile a function that kernels call or, with ``do_not_specialize``, a kernel."""
 else:
-    from triton import jit as jit
+    import triton
+
+    def jit(*arguments, **options):  # noqa: D103
+        return triton.jit(*arguments) if arguments else lambda function: Kernel(triton.jit(**options)(function))
 
 
 def is_interpreted() -> bool:

@@ -37,7 +37,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     return BranchOutput(*_window_attention(q, k, v, token, start, call.scale, operator.index(call.config.window_size)))
 
 
-@opaque_operator("window_attention_triton")
+@opaque_operator("window_attention_triton", compiles_ahead=True)
 def _window_attention(
     q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, start: Tensor | None, scale: float, window_size: int
 ) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def _window_attention(
     return out, lse
 
 
-@opaque_operator("window_attention_triton_backward")
+@opaque_operator("window_attention_triton_backward", compiles_ahead=True)
 def _window_attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
