@@ -30,6 +30,7 @@ def emit(
     dynamic: bool = False,
     backward: bool = True,
     others: Sequence[MakeArguments] = (),
+    ahead: bool = False,
 ) -> Emitted:
     """Compile ``function`` for the pretended device, and give what was written.
 
@@ -41,6 +42,7 @@ def emit(
         dynamic: whether sizes are symbols.
         backward: whether gradients are wanted; an argument has to require one.
         others: makes arguments that must not compile it again.
+        ahead: whether our own kernels begin to compile meanwhile.
     """
     from torch._inductor import compile_fx
 
@@ -59,7 +61,7 @@ def emit(
 
     torch._dynamo.reset()
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
-    with _compiling_for_nothing(backward=backward), _keeping_text(emitted):
+    with _compiling_for_nothing(backward=backward, ahead=ahead), _keeping_text(emitted):
         for number, make in enumerate((make_arguments, *others)):
             with torch.device("cuda"):
                 args = make()
@@ -74,7 +76,7 @@ def emit(
 
 
 @contextmanager
-def _compiling_for_nothing(*, backward: bool) -> Iterator[None]:
+def _compiling_for_nothing(*, backward: bool, ahead: bool) -> Iterator[None]:
     """Compile fake tensors, with no cache, no other process and nothing timed; the backward pass right away."""
     from torch._functorch import config as autograd_config
     from torch._inductor import config as inductor_config
@@ -87,7 +89,8 @@ def _compiling_for_nothing(*, backward: bool) -> Iterator[None]:
             autograd_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=backward)
         )
         stack.enter_context(torch.set_grad_enabled(backward))
-        stack.enter_context(mock.patch.object(Kernel, "compile_ahead"))  # other tests compile our own kernels
+        if not ahead:
+            stack.enter_context(mock.patch.object(Kernel, "compile_ahead"))
         stack.enter_context(FakeTensorMode(shape_env=ShapeEnv()))
         yield
 

@@ -1,81 +1,98 @@
-"""Kernels that compile while a compiler traces the operators which launch them."""
+"""Kernels that compile while PyTorch traces the operators which launch them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 THREADS = 8
-"""That compile: a layer has about twenty kernels of one to two seconds each."""
+"""That compile: a layer has about twenty kernels, of up to two seconds each."""
 ALIGNMENT = 16
-"""What Triton compiles pointers (bytes) and numbers for, if they are multiples of it."""
+"""Triton compiles kernels of their own for addresses in bytes, and for numbers, that are multiples of it."""
+
+Grid = tuple[int, ...]
+
+
+class Function(Protocol):
+    """What ``triton.jit`` returns."""
+
+    __name__: str
+
+    def __getitem__(self, grid: Grid, /) -> Callable[..., object]: ...
+    def warmup(self, *args: object, grid: Grid, **options: object) -> object:
+        """Compile."""
+        ...
 
 
 class Kernel:
-    """``kernel[grid](*arguments)`` runs one program for each point of the grid.
+    """``kernel[grid](*arguments)`` runs one program for each point of the grid; the first argument is a tensor.
 
-    A launch on fake tensors runs nothing: it begins to compile on another thread, and the first launch on real ones
-    waits for that. Triton releases Python's lock while it compiles.
+    On fake tensors it runs nothing and begins to compile on another thread. The next launch on real ones waits for it.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Function) -> None:
         self.function = function
-        self._begun = dict[tuple[object, ...], Future[object]]()
-        self._running = list[Future[object]]()
+        self._begun = set[tuple[object, ...]]()
+        self._compiling = list[Future[None]]()
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+    def __getitem__(self, grid: Grid) -> Callable[..., None]:
         """Return what launches the kernel."""
         return partial(self._launch, grid)
 
-    def compile_ahead(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """Begin to compile for fake tensors, unless that has begun already."""
-        device = args[0].device
-        given = tuple(_signature(x) for x in args)
-        key = (device, *given, *options.items())
-        if key not in self._begun:
-            pointers = [_pointer(x) if isinstance(x, Tensor) else x for x in args]
-            self._begun[key] = _threads().submit(_compile, self.function, device, grid, pointers, options)
-            self._running.append(self._begun[key])
-
-    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        if isinstance(args[0], FakeTensor):
-            self.compile_ahead(grid, *args, **options)
+    def _launch(self, grid: Grid, first: Tensor, *others: object, **options: object) -> None:
+        if isinstance(first, FakeTensor):
+            self.compile_ahead(grid, first, *others, **options)
             return
-        if self._running:
-            wait(self._running)
-            self._running.clear()
-        self.function[grid](*args, **options)
+        if self._compiling:
+            wait(self._compiling)  # what failed there fails again, here
+            self._compiling.clear()
+        self.function[grid](first, *others, **options)
+
+    def compile_ahead(self, grid: Grid, first: Tensor, *others: object, **options: object) -> None:
+        """Begin to compile for these arguments, unless that has begun already."""
+        args = [_Pointer(x.dtype, _address(x)) if isinstance(x, Tensor) else x for x in (first, *others)]
+        key = (first.device, *map(_specialization, args), *options.items())
+        if key not in self._begun:
+            self._begun.add(key)
+            self._compiling.append(_threads().submit(_compile, self.function, first.device, grid, args, options))
 
 
-def _signature(x: Any) -> object:
-    """Return what of an argument Triton compiles for: dtype and alignment, or whether a number is 1 or divisible."""
-    if isinstance(x, Tensor):
-        return x.dtype, _offset(x) % ALIGNMENT
-    kind: object = type(x)
-    return (kind, x == 1, x % ALIGNMENT == 0) if isinstance(x, int) else kind
+@dataclass(frozen=True, slots=True)
+class _Pointer:
+    """A tensor as Triton sees it where nothing runs."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def ptr_range(self) -> int:
+        return 0
 
 
-def _pointer(x: Tensor) -> object:
-    """Return what Triton takes for a tensor where nothing runs."""
-    from triton.runtime.jit import MockTensor  # pyright: ignore[reportMissingTypeStubs]
-
-    pointer: Any = MockTensor(x.dtype)
-    offset = _offset(x)
-    pointer.data_ptr = lambda: offset
-    return pointer
-
-
-def _offset(x: Tensor) -> int:
+def _address(x: Tensor) -> int:
+    """Return where a tensor begins in its memory, in bytes; memory itself is aligned."""
     return int(x.storage_offset()) * x.element_size()
 
 
-def _compile(function: Any, device: torch.device, grid: tuple[int, ...], args: list[Any], options: Any) -> None:
+def _specialization(x: object) -> object:
+    """Return what of an argument Triton compiles for."""
+    if isinstance(x, _Pointer):
+        return x.dtype, x.address % ALIGNMENT
+    return (x == 1, x % ALIGNMENT == 0) if isinstance(x, int) else str(type(x))
+
+
+def _compile(
+    function: Function, device: torch.device, grid: Grid, args: Sequence[object], options: dict[str, object]
+) -> None:
     with torch.cuda.device(device):
         function.warmup(*args, grid=grid, **options)
 

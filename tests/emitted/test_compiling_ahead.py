@@ -1,0 +1,90 @@
+"""Our own kernels begin to compile while PyTorch traces: those that launches will need, each variant once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton import language as tl
+
+from flexnsa import NativeSparseAttention, SelectionLoss
+from flexnsa.attention.triton import kernel as module
+from flexnsa.attention.triton.kernel import Kernel
+from flexnsa.attention.triton.typed import jit
+from tests.emitted.emit import emit
+
+OF_A_LAYER = {
+    *("log_sum_exp_kernel", "block_log_sums", "importance_kernel", "top_blocks_kernel"),
+    *("mark", "count_queries", "cut", "scatter", "forward_parts", "combine"),
+    *("row_stats", "backward_parts", "sum_shared", "sum_slots"),
+    *("forward", "backward_queries", "backward_keys"),
+    *("compare_blocks", "query_gradients", "key_gradients"),
+}
+TWICE = {"block_log_sums"}
+"""Summed for two sizes of keys: those of the layer, and those of its indexer."""
+
+
+@jit(do_not_specialize=["n"])
+def double(x_ptr, stride, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    values = tl.load(x_ptr + at * stride, mask=at < n, other=0)
+    tl.store(x_ptr + at * stride, 2 * values, mask=at < n)
+
+
+def test_a_launch_on_fake_tensors_compiles_what_one_on_real_tensors_needs() -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        x = torch.empty(4096)
+        for stride, n in ((1, 7), (1, 8), (16, 7), (32, 9)):  # two variants: n is not specialized, nor is 16 beside 32
+            double[(1,)](x, stride, n, BLOCK=16)
+        double[(1,)](x[1:], 1, 7, BLOCK=16)  # a third: not aligned
+    compiling = list(double._compiling)
+    assert len(compiling) == 3
+    with mock.patch.object(double, "function", mock.MagicMock()) as launched:
+        double[(1,)](torch.empty(16), 1, 16, BLOCK=16)
+        assert launched.__getitem__.return_value.call_count == 1
+    assert all(future.done() and future.exception() is None for future in compiling), "the launch did not wait"
+    variants: dict[str, Any] = double.function.device_caches[0][0]  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(variants) == 3
+    for at, stride in ((0, 1), (0, 48), (1, 1)):
+        double.function.warmup(torch.empty(4096)[at:], stride, 11, grid=(1,), BLOCK=16)
+    assert len(variants) == 3, "a real tensor needs another variant than the fake one"
+
+
+def test_what_fails_ahead_fails_at_the_launch() -> None:
+    function = mock.MagicMock()
+    function.warmup.side_effect = function.__getitem__.return_value.side_effect = RuntimeError("no such register")
+    kernel = Kernel(function)
+    with FakeTensorMode():
+        kernel[(1,)](torch.empty(16, device="cuda"))
+    with pytest.raises(RuntimeError, match="no such register"):
+        kernel[(1,)](torch.empty(16))
+    assert function.warmup.call_count == 1
+
+
+def test_a_traced_layer_begins_to_compile_all_of_its_kernels() -> None:
+    layer = NativeSparseAttention(64, 4, 2, 32, impl="triton").to("meta")
+    names = [name for name, _ in layer.named_parameters()]
+    begun = list[str]()
+
+    def attend(x: Tensor, sampled: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        selection = SelectionLoss.at(sampled, "mass")
+        weights = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(layer, weights, (x,), {"selection": selection}), selection.sums[0]
+
+    def make() -> tuple[Tensor, ...]:
+        parameters = [torch.empty(x.shape, requires_grad=True) for x in layer.parameters()]
+        return torch.empty(2, 1024, 64), torch.zeros(2, 256, dtype=torch.int64), *parameters
+
+    def submit(_: object, function: Any, *arguments: object) -> Future[None]:  # noqa: ARG001
+        begun.append(function.__name__)
+        return Future()
+
+    with mock.patch.object(module, "_threads", return_value=mock.Mock(submit=submit)):
+        emit(attend, make, ahead=True)
+    assert Counter(begun) == Counter(OF_A_LAYER) + Counter(TWICE)
