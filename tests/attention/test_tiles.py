@@ -65,6 +65,7 @@ def test_the_other_kernels_of_an_h200_keep_their_tiles() -> None:
     assert scoring.importance_tiles(H200, BF16, 128, 4) == scoring.ImportanceTiles(64, 64, 4, 1)
     assert scoring.importance_tiles(H200, FP32, 128, 4) == scoring.ImportanceTiles(32, 16, 4, 2)
     assert scoring.importance_tiles(H200, BF16, 64, 8) == scoring.ImportanceTiles(64, 32, 4, 1)
+    assert scoring.importance_tiles(H200, FP32, 64, 64) == scoring.ImportanceTiles(16, 8, 4, 1)
     assert scoring.log_sum_exp_tiles(H200, BF16, 128) == scoring.LogSumExpTiles(128, 64, 4)
     assert scoring.log_sum_exp_tiles(H200, FP32, 256) == scoring.LogSumExpTiles(32, 32, 4)
 
@@ -97,7 +98,7 @@ def test_tiles_that_fit_no_device_raise() -> None:
         selected.backward_tiles(RTX_4090, FP32, 256, 256, 64)
     with pytest.raises(ValueError, match=r"k: impl='flex' expects .* keys of 1024 and values of 1024 .* 101376 bytes"):
         flex.dense_tiles(RTX_4090, FP32, 1024, 1024)
-    with pytest.raises(ValueError, match=r"q: expected 1024 compressed keys of 256 .* to fit 101376 bytes"):
+    with pytest.raises(ValueError, match=r"q: expected 512 compressed keys of 256 .* to fit 101376 bytes"):
         scoring.importance_tiles(RTX_4090, FP32, 256, 64)
     with pytest.raises(ValueError, match=r"k_win: impl='triton' expects .* keys of 2048 .* 101376 bytes"):
         window.window_forward_tiles(RTX_4090, FP32, 2048, 2048)

@@ -31,7 +31,7 @@ def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_
     """
     candidates = [
         ImportanceTiles(queries=32, blocks=16, num_warps=4, num_stages=2),
-        ImportanceTiles(queries=16, blocks=16, num_warps=4, num_stages=1),
+        *(ImportanceTiles(queries=16, blocks=blocks, num_warps=4, num_stages=1) for blocks in (16, 8)),
     ]
     if dtype != torch.float32 and head_dim <= 128:
         widths = [blocks for blocks in (64, 32, 16) if blocks * keys_of_block <= MOST_KEYS or blocks == 16]
@@ -41,7 +41,7 @@ def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_
         if rows * padded(head_dim) * dtype.itemsize <= device.shared_memory:
             return tiles
     raise ValueError(
-        f"q: expected {16 * keys_of_block} compressed keys of {head_dim} numbers of {dtype}, those of 16 selection "
+        f"q: expected {8 * keys_of_block} compressed keys of {head_dim} numbers of {dtype}, those of 8 selection "
         f"blocks, to fit {device.shared_memory} bytes of shared memory, which they do not here"
     )
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flexnsa.layers.spread import write
-from flexnsa.lm.model.decoder import DecoderLayer, DecoderLM
+from flexnsa.lm.model.decoder import DecoderLayer, DecoderLM, quick_options
 from flexnsa.lm.parallel.agreement import flat, require_same
 from flexnsa.lm.parallel.ranks import Ranks, T
 from flexnsa.parallel.context_parallel import parallelize_model, shard
@@ -171,7 +171,7 @@ class FSDP2Ranks(GroupRanks):
 
     def compile(self, model: DecoderLM, **options: Any) -> None:
         """Compile the code between FSDP's hooks: with a hook inside a checkpoint nothing would be compiled."""
-        forward = torch.compile(DecoderLayer.forward, fullgraph=True, **options)
+        forward = torch.compile(DecoderLayer.forward, fullgraph=True, **quick_options(options))
         for layer in model.layers:
             layer.forward = MethodType(forward, layer)
 

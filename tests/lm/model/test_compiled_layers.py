@@ -104,3 +104,17 @@ def test_rotary_tables_are_computed_once_by_a_model_compiled_whole() -> None:
     assert len(code) == 2
     assert occurrences(code, "flexnsa.rope_tables") == 1
     assert occurrences(code, "aten.sin", "aten.cos") == 0
+
+
+def test_variants_of_pointwise_kernels_are_not_timed_unless_the_caller_says_how_to_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = list[dict[str, Any]]()
+    monkeypatch.setattr(torch, "compile", lambda _, **options: given.append(options))
+    model, *_ = make("dense")
+    model.compile_layers(fullgraph=True)
+    model.compile_layers(mode="max-autotune")
+    model.compile_layers(options={"max_autotune": True})
+    assert given[1:] == [{"mode": "max-autotune"}, {"options": {"max_autotune": True}}]
+    assert given[0] == {"fullgraph": True, "options": {"triton.autotune_pointwise": False}}
+    assert given[0]["options"].keys() <= set(torch._inductor.list_options())
