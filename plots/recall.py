@@ -18,18 +18,19 @@ from plots.records import NotRecordedError, Record, Results
 from plots.style import Label, figure, label_curves, short
 
 BLACK = "#000000"
+RECIPE = "NSA, shared keys, begun as mean, slow, indexer, residual"
 LINES = {
     "dense": ("dense", ORANGE, "s"),
+    RECIPE: ("NSA, default settings", GREEN, "P"),
     "NSA, slow, l=4 d=2": ("NSA, slow, l=4 d=2", SKY, "^"),
     "NSA, slow": ("NSA, slow compressors", BLUE, "o"),
-    "NSA, shared keys, mean compressor": ("NSA, shared keys, mean", GREEN, "P"),
     "NSA without selected": ("without selected", PURPLE, "D"),
     "NSA without compressed": ("without compressed", BLACK, "d"),
     "NSA": ("NSA, plain", AMBER, "v"),
     "window only": ("window only", GREY, "x"),
 }
 """Models in the order of panels, how they are called there; others are in the record alone."""
-NAMED = ("dense", "NSA, slow, l=4 d=2", "NSA, slow", "NSA")
+NAMED = ("dense", RECIPE, "NSA, slow", "NSA")
 """Those drawn thick; the headline compares all but the last."""
 LOOKS = {"recall": "values recalled of new rows", "unscored": "blocks that score exactly 0, last layer"}
 TITLES = {"pairs": "one of many pairs", "needle": "a pair alone in filler"}

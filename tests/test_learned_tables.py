@@ -16,6 +16,7 @@ RECALL, LANGUAGE = (ROOT / "benchmarks" / "results" / name for name in ("recall.
 # The rows of recall on the page for readers, by the names of the table that holds every model.
 SHOWN = {
     "dense attention": "dense attention",
+    "NSA, the default settings": "shared keys, begun as mean, slow, indexer, residual",
     "NSA, l = 4, d = 2": "slow compressors, l=4 d=2",
     "NSA": "slow compressors",
     "NSA, shared keys, mean start": "shared keys, begun as mean, slow",
@@ -43,6 +44,7 @@ TRIED = {
 LOSS_KERNELS = ("block_log_sums", "compare_blocks", "query_gradients", "key_gradients")
 RECALLED = {
     "dense attention": "dense",
+    "shared keys, begun as mean, slow, indexer, residual": "NSA, shared keys, begun as mean, slow, indexer, residual",
     "slow compressors, l=4 d=2": "NSA, slow, l=4 d=2",
     "slow compressors": "NSA, slow",
     "normalised": "NSA, normalised",
@@ -171,7 +173,7 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
         for name in names
     }
     small = {(name, 800): runs["small", name, 800] for name in ("dense", "NSA", plain)}
-    longer = {(recipe, 2350): runs["m7c-125m, 32k", recipe, 2350]}
+    longer = {(name, steps): runs["m7c-125m, 32k", name, steps] for name, steps in ((far_dense, 1440), (recipe, 2350))}
     longest = {name: seeds for (name, steps), seeds in large.items() if steps == 2000}
     assert sum(map(len, (large | longer | small).values())) == len(points), "all that was recorded is told"
     ideas = json.loads(IDEAS.read_text())["rows"]
@@ -257,16 +259,23 @@ def idea_row(label: str, ideas: list[dict[str, Any]]) -> list[str]:
 
 def test_what_the_page_says_of_text_125m_is_what_was_recorded() -> None:
     page = " ".join(LEARNING.read_text().split())
-    points = json.loads((IDEAS.parent / "training_h100.json").read_text())["points"]
-    taught, without = (point["step_ms"] for point in points)
+    points = json.loads((IDEAS.parent / "training_indexer_h200.json").read_text())["points"]
+    own, without, dense, own_far, without_far, dense_far = (point["step_ms"] for point in points)
+    ratios = f"{own / without:.2f} times as long at 8k and {own_far / without_far:.2f} times at 32k"
+    assert f"**An indexer makes a step {ratios}**" in page
+    assert f"H200: {own:.0f} and {without:.0f} ms, {own_far:.0f} and {without_far:.0f};" in page
+    assert f"; dense {dense:.0f} and {dense_far:.0f} (" in page
     loss = sum(ms for name, ms, _ in points[0]["longest_kernels"] if name in LOSS_KERNELS)
-    assert f"takes {taught / without:.2f} times as long** as without an indexer (H100: {taught:.0f} and" in page
-    assert f"{without:.0f} ms, of which the loss takes {loss:.0f};" in page
-    steps = json.loads((IDEAS.parent / "training_indexer_h200.json").read_text())["points"]
-    own, other = (f"{point['step_ms']:.0f}" for point in steps)
-    assert f"By default a step takes {own} ms on an H200, {other} with dense" in page
+    assert f"Of {own:.0f} ms the loss takes {loss:.0f}." in page
     runs: dict[str, list[dict[str, Any]]] = {"text-125m": [], "dense, rope 1e8": []}
     recorded = json.loads((IDEAS.parent / "language_h200.json").read_text())["points"]
+    longer = {TEXTS["text-125m"]: 2350, TEXTS["dense, rope 1e8"]: 1440}
+    ends = {x["model"]: x for x in recorded if (x["size"], x["steps"]) == ("m7c-125m, 32k", longer.get(x["model"]))}
+    sparse, other = (ends[name] for name in longer)
+    assert f"{sparse['finals']['bits']['mean']:.4f} bits after 2,350 steps in {sparse['seconds']:.0f} s, dense" in page
+    assert f"dense {other['finals']['bits']['mean']:.4f} after 1,440 in {other['seconds']:.0f} s (seed 0)" in page
+    passed = next(step for step, _, bits in sparse["held_out"] if bits < other["held_out"][-1][-1])
+    assert f"By step {passed} it has the loss with which" in page
     for point in sorted(recorded, key=itemgetter("seed")):
         for name, seeds in runs.items():
             if (point["size"], point["model"], point["steps"]) == ("m7c-125m", TEXTS[name], 2000):

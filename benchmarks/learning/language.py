@@ -11,8 +11,8 @@ Losses at equal tokens are those after the last step. For equal time the slower 
 one ended, between its looks at held-out rows: its learning rate has not come all the way down there. Seconds are those
 of training alone, where no other training is on the GPU.
 
-``--size "m7c-125m, 32k"`` has sequences of 32,768 tokens. Schedules of equal time need ``--steps``: on an H200 1,350 of
-``"dense, rope 1e8"`` take about 540 seconds, and 2,350 of NSA with an indexer.
+``--size "m7c-125m, 32k"`` has sequences of 32,768 tokens. Schedules of equal time need ``--steps``: on an H200 1,440 of
+``"dense, rope 1e8"`` take about 570 seconds, and 2,350 of NSA with an indexer.
 
 When the time is up every run writes down where it is, and the same command resumes there. What is recorded whole
 is not run again.
