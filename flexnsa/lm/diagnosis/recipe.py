@@ -22,8 +22,9 @@ from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.lm.model.decoder import DecoderLM
 from flexnsa.lm.parallel.joining import PARALLEL, joined_ranks, rank_device
 from flexnsa.lm.parallel.ranks import Ranks
+from flexnsa.lm.training.checks import check_training
 from flexnsa.lm.training.config import TrainConfig
-from flexnsa.lm.training.trainer import Trainer, check_training
+from flexnsa.lm.training.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +82,7 @@ class Recipe:
         """Check the arguments, but not how processes are started.
 
         Raises:
-            ValueError: as of :func:`~flexnsa.lm.training.trainer.check_training`.
+            ValueError: as of :func:`~flexnsa.lm.training.checks.check_training`.
         """
         device = torch.device(self.device)
         check_training(self.model, self.corpus(), self.training, device, self.ranks, self.context_parallel)

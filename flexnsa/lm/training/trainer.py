@@ -15,13 +15,12 @@ from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.layers.spread import whole
 from flexnsa.lm.data.corpus import Corpus
 from flexnsa.lm.data.rows import Batch, PackedDocuments, Windows
-from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.lm.model.decoder import DecoderLM
 from flexnsa.lm.parallel.ranks import Ranks
+from flexnsa.lm.training.checks import check_training
 from flexnsa.lm.training.config import TrainConfig, completed
 from flexnsa.lm.training.teaching import Teaching
 from flexnsa.optim import COMPRESSOR_LR, index_parameters, parameter_groups
-from flexnsa.parallel.chunks import check_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class Trainer:
         ranks: the processes that train together and have built the model; by default this process alone.
 
     Raises:
-        ValueError: as of :func:`check_training`.
+        ValueError: as of :func:`~flexnsa.lm.training.checks.check_training`.
         RanksDifferError: the model, the config, the text or ``compiled`` differs between ranks; raised on all of them.
     """
 
@@ -237,54 +236,6 @@ def language_loss(
     told = {} if selection is None else {"selection": selection}
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=precision == "bf16"):
         return model(batch.tokens, targets=batch.targets, reduction=reduction, document_ids=batch.document_ids, **told)
-
-
-def check_training(
-    model: DecoderConfig,
-    corpus: Corpus,
-    config: TrainConfig,
-    device: torch.device,
-    world_size: int = 1,
-    context_parallel: int = 1,
-) -> None:
-    """Check that model, text, hyper-parameters and processes fit each other.
-
-    Args:
-        model: config of the model.
-        corpus: text to train on and to validate on.
-        config: hyper-parameters.
-        device: to train on.
-        world_size: number of processes.
-        context_parallel: number of processes that share the tokens of the same sequences.
-
-    Raises:
-        ValueError: the text is shorter than a sequence, the model's attention cannot be trained on the device, or
-            processes cannot share the sequences of a step or of an evaluation, or their tokens, evenly.
-    """
-    corpus.require_rows(config.seq_len)
-    if model.attention == "nsa" and model.impl in ("flex", "triton") and device.type == "cpu":
-        lacks = "flex has no backward" if model.impl == "flex" else "triton has no kernels"
-        raise ValueError(f"impl: expected 'auto' or 'sdpa' to train on a CPU, where {lacks}, got {model.impl!r}")
-    if context_parallel > 1:
-        _check_tokens(model, config, context_parallel)
-    sharing = world_size // context_parallel
-    rows = {
-        "batch_size": ("batch_size * grad_accumulation", config.sequences_per_step),
-        "eval_sequences": ("eval_sequences", config.eval_sequences),
-    }
-    for name, (what, count) in rows.items():
-        if count % sharing:
-            groups = "processes" if context_parallel == 1 else f"groups of {context_parallel} processes"
-            raise ValueError(f"{name}: expected {what} to be a multiple of {sharing} {groups}, got {count}")
-
-
-def _check_tokens(model: DecoderConfig, config: TrainConfig, context_parallel: int) -> None:
-    """Check that processes can share the tokens of sequences."""
-    if model.attention != "nsa":
-        raise ValueError(f"attention: expected 'nsa' with context_parallel, got {model.attention!r}")
-    if config.pack:
-        raise ValueError("pack: expected False with context_parallel, because documents begin anywhere, got True")
-    check_chunks("seq_len", config.seq_len, 2 * context_parallel, model.nsa, model.branches)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

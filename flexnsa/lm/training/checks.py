@@ -1,0 +1,58 @@
+"""Checks that model, text, hyper-parameters and processes fit each other."""
+
+from __future__ import annotations
+
+import torch
+
+from flexnsa.lm.data.corpus import Corpus
+from flexnsa.lm.model.config import DecoderConfig
+from flexnsa.lm.training.config import TrainConfig
+from flexnsa.parallel.chunks import check_chunks
+
+
+def check_training(
+    model: DecoderConfig,
+    corpus: Corpus,
+    config: TrainConfig,
+    device: torch.device,
+    world_size: int = 1,
+    context_parallel: int = 1,
+) -> None:
+    """Check that model, text, hyper-parameters and processes fit each other.
+
+    Args:
+        model: config of the model.
+        corpus: text to train on and to validate on.
+        config: hyper-parameters.
+        device: to train on.
+        world_size: number of processes.
+        context_parallel: number of processes that share the tokens of the same sequences.
+
+    Raises:
+        ValueError: the text is shorter than a sequence, the model's attention cannot be trained on the device, or
+            processes cannot share the sequences of a step or of an evaluation, or their tokens, evenly.
+    """
+    corpus.require_rows(config.seq_len)
+    if model.attention == "nsa" and model.impl in ("flex", "triton") and device.type == "cpu":
+        lacks = "flex has no backward" if model.impl == "flex" else "triton has no kernels"
+        raise ValueError(f"impl: expected 'auto' or 'sdpa' to train on a CPU, where {lacks}, got {model.impl!r}")
+    if context_parallel > 1:
+        _check_tokens(model, config, context_parallel)
+    sharing = world_size // context_parallel
+    rows = {
+        "batch_size": ("batch_size * grad_accumulation", config.sequences_per_step),
+        "eval_sequences": ("eval_sequences", config.eval_sequences),
+    }
+    for name, (what, count) in rows.items():
+        if count % sharing:
+            groups = "processes" if context_parallel == 1 else f"groups of {context_parallel} processes"
+            raise ValueError(f"{name}: expected {what} to be a multiple of {sharing} {groups}, got {count}")
+
+
+def _check_tokens(model: DecoderConfig, config: TrainConfig, context_parallel: int) -> None:
+    """Check that processes can share the tokens of sequences."""
+    if model.attention != "nsa":
+        raise ValueError(f"attention: expected 'nsa' with context_parallel, got {model.attention!r}")
+    if config.pack:
+        raise ValueError("pack: expected False with context_parallel, because documents begin anywhere, got True")
+    check_chunks("seq_len", config.seq_len, 2 * context_parallel, model.nsa, model.branches)
