@@ -17,7 +17,7 @@ examples: .venv/.installed  ## run every file of examples/ at its full size
 	for example in examples/*.py; do echo "== $$example" && $(BIN)/python $$example || exit; done
 
 test: .venv/.installed  ## run the tests
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 emitted: .venv/.installed  ## compile the CUDA kernels for several GPUs and run them in an interpreter; no GPU needed
 	$(BIN)/python -m pytest -n auto tests/emitted
@@ -49,7 +49,7 @@ bench: .venv/.installed  ## time and memory of NSA and its phases beside dense a
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest benchmarks --benchmark-autosave
 
 bench-smoke: .venv/.installed  ## do the benchmarks run? The smallest size, once
-	$(BIN)/python -m pytest benchmarks --smoke
+	$(BIN)/python -m pytest benchmarks --smoke -n auto
 
 bench-gpu: .venv/.installed  ## measure on a GPU: correctness, then time and memory beside dense attention
 	$(BIN)/python -m benchmarks attention.gpu
