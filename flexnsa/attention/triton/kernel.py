@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 THREADS = 8
-"""That compile: a layer has about twenty kernels, of up to two seconds each."""
+"""Threads that compile. A layer has about twenty kernels, each of which compiles in up to two seconds."""
 ALIGNMENT = 16
-"""Triton compiles kernels of their own for addresses in bytes, and for numbers, that are multiples of it."""
+"""Triton compiles a variant of its own for addresses, in bytes, and numbers that are multiples of this."""
 
 Grid = tuple[int, ...]
 
@@ -66,7 +66,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class _Pointer:
-    """A tensor as Triton sees it where nothing runs."""
+    """The dtype and address of a tensor, which are all that Triton reads of it to compile."""
 
     dtype: torch.dtype
     address: int
@@ -84,7 +84,7 @@ def _address(x: Tensor) -> int:
 
 
 def _specialization(x: object) -> object:
-    """Return what of an argument Triton compiles for."""
+    """Return the properties of an argument for which Triton compiles a variant."""
     if isinstance(x, _Pointer):
         return x.dtype, x.address % ALIGNMENT
     return (x == 1, x % ALIGNMENT == 0) if isinstance(x, int) else str(type(x))
