@@ -1,18 +1,20 @@
 """Run emitted modules on a CPU, forward and backward: every kernel in Triton's interpreter, on the grid it would have.
 
-Each module runs in a process of its own (:mod:`tests.emitted.interpreter`), because the interpreter is chosen when
-Triton is first imported, and the process that emits needs the compiler.
+Modules run in another process (:mod:`tests.emitted.interpreter`), because the interpreter is chosen when Triton is
+first imported, and the process that emits needs the compiler.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -41,16 +43,28 @@ def interpreted(emitted: Emitted) -> Callable[..., Any]:
 
 
 def _run(module: Module, args: list[Any]) -> Sequence[Any]:
-    """Run a module in its process, also for what it does to its arguments."""
+    """Run a module in the other process, also for what it does to its arguments."""
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]
     args.clear()  # a generated module takes its arguments over
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder, "request.pt"), Path(folder, "answer.pt")
         torch.save((module.source, module.constants, given), request)
-        environment = os.environ | {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_CACHE_DIR": folder, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "tests.emitted.interpreter", str(request), str(answer)]
-        subprocess.run(command, env=environment, check=True)
+        requests, statuses = _interpreter()
+        print(json.dumps([str(request), str(answer)]), file=requests, flush=True)
+        status = statuses.readline().strip()
+        assert status == "0", f"the interpreter ended with status {status or 'unknown'}"
         outputs, changed = torch.load(answer)
     for number, value in changed.items():
         given[number].copy_(value)
     return outputs
+
+
+@functools.cache
+def _interpreter() -> tuple[IO[str], IO[str]]:
+    """Start the process; it ends when this one does, which closes its input."""
+    own = {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.emitted.interpreter"]
+    process = subprocess.Popen(command, env=os.environ | own, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdin, process.stdout

@@ -1,4 +1,7 @@
-"""The process that runs one emitted module on CPU tensors, in Triton's interpreter.
+"""The process that runs emitted modules on CPU tensors, in Triton's interpreter, each in a fork of its own.
+
+Imports take longer than most modules, so one process has them and forks. A line of its input names the files of a
+request and of the answer; it writes the fork's exit status, a line, when that ends.
 
 Inductor's launcher takes interpreted kernels. What remains is to point the names of CUDA in a generated module at the
 CPU, and to give the interpreter what it lacks.
@@ -8,8 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -119,9 +125,30 @@ def run(request: Path, answer: Path) -> None:
     torch.save((outputs, changed), answer)
 
 
+def serve() -> None:
+    """Fork for each request until the input ends; what a module prints goes to standard error."""
+    statuses = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for line in sys.stdin:
+        child = os.fork()
+        if child:
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=statuses)
+            continue
+        status = 1
+        try:
+            request, answer = map(Path, json.loads(line))
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(request.parent)
+            run(request, answer)
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+
 if __name__ == "__main__":
     turn_to_cpu()
     teach_bfloat16()
     hurry()
     prefer_large_tiles()
-    run(Path(sys.argv[1]), Path(sys.argv[2]))
+    serve()
