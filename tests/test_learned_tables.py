@@ -19,7 +19,6 @@ SHOWN = {
     "NSA, the default settings": "shared keys, begun as mean, slow, indexer, residual",
     "NSA, l = 4, d = 2": "slow compressors, l=4 d=2",
     "NSA": "slow compressors",
-    "NSA, shared keys, mean start": "shared keys, begun as mean, slow",
     "NSA, one learning rate": "plain",
     "window only": "window only",
 }
@@ -31,7 +30,7 @@ TEXTS = {
     "with an indexer": "NSA, rope 1e8, shared keys, begun as mean, indexer",
     "text-125m": "NSA, rope 1e8, shared keys, begun as mean, indexer, residual",
 }
-# The ideas on it, by their names in the list of all.
+# The other indexers of the page with every model of text, by their names in the list of all ideas.
 TRIED = {
     "all heads, the default": "all heads of a group",
     "changes of queries and keys of rank 32 (`index_rank=32`)": "all heads, changes of rank 32",
@@ -178,7 +177,10 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
     assert sum(map(len, (large | longer | small).values())) == len(points), "all that was recorded is told"
     ideas = json.loads(IDEAS.read_text())["rows"]
     shown = [text_row(label, longest[name]) for label, name in TEXTS.items()]
-    assert rows_of(LEARNING)[: -len(SHOWN)] == shown + [idea_row(label, ideas) for label in TRIED]
+    assert rows_of(LEARNING)[: -len(SHOWN)] == shown
+    tried = {label: idea_row(label, ideas) for label in TRIED}
+    half, whole = (tried[label][1] for label in ("3 of 6 heads", "all heads, the default"))
+    assert f"3 of 6 find {half} of the blocks, all {whole}" in words_of(LEARNING)
     expected = [[name, *ends(seeds)] for group in (large, longer, small) for (name, _), seeds in group.items()]
     gaps = [
         (f"{sparse} - {dense}", steps, gap_of(of[sparse, steps], of[dense, steps]))
@@ -207,7 +209,7 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
         if name.startswith("NSA") and name not in (small_blocks, indexed):  # their time was up before
             costs = (cost_of(seeds, blocks) for blocks in ("initial", "random", "forced"))
             expected.append([f"{name}, small" if (name, steps) in small else name, f"{steps:,}", *costs])
-    assert rows_of(LANGUAGE) == expected
+    assert rows_of(LANGUAGE) == [*expected, *tried.values()]
 
 
 def gap_of(sparse: list[dict[str, Any]], dense: list[dict[str, Any]]) -> str:
@@ -258,7 +260,7 @@ def idea_row(label: str, ideas: list[dict[str, Any]]) -> list[str]:
 
 
 def test_what_the_page_says_of_text_125m_is_what_was_recorded() -> None:
-    page = " ".join(LEARNING.read_text().split())
+    page = words_of(LEARNING)
     points = json.loads((IDEAS.parent / "training_indexer_h200.json").read_text())["points"]
     own, without, dense, own_far, without_far, dense_far = (point["step_ms"] for point in points)
     ratios = f"{own / without:.2f} times as long at 8k and {own_far / without_far:.2f} times at 32k"
@@ -269,13 +271,17 @@ def test_what_the_page_says_of_text_125m_is_what_was_recorded() -> None:
     assert f"Of {own:.0f} ms the loss takes {loss:.0f}." in page
     runs: dict[str, list[dict[str, Any]]] = {"text-125m": [], "dense, rope 1e8": []}
     recorded = json.loads((IDEAS.parent / "language_h200.json").read_text())["points"]
-    longer = {TEXTS["text-125m"]: 2350, TEXTS["dense, rope 1e8"]: 1440}
-    ends = {x["model"]: x for x in recorded if (x["size"], x["steps"]) == ("m7c-125m, 32k", longer.get(x["model"]))}
-    sparse, other = (ends[name] for name in longer)
-    assert f"{sparse['finals']['bits']['mean']:.4f} bits after 2,350 steps in {sparse['seconds']:.0f} s, dense" in page
-    assert f"dense {other['finals']['bits']['mean']:.4f} after 1,440 in {other['seconds']:.0f} s (seed 0)" in page
-    passed = next(step for step, _, bits in sparse["held_out"] if bits < other["held_out"][-1][-1])
-    assert f"By step {passed} it has the loss with which" in page
+    runs_at_32k = (("text-125m", 2350), ("dense, rope 1e8", 1440))
+    sparse, other = (
+        [x for x in recorded if (x["size"], x["model"], x["steps"]) == ("m7c-125m, 32k", TEXTS[name], steps)]
+        for name, steps in runs_at_32k
+    )
+    pairs = list(zip(sparse, other, strict=True))
+    assert [(nsa["seed"], dense["seed"]) for nsa, dense in pairs] == [(0, 0), (1, 1)]
+    assert f"{both([f'{x:.4f}' for x in means(sparse)])} bits after 2,350 steps ({seconds_of(sparse)}), dense" in page
+    assert f"dense {both([f'{x:.4f}' for x in means(other)])} after 1,440 ({seconds_of(other)})" in page
+    passed = [first_below(nsa["held_out"], dense["held_out"][-1][-1]) for nsa, dense in pairs]
+    assert f"By steps {both([f'{step:,}' for step in passed])} it has dense attention's final loss" in page
     for point in sorted(recorded, key=itemgetter("seed")):
         for name, seeds in runs.items():
             if (point["size"], point["model"], point["steps"]) == ("m7c-125m", TEXTS[name], 2000):
@@ -285,11 +291,59 @@ def test_what_the_page_says_of_text_125m_is_what_was_recorded() -> None:
     assert f"and by {min(gains):.3f} to {max(gains):.3f} from byte 4,096 on" in page
     worst = min(fmean(layer) for run in recipe for layer in run["selection"][-1][1])
     assert f"the worst layers of text-125m find {worst:.3f}" in page
-    both = [run for run in recipe if "bits with best blocks" in run["finals"]]
-    lost = fmean(means(both, "bits with own blocks")) - fmean(means(both, "bits with best blocks"))
+    read = [run for run in recipe if "bits with best blocks" in run["finals"]]
+    lost = fmean(means(read, "bits with own blocks")) - fmean(means(read, "bits with best blocks"))
     assert f"With the best blocks it would have {lost:.3f} bits less" in page
 
 
 def far_bits(run: dict[str, Any]) -> float:
     """Bits from byte 4,096 on."""
     return fmean(run["finals"]["bits"]["positions"][-2:])
+
+
+def test_what_the_page_says_of_teaching_is_what_was_recorded() -> None:
+    page, record = words_of(LEARNING), json.loads((IDEAS.parent / "teaching_h200.json").read_text())
+    sizes, nsa, training = (record["setting"][name] for name in ("sizes", "nsa", "training"))
+    heads = f"{sizes['num_attention_heads']}/{sizes['num_key_value_heads']} heads of {sizes['head_dim']}"
+    base = f"{sizes['rope_parameters']['rope_theta']:.0e}".replace("e+0", "e")
+    model = f"{sizes['num_hidden_layers']} layers of {sizes['hidden_size']}, {heads}, `rope_theta={base}`"
+    runs = {run["name"]: run for run in record["points"]}
+    last = {name: run["held_out"][-1][1] for name, run in runs.items()}
+    dense, untaught, best, own = (last[name] for name in ("pretraining", "means of keys", "best blocks", "taught"))
+    start = f"in sequences of {training['seq_len']:,} bytes has {dense:.4f} nats per held-out byte."
+    assert f"A dense Llama ({model}) that learned Python source code {start}" in page
+    blocks = f"{nsa['num_selected_blocks']} blocks of {nsa['select_block_size']}"
+    assert f"Reading {blocks}, it has {untaught:.4f} with blocks chosen by means of keys" in page
+    assert f"by means of keys, {best:.4f} with the best ones, and {own:.4f} with those of taught indexers" in page
+    assert round((untaught - own) / (untaught - dense), 1) == 0.5
+    assert "which win back half of what is lost" in page
+    taught, before = runs["taught"], runs["means of keys"]["recall"]
+    took = f"{taught['steps']} steps ({taught['seconds']:.0f} s on an H200)"
+    assert f"{took}; they add {100 * taught['share_of_parameters']:.1f} % to the parameters" in page
+    mean, least = (f"{before[name]:.3f} to {taught['recall'][name]:.3f}" for name in ("mean", "least"))
+    assert f"Blocks found rise from {mean}, in the least head from {least}." in page
+    names = {name: [f"{name}, all weights, seed {seed}" for seed in (2, 3)] for name in ("taught", "dense")}
+    ends = {name: [f"{last[run]:.4f}" for run in of_seeds] for name, of_seeds in names.items()}
+    assert len(runs) == 4 + 2 * len(ends), "all that was recorded is told"
+    told = f"taught models have {both(ends['taught'])}, dense ones {both(ends['dense'])}"
+    assert f"After {training['steps']} steps of all weights, with two seeds, {told}" in page
+
+
+def words_of(page: Path) -> str:
+    """Return a page without its line breaks."""
+    return " ".join(page.read_text().split())
+
+
+def both(seeds: list[str]) -> str:
+    """Join what two seeds have."""
+    first, second = seeds
+    return f"{first} and {second}"
+
+
+def seconds_of(seeds: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{run['seconds']:.0f} s" for run in seeds)
+
+
+def first_below(looks: list[list[float]], bits: float) -> float:
+    """Return the step of the first look at held-out rows with less than these bits."""
+    return next(step for step, _, found in looks if found < bits)
