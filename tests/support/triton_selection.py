@@ -50,10 +50,11 @@ class Case:
     scratch_bytes: int = 2**20
     spread: bool = False
     longest: int | None = None
+    scale: float | None = None
 
     @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5
+    def factor(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def is_whole_sequence(self) -> bool:
@@ -94,6 +95,8 @@ CASES = {
     "key-over-three-blocks": Case(config=sizes(16, 4, 8, 5), documents=(77,), group=3),
     "chunks": Case(config=sizes(8, 4, 8, 4), documents=(140,), group=2, scratch_bytes=1),
     "all-blocks-fit": Case(config=sizes(8, 4, 16, 16), documents=(70,), group=2),
+    "negative-scale": Case(config=sizes(8, 4, 16, 3), documents=(90,), group=2, scale=-0.3),
+    "scale-of-zero": Case(config=sizes(8, 4, 16, 3), documents=(90,), group=2, scale=0.0, zero=True),
     "ties": Case(config=sizes(12, 4, 16, 4, init=0, local=0), documents=(90,), group=4, zero=True),
     "keys-of-a-token-dim256": Case(config=sizes(1, 1, 16, 3), documents=(150,), group=1, head_dim=256),
     "shorter-than-a-key": Case(config=sizes(32, 16, 64, 2), documents=(31,), group=4),
@@ -127,7 +130,7 @@ def dense_lse_and_importance(case: Case) -> tuple[Tensor, Tensor]:
     index = torch.arange(k.shape[2]) - rows.cmp_start[0][:, None]
     begin, end = index * config.compress_stride, index * config.compress_stride + config.compress_block_size
     visible = (index >= 0) & (end - 1 <= age[:, None])
-    score = q @ k.repeat_interleave(case.group, 1).transpose(-1, -2) * case.scale
+    score = q @ k.repeat_interleave(case.group, 1).transpose(-1, -2) * case.factor
     score = score.masked_fill(~visible, float("-inf"))
     lse = score.logsumexp(-1)
     p = torch.where(visible, (score - lse[..., None]).exp(), 0.0)
@@ -169,7 +172,7 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     lse = dense_lse_and_importance(case)[0].float().to(device)
     rows, num_queries = case.positions(), q.shape[2]
     rows = rows.map(lambda x: x.to(device))
-    arguments: dict[str, Any] = {"config": case.config, "scale": case.scale}
+    arguments: dict[str, Any] = {"config": case.config, "scale": case.factor}
 
     width = num_blocks(max(case.documents), case.config)
     own, passed = torch.zeros(2, case.batch * case.kv_heads, num_queries, scoring_triton.aligned(width), device=device)

@@ -9,6 +9,7 @@ from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import log_sum_exp_tiles
 from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp_kernel
+from flexnsa.attention.triton.operators import with_positive_scale
 from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
 
@@ -26,6 +27,7 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions, *, config: NSACo
     Returns:
         float32 ``(B, Hq, T)``; ``-inf`` for a query that sees no key.
     """
+    q, scale = with_positive_scale(q, scale)
     batch, q_heads, num_queries, head_dim = q.shape
     out = torch.empty(batch, q_heads, num_queries, dtype=torch.float32, device=q.device)
     tiles = log_sum_exp_tiles(device_of(q), q.dtype, head_dim)

@@ -27,6 +27,13 @@ def check_call(call: Call, name: str, x: Tensor) -> None:
         )
 
 
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Move the sign of a scale to the queries: kernels mask and take the maximum of products before they scale them."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+
+
 def require_device(x: Tensor, name: str = "q") -> None:
     """Check that a device runs the kernels; Triton's interpreter runs on any."""
     if x.device.type != "cuda" and not _is_interpreted():

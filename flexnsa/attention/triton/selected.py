@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
 from flexnsa.attention.seam import BranchOutput, Call
-from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of
+from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of, with_positive_scale
 from flexnsa.operators import opaque_operator
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     rows = min(LIST_ROWS, FLOAT32_LIST_ROWS) if q.dtype == torch.float32 else LIST_ROWS
     capacity = max(1, rows // group)
     size = operator.index(config.select_block_size)
-    out, lse, _, _ = _selected_attention(q, k, v, block_indices, token, start, call.scale, size, chunk, capacity)
+    q, scale = with_positive_scale(q, call.scale)
+    out, lse, _, _ = _selected_attention(q, k, v, block_indices, token, start, scale, size, chunk, capacity)
     return BranchOutput(out, lse)
 
 
