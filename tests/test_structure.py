@@ -70,6 +70,7 @@ NOT_STRICT = {
     f"{KERNELS}/few_rows",
     f"{KERNELS}/importance",
     f"{KERNELS}/importance_few",
+    f"{KERNELS}/intervals",
     f"{KERNELS}/log_sum_exp",
     f"{KERNELS}/selected_backward",
     f"{KERNELS}/selected_forward",
@@ -78,7 +79,6 @@ NOT_STRICT = {
     f"{KERNELS}/selected_sums",
     f"{KERNELS}/top_blocks",
     f"{KERNELS}/visible",
-    f"{KERNELS}/window",
 }
 """Files of attention and layers that no type checker reads strictly: Python has no types for what a kernel computes."""
 

@@ -22,9 +22,9 @@ from flexnsa.attention.sdpa import decoding as sdpa_decoding
 from flexnsa.attention.seam import BranchOutput, Call, Compressed, Implementation, Keys, NSAAux, Scorer, given
 from flexnsa.attention.selection_loss import divergence
 from flexnsa.attention.triton import divergence as triton_divergence
+from flexnsa.attention.triton import intervals as triton_intervals
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
-from flexnsa.attention.triton import window as triton_window
 from flexnsa.attention.triton.decoding import operator as triton_decoding
 from flexnsa.attention.triton.operators import require_device
 from flexnsa.checks.calls import check_mods
@@ -39,6 +39,13 @@ REFERENCE = Implementation(
     reference.compressed, reference.select, reference.selected, reference.window, reference.divergence
 )
 SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window, divergence)
+
+
+def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
+    own = triton_intervals.suit(k_cmp.shape[2], max(q.shape[3], v_cmp.shape[3]))
+    return (triton_intervals if own else flex).compressed(q, k_cmp, v_cmp, call)
+
+
 FLEX = Implementation(
     flex.compressed,
     triton_select.select,
@@ -50,8 +57,9 @@ FLEX = Implementation(
 )
 TRITON = replace(
     FLEX,
+    compressed=_compressed,
     selected=triton_selected.selected,
-    window=triton_window.window,
+    window=triton_intervals.window,
     check_input=triton_selected.check_input,
     takes_mods=False,
 )
@@ -60,13 +68,18 @@ IMPLEMENTATIONS = {"flex": FLEX, "triton": TRITON, "sdpa": SDPA, "reference": RE
 FLEX_CACHED = replace(FLEX, compressed=flex_cached.compressed, selected=flex_cached.selected, window=flex_cached.window)
 
 
+def _cached_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
+    attend_to = _compressed if _share_keys(q, k_cmp, v_cmp, call) else flex_cached.compressed
+    return attend_to(q, k_cmp, v_cmp, call)
+
+
 def _cached_selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
     attend_to = triton_selected.selected if _share_keys(q, k, v, call) else flex_cached.selected
     return attend_to(q, k, v, block_indices, call)
 
 
 def _cached_window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
-    attend_to = triton_window.window if _share_keys(q, k, v, call) else flex_cached.window
+    attend_to = triton_intervals.window if _share_keys(q, k, v, call) else flex_cached.window
     return attend_to(q, k, v, call)
 
 
@@ -84,6 +97,7 @@ CACHED_IMPLEMENTATIONS = {
     "flex": FLEX_CACHED,
     "triton": replace(
         FLEX_CACHED,
+        compressed=_cached_compressed,
         selected=_cached_selected,
         window=_cached_window,
         check_input=_check_cached,

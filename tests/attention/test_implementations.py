@@ -21,8 +21,8 @@ from flexnsa.attention.table import (
     by_branch,
     choose_implementation,
 )
+from flexnsa.attention.triton import intervals as triton_intervals
 from flexnsa.attention.triton import selected as triton_selected
-from flexnsa.attention.triton import window as triton_window
 from flexnsa.functional import native_sparse_attention
 from flexnsa.layers import forward
 from flexnsa.mods import soft_cap
@@ -116,8 +116,8 @@ def test_many_cached_queries_use_the_kernels_of_whole_sequences(
     count: int, dim: int, modded: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
-    for name, modules in (("flex", (flex_cached, flex_cached)), ("triton", (triton_selected, triton_window))):
-        for module, branch in zip(modules, ("selected", "window"), strict=True):
+    for name, modules in (("flex", (flex_cached, flex_cached)), ("triton", (triton_selected, triton_intervals))):
+        for module, branch in zip((*modules, modules[1]), ("selected", "window", "compressed"), strict=True):
             monkeypatch.setattr(module, branch, lambda *_, name=name: called.append(name))
     call = Call(SMALL, 0.25, soft_cap(3.0) if modded else None)
     with FakeTensorMode():
@@ -125,4 +125,5 @@ def test_many_cached_queries_use_the_kernels_of_whole_sequences(
         blocks = torch.empty(2, 2, count, 4, dtype=torch.int32, device="cuda")
         CACHED_IMPLEMENTATIONS["triton"].selected(q, k, k, blocks, call)
         CACHED_IMPLEMENTATIONS["triton"].window(q, k, k, call)
-    assert called == [chosen, chosen]
+        CACHED_IMPLEMENTATIONS["triton"].compressed(q, k, k, call)
+    assert called == [chosen] * 3

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexnsa.attention.tiles import flex, scoring, selected, window
+from flexnsa.attention.tiles import flex, intervals, scoring, selected
 from flexnsa.attention.tiles.device import AMPERE, BLACKWELL, HOPPER, Device, generation_of, padded
 
 KIB = 1024
@@ -58,13 +58,17 @@ def test_the_other_kernels_of_an_h200_keep_their_tiles() -> None:
     assert sparse.items() >= {"bwd_BLOCK_N1": 16, "bwd_num_warps": 1, "bwd_num_stages": 3}.items()
     decoding = {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
     assert flex.decoding_tiles(H200, BF16, 128, 128, rows=16, keys=64) == decoding
-    assert window.window_forward_tiles(H200, BF16, 128, 128) == window.WindowTiles(64, 64, 4, 3)
-    of_keys = window.WindowTiles(32, 128, 4, 3)
-    of_both = (window.WindowTiles(64, 64, 4, 2), of_keys)
-    assert window.window_backward_tiles(H200, BF16, 64, 64, placed=False) == of_both
+    tiles = intervals.IntervalTiles
+    assert intervals.forward_tiles(H200, BF16, 128, 128, windowed=True) == tiles(64, 32, 4, 3)
+    assert intervals.forward_tiles(H200, BF16, 64, 64, windowed=False) == tiles(128, 64, 8, 3)
+    windowed = intervals.backward_tiles(H200, BF16, 64, 64, windowed=True, placed=False)
+    assert windowed == (tiles(64, 32, 4, 3), tiles(32, 64, 4, 2))
+    compressed = intervals.backward_tiles(H200, BF16, 64, 64, windowed=False, placed=False)
+    assert compressed == (tiles(64, 64, 4, 2), tiles(128, 64, 4, 2))
+    assert selected.forward_tiles(H200, BF16, 64, 64, 64) == selected.Tiles(128, 4, 2)
     assert scoring.importance_tiles(H200, BF16, 128, 4) == scoring.ImportanceTiles(64, 64, 4, 1)
     assert scoring.importance_tiles(H200, FP32, 128, 4) == scoring.ImportanceTiles(32, 16, 4, 2)
-    assert scoring.importance_tiles(H200, BF16, 64, 8) == scoring.ImportanceTiles(64, 32, 4, 1)
+    assert scoring.importance_tiles(H200, BF16, 64, 8) == scoring.ImportanceTiles(64, 32, 4, 1, 128)
     assert scoring.importance_tiles(H200, FP32, 64, 64) == scoring.ImportanceTiles(16, 8, 4, 1)
     assert scoring.log_sum_exp_tiles(H200, BF16, 128) == scoring.LogSumExpTiles(128, 64, 4)
     assert scoring.log_sum_exp_tiles(H200, FP32, 256) == scoring.LogSumExpTiles(32, 32, 4)
@@ -78,8 +82,10 @@ def test_kernels_of_our_own_have_tiles(device: Device, dtype: torch.dtype, dims:
     held = importance.blocks * 4 + importance.queries * importance.num_stages
     assert held * padded(dims[0]) * dtype.itemsize <= device.shared_memory
     assert scoring.log_sum_exp_tiles(device, dtype, dims[0]).queries >= 16
-    assert window.window_forward_tiles(device, dtype, *dims).keys >= 16
-    assert all(tiles.keys >= 16 for tiles in window.window_backward_tiles(device, dtype, *dims, placed=True))
+    for windowed in (True, False):
+        assert intervals.forward_tiles(device, dtype, *dims, windowed=windowed).keys >= 16
+        both = intervals.backward_tiles(device, dtype, *dims, windowed=windowed, placed=True)
+        assert all(tiles.keys >= 16 for tiles in both)
     if dtype == FP32 and dims[0] > 128:
         return  # refused where they do not fit
     for choose in (selected.forward_tiles, selected.backward_tiles):
@@ -100,7 +106,7 @@ def test_tiles_that_fit_no_device_raise() -> None:
         flex.dense_tiles(RTX_4090, FP32, 1024, 1024)
     with pytest.raises(ValueError, match=r"q: expected 512 compressed keys of 256 .* to fit 101376 bytes"):
         scoring.importance_tiles(RTX_4090, FP32, 256, 64)
-    with pytest.raises(ValueError, match=r"k_win: impl='triton' expects .* keys of 2048 .* 101376 bytes"):
-        window.window_forward_tiles(RTX_4090, FP32, 2048, 2048)
+    with pytest.raises(ValueError, match=r"k: impl='triton' expects .* keys of 2048 .* 101376 bytes"):
+        intervals.forward_tiles(RTX_4090, FP32, 2048, 2048, windowed=True)
     with pytest.raises(ValueError, match=r"q: expected 48 rows of 1024 .* to fit 101376 bytes"):
         scoring.log_sum_exp_tiles(RTX_4090, FP32, 1024)

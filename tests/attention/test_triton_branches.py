@@ -1,4 +1,4 @@
-"""The selected branch and the window in Triton, run by Triton's interpreter, against the oracle in float64."""
+"""The branches in Triton, run by Triton's interpreter, against the oracle in float64."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from flexnsa import selected_attention
-from flexnsa.attention import reference
 from flexnsa.attention.seam import Call
-from flexnsa.attention.triton import selected, window
+from flexnsa.attention.table import REFERENCE
+from flexnsa.attention.triton import intervals, selected
 from flexnsa.config import NSAConfig
 from flexnsa.mods import soft_cap
 from tests.support.comparison import assert_as_exact_as_plain
-from tests.support.triton_selected import CASES, attend, run
+from tests.support.triton_branches import CASES, attend, run
 
 Interpret = Callable[[str], dict[str, Any]]
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
     """A process that runs cases by name, one after the other."""
     pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
-    command = [sys.executable, "-m", "tests.support.triton_selected", str(tmp_path_factory.mktemp("interpreted"))]
+    command = [sys.executable, "-m", "tests.support.triton_branches", str(tmp_path_factory.mktemp("interpreted"))]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     with subprocess.Popen(command, env=environment, **pipe) as process:
@@ -49,7 +49,7 @@ def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
 
 def check(name: str, got: dict[str, Any]) -> None:
     """Check that results equal the oracle to the precision of plain PyTorch, with equal bits at every call."""
-    exact, plain = (attend(reference.selected, reference.window, CASES[name], dtype) for dtype in (torch.float64, None))
+    exact, plain = (attend(REFERENCE, CASES[name], dtype) for dtype in (torch.float64, None))
     for names, factor in ((("out", "lse"), 2), (("dq", "dk", "dv"), 3)):
         parts = ({key: results[key] for key in names} for results in (got["results"], plain, exact))
         assert_as_exact_as_plain(*parts, factor=factor)
@@ -96,7 +96,7 @@ def test_unsupported_inputs_of_triton_raise() -> None:
     with pytest.raises(ValueError, match=r"^score_mod: expected None with impl='triton'"):
         selected.selected(x, x, x, chosen, call)
     with pytest.raises(ValueError, match=r"^score_mod: expected None with impl='triton'"):
-        window.window(x, x, x, call)
+        intervals.window(x, x, x, call)
 
 
 def test_more_heads_than_a_grid_has_programs_raise() -> None:
@@ -104,4 +104,4 @@ def test_more_heads_than_a_grid_has_programs_raise() -> None:
     with pytest.raises(ValueError, match=r"^k: expected at most 65535 heads in all .*, got \(32768, 2\)"):
         selected.selected(x, x, x, torch.zeros(1, dtype=torch.int32).expand(2**15, 2, 1, 16), Call(config, 1.0))
     with pytest.raises(ValueError, match=r"^q: expected at most 65535 heads in all .*, got \(32768, 2\)"):
-        window.window(x, x, x, Call(config, 1.0))
+        intervals.window(x, x, x, Call(config, 1.0))

@@ -16,9 +16,9 @@ from flexnsa.attention.seam import BranchOutput, Call, Scorer, given
 from flexnsa.attention.table import FLEX_CACHED
 from flexnsa.attention.triton import divergence as triton_divergence
 from flexnsa.attention.triton import few_rows
+from flexnsa.attention.triton import intervals as triton_intervals
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
-from flexnsa.attention.triton import window as triton_window
 from flexnsa.attention.triton.decoding import operator as triton_decoding
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
@@ -56,9 +56,10 @@ def calls(shape: Shape) -> Iterator[tuple[str, Compile]]:
         yield f"flex {branch}", partial(_flex, branch, shape)
         for queries in (FEW, MANY):
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
-    functions = (_select, _select_few, _selected, _selected_of_documents, _window, _window_of_documents)
+    functions = (_select, _select_few, _selected, _selected_of_documents)
+    intervals = (_compressed, _compressed_of_documents, _window, _window_of_documents)
     losses = (_selection_loss, _selection_loss_of_overlapping_keys)
-    for function in (*functions, *losses, _decoding_step, _decoding_step_by_given_frequencies):
+    for function in (*functions, *intervals, *losses, _decoding_step, _decoding_step_by_given_frequencies):
         yield function.__name__.removeprefix("_").replace("_", " "), partial(_own, function, shape)
 
 
@@ -81,7 +82,7 @@ def _flex_cached(branch: str, queries: int, shape: Shape) -> list[tuple[str, Res
 
 def _own(attend: Callable[[Shape], None], shape: Shape) -> list[tuple[str, Resources]]:
     """Compile what is launched by a function that is called on fake tensors."""
-    for module in (triton_select, triton_selected, triton_window, triton_divergence, triton_decoding, few_rows):
+    for module in (triton_select, triton_selected, triton_intervals, triton_divergence, triton_decoding, few_rows):
         for operator in vars(module).values():
             if isinstance(operator, OpaqueOperator):  # on fakes, too, run what runs on a device
                 torch.library.register_fake(operator.name, operator.function, allow_override=True)
@@ -111,11 +112,23 @@ def _selected_of_documents(shape: Shape) -> None:
 
 
 def _window(shape: Shape, positions: Positions | None = None) -> None:
-    _differentiate(triton_window.window(*_whole_sequence(shape), Call(CONFIG, shape.scale, window_positions=positions)))
+    call = Call(CONFIG, shape.scale, window_positions=positions)
+    _differentiate(triton_intervals.window(*_whole_sequence(shape), call))
 
 
 def _window_of_documents(shape: Shape) -> None:
     _window(shape, _positions(LENGTH))
+
+
+def _compressed(shape: Shape, positions: Positions | None = None) -> None:
+    q, k, v = _whole_sequence(shape)
+    k_cmp, v_cmp = (x[:, :, : num_compressed(LENGTH, CONFIG)] for x in (k, v))
+    out, lse, _ = triton_intervals.compressed(q, k_cmp, v_cmp, Call(CONFIG, shape.scale, positions=positions))
+    _differentiate(BranchOutput(out, lse))
+
+
+def _compressed_of_documents(shape: Shape) -> None:
+    _compressed(shape, _positions(LENGTH))
 
 
 def _selection_loss(shape: Shape, config: NSAConfig = INDEXED) -> None:

@@ -1,4 +1,4 @@
-"""Calls of the selected branch in Triton, and the process in which Triton's interpreter runs them.
+"""Calls of the branches in Triton, and the process in which Triton's interpreter runs them.
 
 The interpreter is chosen when Triton is first imported, so it needs a process of its own: this file is its script. It
 reads names of cases from its input and answers each with the file in which the results are.
@@ -16,8 +16,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Call, SelectedBranch, WindowBranch
+from flexnsa.attention.seam import Call, Implementation
 from flexnsa.config import NSAConfig
+from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
 from tests.support.inputs import spread
 from tests.support.interpreter import teach_bfloat16
@@ -27,8 +28,9 @@ from tests.support.interpreter import teach_bfloat16
 class Case:
     """One call: documents packed one after the other; ``garbage`` puts into the selection what is no block.
 
-    With a ``window_size`` it is one of the window and not of the selected branch. ``cached`` are the rows of a cache
-    that holds so many keys: how many tokens each has, and how many of its ``new`` ones are real.
+    With a ``window_size`` it is one of the window and not of the selected branch, and with ``compressed``, the length
+    and the stride of keys, one of the compressed branch. ``cached`` are the rows of a cache that holds so many keys:
+    how many tokens each has, and how many of its ``new`` ones are real.
     """
 
     group: int
@@ -48,19 +50,22 @@ class Case:
     rows: int = 128
     halve: bool = True
     limits: tuple[tuple[str, int], ...] = ()
+    scale: float | None = None
     window_size: int | None = None
+    compressed: tuple[int, int] | None = None
     cached: tuple[tuple[int, int], ...] = ()
     new: int = 0
 
     @property
     def config(self) -> NSAConfig:
-        sizes = {"compress_block_size": self.block_size, "compress_stride": self.block_size}
+        length, stride = self.compressed or (self.block_size, self.block_size)
+        sizes = {"compress_block_size": length, "compress_stride": stride}
         sizes |= {"select_block_size": self.block_size, "num_selected_blocks": self.num_selected}
         return NSAConfig(**sizes, num_init_blocks=0, num_local_blocks=0, window_size=self.window_size or 1)
 
     @property
-    def scale(self) -> float:
-        return self.dims[0] ** -0.5
+    def factor(self) -> float:
+        return self.dims[0] ** -0.5 if self.scale is None else self.scale
 
     def positions(self) -> Positions | None:
         """None if every token of one document is a query; else every so manieth token, not the first."""
@@ -74,10 +79,10 @@ class Case:
         if len(self.documents) == 1 and self.every == 1 and not self.ahead:
             return None
         lengths = torch.tensor(self.documents, dtype=torch.int32)
-        start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).int()
+        keys = torch.tensor([num_compressed(length, self.config) for length in self.documents], dtype=torch.int32)
+        start, first = ((x.cumsum(0) - x).repeat_interleave(lengths).int() for x in (lengths, keys))
         token = torch.arange(len(start), dtype=torch.int32) + self.ahead
-        token, start = (x[self.every - 1 :: self.every][None] for x in (token, start))
-        return Positions(token, start, torch.zeros_like(start))
+        return Positions(*(x[self.every - 1 :: self.every][None] for x in (token, start, first)))
 
     def real(self, device: str) -> Tensor:
         """Which queries are no padding, bool ``(B or 1, 1, T or 1)``."""
@@ -88,8 +93,9 @@ class Case:
     def tensors(self, device: str = "cpu") -> dict[str, Tensor]:
         """Draw q, k, v, block_indices and the gradients of out and lse."""
         generator = torch.Generator().manual_seed(0)
-        keys = sum(self.documents)
-        where = self.positions() or Positions.of_sequence(keys)
+        tokens = sum(self.documents)
+        keys = sum(num_compressed(x, self.config) for x in self.documents) if self.compressed else tokens
+        where = self.positions() or Positions.of_sequence(tokens)
         queries, q_heads = where.token.shape[1], self.kv_heads * self.group
 
         def rand(heads: int, length: int, dim: int) -> Tensor:
@@ -104,7 +110,7 @@ class Case:
                 return x.mT.contiguous().mT
             return spread(x) if self.order == "spread" else x
 
-        blocks = -(-keys // self.block_size)
+        blocks = -(-tokens // self.block_size)
         own = (where.token - where.start)[:, None, :, None] // self.block_size
         worth = torch.rand(self.batch, self.kv_heads, queries, blocks, generator=generator)
         block = torch.arange(blocks)
@@ -151,6 +157,8 @@ CASES = {
     "columns": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="columns", dims=(24, 80)),
     "rows-beyond-32-bits": Case(group=2, documents=(40,), batch=2, kv_heads=2, order="spread", dtype=FP16),
     "garbage": Case(group=2, documents=(90,), garbage=True, kv_heads=2),
+    "negative-scale": Case(group=2, documents=(90,), scale=-0.3),
+    "scale-of-zero": Case(group=2, documents=(90,), scale=0.0),
     "lse-alone": Case(group=2, documents=(60,), lse_only=True),
     "chunks-and-copies": Case(
         group=4,
@@ -189,6 +197,9 @@ CASES = {
     "window-192-128": Case(group=2, documents=(90,), dims=(192, 128), window_size=33),
     "window-256": Case(group=2, documents=(90,), dims=(256, 256), dtype=BF16, window_size=33),
     "window-sliced-rows": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="sliced", window_size=20),
+    "window-of-whole-tiles": Case(group=2, documents=(200,), kv_heads=2, window_size=128),
+    "window-negative-scale": Case(group=2, documents=(90,), window_size=24, scale=-0.3),
+    "window-scale-of-zero": Case(group=2, documents=(90,), window_size=24, scale=0.0),
     "window-of-two": Case(group=1, documents=(150,), window_size=2),
     "window-columns": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="columns", window_size=20),
     "window-lse-alone": Case(group=2, documents=(60,), lse_only=True, window_size=20),
@@ -196,13 +207,28 @@ CASES = {
     "window-documents": Case(group=2, documents=(40, 3, 7, 50, 1, 33, 16, 30), kv_heads=2, window_size=24),
     "window-some-of-the-tokens": Case(group=4, documents=(230,), every=3, batch=2, window_size=70),
     "window-some-tokens-of-documents": Case(group=1, documents=(50, 9, 64, 70), every=5, kv_heads=2, window_size=30),
+    "compressed": Case(group=3, documents=(377,), kv_heads=2, batch=2, compressed=(32, 16)),
+    "compressed-of-many-tiles": Case(group=1, documents=(777,), dims=(16, 48), compressed=(4, 2)),
+    "compressed-without-overlap-bf16": Case(group=6, documents=(500,), dims=(64, 64), dtype=BF16, compressed=(8, 8)),
+    "compressed-128-fp16": Case(group=2, documents=(400,), dims=(128, 96), dtype=FP16, order="bthd", compressed=(8, 4)),
+    "compressed-shorter-than-a-key": Case(group=2, documents=(31,), compressed=(32, 16)),
+    "compressed-sliced-rows": Case(group=4, documents=(190,), batch=2, order="sliced", compressed=(16, 8)),
+    "compressed-lse-alone": Case(group=2, documents=(160,), lse_only=True, compressed=(8, 4)),
+    "compressed-negative-scale": Case(group=2, documents=(160,), compressed=(8, 4), scale=-0.3),
+    "compressed-documents": Case(group=2, documents=(40, 3, 7, 150, 1, 33, 16, 130), kv_heads=2, compressed=(8, 4)),
+    "compressed-some-of-the-tokens": Case(group=4, documents=(430,), every=3, batch=2, compressed=(8, 8)),
+    "compressed-some-tokens-of-documents": Case(group=1, documents=(50, 9, 164, 70), every=5, compressed=(16, 8)),
+    "compressed-cached": Case(
+        group=2, documents=(393,), batch=3, new=70, cached=((110, 70), (0, 70), (9, 41)), kv_heads=2, compressed=(8, 4)
+    ),
 }
 
 
 def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     """Call the operator, forward and backward; on a GPU also tell whether repeated calls have the same bits."""
+    from flexnsa.attention.table import TRITON
     from flexnsa.attention.tiles import selected as tiles
-    from flexnsa.attention.triton import selected, selected_lists, window
+    from flexnsa.attention.triton import selected, selected_lists
 
     def choose(*_: object) -> tiles.Tiles:
         return tiles.Tiles(case.rows, 4, 1, halve=case.halve, second_rows=512)
@@ -213,15 +239,13 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
         if device == "cpu":  # the interpreter is the faster, the more rows it takes at a time
             stack.enter_context(mock.patch.multiple(tiles, forward_tiles=choose, backward_tiles=choose))
         # Programs of the interpreter come one after the other: there a second call could not differ.
-        first, *others = (
-            attend(selected.selected, window.window, case, device=device) for _ in range(1 if device == "cpu" else 3)
-        )
+        first, *others = (attend(TRITON, case, device=device) for _ in range(1 if device == "cpu" else 3))
     same = all(torch.equal(x, other[name]) for other in others for name, x in first.items())
     return {"results": {name: x.cpu() for name, x in first.items()}, "same": same}
 
 
 def attend(
-    selected: SelectedBranch, window: WindowBranch, case: Case, dtype: torch.dtype | None = None, device: str = "cpu"
+    implementation: Implementation, case: Case, dtype: torch.dtype | None = None, device: str = "cpu"
 ) -> dict[str, Tensor]:
     """Out, lse and the gradients of q, k and v by one implementation, at ``dtype`` or that of the case."""
     x = case.tensors(device)
@@ -230,8 +254,13 @@ def attend(
     q, k, v = (x[name].detach().requires_grad_() for name in ("q", "k", "v"))
     where = case.positions()
     where = where and where.map(lambda p: p.to(device))
-    call = Call(case.config, case.scale, positions=where, window_positions=where)
-    out, lse = selected(q, k, v, chosen, call) if case.window_size is None else window(q, k, v, call)
+    call = Call(case.config, case.factor, positions=where, window_positions=where)
+    if case.compressed:
+        out, lse, _ = implementation.compressed(q, k, v, call)
+    elif case.window_size is not None:
+        out, lse = implementation.window(q, k, v, call)
+    else:
+        out, lse = implementation.selected(q, k, v, chosen, call)
     assert lse is not None
     real = case.real(device)  # what others give means nothing
     out, lse = torch.where(real[..., None], out, 0.0), torch.where(real, lse, 0.0)
@@ -247,7 +276,7 @@ def compile_operator() -> dict[str, Any]:
     """Trace forward and backward once for several lengths, with and without documents."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from flexnsa.attention.triton import selected, window
+    from flexnsa.attention.triton import intervals, selected
 
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -255,7 +284,7 @@ def compile_operator() -> dict[str, Any]:
         where = None if token is None else Positions(token, torch.zeros_like(token), token)
         shared = Call(CASES["window-documents"].config, 0.5, positions=where, window_positions=where)
         q = q * 1.0
-        both = selected.selected(q, k, k, chosen, shared), window.window(q, k, k, shared)
+        both = selected.selected(q, k, k, chosen, shared), intervals.window(q, k, k, shared)
         return torch.cat([torch.cat([out.square(), lse[..., None]], -1) for out, lse in both if lse is not None]).sum()
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexnsa.attention.tiles.device import Device, padded
+from flexnsa.attention.tiles.device import HOPPER, Device, padded
 
 MOST_KEYS = 256
 """Keys of a tile of the importance kernel in 16 bits, at most, if 16 blocks have no more."""
@@ -35,7 +35,10 @@ def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_
     ]
     if dtype != torch.float32 and head_dim <= 128:
         widths = [blocks for blocks in (64, 32, 16) if blocks * keys_of_block <= MOST_KEYS or blocks == 16]
-        candidates = [*(ImportanceTiles(64, blocks, num_warps=4, num_stages=1) for blocks in widths), *candidates]
+        # On Hopper this limit, which spills nothing, lets a multiprocessor run a fourth program of eight keys a block.
+        narrow = device.generation == HOPPER and head_dim <= 64 and keys_of_block == 8
+        limit = 128 if narrow else None
+        candidates = [*(ImportanceTiles(64, blocks, 4, 1, limit) for blocks in widths), *candidates]
     for tiles in candidates:
         rows = tiles.blocks * keys_of_block + tiles.queries * tiles.num_stages
         if rows * padded(head_dim) * dtype.itemsize <= device.shared_memory:

@@ -59,9 +59,9 @@ def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_si
     """
     candidates = [Tiles(16, 4, 1)]
     if dtype != torch.float32:
-        # On Hopper this limit allows a third program per multiprocessor without spilling registers.
-        limit = 168 if device.generation == HOPPER and max(dk, dv) <= 128 and block_size <= 64 else None
-        candidates = [Tiles(64, 4, 2, limit), Tiles(64, 4, 1, limit), Tiles(32, 4, 1), *candidates]
+        candidates = [Tiles(64, 4, 2), Tiles(64, 4, 1), Tiles(32, 4, 1), *candidates]
+        if device.generation == HOPPER and max(dk, dv) <= 128 and block_size <= 64:
+            candidates = [Tiles(128, 4, 2), *candidates]
     return _first_that_fits(candidates, device, dtype, dk, dv, block_size, streams=(dk,))
 
 

@@ -1,4 +1,4 @@
-"""Memory that :mod:`flexnsa.attention.triton` saves for backward, and that backward allocates: slc and win."""
+"""Memory that :mod:`flexnsa.attention.triton` saves for backward, and that backward allocates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ def _saved(tag: str, sizes: AttentionSizes) -> int:
 
 
 def _backward(tag: str, sizes: AttentionSizes) -> int:
-    gradients = sizes.queries + sizes.keys(sizes.seq_len)
+    gradients = sizes.queries + sizes.keys(sizes.length(tag))
+    if tag == "cmp":  # at most so many sums of keys' gradients, fp32
+        gradients += 4 * sizes.group * sizes.keys(sizes.length(tag)) // sizes.activation
     return gradients + (_workspace(sizes) if tag == "slc" else sizes.lse)
 
 

@@ -1,4 +1,4 @@
-"""The window as one opaque operator."""
+"""The compressed branch and the window as one opaque operator: attention to an interval of keys for each query."""
 
 from __future__ import annotations
 
@@ -9,9 +9,41 @@ from torch import Tensor
 
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
 from flexnsa.attention.scoring import LOG2_E
-from flexnsa.attention.seam import BranchOutput, Call
-from flexnsa.attention.triton.operators import check_call, position_arguments, precision, require_device
+from flexnsa.attention.seam import BranchOutput, Call, Compressed
+from flexnsa.attention.triton.operators import check_call, precision, require_device, with_positive_scale
 from flexnsa.operators import opaque_operator
+from flexnsa.positions import Positions
+
+PROGRAMS = 8
+"""Programs of ``backward_keys`` on each multiprocessor, at least, if the heads suffice: their lengths differ."""
+
+NARROW, MANY_KEYS = 64, 1024
+"""FlexAttention is the faster for heads above the one with more compressed keys than the other (H200)."""
+
+
+def suit(num_keys: int, head_dim: int) -> bool:
+    """Return whether these kernels suit the compressed branch, or FlexAttention does."""
+    return head_dim <= NARROW or num_keys <= MANY_KEYS
+
+
+def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
+    """Attend to the compressed tokens that are complete (NSA paper, section 3.3.1).
+
+    Args:
+        q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
+        k_cmp: ``(B, Hkv, N, Dk)``; ``Hkv`` divides ``Hq``.
+        v_cmp: ``(B, Hkv, N, Dv)``.
+        call: see :class:`flexnsa.attention.seam.Call`.
+
+    Returns:
+        As :func:`window`.
+
+    Raises:
+        ValueError: as :func:`window`.
+    """
+    config = call.config
+    sizes = operator.index(config.compress_block_size), operator.index(config.compress_stride), 0
+    return Compressed(*_attend(q, k_cmp, v_cmp, call, call.positions, sizes))
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
@@ -31,36 +63,55 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     Raises:
         ValueError: there is a score_mod, or the batch has too many heads in all.
     """
-    check_call(call, "q", q)
     positions = call.window_positions
-    token, start = (None, None) if positions is None else (positions.token, positions.start)
-    return BranchOutput(*_window_attention(q, k, v, token, start, call.scale, operator.index(call.config.window_size)))
+    # A key is a token, and the first key of a document its first token.
+    where = positions and Positions(positions.token, positions.start, positions.start)
+    return _attend(q, k, v, call, where, (1, 1, operator.index(call.config.window_size)))
 
 
-@opaque_operator("window_attention_triton", compiles_ahead=True)
-def _window_attention(
-    q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, start: Tensor | None, scale: float, window_size: int
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, positions: Positions | None, sizes: tuple[int, int, int]
+) -> BranchOutput:
+    check_call(call, "q", q)
+    q, scale = with_positive_scale(q, call.scale)
+    where = (None, None, None) if positions is None else positions.tensors
+    return BranchOutput(*_interval_attention(q, k, v, *where, scale, *sizes))
+
+
+@opaque_operator("interval_attention_triton", compiles_ahead=True)
+def _interval_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,
+    first_key: Tensor | None,
+    scale: float,
+    length: int,
+    stride: int,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
+    """Attend to keys of ``length`` tokens, one every ``stride``; with a ``window`` to the last so many keys alone."""
     from flexnsa.attention.tiles.device import cdiv, device_of
-    from flexnsa.attention.tiles.window import window_forward_tiles
-    from flexnsa.attention.triton.kernels import window as kernels
+    from flexnsa.attention.tiles.intervals import forward_tiles
+    from flexnsa.attention.triton.kernels import intervals as kernels
 
     require_device(q)
     out, lse = empty_outputs(q, v.shape[-1])
     q, k, v = (with_rows(x) for x in (q, k, v))
-    tiles = window_forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1])
-    batch, heads, length, _ = q.shape
-    kernels.forward[(cdiv(length, tiles.queries), batch * heads)](
-        q, k, v, *position_arguments(token, start, q), out, lse,
+    tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], windowed=window > 0)
+    batch, heads, num_queries, _ = q.shape
+    kernels.forward[(cdiv(num_queries, tiles.queries), batch * heads)](
+        q, k, v, *_where(q, token, start, first_key), out, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        heads, length, k.shape[2], scale * LOG2_E,
-        **_shape(q, k, v, token, window_size), **tiles.options(),
+        heads, num_queries, k.shape[2], scale * LOG2_E,
+        **_shape(q, k, v, token, (length, stride, window)), **tiles.options(),
     )  # fmt: skip
     return out, lse
 
 
-@opaque_operator("window_attention_triton_backward", compiles_ahead=True)
-def _window_attention_backward(
+@opaque_operator("interval_attention_triton_backward", compiles_ahead=True)
+def _interval_attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -68,49 +119,79 @@ def _window_attention_backward(
     v: Tensor,
     token: Tensor | None,
     start: Tensor | None,
+    first_key: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
-    window_size: int,
+    length: int,
+    stride: int,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flexnsa.attention.tiles.device import cdiv, device_of
-    from flexnsa.attention.tiles.window import window_backward_tiles
-    from flexnsa.attention.triton.kernels import window as kernels
+    from flexnsa.attention.tiles.device import cdiv, device_of, multiprocessors
+    from flexnsa.attention.tiles.intervals import backward_tiles
+    from flexnsa.attention.triton.kernels import intervals as kernels
 
     dq, dk, dv = empty_gradients(grad_out, grad_lse, q, k, v)
     q, k, v, out, grad_out = (with_rows(x) for x in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     delta = torch.empty_like(lse)
     sizes = (device_of(q), q.dtype, q.shape[-1], v.shape[-1])
-    of_queries, of_keys = window_backward_tiles(*sizes, placed=token is not None)
-    positions, shape = position_arguments(token, start, q), _shape(q, k, v, token, window_size)
-    (batch, heads, length, _), (kv_heads, num_keys) = q.shape, k.shape[1:3]
+    of_queries, of_keys = backward_tiles(*sizes, windowed=window > 0, placed=token is not None)
+    where, shape = _where(q, token, start, first_key), _shape(q, k, v, token, (length, stride, window))
+    (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
     read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
-    kernels.backward_queries[(cdiv(length, of_queries.queries), batch * heads)](
-        q, k, v, *positions, out, lse, grad_out, lse if grad_lse is None else grad_lse, delta, dq,
-        *read, *out.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3], heads, length, num_keys, scale,
+    kernels.backward_queries[(cdiv(num_queries, of_queries.queries), batch * heads)](
+        q, k, v, *where, out, lse, grad_out, lse if grad_lse is None else grad_lse, delta, dq,
+        *read, *out.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3], heads, num_queries, num_keys, scale,
         **shape, HAS_GRAD_LSE=grad_lse is not None, **of_queries.options(),
     )  # fmt: skip
-    kernels.backward_keys[(cdiv(num_keys, of_keys.keys), batch * kv_heads)](
-        q, k, v, *positions, lse, grad_out, delta, dk, dv,
-        *read, *grad_out.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], kv_heads, length, num_keys, scale,
-        **shape, **of_keys.options(),
+    key_tiles, (kv_heads, group) = cdiv(num_keys, of_keys.keys), (k.shape[1], heads // k.shape[1])
+    summed = _heads_of_program(group, key_tiles * batch * heads, multiprocessors(q))
+    # Sums over fewer heads than a group are float32; PyTorch adds them.
+    parts = [
+        x if summed == group else q.new_empty(batch, heads // summed, num_keys, x.shape[-1], dtype=torch.float32)
+        for x in (dk, dv)
+    ]
+    kernels.backward_keys[(key_tiles, batch * heads // summed)](
+        q, k, v, *where, lse, grad_out, delta, *parts,
+        *read, *grad_out.stride()[:3], *parts[0].stride()[:3], *parts[1].stride()[:3],
+        heads // summed, num_queries, num_keys, scale,
+        **shape, HEADS=summed, **of_keys.options(),
     )  # fmt: skip
+    if summed < group:
+        for total, x in zip((dk, dv), parts, strict=True):
+            total.copy_(torch.sum(x.unflatten(1, (kv_heads, -1)), 2))
     return dq, dk, dv
 
 
-def _shape(q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, window_size: int) -> dict[str, object]:
+def _heads_of_program(group: int, most_programs: int, multiprocessors: int) -> int:
+    """Return how many heads of a group a program of ``backward_keys`` sums; more of them are fewer programs."""
+    enough = [n for n in range(1, group + 1) if group % n == 0 and most_programs // n >= PROGRAMS * multiprocessors]
+    return max(enough, default=1)
+
+
+def _where(q: Tensor, token: Tensor | None, start: Tensor | None, first_key: Tensor | None) -> tuple[object, ...]:
+    """Return the positions as arguments of a kernel, with their batch stride; q, unread, and 0 where there are none."""
+    if token is None or start is None or first_key is None:
+        return q, q, q, 0
+    rows = max(len(token), len(start), len(first_key))
+    where = [x.to(torch.int32).expand(rows, -1).contiguous() for x in (token, start, first_key)]
+    return *where, where[0].shape[1] if rows > 1 else 0
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, sizes: tuple[int, int, int]) -> dict[str, object]:
     from flexnsa.attention.tiles.device import padded
 
-    dk, dv = q.shape[-1], v.shape[-1]
-    sizes: dict[str, object] = {"G": q.shape[1] // k.shape[1], "DK": dk, "DV": dv, "WINDOW": window_size}
-    return sizes | {"HAS_POSITIONS": token is not None, "BDK": padded(dk), "BDV": padded(dv), "PRECISION": precision()}
+    (length, stride, window), dk, dv = sizes, q.shape[-1], v.shape[-1]
+    shape: dict[str, object] = {"G": q.shape[1] // k.shape[1], "DK": dk, "DV": dv, "BDK": padded(dk), "BDV": padded(dv)}
+    shape |= {"LENGTH": length, "STRIDE": stride, "WINDOW": window}
+    return shape | {"HAS_POSITIONS": token is not None, "PRECISION": precision()}
 
 
-@_window_attention.register_fake
+@_interval_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     return empty_outputs(q, v.shape[-1])
 
 
-_window_attention_backward.register_fake(empty_gradients)
-_window_attention.register_backward(_window_attention_backward)
+_interval_attention_backward.register_fake(empty_gradients)
+_interval_attention.register_backward(_interval_attention_backward)

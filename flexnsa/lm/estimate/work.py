@@ -9,6 +9,7 @@ from flexnsa.attention.footprint import AttentionSizes, Footprint
 from flexnsa.attention.sdpa.footprint import FOOTPRINT as SDPA
 from flexnsa.attention.seam import given
 from flexnsa.attention.shares import CHUNK_SCORES
+from flexnsa.attention.triton import intervals
 from flexnsa.attention.triton.divergence import scratch_bytes
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
 from flexnsa.checks.primitives import check_type
@@ -17,10 +18,23 @@ from flexnsa.layers.indexer import SAMPLED_QUERIES
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.loss import rows_at_once
 
+
+def _compressed(sizes: AttentionSizes) -> Footprint:
+    """Return that of the kernels that :data:`flexnsa.attention.table.TRITON` chooses for the compressed branch."""
+    return TRITON if intervals.suit(sizes.length("cmp"), max(sizes.head_dim, sizes.v_head_dim)) else FLEX
+
+
 FOOTPRINTS: dict[str, dict[str, Footprint]] = {
     "sdpa": dict.fromkeys(BRANCHES, SDPA),
     "flex": dict.fromkeys(BRANCHES, FLEX),
-    "triton": {"cmp": FLEX, "slc": TRITON, "win": TRITON},
+    "triton": {
+        "cmp": Footprint(
+            saved=lambda tag, sizes: _compressed(sizes).saved(tag, sizes),
+            backward=lambda tag, sizes: _compressed(sizes).backward(tag, sizes),
+        ),
+        "slc": TRITON,
+        "win": TRITON,
+    },
 }
 """The implementations whose memory is known in closed form, by branch."""
 

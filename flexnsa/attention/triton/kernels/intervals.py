@@ -1,24 +1,27 @@
-# pyright: standard
-"""Sliding-window attention: each query tile reads one run of keys, and each key tile one run of queries.
+# pyright: standard, reportArgumentType=false
+"""Attention to an interval of keys for each query: the compressed branch and the window.
 
-Tokens never decrease along the queries, so the keys of a query tile reach from the first key that its first query sees
-to the last key that its last query sees. Keys in between that all of its queries see need no mask.
+Along the queries neither end of the interval decreases, so the keys of a query tile reach from the first key that its
+first query sees to the last key that its last query sees, and the queries of a key tile are one run, too. Keys in
+between that all queries of a tile see need no mask.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
 
+from flexnsa.attention.triton.kernels.visible import runs
 from flexnsa.attention.triton.typed import jit
 
 
 @jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
 def forward(
-    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, p_sb, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, first_ptr, p_sb, out_ptr, lse_ptr,
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st,
     num_heads, num_queries, num_keys, qk_scale,
-    G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the output and the natural log-sum-exp of a query tile, with a running maximum over its keys."""
     bh = tl.program_id(1).to(tl.int64)
@@ -26,7 +29,10 @@ def forward(
     h = bh % num_heads
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = row < num_queries
-    low, high = keys_of(row, token_ptr + b * p_sb, start_ptr + b * p_sb, num_queries, num_keys, WINDOW, HAS_POSITIONS)
+    low, high = keys_of(
+        row, token_ptr + b * p_sb, start_ptr + b * p_sb, first_ptr + b * p_sb, num_queries, num_keys,
+        LENGTH, STRIDE, WINDOW, HAS_POSITIONS,
+    )  # fmt: skip
     q = load_rows(q_ptr + b * q_sb + h * q_sh, row, q_st, inside, DK, BDK)
     k_ptr += b * k_sb + (h // G) * k_sh
     v_ptr += b * v_sb + (h // G) * v_sh
@@ -42,12 +48,12 @@ def forward(
             key = key0 + tl.arange(0, BN)
             real = (key < num_keys) | (part == 1)
             k = load_rows(k_ptr, key, k_st, real, DK, BDK)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if part != 1:
                 s = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), s, float("-inf"))
-            new_top = tl.maximum(top, tl.max(s, 1))
+            new_top = tl.maximum(top, tl.max(s, 1) * qk_scale)
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: -inf - -inf would be NaN
-            p = tl.exp2(s - shift[:, None])
+            p = tl.exp2(s * qk_scale - shift[:, None])
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(p, 1)
             v = load_rows(v_ptr, key, v_st, real, DV, BDV)
@@ -62,12 +68,12 @@ def forward(
 
 @jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
 def backward_queries(
-    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, p_sb, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, first_ptr, p_sb, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr,
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st, d_sb, d_sh, d_st, g_sb, g_sh, g_st,
     num_heads, num_queries, num_keys, scale,
-    G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr,
+    G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a query tile, and ``delta = sum(do * out) - dlse`` for the gradient of keys."""
     bh = tl.program_id(1).to(tl.int64)
@@ -75,7 +81,10 @@ def backward_queries(
     h = bh % num_heads
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = row < num_queries
-    low, high = keys_of(row, token_ptr + b * p_sb, start_ptr + b * p_sb, num_queries, num_keys, WINDOW, HAS_POSITIONS)
+    low, high = keys_of(
+        row, token_ptr + b * p_sb, start_ptr + b * p_sb, first_ptr + b * p_sb, num_queries, num_keys,
+        LENGTH, STRIDE, WINDOW, HAS_POSITIONS,
+    )  # fmt: skip
     q = load_rows(q_ptr + b * q_sb + h * q_sh, row, q_st, inside, DK, BDK)
     do = load_rows(do_ptr + b * d_sb + h * d_sh, row, d_st, inside, DV, BDV)
     out = load_rows(out_ptr + b * o_sb + h * o_sh, row, o_st, inside, DV, BDV)
@@ -83,7 +92,8 @@ def backward_queries(
     if HAS_GRAD_LSE:
         delta -= tl.load(dlse_ptr + bh * num_queries + row, mask=inside, other=0.0)
     tl.store(delta_ptr + bh * num_queries + row, delta, mask=inside)
-    lse = finite(tl.load(lse_ptr + bh * num_queries + row, mask=inside, other=0.0))
+    lse = finite(tl.load(lse_ptr + bh * num_queries + row, mask=inside, other=0.0)) * 1.4426950408889634
+    qk_scale = scale * 1.4426950408889634
     k_ptr += b * k_sb + (h // G) * k_sh
     v_ptr += b * v_sb + (h // G) * v_sh
 
@@ -97,7 +107,7 @@ def backward_queries(
             real = (key < num_keys) | (part == 1)
             k = load_rows(k_ptr, key, k_st, real, DK, BDK)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            p = tl.exp2((s * scale - lse[:, None]) * 1.4426950408889634)
+            p = tl.exp2(s * qk_scale - lse[:, None])
             if part != 1:
                 p = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), p, 0.0)
             v = load_rows(v_ptr, key, v_st, real, DV, BDV)
@@ -106,98 +116,122 @@ def backward_queries(
     store_rows(dq_ptr + b * g_sb + h * g_sh, row, g_st, inside, acc * scale, DK, BDK)
 
 
-@jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys"])
+@jit(do_not_specialize=["p_sb", "num_sums", "num_queries", "num_keys"])
 def backward_keys(
-    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, p_sb, lse_ptr, do_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, first_ptr, p_sb, lse_ptr, do_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, d_sb, d_sh, d_st, gk_sb, gk_sh, gk_st, gv_sb, gv_sh, gv_st,
-    kv_heads, num_queries, num_keys, scale,
-    G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    num_sums, num_queries, num_keys, scale,
+    G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LENGTH: tl.constexpr,
+    STRIDE: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a tile of keys and values, in a loop over all heads of the group."""
-    bh = tl.program_id(1).to(tl.int64)
-    b = bh // kv_heads
-    h = bh % kv_heads
+    """Sum the gradients of a tile of keys and values over ``HEADS`` heads of the group."""
+    bs = tl.program_id(1).to(tl.int64)
+    b = bs // num_sums
+    at = bs % num_sums
+    h = at * HEADS
     key0 = tl.program_id(0) * BN
     key = key0 + tl.arange(0, BN)
     real = key < num_keys
-    k = load_rows(k_ptr + b * k_sb + h * k_sh, key, k_st, real, DK, BDK)
-    v = load_rows(v_ptr + b * v_sb + h * v_sh, key, v_st, real, DV, BDV)
+    k = load_rows(k_ptr + b * k_sb + (h // G) * k_sh, key, k_st, real, DK, BDK)
+    v = load_rows(v_ptr + b * v_sb + (h // G) * v_sh, key, v_st, real, DV, BDV)
     token_ptr += b * p_sb
     start_ptr += b * p_sb
-    row0 = first_row_at(key0, token_ptr, num_queries, HAS_POSITIONS)
-    tiles = tl.cdiv(first_row_at(key0 + BN - 1 + WINDOW, token_ptr, num_queries, HAS_POSITIONS) - row0, BM)
-    q_ptr += b * q_sb + h * G * q_sh
-    do_ptr += b * d_sb + h * G * d_sh
-    lse_ptr += bh * G * num_queries
-    delta_ptr += bh * G * num_queries
+    first_ptr += b * p_sb
+    row0 = first_row_past(
+        key0, True, token_ptr, start_ptr, first_ptr, num_queries, num_keys, LENGTH, STRIDE, WINDOW, HAS_POSITIONS
+    )
+    end = first_row_past(
+        key0 + BN - 1, False, token_ptr, start_ptr, first_ptr, num_queries, num_keys,
+        LENGTH, STRIDE, WINDOW, HAS_POSITIONS,
+    )  # fmt: skip
+    tiles = tl.cdiv(tl.maximum(end - row0, 0), BM)
+    q_ptr += b * q_sb + h * q_sh
+    do_ptr += b * d_sb + h * d_sh
+    lse_ptr += bs * HEADS * num_queries
+    delta_ptr += bs * HEADS * num_queries
 
     dk = tl.zeros([BN, BDK], tl.float32)
     dv = tl.zeros([BN, BDV], tl.float32)
-    for i in tl.range(0, G * tiles):
+    qk_scale = scale * 1.4426950408889634
+    for i in tl.range(0, HEADS * tiles):
         head = (i // tiles).to(tl.int64)
-        row = row0 + (i % tiles) * BM + tl.arange(0, BM)
+        first = row0 + (i % tiles) * BM
+        row = first + tl.arange(0, BM)
         inside = row < num_queries
         q = load_rows(q_ptr + head * q_sh, row, q_st, inside, DK, BDK)
         do = load_rows(do_ptr + head * d_sh, row, d_st, inside, DV, BDV)
-        lse = finite(tl.load(lse_ptr + head * num_queries + row, mask=inside, other=0.0))
+        lse = finite(tl.load(lse_ptr + head * num_queries + row, mask=inside, other=0.0)) * 1.4426950408889634
         delta = tl.load(delta_ptr + head * num_queries + row, mask=inside, other=0.0)
-        low, high = keys_of(row, token_ptr, start_ptr, num_queries, num_keys, WINDOW, HAS_POSITIONS)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        p = tl.exp2((s * scale - lse[None, :]) * 1.4426950408889634)
-        p = tl.where((key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]), p, 0.0)
+        p = tl.exp2(s * qk_scale - lse[None, :])
+        # Without positions a query is its token: most tiles see all of the keys.
+        whole = (first >= (key0 + BN - 1) * STRIDE + LENGTH - 1) & (first + BM <= num_queries)
+        if WINDOW > 0:
+            whole &= first + BM <= key0 + WINDOW
+        if HAS_POSITIONS or not whole:
+            low, high = keys_of(
+                row, token_ptr, start_ptr, first_ptr, num_queries, num_keys, LENGTH, STRIDE, WINDOW, HAS_POSITIONS
+            )
+            p = tl.where((key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]), p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
         ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    store_rows(dk_ptr + b * gk_sb + h * gk_sh, key, gk_st, real, dk * scale, DK, BDK)
-    store_rows(dv_ptr + b * gv_sb + h * gv_sh, key, gv_st, real, dv, DV, BDV)
+    store_rows(dk_ptr + b * gk_sb + at * gk_sh, key, gk_st, real, dk * scale, DK, BDK)
+    store_rows(dv_ptr + b * gv_sb + at * gv_sh, key, gv_st, real, dv, DV, BDV)
 
 
 @jit
-def keys_of(row, token_ptr, start_ptr, num_queries, num_keys, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr):
-    """Return the keys ``low .. high - 1`` that each query sees; none for a padding row."""
+def keys_of(
+    row, token_ptr, start_ptr, first_ptr, num_queries, num_keys,
+    LENGTH: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """Return the keys ``low .. high - 1`` that each query sees; none for a padding row.
+
+    Key ``first + i`` covers ``LENGTH`` tokens from token ``i * STRIDE`` of the document on, and is seen when it is
+    complete. With a ``WINDOW`` a key is a token, and only the last so many are seen.
+    """
     token = row
     start = row * 0
+    first = row * 0
     if HAS_POSITIONS:
         there = tl.minimum(row, num_queries - 1)
         token = tl.load(token_ptr + there)
         start = tl.load(start_ptr + there)
-    low = tl.maximum(tl.maximum(start, token - (WINDOW - 1)), 0)
-    high = tl.minimum(token + 1, num_keys)
+        first = tl.load(first_ptr + there)
+    high = tl.minimum(first + tl.maximum(token - start + 1 + STRIDE - LENGTH, 0) // STRIDE, num_keys)
+    low = first
+    if WINDOW > 0:
+        low = tl.maximum(first, token - (WINDOW - 1))
+    low = tl.maximum(low, 0)
     return low, tl.where(row < num_queries, high, low)
 
 
 @jit
-def runs(low, high, BN: tl.constexpr):
-    """Split the keys ``begin .. end`` of a query tile: all of its rows see those from ``full`` to ``rest``.
-
-    A row without keys does not extend the range, but then there is no key that all rows see.
-    """
-    some = high > low
-    begin = tl.min(tl.where(some, low, 2147483647))
-    end = tl.max(tl.where(some, high, 0))
-    begin = tl.minimum(begin, end)
-    full = begin + tl.cdiv(tl.max(low) - begin, BN) * BN
-    full = tl.maximum(tl.minimum(full, begin + tl.cdiv(end - begin, BN) * BN), begin)
-    rest = full + tl.maximum(tl.min(high) - full, 0) // BN * BN
-    rest = tl.minimum(rest, tl.maximum(full, end))  # if no row has a key, high is meaningless
-    return begin, full, rest, end
-
-
-@jit
-def first_row_at(token, token_ptr, num_queries, HAS_POSITIONS: tl.constexpr):
-    """Return the first query at a token or after it, by bisection."""
+def first_row_past(
+    key, END: tl.constexpr, token_ptr, start_ptr, first_ptr, num_queries, num_keys,
+    LENGTH: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """Return the first query whose interval begins after a key, or with ``END`` ends after it."""
     if HAS_POSITIONS:
-        low = token * 0
-        high = num_queries + low
-        while low < high:
-            middle = (low + high) // 2
-            before = tl.load(token_ptr + middle) < token
-            low = tl.where(before, middle + 1, low)
-            high = tl.where(before, high, middle)
-        return low
+        row = key * 0
+        last = num_queries + row
+        while row < last:
+            middle = (row + last) // 2
+            low, high = keys_of(
+                middle, token_ptr, start_ptr, first_ptr, num_queries, num_keys, LENGTH, STRIDE, WINDOW, HAS_POSITIONS
+            )
+            past = high > key if END else low > key
+            row = tl.where(past, row, middle + 1)
+            last = tl.where(past, middle, last)
+        return row
     else:  # noqa: RET505  (a kernel needs both)
-        return tl.minimum(token, num_queries)
+        row = num_queries
+        if END:
+            row = tl.minimum(key * STRIDE + LENGTH - 1, num_queries)
+        elif WINDOW > 0:
+            row = tl.minimum(key + WINDOW, num_queries)
+        return row
 
 
 @jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.visible import count_visible
+from flexnsa.attention.triton.kernels.visible import count_visible, runs
 from flexnsa.attention.triton.typed import jit
 
 
@@ -54,17 +54,22 @@ def log_sum_exp_kernel(
 
     top = tl.full((BLOCK_T,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
-    for first_key in range(tl.min(low), tl.minimum(tl.max(high), num_keys), BLOCK_N):
-        key = first_key + tl.arange(0, BLOCK_N)
-        inside = (key[:, None] < num_keys) & (dim < HEAD_DIM)
-        k = tl.load(k_ptrs + key.to(tl.int64)[:, None] * k_stride_n, mask=inside, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        score = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, axis=1))
-        # Without a visible key yet the maximum is -inf; subtract 0 instead, since -inf - -inf is NaN.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(score - shift[:, None]), axis=1)
-        top = new_top
+    begin, full, rest, end = runs(low, tl.minimum(high, num_keys), BLOCK_N)
+    for part in tl.static_range(3):
+        first = begin if part == 0 else full if part == 1 else rest
+        last = full if part == 0 else rest if part == 1 else end
+        for first_key in tl.range(first, last, BLOCK_N):
+            key = first_key + tl.arange(0, BLOCK_N)
+            inside = (key[:, None] < num_keys) & (dim < HEAD_DIM)
+            k = tl.load(k_ptrs + key.to(tl.int64)[:, None] * k_stride_n, mask=inside, other=0.0)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if part != 1:
+                score = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), score, float("-inf"))
+            new_top = tl.maximum(top, tl.max(score, axis=1) * scale_log2)
+            # Without a visible key yet the maximum is -inf; subtract 0 instead, since -inf - -inf is NaN.
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(score * scale_log2 - shift[:, None]), axis=1)
+            top = new_top
     lse = tl.where(total > 0, (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453, float("-inf"))
     local_row = first_row + tl.arange(0, BLOCK_T)
     tl.store(out_ptr + batch_head * num_queries + local_row, lse, mask=local_row < num_queries)
