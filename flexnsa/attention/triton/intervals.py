@@ -17,7 +17,7 @@ from flexnsa.positions import Positions
 PROGRAMS = 8
 """Programs of ``backward_keys`` on each multiprocessor, at least, if the heads suffice: their lengths differ."""
 
-NARROW, MANY_KEYS = 64, 1024
+NARROW, MANY_KEYS = 64, 2048
 """FlexAttention is the faster for heads above the one with more compressed keys than the other (H200)."""
 
 
