@@ -24,10 +24,10 @@ def forward(
     BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the output and the natural log-sum-exp of a query tile, with a running maximum over its keys."""
-    bh = tl.program_id(1).to(tl.int64)
+    tile, bh = place(True, WINDOW)
     b = bh // num_heads
     h = bh % num_heads
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    row = tile * BM + tl.arange(0, BM)
     inside = row < num_queries
     low, high = keys_of(
         row, token_ptr + b * p_sb, start_ptr + b * p_sb, first_ptr + b * p_sb, num_queries, num_keys,
@@ -76,10 +76,10 @@ def backward_queries(
     BN: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a query tile, and ``delta = sum(do * out) - dlse`` for the gradient of keys."""
-    bh = tl.program_id(1).to(tl.int64)
+    tile, bh = place(True, WINDOW)
     b = bh // num_heads
     h = bh % num_heads
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    row = tile * BM + tl.arange(0, BM)
     inside = row < num_queries
     low, high = keys_of(
         row, token_ptr + b * p_sb, start_ptr + b * p_sb, first_ptr + b * p_sb, num_queries, num_keys,
@@ -126,11 +126,11 @@ def backward_keys(
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of a tile of keys and values over ``HEADS`` heads of the group."""
-    bs = tl.program_id(1).to(tl.int64)
+    tile, bs = place(False, WINDOW)
     b = bs // num_sums
     at = bs % num_sums
     h = at * HEADS
-    key0 = tl.program_id(0) * BN
+    key0 = tile * BN
     key = key0 + tl.arange(0, BN)
     real = key < num_keys
     k = load_rows(k_ptr + b * k_sb + (h // G) * k_sh, key, k_st, real, DK, BDK)
@@ -179,6 +179,23 @@ def backward_keys(
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     store_rows(dk_ptr + b * gk_sb + at * gk_sh, key, gk_st, real, dk * scale, DK, BDK)
     store_rows(dv_ptr + b * gv_sb + at * gv_sh, key, gv_st, real, dv, DV, BDV)
+
+
+@jit
+def place(LONGEST_LAST: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the tile of a program, and its batch element and heads.
+
+    Without a window tiles take unequal times, and programs begin in order: the longest tiles of all heads come first.
+    """
+    tile = tl.program_id(0)
+    heads = tl.program_id(1)
+    if WINDOW == 0:
+        number = heads * tl.num_programs(0) + tile
+        tile = number // tl.num_programs(1)
+        heads = number % tl.num_programs(1)
+        if LONGEST_LAST:
+            tile = tl.num_programs(0) - 1 - tile
+    return tile, heads.to(tl.int64)
 
 
 @jit
