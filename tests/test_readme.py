@@ -101,6 +101,31 @@ def test_the_table_of_training_is_what_was_recorded() -> None:
     assert f"with empty caches {own} s (text-125m at 8k), dense {dense} (" in " ".join(page.split())
 
 
+KERNELS = {
+    "selected: `forward_parts`": ["forward_parts"],
+    "`combine`": ["combine"],
+    "`backward_parts`": ["backward_parts"],
+    "`sum_slots`": ["sum_slots"],
+    "`row_stats`": ["row_stats"],
+    "window and compressed: `forward`": ["forward"],
+    "`backward_queries` and `backward_keys`": ["backward_queries", "backward_keys"],
+    "importance and top-n": ["importance_kernel", "top_blocks_kernel"],
+}
+"""Rows of the table of kernels, and the recorded ones that they sum."""
+
+
+def test_the_table_of_kernels_is_what_was_recorded() -> None:
+    points = json.loads((ROOT / "benchmarks/results/training_h200.json").read_text())["points"]
+    point = next(x for x in points if (x["model"], x["attention"], x["seq_len"]) == ("m7c-125m", "nsa", 8192))
+    took = {name: ms for name, ms, _ in point["longest_kernels"]}
+    page = (ROOT / "benchmarks/results/speed.md").read_text()
+    assert f"milliseconds in one step of {point['step_ms']:.0f}" in page
+    shown = {cells[0]: cells[-1] for cells in (row.strip("| ").split(" | ") for row in page.splitlines())}
+    assert {label: shown[label] for label in KERNELS} == {
+        label: f"{sum(took[name] for name in names):.1f}" for label, names in KERNELS.items()
+    }
+
+
 def test_the_times_of_models_of_transformers_are_what_was_recorded() -> None:
     text = (ROOT / "docs" / "transformers.md").read_text()
     words = " ".join(text.split())

@@ -275,6 +275,7 @@ class Work:
         saved = self.saved_by()
         done = saved["MLP"] + self.residual * self.activation // 4 + self.cast("MLP")
         outside = above - done - self.second_norm() - self.cast("output") + weights["MLP"] + weights["output"]
+        outside += self.residual if self.compiled else 0  # PyTorch holds a compiled layer's arguments until it returns
         if self.activation == 4:
             moments = [above + wide + matrix]
         else:  # the gradient of a weight is bf16 first, and then also fp32
