@@ -20,7 +20,6 @@ SHOWN = {
     "NSA, l = 4, d = 2": "slow compressors, l=4 d=2",
     "NSA": "slow compressors",
     "NSA, one learning rate": "plain",
-    "window only": "window only",
 }
 # The rows of text on it, by the models of the recording.
 TEXTS = {
@@ -30,10 +29,10 @@ TEXTS = {
     "with an indexer": "NSA, rope 1e8, shared keys, begun as mean, indexer",
     "text-125m": "NSA, rope 1e8, shared keys, begun as mean, indexer, residual",
 }
-# The other indexers of the page with every model of text, by their names in the list of all ideas.
+# The ideas on it, by their names in the list of all.
 TRIED = {
     "all heads, the default": "all heads of a group",
-    "changes of queries and keys of rank 32 (`index_rank=32`)": "all heads, changes of rank 32",
+    "changes of rank 32 (`index_rank=32`)": "all heads, changes of rank 32",
     "a compressor for each key head": "all heads, a compressor for each key head",
     "3 of 6 heads": "3 index heads a key head, means of neighbouring queries plus a change",
     "2 heads": "2 index heads a key head",
@@ -177,10 +176,7 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
     assert sum(map(len, (large | longer | small).values())) == len(points), "all that was recorded is told"
     ideas = json.loads(IDEAS.read_text())["rows"]
     shown = [text_row(label, longest[name]) for label, name in TEXTS.items()]
-    assert rows_of(LEARNING)[: -len(SHOWN)] == shown
-    tried = {label: idea_row(label, ideas) for label in TRIED}
-    half, whole = (tried[label][1] for label in ("3 of 6 heads", "all heads, the default"))
-    assert f"3 of 6 find {half} of the blocks, all {whole}" in words_of(LEARNING)
+    assert rows_of(LEARNING)[: -len(SHOWN)] == shown + [idea_row(label, ideas) for label in TRIED]
     expected = [[name, *ends(seeds)] for group in (large, longer, small) for (name, _), seeds in group.items()]
     gaps = [
         (f"{sparse} - {dense}", steps, gap_of(of[sparse, steps], of[dense, steps]))
@@ -209,7 +205,7 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
         if name.startswith("NSA") and name not in (small_blocks, indexed):  # their time was up before
             costs = (cost_of(seeds, blocks) for blocks in ("initial", "random", "forced"))
             expected.append([f"{name}, small" if (name, steps) in small else name, f"{steps:,}", *costs])
-    assert rows_of(LANGUAGE) == [*expected, *tried.values()]
+    assert rows_of(LANGUAGE) == expected
 
 
 def gap_of(sparse: list[dict[str, Any]], dense: list[dict[str, Any]]) -> str:
@@ -304,29 +300,26 @@ def far_bits(run: dict[str, Any]) -> float:
 def test_what_the_page_says_of_teaching_is_what_was_recorded() -> None:
     page, record = words_of(LEARNING), json.loads((IDEAS.parent / "teaching_h200.json").read_text())
     sizes, nsa, training = (record["setting"][name] for name in ("sizes", "nsa", "training"))
-    heads = f"{sizes['num_attention_heads']}/{sizes['num_key_value_heads']} heads of {sizes['head_dim']}"
     base = f"{sizes['rope_parameters']['rope_theta']:.0e}".replace("e+0", "e")
-    model = f"{sizes['num_hidden_layers']} layers of {sizes['hidden_size']}, {heads}, `rope_theta={base}`"
+    model = f"{sizes['num_hidden_layers']} layers of {sizes['hidden_size']}, `rope_theta={base}`"
     runs = {run["name"]: run for run in record["points"]}
     last = {name: run["held_out"][-1][1] for name, run in runs.items()}
     dense, untaught, best, own = (last[name] for name in ("pretraining", "means of keys", "best blocks", "taught"))
-    start = f"in sequences of {training['seq_len']:,} bytes has {dense:.4f} nats per held-out byte."
+    start = f"in sequences of {training['seq_len']:,} bytes has {dense:.4f} nats per byte."
     assert f"A dense Llama ({model}) that learned Python source code {start}" in page
     blocks = f"{nsa['num_selected_blocks']} blocks of {nsa['select_block_size']}"
-    assert f"Reading {blocks}, it has {untaught:.4f} with blocks chosen by means of keys" in page
-    assert f"by means of keys, {best:.4f} with the best ones, and {own:.4f} with those of taught indexers" in page
-    assert round((untaught - own) / (untaught - dense), 1) == 0.5
-    assert "which win back half of what is lost" in page
+    assert (
+        f"Reading {blocks}, it has {untaught:.4f} if means of keys choose them, {best:.4f} with the best ones" in page
+    )
     taught, before = runs["taught"], runs["means of keys"]["recall"]
-    took = f"{taught['steps']} steps ({taught['seconds']:.0f} s on an H200)"
-    assert f"{took}; they add {100 * taught['share_of_parameters']:.1f} % to the parameters" in page
-    mean, least = (f"{before[name]:.3f} to {taught['recall'][name]:.3f}" for name in ("mean", "least"))
-    assert f"Blocks found rise from {mean}, in the least head from {least}." in page
+    took = f"{taught['steps']} steps ({taught['seconds']:.0f} s on an H200; {100 * taught['share_of_parameters']:.1f} %"
+    assert f"and {own:.4f} with indexers, which learned alone for {took} more parameters)" in page
+    assert f"Blocks found rise from {before['mean']:.3f} to {taught['recall']['mean']:.3f}." in page
     names = {name: [f"{name}, all weights, seed {seed}" for seed in (2, 3)] for name in ("taught", "dense")}
     ends = {name: [f"{last[run]:.4f}" for run in of_seeds] for name, of_seeds in names.items()}
     assert len(runs) == 4 + 2 * len(ends), "all that was recorded is told"
     told = f"taught models have {both(ends['taught'])}, dense ones {both(ends['dense'])}"
-    assert f"After {training['steps']} steps of all weights, with two seeds, {told}" in page
+    assert f"After {training['steps']} steps of all weights, two seeds, {told}" in page
 
 
 def words_of(page: Path) -> str:
