@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NSACache
-from tests.support.interpreter import teach_bfloat16
+from tests.support.interpreter import hurry, teach_bfloat16
 from tests.support.triton_decoding import ALONE, CASES, Case, run
 
 
@@ -85,6 +85,7 @@ def run_no_numbers() -> dict[str, Tensor]:
 
 if __name__ == "__main__":
     teach_bfloat16()
+    hurry()
     torch.use_deterministic_algorithms(True)  # memory to which nobody wrote is then no number
     found: dict[str, Any] = {name: run(case) for name, case in CASES.items()}
     found |= {"over the end": run_over_the_end(), "compiled": run_compiled()}

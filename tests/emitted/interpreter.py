@@ -10,7 +10,6 @@ CPU, and to give the interpreter what it lacks.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.support.interpreter import teach_bfloat16
+from tests.support.interpreter import hurry, teach_bfloat16
 
 PREDICATES = ("isnan", "isinf", "signbit")
 OTHER_NAMES = {"fast_tanhf": "tanh", "nearbyint": "round", "llrint": "round"}
@@ -50,23 +49,6 @@ class Libdevice:
             return tl.tensor(TensorHandle(result, dtype), tl.block_type(dtype, shape) if shape else dtype)
 
         return compute
-
-
-def hurry() -> None:
-    """Halve the time: look for no overflow, and turn ``triton.language`` to the interpreter once instead of always."""
-    from triton.runtime import interpreter
-
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    patch_lang, patched = interpreter._patch_lang, set[int]()
-
-    def patch_once(kernel: Any) -> Any:
-        if id(kernel.__globals__) not in patched:
-            patched.add(id(kernel.__globals__))
-            patch_lang(kernel)
-        return interpreter._LangPatchScope()
-
-    setattr(interpreter, "_patch_lang", patch_once)  # noqa: B010
 
 
 def prefer_large_tiles() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -45,3 +46,20 @@ def teach_bfloat16() -> None:
 
     for name, method in (("cast_impl", cast), ("create_dot", dot), ("binary_op", binary)):
         setattr(InterpreterBuilder, name, method)
+
+
+def hurry() -> None:
+    """Halve the time: look for no overflow, and turn ``triton.language`` to the interpreter once instead of always."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    patch_lang, patched = interpreter._patch_lang, set[int]()
+
+    def patch_once(kernel: Any) -> Any:
+        if id(kernel.__globals__) not in patched:
+            patched.add(id(kernel.__globals__))
+            patch_lang(kernel)
+        return interpreter._LangPatchScope()
+
+    setattr(interpreter, "_patch_lang", patch_once)  # noqa: B010

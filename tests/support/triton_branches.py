@@ -21,7 +21,7 @@ from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
 from tests.support.inputs import spread
-from tests.support.interpreter import teach_bfloat16
+from tests.support.interpreter import hurry, teach_bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +305,7 @@ def compile_operator() -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     teach_bfloat16()
+    hurry()
     folder = Path(sys.argv[1])
     for line in sys.stdin:
         wanted = line.strip()

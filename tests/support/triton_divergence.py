@@ -20,7 +20,7 @@ from flexnsa import NSAConfig, selection_loss
 from flexnsa.attention import table
 from flexnsa.attention.selection_loss import divergence_by
 from tests.support.inputs import SMALL
-from tests.support.interpreter import teach_bfloat16
+from tests.support.interpreter import hurry, teach_bfloat16
 from tests.support.scorers import INDEX, LONG_KEYS, NOT_FORCED, TWO_HEADS, learners, make
 
 functional = importlib.import_module("flexnsa.functional.selection_loss")  # whose function has the same name
@@ -98,4 +98,5 @@ def by_implementation(impl: str, case: Case, x: dict[str, Any]) -> dict[str, Ten
 
 if __name__ == "__main__":
     teach_bfloat16()
+    hurry()
     torch.save({name: by_kernels(case) for name, case in CASES.items()}, sys.argv[1])

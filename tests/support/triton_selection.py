@@ -20,7 +20,7 @@ from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.positions import Positions
 from tests.support.inputs import spread
-from tests.support.interpreter import teach_bfloat16
+from tests.support.interpreter import hurry, teach_bfloat16
 
 
 def sizes(length: int, stride: int, block: int, selected: int, init: int = 1, local: int = 1) -> NSAConfig:
@@ -219,6 +219,7 @@ def compile_operator() -> dict[str, Any]:
 
 if __name__ == "__main__":
     teach_bfloat16()
+    hurry()
     results: dict[str, Any] = {"compiled": compile_operator()}
     for case_name, one_case in CASES.items():
         results[case_name] = run_kernels(one_case)
