@@ -25,8 +25,8 @@ OF_A_LAYER = {
     *("forward", "backward_queries", "backward_keys"),
     *("compare_blocks", "query_gradients", "key_gradients"),
 }
-TWICE = {"block_log_sums"}
-"""Summed for two sizes of keys: those of the layer, and those of its indexer."""
+TWICE = {"block_log_sums", "forward", "backward_queries", "backward_keys"}
+"""For two sizes of keys: those of the layer and of its indexer; those of the window and of the compressed branch."""
 
 
 @jit(do_not_specialize=["n"])
