@@ -160,7 +160,7 @@ def _interval_attention_backward(
     )  # fmt: skip
     if summed < group:
         for total, x in zip((dk, dv), parts, strict=True):
-            total.copy_(torch.sum(x.unflatten(1, (kv_heads, -1)), 2))
+            total.copy_(torch.sum(torch.unflatten(x, 1, (kv_heads, -1)), 2))
     return dq, dk, dv
 
 
