@@ -16,9 +16,8 @@ from tests.emitted.interpreted import interpreted
 from tests.emitted.machine_code import resources
 from tests.support.dense import dense_attention, visible_keys
 
-CASES = [("slc", groups, dtype) for groups in (1, 4, 6, 16) for dtype in (torch.float32, torch.bfloat16)]
-CASES += [(branch, groups, torch.float32) for branch in ("cmp", "win") for groups in (1, 6)]
-CASES += [(branch, groups, torch.bfloat16) for branch in ("cmp", "win") for groups in (4, 16)]
+CASES = [(branch, groups, torch.float32) for branch in BRANCHES for groups in (1, 6)]
+CASES += [(branch, groups, torch.bfloat16) for branch in BRANCHES for groups in (4, 16)]
 
 
 def length_of(branch: str, groups: int) -> int:
