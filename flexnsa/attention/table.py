@@ -42,7 +42,7 @@ SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window, 
 
 
 def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
-    own = triton_intervals.suit(k_cmp.shape[2], max(q.shape[3], v_cmp.shape[3]))
+    own = triton_intervals.is_faster(k_cmp.shape[2], max(q.shape[3], v_cmp.shape[3]))
     return (triton_intervals if own else flex).compressed(q, k_cmp, v_cmp, call)
 
 

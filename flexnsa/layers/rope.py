@@ -64,7 +64,7 @@ def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:
     """Rotate the pairs ``(x[i], x[i + D/2])`` of each head of ``x (B, H, T, D)``; computed in fp32 or wider."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = tables.cos.to(dtype), tables.sin.to(dtype)
-    # Casts are of halves, so that what a compiler joins, the result and the gradient, is stored in the dtype of x.
+    # Cast the halves, not the whole: compiled code stores what is joined, here and in backward, in the dtype of x then.
     first, second = (half.to(dtype) for half in x.chunk(2, dim=-1))
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat([half.to(x.dtype) for half in rotated], dim=-1)

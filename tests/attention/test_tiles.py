@@ -94,6 +94,11 @@ def test_kernels_of_our_own_have_tiles(device: Device, dtype: torch.dtype, dims:
         assert chosen.num_warps in (4, 8, 16)  # Triton takes powers of two
 
 
+@pytest.mark.parametrize(("programs", "heads"), [(1, 1), (1055, 1), (2111, 1), (2112, 2), (6336, 6), (10**6, 6)])
+def test_gradients_of_keys_are_enough_programs_for_a_gpu(programs: int, heads: int) -> None:
+    assert intervals.heads_of_program(6, programs, 132) == heads
+
+
 def test_wide_heads_fit_the_tensor_memory_of_blackwell() -> None:
     """Triton 3.6 and 3.7 compile 64 rows of 256 and 256 columns to an empty kernel, without a word."""
     assert selected.backward_tiles(B200, BF16, 256, 256, 64).rows <= 32

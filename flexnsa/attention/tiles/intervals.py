@@ -33,7 +33,7 @@ FORWARD: Mapping[Key, IntervalTiles] = {
     (128, False): IntervalTiles(128, 64, 8, 3),
     (128, True): IntervalTiles(64, 32, 4, 3),
 }
-"""Preferred tiles in 16 bits, as measured on an H200. In a window small ones exceed it by fewer keys."""
+"""The fastest tiles in 16 bits on an H200. A window prefers small tiles, which read fewer keys outside it."""
 OF_QUERIES: Mapping[Key, IntervalTiles] = {
     (64, False): IntervalTiles(64, 32, 4, 3),
     (64, True): IntervalTiles(64, 32, 4, 3),
@@ -49,7 +49,10 @@ OF_KEYS: Mapping[Key, IntervalTiles] = {
 }
 """The same for the gradients of keys and values."""
 SMALLER = (IntervalTiles(64, 32, 4, 2), IntervalTiles(32, 32, 4, 1), IntervalTiles(16, 16, 4, 1))
-"""For float32, for heads above 128, and where the preferred tiles do not fit; the first in 16 bits alone."""
+"""Tiles where those do not fit; all but the first also for float32 and for heads above 128."""
+
+PROGRAMS = 8
+"""Programs of the gradients of keys for each multiprocessor, or more: they take unequal times."""
 
 
 def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, *, windowed: bool) -> IntervalTiles:
@@ -78,6 +81,18 @@ def backward_tiles(
         _first_that_fits(of_queries, device, dtype, dk, dv, backward=True),
         _first_that_fits(of_keys, device, dtype, dk, dv, backward=True, keys_stay=True),
     )
+
+
+def heads_of_program(group: int, most_programs: int, multiprocessors: int) -> int:
+    """Return over how many heads of a group a program sums the gradients of keys, the most that leave enough programs.
+
+    Args:
+        group: query heads of a key head.
+        most_programs: programs that sum one head each.
+        multiprocessors: of the device.
+    """
+    enough = [n for n in range(1, group + 1) if group % n == 0 and most_programs // n >= PROGRAMS * multiprocessors]
+    return max(enough, default=1)
 
 
 def _candidates(

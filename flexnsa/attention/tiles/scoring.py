@@ -35,9 +35,8 @@ def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_
     ]
     if dtype != torch.float32 and head_dim <= 128:
         widths = [blocks for blocks in (64, 32, 16) if blocks * keys_of_block <= MOST_KEYS or blocks == 16]
-        # On Hopper this limit, which spills nothing, lets a multiprocessor run a fourth program of eight keys a block.
-        narrow = device.generation == HOPPER and head_dim <= 64 and keys_of_block == 8
-        limit = 128 if narrow else None
+        # This limit spills registers, but lets a multiprocessor of Hopper run four programs: 0.31 ms instead of 0.35.
+        limit = 128 if device.generation == HOPPER and head_dim <= 64 and keys_of_block == 8 else None
         candidates = [*(ImportanceTiles(64, blocks, 4, 1, limit) for blocks in widths), *candidates]
     for tiles in candidates:
         rows = tiles.blocks * keys_of_block + tiles.queries * tiles.num_stages

@@ -10,20 +10,20 @@ from torch import Tensor
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.seam import BranchOutput, Call, Compressed
-from flexnsa.attention.triton.operators import check_call, precision, require_device, with_positive_scale
+from flexnsa.attention.triton.operators import (
+    check_call,
+    position_arguments,
+    precision,
+    require_device,
+    with_positive_scale,
+)
 from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions
 
-PROGRAMS = 8
-"""Programs of ``backward_keys`` on each multiprocessor, at least, if the heads suffice: their lengths differ."""
 
-NARROW, MANY_KEYS = 64, 2048
-"""FlexAttention is the faster for heads above the one with more compressed keys than the other (H200)."""
-
-
-def suit(num_keys: int, head_dim: int) -> bool:
-    """Return whether these kernels suit the compressed branch, or FlexAttention does."""
-    return head_dim <= NARROW or num_keys <= MANY_KEYS
+def is_faster(num_keys: int, head_dim: int) -> bool:
+    """Return whether :func:`compressed` is faster than FlexAttention for so many compressed keys (H200)."""
+    return head_dim <= 64 or num_keys <= 2048
 
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
@@ -102,7 +102,7 @@ def _interval_attention(
     tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], windowed=window > 0)
     batch, heads, num_queries, _ = q.shape
     kernels.forward[(cdiv(num_queries, tiles.queries), batch * heads)](
-        q, k, v, *_where(q, token, start, first_key), out, lse,
+        q, k, v, *position_arguments(q, token, start, first_key), out, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         heads, num_queries, k.shape[2], scale * LOG2_E,
         **_shape(q, k, v, token, (length, stride, window)), **tiles.options(),
@@ -128,7 +128,7 @@ def _interval_attention_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flexnsa.attention.tiles.device import cdiv, device_of, multiprocessors
-    from flexnsa.attention.tiles.intervals import backward_tiles
+    from flexnsa.attention.tiles.intervals import backward_tiles, heads_of_program
     from flexnsa.attention.triton.kernels import intervals as kernels
 
     dq, dk, dv = empty_gradients(grad_out, grad_lse, q, k, v)
@@ -137,7 +137,8 @@ def _interval_attention_backward(
     delta = torch.empty_like(lse)
     sizes = (device_of(q), q.dtype, q.shape[-1], v.shape[-1])
     of_queries, of_keys = backward_tiles(*sizes, windowed=window > 0, placed=token is not None)
-    where, shape = _where(q, token, start, first_key), _shape(q, k, v, token, (length, stride, window))
+    where = position_arguments(q, token, start, first_key)
+    shape = _shape(q, k, v, token, (length, stride, window))
     (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
     read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
     kernels.backward_queries[(cdiv(num_queries, of_queries.queries), batch * heads)](
@@ -146,7 +147,7 @@ def _interval_attention_backward(
         **shape, HAS_GRAD_LSE=grad_lse is not None, **of_queries.options(),
     )  # fmt: skip
     key_tiles, (kv_heads, group) = cdiv(num_keys, of_keys.keys), (k.shape[1], heads // k.shape[1])
-    summed = _heads_of_program(group, key_tiles * batch * heads, multiprocessors(q))
+    summed = heads_of_program(group, key_tiles * batch * heads, multiprocessors(q))
     # Sums over fewer heads than a group are float32; PyTorch adds them.
     parts = [
         x if summed == group else q.new_empty(batch, heads // summed, num_keys, x.shape[-1], dtype=torch.float32)
@@ -162,21 +163,6 @@ def _interval_attention_backward(
         for total, x in zip((dk, dv), parts, strict=True):
             total.copy_(torch.sum(torch.unflatten(x, 1, (kv_heads, -1)), 2))
     return dq, dk, dv
-
-
-def _heads_of_program(group: int, most_programs: int, multiprocessors: int) -> int:
-    """Return how many heads of a group a program of ``backward_keys`` sums; more of them are fewer programs."""
-    enough = [n for n in range(1, group + 1) if group % n == 0 and most_programs // n >= PROGRAMS * multiprocessors]
-    return max(enough, default=1)
-
-
-def _where(q: Tensor, token: Tensor | None, start: Tensor | None, first_key: Tensor | None) -> tuple[object, ...]:
-    """Return the positions as arguments of a kernel, with their batch stride; q, unread, and 0 where there are none."""
-    if token is None or start is None or first_key is None:
-        return q, q, q, 0
-    rows = max(len(token), len(start), len(first_key))
-    where = [x.to(torch.int32).expand(rows, -1).contiguous() for x in (token, start, first_key)]
-    return *where, where[0].shape[1] if rows > 1 else 0
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, sizes: tuple[int, int, int]) -> dict[str, object]:

@@ -52,19 +52,19 @@ def _is_interpreted() -> bool:
 _is_interpreted._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def rows_of(token: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+def rows_of(*positions: Tensor) -> list[Tensor]:
     """Return positions ``(B or 1, T)`` as the kernels read them: int32, contiguous, of equal batch size."""
-    rows = max(len(token), len(start))
-    tokens, starts = (x.to(torch.int32).expand(rows, -1).contiguous() for x in (token, start))
-    return tokens, starts
+    rows = max(map(len, positions))
+    return [x.to(torch.int32).expand(rows, -1).contiguous() for x in positions]
 
 
-def position_arguments(token: Tensor | None, start: Tensor | None, unread: Tensor) -> tuple[Tensor, Tensor, int]:
+def position_arguments(unread: Tensor, *positions: Tensor | None) -> tuple[Tensor | int, ...]:
     """Return positions and their batch stride as arguments of a kernel; ``unread`` and 0 where there are none."""
-    if token is None or start is None:
-        return unread, unread, 0
-    tokens, starts = rows_of(token, start)
-    return tokens, starts, tokens.shape[1] if len(tokens) > 1 else 0
+    given = [x for x in positions if x is not None]
+    if len(given) < len(positions):
+        return *(unread for _ in positions), 0
+    rows = rows_of(*given)
+    return *rows, rows[0].shape[1] if len(rows[0]) > 1 else 0
 
 
 def precision() -> str:

@@ -51,9 +51,9 @@ class Selection:
         """Upper bound of the number of key tiles."""
         return num_key_tiles(self.num_keys, self.block_size, has_positions=self.token is not None)
 
-    def positions(self) -> tuple[Tensor, Tensor, int]:
+    def positions(self) -> tuple[Tensor | int, ...]:
         """Return token and start as arguments of a kernel, with their batch stride."""
-        return position_arguments(self.token, self.start, self.block_indices)
+        return position_arguments(self.block_indices, self.token, self.start)
 
     def of_heads(self, batch: slice, heads: slice) -> Selection:
         """Keep some batch elements, or some heads of one."""

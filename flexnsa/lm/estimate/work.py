@@ -13,30 +13,13 @@ from flexnsa.attention.triton import intervals
 from flexnsa.attention.triton.divergence import scratch_bytes
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
 from flexnsa.checks.primitives import check_type
-from flexnsa.geometry import BRANCHES, gated_branches, num_compressed
+from flexnsa.geometry import gated_branches, num_compressed
 from flexnsa.layers.indexer import SAMPLED_QUERIES
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.loss import rows_at_once
 
-
-def _compressed(sizes: AttentionSizes) -> Footprint:
-    """Return that of the kernels that :data:`flexnsa.attention.table.TRITON` chooses for the compressed branch."""
-    return TRITON if intervals.suit(sizes.length("cmp"), max(sizes.head_dim, sizes.v_head_dim)) else FLEX
-
-
-FOOTPRINTS: dict[str, dict[str, Footprint]] = {
-    "sdpa": dict.fromkeys(BRANCHES, SDPA),
-    "flex": dict.fromkeys(BRANCHES, FLEX),
-    "triton": {
-        "cmp": Footprint(
-            saved=lambda tag, sizes: _compressed(sizes).saved(tag, sizes),
-            backward=lambda tag, sizes: _compressed(sizes).backward(tag, sizes),
-        ),
-        "slc": TRITON,
-        "win": TRITON,
-    },
-}
-"""The implementations whose memory is known in closed form, by branch."""
+FOOTPRINTS = {"sdpa": SDPA, "flex": FLEX, "triton": TRITON}
+"""The implementations whose memory is known in closed form."""
 
 
 # The projections of every token, in a layer with NSA and in its dense baseline
@@ -225,8 +208,11 @@ class Work:
         return sizes.queries + sum(self.footprint(tag).saved(tag, sizes) for tag in self.config.branches)
 
     def footprint(self, tag: str) -> Footprint:
-        """Return the footprint of a branch."""
-        return FOOTPRINTS[self.impl][tag]
+        """Return the footprint of a branch; ``impl="triton"`` leaves some compressed branches to FlexAttention."""
+        heads = max(self.sizes.head_dim, self.sizes.v_head_dim)
+        if self.impl == "triton" and tag == "cmp" and not intervals.is_faster(self.sizes.length(tag), heads):
+            return FLEX
+        return FOOTPRINTS[self.impl]
 
     def rebuilt(self, tag: str) -> int:
         """Return what a recomputed branch saves for its backward besides its inputs."""

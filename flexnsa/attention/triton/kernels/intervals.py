@@ -1,9 +1,9 @@
 # pyright: standard, reportArgumentType=false
 """Attention to an interval of keys for each query: the compressed branch and the window.
 
-Along the queries neither end of the interval decreases, so the keys of a query tile reach from the first key that its
-first query sees to the last key that its last query sees, and the queries of a key tile are one run, too. Keys in
-between that all queries of a tile see need no mask.
+Neither end of the interval decreases along the queries. So a tile of queries reads one run of keys, from the first that
+its first query sees to the last that its last query sees, and a tile of keys one run of queries. Where every query of a
+tile sees every key, no mask is needed.
 """
 
 from __future__ import annotations
@@ -165,8 +165,9 @@ def backward_keys(
         delta = tl.load(delta_ptr + head * num_queries + row, mask=inside, other=0.0)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.exp2(s * qk_scale - lse[None, :])
-        # Without positions a query is its token: most tiles see all of the keys.
-        whole = (first >= (key0 + BN - 1) * STRIDE + LENGTH - 1) & (first + BM <= num_queries)
+        # Without positions a query is its token, which tells whether all queries of this tile see all of the keys.
+        # Rows past the end need no mask: their q and do are 0.
+        whole = first >= (key0 + BN - 1) * STRIDE + LENGTH - 1
         if WINDOW > 0:
             whole &= first + BM <= key0 + WINDOW
         if HAS_POSITIONS or not whole:
