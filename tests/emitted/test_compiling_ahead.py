@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import language as tl
+from triton.compiler import CompiledKernel
 
 from flexnsa import NativeSparseAttention, SelectionLoss
 from flexnsa.attention.triton.kernel import Kernel
@@ -36,7 +37,9 @@ def double(x_ptr, stride, n, BLOCK: tl.constexpr):
     tl.store(x_ptr + at * stride, 2 * values, mask=at < n)
 
 
-def test_a_launch_on_fake_tensors_compiles_what_one_on_real_tensors_needs() -> None:
+def test_a_launch_on_fake_tensors_compiles_what_one_on_real_tensors_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = list[str]()  # nothing can be loaded on a GPU that does not exist
+    monkeypatch.setattr(CompiledKernel, "run", property(lambda kernel: loaded.append(kernel.name)))
     with FakeTensorMode(), torch.device("cuda"):
         x = torch.empty(4096)
         for stride, n in ((1, 7), (1, 8), (16, 7), (32, 9)):  # two variants: n is not specialized, nor is 16 beside 32
@@ -48,6 +51,7 @@ def test_a_launch_on_fake_tensors_compiles_what_one_on_real_tensors_needs() -> N
         double[(1,)](torch.empty(16), 1, 16, BLOCK=16)
         assert launched.__getitem__.return_value.call_count == 1
     assert all(future.done() and future.exception() is None for future in compiling), "the launch did not wait"
+    assert loaded == ["double"] * 3
     variants: dict[str, Any] = double.function.device_caches[0][0]  # pyright: ignore[reportAttributeAccessIssue]
     assert len(variants) == 3
     for at, stride in ((0, 1), (0, 48), (1, 1)):
