@@ -2,7 +2,7 @@
 
 The heads of a group are rows of one matrix: products are large, and keys are neither repeated nor read once a head. A
 mask as large as one chunk hides keys, so that nothing grows with the square of the sequence. It is faster than one call
-with ``is_causal``, which reads the keys for each head.
+with ``is_causal``, which reads the keys for each head, except for sequences of a few hundred tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from flexnsa.attention.queries import THREADED_QUERIES
 from flexnsa.attention.sdpa.chunks import Chunk, chunks_of
 from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
 
+SHORT = 256
+"""Tokens of a causal sequence, at most, that are one call."""
+
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -33,6 +36,10 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend to the keys ``[lo, hi)`` of each query, as :func:`flexnsa.attention.sdpa.interval.interval_attention`."""
     dtype, width = torch.promote_types(q.dtype, torch.float32), max(q.shape[-1], v.shape[-1])
+    if _is_short(q, k, lo, hi):
+        whole = (_wide(x, width, dtype) for x in (q, *_of_heads(q, k, v)))
+        out, lse = _attend(*whole, is_causal=True, scale=scale)
+        return out[..., : v.shape[-1]].to(q.dtype).contiguous(), lse.contiguous()
     out, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)
     chunks = chunks_of(lo, hi, chunk_size)
 
@@ -79,6 +86,12 @@ def flash_attention_backward(
         found = flash_attention_backward(grad_out, None, q, k, v_one, lo, hi, out, lse, scale, chunk_size)
         return *found[:2], found[2][..., :-1].to(v.dtype)
     grad_q, grad_k, grad_v = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    if _is_short(q, k, lo, hi):
+        whole = (_wide(x, width, dtype) for x in (grad_out, q, *_of_heads(q, k, v), out))
+        found, group = _differentiate(*whole, lse, 0.0, True, scale=scale), q.shape[1] // k.shape[1]
+        for grad, x in zip((grad_q, grad_k, grad_v), (found[0], *(_summed(x, group) for x in found[1:])), strict=True):
+            grad.copy_(x[..., : grad.shape[-1]])
+        return grad_q, grad_k, grad_v
     chunks = chunks_of(lo, hi, chunk_size)
 
     def differentiate(*views: Tensor) -> None:
@@ -104,6 +117,19 @@ def flash_attention_backward(
     views = (*grouped(k, q, out, lse, grad_out, grad_q), k, v, grad_k, grad_v, *repeated(k, lo, hi))
     run_heads_in_threads(differentiate, views, _heads_at_once(q, k))
     return grad_q, grad_k, grad_v
+
+
+def _is_short(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor) -> bool:
+    """Return whether each query of a short sequence sees all keys up to its own."""
+    if not 0 < q.shape[2] == k.shape[2] <= SHORT:
+        return False
+    upto = torch.arange(1, q.shape[2] + 1, dtype=hi.dtype, device=hi.device)
+    return not lo.any() and bool((hi == upto).all())
+
+
+def _of_heads(q: Tensor, *keys: Tensor) -> Iterator[Tensor]:
+    """Repeat keys and values for the heads of a group."""
+    return (_repeated(x, q.shape[1] // x.shape[1]) for x in keys)
 
 
 def _heads_at_once(q: Tensor, k: Tensor) -> int:
