@@ -191,7 +191,7 @@ def measure_ours(shape: Shape, variant: Variant, *, brief: bool = False) -> dict
         point = times_of(x, selected.selected, brief=brief)
         if not brief:
             selection = selected.selection_of(x.block_indices, *_token_and_start(x), shape.block_size, shape.length)
-            capacity = max(1, selected.LIST_ROWS // (shape.q_heads // shape.kv_heads))
+            capacity = selected.capacity_of(shape.q_heads // shape.kv_heads, x.qkv[0].element_size())
             point["lists"] = milliseconds(lambda: selected_lists.build_lists(selection, selected.CHUNK, capacity))
     return point
 

@@ -93,8 +93,8 @@ VARIANTS = [
 LIMITS = [
     Variant("CHUNK 4096", limits={"CHUNK": 4096}),
     Variant("CHUNK 16384", limits={"CHUNK": 16384}),
-    Variant("LIST_ROWS 2048", limits={"LIST_ROWS": 2048}),
-    Variant("LIST_ROWS 8192", limits={"LIST_ROWS": 8192}),
+    Variant("LIST_QUERIES 256", limits={"LIST_QUERIES": 256}),
+    Variant("LIST_QUERIES 1024", limits={"LIST_QUERIES": 1024}),
     Variant("WORKSPACE 1 GiB", limits={"WORKSPACE_BYTES": 2**30}),
     Variant("WORKSPACE 4 GiB", limits={"WORKSPACE_BYTES": 2**32}),
 ]

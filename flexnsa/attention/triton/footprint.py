@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexnsa.attention.footprint import AttentionSizes, Footprint
-from flexnsa.attention.triton.selected import LIST_ROWS, WORKSPACE_BYTES, chunk_of
+from flexnsa.attention.triton.selected import WORKSPACE_BYTES, capacity_of, chunk_of
 from flexnsa.attention.triton.selected_sizes import max_replicas, max_shared, num_key_tiles
 
 
@@ -42,7 +42,7 @@ def _chunk(sizes: AttentionSizes) -> int:
 
 
 def _capacity(sizes: AttentionSizes) -> int:
-    return max(1, LIST_ROWS // sizes.group)
+    return capacity_of(sizes.group, sizes.activation)
 
 
 FOOTPRINT = Footprint(_saved, _backward)
