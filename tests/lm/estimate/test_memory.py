@@ -147,7 +147,8 @@ def test_triton_allocates_what_the_recorded_gpu_measured() -> None:
             activation=2,
         )
         estimated = TRITON.backward("slc", sizes) / 2**20
-        assert estimated == pytest.approx(point["backward MiB"], rel=0.001), point["name"]
+        # Rounded to MiB when recorded; and what is left of a block, if less than 1 MiB, is not split off.
+        assert -0.5 <= point["backward MiB"] - estimated <= 1.5, point["name"]
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
