@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import native_sparse_attention, select_blocks, selected_attention, sliding_window_attention
+from flexnsa.attention.sdpa import flash
 from flexnsa.attention.sdpa.flash import flash_attention, flash_attention_backward
 from flexnsa.attention.sdpa.interval import attend_by_products, differentiate_by_products
 from tests.support.comparison import assert_as_exact_as_plain
@@ -18,12 +19,18 @@ WINDOW = SMALL.window_size
 BLOCKS = SMALL.num_selected_blocks * SMALL.select_block_size
 BORDERS = (WINDOW, WINDOW + 1, BLOCKS, BLOCKS + 1, 2 * BLOCKS + 3)
 lengths = pytest.mark.parametrize("length", BORDERS)
+calls = pytest.mark.parametrize("short", [0, BORDERS[-1]], ids=["chunks", "one call"])
+"""Whether queries that see the whole past are in chunks, or a call of their own."""
 
 
+@calls
 @lengths
 @pytest.mark.parametrize("group", [1, 2, 6, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_results_and_gradients(length: int, group: int, dtype: torch.dtype) -> None:
+def test_results_and_gradients(
+    length: int, group: int, dtype: torch.dtype, short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "SHORT", short)
     drawn = make_inputs(length, group=group, batch=2, value_dim=24, dtype=torch.float32)
     exact_inputs = drawn.to(torch.float64)
     blocks = select_blocks(exact_inputs.q, exact_inputs.k_cmp, config=SMALL, impl="reference")
@@ -40,9 +47,11 @@ def test_results_and_gradients(length: int, group: int, dtype: torch.dtype) -> N
     assert_as_exact_as_plain(grads, plain_grads, exact_grads, factor=3)
 
 
+@calls
 @lengths
 @pytest.mark.parametrize("branch", ["slc", "win"])
-def test_gradients_of_lse(length: int, branch: str) -> None:
+def test_gradients_of_lse(length: int, branch: str, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "SHORT", short)
     x = make_inputs(length).to(torch.float64)
     blocks = select_blocks(x.q, x.k_cmp, config=SMALL)
 

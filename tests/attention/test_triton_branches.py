@@ -85,6 +85,12 @@ def test_partial_outputs_fill_at_most_half_the_workspace(bytes_of_query: int) ->
     assert selected.chunk_of(bytes_of_query) * bytes_of_query <= selected.WORKSPACE_BYTES // 2
 
 
+@pytest.mark.parametrize(("group", "queries"), [(1, 2048), (2, 1024), (4, 512), (6, 512), (16, 512), (64, 128)])
+def test_a_program_serves_512_queries_within_bounds_of_rows(group: int, queries: int) -> None:
+    assert selected.capacity_of(group, number_bytes=2) == queries
+    assert selected.capacity_of(group, number_bytes=4) == max(1, 512 // group)  # longer sums are not accurate in fp32
+
+
 def test_unsupported_inputs_of_triton_raise() -> None:
     config, chosen = NSAConfig(), torch.zeros(1, 1, 8, 16, dtype=torch.int32).fill_(-1)
     x = torch.zeros(1, 1, 8, 16)
