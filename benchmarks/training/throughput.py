@@ -5,7 +5,7 @@
 
 A step is forward, loss, backward and AdamW, bf16 under autocast, nothing checkpointed. Rows fill ``--tokens`` a step.
 Seconds of the first step are those of compilation: of one layer for all of them, or with ``--compile model`` of all;
-the compiler is imported before, and the seconds of that are recorded once.
+the compiler is imported before, and the seconds that this takes are recorded, too.
 Kernels of a step are those that the GPU ran in one; ``--kernels 40`` records the 40 that took longest, each with its
 milliseconds and launches. Models with an indexer are taught by the selection loss. A point that is recorded is not
 measured again.

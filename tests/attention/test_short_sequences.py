@@ -145,11 +145,12 @@ def test_it_compiles_to_one_graph(length: int) -> None:
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("negative", [False, True])
-def test_products_and_the_fused_kernel_agree(threads: int, negative: bool) -> None:
+@pytest.mark.parametrize("age", [31, 70])
+def test_products_and_the_fused_kernel_agree(threads: int, negative: bool, age: int) -> None:
     """Devices without the kernel take separate products; gaps, rows without keys and one key head for many threads."""
     x = make_inputs(70, kv_heads=1, group=6, value_dim=24, batch=2)
     token = torch.arange(70)[None].int()
-    lo, hi = (token - 31).clamp_min(0), (token - 5).clamp_min(0)
+    lo, hi = (token - age).clamp_min(0), (token - 5).clamp_min(0)
     problem = (x.q, x.k, x.v, lo, hi)
     numbers = (-0.3 if negative else 0.25, 16)
     before = torch.get_num_threads()

@@ -27,8 +27,8 @@ CHUNK = 8192
 LEAST_CHUNK = 256
 LEAST_DIM, LARGEST_DIM = 16, 256
 LIST_QUERIES = 512
-"""Queries of a program; a block that more selected gets several programs. The fastest for groups of 4 to 16 on an H200,
-where 1,024 took 4 % longer."""
+"""Queries of a program; a block that more queries selected has several programs. The fastest number for groups of 4 to
+16 on an H200, where 1,024 took 4 % longer."""
 LEAST_LIST_ROWS, LIST_ROWS = 2048, 8192
 """Bounds of its (query, head) rows: fewer would read keys too often, and more of a large group leave few programs."""
 FLOAT32_LIST_ROWS = 512
