@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.decoding.graphs import capture
+from benchmarks.harness.graphs import capture
 from flexnsa import NativeSparseAttention, NSACache, NSAConfig
 
 SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)

@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.decoding.check import check_decoding
-from benchmarks.decoding.graphs import capture
 from benchmarks.decoding.workloads import Dense, Sparse, Timed
 from benchmarks.harness import options
+from benchmarks.harness.graphs import capture
 from benchmarks.harness.session import Point, Session
 from benchmarks.harness.setting import published
 from flexnsa.lm.measure.launches import count_launches

@@ -6,6 +6,7 @@
 A step is forward, loss, backward and AdamW, bf16 under autocast, nothing checkpointed. Rows fill ``--tokens`` a step.
 Seconds of the first step are those of compilation: of one layer for all of them, or with ``--compile model`` of all;
 the compiler is imported before, and the seconds that this takes are recorded, too.
+Steps are launched kernel by kernel; ``graph_step_ms`` is one that replays a captured step, as one CUDA graph.
 Kernels of a step are those that the GPU ran in one; ``--kernels 40`` records the 40 that took longest, each with its
 milliseconds and launches. Models with an indexer are taught by the selection loss. A point that is recorded is not
 measured again.
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import options
+from benchmarks.harness.graphs import capture
 from benchmarks.harness.setting import TINY_MODEL
 from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.lm import DecoderConfig, DecoderLM, preset
@@ -86,8 +88,12 @@ def measure(config: DecoderConfig, length: int, arguments: argparse.Namespace) -
     """Train a fresh model for a few steps."""
     torch.manual_seed(0)
     device, cuda = arguments.device, arguments.device == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if cuda else 0  # by earlier points: workspaces of the graphs' streams
     model = DecoderLM(config).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda, capturable=cuda)
     if arguments.compile == "layers":
         model.compile_layers()
     forward = torch.compile(model) if arguments.compile == "model" else model
@@ -96,8 +102,7 @@ def measure(config: DecoderConfig, length: int, arguments: argparse.Namespace) -
     indexed = config.attention == "nsa" and config.nsa.index_heads is not None
     number = torch.zeros((), dtype=torch.int64, device=device)  # of the step; a tensor is compiled once for all steps
 
-    def step() -> float:
-        start = time.perf_counter()
+    def step() -> None:
         selection = SelectionLoss(step=number) if indexed else None
         with torch.autocast(device, torch.bfloat16):
             loss = forward(tokens[:, :-1], targets=tokens[:, 1:], selection=selection)
@@ -105,16 +110,10 @@ def measure(config: DecoderConfig, length: int, arguments: argparse.Namespace) -
         number.add_(1)
         optimizer.step()
         optimizer.zero_grad()
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
 
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     try:
-        first, _, *seconds = (step() for _ in range(arguments.steps + 2))
-        gpu = _on_gpu(step, arguments.kernels) if cuda else {}
+        first, _, *seconds = (_seconds_of(step, cuda=cuda) for _ in range(arguments.steps + 2))
+        gpu = _on_gpu(step, before, arguments) if cuda else {}
     except torch.OutOfMemoryError:
         return {"batch": batch, "error": "out of memory"}
     finally:
@@ -123,12 +122,29 @@ def measure(config: DecoderConfig, length: int, arguments: argparse.Namespace) -
     return point | {"tokens_per_s": batch * length / statistics.median(seconds)} | gpu
 
 
-def _on_gpu(step: Callable[[], object], count: int) -> dict[str, Any]:
-    """Memory of the steps so far, and kernels of another."""
-    peak, kernels = torch.cuda.max_memory_allocated() / MIB, time_kernels(step)
-    found = {"peak_mib": peak, "kernels_a_step": sum(kernel.launches for kernel in kernels)}
-    longest = [[kernel.name, round(kernel.ms, 3), kernel.launches] for kernel in kernels[:count]]
-    return found | ({"longest_kernels": longest} if count else {})
+def _seconds_of(step: Callable[[], object], *, cuda: bool) -> float:
+    """Time a step until the device has done it."""
+    start = time.perf_counter()
+    step()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _on_gpu(step: Callable[[], object], before: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Memory of the steps so far, kernels of another, and the time of steps that replay a captured one."""
+    peak, kernels = (torch.cuda.max_memory_allocated() - before) / MIB, time_kernels(step)
+    found: dict[str, Any] = {"peak_mib": peak, "kernels_a_step": sum(kernel.launches for kernel in kernels)}
+    if arguments.kernels:
+        longest = kernels[: arguments.kernels]
+        found["longest_kernels"] = [[kernel.name, round(kernel.ms, 3), kernel.launches] for kernel in longest]
+    torch.cuda.empty_cache()
+    try:
+        graph, _ = capture(step)
+    except torch.OutOfMemoryError:
+        return found
+    _, *seconds = (_seconds_of(graph.replay, cuda=True) for _ in range(arguments.steps + 1))
+    return found | {"graph_step_ms": 1e3 * statistics.median(seconds)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""CUDA graphs: one decoded token, captured once and replayed."""
+"""CUDA graphs: a call that is captured once and replayed, such as one decoded token or one training step."""
 
 from __future__ import annotations
 
