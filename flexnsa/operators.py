@@ -87,24 +87,29 @@ class OpaqueOperator(Generic[P, T]):
         members = {name: staticmethod(member) for name, member in members.items()}
         self._function: Any = type(self.name, (_SingleLevelFunction,), members)
 
-    def register_backward(self, backward: OpaqueOperator[..., tuple[Tensor, ...]]) -> None:
+    def register_backward(
+        self, backward: OpaqueOperator[..., tuple[Tensor, ...]], *, differentiable: int | None = None
+    ) -> None:
         """Register an operator that returns the gradients of the first inputs; the other inputs have none.
 
         Its arguments are the gradients of the floating results (the first is always a tensor, another is None where
         nothing depends on that result), the inputs that are tensors or None, the results, and the inputs that are
-        numbers.
+        numbers. Only the first so many results are ``differentiable``, by default all floating ones.
         """
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
             tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]
             ctx.save_for_backward(*tensors, *output)
             ctx.numbers = inputs[len(tensors) :]
+            if differentiable is not None:
+                ctx.mark_non_differentiable(*output[differentiable:])
             ctx.set_materialize_grads(False)
 
         def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors  # read once: under activation checkpointing a second read raises
             results = saved[-len(grads) :]
-            first, *others = (grad for grad, x in zip(grads, results, strict=True) if x.is_floating_point())
+            pairs = list(zip(grads, results, strict=True))[:differentiable]
+            first, *others = (grad for grad, x in pairs if x.is_floating_point())
             first = torch.zeros_like(results[0]) if first is None else first
             found = backward(first, *others, *saved, *ctx.numbers)
             return *found, *(None,) * (len(saved) - len(results) + len(ctx.numbers) - len(found))

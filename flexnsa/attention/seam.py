@@ -107,6 +107,12 @@ SelectedBranch = Callable[[Tensor, Tensor, Tensor, Tensor, Call], BranchOutput]
 WindowBranch = Callable[[Tensor, Tensor, Tensor, Call], BranchOutput]
 """``(q, k, v, call)``: attend to the last ``w`` tokens, at ``call.window_positions`` (NSA paper, section 3.3.3)."""
 
+GatedSum = Callable[[Tensor, Keys, Tensor, Tensor, Compressed, Call], tuple[Tensor, Tensor, Tensor]]
+"""``(q, keys, gates, block_indices, compressed, call)``: attend to selected blocks and to the window, and add up all
+three branches by ``gates (3, B, Hq, T)``, none of which is negative. The result is ``(out, out_slc, out_win)``. The
+gradients of all three branches are those of ``out``: the compressed branch was computed without any.
+"""
+
 Divergence = Callable[[Tensor, Tensor, Scorer, Call, str], tuple[Tensor, Tensor]]
 """``(q, k, scorer, call, query_weights)``: how far the scores of blocks are from their true shares, summed over the
 queries ``q (B, Hq, m, Dk)`` and ``scorer.q`` of a few tokens, which both calls locate, weighted by the true mass of
@@ -122,6 +128,10 @@ def accept(name: str, x: Tensor) -> None:
     """Accept every tensor; the public functions have checked its dtype and shape."""
 
 
+def no_gated_sum(q: Tensor, keys: Keys) -> None:
+    """Choose none: the branches are added up one by one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """One way to compute Native Sparse Attention; another kernel for a branch replaces one field.
@@ -135,6 +145,7 @@ class Implementation:
         check_input: see ``InputCheck``.
         cpu_backward: whether there is a backward pass on a CPU.
         takes_mods: whether a score_mod may be given.
+        gated_sum: ``(q, keys)``: choose a ``GatedSum``, or None to add up the branches one by one.
         step: adds a few new tokens to a cache and computes all branches in one call, see ``StepFunction``; None
             where steps are computed branch by branch.
     """
@@ -147,6 +158,7 @@ class Implementation:
     check_input: InputCheck = accept
     cpu_backward: bool = True
     takes_mods: bool = True
+    gated_sum: Callable[[Tensor, Keys], GatedSum | None] = no_gated_sum
     step: StepFunction | None = None
 
     def check(self, **inputs: Tensor | None) -> None:

@@ -26,6 +26,7 @@ from flexnsa.attention.triton import intervals as triton_intervals
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton.decoding import operator as triton_decoding
+from flexnsa.attention.triton.gated import gated_sum
 from flexnsa.attention.triton.operators import require_device
 from flexnsa.checks.calls import check_mods
 from flexnsa.checks.primitives import check_choice
@@ -62,6 +63,7 @@ TRITON = replace(
     window=triton_intervals.window,
     check_input=triton_selected.check_input,
     takes_mods=False,
+    gated_sum=gated_sum,
 )
 
 IMPLEMENTATIONS = {"flex": FLEX, "triton": TRITON, "sdpa": SDPA, "reference": REFERENCE}
@@ -171,6 +173,7 @@ def attend(
     indexer: Scorer | None = None,
     branches: Sequence[str] = BRANCHES,
     recompute: Sequence[str] = (),
+    nonnegative: bool = False,
 ) -> tuple[Tensor, NSAAux]:
     """Run the branches and add them up: the one way into attention. The arguments are taken to be right.
 
@@ -184,6 +187,8 @@ def attend(
         indexer: scores the blocks; None for the compressed branch.
         branches: those to compute.
         recompute: those that are computed again in backward from their inputs. The selection is never recomputed.
+        nonnegative: whether no gate can be negative. Some implementations then add up the branches faster; only
+            ``out`` has gradients there.
 
     Returns:
         ``out (B, Hq, T, Dv)`` in the dtype of q, and the results of the branches.
@@ -199,6 +204,16 @@ def attend(
     outputs: dict[str, Tensor] = {}
     products: dict[str, Tensor] = {}
 
+    select = functools.partial(_select, implementation, q, keys, call, block_indices, indexer)
+    if nonnegative and gates and not recompute and set(branches) == set(BRANCHES):
+        attend_gated = implementation.gated_sum(q, keys)
+        if attend_gated is not None:
+            with torch.no_grad():
+                compressed = implementation.compressed(q, given(keys.k_cmp), given(keys.v_cmp), call)
+                blocks = select(compressed)
+            out, slc, win = attend_gated(q, keys, _stacked(gates, q.dtype), blocks, compressed, call)
+            return out, NSAAux(blocks, compressed.out, slc, win, compressed.lse)
+
     def run(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
         # Transforms of torch.func have no saved-tensor hooks for recomputation; results are the same without it.
         if tag in recompute and torch.is_grad_enabled() and not in_transform():
@@ -208,20 +223,36 @@ def attend(
         outputs[tag] = attended.out
         return attended
 
-    lse = importance = None
+    compressed = None
     if "cmp" in branches:
-        _, lse, importance = run("cmp", implementation.compressed, given(keys.k_cmp), given(keys.v_cmp))
+        compressed = run("cmp", implementation.compressed, given(keys.k_cmp), given(keys.v_cmp))
     if "slc" in branches:
-        if block_indices is None and indexer is not None:
-            block_indices = implementation.select(indexer.q, indexer.k, indexer.call, None, None)
-        elif block_indices is None:
-            block_indices = implementation.select(q, given(keys.k_cmp), call, lse, importance)
+        block_indices = select(compressed)
         run("slc", implementation.selected, given(keys.k_slc), given(keys.v_slc), block_indices)
     if "win" in branches:
         run("win", implementation.window, given(keys.k_win), given(keys.v_win))
+    lse = None if compressed is None else compressed.lse
     aux = NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse)
     terms = (products[tag] if tag in products else gated(gates.get(tag), out) for tag, out in outputs.items())
     return functools.reduce(operator.add, terms), aux
+
+
+def _select(
+    implementation: Implementation,
+    q: Tensor,
+    keys: Keys,
+    call: Call,
+    block_indices: Tensor | None,
+    indexer: Scorer | None,
+    compressed: Compressed | None,
+) -> Tensor:
+    """Return the blocks that were given, or that an indexer or the compressed branch scores highest."""
+    if block_indices is not None:
+        return block_indices
+    if indexer is not None:
+        return implementation.select(indexer.q, indexer.k, indexer.call, None, None)
+    lse, importance = (None, None) if compressed is None else (compressed.lse, compressed.importance)
+    return implementation.select(q, given(keys.k_cmp), call, lse, importance)
 
 
 def by_branch(gates: Tensor) -> dict[str, Tensor]:
@@ -232,6 +263,12 @@ def by_branch(gates: Tensor) -> dict[str, Tensor]:
 def gated(gate: Tensor | None, out: Tensor) -> Tensor:
     """Multiply the output of a branch ``(B, Hq, S, Dv)`` by its gate ``(B, Hq, S)``: a term of the sum (Eq. 5)."""
     return out if gate is None else gate.to(out.dtype)[..., None] * out
+
+
+def _stacked(gates: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return gates by branch as ``(3, B, Hq, T)``."""
+    one = torch.ones_like(next(iter(gates.values())))
+    return torch.stack([gates.get(tag, one) for tag in BRANCHES]).to(dtype)
 
 
 def _recomputed(

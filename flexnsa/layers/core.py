@@ -51,6 +51,7 @@ class Heads:
         v: by branch, ``(B, Hkv, T, Dv)``.
         gates: by branch, ``(B, Hq, T)``; a branch that has none has weight 1.
         index: of an indexer, if the layer has one.
+        signed: whether a gate may be negative.
     """
 
     q: Tensor
@@ -58,6 +59,7 @@ class Heads:
     v: Mapping[str, Tensor]
     gates: Mapping[str, Tensor]
     index: IndexHeads | None = None
+    signed: bool = False
 
 
 class Compressors(NamedTuple):
@@ -125,7 +127,15 @@ def attend_heads(
         read["v_win"] = source.of_window("v_win", heads.v["win"])
     keys = Keys(**read)
     out, aux = attend(
-        implementation, q, keys, heads.gates, call, indexer=scorer, branches=branches, recompute=recompute
+        implementation,
+        q,
+        keys,
+        heads.gates,
+        call,
+        indexer=scorer,
+        branches=branches,
+        recompute=recompute,
+        nonnegative=not heads.signed,
     )
     return out, Read(heads.q, layout.tokens, q, keys, call, aux.block_indices, scorer, implementation)
 

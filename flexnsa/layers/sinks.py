@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import BranchOutput, Call, Compressed, Implementation
+from flexnsa.attention.seam import BranchOutput, Call, Compressed, Implementation, no_gated_sum
 
 
 def with_sinks(implementation: Implementation, sinks: Tensor | None) -> Implementation:
@@ -30,7 +30,8 @@ def with_sinks(implementation: Implementation, sinks: Tensor | None) -> Implemen
         attended = implementation.window(q, k, v, call)
         return attended._replace(out=_share(attended, sinks))
 
-    return replace(implementation, compressed=compressed, selected=selected, window=window, step=None)
+    branches = {"compressed": compressed, "selected": selected, "window": window}
+    return replace(implementation, **branches, gated_sum=no_gated_sum, step=None)
 
 
 def returns_lse(sinks: Tensor | None, q: Tensor) -> bool:

@@ -184,7 +184,7 @@ class ConvertedAttention(nn.Module):
         normed = (normed_heads(self.k_norm, one, self.num_kv_heads) for one in keys)
         k = {tag: self.rotary_emb.order(one) for tag, one in zip(branches, normed, strict=True)}
         index = None if self.indexer is None else self.indexer(x, heads, k["slc"])
-        return Heads(heads, k, values, self._gates(x), index)
+        return Heads(heads, k, values, self._gates(x), index, signed=self.options.opening < 0)
 
     def _gates(self, x: Tensor) -> dict[str, Tensor]:
         """Weigh the branches, ``(B, Hq, T)``; a single one has weight 1."""

@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexnsa import NSACache
 from flexnsa.attention.decoding import CompressorWeights, StepInputs
-from flexnsa.attention.seam import BranchOutput, Call, Scorer, given
+from flexnsa.attention.seam import BranchOutput, Call, Compressed, Keys, Scorer, given
 from flexnsa.attention.table import FLEX_CACHED
 from flexnsa.attention.triton import divergence as triton_divergence
 from flexnsa.attention.triton import few_rows
+from flexnsa.attention.triton import gated as triton_gated
 from flexnsa.attention.triton import intervals as triton_intervals
 from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
@@ -58,8 +59,9 @@ def calls(shape: Shape) -> Iterator[tuple[str, Compile]]:
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
     functions = (_select, _select_few, _selected, _selected_of_documents)
     intervals = (_compressed, _compressed_of_documents, _window, _window_of_documents)
+    sums = (_gated_sum, _gated_sum_of_documents)
     losses = (_selection_loss, _selection_loss_of_overlapping_keys)
-    for function in (*functions, *intervals, *losses, _decoding_step, _decoding_step_by_given_frequencies):
+    for function in (*functions, *intervals, *sums, *losses, _decoding_step, _decoding_step_by_given_frequencies):
         yield function.__name__.removeprefix("_").replace("_", " "), partial(_own, function, shape)
 
 
@@ -129,6 +131,22 @@ def _compressed(shape: Shape, positions: Positions | None = None) -> None:
 
 def _compressed_of_documents(shape: Shape) -> None:
     _compressed(shape, _positions(LENGTH))
+
+
+def _gated_sum(shape: Shape, positions: Positions | None = None) -> None:
+    q, k, v = _whole_sequence(shape)
+    k_cmp, v_cmp = (x[:, :, : num_compressed(LENGTH, CONFIG)] for x in (k, v))
+    keys = Keys(k_cmp, v_cmp, k, v, k, v)
+    gates = torch.empty(3, *q.shape[:3], dtype=shape.dtype, requires_grad=True)
+    blocks = torch.empty(1, KV_HEADS, LENGTH, CONFIG.num_selected_blocks, dtype=torch.int32)
+    compressed = Compressed(torch.empty(*q.shape[:3], v.shape[-1], dtype=shape.dtype), torch.empty(q.shape[:3]))
+    call = Call(CONFIG, shape.scale, positions=positions, window_positions=positions)
+    out, _, _ = given(triton_gated.gated_sum(q, keys))(q, keys, gates, blocks, compressed, call)
+    out.float().sum().backward()
+
+
+def _gated_sum_of_documents(shape: Shape) -> None:
+    _gated_sum(shape, _positions(LENGTH))
 
 
 def _selection_loss(shape: Shape, config: NSAConfig = INDEXED) -> None:

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "flexnsa" / "attention" / "triton" / "kerne
 
 def kernels() -> set[str]:
     """Give the names of our own kernels: functions whose decorator says what not to specialize."""
-    functions = (node for file in FOLDER.glob("*.py") for node in ast.walk(ast.parse(file.read_text())))
+    functions = (node for file in FOLDER.rglob("*.py") for node in ast.walk(ast.parse(file.read_text())))
     return {
         node.name
         for node in functions
@@ -31,7 +31,8 @@ def test_every_kernel_fits(target: str, dtype: str, capsys: pytest.CaptureFixtur
     assert all(row.is_good for row in rows)
 
     assert {"backward_parts", "importance_kernel"} <= kernels()
-    assert kernels() <= {row.kernel for row in rows}, "a kernel that no call of tests/emitted/all_kernels.py launches"
+    expected = {name for name in kernels() if (target, dtype) == ("sm_90", "bf16") or not name.startswith("hopper_")}
+    assert expected <= {row.kernel for row in rows}, "a kernel that no call of tests/emitted/all_kernels.py launches"
 
     if (target, dtype) == ("sm_90", "bf16"):
         assert not [row for row in rows if row.call.startswith("flex") and row.verdict == "spills"]

@@ -21,12 +21,12 @@ from tests.emitted.emit import emit
 
 OF_A_LAYER = {
     *("log_sum_exp_kernel", "block_log_sums", "importance_kernel", "top_blocks_kernel"),
-    *("mark", "count_queries", "cut", "scatter", "forward_parts", "combine"),
-    *("row_stats", "backward_parts", "sum_shared", "sum_slots"),
-    *("forward", "backward_queries", "backward_keys"),
+    *("mark", "count_queries", "cut", "scatter", "hopper_forward_parts", "combine"),
+    *("add_gated", "gated_stats", "hopper_backward_parts", "sum_shared", "sum_slots"),
+    *("hopper_forward", "hopper_backward_queries", "hopper_backward_keys"),
     *("compare_blocks", "query_gradients", "key_gradients"),
 }
-TWICE = {"block_log_sums", "forward", "backward_queries", "backward_keys"}
+TWICE = {"block_log_sums", "hopper_forward", "hopper_backward_queries", "hopper_backward_keys"}
 """For two sizes of keys: those of the layer and of its indexer; those of the window and of the compressed branch."""
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Call, Implementation
+from flexnsa.attention.seam import Call, Implementation, Keys
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
@@ -29,7 +29,8 @@ class Case:
     """One call: documents packed one after the other; ``garbage`` puts into the selection what is no block.
 
     With a ``window_size`` it is one of the window and not of the selected branch, and with ``compressed``, the length
-    and the stride of keys, one of the compressed branch. ``cached`` are the rows of a cache that holds so many keys:
+    and the stride of keys, one of the compressed branch. With ``gates`` it is the sum of all three branches, of which
+    the one that is ``ungated`` has weight 1. ``cached`` are the rows of a cache that holds so many keys:
     how many tokens each has, and how many of its ``new`` ones are real.
     """
 
@@ -53,6 +54,8 @@ class Case:
     scale: float | None = None
     window_size: int | None = None
     compressed: tuple[int, int] | None = None
+    gates: bool = False
+    ungated: str | None = None
     cached: tuple[tuple[int, int], ...] = ()
     new: int = 0
 
@@ -94,7 +97,8 @@ class Case:
         """Draw q, k, v, block_indices and the gradients of out and lse."""
         generator = torch.Generator().manual_seed(0)
         tokens = sum(self.documents)
-        keys = sum(num_compressed(x, self.config) for x in self.documents) if self.compressed else tokens
+        of_tokens = self.gates or not self.compressed
+        keys = tokens if of_tokens else sum(num_compressed(x, self.config) for x in self.documents)
         where = self.positions() or Positions.of_sequence(tokens)
         queries, q_heads = where.token.shape[1], self.kv_heads * self.group
 
@@ -132,6 +136,7 @@ class Case:
             "block_indices": chosen.to(device),
             "grad_out": rand(q_heads, queries, self.dims[1]),
             "grad_lse": torch.randn(self.batch, q_heads, queries, generator=generator).to(device),
+            "gates": rand(q_heads, queries, 3).sigmoid() * (rand(q_heads, queries, 3) < 1),  # some are closed
         }
 
 
@@ -221,6 +226,73 @@ CASES = {
     "compressed-documents": Case(group=2, documents=(40, 3, 7, 150, 1, 33, 16, 130), kv_heads=2, compressed=(8, 4)),
     "compressed-some-of-the-tokens": Case(group=4, documents=(430,), every=3, batch=2, compressed=(8, 8)),
     "compressed-some-tokens-of-documents": Case(group=1, documents=(50, 9, 164, 70), every=5, compressed=(16, 8)),
+    "tiles-of-64-rows-bf16": Case(
+        group=6, documents=(390,), block_size=64, dims=(64, 64), dtype=BF16, num_selected=3, batch=2, order="bthd"
+    ),
+    "tiles-of-64-rows-fp16-chunks-and-copies": Case(
+        group=4,
+        documents=(333,),
+        block_size=64,
+        dims=(128, 128),
+        dtype=FP16,
+        kv_heads=2,
+        num_selected=3,
+        limits=(("CHUNK", 128), ("LEAST_CHUNK", 128), ("LIST_QUERIES", 16), ("LEAST_LIST_ROWS", 64)),
+    ),
+    "tiles-of-64-rows-block-48": Case(
+        group=3, documents=(300,), block_size=48, dims=(64, 128), dtype=BF16, num_selected=3, missing=0.4
+    ),
+    "tiles-of-64-rows-group-64": Case(group=64, documents=(70,), block_size=64, dims=(64, 64), dtype=BF16),
+    "window-128-bf16": Case(group=4, documents=(330,), dims=(128, 128), dtype=BF16, window_size=64, order="bthd"),
+    "window-64-128-longer-than-all": Case(group=2, documents=(200,), dims=(64, 128), dtype=FP16, window_size=500),
+    "window-64-of-one": Case(group=1, documents=(130,), dims=(64, 64), dtype=BF16, window_size=1, batch=2),
+    "compressed-128-bf16": Case(group=4, documents=(700,), dims=(128, 128), dtype=BF16, compressed=(8, 4)),
+    "compressed-64-fp16": Case(
+        group=3, documents=(401,), dims=(64, 64), dtype=FP16, kv_heads=2, batch=2, compressed=(32, 16), order="bthd"
+    ),
+    "compressed-64-one-key": Case(group=2, documents=(33,), dims=(64, 64), dtype=BF16, compressed=(32, 16)),
+    "compressed-64-no-key": Case(group=2, documents=(31,), dims=(64, 64), dtype=BF16, compressed=(32, 16)),
+    "gated-128-bf16": Case(
+        group=4,
+        documents=(260,),
+        block_size=64,
+        dims=(128, 128),
+        dtype=BF16,
+        window_size=70,
+        compressed=(16, 8),
+        gates=True,
+    ),
+    "gated": Case(group=3, documents=(177,), kv_heads=2, batch=2, window_size=24, compressed=(8, 4), gates=True),
+    "gated-token-major-bf16": Case(
+        group=4,
+        documents=(150,),
+        dims=(64, 64),
+        dtype=BF16,
+        order="bthd",
+        window_size=40,
+        compressed=(8, 8),
+        gates=True,
+    ),
+    "gated-but-for-selected": Case(
+        group=2, documents=(90,), dims=(24, 40), window_size=20, compressed=(16, 8), gates=True, ungated="slc"
+    ),
+    "gated-documents": Case(
+        group=2, documents=(40, 3, 70, 1, 33), kv_heads=2, window_size=24, compressed=(8, 4), gates=True
+    ),
+    "gated-one-head-at-a-time": Case(
+        group=2,
+        documents=(70,),
+        batch=2,
+        kv_heads=3,
+        window_size=24,
+        compressed=(8, 4),
+        gates=True,
+        limits=(("WORKSPACE_BYTES", 2**18),),
+    ),
+    "gated-shorter-than-a-key": Case(group=2, documents=(31,), window_size=9, compressed=(32, 16), gates=True),
+    "gated-negative-scale": Case(
+        group=2, documents=(90,), window_size=24, compressed=(8, 4), gates=True, scale=-0.3, order="sliced"
+    ),
     "compressed-cached": Case(
         group=2, documents=(393,), batch=3, new=70, cached=((110, 70), (0, 70), (9, 41)), kv_heads=2, compressed=(8, 4)
     ),
@@ -250,7 +322,12 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
 def attend(
     implementation: Implementation, case: Case, dtype: torch.dtype | None = None, device: str = "cpu"
 ) -> dict[str, Tensor]:
-    """Out, lse and the gradients of q, k and v by one implementation, at ``dtype`` or that of the case."""
+    """Out, lse and the gradients of q, k and v by one implementation, at ``dtype`` or that of the case.
+
+    Those of gates in place of lse for a gated sum.
+    """
+    from flexnsa.attention import table
+
     x = case.tensors(device)
     chosen, grad_lse = x.pop("block_indices"), x.pop("grad_lse")
     x = {name: value if dtype is None else value.to(dtype) for name, value in x.items()}
@@ -258,6 +335,15 @@ def attend(
     where = case.positions()
     where = where and where.map(lambda p: p.to(device))
     call = Call(case.config, case.factor, positions=where, window_positions=where)
+    if case.gates:
+        gates = x["gates"].detach().requires_grad_()
+        given = {tag: gate for tag, gate in table.by_branch(gates).items() if tag != case.ungated}
+        keys = sum(num_compressed(length, case.config) for length in case.documents)
+        branches = Keys(k[:, :, :keys], v[:, :, :keys], k, v, -k, v.square())
+        options: dict[str, Any] = {"block_indices": chosen, "nonnegative": True}
+        out, _ = table.attend(implementation, q, branches, given, call, **options)
+        grads = torch.autograd.grad(out, (q, k, v, gates), x["grad_out"])
+        return {"out": out.detach()} | dict(zip(("dq", "dk", "dv", "dgates"), grads, strict=True))
     if case.compressed:
         out, lse, _ = implementation.compressed(q, k, v, call)
     elif case.window_size is not None:

@@ -8,6 +8,8 @@ from typing import Protocol, cast
 import torch
 
 AMPERE, HOPPER, BLACKWELL = 8, 9, 10
+ALIGNMENT = 16
+"""Triton compiles a variant of its own for addresses, in bytes, and numbers that are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)

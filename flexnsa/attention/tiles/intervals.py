@@ -12,16 +12,18 @@ from flexnsa.attention.tiles.device import Device, padded
 
 @dataclass(frozen=True, slots=True)
 class IntervalTiles:
-    """Launch parameters of a kernel: queries and keys per tile, warps per program, stages."""
+    """Launch parameters of a kernel: queries and keys per tile, warps per program, stages, a limit of registers."""
 
     queries: int
     keys: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
     def options(self) -> dict[str, int]:
         """Return the keyword arguments of a launch."""
-        return {"BM": self.queries, "BN": self.keys, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        options = {"BM": self.queries, "BN": self.keys, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
 Key = tuple[int, bool]
@@ -43,11 +45,13 @@ OF_QUERIES: Mapping[Key, IntervalTiles] = {
 """The same for the gradient of queries."""
 OF_KEYS: Mapping[Key, IntervalTiles] = {
     (64, False): IntervalTiles(128, 64, 4, 2),
-    (64, True): IntervalTiles(32, 64, 4, 2),
+    (64, True): IntervalTiles(64, 64, 4, 2),
     (128, False): IntervalTiles(64, 128, 8, 2),
     (128, True): IntervalTiles(64, 64, 4, 2),
 }
 """The same for the gradients of keys and values."""
+ASYNCHRONOUS = IntervalTiles(64, 64, 4, 1)
+"""The tiles of kernels with asynchronous products."""
 SMALLER = (IntervalTiles(64, 32, 4, 2), IntervalTiles(32, 32, 4, 1), IntervalTiles(16, 16, 4, 1))
 """Tiles where those do not fit; all but the first also for float32 and for heads above 128."""
 
@@ -81,6 +85,14 @@ def backward_tiles(
         _first_that_fits(of_queries, device, dtype, dk, dv, backward=True),
         _first_that_fits(of_keys, device, dtype, dk, dv, backward=True, keys_stay=True),
     )
+
+
+def asynchronous_tiles(dk: int, dv: int) -> tuple[IntervalTiles, IntervalTiles]:
+    """Return those of the gradient of queries and of the gradients of keys, with asynchronous products.
+
+    For heads of 64 three programs of a multiprocessor were faster in the first than two (H200).
+    """
+    return replace(ASYNCHRONOUS, max_registers=168 if max(dk, dv) <= 64 else None), ASYNCHRONOUS
 
 
 def heads_of_program(group: int, most_programs: int, multiprocessors: int) -> int:

@@ -15,7 +15,7 @@ def _backward(tag: str, sizes: AttentionSizes) -> int:
     gradients = sizes.queries + sizes.keys(sizes.length(tag))
     if tag == "cmp":  # at most so many sums of keys' gradients, fp32
         gradients += 4 * sizes.group * sizes.keys(sizes.length(tag)) // sizes.activation
-    return gradients + (_workspace(sizes) if tag == "slc" else sizes.lse)
+    return gradients + (_workspace(sizes) if tag == "slc" else 2 * sizes.lse)
 
 
 def _lists(sizes: AttentionSizes) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.seam import BranchOutput, Call, Compressed
+from flexnsa.attention.triton.hopper import runs_on_hopper
 from flexnsa.attention.triton.operators import (
     check_call,
     position_arguments,
@@ -19,6 +21,9 @@ from flexnsa.attention.triton.operators import (
 )
 from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions
+
+if TYPE_CHECKING:
+    from flexnsa.attention.triton.kernel import Kernel
 
 
 def is_faster(num_keys: int, head_dim: int) -> bool:
@@ -78,8 +83,7 @@ def _attend(
     return BranchOutput(*_interval_attention(q, k, v, *where, scale, *sizes))
 
 
-@opaque_operator("interval_attention_triton", compiles_ahead=True)
-def _interval_attention(
+def attend_to_intervals(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -93,21 +97,26 @@ def _interval_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend to keys of ``length`` tokens, one every ``stride``; with a ``window`` to the last so many keys alone."""
     from flexnsa.attention.tiles.device import cdiv, device_of
-    from flexnsa.attention.tiles.intervals import forward_tiles
-    from flexnsa.attention.triton.kernels import intervals as kernels
+    from flexnsa.attention.tiles.intervals import ASYNCHRONOUS, forward_tiles
 
     require_device(q)
     out, lse = empty_outputs(q, v.shape[-1])
     q, k, v = (with_rows(x) for x in (q, k, v))
-    tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], windowed=window > 0)
+    asynchronous = runs_on_hopper(q, k, v, out, placed=token is not None)
+    tiles = ASYNCHRONOUS
+    if not asynchronous:
+        tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], windowed=window > 0)
+    forward, _, _ = _kernels(asynchronous=asynchronous)
+    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), asynchronous)
     batch, heads, num_queries, _ = q.shape
-    kernels.forward[(cdiv(num_queries, tiles.queries), batch * heads)](
-        q, k, v, *position_arguments(q, token, start, first_key), out, lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        heads, num_queries, k.shape[2], scale * LOG2_E,
-        **_shape(q, k, v, token, (length, stride, window)), **tiles.options(),
+    forward[(cdiv(num_queries, tiles.queries), batch * heads)](
+        q, k, v, *where, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        heads, num_queries, k.shape[2], scale * LOG2_E, **shape, **tiles.options(),
     )  # fmt: skip
     return out, lse
+
+
+_interval_attention = opaque_operator("interval_attention_triton", compiles_ahead=True)(attend_to_intervals)
 
 
 @opaque_operator("interval_attention_triton_backward", compiles_ahead=True)
@@ -127,24 +136,45 @@ def _interval_attention_backward(
     stride: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flexnsa.attention.tiles.device import cdiv, device_of, multiprocessors
-    from flexnsa.attention.tiles.intervals import backward_tiles, heads_of_program
-    from flexnsa.attention.triton.kernels import intervals as kernels
+    from flexnsa.attention.triton.output_rows import row_stats
 
-    dq, dk, dv = empty_gradients(grad_out, grad_lse, q, k, v)
-    q, k, v, out, grad_out = (with_rows(x) for x in (q, k, v, out, grad_out))
-    lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
-    delta = torch.empty_like(lse)
-    sizes = (device_of(q), q.dtype, q.shape[-1], v.shape[-1])
-    of_queries, of_keys = backward_tiles(*sizes, windowed=window > 0, placed=token is not None)
-    where = position_arguments(q, token, start, first_key)
-    shape = _shape(q, k, v, token, (length, stride, window))
+    stats = row_stats(grad_out, out, lse, grad_lse, scale, k.shape[1], gathered=False)
+    return interval_gradients(stats, grad_out, q, k, v, token, start, first_key, scale, length, stride, window)
+
+
+def interval_gradients(
+    stats: Tensor,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,
+    first_key: Tensor | None,
+    scale: float,
+    length: int,
+    stride: int,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, from :func:`flexnsa.attention.triton.output_rows.row_stats`."""
+    from flexnsa.attention.tiles.device import cdiv, device_of, multiprocessors
+    from flexnsa.attention.tiles.intervals import asynchronous_tiles, backward_tiles, heads_of_program
+
+    dq, dk, dv = empty_gradients(grad_out, None, q, k, v)
+    q, k, v, grad_out = (with_rows(x) for x in (q, k, v, grad_out))
+    asynchronous = runs_on_hopper(q, k, v, grad_out, dq, dk, dv, placed=token is not None)
+    if asynchronous:
+        of_queries, of_keys = asynchronous_tiles(q.shape[-1], v.shape[-1])
+    else:
+        sizes = (device_of(q), q.dtype, q.shape[-1], v.shape[-1])
+        of_queries, of_keys = backward_tiles(*sizes, windowed=window > 0, placed=token is not None)
+    _, backward_queries, backward_keys = _kernels(asynchronous=asynchronous)
+    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), asynchronous)
     (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
-    read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
-    kernels.backward_queries[(cdiv(num_queries, of_queries.queries), batch * heads)](
-        q, k, v, *where, out, lse, grad_out, lse if grad_lse is None else grad_lse, delta, dq,
-        *read, *out.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3], heads, num_queries, num_keys, scale,
-        **shape, HAS_GRAD_LSE=grad_lse is not None, **of_queries.options(),
+    read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], stats.stride(-1), *grad_out.stride()[:3]
+    backward_queries[(cdiv(num_queries, of_queries.queries), batch * heads)](
+        q, k, v, *where, stats, grad_out, dq, *read, *dq.stride()[:3], heads, num_queries, num_keys, scale,
+        **shape, **of_queries.options(),
     )  # fmt: skip
     key_tiles, (kv_heads, group) = cdiv(num_keys, of_keys.keys), (k.shape[1], heads // k.shape[1])
     summed = heads_of_program(group, key_tiles * batch * heads, multiprocessors(q))
@@ -153,10 +183,9 @@ def _interval_attention_backward(
         x if summed == group else q.new_empty(batch, heads // summed, num_keys, x.shape[-1], dtype=torch.float32)
         for x in (dk, dv)
     ]
-    kernels.backward_keys[(key_tiles, batch * heads // summed)](
-        q, k, v, *where, lse, grad_out, delta, *parts,
-        *read, *grad_out.stride()[:3], *parts[0].stride()[:3], *parts[1].stride()[:3],
-        heads // summed, num_queries, num_keys, scale,
+    backward_keys[(key_tiles, batch * heads // summed)](
+        q, k, v, *where, stats, grad_out, *parts,
+        *read, *parts[0].stride()[:3], *parts[1].stride()[:3], heads // summed, num_queries, num_keys, scale,
         **shape, HEADS=summed, **of_keys.options(),
     )  # fmt: skip
     if summed < group:
@@ -165,13 +194,35 @@ def _interval_attention_backward(
     return dq, dk, dv
 
 
-def _shape(q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, sizes: tuple[int, int, int]) -> dict[str, object]:
+def _kernels(*, asynchronous: bool) -> tuple[Kernel, Kernel, Kernel]:
+    """Return what computes the output, the gradient of queries, and the gradients of keys and values."""
+    if asynchronous:
+        from flexnsa.attention.triton.kernels.hopper import intervals as hopper
+
+        return hopper.hopper_forward, hopper.hopper_backward_queries, hopper.hopper_backward_keys
+    from flexnsa.attention.triton.kernels import intervals as kernels
+
+    return kernels.forward, kernels.backward_queries, kernels.backward_keys
+
+
+def _positions_and_shape(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: tuple[Tensor | None, ...],
+    sizes: tuple[int, int, int],
+    asynchronous: bool,
+) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
+    """Return what describes the positions of the queries and the shape of a call; some kernels take no positions."""
     from flexnsa.attention.tiles.device import padded
 
     (length, stride, window), dk, dv = sizes, q.shape[-1], v.shape[-1]
-    shape: dict[str, object] = {"G": q.shape[1] // k.shape[1], "DK": dk, "DV": dv, "BDK": padded(dk), "BDV": padded(dv)}
+    shape: dict[str, object] = {"G": q.shape[1] // k.shape[1], "DK": dk, "DV": dv}
     shape |= {"LENGTH": length, "STRIDE": stride, "WINDOW": window}
-    return shape | {"HAS_POSITIONS": token is not None, "PRECISION": precision()}
+    if asynchronous:
+        return (), shape
+    shape |= {"BDK": padded(dk), "BDV": padded(dv), "PRECISION": precision()}
+    return position_arguments(q, *positions), shape | {"HAS_POSITIONS": positions[0] is not None}
 
 
 @_interval_attention.register_fake

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from flexnsa.attention.tiles.device import ALIGNMENT
+
 THREADS = 8
 """Threads that compile. A layer has about twenty kernels, each of which compiles in up to two seconds."""
-ALIGNMENT = 16
-"""Triton compiles a variant of its own for addresses, in bytes, and numbers that are multiples of this."""
-
 Grid = tuple[int, ...]
 
 

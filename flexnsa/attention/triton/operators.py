@@ -58,6 +58,11 @@ def rows_of(*positions: Tensor) -> list[Tensor]:
     return [x.to(torch.int32).expand(rows, -1).contiguous() for x in positions]
 
 
+def strides_of_groups(x: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
+    """Return the strides of ``(B, Hq, T, D)``: of the batch, the kv head, the head in its group, and the token."""
+    return x.stride(0), x.stride(1) * (x.shape[1] // kv_heads), x.stride(1), x.stride(2)
+
+
 def position_arguments(unread: Tensor, *positions: Tensor | None) -> tuple[Tensor | int, ...]:
     """Return positions and their batch stride as arguments of a kernel; ``unread`` and 0 where there are none."""
     given = [x for x in positions if x is not None]

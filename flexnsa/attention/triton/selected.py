@@ -15,10 +15,11 @@ from torch import Tensor
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
 from flexnsa.attention.seam import BranchOutput, Call
 from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of, with_positive_scale
+from flexnsa.config import NSAConfig
 from flexnsa.operators import opaque_operator
 
 if TYPE_CHECKING:
-    from flexnsa.attention.triton.selected_lists import Selection
+    from flexnsa.attention.triton.selected_lists import Lists, Selection
 
 WORKSPACE_BYTES = 2 * 2**30
 """Limit of partial outputs and sums; heads that do not fit run later. A chunk of one head is the least."""
@@ -55,16 +56,20 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
         ValueError: there is a score_mod, or the batch has too many kv heads in all.
     """
     check_call(call, "k", k)
-    positions, config = call.positions, call.config
+    positions = call.positions
+    token, start = (None, None) if positions is None else (positions.token, positions.start)
+    sizes = sizes_of(q, k, v, block_indices, call.config)
+    q, scale = with_positive_scale(q, call.scale)
+    out, lse, _, _ = _selected_attention(q, k, v, block_indices, token, start, scale, *sizes)
+    return BranchOutput(out, lse)
+
+
+def sizes_of(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig) -> tuple[int, int, int]:
+    """Return the block size, and the largest numbers of queries in a chunk and in a program."""
     group, n = operator.index(q.shape[1] // k.shape[1]), operator.index(block_indices.shape[-1])
     dims = operator.index(q.shape[-1]), operator.index(v.shape[-1])
-    token, start = (None, None) if positions is None else (positions.token, positions.start)
     chunk = chunk_of(group * n * max(dims) * q.element_size())
-    capacity = capacity_of(group, q.element_size())
-    size = operator.index(config.select_block_size)
-    q, scale = with_positive_scale(q, call.scale)
-    out, lse, _, _ = _selected_attention(q, k, v, block_indices, token, start, scale, size, chunk, capacity)
-    return BranchOutput(out, lse)
+    return operator.index(config.select_block_size), chunk, capacity_of(group, q.element_size())
 
 
 def check_input(name: str, x: Tensor) -> None:
@@ -95,8 +100,7 @@ def capacity_of(group: int, number_bytes: int) -> int:
     return max(1, min(max(LIST_QUERIES * group, LEAST_LIST_ROWS), most) // group)
 
 
-@opaque_operator("selected_attention_triton", compiles_ahead=True)
-def _selected_attention(
+def attend_to_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -108,7 +112,7 @@ def _selected_attention(
     chunk: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse, and both tensors of the lists."""
+    """Compute what the operator returns: out, lse, and both tensors of the lists."""
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.selected import forward_tiles
     from flexnsa.attention.triton.selected_forward import forward, forward_bytes
@@ -125,6 +129,9 @@ def _selected_attention(
         some = selection.of_heads(*part), lists.of_heads(*part)
         forward(q_part, k_part, v_part, *some, out_part, lse_part, scale=scale, precision=precision(), tiles=tiles)
     return out, lse, lists.order, lists.replicas
+
+
+_selected_attention = opaque_operator("selected_attention_triton", compiles_ahead=True)(attend_to_blocks)
 
 
 @opaque_operator("selected_attention_triton_backward", compiles_ahead=True)
@@ -146,22 +153,54 @@ def _selected_attention_backward(
     chunk: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flexnsa.attention.tiles.device import device_of
-    from flexnsa.attention.tiles.selected import backward_tiles
-    from flexnsa.attention.triton.selected_backward import backward, backward_bytes
+    from flexnsa.attention.triton.output_rows import row_stats
     from flexnsa.attention.triton.selected_lists import Lists
 
     selection = selection_of(block_indices, token, start, block_size, k.shape[2])
     lists = Lists(order, replicas, chunk, capacity)
-    grads = empty_gradients(grad_out, grad_lse, q, k, v)
-    q, k, v, out, grad_out = (with_rows(x) for x in (q, k, v, out, grad_out))
-    lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
-    tiles = backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
-    for part in parts_of(k, backward_bytes(q, k, v, block_indices.shape[-1], chunk, capacity, block_size)):
-        q_part, k_part, v_part, *given = (_of_heads(x, k, part) for x in (q, k, v, out, lse, grad_out, *grads))
-        some = selection.of_heads(*part), lists.of_heads(*part)
-        grad_lse_part = None if grad_lse is None else _of_heads(grad_lse, k, part)
-        options = {"grad_lse": grad_lse_part, "scale": scale, "precision": precision(), "tiles": tiles}
+    stats = row_stats(grad_out, out, lse, grad_lse, scale, k.shape[1], gathered=True)
+    return selected_gradients(stats, grad_out, q, k, v, selection, lists, scale=scale)
+
+
+def selected_gradients(
+    stats: Tensor,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    lists: Lists,
+    *,
+    scale: float,
+    dq_of_others: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v.
+
+    Args:
+        stats: of :func:`flexnsa.attention.triton.output_rows.row_stats`.
+        grad_out: ``(B, Hq, T, Dv)``.
+        q: ``(B, Hq, T, Dk)``.
+        k: ``(B, Hkv, S, Dk)``.
+        v: ``(B, Hkv, S, Dv)``.
+        selection: of the queries.
+        lists: of forward.
+        scale: factor on the scores.
+        dq_of_others: the gradients of q from the other two branches, to add, of :func:`empty_gradients`.
+    """
+    from flexnsa.attention.tiles.device import device_of
+    from flexnsa.attention.tiles.selected import backward_tiles
+    from flexnsa.attention.triton.selected_backward import backward, backward_bytes
+
+    grads = empty_gradients(grad_out, None, q, k, v)
+    q, k, v, grad_out = (with_rows(x) for x in (q, k, v, grad_out))
+    size = selection.block_size
+    tiles = backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], size)
+    n = selection.block_indices.shape[-1]
+    for part in parts_of(k, backward_bytes(q, k, v, n, lists.chunk, lists.capacity, size)):
+        q_part, k_part, v_part, *given = (_of_heads(x, k, part) for x in (q, k, v, grad_out, *grads))
+        some = selection.of_heads(*part), lists.of_heads(*part), stats[part]
+        others = dq_of_others and tuple(_of_heads(x, k, part) for x in dq_of_others)
+        options = {"scale": scale, "precision": precision(), "tiles": tiles, "dq_of_others": others}
         backward(q_part, k_part, v_part, *some, *given, **options)
     return grads
 
@@ -194,7 +233,7 @@ def _of_heads(x: Tensor, k: Tensor, part: tuple[slice, slice]) -> Tensor:
 
 
 @_selected_attention.register_fake
-def _(
+def empty_selected(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -206,6 +245,7 @@ def _(
     chunk: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate what :func:`attend_to_blocks` returns."""
     from flexnsa.attention.triton.selected_lists import empty_lists
     from flexnsa.attention.triton.selected_sizes import num_key_tiles
 

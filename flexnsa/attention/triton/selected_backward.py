@@ -16,9 +16,11 @@ from torch import Tensor
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.tiles.selected import Tiles, columns
+from flexnsa.attention.triton.hopper import ROWS, runs_on_hopper
 from flexnsa.attention.triton.kernels.selected_backward import backward_parts
-from flexnsa.attention.triton.kernels.selected_sums import row_stats, sum_shared, sum_slots
-from flexnsa.attention.triton.selected_forward import is_wide, strides
+from flexnsa.attention.triton.kernels.selected_sums import sum_shared, sum_slots
+from flexnsa.attention.triton.operators import strides_of_groups
+from flexnsa.attention.triton.selected_forward import is_wide
 from flexnsa.attention.triton.selected_lists import Lists, Selection
 from flexnsa.attention.triton.selected_sizes import max_replicas, max_shared
 
@@ -37,19 +39,18 @@ def backward(
     v: Tensor,
     selection: Selection,
     lists: Lists,
-    out: Tensor,
-    lse: Tensor,
+    stats: Tensor,
     grad_out: Tensor,
     grad_q: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
     *,
-    grad_lse: Tensor | None,
     scale: float,
     precision: str,
     tiles: Tiles,
+    dq_of_others: tuple[Tensor, ...] | None = None,
 ) -> None:
-    """Compute the gradients of q, k and v; ``grad_lse`` is None where nothing depends on lse."""
+    """Compute the gradients of q, k and v; to that of q, add those from the other two branches if they are given."""
     (batch, q_heads, num_queries, d_k), (kv_heads, num_keys), d_v = q.shape, k.shape[1:3], v.shape[-1]
     group, n, size = q_heads // kv_heads, selection.block_indices.shape[-1], selection.block_size
     chunk = min(lists.chunk, num_queries)
@@ -59,7 +60,6 @@ def backward(
     num_shared = max_shared(chunk * n, lists.capacity)
     dk_shared, dv_shared = (new(heads, num_shared, size, d) for d in (d_k, d_v))
     part = torch.empty(heads, chunk, n, group, d_k, dtype=q.dtype, device=q.device)
-    stats = new(heads, num_queries, group, 2)
 
     num_replicas = max_replicas(selection.num_key_tiles, chunk * n, lists.capacity)
     low, high = columns(d_k, halve=tiles.halve)
@@ -67,24 +67,28 @@ def backward(
     shape: dict[str, object] = {"n": n, "G": group, "DK": d_k, "SIZE": size, "HAS_POSITIONS": has_positions}
     parities = (0, 1) if has_positions else (0,)
     wide = is_wide(q, group, chunk) or is_wide(grad_out, group, chunk)
+    asynchronous = runs_on_hopper(q, k, v, grad_out, block_size=size, group=group, placed=has_positions, wide=wide)
     queries = (selection.block_indices, *selection.positions())
-    row_stats[(cdiv(num_queries * group, 32), heads)](
-        grad_out, out, lse, lse if grad_lse is None else grad_lse, stats,
-        *strides(grad_out, kv_heads), *strides(out, kv_heads), kv_heads, num_queries, scale,
-        G=group, DV=d_v, BR=32, BDV=padded(d_v), HAS_GRAD_LSE=grad_lse is not None, num_warps=4,
-    )  # fmt: skip
     for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
         tables = (*lists.replicas.shape[2:5:2], num_shared)
         sums = (dk, dv, dk_shared, dv_shared)
-        for parity in parities:
-            backward_parts[(num_replicas, heads)](
-                q, k, v, grad_out, stats, *queries, lists.order, lists.replicas, part, *sums,
-                *strides(q, kv_heads), *k.stride()[:3], *v.stride()[:3], *strides(grad_out, kv_heads),
-                *sizes, *tables, parity, scale, scale * LOG2_E,
-                **shape, DV=d_v, LOW=low, HIGH=high, BDV=padded(d_v), BN=padded(size), PRECISION=precision,
-                WIDE=wide, **tiles.of_group(group), **tiles.launch_options(),
+        read = *strides_of_groups(q, kv_heads), *k.stride()[:3], *v.stride()[:3], *strides_of_groups(grad_out, kv_heads)
+        tensors = (lists.order, lists.replicas, part, *sums, *read, *sizes, *tables)
+        if asynchronous:
+            from flexnsa.attention.triton.kernels.hopper.selected_backward import hopper_backward_parts
+
+            hopper_backward_parts[(num_replicas, heads)](
+                q, k, v, grad_out, stats, *tensors, scale, scale * LOG2_E,
+                n=n, G=group, DK=d_k, DV=d_v, SIZE=size, BM=ROWS, BN=ROWS, DQ=64, num_warps=4,
             )  # fmt: skip
+        else:
+            for parity in parities:
+                backward_parts[(num_replicas, heads)](
+                    q, k, v, grad_out, stats, *queries, *tensors, parity, scale, scale * LOG2_E,
+                    **shape, DV=d_v, LOW=low, HIGH=high, BDV=padded(d_v), BN=padded(size), PRECISION=precision,
+                    WIDE=wide, **tiles.of_group(group), **tiles.launch_options(),
+                )  # fmt: skip
         for parity in parities:
             sum_shared[(num_replicas * (padded(size) // 16), heads)](
                 *queries, lists.order, lists.replicas, *sums, *sizes, *tables, parity,
@@ -92,8 +96,8 @@ def backward(
                 BDK=padded(d_k), BDV=padded(d_v), ROWS=16, num_warps=4,
             )  # fmt: skip
         sum_slots[(cdiv(chunk * group, tiles.second_rows), heads)](
-            part, *queries, grad_q, *strides(grad_q, kv_heads), *sizes,
-            **shape, BDK=padded(d_k), BR=tiles.second_rows, num_warps=4,
+            part, *queries, *(dq_of_others or (grad_q, grad_q)), grad_q, *strides_of_groups(grad_q, kv_heads), *sizes,
+            **shape, BDK=padded(d_k), BR=tiles.second_rows, ALONE=dq_of_others is None, num_warps=4,
         )  # fmt: skip
     torch.mul(dk.view(k.shape), scale, out=grad_k)
     grad_v.copy_(dv.view(v.shape))

@@ -14,14 +14,14 @@ from torch import Tensor
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.tiles.selected import Tiles, columns
+from flexnsa.attention.triton.hopper import ROWS, runs_on_hopper
 from flexnsa.attention.triton.kernels.selected_forward import combine, forward_parts
+from flexnsa.attention.triton.operators import strides_of_groups
 from flexnsa.attention.triton.selected_lists import Lists, Selection
 from flexnsa.attention.triton.selected_sizes import max_replicas
 
-
-def strides(x: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
-    """Return the strides of ``(B, Hq, T, D)``: of the batch, the kv head, the head in its group, and the token."""
-    return x.stride(0), x.stride(1) * (x.shape[1] // kv_heads), x.stride(1), x.stride(2)
+HOPPER_REGISTERS = 168
+"""Limit on Hopper, for heads of 128: without it two programs fit a multiprocessor, instead of three."""
 
 
 def is_wide(x: Tensor, group: int, chunk: int) -> bool:
@@ -57,18 +57,31 @@ def forward(
     num_replicas = max_replicas(selection.num_key_tiles, chunk * n, lists.capacity)
     low, high = columns(dk, halve=False)
     shape: dict[str, object] = {"n": n, "G": group, "DV": dv, "SIZE": selection.block_size, "BDV": padded(dv)}
-    shape |= {"HAS_POSITIONS": selection.token is not None}
+    has_positions, wide = selection.token is not None, is_wide(q, group, chunk)
+    shape |= {"HAS_POSITIONS": has_positions}
+    rows = (q, k, v)
+    asynchronous = runs_on_hopper(*rows, block_size=selection.block_size, group=group, placed=has_positions, wide=wide)
     queries = (selection.block_indices, *selection.positions())
     for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
-        forward_parts[(num_replicas, batch * kv_heads)](
-            q, k, v, *queries, lists.order, lists.replicas, part_out, part_lse,
-            *strides(q, kv_heads), *k.stride()[:3], *v.stride()[:3],
-            *sizes, *lists.replicas.shape[2:5:2], scale * LOG2_E,
-            **shape, DK=dk, LOW=low, HIGH=high, BN=padded(selection.block_size), PRECISION=precision,
-            WIDE=is_wide(q, group, chunk), **tiles.of_group(group), **tiles.launch_options(),
-        )  # fmt: skip
+        tensors = lists.order, lists.replicas, part_out, part_lse
+        read = *strides_of_groups(q, kv_heads), *k.stride()[:3], *v.stride()[:3]
+        tables = *lists.replicas.shape[2:5:2], scale * LOG2_E
+        if asynchronous:
+            from flexnsa.attention.triton.kernels.hopper.selected_forward import hopper_forward_parts
+
+            limit = {"maxnreg": HOPPER_REGISTERS} if max(dk, dv) > 64 else {}
+            hopper_forward_parts[(num_replicas, batch * kv_heads)](
+                q, k, v, *tensors, *read, *sizes, *tables,
+                n=n, G=group, DK=dk, DV=dv, SIZE=selection.block_size, BM=ROWS, BN=ROWS, num_warps=4, **limit,
+            )  # fmt: skip
+        else:
+            forward_parts[(num_replicas, batch * kv_heads)](
+                q, k, v, *queries, *tensors, *read, *sizes, *tables,
+                **shape, DK=dk, LOW=low, HIGH=high, BN=padded(selection.block_size), PRECISION=precision,
+                WIDE=wide, **tiles.of_group(group), **tiles.launch_options(),
+            )  # fmt: skip
         combine[(cdiv(chunk * group, tiles.second_rows), batch * kv_heads)](
-            part_out, part_lse, *queries, out, lse, *strides(out, kv_heads), *sizes,
+            part_out, part_lse, *queries, out, lse, *strides_of_groups(out, kv_heads), *sizes,
             **shape, BR=tiles.second_rows, num_warps=4,
         )  # fmt: skip

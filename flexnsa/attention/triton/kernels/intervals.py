@@ -68,14 +68,14 @@ def forward(
 
 @jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
 def backward_queries(
-    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, first_ptr, p_sb, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr,
-    q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st, d_sb, d_sh, d_st, g_sb, g_sh, g_st,
+    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, first_ptr, p_sb, stats_ptr, do_ptr, dq_ptr,
+    q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, s_sn, d_sb, d_sh, d_st, g_sb, g_sh, g_st,
     num_heads, num_queries, num_keys, scale,
     G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of a query tile, and ``delta = sum(do * out) - dlse`` for the gradient of keys."""
+    """Compute the gradient of a query tile."""
     tile, bh = place(True, WINDOW)
     b = bh // num_heads
     h = bh % num_heads
@@ -87,13 +87,10 @@ def backward_queries(
     )  # fmt: skip
     q = load_rows(q_ptr + b * q_sb + h * q_sh, row, q_st, inside, DK, BDK)
     do = load_rows(do_ptr + b * d_sb + h * d_sh, row, d_st, inside, DV, BDV)
-    out = load_rows(out_ptr + b * o_sb + h * o_sh, row, o_st, inside, DV, BDV)
-    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
-    if HAS_GRAD_LSE:
-        delta -= tl.load(dlse_ptr + bh * num_queries + row, mask=inside, other=0.0)
-    tl.store(delta_ptr + bh * num_queries + row, delta, mask=inside)
-    lse = finite(tl.load(lse_ptr + bh * num_queries + row, mask=inside, other=0.0)) * 1.4426950408889634
     qk_scale = scale * 1.4426950408889634
+    stats_ptr += bh * num_queries + row
+    shift = tl.load(stats_ptr, mask=inside, other=0.0) * qk_scale
+    delta = -tl.load(stats_ptr + s_sn, mask=inside, other=0.0)
     k_ptr += b * k_sb + (h // G) * k_sh
     v_ptr += b * v_sb + (h // G) * v_sh
 
@@ -107,7 +104,7 @@ def backward_queries(
             real = (key < num_keys) | (part == 1)
             k = load_rows(k_ptr, key, k_st, real, DK, BDK)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            p = tl.exp2(s * qk_scale - lse[:, None])
+            p = tl.exp2(s * qk_scale + shift[:, None])
             if part != 1:
                 p = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), p, 0.0)
             v = load_rows(v_ptr, key, v_st, real, DV, BDV)
@@ -118,9 +115,9 @@ def backward_queries(
 
 @jit(do_not_specialize=["p_sb", "num_sums", "num_queries", "num_keys"])
 def backward_keys(
-    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, first_ptr, p_sb, lse_ptr, do_ptr, delta_ptr, dk_ptr, dv_ptr,
-    q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, d_sb, d_sh, d_st, gk_sb, gk_sh, gk_st, gv_sb, gv_sh, gv_st,
-    num_sums, num_queries, num_keys, scale,
+    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, first_ptr, p_sb, stats_ptr, do_ptr, dk_ptr, dv_ptr,
+    q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, s_sn, d_sb, d_sh, d_st,
+    gk_sb, gk_sh, gk_st, gv_sb, gv_sh, gv_st, num_sums, num_queries, num_keys, scale,
     G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LENGTH: tl.constexpr,
     STRIDE: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
@@ -148,8 +145,7 @@ def backward_keys(
     tiles = tl.cdiv(tl.maximum(end - row0, 0), BM)
     q_ptr += b * q_sb + h * q_sh
     do_ptr += b * d_sb + h * d_sh
-    lse_ptr += bs * HEADS * num_queries
-    delta_ptr += bs * HEADS * num_queries
+    stats_ptr += bs * HEADS * num_queries
 
     dk = tl.zeros([BN, BDK], tl.float32)
     dv = tl.zeros([BN, BDV], tl.float32)
@@ -161,10 +157,12 @@ def backward_keys(
         inside = row < num_queries
         q = load_rows(q_ptr + head * q_sh, row, q_st, inside, DK, BDK)
         do = load_rows(do_ptr + head * d_sh, row, d_st, inside, DV, BDV)
-        lse = finite(tl.load(lse_ptr + head * num_queries + row, mask=inside, other=0.0)) * 1.4426950408889634
-        delta = tl.load(delta_ptr + head * num_queries + row, mask=inside, other=0.0)
+        # Minus a negation, not plus: Triton would begin the product with delta, and wait for it in every iteration.
+        stat = stats_ptr + head * num_queries + row
+        shift = tl.load(stat, mask=inside, other=0.0) * qk_scale
+        delta = -tl.load(stat + s_sn, mask=inside, other=0.0)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        p = tl.exp2(s * qk_scale - lse[None, :])
+        p = tl.exp2(s * qk_scale + shift[None, :])
         # Without positions a query is its token, which tells whether all queries of this tile see all of the keys.
         # Rows past the end need no mask: their q and do are 0.
         whole = first >= (key0 + BN - 1) * STRIDE + LENGTH - 1
@@ -175,9 +173,10 @@ def backward_keys(
                 row, token_ptr, start_ptr, first_ptr, num_queries, num_keys, LENGTH, STRIDE, WINDOW, HAS_POSITIONS
             )
             p = tl.where((key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]), p, 0.0)
+        # Products of dk and dv come last: Triton then runs them while the next rows are loaded.
+        ds = (p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])).to(q.dtype)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-        ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     store_rows(dk_ptr + b * gk_sb + at * gk_sh, key, gk_st, real, dk * scale, DK, BDK)
     store_rows(dv_ptr + b * gv_sb + at * gv_sh, key, gv_st, real, dv, DV, BDV)
 
@@ -250,12 +249,6 @@ def first_row_past(
         elif WINDOW > 0:
             row = tl.minimum(key + WINDOW, num_queries)
         return row
-
-
-@jit
-def finite(lse):
-    """Replace the log-sum-exp of no keys by one that makes all probabilities 0."""
-    return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
 @jit

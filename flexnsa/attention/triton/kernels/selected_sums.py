@@ -1,5 +1,5 @@
 # pyright: standard, reportGeneralTypeIssues=false
-"""Sums before and after the products of the backward pass: over columns, replicas and slots."""
+"""Sums after the products of the backward pass: over replicas and slots."""
 
 from __future__ import annotations
 
@@ -7,39 +7,6 @@ import triton.language as tl
 
 from flexnsa.attention.triton.kernels.selected_pairs import first_key, has_parity, load_positions, locate
 from flexnsa.attention.triton.typed import jit
-
-
-@jit(do_not_specialize=["kv_heads", "num_queries"])
-def row_stats(
-    do_ptr, out_ptr, lse_ptr, dlse_ptr, stats_ptr, d_sb, d_sh, d_sg, d_st, o_sb, o_sh, o_sg, o_st,
-    kv_heads, num_queries, scale, G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr,
-):  # fmt: skip
-    """Store (-lse / scale, dlse - sum(do * out)), ``(B * Hkv, T, G, 2)``: initial accumulators of S and dP.
-
-    A row without keys has lse = -inf; it gets a value that makes its probabilities 0.
-    """
-    bh = tl.program_id(1).to(tl.int64)
-    b = bh // kv_heads
-    h = bh % kv_heads
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
-    t = (row // G).to(tl.int64)
-    g = (row % G).to(tl.int64)
-    inside = t < num_queries
-    col = tl.arange(0, BDV)[None, :]
-    mask = inside[:, None] & (col < DV)
-    do_row = do_ptr + b * d_sb + h * d_sh + t * d_st + g * d_sg
-    out_row = out_ptr + b * o_sb + h * o_sh + t * o_st + g * o_sg
-    do = tl.load(do_row[:, None] + col, mask=mask, other=0.0).to(tl.float32)
-    out = tl.load(out_row[:, None] + col, mask=mask, other=0.0).to(tl.float32)
-    delta = -tl.sum(do * out, 1)
-    at = (bh * G + g) * num_queries + t
-    if HAS_GRAD_LSE:
-        delta += tl.load(dlse_ptr + at, mask=inside, other=0.0)
-    lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
-    stats_ptr += (bh * num_queries * G + row) * 2
-    tl.store(stats_ptr, tl.where(lse == float("-inf"), -1e30, -lse / scale), mask=inside)
-    tl.store(stats_ptr + 1, delta, mask=inside)
 
 
 @jit(
@@ -92,12 +59,12 @@ def sum_shared(
 
 @jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
 def sum_slots(
-    part_ptr, idx_ptr, token_ptr, start_ptr, p_sb, dq_ptr, d_sb, d_sh, d_sg, d_st,
+    part_ptr, idx_ptr, token_ptr, start_ptr, p_sb, cmp_ptr, win_ptr, dq_ptr, d_sb, d_sh, d_sg, d_st,
     kv_heads, num_queries, num_keys, chunk, index,
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    BDK: tl.constexpr, BR: tl.constexpr,
+    BDK: tl.constexpr, BR: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Sum dq over the slots; a program has ``BR`` (query, head) rows."""
+    """Sum dq over the slots, and unless ``ALONE`` over the other branches; a program has ``BR`` (query, head) rows."""
     bh = tl.program_id(1).to(tl.int64)
     b = bh // kv_heads
     h = bh % kv_heads
@@ -118,5 +85,9 @@ def sum_slots(
         _, _, listed = locate(block, token, start, num_keys, SIZE, HAS_POSITIONS)
         part_row = (part + slot * G)[:, None] * DK + col
         acc += tl.load(part_ptr + part_row, mask=(inside & listed)[:, None] & (col < DK), other=0.0).to(tl.float32)
-    dq_row = dq_ptr + b * d_sb + h * d_sh + g.to(tl.int64) * d_sg + t.to(tl.int64) * d_st
-    tl.store(dq_row[:, None] + col, acc.to(dq_ptr.dtype.element_ty), mask=inside[:, None] & (col < DK))
+    at = (b * d_sb + h * d_sh + g.to(tl.int64) * d_sg + t.to(tl.int64) * d_st)[:, None] + col
+    mask = inside[:, None] & (col < DK)
+    if not ALONE:
+        acc += tl.load(cmp_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        acc += tl.load(win_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dq_ptr + at, acc.to(dq_ptr.dtype.element_ty), mask=mask)

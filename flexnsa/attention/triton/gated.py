@@ -1,0 +1,223 @@
+"""The gated sum of the branches as one opaque operator, with one backward pass for all three.
+
+A branch on its own gets the gradient of its output, which is that of the sum times its gate: three scaled copies to
+write and to read. Here all branches read the gradient of the sum, and the gates go into their probabilities.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import Tensor
+
+from flexnsa.attention.operators import empty_gradients, empty_outputs
+from flexnsa.attention.seam import Call, Compressed, GatedSum, Keys, given
+from flexnsa.attention.triton.intervals import attend_to_intervals, interval_gradients, is_faster
+from flexnsa.attention.triton.operators import check_call, with_positive_scale
+from flexnsa.attention.triton.selected import (
+    attend_to_blocks,
+    empty_selected,
+    selected_gradients,
+    selection_of,
+    sizes_of,
+)
+from flexnsa.operators import opaque_operator
+
+
+def gated_sum(q: Tensor, keys: Keys) -> GatedSum | None:
+    """Return what computes the sum, or None where FlexAttention is faster for one of the branches."""
+    k_cmp, v_cmp = given(keys.k_cmp), given(keys.v_cmp)
+    return _attend if is_faster(k_cmp.shape[2], max(q.shape[3], v_cmp.shape[3])) else None
+
+
+def _attend(
+    q: Tensor, keys: Keys, gates: Tensor, block_indices: Tensor, compressed: Compressed, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend to selected blocks and to the window, and add up the branches (NSA paper, Eq. 5).
+
+    Args:
+        q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
+        keys: of all three branches.
+        gates: ``(3, B, Hq, T)``, of the compressed, the selected and the window branch; none is negative.
+        block_indices: int32 ``(B, Hkv, T, n)``.
+        compressed: output of that branch, computed without gradients.
+        call: see :class:`flexnsa.attention.seam.Call`.
+
+    Returns:
+        The sum ``(B, Hq, T, Dv)``, with the heads of a token side by side in memory; and the outputs of the selected
+        branch and of the window, which have no gradients of their own.
+
+    Raises:
+        ValueError: there is a score_mod, or the batch has too many heads in all.
+    """
+    check_call(call, "q", q)
+    config, k_slc, v_slc = call.config, given(keys.k_slc), given(keys.v_slc)
+    sizes = sizes_of(q, k_slc, v_slc, block_indices, config)
+    q, scale = with_positive_scale(q, call.scale)
+    where, windows = call.positions, call.window_positions
+    out, out_slc, _, out_win, _, _, _ = _gated_attention(
+        q,
+        given(keys.k_cmp),
+        given(keys.v_cmp),
+        k_slc,
+        v_slc,
+        given(keys.k_win),
+        given(keys.v_win),
+        gates,
+        compressed.out,
+        given(compressed.lse),
+        block_indices,
+        *((None, None, None) if where is None else where.tensors),
+        *((None, None) if windows is None else (windows.token, windows.start)),
+        scale,
+        operator.index(config.compress_block_size),
+        operator.index(config.compress_stride),
+        operator.index(config.window_size),
+        *sizes,
+    )
+    return out, out_slc, out_win
+
+
+@opaque_operator("gated_attention_triton", compiles_ahead=True)
+def _gated_attention(
+    q: Tensor,
+    k_cmp: Tensor,  # noqa: ARG001
+    v_cmp: Tensor,  # noqa: ARG001
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    out_cmp: Tensor,
+    lse_cmp: Tensor,  # noqa: ARG001
+    block_indices: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,
+    first_key: Tensor | None,  # noqa: ARG001
+    window_token: Tensor | None,
+    window_start: Tensor | None,
+    scale: float,
+    length: int,  # noqa: ARG001
+    stride: int,  # noqa: ARG001
+    window: int,
+    block_size: int,
+    chunk: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the sum, out and lse of the selected branch and of the window, and both tensors of the lists."""
+    from flexnsa.attention.triton.output_rows import add_gated
+
+    out_slc, lse_slc, order, replicas = attend_to_blocks(
+        q, k_slc, v_slc, block_indices, token, start, scale, block_size, chunk, capacity
+    )
+    # A key of the window is a token, and the first key of a document its first token.
+    windows = window_token, window_start, window_start
+    out_win, lse_win = attend_to_intervals(q, k_win, v_win, *windows, scale, 1, 1, window)
+    out = add_gated((out_cmp, out_slc, out_win), gates, k_slc.shape[1])
+    return out, out_slc, lse_slc, out_win, lse_win, order, replicas
+
+
+@opaque_operator("gated_attention_triton_backward", compiles_ahead=True)
+def _gated_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    out_cmp: Tensor,
+    lse_cmp: Tensor,
+    block_indices: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,
+    first_key: Tensor | None,
+    window_token: Tensor | None,
+    window_start: Tensor | None,
+    out: Tensor,  # noqa: ARG001
+    out_slc: Tensor,
+    lse_slc: Tensor,
+    out_win: Tensor,
+    lse_win: Tensor,
+    order: Tensor,
+    replicas: Tensor,
+    scale: float,
+    length: int,
+    stride: int,
+    window: int,
+    block_size: int,
+    chunk: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from flexnsa.attention.triton.output_rows import gated_stats
+    from flexnsa.attention.triton.selected_lists import Lists
+
+    outs, lses = (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)
+    grad_gates, stats = gated_stats(grad_out, outs, lses, gates, scale, k_slc.shape[1])
+    where, windows = (token, start, first_key), (window_token, window_start, window_start)
+    dq_cmp, dk_cmp, dv_cmp = interval_gradients(stats[0], grad_out, q, k_cmp, v_cmp, *where, scale, length, stride, 0)
+    dq_win, dk_win, dv_win = interval_gradients(stats[2], grad_out, q, k_win, v_win, *windows, scale, 1, 1, window)
+    selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
+    lists = Lists(order, replicas, chunk, capacity)
+    dq, dk_slc, dv_slc = selected_gradients(
+        stats[1], grad_out, q, k_slc, v_slc, selection, lists, scale=scale, dq_of_others=(dq_cmp, dq_win)
+    )
+    return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, grad_gates
+
+
+@_gated_attention.register_fake
+def _(
+    q: Tensor,
+    k_cmp: Tensor,  # noqa: ARG001
+    v_cmp: Tensor,  # noqa: ARG001
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,  # noqa: ARG001
+    v_win: Tensor,
+    gates: Tensor,  # noqa: ARG001
+    out_cmp: Tensor,
+    lse_cmp: Tensor,  # noqa: ARG001
+    block_indices: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,
+    first_key: Tensor | None,  # noqa: ARG001
+    window_token: Tensor | None,  # noqa: ARG001
+    window_start: Tensor | None,  # noqa: ARG001
+    scale: float,
+    length: int,  # noqa: ARG001
+    stride: int,  # noqa: ARG001
+    window: int,  # noqa: ARG001
+    block_size: int,
+    chunk: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from flexnsa.attention.triton.output_rows import empty_sum
+
+    out_slc, lse_slc, order, replicas = empty_selected(
+        q, k_slc, v_slc, block_indices, token, start, scale, block_size, chunk, capacity
+    )
+    return empty_sum(out_cmp), out_slc, lse_slc, *empty_outputs(q, v_win.shape[-1]), order, replicas
+
+
+@_gated_attention_backward.register_fake
+def _(
+    grad_out: Tensor,
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    *others: object,  # noqa: ARG001
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk_cmp, dv_cmp = empty_gradients(grad_out, None, q, k_cmp, v_cmp)
+    _, dk_slc, dv_slc = empty_gradients(grad_out, None, q, k_slc, v_slc)
+    _, dk_win, dv_win = empty_gradients(grad_out, None, q, k_win, v_win)
+    return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, gates.new_empty(gates.shape)
+
+
+_gated_attention.register_backward(_gated_attention_backward, differentiable=1)

@@ -1,0 +1,38 @@
+"""The parts of Gluon that kernels for Hopper use, with the types that it lacks and one name for each.
+
+Gluon is Triton with layouts, shared memory and asynchronous products by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, overload
+
+from flexnsa.attention.triton.kernel import Kernel
+
+F = TypeVar("F", bound=Callable[..., object])
+
+if TYPE_CHECKING:
+
+    @overload
+    def gluon_jit(function: F, /) -> F: ...
+    @overload
+    def gluon_jit(*, do_not_specialize: list[str]) -> Callable[[Callable[..., object]], Kernel]: ...
+    def gluon_jit(*arguments: object, **options: object) -> object:
+        """Compile a function that kernels call or, with ``do_not_specialize``, a kernel."""
+
+    def gluon_constant(function: F, /) -> F:
+        """Let kernels call a function of constants, such as one that returns a layout, when they are compiled."""
+        ...
+
+    def barrier() -> None:
+        """Wait for all threads of the program."""
+else:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+
+    gluon_constant = gluon.constexpr_function
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name in Triton 3.6
+
+    def gluon_jit(*arguments, **options):  # noqa: D103
+        return gluon.jit(*arguments) if arguments else lambda function: Kernel(gluon.jit(**options)(function))

@@ -1,0 +1,51 @@
+"""When the kernels of :mod:`flexnsa.attention.triton.kernels.hopper` run."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from flexnsa.attention.tiles.device import ALIGNMENT, HOPPER, device_of
+
+KNOWN_VERSIONS = ("3.6", "3.7")
+"""Versions of Triton with which they were tested, those of PyTorch 2.11 to 2.13: Gluon is experimental."""
+
+ROWS = 64
+"""Rows of a tile, and keys: what one group of 4 warps multiplies at a time."""
+DIMS = (64, 128)
+"""Head dimensions."""
+
+
+def runs_on_hopper(*read: Tensor, placed: bool, block_size: int = ROWS, group: int = 1, wide: bool = False) -> bool:
+    """Return whether these kernels run.
+
+    Args:
+        read: the tensors whose rows they read or write, ``(B, H, S, D)``.
+        placed: whether queries have positions.
+        block_size: keys of a selected block, of that branch alone.
+        group: query heads of a key head, likewise.
+        wide: whether a chunk of queries needs 64-bit offsets, likewise.
+    """
+    q = read[0]
+    if not q.is_cuda or device_of(q).generation != HOPPER or not _is_known():
+        return False
+    fits = ROWS // 2 < block_size <= ROWS and group <= ROWS and not placed and not wide
+    return fits and q.dtype in (torch.bfloat16, torch.float16) and all(map(_can_copy, read))
+
+
+@cache
+def _is_known() -> bool:
+    import triton  # pyright: ignore[reportMissingTypeStubs]
+
+    return ".".join(triton.__version__.split(".")[:2]) in KNOWN_VERSIONS
+
+
+def _can_copy(x: Tensor) -> bool:
+    """Return whether rows have a known dimension, and begin at multiples of 16 bytes, the unit of a copy.
+
+    Of strides Triton asks for multiples of 16 numbers. The offsets of the rows of a tile have 32 bits.
+    """
+    aligned = all(number % ALIGNMENT == 0 for number in (x.storage_offset(), *x.stride()[:-1]))
+    return aligned and x.shape[-1] in DIMS and x.stride(-2) < 2**31 // ROWS

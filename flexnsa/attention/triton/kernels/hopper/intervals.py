@@ -1,0 +1,361 @@
+# pyright: standard, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+"""Attention to an interval of keys for each query, without positions; see :mod:`..intervals`.
+
+Neither end of the interval decreases along the queries: the first and the last query of a tile tell which keys some of
+its queries see, and which all of them see.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flexnsa.attention.triton.gluon import barrier, gluon_jit
+from flexnsa.attention.triton.kernels.hopper.rows import (
+    copy_rows,
+    load_rows,
+    product_layout,
+    product_with,
+    store_rows,
+)
+
+
+@gluon_jit(do_not_specialize=["num_heads", "num_queries", "num_keys"])
+def hopper_forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st,
+    num_heads, num_queries, num_keys, qk_scale,
+    G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr,
+    WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Compute the output and the natural log-sum-exp of a query tile.
+
+    Scores of the next tile of keys and the product with the values of this one run together, and while the softmax
+    runs. Tiles of keys that some query does not see in whole come first, in a loop with a mask: order does not matter.
+    """
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    mma_s: gl.constexpr = product_layout(BN)
+    mma_o: gl.constexpr = product_layout(DV)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_tile = gl.allocate_shared_memory(dtype, [BM, DK], swizzled)
+    k_tiles = gl.allocate_shared_memory(dtype, [2, BN, DK], swizzled)
+    v_tiles = gl.allocate_shared_memory(dtype, [2, BN, DV], swizzled)
+    hold = gl.allocate_shared_memory(gl.float32, [BM, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+    tile, bh = _place(True, WINDOW)
+    b = bh // num_heads
+    h = bh % num_heads
+    row0 = tile * BM
+    k_ptr += b * k_sb + (h // G) * k_sh
+    v_ptr += b * v_sb + (h // G) * v_sh
+
+    # Some query sees the keys from begin to end; all see those of the tiles in the middle, which come last.
+    begin, high0 = _keys_of(row0, num_keys, LENGTH, STRIDE, WINDOW)
+    low1, end = _keys_of(gl.minimum(row0 + BM, num_queries) - 1, num_keys, LENGTH, STRIDE, WINDOW)
+    end = gl.maximum(begin, end)
+    before = gl.minimum((low1 - begin + BN - 1) // BN, (end - begin + BN - 1) // BN)
+    middle = gl.maximum(high0 - (begin + before * BN), 0) // BN
+    rest = begin + (before + middle) * BN
+    after = (gl.maximum(end - rest, 0) + BN - 1) // BN
+    tiles = gl.maximum(before + middle + after, 1)  # without a key there is one tile, whose keys nobody sees
+    masked = gl.minimum(gl.maximum(after + before, 1), tiles)
+    # Tile i begins at ``shifted + i * BN``, but the first ``after`` ones begin at ``rest + i * BN``.
+    shifted = begin - after * BN
+
+    # The first copies are of the queries and the keys of tile 0; the next of the keys of tile i and the values of
+    # tile i - 1, which iteration i needs.
+    copy_rows(q_tile, q_ptr + b * q_sb + h * q_sh, row0, num_queries, q_st, DK)
+    key_k = gl.where(after > 0, rest, shifted)  # where the last tile of keys that is copied begins
+    end_k = end  # and ends: 0 without such a tile
+    copy_rows(k_tiles.index(0), k_ptr, key_k, end_k, k_st, DK)
+    async_copy.commit_group()
+    key_v = key_k
+    end_v = end_k
+    key_k = gl.where(after > 1, rest, shifted) + BN
+    end_k = gl.where(tiles > 1, end, 0)
+    copy_rows(k_tiles.index(1), k_ptr, key_k, end_k, k_st, DK)
+    copy_rows(v_tiles.index(0), v_ptr, key_v, end_v, v_st, DV)
+    async_copy.commit_group()
+
+    top = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, mma_s))
+    acc = gl.zeros([BM, DV], gl.float32, mma_o)
+    row = row0 + gl.arange(0, BM, gl.SliceLayout(1, mma_s))
+    low, high = _keys_of(row, num_keys, LENGTH, STRIDE, WINDOW)
+
+    async_copy.wait_group(1)
+    barrier()
+    fence_async_shared()
+    s = product_with(q_tile, k_tiles.index(0), mma_s)
+    s = warpgroup_mma_wait(0, deps=[s])
+    s = _mask(s, low, high, gl.where(after > 0, rest, shifted))
+    p, decay, top, total = _softmax(s, top, 0.0, qk_scale)
+
+    for part in gl.static_range(2):
+        for i in range(1 if part == 0 else masked, masked if part == 0 else tiles):
+            # All warps have waited for the products of iteration i - 1: the places of keys i - 1 and values i - 2 are
+            # free.
+            async_copy.wait_group(0)
+            barrier()
+            fence_async_shared()
+            s = product_with(q_tile, k_tiles.index(i % 2), mma_s)
+            # Rounded here and not before: where an iteration hands on 16-bit numbers, it unpacks and packs them again.
+            p_low = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, mma_o, 2))
+            acc = warpgroup_mma(p_low, v_tiles.index((i - 1) % 2), acc, is_async=True)
+            barrier()  # needless, but the compiler cannot tell the places apart: it would add one before each copy
+            key_v = key_k
+            end_v = end_k
+            key_k = gl.where(i + 1 < after, rest, shifted) + (i + 1) * BN
+            end_k = gl.where(i + 1 < tiles, end, 0)
+            copy_rows(k_tiles.index((i + 1) % 2), k_ptr, key_k, end_k, k_st, DK)
+            copy_rows(v_tiles.index(i % 2), v_ptr, key_v, end_v, v_st, DV)
+            async_copy.commit_group()
+            s = warpgroup_mma_wait(1, deps=[s])
+            if part == 0:
+                s = _mask(s, low, high, gl.where(i < after, rest, shifted) + i * BN)
+            p, decay, top, total = _softmax(s, top, total, qk_scale)
+            # The assembler moves a wait for products before the softmax, but not across a store of its results. Nobody
+            # reads this one.
+            hold.store(total)
+            acc, p_low = warpgroup_mma_wait(0, deps=[acc, p_low])
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, mma_o))[:, None]
+
+    async_copy.wait_group(0)
+    barrier()
+    fence_async_shared()
+    p_low = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, mma_o, 2))
+    acc = warpgroup_mma(p_low, v_tiles.index((tiles - 1) % 2), acc, is_async=True)
+    total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, mma_s))
+    some = gl.where(total == 0.0, 1.0, total)
+    lse = gl.where(total == 0.0, float("-inf"), (top + gl.log2(some)) * 0.6931471805599453)
+    gl.store(lse_ptr + bh * num_queries + row, lse, mask=row < num_queries)
+    acc, p_low = warpgroup_mma_wait(0, deps=[acc, p_low])
+    acc = acc * gl.convert_layout(1.0 / some, gl.SliceLayout(1, mma_o))[:, None]
+    store_rows(out_ptr + b * o_sb + h * o_sh, row0, num_queries, o_st, acc, DV)
+
+
+@gluon_jit(do_not_specialize=["num_heads", "num_queries", "num_keys"])
+def hopper_backward_queries(
+    q_ptr, k_ptr, v_ptr, stats_ptr, do_ptr, dq_ptr,
+    q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, s_sn, d_sb, d_sh, d_st, g_sb, g_sh, g_st,
+    num_heads, num_queries, num_keys, scale,
+    G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr,
+    WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of a query tile; dP runs while the exponentials do."""
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    mma_s: gl.constexpr = product_layout(BN)
+    mma_q: gl.constexpr = product_layout(DK)
+    of_rows: gl.constexpr = gl.SliceLayout(1, mma_s)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+
+    tile, bh = _place(True, WINDOW)
+    b = bh // num_heads
+    h = bh % num_heads
+    row0 = tile * BM
+    k_ptr += b * k_sb + (h // G) * k_sh
+    v_ptr += b * v_sb + (h // G) * v_sh
+    # Some query sees the keys from begin to end, all see those from full to rest.
+    begin, rest = _keys_of(row0, num_keys, LENGTH, STRIDE, WINDOW)
+    full, end = _keys_of(gl.minimum(row0 + BM, num_queries) - 1, num_keys, LENGTH, STRIDE, WINDOW)
+    tiles = (gl.maximum(end - begin, 0) + BN - 1) // BN
+
+    k_tiles = gl.allocate_shared_memory(dtype, [2, BN, DK], swizzled)
+    v_tiles = gl.allocate_shared_memory(dtype, [2, BN, DV], swizzled)
+    copy_rows(k_tiles.index(0), k_ptr, begin, end, k_st, DK)
+    copy_rows(v_tiles.index(0), v_ptr, begin, end, v_st, DV)
+    async_copy.commit_group()
+
+    q = load_rows(q_ptr + b * q_sb + h * q_sh, row0, num_queries, q_st, DK)
+    do = load_rows(do_ptr + b * d_sb + h * d_sh, row0, num_queries, d_st, DV)
+    row = row0 + gl.arange(0, BM, of_rows)
+    qk_scale = scale * 1.4426950408889634
+    stats_ptr += bh * num_queries + row
+    shift = gl.load(stats_ptr, mask=row < num_queries, other=0.0) * qk_scale
+    delta = gl.load(stats_ptr + s_sn, mask=row < num_queries, other=0.0)
+    low, high = _keys_of(row, num_keys, LENGTH, STRIDE, WINDOW)
+    seen = gl.maximum(high - low, 0).to(gl.uint32)
+    column = gl.arange(0, BN, gl.SliceLayout(0, mma_s))
+    dq = gl.zeros([BM, DK], gl.float32, mma_q)
+    fence_async_shared()
+    for i in range(tiles):
+        # All products of the previous tile are done: after the barrier that this adds, its buffers are free.
+        async_copy.wait_group(0)
+        fence_async_shared()
+        k = k_tiles.index(i % 2)
+        s = product_with(q, k, mma_s)
+        dp = product_with(do, v_tiles.index(i % 2), mma_s)
+        key0 = begin + i * BN
+        if i + 1 < tiles:
+            copy_rows(k_tiles.index((i + 1) % 2), k_ptr, key0 + BN, end, k_st, DK)
+            copy_rows(v_tiles.index((i + 1) % 2), v_ptr, key0 + BN, end, v_st, DV)
+        async_copy.commit_group()
+        s = warpgroup_mma_wait(1, deps=[s])
+        p = gl.exp2(s * qk_scale + shift[:, None])
+        if (key0 < full) | (key0 + BN > rest):
+            at = (key0 - low)[:, None] + column[None, :]
+            p = gl.where(at.to(gl.uint32) < seen[:, None], p, 0.0)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        ds = gl.convert_layout((p * (dp + delta[:, None])).to(dtype), gl.DotOperandLayout(0, mma_q, 2))
+        dq = warpgroup_mma(ds, k, dq, is_async=True)
+        dq, ds = warpgroup_mma_wait(0, deps=[dq, ds])
+    async_copy.wait_group(0)
+    store_rows(dq_ptr + b * g_sb + h * g_sh, row0, num_queries, g_st, dq * scale, DK)
+
+
+@gluon_jit(do_not_specialize=["num_sums", "num_queries", "num_keys"])
+def hopper_backward_keys(
+    q_ptr, k_ptr, v_ptr, stats_ptr, do_ptr, dk_ptr, dv_ptr,
+    q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, s_sn, d_sb, d_sh, d_st,
+    gk_sb, gk_sh, gk_st, gv_sb, gv_sh, gv_st, num_sums, num_queries, num_keys, scale,
+    G: gl.constexpr, HEADS: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr,
+    STRIDE: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Sum the gradients of a tile of keys and values over ``HEADS`` heads of the group.
+
+    dP runs while the exponentials do, and dv while dS is computed.
+    """
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    mma_s: gl.constexpr = product_layout(BM)
+    mma_k: gl.constexpr = product_layout(DK)
+    mma_v: gl.constexpr = product_layout(DV)
+    of_rows: gl.constexpr = gl.SliceLayout(0, mma_s)
+    ANEW: gl.constexpr = DK + DV > 128
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+
+    tile, bs = _place(False, WINDOW)
+    b = bs // num_sums
+    at = bs % num_sums
+    h = at * HEADS
+    key0 = tile * BN
+    # Queries from row0 to end see a key of this tile, and those from whole to partial all of its keys.
+    row0 = gl.minimum(key0 * STRIDE + LENGTH - 1, num_queries)
+    whole = (key0 + BN - 1) * STRIDE + LENGTH - 1
+    end = num_queries
+    partial = num_queries + BM
+    if WINDOW > 0:
+        end = gl.minimum(key0 + BN - 1 + WINDOW, num_queries)
+        partial = key0 + WINDOW
+    total = HEADS * ((gl.maximum(end - row0, 0) + BM - 1) // BM)
+
+    q_tiles = gl.allocate_shared_memory(dtype, [2, BM, DK], swizzled)
+    do_tiles = gl.allocate_shared_memory(dtype, [2, BM, DV], swizzled)
+    stats = gl.allocate_shared_memory(gl.float32, [2, 2 * BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_ptr += b * q_sb + h * q_sh
+    do_ptr += b * d_sb + h * d_sh
+    stats_ptr += bs * HEADS * num_queries
+    _copy_stats(stats.index(0), stats_ptr, row0, s_sn, num_queries, BM)
+    copy_rows(q_tiles.index(0), q_ptr, row0, num_queries, q_st, DK, ANEW)
+    copy_rows(do_tiles.index(0), do_ptr, row0, num_queries, d_st, DV, ANEW)
+    async_copy.commit_group()
+
+    k = load_rows(k_ptr + b * k_sb + (h // G) * k_sh, key0, num_keys, k_st, DK)
+    v = load_rows(v_ptr + b * v_sb + (h // G) * v_sh, key0, num_keys, v_st, DV)
+    dk = gl.zeros([BN, DK], gl.float32, mma_k)
+    dv = gl.zeros([BN, DV], gl.float32, mma_v)
+    qk_scale = scale * 1.4426950408889634
+    # The first query that sees a key; keys past the end are not stored, so they may be seen.
+    begin = (key0 + gl.arange(0, BN, gl.SliceLayout(1, mma_s))) * STRIDE + LENGTH - 1
+    column = gl.arange(0, BM, of_rows)
+    following = row0  # the first query of the tile that is copied last
+    fence_async_shared()
+    for i in range(total):
+        # All products of the previous tile are done: after the barrier that this adds, its buffers are free.
+        async_copy.wait_group(0)
+        fence_async_shared()
+        q = q_tiles.index(i % 2)
+        do = do_tiles.index(i % 2)
+        stat = stats.index(i % 2)
+        s = product_with(k, q, mma_s)
+        dp = product_with(v, do, mma_s)
+        # After the last tile of a head comes the first one of the next head.
+        first = following
+        last = first + BM >= end
+        following = gl.where(last, row0, first + BM)
+        q_ptr += gl.where(last, q_sh, 0)
+        do_ptr += gl.where(last, d_sh, 0)
+        stats_ptr += gl.where(last, num_queries, 0)
+        if i + 1 < total:
+            _copy_stats(stats.index((i + 1) % 2), stats_ptr, following, s_sn, num_queries, BM)
+            copy_rows(q_tiles.index((i + 1) % 2), q_ptr, following, num_queries, q_st, DK, ANEW)
+            copy_rows(do_tiles.index((i + 1) % 2), do_ptr, following, num_queries, d_st, DV, ANEW)
+        async_copy.commit_group()
+        shift = stat.slice(0, BM).load(of_rows) * qk_scale
+        s = warpgroup_mma_wait(1, deps=[s])
+        p = gl.exp2(s * qk_scale + shift[None, :])
+        # Rows past the end need no mask: their q and do are 0.
+        if (first < whole) | (first + BM > partial):
+            age = (first - begin)[:, None] + column[None, :]
+            p = gl.where((age.to(gl.uint32) < WINDOW) if WINDOW > 0 else (age >= 0), p, 0.0)
+        p_low = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, mma_v, 2))
+        dv = warpgroup_mma(p_low, do, dv, is_async=True)
+        # Not where dP begins: the assembler would wait for S before it writes registers of the next product.
+        delta = stat.slice(BM, BM).load(of_rows)
+        dp = warpgroup_mma_wait(1, deps=[dp]) + delta[None, :]
+        ds = gl.convert_layout((p * dp).to(dtype), gl.DotOperandLayout(0, mma_k, 2))
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        dv, p_low, dk, ds = warpgroup_mma_wait(0, deps=[dv, p_low, dk, ds])
+    async_copy.wait_group(0)
+    store_rows(dk_ptr + b * gk_sb + at * gk_sh, key0, num_keys, gk_st, dk * scale, DK)
+    store_rows(dv_ptr + b * gv_sb + at * gv_sh, key0, num_keys, gv_st, dv, DV)
+
+
+@gluon_jit
+def _place(LONGEST_LAST: gl.constexpr, WINDOW: gl.constexpr):
+    """Return the tile of a program, and its batch element and heads; without a window the longest tiles come first."""
+    tile = gl.program_id(0)
+    heads = gl.program_id(1)
+    if WINDOW == 0:
+        number = heads * gl.num_programs(0) + tile
+        tile = number // gl.num_programs(1)
+        heads = number % gl.num_programs(1)
+        if LONGEST_LAST:
+            tile = gl.num_programs(0) - 1 - tile
+    return tile, heads.to(gl.int64)
+
+
+@gluon_jit
+def _keys_of(row, num_keys, LENGTH: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr):
+    """Return the keys ``low .. high - 1`` that queries see; see :func:`..intervals.keys_of`."""
+    high = gl.minimum(gl.maximum(row + (1 + STRIDE - LENGTH), 0) // STRIDE, num_keys)
+    low = row * 0
+    if WINDOW > 0:
+        low = gl.maximum(row - (WINDOW - 1), 0)
+    return low, high
+
+
+@gluon_jit
+def _mask(s, low, high, key0):
+    """Hide the scores of the keys that a query does not see."""
+    N: gl.constexpr = s.shape[1]
+    key = key0 + gl.arange(0, N, gl.SliceLayout(0, s.type.layout))[None, :]
+    return gl.where((key >= low[:, None]) & (key < high[:, None]), s, float("-inf"))
+
+
+@gluon_jit
+def _softmax(s, top, total, qk_scale):
+    """Return probabilities, relative to the new maximum of each row so far, and what older ones are multiplied by.
+
+    ``total`` has 8 sums of each row, over the keys that equal one another modulo 8. A thread has all terms of its sums,
+    so lanes need not exchange any before the end.
+    """
+    new_top = gl.maximum(top, gl.max(s, 1) * qk_scale)
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: -inf - -inf would be NaN
+    p = gl.exp2(s * qk_scale - shift[:, None])
+    decay = gl.exp2(top - shift)
+    sums = gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8]), 1)
+    total = total * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+    return p, decay, new_top, total
+
+
+@gluon_jit
+def _copy_stats(to, ptr, first, second, end, ROWS: gl.constexpr):
+    """Begin to copy both stats of a tile of rows, of all rows the first before the second; zeros from ``end`` on."""
+    number = gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
+    row = number % ROWS
+    at = ptr + first + (number // ROWS * second + row)
+    async_copy.async_copy_global_to_shared(to, at, first + row < end)

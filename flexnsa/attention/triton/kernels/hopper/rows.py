@@ -1,0 +1,98 @@
+# pyright: standard, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+"""Rows of 16-bit numbers on their way to shared memory, and from a product's layout to global memory.
+
+A program has 4 warps, and its tiles have 64 rows, 16 of each warp.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from flexnsa.attention.triton.gluon import gluon_constant, gluon_jit
+
+
+@gluon_constant
+def product_layout(columns):
+    """Return the layout of a product of 64 rows."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon_constant
+def copy_layout(columns):
+    """Return the layout in which a thread copies 16 bytes of a row."""
+    lanes = columns // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon_constant
+def store_layout(columns):
+    """Return the layout of a product in which quads of lanes have exchanged columns: a thread has 16 bytes of a row."""
+    registers = [[0, 1], [0, 2], [0, 4]]
+    column = 32
+    while column < columns:
+        registers.append([0, column])
+        column *= 2
+    registers.append([8, 0])
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
+
+
+@gluon_jit
+def product_with(a, b, layout: gl.constexpr):
+    """Issue ``a b^T``."""
+    M: gl.constexpr = a.shape[0]
+    N: gl.constexpr = b.shape[0]
+    zero = gl.zeros([M, N], gl.float32, layout)
+    return warpgroup_mma(a, b.permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon_jit
+def copy_rows(to, ptr, first, end, stride, WIDTH: gl.constexpr, ANEW: gl.constexpr = False):
+    """Begin to copy the rows from ``first`` on; those from ``end`` on are zeros.
+
+    ``ANEW`` computes the offsets of rows each time, in a loop that has too few registers to keep them.
+    """
+    layout: gl.constexpr = copy_layout(WIDTH)
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    ptr += first.to(gl.int64) * stride
+    vectors = stride >> 3
+    if ANEW:
+        vectors = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [vectors], gl.int32, False, 1)
+    mask = (row < end - first)[:, None] & (column < WIDTH)[None, :]
+    async_copy.async_copy_global_to_shared(to, ptr + (row * vectors * 8)[:, None] + column[None, :], mask)
+
+
+@gluon_jit
+def copy_gathered(to, ptr, offsets, WIDTH: gl.constexpr):
+    """Begin to copy rows, whose offsets are a table in units of 16 bytes; a negative one gives zeros."""
+    layout: gl.constexpr = copy_layout(WIDTH)
+    offset = offsets.load(gl.SliceLayout(1, layout))
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    mask = (offset >= 0)[:, None] & (column < WIDTH)[None, :]
+    async_copy.async_copy_global_to_shared(to, ptr + (offset * 8)[:, None] + column[None, :], mask)
+
+
+@gluon_jit
+def load_rows(ptr, first, end, stride, WIDTH: gl.constexpr):
+    """Load the rows from ``first`` on to shared memory, where they stay; those from ``end`` on are zeros."""
+    layout: gl.constexpr = copy_layout(WIDTH)
+    row = first + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    mask = (row < end)[:, None] & (column < WIDTH)[None, :]
+    x = gl.load(ptr + row.to(gl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    return gl.allocate_shared_memory(ptr.dtype.element_ty, [64, WIDTH], gl.NVMMASharedLayout(128, 16, 2), x)
+
+
+@gluon_jit
+def store_rows(ptr, first, end, stride, x, WIDTH: gl.constexpr):
+    """Store the rows of a product before ``end``."""
+    layout: gl.constexpr = store_layout(WIDTH)
+    x = gl.convert_layout(x.to(ptr.dtype.element_ty), layout)
+    row = first + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    mask = (row < end)[:, None] & (column < WIDTH)[None, :]
+    gl.store(ptr + row.to(gl.int64)[:, None] * stride + column[None, :], x, mask=mask)

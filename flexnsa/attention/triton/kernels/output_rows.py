@@ -1,0 +1,115 @@
+# pyright: standard, reportGeneralTypeIssues=false
+"""Rows of outputs and of their gradients: the gated sum of the branches, and what its backward pass needs of a row.
+
+A program has ``BR`` (query, head) rows of one group. Gates are ``(3, B, Hq, T)``: compressed, selected, window.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from flexnsa.attention.triton.typed import jit
+
+
+@jit(do_not_specialize=["kv_heads", "num_queries", "gates_of_branch"])
+def add_gated(
+    cmp_ptr, slc_ptr, win_ptr, gate_ptr, out_ptr, c_sb, c_sh, c_sg, c_st, s_sb, s_sh, s_sg, s_st,
+    w_sb, w_sh, w_sg, w_st, o_sb, o_sh, o_sg, o_st, kv_heads, num_queries, gates_of_branch,
+    G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """Sum the outputs of the branches, weighted by their gates (NSA paper, Eq. 5)."""
+    bh, b, h, t, g, inside = rows_of_group(kv_heads, num_queries, G, BR)
+    gate_ptr += (bh * G + g) * num_queries + t
+    acc = tl.zeros([BR, BDV], tl.float32)
+    for branch in tl.static_range(3):
+        if branch == 0:
+            x = load_rows(cmp_ptr + b * c_sb + h * c_sh, t * c_st + g * c_sg, inside, DV, BDV)
+        elif branch == 1:
+            x = load_rows(slc_ptr + b * s_sb + h * s_sh, t * s_st + g * s_sg, inside, DV, BDV)
+        else:
+            x = load_rows(win_ptr + b * w_sb + h * w_sh, t * w_st + g * w_sg, inside, DV, BDV)
+        gate = tl.load(gate_ptr + branch * gates_of_branch, mask=inside, other=0.0).to(tl.float32)
+        acc += gate[:, None] * x
+    col = tl.arange(0, BDV)[None, :]
+    to = out_ptr + b * o_sb + h * o_sh + (t * o_st + g * o_sg)[:, None] + col
+    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (col < DV))
+
+
+@jit(do_not_specialize=["kv_heads", "num_queries"])
+def row_stats(
+    do_ptr, out_ptr, lse_ptr, dlse_ptr, stats_ptr, d_sb, d_sh, d_sg, d_st, o_sb, o_sh, o_sg, o_st,
+    s_sb, s_sh, s_sg, s_st, s_sn, kv_heads, num_queries, scale,
+    G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+):  # fmt: skip
+    """Store (-lse / scale, dlse - sum(do * out)): what backward adds to products of q and k, and of do and v."""
+    bh, b, h, t, g, inside = rows_of_group(kv_heads, num_queries, G, BR)
+    do = load_rows(do_ptr + b * d_sb + h * d_sh, t * d_st + g * d_sg, inside, DV, BDV)
+    out = load_rows(out_ptr + b * o_sb + h * o_sh, t * o_st + g * o_sg, inside, DV, BDV)
+    delta = -tl.sum(do * out, 1)
+    at = (bh * G + g) * num_queries + t
+    if HAS_GRAD_LSE:
+        delta += tl.load(dlse_ptr + at, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
+    stats_ptr += b * s_sb + h * s_sh + t * s_st + g * s_sg
+    tl.store(stats_ptr, shift_of(lse, scale), mask=inside)
+    tl.store(stats_ptr + s_sn, delta, mask=inside)
+
+
+@jit(do_not_specialize=["kv_heads", "num_queries", "gates_of_branch"])
+def gated_stats(
+    do_ptr, cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, gate_ptr, dgate_ptr,
+    cmp_stats_ptr, slc_stats_ptr, win_stats_ptr, d_sb, d_sh, d_sg, d_st, c_sb, c_sh, c_sg, c_st,
+    s_sb, s_sh, s_sg, s_st, w_sb, w_sh, w_sg, w_st, i_sb, i_sh, i_sg, i_st, i_sn, r_sb, r_sh, r_sg, r_st, r_sn,
+    kv_heads, num_queries, gates_of_branch, scale,
+    G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """Store :func:`row_stats` of each branch, and the gradients of the gates.
+
+    A branch has the gradient ``gate * do`` of its output. Its probabilities take the gate instead: ``log(gate)`` is
+    subtracted from its lse. So all branches read ``do`` itself, and ``sum(do * out)`` is the gradient of the gate too.
+    """
+    bh, b, h, t, g, inside = rows_of_group(kv_heads, num_queries, G, BR)
+    do = load_rows(do_ptr + b * d_sb + h * d_sh, t * d_st + g * d_sg, inside, DV, BDV)
+    at = (bh * G + g) * num_queries + t
+    to_interval = b * i_sb + h * i_sh + t * i_st + g * i_sg
+    for branch in tl.static_range(3):
+        if branch == 0:
+            out = load_rows(cmp_ptr + b * c_sb + h * c_sh, t * c_st + g * c_sg, inside, DV, BDV)
+            lse = tl.load(cmp_lse_ptr + at, mask=inside, other=0.0)
+            to = cmp_stats_ptr + to_interval
+        elif branch == 1:
+            out = load_rows(slc_ptr + b * s_sb + h * s_sh, t * s_st + g * s_sg, inside, DV, BDV)
+            lse = tl.load(slc_lse_ptr + at, mask=inside, other=0.0)
+            to = slc_stats_ptr + b * r_sb + h * r_sh + t * r_st + g * r_sg
+        else:
+            out = load_rows(win_ptr + b * w_sb + h * w_sh, t * w_st + g * w_sg, inside, DV, BDV)
+            lse = tl.load(win_lse_ptr + at, mask=inside, other=0.0)
+            to = win_stats_ptr + to_interval
+        delta = tl.sum(do * out, 1)
+        at_gate = branch * gates_of_branch + at
+        gate = tl.load(gate_ptr + at_gate, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dgate_ptr + at_gate, delta.to(dgate_ptr.dtype.element_ty), mask=inside)
+        tl.store(to, tl.where(gate == 0.0, -1e30, shift_of(lse, scale) + tl.log(gate) / scale), mask=inside)
+        tl.store(to + (r_sn if branch == 1 else i_sn), -delta, mask=inside)
+
+
+@jit
+def rows_of_group(kv_heads, num_queries, G: tl.constexpr, BR: tl.constexpr):
+    """Return the group of a program, batch element and key head; for each row query, head, and whether it exists."""
+    bh = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    t = (row // G).to(tl.int64)
+    return bh, bh // kv_heads, bh % kv_heads, t, (row % G).to(tl.int64), t < num_queries
+
+
+@jit
+def shift_of(lse, scale):
+    """Return -lse / scale, or without a key, where lse is -inf, what makes all probabilities 0."""
+    return tl.where(lse == float("-inf"), -1e30, -lse / scale)
+
+
+@jit
+def load_rows(ptr, offset, inside, D: tl.constexpr, BD: tl.constexpr):
+    """Load rows of ``D`` columns as float32, padded with 0 to ``BD``."""
+    col = tl.arange(0, BD)[None, :]
+    return tl.load(ptr + offset[:, None] + col, mask=inside[:, None] & (col < D), other=0.0).to(tl.float32)
