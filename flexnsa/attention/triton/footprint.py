@@ -33,7 +33,7 @@ def _workspace(sizes: AttentionSizes) -> int:
     of_head = pairs * sizes.group * sizes.head_dim * sizes.activation + 4 * keys * (sizes.head_dim + sizes.v_head_dim)
     heads = sizes.batch * sizes.num_kv_heads
     at_once = min(heads, max(1, WORKSPACE_BYTES // of_head))
-    return at_once * (of_head + 2 * sizes.lse // heads)
+    return at_once * of_head + 2 * sizes.lse
 
 
 def _chunk(sizes: AttentionSizes) -> int:

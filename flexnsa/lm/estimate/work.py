@@ -13,7 +13,7 @@ from flexnsa.attention.triton import intervals
 from flexnsa.attention.triton.divergence import scratch_bytes
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
 from flexnsa.checks.primitives import check_type
-from flexnsa.geometry import gated_branches, num_compressed
+from flexnsa.geometry import BRANCHES, gated_branches, num_compressed
 from flexnsa.layers.indexer import SAMPLED_QUERIES
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.loss import rows_at_once
@@ -282,6 +282,8 @@ class Work:
         The gradients of saved outputs are computed at once, that of a recomputed output with its branch.
         """
         config, sizes = self.config, self.sizes
+        if self.adds_up_at_once:
+            return [self.excess_at_once()]
         above = (len(config.branches) - len(config.recompute) - (not config.recompute)) * sizes.outputs
         moments = []
         for tag in reversed(config.branches):
@@ -291,6 +293,23 @@ class Work:
             # Its output and its gradient are freed. The gradient of q stays; those of other branches add to it
             above += (sizes.queries if tag == config.branches[-1] else 0) - (0 if again else 2 * sizes.outputs)
         return moments
+
+    @property
+    def adds_up_at_once(self) -> bool:
+        """Whether the branches have one backward pass, as in :mod:`flexnsa.attention.triton.gated`."""
+        whole = set(self.config.branches) == set(BRANCHES) and not self.config.recompute
+        return whole and self.impl == "triton" and self.footprint("cmp") is FOOTPRINTS["triton"]
+
+    def excess_at_once(self) -> int:
+        """Return the peak of that backward pass, which is in the selected branch, above what the attention saved.
+
+        The gradient of the sum and those of q and of the other branches' keys are there, and the stats of all branches.
+        The gradient of the output's weight comes later, so its operands are there, too.
+        """
+        sizes = self.sizes
+        others = 2 * sizes.queries + sum(sizes.keys(sizes.length(tag)) for tag in ("cmp", "win")) + 4 * sizes.lse
+        operands = sizes.outputs + 2 * self.residual * self.activation // 4
+        return sizes.outputs + operands + others + self.footprint("slc").backward("slc", sizes)
 
 
 def parameter_count(config: DecoderConfig) -> int:
