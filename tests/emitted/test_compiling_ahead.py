@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -71,7 +72,7 @@ def test_what_fails_ahead_fails_at_the_launch() -> None:
 
 
 def test_a_traced_layer_begins_to_compile_all_of_its_kernels() -> None:
-    layer = NativeSparseAttention(64, 4, 2, 32, impl="triton").to("meta")
+    layer = NativeSparseAttention(64, 4, 2, 64, impl="triton").to("meta")
     names = [name for name, _ in layer.named_parameters()]
     begun = list[str]()
 
@@ -81,8 +82,9 @@ def test_a_traced_layer_begins_to_compile_all_of_its_kernels() -> None:
         return torch.func.functional_call(layer, weights, (x,), {"selection": selection}), selection.sums[0]
 
     def make() -> tuple[Tensor, ...]:
-        parameters = [torch.empty(x.shape, requires_grad=True) for x in layer.parameters()]
-        return torch.empty(2, 1024, 64), torch.zeros(2, 256, dtype=torch.int64), *parameters
+        new = partial(torch.empty, dtype=torch.bfloat16)  # in which Hopper has kernels of its own
+        parameters = [new(x.shape, requires_grad=True) for x in layer.parameters()]
+        return new(2, 1024, 64), torch.zeros(2, 256, dtype=torch.int64), *parameters
 
     def submit(_pool: object, _compile: object, function: Any, *_: object) -> Future[None]:
         begun.append(function.__name__)

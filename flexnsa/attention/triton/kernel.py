@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -108,4 +109,6 @@ def _compile(
 
 @cache
 def _threads() -> ThreadPoolExecutor:
+    # Compilers import Gluon when they run. An import on two threads at a time may fail, so it comes before.
+    import_module("triton.experimental.gluon")
     return ThreadPoolExecutor(THREADS, thread_name_prefix="flexnsa-compile")
