@@ -84,7 +84,7 @@ def test_the_table_of_training_is_what_was_recorded() -> None:
     content = json.loads((ROOT / "benchmarks/results/training_h200.json").read_text())
     recorded = {(point["model"], point["attention"], point["seq_len"]): point for point in content["points"]}
     page = (ROOT / "docs" / "performance.md").read_text()
-    rows = re.findall(r"^\| (?:.*, NSA|dense baseline|NSA / dense) \| (.*) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| (?:.*, NSA|dense baseline|NSA / dense|NSA / dense, steps as CUDA graphs) \| (.*) \|$", page, re.MULTILINE)
     expected = []
     for model in ("m7c-125m", "16 heads of 128"):
         nsa, dense = ([recorded[model, kind, 1024 * k] for k in (4, 8, 16, 32, 64)] for kind in ("nsa", "dense"))
@@ -92,6 +92,7 @@ def test_the_table_of_training_is_what_was_recorded() -> None:
             [f"{x['tokens_per_s'] / 1e3:.0f}, {x['peak_mib'] / 1024:.1f}" for x in row] for row in (nsa, dense)
         ]
         expected += [[f"{x['tokens_per_s'] / y['tokens_per_s']:.2f}" for x, y in zip(nsa, dense, strict=True)]]
+        expected += [[f"{y['graph_step_ms'] / x['graph_step_ms']:.2f}" for x, y in zip(nsa, dense, strict=True)]]
     assert [cells.split(" | ") for cells in rows] == expected
     own, dense = (f"{recorded['m7c-125m', kind, 8192]['first_step_s']:.0f}" for kind in ("nsa", "dense"))
     compiler = f"{content['import_compiler_s']:.0f}"
@@ -100,13 +101,13 @@ def test_the_table_of_training_is_what_was_recorded() -> None:
 
 
 KERNELS = {
-    "selected: `forward_parts`": ["forward_parts"],
+    "selected: `hopper_forward_parts`": ["hopper_forward_parts"],
     "`combine`": ["combine"],
-    "`backward_parts`": ["backward_parts"],
-    "`sum_slots`": ["sum_slots"],
-    "`row_stats`": ["row_stats"],
-    "window and compressed: `forward`": ["forward"],
-    "`backward_queries` and `backward_keys`": ["backward_queries", "backward_keys"],
+    "`hopper_backward_parts`": ["hopper_backward_parts"],
+    "`sum_slots`, with the gradients of the other branches": ["sum_slots"],
+    "window and compressed: `hopper_forward`": ["hopper_forward"],
+    "`hopper_backward_queries` and `hopper_backward_keys`": ["hopper_backward_queries", "hopper_backward_keys"],
+    "gates: `add_gated` and `gated_stats`": ["add_gated", "gated_stats"],
     "importance and top-n": ["importance_kernel", "top_blocks_kernel"],
 }
 """Rows of the table of kernels, and the recorded ones that they sum."""
