@@ -84,7 +84,9 @@ def test_the_table_of_training_is_what_was_recorded() -> None:
     content = json.loads((ROOT / "benchmarks/results/training_h200.json").read_text())
     recorded = {(point["model"], point["attention"], point["seq_len"]): point for point in content["points"]}
     page = (ROOT / "docs" / "performance.md").read_text()
-    rows = re.findall(r"^\| (?:.*, NSA|dense baseline|NSA / dense|NSA / dense, steps as CUDA graphs) \| (.*) \|$", page, re.MULTILINE)
+    rows = re.findall(
+        r"^\| (?:.*, NSA|dense baseline|NSA / dense|NSA / dense, steps as CUDA graphs) \| (.*) \|$", page, re.MULTILINE
+    )
     expected = []
     for model in ("m7c-125m", "16 heads of 128"):
         nsa, dense = ([recorded[model, kind, 1024 * k] for k in (4, 8, 16, 32, 64)] for kind in ("nsa", "dense"))

@@ -29,14 +29,15 @@ def runs_on_hopper(*read: Tensor, placed: bool, block_size: int = ROWS, group: i
         wide: whether a chunk of queries needs 64-bit offsets, likewise.
     """
     q = read[0]
-    if not q.is_cuda or device_of(q).generation != HOPPER or not _is_known():
+    if not q.is_cuda or device_of(q).generation != HOPPER or not is_known():
         return False
     fits = ROWS // 2 < block_size <= ROWS and group <= ROWS and not placed and not wide
     return fits and q.dtype in (torch.bfloat16, torch.float16) and all(map(_can_copy, read))
 
 
 @cache
-def _is_known() -> bool:
+def is_known() -> bool:
+    """Return whether the kernels were tested with this version of Triton."""
     import triton  # pyright: ignore[reportMissingTypeStubs]
 
     return ".".join(triton.__version__.split(".")[:2]) in KNOWN_VERSIONS

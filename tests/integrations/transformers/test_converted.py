@@ -120,6 +120,10 @@ def test_it_begins_with_the_selected_branch_and_a_fiftieth_of_the_others() -> No
     assert 1e-4 < (got - want).abs().mean() < 0.1 * want.abs().mean()
     start.config.flexnsa["opening"] = 0.0
     assert_close(start(x).logits, want)
+    assert not layer.project(hidden).signed
+    start.config.flexnsa["opening"] = -0.5  # kernels that put gates into probabilities cannot take it
+    start(x)
+    assert layer.project(hidden).signed
 
 
 @torch.no_grad()

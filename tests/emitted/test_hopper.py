@@ -1,0 +1,69 @@
+"""Which calls the kernels for Hopper take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flexnsa.attention.tiles.device import AMPERE, Device
+from flexnsa.attention.triton import hopper
+
+
+def heads(length: int = 256, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(1, 4, length, dim, dtype=dtype)
+
+
+def runs(*others: Tensor, q: Tensor | None = None, **options: Any) -> bool:
+    return hopper.runs_on_hopper(heads() if q is None else q, *others, **{"placed": False, **options})
+
+
+TAKEN: dict[str, Callable[[], bool]] = {
+    "heads of 64": runs,
+    "heads of 64 and 128, fp16": lambda: runs(heads(dim=128, dtype=torch.float16), q=heads(dtype=torch.float16)),
+    "token-major": lambda: runs(heads().transpose(1, 2)),
+    "every second token": lambda: runs(heads()[:, :, ::2]),
+    "blocks of 33": lambda: runs(block_size=33),
+    "a group of 64": lambda: runs(group=64),
+}
+NOT_TAKEN: dict[str, Callable[[], bool]] = {
+    "fp32": lambda: runs(q=heads(dtype=torch.float32)),
+    "heads of 80": lambda: runs(heads(dim=80)),
+    "documents": lambda: runs(placed=True),
+    "blocks of 32": lambda: runs(block_size=32),
+    "blocks of 128": lambda: runs(block_size=128),
+    "a group of 65": lambda: runs(group=65),
+    "64-bit offsets": lambda: runs(wide=True),
+    "rows that are not aligned": lambda: runs(heads(dim=72)[..., :64]),
+    "rows that begin at the second number": lambda: runs(heads(dim=80)[..., 1:65]),
+    "rows that are far apart": lambda: runs(torch.empty(1, 1, 64, 2**25, dtype=torch.bfloat16)[..., :64]),
+    "a CPU": lambda: runs(q=torch.empty(1, 4, 256, 64, dtype=torch.bfloat16, device="cpu")),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_they_take_16_bit_rows_that_they_can_copy(name: str) -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        assert TAKEN[name]()
+
+
+@pytest.mark.parametrize("name", NOT_TAKEN)
+def test_they_leave_the_rest_to_triton(name: str) -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        assert not NOT_TAKEN[name]()
+
+
+def test_they_leave_other_generations_and_unknown_versions_to_triton() -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        with mock.patch.object(hopper, "device_of", return_value=Device(2**16, AMPERE)):
+            assert not runs()
+        with mock.patch("triton.__version__", "3.8.0"):
+            hopper.is_known.cache_clear()
+            assert not runs()
+        hopper.is_known.cache_clear()
+        assert runs()
