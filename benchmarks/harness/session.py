@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +42,7 @@ class Session:
         except TimeoutError as error:
             point["label"] = str(error)
         except Exception as error:
-            point["label"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
+            point["label"] = " from ".join(map(_told, _causes(error)))
         print(", ".join(str(value) for value in point.values()), flush=True)
         gc.collect()
         if self.clock.cuda:
@@ -129,3 +129,16 @@ def _line(point: Point) -> str:
         if field in point:
             cells.append(f"{point[field]:10.2f} {unit}")
     return "".join(cells)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what it was raised from: compilers wrap what went wrong."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _told(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error).strip() else ''}"

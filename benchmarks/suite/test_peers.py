@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.harness.session import Session
 from benchmarks.harness.setting import Setting
 from benchmarks.peers import ours, table, trial
 from benchmarks.peers.problem import Adapter, Problem
 from flexnsa import NSAConfig, selected_attention
+from flexnsa.lm.measure.recording import Recording
 
 SETTING = Setting(
     num_heads=4,
@@ -113,3 +115,15 @@ def test_ours_gives_every_input_a_gradient(make: Adapter) -> None:
 def test_every_implementation_says_what_sets_it_apart() -> None:
     names: set[str] = set().union(*map(set, table.TABLE.values()))
     assert names == set(table.DIFFERENCES)
+
+
+def test_a_point_tells_what_an_error_was_raised_from() -> None:
+    def fail() -> None:
+        try:
+            raise RuntimeError("deadlock detected\nby a lock")
+        except RuntimeError as error:
+            raise ValueError("a fake call failed") from error
+
+    point: dict[str, Any] = {}
+    assert Session(SETTING, Recording(None, ""), 60).attempt(point, fail) is None
+    assert point["label"] == "ValueError: a fake call failed from RuntimeError: deadlock detected"
