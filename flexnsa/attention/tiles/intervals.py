@@ -50,8 +50,8 @@ OF_KEYS: Mapping[Key, IntervalTiles] = {
     (128, True): IntervalTiles(64, 64, 4, 2),
 }
 """The same for the gradients of keys and values."""
-ASYNCHRONOUS = IntervalTiles(64, 64, 4, 1)
-"""The tiles of kernels with asynchronous products."""
+HOPPER_TILES = IntervalTiles(64, 64, 4, 1)
+"""Those of the kernels for Hopper."""
 SMALLER = (IntervalTiles(64, 32, 4, 2), IntervalTiles(32, 32, 4, 1), IntervalTiles(16, 16, 4, 1))
 """Tiles where those do not fit; all but the first also for float32 and for heads above 128."""
 
@@ -87,12 +87,12 @@ def backward_tiles(
     )
 
 
-def asynchronous_tiles(dk: int, dv: int) -> tuple[IntervalTiles, IntervalTiles]:
-    """Return those of the gradient of queries and of the gradients of keys, with asynchronous products.
+def hopper_tiles(dk: int, dv: int) -> tuple[IntervalTiles, IntervalTiles]:
+    """Return those of the kernels for Hopper, for the gradient of queries and for the gradients of keys.
 
-    For heads of 64 three programs of a multiprocessor were faster in the first than two (H200).
+    With heads of 64 the first kernel is faster if three of its programs fit a multiprocessor, not two (H200).
     """
-    return replace(ASYNCHRONOUS, max_registers=168 if max(dk, dv) <= 64 else None), ASYNCHRONOUS
+    return replace(HOPPER_TILES, max_registers=168 if max(dk, dv) <= 64 else None), HOPPER_TILES
 
 
 def heads_of_program(group: int, most_programs: int, multiprocessors: int) -> int:

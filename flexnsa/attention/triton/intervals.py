@@ -97,17 +97,17 @@ def attend_to_intervals(
 ) -> tuple[Tensor, Tensor]:
     """Attend to keys of ``length`` tokens, one every ``stride``; with a ``window`` to the last so many keys alone."""
     from flexnsa.attention.tiles.device import cdiv, device_of
-    from flexnsa.attention.tiles.intervals import ASYNCHRONOUS, forward_tiles
+    from flexnsa.attention.tiles.intervals import HOPPER_TILES, forward_tiles
 
     require_device(q)
     out, lse = empty_outputs(q, v.shape[-1])
     q, k, v = (with_rows(x) for x in (q, k, v))
-    asynchronous = runs_on_hopper(q, k, v, out, placed=token is not None)
-    tiles = ASYNCHRONOUS
-    if not asynchronous:
+    on_hopper = runs_on_hopper(q, k, v, out, placed=token is not None)
+    tiles = HOPPER_TILES
+    if not on_hopper:
         tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], windowed=window > 0)
-    forward, _, _ = _kernels(asynchronous=asynchronous)
-    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), asynchronous)
+    forward, _, _ = _kernels(on_hopper=on_hopper)
+    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), on_hopper)
     batch, heads, num_queries, _ = q.shape
     forward[(cdiv(num_queries, tiles.queries), batch * heads)](
         q, k, v, *where, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
@@ -158,18 +158,18 @@ def interval_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from :func:`flexnsa.attention.triton.output_rows.row_stats`."""
     from flexnsa.attention.tiles.device import cdiv, device_of, multiprocessors
-    from flexnsa.attention.tiles.intervals import asynchronous_tiles, backward_tiles, heads_of_program
+    from flexnsa.attention.tiles.intervals import backward_tiles, heads_of_program, hopper_tiles
 
     dq, dk, dv = empty_gradients(grad_out, None, q, k, v)
     q, k, v, grad_out = (with_rows(x) for x in (q, k, v, grad_out))
-    asynchronous = runs_on_hopper(q, k, v, grad_out, dq, dk, dv, placed=token is not None)
-    if asynchronous:
-        of_queries, of_keys = asynchronous_tiles(q.shape[-1], v.shape[-1])
+    on_hopper = runs_on_hopper(q, k, v, grad_out, dq, dk, dv, placed=token is not None)
+    if on_hopper:
+        of_queries, of_keys = hopper_tiles(q.shape[-1], v.shape[-1])
     else:
         sizes = (device_of(q), q.dtype, q.shape[-1], v.shape[-1])
         of_queries, of_keys = backward_tiles(*sizes, windowed=window > 0, placed=token is not None)
-    _, backward_queries, backward_keys = _kernels(asynchronous=asynchronous)
-    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), asynchronous)
+    _, backward_queries, backward_keys = _kernels(on_hopper=on_hopper)
+    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), on_hopper)
     (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
     read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], stats.stride(-1), *grad_out.stride()[:3]
     backward_queries[(cdiv(num_queries, of_queries.queries), batch * heads)](
@@ -194,12 +194,13 @@ def interval_gradients(
     return dq, dk, dv
 
 
-def _kernels(*, asynchronous: bool) -> tuple[Kernel, Kernel, Kernel]:
+def _kernels(*, on_hopper: bool) -> tuple[Kernel, Kernel, Kernel]:
     """Return what computes the output, the gradient of queries, and the gradients of keys and values."""
-    if asynchronous:
-        from flexnsa.attention.triton.kernels.hopper import intervals as hopper
+    if on_hopper:
+        from flexnsa.attention.triton.kernels.hopper import intervals_backward, intervals_forward
 
-        return hopper.hopper_forward, hopper.hopper_backward_queries, hopper.hopper_backward_keys
+        backward = intervals_backward.hopper_backward_queries, intervals_backward.hopper_backward_keys
+        return intervals_forward.hopper_forward, *backward
     from flexnsa.attention.triton.kernels import intervals as kernels
 
     return kernels.forward, kernels.backward_queries, kernels.backward_keys
@@ -211,7 +212,7 @@ def _positions_and_shape(
     v: Tensor,
     positions: tuple[Tensor | None, ...],
     sizes: tuple[int, int, int],
-    asynchronous: bool,
+    on_hopper: bool,
 ) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
     """Return what describes the positions of the queries and the shape of a call; some kernels take no positions."""
     from flexnsa.attention.tiles.device import padded
@@ -219,7 +220,7 @@ def _positions_and_shape(
     (length, stride, window), dk, dv = sizes, q.shape[-1], v.shape[-1]
     shape: dict[str, object] = {"G": q.shape[1] // k.shape[1], "DK": dk, "DV": dv}
     shape |= {"LENGTH": length, "STRIDE": stride, "WINDOW": window}
-    if asynchronous:
+    if on_hopper:
         return (), shape
     shape |= {"BDK": padded(dk), "BDV": padded(dv), "PRECISION": precision()}
     return position_arguments(q, *positions), shape | {"HAS_POSITIONS": positions[0] is not None}

@@ -67,7 +67,7 @@ def backward(
     shape: dict[str, object] = {"n": n, "G": group, "DK": d_k, "SIZE": size, "HAS_POSITIONS": has_positions}
     parities = (0, 1) if has_positions else (0,)
     wide = is_wide(q, group, chunk) or is_wide(grad_out, group, chunk)
-    asynchronous = runs_on_hopper(q, k, v, grad_out, block_size=size, group=group, placed=has_positions, wide=wide)
+    on_hopper = runs_on_hopper(q, k, v, grad_out, block_size=size, group=group, placed=has_positions, wide=wide)
     queries = (selection.block_indices, *selection.positions())
     for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
@@ -75,7 +75,7 @@ def backward(
         sums = (dk, dv, dk_shared, dv_shared)
         read = *strides_of_groups(q, kv_heads), *k.stride()[:3], *v.stride()[:3], *strides_of_groups(grad_out, kv_heads)
         tensors = (lists.order, lists.replicas, part, *sums, *read, *sizes, *tables)
-        if asynchronous:
+        if on_hopper:
             from flexnsa.attention.triton.kernels.hopper.selected_backward import hopper_backward_parts
 
             hopper_backward_parts[(num_replicas, heads)](

@@ -60,14 +60,14 @@ def forward(
     has_positions, wide = selection.token is not None, is_wide(q, group, chunk)
     shape |= {"HAS_POSITIONS": has_positions}
     rows = (q, k, v)
-    asynchronous = runs_on_hopper(*rows, block_size=selection.block_size, group=group, placed=has_positions, wide=wide)
+    on_hopper = runs_on_hopper(*rows, block_size=selection.block_size, group=group, placed=has_positions, wide=wide)
     queries = (selection.block_indices, *selection.positions())
     for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
         tensors = lists.order, lists.replicas, part_out, part_lse
         read = *strides_of_groups(q, kv_heads), *k.stride()[:3], *v.stride()[:3]
         tables = *lists.replicas.shape[2:5:2], scale * LOG2_E
-        if asynchronous:
+        if on_hopper:
             from flexnsa.attention.triton.kernels.hopper.selected_forward import hopper_forward_parts
 
             limit = {"maxnreg": HOPPER_REGISTERS} if max(dk, dv) > 64 else {}
