@@ -2,7 +2,7 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 """Rows of 16-bit numbers on their way to shared memory, and from a product's layout to global memory.
 
-A program has 4 warps, and its tiles have 64 rows, 16 of each warp.
+A program has 4 or 8 warps. Tiles that stay and products have 16 rows of each warp, tiles that stream any number.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from flexnsa.attention.triton.gluon import gluon_constant, gluon_jit
 
 
 @gluon_constant
-def product_layout(columns):
-    """Return the layout of a product of 64 rows."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def product_layout(columns, warps=4):
+    """Return the layout of a product; each warp has 16 rows."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon_constant
-def copy_layout(columns):
+def copy_layout(columns, warps=4):
     """Return the layout in which a thread copies 16 bytes of a row."""
     lanes = columns // 8
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon_constant
-def store_layout(columns):
+def store_layout(columns, warps=4):
     """Return the layout of a product in which quads of lanes have exchanged columns: a thread has 16 bytes of a row."""
     registers = [[0, 1], [0, 2], [0, 4]]
     column = 32
@@ -37,7 +37,8 @@ def store_layout(columns):
         column *= 2
     registers.append([8, 0])
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
+    of_warps = [[16, 0], [32, 0], [64, 0]][: warps // 4 + 1]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [16 * warps, columns])
 
 
 @gluon_jit
@@ -55,8 +56,8 @@ def copy_rows(to, ptr, first, end, stride, WIDTH: gl.constexpr, ANEW: gl.constex
 
     ``ANEW`` computes the offsets of rows each time, in a loop that has too few registers to keep them.
     """
-    layout: gl.constexpr = copy_layout(WIDTH)
-    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    layout: gl.constexpr = copy_layout(WIDTH, gl.num_warps())
+    row = gl.arange(0, to.shape[0], gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     ptr += first.to(gl.int64) * stride
     vectors = stride >> 3
@@ -79,20 +80,21 @@ def copy_gathered(to, ptr, offsets, WIDTH: gl.constexpr):
 @gluon_jit
 def load_rows(ptr, first, end, stride, WIDTH: gl.constexpr):
     """Load the rows from ``first`` on to shared memory, where they stay; those from ``end`` on are zeros."""
-    layout: gl.constexpr = copy_layout(WIDTH)
-    row = first + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    ROWS: gl.constexpr = 16 * gl.num_warps()
+    layout: gl.constexpr = copy_layout(WIDTH, gl.num_warps())
+    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     mask = (row < end)[:, None] & (column < WIDTH)[None, :]
     x = gl.load(ptr + row.to(gl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
-    return gl.allocate_shared_memory(ptr.dtype.element_ty, [64, WIDTH], gl.NVMMASharedLayout(128, 16, 2), x)
+    return gl.allocate_shared_memory(ptr.dtype.element_ty, [ROWS, WIDTH], gl.NVMMASharedLayout(128, 16, 2), x)
 
 
 @gluon_jit
 def store_rows(ptr, first, end, stride, x, WIDTH: gl.constexpr):
     """Store the rows of a product before ``end``."""
-    layout: gl.constexpr = store_layout(WIDTH)
+    layout: gl.constexpr = store_layout(WIDTH, gl.num_warps())
     x = gl.convert_layout(x.to(ptr.dtype.element_ty), layout)
-    row = first + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    row = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     mask = (row < end)[:, None] & (column < WIDTH)[None, :]
     gl.store(ptr + row.to(gl.int64)[:, None] * stride + column[None, :], x, mask=mask)
