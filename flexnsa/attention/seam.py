@@ -128,7 +128,7 @@ def accept(name: str, x: Tensor) -> None:
     """Accept every tensor; the public functions have checked its dtype and shape."""
 
 
-def no_gated_sum(q: Tensor, keys: Keys) -> None:
+def no_gated_sum(q: Tensor, keys: Keys, call: Call) -> None:
     """Choose none: the branches are added up one by one."""
 
 
@@ -145,7 +145,7 @@ class Implementation:
         check_input: see ``InputCheck``.
         cpu_backward: whether there is a backward pass on a CPU.
         takes_mods: whether a score_mod may be given.
-        gated_sum: ``(q, keys)``: choose a ``GatedSum``, or None to add up the branches one by one.
+        gated_sum: ``(q, keys, call)``: choose a ``GatedSum``, or None to add up the branches one by one.
         step: adds a few new tokens to a cache and computes all branches in one call, see ``StepFunction``; None
             where steps are computed branch by branch.
     """
@@ -158,7 +158,7 @@ class Implementation:
     check_input: InputCheck = accept
     cpu_backward: bool = True
     takes_mods: bool = True
-    gated_sum: Callable[[Tensor, Keys], GatedSum | None] = no_gated_sum
+    gated_sum: Callable[[Tensor, Keys, Call], GatedSum | None] = no_gated_sum
     step: StepFunction | None = None
 
     def check(self, **inputs: Tensor | None) -> None:

@@ -43,7 +43,7 @@ SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window, 
 
 
 def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
-    own = triton_intervals.is_faster(k_cmp.shape[2], max(q.shape[3], v_cmp.shape[3]))
+    own = triton_intervals.is_preferred(q, k_cmp, v_cmp, call)
     return (triton_intervals if own else flex).compressed(q, k_cmp, v_cmp, call)
 
 
@@ -206,7 +206,7 @@ def attend(
 
     select = functools.partial(_select, implementation, q, keys, call, block_indices, indexer)
     if nonnegative and gates and not recompute and set(branches) == set(BRANCHES):
-        attend_gated = implementation.gated_sum(q, keys)
+        attend_gated = implementation.gated_sum(q, keys, call)
         if attend_gated is not None:
             with torch.no_grad():
                 compressed = implementation.compressed(q, given(keys.k_cmp), given(keys.v_cmp), call)

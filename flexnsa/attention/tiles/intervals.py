@@ -26,6 +26,16 @@ class IntervalTiles:
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
+@dataclass(frozen=True, slots=True)
+class HopperTiles(IntervalTiles):
+    """The same for a kernel that has as many buffers of its own as others have stages."""
+
+    def options(self) -> dict[str, int]:
+        """Return the keyword arguments of a launch."""
+        options = IntervalTiles.options(self)
+        return options | {"BUFFERS": options.pop("num_stages")}
+
+
 Key = tuple[int, bool]
 """Upper bound of the head dimensions, and whether there is a window."""
 
@@ -50,8 +60,9 @@ OF_KEYS: Mapping[Key, IntervalTiles] = {
     (128, True): IntervalTiles(64, 64, 4, 2),
 }
 """The same for the gradients of keys and values."""
-HOPPER_TILES = IntervalTiles(64, 64, 4, 1)
-"""Those of the kernels for Hopper."""
+HOPPER_FORWARD = IntervalTiles(64, 64, 4, 1)
+HOPPER_TILES = HopperTiles(64, 64, 4, 2)
+"""Those of the kernels for Hopper, forward and backward."""
 SMALLER = (IntervalTiles(64, 32, 4, 2), IntervalTiles(32, 32, 4, 1), IntervalTiles(16, 16, 4, 1))
 """Tiles where those do not fit; all but the first also for float32 and for heads above 128."""
 
@@ -90,9 +101,12 @@ def backward_tiles(
 def hopper_tiles(dk: int, dv: int) -> tuple[IntervalTiles, IntervalTiles]:
     """Return those of the kernels for Hopper, for the gradient of queries and for the gradients of keys.
 
-    With heads of 64 the first kernel is faster if three of its programs fit a multiprocessor, not two (H200).
+    With heads of 64 the first kernel is faster if three of its programs fit a multiprocessor, not two; with heads of
+    128 one program of the second with 128 keys is faster than two with 64 (H200).
     """
-    return replace(HOPPER_TILES, max_registers=168 if max(dk, dv) <= 64 else None), HOPPER_TILES
+    if max(dk, dv) <= 64:
+        return replace(HOPPER_TILES, max_registers=168), HOPPER_TILES
+    return HOPPER_TILES, HopperTiles(64, 128, 8, 3)
 
 
 def heads_of_program(group: int, most_programs: int, multiprocessors: int) -> int:

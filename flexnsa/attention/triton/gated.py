@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexnsa.attention.operators import empty_gradients, empty_outputs
 from flexnsa.attention.seam import Call, Compressed, GatedSum, Keys, given
-from flexnsa.attention.triton.intervals import attend_to_intervals, interval_gradients, is_faster
+from flexnsa.attention.triton.intervals import attend_to_intervals, interval_gradients, is_preferred
 from flexnsa.attention.triton.operators import check_call, with_positive_scale
 from flexnsa.attention.triton.selected import (
     attend_to_blocks,
@@ -24,10 +24,9 @@ from flexnsa.attention.triton.selected import (
 from flexnsa.operators import opaque_operator
 
 
-def gated_sum(q: Tensor, keys: Keys) -> GatedSum | None:
+def gated_sum(q: Tensor, keys: Keys, call: Call) -> GatedSum | None:
     """Return what computes the sum, or None where FlexAttention is faster for one of the branches."""
-    k_cmp, v_cmp = given(keys.k_cmp), given(keys.v_cmp)
-    return _attend if is_faster(k_cmp.shape[2], max(q.shape[3], v_cmp.shape[3])) else None
+    return _attend if is_preferred(q, given(keys.k_cmp), given(keys.v_cmp), call) else None
 
 
 def _attend(

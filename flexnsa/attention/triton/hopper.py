@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -28,19 +26,32 @@ def runs_on_hopper(*read: Tensor, placed: bool, block_size: int = ROWS, group: i
         group: query heads of a key head, likewise.
         wide: whether a chunk of queries needs 64-bit offsets, likewise.
     """
-    q = read[0]
-    if not q.is_cuda or device_of(q).generation != HOPPER or not is_known():
+    fits = ROWS // 2 < block_size <= ROWS and group <= ROWS and not wide
+    return fits and takes_heads(read[0], placed=placed) and all(map(_can_copy, read))
+
+
+def takes_heads(q: Tensor, *dims: int, placed: bool) -> bool:
+    """Return whether these kernels run if rows are aligned, also under ``torch.compile``.
+
+    Args:
+        q: the queries ``(B, H, T, D)``.
+        dims: other head dimensions.
+        placed: whether queries have positions.
+    """
+    if not q.is_cuda or device_of(q).generation != HOPPER or not _is_known():
         return False
-    fits = ROWS // 2 < block_size <= ROWS and group <= ROWS and not placed and not wide
-    return fits and q.dtype in (torch.bfloat16, torch.float16) and all(map(_can_copy, read))
+    return q.dtype in (torch.bfloat16, torch.float16) and {q.shape[-1], *dims} <= set(DIMS) and not placed
 
 
-@cache
-def is_known() -> bool:
+def _is_known() -> bool:
     """Return whether the kernels were tested with this version of Triton."""
     import triton  # pyright: ignore[reportMissingTypeStubs]
 
     return ".".join(triton.__version__.split(".")[:2]) in KNOWN_VERSIONS
+
+
+# Dynamo cannot trace into Triton. torch.compiler.assume_constant_result does the same, but imports the compiler.
+_is_known._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _can_copy(x: Tensor) -> bool:

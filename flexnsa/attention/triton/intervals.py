@@ -11,7 +11,7 @@ from torch import Tensor
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.seam import BranchOutput, Call, Compressed
-from flexnsa.attention.triton.hopper import runs_on_hopper
+from flexnsa.attention.triton.hopper import runs_on_hopper, takes_heads
 from flexnsa.attention.triton.operators import (
     check_call,
     position_arguments,
@@ -26,9 +26,15 @@ if TYPE_CHECKING:
     from flexnsa.attention.triton.kernel import Kernel
 
 
-def is_faster(num_keys: int, head_dim: int) -> bool:
-    """Return whether :func:`compressed` is faster than FlexAttention for so many compressed keys (H200)."""
-    return head_dim <= 64 or num_keys <= 2048
+def is_preferred(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> bool:
+    """Return whether :func:`compressed` is faster than FlexAttention for such tensors."""
+    on_hopper = takes_heads(q, v_cmp.shape[3], placed=call.positions is not None)
+    return is_faster(k_cmp.shape[2], max(q.shape[3], v_cmp.shape[3]), on_hopper=on_hopper)
+
+
+def is_faster(num_keys: int, head_dim: int, *, on_hopper: bool) -> bool:
+    """Return whether :func:`compressed` is faster for so many keys; ``on_hopper`` in the kernels for Hopper (H200)."""
+    return on_hopper or head_dim <= 64 or num_keys <= 2048
 
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
@@ -97,13 +103,13 @@ def attend_to_intervals(
 ) -> tuple[Tensor, Tensor]:
     """Attend to keys of ``length`` tokens, one every ``stride``; with a ``window`` to the last so many keys alone."""
     from flexnsa.attention.tiles.device import cdiv, device_of
-    from flexnsa.attention.tiles.intervals import HOPPER_TILES, forward_tiles
+    from flexnsa.attention.tiles.intervals import HOPPER_FORWARD, forward_tiles
 
     require_device(q)
     out, lse = empty_outputs(q, v.shape[-1])
     q, k, v = (with_rows(x) for x in (q, k, v))
     on_hopper = runs_on_hopper(q, k, v, out, placed=token is not None)
-    tiles = HOPPER_TILES
+    tiles = HOPPER_FORWARD
     if not on_hopper:
         tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], windowed=window > 0)
     forward, _, _ = _kernels(on_hopper=on_hopper)

@@ -12,6 +12,7 @@ from flexnsa.attention.shares import CHUNK_SCORES
 from flexnsa.attention.triton import intervals
 from flexnsa.attention.triton.divergence import scratch_bytes
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
+from flexnsa.attention.triton.hopper import DIMS
 from flexnsa.checks.primitives import check_type
 from flexnsa.geometry import BRANCHES, gated_branches, num_compressed
 from flexnsa.layers.indexer import SAMPLED_QUERIES
@@ -209,8 +210,10 @@ class Work:
 
     def footprint(self, tag: str) -> Footprint:
         """Return the footprint of a branch; ``impl="triton"`` leaves some compressed branches to FlexAttention."""
-        heads = max(self.sizes.head_dim, self.sizes.v_head_dim)
-        if self.impl == "triton" and tag == "cmp" and not intervals.is_faster(self.sizes.length(tag), heads):
+        dims = self.sizes.head_dim, self.sizes.v_head_dim
+        on_hopper = self.activation == 2 and {*dims} <= {*DIMS}  # as the H200 is, where estimates are compared
+        own = intervals.is_faster(self.sizes.length(tag), max(dims), on_hopper=on_hopper)
+        if self.impl == "triton" and tag == "cmp" and not own:
             return FLEX
         return FOOTPRINTS[self.impl]
 

@@ -29,12 +29,12 @@ def hopper_backward_queries(
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, s_sn, d_sb, d_sh, d_st, g_sb, g_sh, g_st,
     num_heads, num_queries, num_keys, scale,
     G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr,
-    WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a query tile; dP runs while the exponentials do."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    mma_s: gl.constexpr = product_layout(BN)
-    mma_q: gl.constexpr = product_layout(DK)
+    mma_s: gl.constexpr = product_layout(BN, gl.num_warps())
+    mma_q: gl.constexpr = product_layout(DK, gl.num_warps())
     of_rows: gl.constexpr = gl.SliceLayout(1, mma_s)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
@@ -49,11 +49,12 @@ def hopper_backward_queries(
     full, end = keys_of(gl.minimum(row0 + BM, num_queries) - 1, num_keys, LENGTH, STRIDE, WINDOW)
     tiles = (gl.maximum(end - begin, 0) + BN - 1) // BN
 
-    k_tiles = gl.allocate_shared_memory(dtype, [2, BN, DK], swizzled)
-    v_tiles = gl.allocate_shared_memory(dtype, [2, BN, DV], swizzled)
-    copy_rows(k_tiles.index(0), k_ptr, begin, end, k_st, DK)
-    copy_rows(v_tiles.index(0), v_ptr, begin, end, v_st, DV)
-    async_copy.commit_group()
+    k_tiles = gl.allocate_shared_memory(dtype, [BUFFERS, BN, DK], swizzled)
+    v_tiles = gl.allocate_shared_memory(dtype, [BUFFERS, BN, DV], swizzled)
+    for i in gl.static_range(BUFFERS - 1):
+        copy_rows(k_tiles.index(i), k_ptr, begin + i * BN, end, k_st, DK)
+        copy_rows(v_tiles.index(i), v_ptr, begin + i * BN, end, v_st, DV)
+        async_copy.commit_group()
 
     q = load_rows(q_ptr + b * q_sb + h * q_sh, row0, num_queries, q_st, DK)
     do = load_rows(do_ptr + b * d_sb + h * d_sh, row0, num_queries, d_st, DV)
@@ -69,15 +70,16 @@ def hopper_backward_queries(
     fence_async_shared()
     for i in range(tiles):
         # All products of the previous tile are done: after the barrier that this adds, its buffers are free.
-        async_copy.wait_group(0)
+        async_copy.wait_group(BUFFERS - 2)
         fence_async_shared()
-        k = k_tiles.index(i % 2)
+        k = k_tiles.index(i % BUFFERS)
         s = product_with(q, k, mma_s)
-        dp = product_with(do, v_tiles.index(i % 2), mma_s)
+        dp = product_with(do, v_tiles.index(i % BUFFERS), mma_s)
         key0 = begin + i * BN
-        if i + 1 < tiles:
-            copy_rows(k_tiles.index((i + 1) % 2), k_ptr, key0 + BN, end, k_st, DK)
-            copy_rows(v_tiles.index((i + 1) % 2), v_ptr, key0 + BN, end, v_st, DV)
+        ahead = i + BUFFERS - 1
+        if ahead < tiles:
+            copy_rows(k_tiles.index(ahead % BUFFERS), k_ptr, begin + ahead * BN, end, k_st, DK)
+            copy_rows(v_tiles.index(ahead % BUFFERS), v_ptr, begin + ahead * BN, end, v_st, DV)
         async_copy.commit_group()
         s = warpgroup_mma_wait(1, deps=[s])
         p = gl.exp2(s * qk_scale + shift[:, None])
@@ -98,16 +100,16 @@ def hopper_backward_keys(
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, s_sn, d_sb, d_sh, d_st,
     gk_sb, gk_sh, gk_st, gv_sb, gv_sh, gv_st, num_sums, num_queries, num_keys, scale,
     G: gl.constexpr, HEADS: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr,
-    STRIDE: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    STRIDE: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of a tile of keys and values over ``HEADS`` heads of the group.
 
     dP runs while the exponentials do, and dv while dS is computed.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    mma_s: gl.constexpr = product_layout(BM)
-    mma_k: gl.constexpr = product_layout(DK)
-    mma_v: gl.constexpr = product_layout(DV)
+    mma_s: gl.constexpr = product_layout(BM, gl.num_warps())
+    mma_k: gl.constexpr = product_layout(DK, gl.num_warps())
+    mma_v: gl.constexpr = product_layout(DV, gl.num_warps())
     of_rows: gl.constexpr = gl.SliceLayout(0, mma_s)
     ANEW: gl.constexpr = DK + DV > 128
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -127,16 +129,20 @@ def hopper_backward_keys(
         partial = key0 + WINDOW
     total = HEADS * ((gl.maximum(end - row0, 0) + BM - 1) // BM)
 
-    q_tiles = gl.allocate_shared_memory(dtype, [2, BM, DK], swizzled)
-    do_tiles = gl.allocate_shared_memory(dtype, [2, BM, DV], swizzled)
-    stats = gl.allocate_shared_memory(gl.float32, [2, 2 * BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_tiles = gl.allocate_shared_memory(dtype, [BUFFERS, BM, DK], swizzled)
+    do_tiles = gl.allocate_shared_memory(dtype, [BUFFERS, BM, DV], swizzled)
+    stats = gl.allocate_shared_memory(gl.float32, [BUFFERS, 2 * BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_ptr += b * q_sb + h * q_sh
     do_ptr += b * d_sb + h * d_sh
     stats_ptr += bs * HEADS * num_queries
-    _copy_stats(stats.index(0), stats_ptr, row0, s_sn, num_queries, BM)
-    copy_rows(q_tiles.index(0), q_ptr, row0, num_queries, q_st, DK, ANEW)
-    copy_rows(do_tiles.index(0), do_ptr, row0, num_queries, d_st, DV, ANEW)
-    async_copy.commit_group()
+    row = row0  # the first query of the tile that is copied next
+    for i in gl.static_range(BUFFERS - 1):
+        if i < total:
+            _copy_stats(stats.index(i), stats_ptr, row, s_sn, num_queries, BM)
+            copy_rows(q_tiles.index(i), q_ptr, row, num_queries, q_st, DK, ANEW)
+            copy_rows(do_tiles.index(i), do_ptr, row, num_queries, d_st, DV, ANEW)
+        async_copy.commit_group()
+        row, q_ptr, do_ptr, stats_ptr = _next(row, row0, end, q_ptr, q_sh, do_ptr, d_sh, stats_ptr, num_queries, BM)
 
     k = load_rows(k_ptr + b * k_sb + (h // G) * k_sh, key0, num_keys, k_st, DK)
     v = load_rows(v_ptr + b * v_sb + (h // G) * v_sh, key0, num_keys, v_st, DV)
@@ -146,29 +152,26 @@ def hopper_backward_keys(
     # The first query that sees a key; keys past the end are not stored, so they may be seen.
     begin = (key0 + gl.arange(0, BN, gl.SliceLayout(1, mma_s))) * STRIDE + LENGTH - 1
     column = gl.arange(0, BM, of_rows)
-    following = row0  # the first query of the tile that is copied last
+    now = row0
     fence_async_shared()
     for i in range(total):
         # All products of the previous tile are done: after the barrier that this adds, its buffers are free.
-        async_copy.wait_group(0)
+        async_copy.wait_group(BUFFERS - 2)
         fence_async_shared()
-        q = q_tiles.index(i % 2)
-        do = do_tiles.index(i % 2)
-        stat = stats.index(i % 2)
+        q = q_tiles.index(i % BUFFERS)
+        do = do_tiles.index(i % BUFFERS)
+        stat = stats.index(i % BUFFERS)
         s = product_with(k, q, mma_s)
         dp = product_with(v, do, mma_s)
-        # After the last tile of a head comes the first one of the next head.
-        first = following
-        last = first + BM >= end
-        following = gl.where(last, row0, first + BM)
-        q_ptr += gl.where(last, q_sh, 0)
-        do_ptr += gl.where(last, d_sh, 0)
-        stats_ptr += gl.where(last, num_queries, 0)
-        if i + 1 < total:
-            _copy_stats(stats.index((i + 1) % 2), stats_ptr, following, s_sn, num_queries, BM)
-            copy_rows(q_tiles.index((i + 1) % 2), q_ptr, following, num_queries, q_st, DK, ANEW)
-            copy_rows(do_tiles.index((i + 1) % 2), do_ptr, following, num_queries, d_st, DV, ANEW)
+        first = now
+        now = gl.where(now + BM >= end, row0, now + BM)
+        ahead = i + BUFFERS - 1
+        if ahead < total:
+            _copy_stats(stats.index(ahead % BUFFERS), stats_ptr, row, s_sn, num_queries, BM)
+            copy_rows(q_tiles.index(ahead % BUFFERS), q_ptr, row, num_queries, q_st, DK, ANEW)
+            copy_rows(do_tiles.index(ahead % BUFFERS), do_ptr, row, num_queries, d_st, DV, ANEW)
         async_copy.commit_group()
+        row, q_ptr, do_ptr, stats_ptr = _next(row, row0, end, q_ptr, q_sh, do_ptr, d_sh, stats_ptr, num_queries, BM)
         shift = stat.slice(0, BM).load(of_rows) * qk_scale
         s = warpgroup_mma_wait(1, deps=[s])
         p = gl.exp2(s * qk_scale + shift[None, :])
@@ -190,9 +193,19 @@ def hopper_backward_keys(
 
 
 @gluon_jit
+def _next(row, row0, end, q_ptr, q_sh, do_ptr, d_sh, stats_ptr, num_queries, ROWS: gl.constexpr):
+    """Move on to the next tile of rows; after the last one of a head comes the first one of the next head."""
+    last = row + ROWS >= end
+    q_ptr += gl.where(last, q_sh, 0)
+    do_ptr += gl.where(last, d_sh, 0)
+    stats_ptr += gl.where(last, num_queries, 0)
+    return gl.where(last, row0, row + ROWS), q_ptr, do_ptr, stats_ptr
+
+
+@gluon_jit
 def _copy_stats(to, ptr, first, second, end, ROWS: gl.constexpr):
     """Begin to copy both stats of a tile of rows, of all rows the first before the second; zeros from ``end`` on."""
-    number = gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
+    number = gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     row = number % ROWS
     at = ptr + first + (number // ROWS * second + row)
     async_copy.async_copy_global_to_shared(to, at, first + row < end)
