@@ -88,9 +88,9 @@ class OpaqueOperator(Generic[P, T]):
         self._function: Any = type(self.name, (_SingleLevelFunction,), members)
 
     def register_backward(
-        self, backward: OpaqueOperator[..., tuple[Tensor, ...]], *, differentiable: int | None = None
+        self, backward: Callable[..., tuple[Tensor, ...]], *, differentiable: int | None = None
     ) -> None:
-        """Register an operator that returns the gradients of the first inputs; the other inputs have none.
+        """Register what returns the gradients of the first inputs from operators; the other inputs have none.
 
         Its arguments are the gradients of the floating results (the first is always a tensor, another is None where
         nothing depends on that result), the inputs that are tensors or None, the results, and the inputs that are

@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flexnsa.attention.seam import Call
 from flexnsa.attention.tiles.device import AMPERE, Device
 from flexnsa.attention.triton import hopper
+from flexnsa.attention.triton.intervals import is_preferred
+from flexnsa.config import NSAConfig
+from flexnsa.positions import Positions
 
 
 def heads(length: int = 256, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -56,6 +60,18 @@ def test_they_take_16_bit_rows_that_they_can_copy(name: str) -> None:
 def test_they_leave_the_rest_to_triton(name: str) -> None:
     with FakeTensorMode(), torch.device("cuda"):
         assert not NOT_TAKEN[name]()
+
+
+def test_they_take_long_compressed_branches_that_others_leave_to_flex_attention() -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        k = heads(length=4095, dim=128)
+        q = heads(length=65536, dim=128)
+        token = torch.zeros(1, 65536, dtype=torch.int32)
+        documents = Call(NSAConfig(), 1.0, positions=Positions(token, token, token))
+        assert is_preferred(q, k, k, Call(NSAConfig(), 1.0))
+        assert not is_preferred(q, k, k, documents)
+        assert is_preferred(q, k[:, :, :2048], k[:, :, :2048], documents)
+        assert not is_preferred(q.float(), k.float(), k.float(), Call(NSAConfig(), 1.0))
 
 
 def test_they_leave_other_generations_and_unknown_versions_to_triton() -> None:

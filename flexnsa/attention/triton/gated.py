@@ -116,8 +116,70 @@ def _gated_attention(
     return out, out_slc, lse_slc, out_win, lse_win, order, replicas
 
 
-@opaque_operator("gated_attention_triton_backward", compiles_ahead=True)
-def _gated_attention_backward(
+@opaque_operator("gated_stats_triton", compiles_ahead=True)
+def _gated_stats(
+    grad_out: Tensor,
+    gates: Tensor,
+    out_cmp: Tensor,
+    out_slc: Tensor,
+    out_win: Tensor,
+    lse_cmp: Tensor,
+    lse_slc: Tensor,
+    lse_win: Tensor,
+    scale: float,
+    kv_heads: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradient of the gates, and the stats of each branch."""
+    from flexnsa.attention.triton.output_rows import gated_stats
+
+    outs, lses = (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)
+    return gated_stats(grad_out, outs, lses, gates, scale, kv_heads)
+
+
+@opaque_operator("gated_gradients_triton", compiles_ahead=True)
+def _gated_gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    stats_cmp: Tensor,
+    stats_slc: Tensor,
+    stats_win: Tensor,
+    block_indices: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,
+    first_key: Tensor | None,
+    window_token: Tensor | None,
+    window_start: Tensor | None,
+    order: Tensor,
+    replicas: Tensor,
+    scale: float,
+    length: int,
+    stride: int,
+    window: int,
+    block_size: int,
+    chunk: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q and of the keys and values of each branch."""
+    from flexnsa.attention.triton.selected_lists import Lists
+
+    where, windows = (token, start, first_key), (window_token, window_start, window_start)
+    dq_cmp, dk_cmp, dv_cmp = interval_gradients(stats_cmp, grad_out, q, k_cmp, v_cmp, *where, scale, length, stride, 0)
+    dq_win, dk_win, dv_win = interval_gradients(stats_win, grad_out, q, k_win, v_win, *windows, scale, 1, 1, window)
+    selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
+    lists = Lists(order, replicas, chunk, capacity)
+    dq, dk_slc, dv_slc = selected_gradients(
+        stats_slc, grad_out, q, k_slc, v_slc, selection, lists, scale=scale, dq_of_others=(dq_cmp, dq_win)
+    )
+    return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win
+
+
+def _gradients(
     grad_out: Tensor,
     q: Tensor,
     k_cmp: Tensor,
@@ -143,27 +205,15 @@ def _gated_attention_backward(
     order: Tensor,
     replicas: Tensor,
     scale: float,
-    length: int,
-    stride: int,
-    window: int,
-    block_size: int,
-    chunk: int,
-    capacity: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from flexnsa.attention.triton.output_rows import gated_stats
-    from flexnsa.attention.triton.selected_lists import Lists
-
+    *sizes: *tuple[int, int, int, int, int, int],
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, keys, values and gates; compiled code frees the outputs between the two operators."""
     outs, lses = (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)
-    grad_gates, stats = gated_stats(grad_out, outs, lses, gates, scale, k_slc.shape[1])
-    where, windows = (token, start, first_key), (window_token, window_start, window_start)
-    dq_cmp, dk_cmp, dv_cmp = interval_gradients(stats[0], grad_out, q, k_cmp, v_cmp, *where, scale, length, stride, 0)
-    dq_win, dk_win, dv_win = interval_gradients(stats[2], grad_out, q, k_win, v_win, *windows, scale, 1, 1, window)
-    selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
-    lists = Lists(order, replicas, chunk, capacity)
-    dq, dk_slc, dv_slc = selected_gradients(
-        stats[1], grad_out, q, k_slc, v_slc, selection, lists, scale=scale, dq_of_others=(dq_cmp, dq_win)
-    )
-    return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, grad_gates
+    grad_gates, cmp, slc, win = _gated_stats(grad_out, gates, *outs, *lses, scale, k_slc.shape[1])
+    keys, positions = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win), (token, start, first_key, window_token, window_start)
+    lists = block_indices, *positions, order, replicas
+    grads = _gated_gradients(grad_out, q, *keys, cmp, slc, win, *lists, scale, *sizes)
+    return *grads, grad_gates
 
 
 @_gated_attention.register_fake
@@ -200,7 +250,25 @@ def _(
     return empty_sum(out_cmp), out_slc, lse_slc, *empty_outputs(q, v_win.shape[-1]), order, replicas
 
 
-@_gated_attention_backward.register_fake
+@_gated_stats.register_fake
+def _(
+    grad_out: Tensor,  # noqa: ARG001
+    gates: Tensor,
+    out_cmp: Tensor,
+    out_slc: Tensor,  # noqa: ARG001
+    out_win: Tensor,  # noqa: ARG001
+    lse_cmp: Tensor,  # noqa: ARG001
+    lse_slc: Tensor,  # noqa: ARG001
+    lse_win: Tensor,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    kv_heads: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from flexnsa.attention.triton.output_rows import empty_gated_stats
+
+    return gates.new_empty(gates.shape), *empty_gated_stats(out_cmp, kv_heads)
+
+
+@_gated_gradients.register_fake
 def _(
     grad_out: Tensor,
     q: Tensor,
@@ -210,13 +278,12 @@ def _(
     v_slc: Tensor,
     k_win: Tensor,
     v_win: Tensor,
-    gates: Tensor,
     *others: object,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk_cmp, dv_cmp = empty_gradients(grad_out, None, q, k_cmp, v_cmp)
     _, dk_slc, dv_slc = empty_gradients(grad_out, None, q, k_slc, v_slc)
     _, dk_win, dv_win = empty_gradients(grad_out, None, q, k_win, v_win)
-    return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, gates.new_empty(gates.shape)
+    return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win
 
 
-_gated_attention.register_backward(_gated_attention_backward, differentiable=1)
+_gated_attention.register_backward(_gradients, differentiable=1)

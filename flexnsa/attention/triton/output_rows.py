@@ -38,10 +38,10 @@ def row_stats(
 
 def gated_stats(
     grad_out: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, scale: float, kv_heads: int
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradient of ``gates (3, B, Hq, T)``, and the stats of each branch for ``grad_out`` of their sum."""
     grad_out, outs, gates = with_rows(grad_out), [with_rows(out) for out in outs], gates.contiguous()
-    stats = [_empty_stats(outs[0], kv_heads, gathered=gathered) for gathered in (False, True, False)]
+    stats = empty_gated_stats(outs[0], kv_heads)
     grad_gates = gates.new_empty(gates.shape)
     grid, sizes, shape = _launch(outs[0], kv_heads)
     kernels.gated_stats[grid](
@@ -49,7 +49,7 @@ def gated_stats(
         *strides_of_groups(grad_out, kv_heads), *(x for out in outs for x in strides_of_groups(out, kv_heads)),
         *_strides(stats[0]), *_strides(stats[1]), *sizes, gates[0].numel(), scale, **shape,
     )  # fmt: skip
-    return grad_gates, stats
+    return grad_gates, *stats
 
 
 def add_gated(outs: Sequence[Tensor], gates: Tensor, kv_heads: int) -> Tensor:
@@ -66,6 +66,12 @@ def add_gated(outs: Sequence[Tensor], gates: Tensor, kv_heads: int) -> Tensor:
 def empty_sum(out: Tensor) -> Tensor:
     """Allocate the gated sum of outputs like ``out``."""
     return out.new_empty(out.shape[0], out.shape[2], out.shape[1], out.shape[3]).transpose(1, 2)
+
+
+def empty_gated_stats(out: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the stats of the compressed and the selected branch and of the window, for outputs like ``out``."""
+    cmp, slc, win = (_empty_stats(out, kv_heads, gathered=gathered) for gathered in (False, True, False))
+    return cmp, slc, win
 
 
 def _empty_stats(out: Tensor, kv_heads: int, *, gathered: bool) -> Tensor:
