@@ -55,7 +55,8 @@ HOPPER_TILES = IntervalTiles(64, 64, 4, 1)
 HOPPER_FORWARD: Mapping[Key, IntervalTiles] = {}
 """Those of the forward kernel for Hopper where they are others.
 
-Two groups of 4 warps share keys: ``(128, False): IntervalTiles(128, 128, 8, 1)``, or 64 keys.
+Two groups of 4 warps share keys: ``(128, False): IntervalTiles(128, 128, 8, 1)``, or 64 keys. With 4 warps for 128
+queries there are 8 more, and copies have warps of their own (``kernels/hopper/intervals_forward_apart.py``).
 """
 SMALLER = (IntervalTiles(64, 32, 4, 2), IntervalTiles(32, 32, 4, 1), IntervalTiles(16, 16, 4, 1))
 """Tiles where those do not fit; all but the first also for float32 and for heads above 128."""

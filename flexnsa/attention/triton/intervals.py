@@ -108,6 +108,10 @@ def attend_to_intervals(
     else:
         tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], windowed=window > 0)
     forward, _, _ = _kernels(on_hopper=on_hopper)
+    if on_hopper and tiles.queries > 16 * tiles.num_warps:
+        from flexnsa.attention.triton.kernels.hopper.intervals_forward_apart import hopper_forward_apart
+
+        forward = hopper_forward_apart
     where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), on_hopper)
     batch, heads, num_queries, _ = q.shape
     forward[(cdiv(num_queries, tiles.queries), batch * heads)](

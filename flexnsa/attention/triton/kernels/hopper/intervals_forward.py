@@ -89,9 +89,9 @@ def hopper_forward(
     fence_async_shared()
     s = product_with(q_tile, k_tiles.index(0), mma_s)
     s = warpgroup_mma_wait(0, deps=[s])
-    s = _mask(s, low, high, gl.where(after > 0, rest, shifted))
-    p, decay, top, total = _softmax(s, top, 0.0, qk_scale)
-    p = _pack(p, dtype)
+    s = mask_scores(s, low, high, gl.where(after > 0, rest, shifted))
+    p, decay, top, total = softmax(s, top, 0.0, qk_scale)
+    p = pack(p, dtype)
 
     for part in gl.static_range(2):
         for i in range(1 if part == 0 else masked, masked if part == 0 else tiles):
@@ -102,7 +102,7 @@ def hopper_forward(
             fence_async_shared()
             s = product_with(q_tile, k_tiles.index(i % 2), mma_s)
             # Rounded here and not before: where an iteration hands on 16-bit numbers, it unpacks and packs them again.
-            p_low = _operand(p, dtype, mma_o)
+            p_low = as_operand(p, dtype, mma_o)
             acc = warpgroup_mma(p_low, v_tiles.index((i - 1) % 2), acc, is_async=True)
             barrier()  # needless, but the compiler cannot tell the places apart: it would add one before each copy
             key_v = key_k
@@ -114,9 +114,9 @@ def hopper_forward(
             async_copy.commit_group()
             s = warpgroup_mma_wait(1, deps=[s])
             if part == 0:
-                s = _mask(s, low, high, gl.where(i < after, rest, shifted) + i * BN)
-            p, decay, top, total = _softmax(s, top, total, qk_scale)
-            p = _pack(p, dtype)
+                s = mask_scores(s, low, high, gl.where(i < after, rest, shifted) + i * BN)
+            p, decay, top, total = softmax(s, top, total, qk_scale)
+            p = pack(p, dtype)
             # The assembler moves a wait for products before the softmax, but not across a store of its results. Nobody
             # reads this one.
             hold.store(total)
@@ -126,7 +126,7 @@ def hopper_forward(
     async_copy.wait_group(0)
     barrier()
     fence_async_shared()
-    p_low = _operand(p, dtype, mma_o)
+    p_low = as_operand(p, dtype, mma_o)
     acc = warpgroup_mma(p_low, v_tiles.index((tiles - 1) % 2), acc, is_async=True)
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, mma_s))
     some = gl.where(total == 0.0, 1.0, total)
@@ -138,7 +138,7 @@ def hopper_forward(
 
 
 @gluon_jit
-def _mask(s, low, high, key0):
+def mask_scores(s, low, high, key0):
     """Hide the scores of the keys that a query does not see."""
     N: gl.constexpr = s.shape[1]
     key = key0 + gl.arange(0, N, gl.SliceLayout(0, s.type.layout))[None, :]
@@ -146,7 +146,7 @@ def _mask(s, low, high, key0):
 
 
 @gluon_jit
-def _softmax(s, top, total, qk_scale):
+def softmax(s, top, total, qk_scale):
     """Return probabilities, relative to the new maximum of each row so far, and what older ones are multiplied by.
 
     ``total`` has 8 sums of each row, over the keys that equal one another modulo 8. A thread has all terms of its sums,
@@ -162,7 +162,7 @@ def _softmax(s, top, total, qk_scale):
 
 
 @gluon_jit
-def _pack(p, dtype: gl.constexpr):
+def pack(p, dtype: gl.constexpr):
     """Round pairs of wide tiles to 16 bits, as one number of 32."""
     if p.shape[1] > 64:
         even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
@@ -174,8 +174,8 @@ def _pack(p, dtype: gl.constexpr):
 
 
 @gluon_jit
-def _operand(p, dtype: gl.constexpr, mma_o: gl.constexpr):
-    """Return what :func:`_pack` returned as the first operand of a product."""
+def as_operand(p, dtype: gl.constexpr, mma_o: gl.constexpr):
+    """Return what :func:`pack` returned as the first operand of a product."""
     if p.dtype == gl.int32:
         even, odd = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], (gl.int16, gl.int16), True, 1)
         p = gl.join(even, odd).reshape([p.shape[0], 2 * p.shape[1]]).to(dtype, bitcast=True)
