@@ -101,7 +101,7 @@ def hopper_forward(
             barrier()
             fence_async_shared()
             s = product_with(q_tile, k_tiles.index(i % 2), mma_s)
-            # Rounded here and not before: where an iteration hands on 16-bit numbers, it unpacks and packs them again.
+            # Narrow tiles are rounded here: where an iteration hands on 16-bit numbers, it unpacks and packs them again.
             p_low = as_operand(p, dtype, mma_o)
             acc = warpgroup_mma(p_low, v_tiles.index((i - 1) % 2), acc, is_async=True)
             barrier()  # needless, but the compiler cannot tell the places apart: it would add one before each copy
@@ -163,7 +163,7 @@ def softmax(s, top, total, qk_scale):
 
 @gluon_jit
 def pack(p, dtype: gl.constexpr):
-    """Round pairs of wide tiles to 16 bits, as one number of 32."""
+    """Round pairs to 16 bits, as one number of 32, in a wide tile: two of float32 and the output fill the registers."""
     if p.shape[1] > 64:
         even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
         if dtype == gl.bfloat16:
