@@ -101,7 +101,7 @@ def hopper_forward(
             barrier()
             fence_async_shared()
             s = product_with(q_tile, k_tiles.index(i % 2), mma_s)
-            # Narrow tiles are rounded here: where an iteration hands on 16-bit numbers, it unpacks and packs them again.
+            # Narrow tiles are rounded here: where an iteration hands on 16-bit numbers, it unpacks and packs them.
             p_low = as_operand(p, dtype, mma_o)
             acc = warpgroup_mma(p_low, v_tiles.index((i - 1) % 2), acc, is_async=True)
             barrier()  # needless, but the compiler cannot tell the places apart: it would add one before each copy
