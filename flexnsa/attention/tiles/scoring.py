@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,14 @@ def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_
         f"q: expected {8 * keys_of_block} compressed keys of {head_dim} numbers of {dtype}, those of 8 selection "
         f"blocks, to fit {device.shared_memory} bytes of shared memory, which they do not here"
     )
+
+
+HOPPER_IMPORTANCE: Mapping[int, ImportanceTiles] = {}
+"""Those of the kernel for Hopper, by head dimension; of others Triton's runs.
+
+Two programs share a multiprocessor: ``128: ImportanceTiles(64, 64, 4, 1), 64: ImportanceTiles(64, 64, 4, 1)``. With 32
+blocks in ``max_registers=128`` four do, and their heads of 64 read queries twice as often.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ KNOWN_VERSIONS = ("3.6", "3.7")
 
 ROWS = 64
 """Rows of a tile, and keys: what one group of 4 warps multiplies at a time."""
+MOST_ROWS = 2 * ROWS
+"""Rows of the largest tile, and keys."""
 DIMS = (64, 128)
 """Head dimensions."""
 
@@ -60,4 +62,4 @@ def _can_copy(x: Tensor) -> bool:
     Of strides Triton asks for multiples of 16 numbers. The offsets of the rows of a tile have 32 bits.
     """
     aligned = all(number % ALIGNMENT == 0 for number in (x.storage_offset(), *x.stride()[:-1]))
-    return aligned and x.shape[-1] in DIMS and x.stride(-2) < 2**31 // ROWS
+    return aligned and x.shape[-1] in DIMS and x.stride(-2) < 2**31 // MOST_ROWS

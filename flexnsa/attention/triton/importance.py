@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, device_of, padded
-from flexnsa.attention.tiles.scoring import ImportanceTiles, importance_tiles
+from flexnsa.attention.tiles.scoring import HOPPER_IMPORTANCE, ImportanceTiles, importance_tiles
+from flexnsa.attention.triton.hopper import runs_on_hopper
 from flexnsa.attention.triton.kernels.importance import importance_kernel
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import overlap_band
@@ -69,6 +70,7 @@ def importance(
     config: NSAConfig,
     scale: float,
     tiles: ImportanceTiles | None = None,
+    placed: bool = True,
 ) -> None:
     """Fill ``scores`` with the importance of blocks for the queries ``first_row .. first_row + scores.num_rows``.
 
@@ -82,10 +84,15 @@ def importance(
         config: the sizes.
         scale: factor on the attention scores.
         tiles: launch parameters; None chooses by device.
+        placed: whether the queries have positions other than those of a sequence.
     """
     batch, q_heads, _, head_dim = q.shape
     kv_heads, num_keys = k_cmp.shape[1:3]
     band = scores.band
+    hopper_tiles = None if tiles else _hopper_tiles(q, k_cmp, band, config, placed=placed)
+    if hopper_tiles is not None:
+        _launch_on_hopper(q, k_cmp, lse, scores, first_row, hopper_tiles, config=config, scale=scale)
+        return
     tiles = tiles or importance_tiles(device_of(q), q.dtype, head_dim, len(band.own))
     num_tiles = cdiv(scores.num_rows, tiles.queries) * cdiv(scores.width, tiles.blocks)
     importance_kernel[(batch * kv_heads * num_tiles,)](
@@ -123,4 +130,59 @@ def importance(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,
+    )
+
+
+def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, config: NSAConfig, *, placed: bool) -> ImportanceTiles | None:
+    """Return the tiles of the kernel for Hopper, where it runs: for four keys a block, which end with the block."""
+    ratio = config.select_block_size // config.compress_stride
+    if (band.first, len(band.own), ratio) != (0, 4, 4) or not runs_on_hopper(q, k_cmp, placed=placed):
+        return None
+    return HOPPER_IMPORTANCE.get(q.shape[-1])
+
+
+def _launch_on_hopper(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    scores: Scores,
+    first_row: int,
+    tiles: ImportanceTiles,
+    *,
+    config: NSAConfig,
+    scale: float,
+) -> None:
+    from flexnsa.attention.triton.kernels.hopper.importance import hopper_importance
+
+    (batch, q_heads, _, head_dim), (kv_heads, num_keys), band = q.shape, k_cmp.shape[1:3], scores.band
+    num_tiles = cdiv(scores.num_rows, tiles.queries) * cdiv(scores.width, tiles.blocks)
+    options = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
+    hopper_importance[(batch * kv_heads * num_tiles,)](
+        q,
+        k_cmp,
+        lse,
+        scores.own,
+        scores.passed,
+        *q.stride()[:3],
+        *k_cmp.stride()[:3],
+        *lse.stride()[:2],
+        first_row,
+        scores.num_rows,
+        num_keys,
+        scores.width,
+        scale * LOG2_E,
+        KV_HEADS=kv_heads,
+        GROUP=q_heads // kv_heads,
+        HEAD_DIM=head_dim,
+        LENGTH=config.compress_block_size,
+        STRIDE=config.compress_stride,
+        RATIO=4,
+        OWN=band.own,
+        PASSED=band.passed,
+        HAS_PASSED=any(band.passed),
+        BLOCK_T=tiles.queries,
+        BLOCK_J=tiles.blocks,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **options,
     )

@@ -168,7 +168,7 @@ def launch_selection(
         lse = None if lse is None else lse.transpose(0, 2)
         out = launch_selection(q.transpose(0, 2), k_cmp, lse, rows, config=config, scale=scale)
         return out.transpose(0, 2).contiguous()
-    width = None
+    width, placed = None, positions is not None
     if positions is None:
         positions = Positions.of_sequence(num_queries, q.device)
     else:
@@ -194,6 +194,8 @@ def launch_selection(
         if num_queries <= STEP_TOKENS:
             importance_few(q, k_cmp, lse.contiguous(), positions, scores, config=config, scale=scale)
         else:
-            importance(q, k_cmp, lse.contiguous(), positions, scores, first_row, config=config, scale=scale)
+            importance(
+                q, k_cmp, lse.contiguous(), positions, scores, first_row, config=config, scale=scale, placed=placed
+            )
         write_top_blocks(scores, positions, out, first_row, config=config)
     return out

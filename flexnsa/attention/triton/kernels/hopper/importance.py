@@ -1,0 +1,173 @@
+# pyright: standard, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+"""Importance of a tile of blocks for a tile of queries; see :mod:`flexnsa.attention.triton.importance`.
+
+The keys of a tile stay in shared memory, in two halves: those at the first two places in their blocks, and the others.
+For each head, the product with one half runs while the probabilities of the other are summed.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
+
+from flexnsa.attention.triton.gluon import barrier, gluon_jit
+from flexnsa.attention.triton.kernels.hopper.rows import copy_layout, copy_rows, product_layout, product_with
+
+
+@gluon_jit(do_not_specialize=["first_row", "num_rows", "num_keys", "width"])
+def hopper_importance(
+    q_ptr, k_ptr, lse_ptr, own_ptr, passed_ptr, q_sb, q_sh, q_st, k_sb, k_sh, k_sn, lse_sb, lse_sh,
+    first_row, num_rows, num_keys, width, scale_log2,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr,
+    RATIO: gl.constexpr, OWN: gl.constexpr, PASSED: gl.constexpr, HAS_PASSED: gl.constexpr, BLOCK_T: gl.constexpr,
+    BLOCK_J: gl.constexpr,
+):  # fmt: skip
+    """Score one tile of queries against one tile of blocks of one kv head, with four keys a block."""
+    mma: gl.constexpr = product_layout(2 * BLOCK_J)
+    cells: gl.constexpr = product_layout(BLOCK_J)
+    of_rows: gl.constexpr = gl.SliceLayout(1, cells)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    num_tiles_j = (width + BLOCK_J - 1) // BLOCK_J
+    num_tiles_t = (num_rows + BLOCK_T - 1) // BLOCK_T
+    first_block = gl.program_id(0) % num_tiles_j * BLOCK_J
+    tile_t = gl.program_id(0) // num_tiles_j % num_tiles_t
+    batch_head = (gl.program_id(0) // num_tiles_j // num_tiles_t).to(gl.int64)
+    batch = batch_head // KV_HEADS
+    kv_head = batch_head % KV_HEADS
+    row0 = first_row + tile_t * BLOCK_T
+    end = first_row + num_rows
+
+    if first_block * RATIO < _count(gl.minimum(row0 + BLOCK_T, end) - 1, LENGTH, STRIDE):
+        k_tiles = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, 2 * BLOCK_J, HEAD_DIM], swizzled)
+        q_tiles = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, BLOCK_T, HEAD_DIM], swizzled)
+        lse_tiles = gl.allocate_shared_memory(gl.float32, [4, BLOCK_T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        hold = gl.allocate_shared_memory(gl.float32, [BLOCK_T, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        k_ptr += batch * k_sb + kv_head * k_sh
+        q_ptr += batch * q_sb + kv_head * GROUP * q_sh
+        lse_ptr += batch * lse_sb + kv_head * GROUP * lse_sh
+        for half in gl.static_range(2):
+            _copy_keys(k_tiles.index(half), k_ptr, first_block, 2 * half, num_keys, k_sn, RATIO, BLOCK_J, HEAD_DIM)
+        copy_rows(q_tiles.index(0), q_ptr, row0, end, q_st, HEAD_DIM)
+        _copy_lse(lse_tiles.index(0), lse_ptr, row0, end)
+        async_copy.commit_group()
+        q_ptr += q_sh
+        lse_ptr += lse_sh
+        copy_rows(q_tiles.index(1), q_ptr, row0, end if GROUP > 1 else 0, q_st, HEAD_DIM)
+        _copy_lse(lse_tiles.index(1), lse_ptr, row0, end if GROUP > 1 else 0)
+        async_copy.commit_group()
+
+        local_row = tile_t * BLOCK_T + gl.arange(0, BLOCK_T, of_rows)
+        visible = _count(first_row + local_row, LENGTH, STRIDE)
+        block = first_block + gl.arange(0, BLOCK_J, gl.SliceLayout(0, cells))
+        visible = visible[:, None] - (block * RATIO)[None, :]
+        own = gl.zeros([BLOCK_T, BLOCK_J], gl.float32, cells)
+        passed = gl.zeros([BLOCK_T, BLOCK_J], gl.float32, cells)
+
+        async_copy.wait_group(1)
+        barrier()
+        fence_async_shared()
+        low = product_with(q_tiles.index(0), k_tiles.index(0), mma)
+        low = warpgroup_mma_wait(0, deps=[low])
+        high = product_with(q_tiles.index(0), k_tiles.index(1), mma)
+        own, passed = _add(own, passed, low, lse_tiles.index(0), visible, scale_log2, 0, OWN, PASSED, True)
+        high = warpgroup_mma_wait(0, deps=[high])
+
+        # One of the two loops runs, over the heads but the first; the last product of each head is summed in the next
+        # iteration, and that of the last head after the loops.
+        whole = _count(row0, LENGTH, STRIDE) >= (first_block + BLOCK_J) * RATIO
+        num_masked = gl.where(whole, 0, GROUP - 1)
+        for part in gl.static_range(2):
+            for i in range(0 if part == 0 else num_masked, num_masked if part == 0 else GROUP - 1):
+                async_copy.wait_group(0)
+                barrier()
+                fence_async_shared()
+                q = q_tiles.index((i + 1) % 2)
+                low = product_with(q, k_tiles.index(0), mma)
+                # All warps have waited for the products of head i: the place of its queries is free. The barriers are
+                # needless, but the compiler would add one, and no exponential, which needs lse, comes before them.
+                barrier()
+                q_ptr += q_sh
+                lse_ptr += lse_sh
+                copied = gl.where(i + 2 < GROUP, end, 0)
+                copy_rows(q_tiles.index(i % 2), q_ptr, row0, copied, q_st, HEAD_DIM)
+                _copy_lse(lse_tiles.index((i + 2) % 4), lse_ptr, row0, copied)
+                async_copy.commit_group()
+                own, passed = _add(
+                    own, passed, high, lse_tiles.index(i % 4), visible, scale_log2, 2, OWN, PASSED, part == 0
+                )
+                _hold(hold, own)
+                low = warpgroup_mma_wait(0, deps=[low])
+                high = product_with(q, k_tiles.index(1), mma)
+                barrier()
+                own, passed = _add(
+                    own, passed, low, lse_tiles.index((i + 1) % 4), visible, scale_log2, 0, OWN, PASSED, part == 0
+                )
+                _hold(hold, own)
+                high = warpgroup_mma_wait(0, deps=[high])
+        async_copy.wait_group(0)
+        own, passed = _add(
+            own, passed, high, lse_tiles.index((GROUP - 1) % 4), visible, scale_log2, 2, OWN, PASSED, True
+        )
+
+        cell = ((batch_head * num_rows + local_row) * width)[:, None] + block[None, :]
+        stored = (local_row < num_rows)[:, None] & (block < width)[None, :]
+        gl.store(own_ptr + cell, own, mask=stored)
+        if HAS_PASSED:
+            gl.store(passed_ptr + cell, passed, mask=stored)
+
+
+@gluon_jit
+def _count(row, LENGTH: gl.constexpr, STRIDE: gl.constexpr):
+    """Return how many compressed tokens a query sees."""
+    return gl.maximum(row + (1 + STRIDE - LENGTH), 0) // STRIDE
+
+
+@gluon_jit
+def _copy_keys(
+    to, k_ptr, first_block, offset, num_keys, k_sn, RATIO: gl.constexpr, BLOCK_J: gl.constexpr, WIDTH: gl.constexpr
+):  # fmt: skip
+    """Begin to copy the keys at the place ``offset`` of each block, then those at the next one."""
+    layout: gl.constexpr = copy_layout(WIDTH, gl.num_warps())
+    number = gl.arange(0, 2 * BLOCK_J, gl.SliceLayout(1, layout))
+    key = (first_block + number % BLOCK_J) * RATIO + offset + number // BLOCK_J
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    mask = (key < num_keys)[:, None] & (column < WIDTH)[None, :]
+    async_copy.async_copy_global_to_shared(to, k_ptr + (key.to(gl.int64) * k_sn)[:, None] + column[None, :], mask)
+
+
+@gluon_jit
+def _copy_lse(to, ptr, first, end):
+    """Begin to copy the log-sum-exps of a tile of queries; zeros from ``end`` on."""
+    row = gl.arange(0, to.shape[0], gl.BlockedLayout([1], [32], [4], [0])) % to.shape[0]
+    async_copy.async_copy_global_to_shared(to, ptr + first + row, first + row < end)
+
+
+@gluon_jit
+def _hold(hold, own):
+    """Keep the wait that follows after the sums: the assembler moves none across a store. Nobody reads this one."""
+    hold.store(gl.sum(own.reshape([own.shape[0], own.shape[1] // 8, 8]), 1))
+
+
+@gluon_jit
+def _add(
+    own, passed, scores, lse, visible, scale_log2, OFFSET: gl.constexpr, OWN: gl.constexpr, PASSED: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """Add the probabilities of the keys at two places of each block."""
+    layout: gl.constexpr = own.type.layout
+    T: gl.constexpr = own.shape[0]
+    J: gl.constexpr = own.shape[1]
+    shift = lse.load(gl.SliceLayout(1, layout)) * -1.4426950408889634
+    halves = gl.split(scores.reshape([T, 2, J]).permute([0, 2, 1]))
+    for half in gl.static_range(2):
+        score = gl.convert_layout(halves[half], layout, assert_trivial=True)
+        p = gl.exp2(gl.fma(score, gl.full([T, J], scale_log2, gl.float32, layout), shift[:, None]))
+        if MASKED:
+            p = gl.where(visible > OFFSET + half, p, 0.0)
+        # Explicit fma: with and without masks must round equally, or equal scores would not tie.
+        own = gl.fma(p, gl.full([T, J], OWN[OFFSET + half], gl.float32, layout), own)
+        if PASSED[OFFSET + half] > 0:
+            passed = gl.fma(p, gl.full([T, J], PASSED[OFFSET + half], gl.float32, layout), passed)
+    return own, passed
