@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -59,6 +60,7 @@ PROGRAMS = 8
 """Programs of the gradients of keys for each multiprocessor, or more: they take unequal times."""
 
 
+@cache
 def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, *, windowed: bool) -> IntervalTiles:
     """Return the first tiles of the forward pass that fit.
 
@@ -68,6 +70,7 @@ def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, *, windo
     return _first_that_fits(_candidates(FORWARD, dtype, dk, dv, windowed), device, dtype, dk, dv)
 
 
+@cache
 def backward_tiles(
     device: Device, dtype: torch.dtype, dk: int, dv: int, *, windowed: bool, placed: bool
 ) -> tuple[IntervalTiles, IntervalTiles]:
@@ -87,6 +90,7 @@ def backward_tiles(
     )
 
 
+@cache
 def hopper_tiles(dk: int, dv: int) -> tuple[IntervalTiles, IntervalTiles]:
     """Return those of the kernels for Hopper, for the gradient of queries and for the gradients of keys.
 
@@ -95,6 +99,7 @@ def hopper_tiles(dk: int, dv: int) -> tuple[IntervalTiles, IntervalTiles]:
     return replace(HOPPER_TILES, max_registers=168 if max(dk, dv) <= 64 else None), HOPPER_TILES
 
 
+@cache
 def heads_of_program(group: int, most_programs: int, multiprocessors: int) -> int:
     """Return over how many heads of a group a program sums the gradients of keys, the most that leave enough programs.
 
