@@ -113,10 +113,10 @@ def build_lists(selection: Selection, chunk: int, capacity: int) -> Lists:
     pairs = (selection.block_indices, *selection.positions(), heads, num_queries, selection.num_keys)
     for first in range(0, num_chunks, at_once):
         some = min(at_once, num_chunks - first)
-        marks = lists.order.new_zeros(batch * heads, some, words, key_tiles)
+        marks = lists.order.new_empty(batch * heads, some, words, key_tiles)
         tables = (some, batch * heads)
         chunks = (first, chunk, words, key_tiles)
-        mark[(cdiv(words * WORD, tile), *tables)](*pairs, marks, *chunks, **sizes)
+        mark[(cdiv(words * WORD, tile), *tables)](*pairs, marks, *chunks, **sizes, TILES=128)
         count_queries[(cdiv(key_tiles, 16), *tables)](marks, before, total, words, key_tiles, WORDS=64, TILES=16)
         cut[tables](
             total, begin, lists.replicas, first, num_chunks, num_replicas, key_tiles, capacity, TILES=1024, num_warps=8
