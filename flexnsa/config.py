@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 from flexnsa.checks.primitives import check_head_counts, check_int
@@ -119,10 +120,15 @@ class NSAConfig:
     @classmethod
     def from_ints(cls, sizes: Sequence[int]) -> NSAConfig:
         """Build a config from the integers of :meth:`to_ints`."""
-        named: dict[str, Any] = {field.name: size for field, size in zip(fields(cls), sizes, strict=True)}
-        for name in INDEX_FIELDS:
-            named[name] = named[name] or None
-        return cls(**named)
+        return _from_ints(tuple(sizes))
+
+
+@cache
+def _from_ints(sizes: tuple[int, ...]) -> NSAConfig:
+    named: dict[str, Any] = {field.name: size for field, size in zip(fields(NSAConfig), sizes, strict=True)}
+    for name in INDEX_FIELDS:
+        named[name] = named[name] or None
+    return NSAConfig(**named)
 
 
 def _check_multiples(divisor: str, value: int, **multiples: int) -> None:

@@ -54,7 +54,7 @@ class OpaqueOperator(Generic[P, T]):
         @_disable_dynamo
         def kernel(*args: Any) -> T:
             device: torch.device = args[0].device
-            with torch.no_grad(), torch.autocast(device.type, enabled=False), _current(device):
+            with torch.no_grad(), _without_autocast(device), _current(device):
                 return function(*args)  # pyright: ignore[reportCallIssue]  (keywords have become positions)
 
         self.name, self.function = f"{_LIBRARY.ns}::{name}", function
@@ -148,7 +148,13 @@ def _can_compile_ahead(args: Sequence[Any]) -> bool:
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU current: kernels are launched on the current GPU, not on that of their tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if is_other else nullcontext()
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Turn autocast off, if it is on."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def in_transform() -> bool:

@@ -27,14 +27,14 @@ from flexnsa.layers.spread import whole, write
 
 
 def _segments(x: Tensor, config: NSAConfig) -> Tensor:
-    """Split the tokens into segments of ``d``, ``(B, Hkv, S // d + 1, d, D)``; the last is padded with zeros.
+    """Split the tokens of ``(..., S, D)`` into segments of ``d``, ``(..., S // d + 1, d, D)``; zeros fill the last.
 
     With two segments of padding no slice ever spans a whole dimension. One that sometimes did would make
     ``torch.compile`` of dynamic lengths build a second graph.
     """
     stride = config.compress_stride
-    count = x.shape[2] // stride + 1
-    return torch.unflatten(F.pad(x, (0, 0, 0, 2 * stride))[:, :, : count * stride], 2, (count, stride))
+    count = x.shape[-2] // stride + 1
+    return torch.unflatten(F.pad(x, (0, 0, 0, 2 * stride))[..., : count * stride, :], -2, (count, stride))
 
 
 def _add_neighbours(parts: Tensor, count: int) -> Tensor:
@@ -98,7 +98,7 @@ class MeanCompressor(nn.Module):
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks start every ``d`` or at ``first_tokens (B, N)``."""
-        _check_input(x, first_tokens, self.shape, self.config)
+        check_input(x, first_tokens, self.shape, self.config)
         return average_blocks(x, first_tokens, self.config)
 
     def reset_parameters(self) -> None:
@@ -124,7 +124,7 @@ class LinearCompressor(nn.Module):
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks start every ``d`` or at ``first_tokens (B, N)``."""
-        _check_input(x, first_tokens, self.shape, self.project.config, self.project.weight)
+        check_input(x, first_tokens, self.shape, self.project.config, self.project.weight)
         return self.project(x, first_tokens)
 
     def reset_parameters(self) -> None:
@@ -161,7 +161,7 @@ class MLPCompressor(nn.Module):
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks start every ``d`` or at ``first_tokens (B, N)``."""
-        _check_input(x, first_tokens, self.shape, self.project.config, self.project.weight)
+        check_input(x, first_tokens, self.shape, self.project.config, self.project.weight)
         return self.out(F.silu(self.project(x, first_tokens)))
 
     def reset_parameters(self) -> None:
@@ -214,13 +214,26 @@ class BlockLinear(nn.Module):
 
     def forward(self, x: Tensor, first_tokens: Tensor | None) -> Tensor:
         """Map ``(B, Hkv, S, D)`` to ``(B, Hkv, N, out_dim)``; blocks start every ``d`` or at ``first_tokens``."""
+        if first_tokens is None:
+            return map_blocks(x, self.position, self.weight, self.config)
         position = F.linear(self.position.flatten(), self.weight)
-        if first_tokens is not None:
-            return F.linear(_blocks(x, first_tokens, self.config).flatten(3), self.weight) + position
-        parts = self.config.compress_block_size // self.config.compress_stride
-        weight = torch.unflatten(self.weight, 1, (parts, -1)).transpose(0, 1).flatten(0, 1)  # (parts * out, d * D)
-        mapped = torch.unflatten(F.linear(_segments(x, self.config).flatten(3), weight), -1, (parts, -1))
-        return _add_neighbours(mapped, num_compressed(x.shape[2], self.config)) + position
+        return F.linear(_blocks(x, first_tokens, self.config).flatten(3), self.weight) + position
+
+
+def map_blocks(x: Tensor, position: Tensor, weight: Tensor, config: NSAConfig) -> Tensor:
+    """Map ``(B, Hkv, S, D)`` to ``(B, Hkv, N, out_dim)``; or several, which are stacked as are their weights."""
+    parts = config.compress_block_size // config.compress_stride
+    of_parts = torch.unflatten(weight, -1, (parts, -1)).transpose(-3, -2).flatten(-3, -2)  # (parts * out, d * D)
+    mapped = torch.unflatten(multiply(_segments(x, config).flatten(-2), of_parts), -1, (parts, -1))
+    of_position = multiply(position.flatten(-2)[..., None, None, None, :], weight)
+    return _add_neighbours(mapped, num_compressed(x.shape[-2], config)) + of_position
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply rows ``(B, Hkv, S, D)`` by ``weight (out, D)``; or several, both stacked, in a batched product."""
+    if weight.dim() == 2:
+        return F.linear(x, weight)
+    return torch.unflatten(torch.flatten(x, 1, -2) @ weight.mT, 1, x.shape[1:-1])
 
 
 def as_phi(compressor: object) -> CompressorWeights | None:
@@ -253,13 +266,14 @@ def _check_sizes(num_kv_heads: int, head_dim: int, config: NSAConfig) -> None:
     check_type("config", config, NSAConfig)
 
 
-def _check_input(
+def check_input(
     x: Tensor,
     first_tokens: Tensor | None,
     shape: tuple[int, int],
     config: NSAConfig,
     weight: Tensor | None = None,
 ) -> None:
+    """Check what a compressor of so many heads of such a dimension is called with."""
     heads, dim = shape
     if weight is None:
         check_tensor("x", x, ("B", heads, "S", dim))

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from flexnsa.attention.seam import Call, Implementation, Keys, Scorer, given
 from flexnsa.attention.table import attend
 from flexnsa.layers.indexer import IndexHeads
-from flexnsa.layers.layouts import KeySource, RowLayout
+from flexnsa.layers.joint_compression import compress_both
+from flexnsa.layers.layouts import KeySource, RowKeys, RowLayout
 from flexnsa.layers.rope import RopeTables, apply_rope
 from flexnsa.masks.user_mods import mod_of_index_heads
 
@@ -99,18 +100,20 @@ def attend_heads(
     Returns:
         The heads' outputs ``(B, Hq, T, Dv)``, and all that they were computed from.
     """
-
-    def compress_keys(raw: Tensor) -> Tensor:
-        assert compressors.k is not None
-        return apply_rope(compressors.k(raw, layout.first_tokens), layout.blocks)
-
-    def compress_values(raw: Tensor) -> Tensor:
-        assert compressors.v is not None
-        return compressors.v(raw, layout.first_tokens)
-
     implementation.check(q=heads.q)  # before anything is stored
     for tag in branches:
         implementation.check(**{f"k_{tag}": heads.k[tag], f"v_{tag}": heads.v[tag]})
+    both = None
+    if "cmp" in branches and isinstance(source, RowKeys) and layout.first_tokens is None:
+        both = compress_both(compressors.k, compressors.v, heads.k["cmp"], heads.v["cmp"])
+
+    def compress_keys(raw: Tensor) -> Tensor:
+        k_cmp = given(compressors.k)(raw, layout.first_tokens) if both is None else both[0]
+        return apply_rope(k_cmp, layout.blocks)
+
+    def compress_values(raw: Tensor) -> Tensor:
+        return given(compressors.v)(raw, layout.first_tokens) if both is None else both[1]
+
     q = apply_rope(heads.q, layout.tokens)
     read: dict[str, Tensor] = {}
     if "cmp" in branches:

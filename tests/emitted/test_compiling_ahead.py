@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -58,6 +59,33 @@ def test_a_launch_on_fake_tensors_compiles_what_one_on_real_tensors_needs(monkey
     for at, stride in ((0, 1), (0, 48), (1, 1)):
         double.function.warmup(torch.empty(4096)[at:], stride, 11, grid=(1,), BLOCK=16)
     assert len(variants) == 3, "a real tensor needs another variant than the fake one"
+
+
+def test_a_launch_like_an_earlier_one_finds_what_triton_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = list[tuple[Any, ...]]()
+
+    def launch(compiled: CompiledKernel, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: launched.append((compiled, grid, args[1:]))
+
+    monkeypatch.setattr(CompiledKernel, "__getitem__", launch)
+    triton = double.function
+    search = mock.MagicMock(side_effect=lambda *args, **options: triton.warmup(*args, grid=(1,), **options))
+    function = mock.MagicMock(fn=getattr(triton, "fn"), __getitem__=lambda *_: search)  # noqa: B009
+    kernel, x = Kernel(function), torch.empty(4096)
+    calls = [(x, 1, 7), (x, 16, 7), (x, 32, 7), (x[1:], 1, 7), (x.half(), 1, 7), (x, 2**40, 7), (x, 1, 8)]
+    for args in calls:
+        kernel[(5,)](*args, BLOCK=16)
+    assert search.call_count == len(calls)
+    assert not launched
+    for args in calls:
+        kernel[(5,)](*args, BLOCK=16)
+        expected = triton.warmup(*args, grid=(1,), BLOCK=16)
+        assert launched.pop() == (expected, (5, 1, 1), (*args[1:], 16))
+    assert search.call_count == len(calls)
+    kernel[(5,)](x, 1, 7, BLOCK=32)
+    kernel[(5,)](x, 1, 7, BLOCK=16, num_warps=8)
+    assert search.call_count == len(calls) + 2
+    assert not launched
 
 
 def test_what_fails_ahead_fails_at_the_launch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexnsa import LinearCompressor, MeanCompressor, MLPCompressor, NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.layers.compression import as_phi, average_blocks, average_cached_blocks
+from flexnsa.layers.joint_compression import compress_both
 from tests.support.inputs import SMALL
 
 CONFIGS = [
@@ -177,6 +179,44 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor, first_tokens: Tensor | None) -> Tensor:
         return self.inner(x, first_tokens) + 1
+
+
+class OnGPU(Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@configs
+@pytest.mark.parametrize("kind", [LinearCompressor, MLPCompressor])
+def test_keys_and_values_together_are_what_each_compressor_makes(kind: Any, config: NSAConfig) -> None:
+    phi_k, phi_v = (kind(3, 6, config=config).double() for _ in range(2))
+    k, v = torch.randn(2, 2, 3, 41, 6, dtype=torch.float64)
+    parameters = [*phi_k.parameters(), *phi_v.parameters()]
+    together = compress_both(phi_k, phi_v, k.as_subclass(OnGPU), v.as_subclass(OnGPU))
+    assert together is not None
+    got = [x.as_subclass(Tensor) for x in together]
+    expected = [phi_k(k), phi_v(v)]
+    torch.testing.assert_close(got, expected)
+    upstream = [torch.randn_like(x) for x in got]
+    gradients = [torch.autograd.grad(outputs, parameters, upstream) for outputs in (got, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("other", ["kind", "hidden_dim", "config", "dtype", "hook", "of a CPU"])
+def test_compressors_that_differ_are_called_each(other: str) -> None:
+    phi_k, x = MLPCompressor(2, 8, config=SMALL), torch.randn(1, 2, 41, 8)
+    phi_v: Any = LinearCompressor(2, 8, config=SMALL) if other == "kind" else MLPCompressor(2, 8, config=SMALL)
+    if other == "hidden_dim":
+        phi_v = MLPCompressor(2, 8, config=SMALL, hidden_dim=8)
+    elif other == "config":
+        phi_v = MLPCompressor(2, 8, config=replace(SMALL, compress_stride=SMALL.compress_block_size))
+    elif other == "dtype":
+        phi_v = phi_v.double()
+    elif other == "hook":
+        phi_v.out.register_forward_hook(lambda *_: None)
+    seen = x if other == "of a CPU" else x.as_subclass(OnGPU)
+    assert compress_both(phi_k, phi_v, seen, seen) is None
 
 
 class Packed(Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -75,6 +76,7 @@ PROGRAMS = 8
 """Programs of the gradients of keys for each multiprocessor, or more: they take unequal times."""
 
 
+@cache
 def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, *, windowed: bool) -> IntervalTiles:
     """Return the first tiles of the forward pass that fit.
 
@@ -84,6 +86,7 @@ def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, *, windo
     return _first_that_fits(_candidates(FORWARD, dtype, dk, dv, windowed), device, dtype, dk, dv)
 
 
+@cache
 def backward_tiles(
     device: Device, dtype: torch.dtype, dk: int, dv: int, *, windowed: bool, placed: bool
 ) -> tuple[IntervalTiles, IntervalTiles]:
@@ -108,6 +111,7 @@ def hopper_forward_tiles(dk: int, dv: int, *, windowed: bool) -> IntervalTiles:
     return HOPPER_FORWARD.get((64 if max(dk, dv) <= 64 else 128, windowed), IntervalTiles(64, 64, 4, 1))
 
 
+@cache
 def hopper_tiles(dk: int, dv: int) -> tuple[IntervalTiles, IntervalTiles]:
     """Return those of the kernels for Hopper, for the gradient of queries and for the gradients of keys.
 
@@ -119,6 +123,7 @@ def hopper_tiles(dk: int, dv: int) -> tuple[IntervalTiles, IntervalTiles]:
     return HOPPER_TILES, HopperTiles(64, 128, 8, 3)
 
 
+@cache
 def heads_of_program(group: int, most_programs: int, multiprocessors: int) -> int:
     """Return over how many heads of a group a program sums the gradients of keys, the most that leave enough programs.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -51,6 +52,7 @@ def columns(dim: int, *, halve: bool) -> tuple[int, int]:
     return whole // 2, padded(dim - whole // 2)
 
 
+@cache
 def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_size: int) -> Tiles:
     """Return the first tiles of the forward pass that fit.
 
@@ -65,6 +67,7 @@ def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_si
     return _first_that_fits(candidates, device, dtype, dk, dv, block_size, streams=(dk,))
 
 
+@cache
 def backward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_size: int) -> Tiles:
     """Return the first tiles of the backward pass that fit.
 

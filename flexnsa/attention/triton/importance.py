@@ -9,6 +9,7 @@ both sums: ``importance[j] = own[j] + passed[j - 1]``. Scoring the overlapping k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from torch import Tensor
 
@@ -35,6 +36,7 @@ class Band:
     passed: tuple[int, ...]
 
     @classmethod
+    @cache
     def of(cls, config: NSAConfig) -> Band:
         """Split the overlap band of ``config``."""
         first, weights = overlap_band(config)

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
+from inspect import signature
 from typing import Protocol
 
 import torch
@@ -17,6 +18,8 @@ from flexnsa.attention.tiles.device import ALIGNMENT
 
 THREADS = 8
 """Threads that compile. A layer has about twenty kernels, each of which compiles in up to two seconds."""
+MOST_LAUNCHES = 4096
+"""Launches of a kernel that are remembered at a time: lengths that change with every call must not fill the memory."""
 Grid = tuple[int, ...]
 
 
@@ -28,13 +31,16 @@ class Compiled(Protocol):
         """What launches it; the first read builds that, and loads the kernel on the current GPU."""
         ...
 
+    def __getitem__(self, grid: Grid, /) -> Callable[..., object]: ...
+
 
 class Function(Protocol):
     """What ``triton.jit`` returns."""
 
     __name__: str
+    fn: Callable[..., object]
 
-    def __getitem__(self, grid: Grid, /) -> Callable[..., object]: ...
+    def __getitem__(self, grid: Grid, /) -> Callable[..., Compiled | None]: ...
     def warmup(self, *args: object, grid: Grid, **options: object) -> Compiled:
         """Compile."""
         ...
@@ -44,10 +50,14 @@ class Kernel:
     """``kernel[grid](*arguments)`` runs one program for each point of the grid; the first argument is a tensor.
 
     On fake tensors it runs nothing and begins to compile on another thread. The next launch on real ones waits for it.
+
+    Triton searches for the compiled variant at every launch, which takes longer than to launch it. Here what it found
+    is remembered for later launches with equal numbers, and tensors of the same dtypes and alignment.
     """
 
     def __init__(self, function: Function) -> None:
         self.function = function
+        self._found = dict[tuple[object, ...], tuple[Compiled, Sequence[object]]]()
         self._begun = set[tuple[object, ...]]()
         self._compiling = list[Future[None]]()
 
@@ -62,7 +72,19 @@ class Kernel:
         if self._compiling:
             wait(self._compiling)  # what failed there fails again, here
             self._compiling.clear()
-        self.function[grid](first, *others, **options)
+        read = [x if type(x) is int else _read_of(x) for x in others]
+        key = (first.device, _read_of(first), *read, *options, *options.values())
+        found = self._found.get(key)
+        if found is not None:
+            compiled, constants = found
+            compiled[(*grid, 1, 1)[:3]](first, *others, *constants)
+            return
+        compiled = self.function[grid](first, *others, **options)
+        if compiled is not None:  # as of Triton's interpreter
+            constants = [options[name] for name in signature(self.function.fn).parameters if name in options]
+            if len(self._found) >= MOST_LAUNCHES:
+                self._found.clear()
+            self._found[key] = compiled, constants
 
     def compile_ahead(self, grid: Grid, first: Tensor, *others: object, **options: object) -> None:
         """Begin to compile for these arguments, unless that has begun already."""
@@ -85,6 +107,11 @@ class _Pointer:
 
     def ptr_range(self) -> int:
         return 0
+
+
+def _read_of(x: object) -> object:
+    """Return what Triton reads of an argument to find a variant."""
+    return (x.dtype, x.data_ptr() % ALIGNMENT) if isinstance(x, Tensor) else x
 
 
 def _address(x: Tensor) -> int:

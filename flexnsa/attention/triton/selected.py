@@ -15,6 +15,7 @@ from torch import Tensor
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
 from flexnsa.attention.seam import BranchOutput, Call
 from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of, with_positive_scale
+from flexnsa.attention.triton.selected_sizes import Part, is_whole, num_key_tiles
 from flexnsa.config import NSAConfig
 from flexnsa.operators import opaque_operator
 
@@ -126,7 +127,7 @@ def attend_to_blocks(
     tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
     for part in parts_of(k, forward_bytes(q, k, v, block_indices.shape[-1], chunk)):
         q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
-        some = selection.of_heads(*part), lists.of_heads(*part)
+        some = selection.of_heads(part), lists.of_heads(part)
         forward(q_part, k_part, v_part, *some, out_part, lse_part, scale=scale, precision=precision(), tiles=tiles)
     return out, lse, lists.order, lists.replicas
 
@@ -198,7 +199,7 @@ def selected_gradients(
     n = selection.block_indices.shape[-1]
     for part in parts_of(k, backward_bytes(q, k, v, n, lists.chunk, lists.capacity, size)):
         q_part, k_part, v_part, *given = (_of_heads(x, k, part) for x in (q, k, v, grad_out, *grads))
-        some = selection.of_heads(*part), lists.of_heads(*part), stats[part]
+        some = selection.of_heads(part), lists.of_heads(part), _of_heads(stats, k, part)
         others = dq_of_others and tuple(_of_heads(x, k, part) for x in dq_of_others)
         options = {"scale": scale, "precision": precision(), "tiles": tiles, "dq_of_others": others}
         backward(q_part, k_part, v_part, *some, *given, **options)
@@ -216,7 +217,7 @@ def selection_of(
     return Selection(block_indices.contiguous(), token, start, block_size, num_keys)
 
 
-def parts_of(k: Tensor, bytes_of_head: int) -> Iterator[tuple[slice, slice]]:
+def parts_of(k: Tensor, bytes_of_head: int) -> Iterator[Part]:
     """Split ``(B, Hkv)`` into parts that fit the workspace: some batch elements, or some heads of one."""
     batch, heads = k.shape[:2]
     at_once = max(1, WORKSPACE_BYTES // bytes_of_head)
@@ -226,8 +227,10 @@ def parts_of(k: Tensor, bytes_of_head: int) -> Iterator[tuple[slice, slice]]:
             yield slice(b, min(b + elements, batch)), slice(head, min(head + at_once, heads))
 
 
-def _of_heads(x: Tensor, k: Tensor, part: tuple[slice, slice]) -> Tensor:
+def _of_heads(x: Tensor, k: Tensor, part: Part) -> Tensor:
     """Return the heads of ``x (B, Hq or Hkv, ...)`` that belong to a part of the heads of k."""
+    if is_whole(part, k):
+        return x
     group = x.shape[1] // k.shape[1]
     return x[part[0], part[1].start * group : part[1].stop * group]
 
@@ -247,7 +250,6 @@ def empty_selected(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate what :func:`attend_to_blocks` returns."""
     from flexnsa.attention.triton.selected_lists import empty_lists
-    from flexnsa.attention.triton.selected_sizes import num_key_tiles
 
     key_tiles = num_key_tiles(k.shape[2], block_size, has_positions=token is not None)
     lists = empty_lists(block_indices, key_tiles, chunk, capacity)

@@ -56,7 +56,8 @@ def backward(
     chunk = min(lists.chunk, num_queries)
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     heads = batch * kv_heads
-    dk, dv = new(heads, num_keys, d_k).zero_(), new(heads, num_keys, d_v).zero_()
+    rows = heads * num_keys
+    dk, dv = torch.split(new(rows * (d_k + d_v)).zero_(), [rows * d_k, rows * d_v])
     num_shared = max_shared(chunk * n, lists.capacity)
     dk_shared, dv_shared = (new(heads, num_shared, size, d) for d in (d_k, d_v))
     part = torch.empty(heads, chunk, n, group, d_k, dtype=q.dtype, device=q.device)

@@ -20,7 +20,7 @@ from torch import Tensor
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.kernels.selected_lists import count_queries, cut, mark, scatter
 from flexnsa.attention.triton.operators import position_arguments
-from flexnsa.attention.triton.selected_sizes import max_replicas, num_key_tiles
+from flexnsa.attention.triton.selected_sizes import Part, is_whole, max_replicas, num_key_tiles
 
 SCRATCH_BYTES = 64 * 2**20
 """Limit of the marks that exist at a time; one chunk of one head may take more."""
@@ -55,10 +55,12 @@ class Selection:
         """Return token and start as arguments of a kernel, with their batch stride."""
         return position_arguments(self.block_indices, self.token, self.start)
 
-    def of_heads(self, batch: slice, heads: slice) -> Selection:
-        """Keep some batch elements, or some heads of one."""
-        token, start = (x if x is None or x.shape[0] == 1 else x[batch] for x in (self.token, self.start))
-        return replace(self, block_indices=self.block_indices[batch, heads], token=token, start=start)
+    def of_heads(self, part: Part) -> Selection:
+        """Keep a part."""
+        if is_whole(part, self.block_indices):
+            return self
+        token, start = (x if x is None or x.shape[0] == 1 else x[part[0]] for x in (self.token, self.start))
+        return replace(self, block_indices=self.block_indices[part], token=token, start=start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,11 @@ class Lists:
     chunk: int
     capacity: int
 
-    def of_heads(self, batch: slice, heads: slice) -> Lists:
-        """Keep some batch elements, or some heads of one."""
-        return replace(self, order=self.order[batch, heads], replicas=self.replicas[batch, heads])
+    def of_heads(self, part: Part) -> Lists:
+        """Keep a part."""
+        if is_whole(part, self.order):
+            return self
+        return replace(self, order=self.order[part], replicas=self.replicas[part])
 
 
 def empty_lists(block_indices: Tensor, key_tiles: int, chunk: int, capacity: int) -> Lists:
@@ -101,8 +105,7 @@ def build_lists(selection: Selection, chunk: int, capacity: int) -> Lists:
     num_chunks, num_replicas = lists.replicas.shape[2], lists.replicas.shape[4]
     words = -(-min(chunk, num_queries) // WORD)
     at_once = min(num_chunks, max(1, SCRATCH_BYTES // (8 * batch * heads * words * key_tiles)))
-    before = lists.order.new_empty(batch * heads, at_once, words, key_tiles)
-    total, begin = lists.order.new_empty(2, batch * heads, at_once, key_tiles)
+    before, total, begin = (lists.order.new_empty(batch * heads, at_once, n, key_tiles) for n in (words, 1, 1))
 
     tile = max(WORD, 1024 // padded(n, least=1))
     sizes: dict[str, object] = {"n": n, "NP": padded(n, least=1), "QUERIES": tile, "SIZE": selection.block_size}
@@ -110,10 +113,10 @@ def build_lists(selection: Selection, chunk: int, capacity: int) -> Lists:
     pairs = (selection.block_indices, *selection.positions(), heads, num_queries, selection.num_keys)
     for first in range(0, num_chunks, at_once):
         some = min(at_once, num_chunks - first)
-        marks = lists.order.new_zeros(batch * heads, some, words, key_tiles)
+        marks = lists.order.new_empty(batch * heads, some, words, key_tiles)
         tables = (some, batch * heads)
         chunks = (first, chunk, words, key_tiles)
-        mark[(cdiv(words * WORD, tile), *tables)](*pairs, marks, *chunks, **sizes)
+        mark[(cdiv(words * WORD, tile), *tables)](*pairs, marks, *chunks, **sizes, TILES=128)
         count_queries[(cdiv(key_tiles, 16), *tables)](marks, before, total, words, key_tiles, WORDS=64, TILES=16)
         cut[tables](
             total, begin, lists.replicas, first, num_chunks, num_replicas, key_tiles, capacity, TILES=1024, num_warps=8

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
+Part = tuple[slice, slice]
+"""Some batch elements, or some heads of one."""
+
+
+def is_whole(part: Part, x: Tensor) -> bool:
+    """Return whether a part of ``x (B, H, ...)`` is all of it."""
+    return part == (slice(0, x.shape[0]), slice(0, x.shape[1]))
+
 
 def num_key_tiles(num_keys: int, block_size: int, *, has_positions: bool) -> int:
     """Return the number of key tiles that ``num_keys`` keys may need; documents may start before the first key."""

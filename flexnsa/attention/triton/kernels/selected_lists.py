@@ -31,13 +31,23 @@ def _tile_of_pairs(
 def mark(
     idx_ptr, token_ptr, start_ptr, p_sb, heads, num_queries, num_keys, marks_ptr, first_chunk, chunk, words, key_tiles,
     n: tl.constexpr, NP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit of every query in the words of its key tiles; the result does not depend on the order."""
+    """Set the bit of every query in the words of its key tiles; the result does not depend on the order.
+
+    All words of a program's queries are its own, so it clears them first.
+    """
     query, _, tile_id, listed = _tile_of_pairs(
         idx_ptr, token_ptr, start_ptr, p_sb, heads, num_queries, num_keys, first_chunk, chunk,
         n, NP, QUERIES, SIZE, HAS_POSITIONS,
     )  # fmt: skip
     table = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    word = (tl.program_id(0) * (QUERIES // 32) + tl.arange(0, QUERIES // 32))[:, None]
+    for first in range(0, key_tiles, TILES):
+        cleared = first + tl.arange(0, TILES)[None, :]
+        at = marks_ptr + (table * words + word) * key_tiles + cleared
+        tl.store(at, tl.zeros([QUERIES // 32, TILES], tl.int32), mask=(word < words) & (cleared < key_tiles))
+    tl.debug_barrier()
     bit = tl.broadcast_to(1 << (query % 32), [QUERIES, NP])
     tl.atomic_or(marks_ptr + (table * words + query // 32) * key_tiles + tile_id, bit, mask=listed, sem="relaxed")
 
