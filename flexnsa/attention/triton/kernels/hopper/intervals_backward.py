@@ -1,5 +1,5 @@
 # pyright: standard, reportArgumentType=false, reportAssignmentType=false
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Attention to an interval of keys for each query, backward; see :mod:`flexnsa.attention.triton.kernels.intervals`."""
 
 from __future__ import annotations
