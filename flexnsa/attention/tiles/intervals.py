@@ -61,14 +61,9 @@ OF_KEYS: Mapping[Key, IntervalTiles] = {
     (128, True): IntervalTiles(64, 64, 4, 2),
 }
 """The same for the gradients of keys and values."""
+HOPPER_FORWARD = IntervalTiles(64, 64, 4, 1)
 HOPPER_TILES = HopperTiles(64, 64, 4, 2)
-"""Those of the kernels for Hopper."""
-HOPPER_FORWARD: Mapping[Key, IntervalTiles] = {}
-"""Those of the forward kernel for Hopper where they are others.
-
-Two groups of 4 warps share keys: ``(128, False): IntervalTiles(128, 128, 8, 1)``, or 64 keys. With 4 warps for 128
-queries there are 8 more, and copies have warps of their own (``kernels/hopper/intervals_forward_apart.py``).
-"""
+"""Those of the kernels for Hopper, forward and backward."""
 SMALLER = (IntervalTiles(64, 32, 4, 2), IntervalTiles(32, 32, 4, 1), IntervalTiles(16, 16, 4, 1))
 """Tiles where those do not fit; all but the first also for float32 and for heads above 128."""
 
@@ -104,11 +99,6 @@ def backward_tiles(
         _first_that_fits(of_queries, device, dtype, dk, dv, backward=True),
         _first_that_fits(of_keys, device, dtype, dk, dv, backward=True, keys_stay=True),
     )
-
-
-def hopper_forward_tiles(dk: int, dv: int, *, windowed: bool) -> IntervalTiles:
-    """Return those of the forward kernel for Hopper."""
-    return HOPPER_FORWARD.get((64 if max(dk, dv) <= 64 else 128, windowed), IntervalTiles(64, 64, 4, 1))
 
 
 @cache

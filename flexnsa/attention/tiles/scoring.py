@@ -51,12 +51,11 @@ def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_
     )
 
 
-HOPPER_IMPORTANCE: Mapping[int, ImportanceTiles] = {}
-"""Those of the kernel for Hopper, by head dimension; of others Triton's runs.
-
-Two programs share a multiprocessor: ``128: ImportanceTiles(64, 64, 4, 1), 64: ImportanceTiles(64, 64, 4, 1)``. With 32
-blocks in ``max_registers=128`` four do, and their heads of 64 read queries twice as often.
-"""
+HOPPER_IMPORTANCE: Mapping[int, ImportanceTiles] = {
+    64: ImportanceTiles(64, 32, 4, 1, 128),
+    128: ImportanceTiles(64, 32, 4, 1, 168),
+}
+"""Those of the kernel for Hopper, by head dimension: three or four programs share a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)

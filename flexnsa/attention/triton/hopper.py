@@ -12,8 +12,6 @@ KNOWN_VERSIONS = ("3.6", "3.7")
 
 ROWS = 64
 """Rows of a tile, and keys: what one group of 4 warps multiplies at a time."""
-MOST_ROWS = 2 * ROWS
-"""Rows of the largest tile, and keys."""
 DIMS = (64, 128)
 """Head dimensions."""
 
@@ -63,4 +61,4 @@ def _can_copy(x: Tensor) -> bool:
     """
     batch, head, row, _ = x.stride()
     aligned = (x.storage_offset() | batch | head | row) % ALIGNMENT == 0
-    return aligned and x.shape[-1] in DIMS and row < 2**31 // MOST_ROWS
+    return aligned and x.shape[-1] in DIMS and row < 2**31 // ROWS

@@ -103,21 +103,16 @@ def attend_to_intervals(
 ) -> tuple[Tensor, Tensor]:
     """Attend to keys of ``length`` tokens, one every ``stride``; with a ``window`` to the last so many keys alone."""
     from flexnsa.attention.tiles.device import cdiv, device_of
-    from flexnsa.attention.tiles.intervals import forward_tiles, hopper_forward_tiles
+    from flexnsa.attention.tiles.intervals import HOPPER_FORWARD, forward_tiles
 
     require_device(q)
     out, lse = empty_outputs(q, v.shape[-1])
     q, k, v = (with_rows(x) for x in (q, k, v))
     on_hopper = runs_on_hopper(q, k, v, out, placed=token is not None)
-    if on_hopper:
-        tiles = hopper_forward_tiles(q.shape[-1], v.shape[-1], windowed=window > 0)
-    else:
+    tiles = HOPPER_FORWARD
+    if not on_hopper:
         tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], windowed=window > 0)
     forward, _, _ = _kernels(on_hopper=on_hopper)
-    if on_hopper and tiles.queries > 16 * tiles.num_warps:
-        from flexnsa.attention.triton.kernels.hopper.intervals_forward_apart import hopper_forward_apart
-
-        forward = hopper_forward_apart
     where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), on_hopper)
     batch, heads, num_queries, _ = q.shape
     forward[(cdiv(num_queries, tiles.queries), batch * heads)](

@@ -35,9 +35,8 @@ def hopper_forward(
     Tiles of keys that some query does not see in whole come first, in a loop with a mask: order does not matter.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    mma_s: gl.constexpr = product_layout(BN, gl.num_warps())
-    mma_o: gl.constexpr = product_layout(DV, gl.num_warps())
-    ANEW: gl.constexpr = BN > 64
+    mma_s: gl.constexpr = product_layout(BN)
+    mma_o: gl.constexpr = product_layout(DV)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_tile = gl.allocate_shared_memory(dtype, [BM, DK], swizzled)
     k_tiles = gl.allocate_shared_memory(dtype, [2, BN, DK], swizzled)
@@ -69,14 +68,14 @@ def hopper_forward(
     copy_rows(q_tile, q_ptr + b * q_sb + h * q_sh, row0, num_queries, q_st, DK)
     key_k = gl.where(after > 0, rest, shifted)  # where the last tile of keys that is copied begins
     end_k = end  # and ends: 0 without such a tile
-    copy_rows(k_tiles.index(0), k_ptr, key_k, end_k, k_st, DK, ANEW)
+    copy_rows(k_tiles.index(0), k_ptr, key_k, end_k, k_st, DK)
     async_copy.commit_group()
     key_v = key_k
     end_v = end_k
     key_k = gl.where(after > 1, rest, shifted) + BN
     end_k = gl.where(tiles > 1, end, 0)
-    copy_rows(k_tiles.index(1), k_ptr, key_k, end_k, k_st, DK, ANEW)
-    copy_rows(v_tiles.index(0), v_ptr, key_v, end_v, v_st, DV, ANEW)
+    copy_rows(k_tiles.index(1), k_ptr, key_k, end_k, k_st, DK)
+    copy_rows(v_tiles.index(0), v_ptr, key_v, end_v, v_st, DV)
     async_copy.commit_group()
 
     top = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, mma_s))
@@ -89,9 +88,8 @@ def hopper_forward(
     fence_async_shared()
     s = product_with(q_tile, k_tiles.index(0), mma_s)
     s = warpgroup_mma_wait(0, deps=[s])
-    s = mask_scores(s, low, high, gl.where(after > 0, rest, shifted))
-    p, decay, top, total = softmax(s, top, 0.0, qk_scale)
-    p = pack(p, dtype)
+    s = _mask(s, low, high, gl.where(after > 0, rest, shifted))
+    p, decay, top, total = _softmax(s, top, 0.0, qk_scale)
 
     for part in gl.static_range(2):
         for i in range(1 if part == 0 else masked, masked if part == 0 else tiles):
@@ -101,22 +99,21 @@ def hopper_forward(
             barrier()
             fence_async_shared()
             s = product_with(q_tile, k_tiles.index(i % 2), mma_s)
-            # Narrow tiles are rounded here: where an iteration hands on 16-bit numbers, it unpacks and packs them.
-            p_low = as_operand(p, dtype, mma_o)
+            # Rounded here and not before: where an iteration hands on 16-bit numbers, it unpacks and packs them again.
+            p_low = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, mma_o, 2))
             acc = warpgroup_mma(p_low, v_tiles.index((i - 1) % 2), acc, is_async=True)
             barrier()  # needless, but the compiler cannot tell the places apart: it would add one before each copy
             key_v = key_k
             end_v = end_k
             key_k = gl.where(i + 1 < after, rest, shifted) + (i + 1) * BN
             end_k = gl.where(i + 1 < tiles, end, 0)
-            copy_rows(k_tiles.index((i + 1) % 2), k_ptr, key_k, end_k, k_st, DK, ANEW)
-            copy_rows(v_tiles.index(i % 2), v_ptr, key_v, end_v, v_st, DV, ANEW)
+            copy_rows(k_tiles.index((i + 1) % 2), k_ptr, key_k, end_k, k_st, DK)
+            copy_rows(v_tiles.index(i % 2), v_ptr, key_v, end_v, v_st, DV)
             async_copy.commit_group()
             s = warpgroup_mma_wait(1, deps=[s])
             if part == 0:
-                s = mask_scores(s, low, high, gl.where(i < after, rest, shifted) + i * BN)
-            p, decay, top, total = softmax(s, top, total, qk_scale)
-            p = pack(p, dtype)
+                s = _mask(s, low, high, gl.where(i < after, rest, shifted) + i * BN)
+            p, decay, top, total = _softmax(s, top, total, qk_scale)
             # The assembler moves a wait for products before the softmax, but not across a store of its results. Nobody
             # reads this one.
             hold.store(total)
@@ -126,7 +123,7 @@ def hopper_forward(
     async_copy.wait_group(0)
     barrier()
     fence_async_shared()
-    p_low = as_operand(p, dtype, mma_o)
+    p_low = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, mma_o, 2))
     acc = warpgroup_mma(p_low, v_tiles.index((tiles - 1) % 2), acc, is_async=True)
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, mma_s))
     some = gl.where(total == 0.0, 1.0, total)
@@ -138,7 +135,7 @@ def hopper_forward(
 
 
 @gluon_jit
-def mask_scores(s, low, high, key0):
+def _mask(s, low, high, key0):
     """Hide the scores of the keys that a query does not see."""
     N: gl.constexpr = s.shape[1]
     key = key0 + gl.arange(0, N, gl.SliceLayout(0, s.type.layout))[None, :]
@@ -146,7 +143,7 @@ def mask_scores(s, low, high, key0):
 
 
 @gluon_jit
-def softmax(s, top, total, qk_scale):
+def _softmax(s, top, total, qk_scale):
     """Return probabilities, relative to the new maximum of each row so far, and what older ones are multiplied by.
 
     ``total`` has 8 sums of each row, over the keys that equal one another modulo 8. A thread has all terms of its sums,
@@ -159,26 +156,3 @@ def softmax(s, top, total, qk_scale):
     sums = gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8]), 1)
     total = total * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
     return p, decay, new_top, total
-
-
-@gluon_jit
-def pack(p, dtype: gl.constexpr):
-    """Round pairs to 16 bits, as one number of 32, in a wide tile: two of float32 and the output fill the registers."""
-    if p.shape[1] > 64:
-        even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
-        if dtype == gl.bfloat16:
-            p = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1)
-        else:
-            p = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1)
-    return p
-
-
-@gluon_jit
-def as_operand(p, dtype: gl.constexpr, mma_o: gl.constexpr):
-    """Return what :func:`pack` returned as the first operand of a product."""
-    if p.dtype == gl.int32:
-        even, odd = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], (gl.int16, gl.int16), True, 1)
-        p = gl.join(even, odd).reshape([p.shape[0], 2 * p.shape[1]]).to(dtype, bitcast=True)
-    else:
-        p = p.to(dtype)
-    return gl.convert_layout(p, gl.DotOperandLayout(0, mma_o, 2))
