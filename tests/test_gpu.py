@@ -36,11 +36,10 @@ def inputs(
     ]
 
 
-def attend(tensors: Sequence[Tensor], config: NSAConfig, impl: str = "auto", recompute: Sequence[str] = ()) -> Tensor:
+def attend(tensors: Sequence[Tensor], config: NSAConfig, impl: str = "auto", **options: Any) -> Tensor:
     q, k, v, gates, k_cmp, v_cmp, k_win, v_win = tensors
-    windows = {"k_win": k_win, "v_win": v_win}
-    options: dict[str, Any] = {"config": config, "impl": impl, "recompute": recompute}
-    out = native_sparse_attention(q, k, v, gates, k_cmp=k_cmp, v_cmp=v_cmp, **windows, **options)
+    others = {"k_cmp": k_cmp, "v_cmp": v_cmp, "k_win": k_win, "v_win": v_win}
+    out = native_sparse_attention(q, k, v, gates, **others, config=config, impl=impl, **options)
     assert isinstance(out, Tensor)
     return out
 
@@ -144,6 +143,22 @@ def test_output_and_every_gradient_match_float64(
         # in fp32 that costs a few roundings more, about 5 on an H200.
         factor = 3 if index else 2
         assert error(flex, truth) <= factor * error(plain, truth) + 6 * eps * (dtype == torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "length"), [((64, 64), torch.bfloat16, 1000), ((128, 128), torch.bfloat16, 33_000)]
+)
+def test_knowing_that_no_gate_is_negative_changes_gradients_by_roundings(
+    dims: tuple[int, int], dtype: torch.dtype, length: int
+) -> None:
+    tensors = inputs(4, length, dims, dtype, NSAConfig(), batch=1)
+    tensors[3] = tensors[3].detach().sigmoid().requires_grad_()
+    results: dict[bool, list[Tensor]] = {}
+    for known in (False, True):
+        out = attend(tensors, NSAConfig(), impl="triton", nonnegative_gates=known)
+        results[known] = [out, *torch.autograd.grad(out.float().square().sum(), tensors)]
+    for a, b in zip(results[True], results[False], strict=True):
+        assert error(a, b) < 2**-7
 
 
 def test_one_graph_serves_every_length_and_documents_stand_alone() -> None:

@@ -57,7 +57,7 @@ def attention_of(
         k, v, k_win, v_win, k_cmp, v_cmp = kv
         if compress is not None:
             k_cmp, v_cmp = compress[0](k_cmp), compress[1](v_cmp)
-        others = {"k_cmp": k_cmp, "v_cmp": v_cmp, "k_win": k_win, "v_win": v_win}
+        others = {"k_cmp": k_cmp, "v_cmp": v_cmp, "k_win": k_win, "v_win": v_win, "nonnegative_gates": True}
         return native_sparse_attention(q, k, v, gates, **others, config=setting.config, impl=setting.impl, **options)
 
     return attend

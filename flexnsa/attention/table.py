@@ -210,9 +210,10 @@ def attend(
         if attend_gated is not None:
             with torch.no_grad():
                 compressed = implementation.compressed(q, given(keys.k_cmp), given(keys.v_cmp), call)
+                window = implementation.window(q, given(keys.k_win), given(keys.v_win), call)
                 blocks = select(compressed)
-            out, slc, win = attend_gated(q, keys, _stacked(gates, q.dtype), blocks, compressed, call)
-            return out, NSAAux(blocks, compressed.out, slc, win, compressed.lse)
+            out, slc = attend_gated(q, keys, _stacked(gates, q.dtype), blocks, compressed, window, call)
+            return out, NSAAux(blocks, compressed.out, slc, window.out, compressed.lse)
 
     def run(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
         # Transforms of torch.func have no saved-tensor hooks for recomputation; results are the same without it.
@@ -226,14 +227,15 @@ def attend(
     compressed = None
     if "cmp" in branches:
         compressed = run("cmp", implementation.compressed, given(keys.k_cmp), given(keys.v_cmp))
+    # A GPU attends to the window while the host prepares the many kernels that follow.
+    if "win" in branches:
+        run("win", implementation.window, given(keys.k_win), given(keys.v_win))
     if "slc" in branches:
         block_indices = select(compressed)
         run("slc", implementation.selected, given(keys.k_slc), given(keys.v_slc), block_indices)
-    if "win" in branches:
-        run("win", implementation.window, given(keys.k_win), given(keys.v_win))
     lse = None if compressed is None else compressed.lse
     aux = NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse)
-    terms = (products[tag] if tag in products else gated(gates.get(tag), out) for tag, out in outputs.items())
+    terms = (products[tag] if tag in products else gated(gates.get(tag), outputs[tag]) for tag in branches)
     return functools.reduce(operator.add, terms), aux
 
 

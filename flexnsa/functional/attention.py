@@ -51,6 +51,7 @@ def native_sparse_attention(
     index_scale: float | None = None,
     impl: str = "auto",
     recompute: Sequence[str] = (),
+    nonnegative_gates: bool = False,
     return_aux: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -77,6 +78,7 @@ def native_sparse_attention(
     index_scale: float | None = None,
     impl: str = "auto",
     recompute: Sequence[str] = (),
+    nonnegative_gates: bool = False,
     return_aux: Literal[True],
 ) -> tuple[Tensor, NSAAux]: ...
 def native_sparse_attention(
@@ -102,6 +104,7 @@ def native_sparse_attention(
     index_scale: float | None = None,
     impl: str = "auto",
     recompute: Sequence[str] = (),
+    nonnegative_gates: bool = False,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, NSAAux]:
     """Compute causal Native Sparse Attention: the gated sum of three branches (NSA paper, Eq. 5).
@@ -144,6 +147,8 @@ def native_sparse_attention(
         return_aux: return ``(out, NSAAux)``.
         recompute: any of ``branches``, to compute again in backward: only q, keys, values and gates are kept for it,
             neither the branches' outputs nor what their kernels save. Blocks are still selected only once.
+        nonnegative_gates: no gate is negative, as after a sigmoid. Triton then computes the gradients of all branches
+            in one pass, which is faster; only ``out`` has any, and a negative gate would make them NaN.
 
     Returns:
         ``out (B, Hq, S, Dv)`` in the dtype of q.
@@ -156,6 +161,7 @@ def native_sparse_attention(
     branches = check_branches(branches)
     recompute = check_recompute(recompute, branches)
     check_type("return_aux", return_aux, bool)
+    check_type("nonnegative_gates", nonnegative_gates, bool)
     check_queries(q)
     check_tensor("gates", gates, (*q.shape[:3], len(BRANCHES)), like=q, dtype=getattr(gates, "dtype", None))
     check_floating("gates", gates)
@@ -198,5 +204,6 @@ def native_sparse_attention(
         indexer=indexer,
         branches=branches,
         recompute=recompute,
+        nonnegative=nonnegative_gates,
     )
     return (out, aux) if return_aux else out

@@ -139,9 +139,10 @@ def _gated_sum(shape: Shape, positions: Positions | None = None) -> None:
     keys = Keys(k_cmp, v_cmp, k, v, k, v)
     gates = torch.empty(3, *q.shape[:3], dtype=shape.dtype, requires_grad=True)
     blocks = torch.empty(1, KV_HEADS, LENGTH, CONFIG.num_selected_blocks, dtype=torch.int32)
-    compressed = Compressed(torch.empty(*q.shape[:3], v.shape[-1], dtype=shape.dtype), torch.empty(q.shape[:3]))
+    branch = torch.empty(*q.shape[:3], v.shape[-1], dtype=shape.dtype), torch.empty(q.shape[:3])
     call = Call(CONFIG, shape.scale, positions=positions, window_positions=positions)
-    out, _, _ = given(triton_gated.gated_sum(q, keys))(q, keys, gates, blocks, compressed, call)
+    attend = given(triton_gated.gated_sum(q, keys, call))
+    out, _ = attend(q, keys, gates, blocks, Compressed(*branch), BranchOutput(*branch), call)
     out.float().sum().backward()
 
 

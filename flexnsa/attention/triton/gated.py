@@ -1,4 +1,4 @@
-"""The gated sum of the branches as one opaque operator, with one backward pass for all three.
+"""The gated sum of the branches, with one backward pass for all three.
 
 A branch on its own gets the gradient of its output, which is that of the sum times its gate: three scaled copies to
 write and to read. Here all branches read the gradient of the sum, and the gates go into their probabilities.
@@ -10,9 +10,9 @@ import operator
 
 from torch import Tensor
 
-from flexnsa.attention.operators import empty_gradients, empty_outputs
-from flexnsa.attention.seam import Call, Compressed, GatedSum, Keys, given
-from flexnsa.attention.triton.intervals import attend_to_intervals, interval_gradients, is_preferred
+from flexnsa.attention.operators import empty_gradients
+from flexnsa.attention.seam import BranchOutput, Call, Compressed, GatedSum, Keys, given
+from flexnsa.attention.triton.intervals import interval_gradients, is_preferred
 from flexnsa.attention.triton.operators import check_call, with_positive_scale
 from flexnsa.attention.triton.selected import (
     attend_to_blocks,
@@ -30,9 +30,15 @@ def gated_sum(q: Tensor, keys: Keys, call: Call) -> GatedSum | None:
 
 
 def _attend(
-    q: Tensor, keys: Keys, gates: Tensor, block_indices: Tensor, compressed: Compressed, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend to selected blocks and to the window, and add up the branches (NSA paper, Eq. 5).
+    q: Tensor,
+    keys: Keys,
+    gates: Tensor,
+    block_indices: Tensor,
+    compressed: Compressed,
+    window: BranchOutput,
+    call: Call,
+) -> tuple[Tensor, Tensor]:
+    """Attend to selected blocks, and add up the branches (NSA paper, Eq. 5).
 
     Args:
         q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
@@ -40,11 +46,12 @@ def _attend(
         gates: ``(3, B, Hq, T)``, of the compressed, the selected and the window branch; none is negative.
         block_indices: int32 ``(B, Hkv, T, n)``.
         compressed: output of that branch, computed without gradients.
+        window: likewise.
         call: see :class:`flexnsa.attention.seam.Call`.
 
     Returns:
-        The sum ``(B, Hq, T, Dv)``, with the heads of a token side by side in memory; and the outputs of the selected
-        branch and of the window, which have no gradients of their own.
+        The sum ``(B, Hq, T, Dv)``, with the heads of a token side by side in memory; and the output of the selected
+        branch, which has no gradient of its own.
 
     Raises:
         ValueError: there is a score_mod, or the batch has too many heads in all.
@@ -54,7 +61,7 @@ def _attend(
     sizes = sizes_of(q, k_slc, v_slc, block_indices, config)
     q, scale = with_positive_scale(q, call.scale)
     where, windows = call.positions, call.window_positions
-    out, out_slc, _, out_win, _, _, _ = _gated_attention(
+    out, out_slc, _, _, _ = _gated_attention(
         q,
         given(keys.k_cmp),
         given(keys.v_cmp),
@@ -65,6 +72,8 @@ def _attend(
         gates,
         compressed.out,
         given(compressed.lse),
+        window.out,
+        given(window.lse),
         block_indices,
         *((None, None, None) if where is None else where.tensors),
         *((None, None) if windows is None else (windows.token, windows.start)),
@@ -74,7 +83,7 @@ def _attend(
         operator.index(config.window_size),
         *sizes,
     )
-    return out, out_slc, out_win
+    return out, out_slc
 
 
 @opaque_operator("gated_attention_triton", compiles_ahead=True)
@@ -84,36 +93,33 @@ def _gated_attention(
     v_cmp: Tensor,  # noqa: ARG001
     k_slc: Tensor,
     v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
+    k_win: Tensor,  # noqa: ARG001
+    v_win: Tensor,  # noqa: ARG001
     gates: Tensor,
     out_cmp: Tensor,
     lse_cmp: Tensor,  # noqa: ARG001
+    out_win: Tensor,
+    lse_win: Tensor,  # noqa: ARG001
     block_indices: Tensor,
     token: Tensor | None,
     start: Tensor | None,
     first_key: Tensor | None,  # noqa: ARG001
-    window_token: Tensor | None,
-    window_start: Tensor | None,
+    window_token: Tensor | None,  # noqa: ARG001
+    window_start: Tensor | None,  # noqa: ARG001
     scale: float,
     length: int,  # noqa: ARG001
     stride: int,  # noqa: ARG001
-    window: int,
+    window: int,  # noqa: ARG001
     block_size: int,
     chunk: int,
     capacity: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the sum, out and lse of the selected branch and of the window, and both tensors of the lists."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the sum, out and lse of the selected branch, and both tensors of the lists."""
     from flexnsa.attention.triton.output_rows import add_gated
 
-    out_slc, lse_slc, order, replicas = attend_to_blocks(
-        q, k_slc, v_slc, block_indices, token, start, scale, block_size, chunk, capacity
-    )
-    # A key of the window is a token, and the first key of a document its first token.
-    windows = window_token, window_start, window_start
-    out_win, lse_win = attend_to_intervals(q, k_win, v_win, *windows, scale, 1, 1, window)
-    out = add_gated((out_cmp, out_slc, out_win), gates, k_slc.shape[1])
-    return out, out_slc, lse_slc, out_win, lse_win, order, replicas
+    sizes = block_size, chunk, capacity
+    out_slc, lse_slc, order, replicas = attend_to_blocks(q, k_slc, v_slc, block_indices, token, start, scale, *sizes)
+    return add_gated((out_cmp, out_slc, out_win), gates, k_slc.shape[1]), out_slc, lse_slc, order, replicas
 
 
 @opaque_operator("gated_stats_triton", compiles_ahead=True)
@@ -191,6 +197,8 @@ def _gradients(
     gates: Tensor,
     out_cmp: Tensor,
     lse_cmp: Tensor,
+    out_win: Tensor,
+    lse_win: Tensor,
     block_indices: Tensor,
     token: Tensor | None,
     start: Tensor | None,
@@ -200,8 +208,6 @@ def _gradients(
     out: Tensor,  # noqa: ARG001
     out_slc: Tensor,
     lse_slc: Tensor,
-    out_win: Tensor,
-    lse_win: Tensor,
     order: Tensor,
     replicas: Tensor,
     scale: float,
@@ -224,10 +230,12 @@ def _(
     k_slc: Tensor,
     v_slc: Tensor,
     k_win: Tensor,  # noqa: ARG001
-    v_win: Tensor,
+    v_win: Tensor,  # noqa: ARG001
     gates: Tensor,  # noqa: ARG001
     out_cmp: Tensor,
     lse_cmp: Tensor,  # noqa: ARG001
+    out_win: Tensor,  # noqa: ARG001
+    lse_win: Tensor,  # noqa: ARG001
     block_indices: Tensor,
     token: Tensor | None,
     start: Tensor | None,
@@ -241,13 +249,11 @@ def _(
     block_size: int,
     chunk: int,
     capacity: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from flexnsa.attention.triton.output_rows import empty_sum
 
-    out_slc, lse_slc, order, replicas = empty_selected(
-        q, k_slc, v_slc, block_indices, token, start, scale, block_size, chunk, capacity
-    )
-    return empty_sum(out_cmp), out_slc, lse_slc, *empty_outputs(q, v_win.shape[-1]), order, replicas
+    sizes = block_size, chunk, capacity
+    return empty_sum(out_cmp), *empty_selected(q, k_slc, v_slc, block_indices, token, start, scale, *sizes)
 
 
 @_gated_stats.register_fake

@@ -35,12 +35,12 @@ def takes_heads(q: Tensor, *dims: int, placed: bool) -> bool:
 
     Args:
         q: the queries ``(B, H, T, D)``.
-        dims: other head dimensions.
+        dims: the head dimensions of all tensors.
         placed: whether queries have positions.
     """
-    if not q.is_cuda or device_of(q).generation != HOPPER or not _is_known():
+    if placed or q.dtype not in (torch.bfloat16, torch.float16) or not all(dim in DIMS for dim in dims):
         return False
-    return q.dtype in (torch.bfloat16, torch.float16) and {q.shape[-1], *dims} <= set(DIMS) and not placed
+    return q.is_cuda and device_of(q).generation == HOPPER and _is_known()
 
 
 def _is_known() -> bool:

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 def is_preferred(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> bool:
     """Return whether :func:`compressed` is faster than FlexAttention for such tensors."""
-    on_hopper = takes_heads(q, v_cmp.shape[3], placed=call.positions is not None)
-    return is_faster(k_cmp.shape[2], max(q.shape[3], v_cmp.shape[3]), on_hopper=on_hopper)
+    dims = q.shape[3], v_cmp.shape[3]
+    return is_faster(k_cmp.shape[2], max(dims)) or takes_heads(q, *dims, placed=call.positions is not None)
 
 
-def is_faster(num_keys: int, head_dim: int, *, on_hopper: bool) -> bool:
-    """Return whether :func:`compressed` is faster for so many keys; ``on_hopper`` in the kernels for Hopper (H200)."""
-    return on_hopper or head_dim <= 64 or num_keys <= 2048
+def is_faster(num_keys: int, head_dim: int) -> bool:
+    """Return whether :func:`compressed` is faster than FlexAttention even in Triton, for so many keys (H200)."""
+    return head_dim <= 64 or num_keys <= 2048
 
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:

@@ -212,7 +212,7 @@ class Work:
         """Return the footprint of a branch; ``impl="triton"`` leaves some compressed branches to FlexAttention."""
         dims = self.sizes.head_dim, self.sizes.v_head_dim
         on_hopper = self.activation == 2 and {*dims} <= {*DIMS}  # as the H200 is, where estimates are compared
-        own = intervals.is_faster(self.sizes.length(tag), max(dims), on_hopper=on_hopper)
+        own = on_hopper or intervals.is_faster(self.sizes.length(tag), max(dims))
         if self.impl == "triton" and tag == "cmp" and not own:
             return FLEX
         return FOOTPRINTS[self.impl]
@@ -289,12 +289,13 @@ class Work:
             return [self.excess_at_once()]
         above = (len(config.branches) - len(config.recompute) - (not config.recompute)) * sizes.outputs
         moments = []
-        for tag in reversed(config.branches):
+        backward = [tag for tag in ("slc", "win", "cmp") if tag in config.branches]  # the selected branch runs last
+        for tag in backward:
             again = tag in config.recompute
             own = sizes.outputs + self.rebuilt(tag) if again else 0
             moments.append(above + own + self.footprint(tag).backward(tag, sizes))
             # Its output and its gradient are freed. The gradient of q stays; those of other branches add to it
-            above += (sizes.queries if tag == config.branches[-1] else 0) - (0 if again else 2 * sizes.outputs)
+            above += (sizes.queries if tag == backward[0] else 0) - (0 if again else 2 * sizes.outputs)
         return moments
 
     @property
@@ -312,7 +313,8 @@ class Work:
         sizes = self.sizes
         others = 2 * sizes.queries + sum(sizes.keys(sizes.length(tag)) for tag in ("cmp", "win")) + 4 * sizes.lse
         operands = sizes.outputs + 2 * self.residual * self.activation // 4
-        return sizes.outputs + operands + others + self.footprint("slc").backward("slc", sizes)
+        freed = 3 * sizes.outputs if self.compiled else 0  # once the stats are computed
+        return sizes.outputs + operands + others + self.footprint("slc").backward("slc", sizes) - freed
 
 
 def parameter_count(config: DecoderConfig) -> int:
