@@ -79,6 +79,7 @@ def test_parts_hold_every_head_once_within_the_workspace(heads: int, bytes_of_he
     assert sorted(torch.cat([x.flatten() for x in parts]).tolist()) == list(range(3 * heads))
     assert all(x.numel() == 1 or x.numel() * bytes_of_head <= selected.WORKSPACE_BYTES for x in parts)
     assert all(len(x) == 1 or x.shape[1] == heads for x in parts)
+    assert max(x.numel() for x in parts) - min(x.numel() for x in parts) <= heads
 
 
 @pytest.mark.parametrize("bytes_of_query", [16 * 16 * 128 * 2, 64 * 32 * 256 * 4])

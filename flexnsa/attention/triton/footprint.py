@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexnsa.attention.footprint import AttentionSizes, Footprint
-from flexnsa.attention.triton.selected import WORKSPACE_BYTES, capacity_of, chunk_of
+from flexnsa.attention.triton.selected import capacity_of, chunk_of, sizes_of_parts
 from flexnsa.attention.triton.selected_sizes import max_replicas, max_shared, num_key_tiles
 
 
@@ -31,9 +31,8 @@ def _workspace(sizes: AttentionSizes) -> int:
     pairs = min(_chunk(sizes), sizes.seq_len) * sizes.config.num_selected_blocks
     keys = sizes.seq_len + max_shared(pairs, _capacity(sizes)) * sizes.config.select_block_size
     of_head = pairs * sizes.group * sizes.head_dim * sizes.activation + 4 * keys * (sizes.head_dim + sizes.v_head_dim)
-    heads = sizes.batch * sizes.num_kv_heads
-    at_once = min(heads, max(1, WORKSPACE_BYTES // of_head))
-    return at_once * of_head + 2 * sizes.lse
+    elements, heads = sizes_of_parts(sizes.batch, sizes.num_kv_heads, of_head)
+    return elements * heads * of_head + 2 * sizes.lse
 
 
 def _chunk(sizes: AttentionSizes) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
 from flexnsa.attention.seam import BranchOutput, Call
+from flexnsa.attention.tiles.device import cdiv
 from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of, with_positive_scale
 from flexnsa.attention.triton.selected_sizes import Part, is_whole, num_key_tiles
 from flexnsa.config import NSAConfig
@@ -220,11 +221,18 @@ def selection_of(
 def parts_of(k: Tensor, bytes_of_head: int) -> Iterator[Part]:
     """Split ``(B, Hkv)`` into parts that fit the workspace: some batch elements, or some heads of one."""
     batch, heads = k.shape[:2]
-    at_once = max(1, WORKSPACE_BYTES // bytes_of_head)
-    elements = max(1, at_once // heads)
+    elements, of_one = sizes_of_parts(batch, heads, bytes_of_head)
     for b in range(0, batch, elements):
-        for head in range(0, heads, min(at_once, heads)):
-            yield slice(b, min(b + elements, batch)), slice(head, min(head + at_once, heads))
+        for head in range(0, heads, of_one):
+            yield slice(b, min(b + elements, batch)), slice(head, min(head + of_one, heads))
+
+
+def sizes_of_parts(batch: int, heads: int, bytes_of_head: int) -> tuple[int, int]:
+    """Return the batch elements and the heads of a part: as few parts as fit, and these about equally large."""
+    at_once = max(1, WORKSPACE_BYTES // bytes_of_head)
+    if at_once >= heads:
+        return cdiv(batch, cdiv(batch, at_once // heads)), heads
+    return 1, cdiv(heads, cdiv(heads, at_once))
 
 
 def _of_heads(x: Tensor, k: Tensor, part: Part) -> Tensor:
