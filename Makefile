@@ -5,13 +5,16 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples test emitted transformers transformers-common torchtitan lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots versions dist ci clean
+.PHONY: help demo demo-quick examples test emitted transformers transformers-common torchtitan lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots versions dist ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: .venv/.installed  ## train NSA and its dense twin on real text; parity, memory and time; one picture
 	$(BIN)/python -m flexnsa demo
+
+demo-quick: .venv/.installed  ## the same in half a minute, without learning much
+	$(BIN)/python -m flexnsa demo --quick
 
 examples: .venv/.installed  ## run every file of examples/ at its full size
 	for example in examples/*.py; do echo "== $$example" && $(BIN)/python $$example || exit; done
@@ -99,7 +102,7 @@ dist: .venv/.installed  ## build sdist and wheel, and run the first sample of RE
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/flexnsa-*
 	$(MAKE) --no-print-directory dist/empty/.torch
-	dist/empty/bin/pip install --quiet --constraint constraints.txt dist/flexnsa-*.whl
+	dist/empty/bin/pip install --quiet --no-compile --constraint constraints.txt dist/flexnsa-*.whl
 	awk '/^```python$$/ { sample = 1; next } sample && /^```$$/ { exit } sample' README.md >dist/first_sample.py
 	dist/empty/bin/python -I dist/first_sample.py
 	rm -rf dist/empty
@@ -116,7 +119,7 @@ clean:  ## remove the environment, caches and outputs
 	$(PYTHON) -m venv $*
 	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
 		echo "$*/bin/pip install torch, CPU build"; \
-		$*/bin/pip install --quiet --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch \
+		$*/bin/pip install --quiet --no-compile --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch \
 			|| echo "$(CPU_WHEELS) does not answer: taking torch from the default index"; \
 	fi
 	@touch $@

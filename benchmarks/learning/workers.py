@@ -42,7 +42,9 @@ def run_jobs(
     threads = max(1, (os.cpu_count() or 1) // (2 * len(places)))
     for variable in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):  # each would start as many as there are cores
         os.environ.setdefault(variable, str(threads))
-    context = multiprocessing.get_context("spawn")
+    # With variables of its own a process reads them when it imports; without, it is forked where that is done.
+    context = multiprocessing.get_context("spawn") if any(places) else multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([work.__module__])
     points: multiprocessing.Queue[Point] = context.Queue()
     waiting, free, running = list(jobs), list(places), list[tuple[Job, Place, BaseProcess]]()
     while waiting or running:

@@ -21,7 +21,13 @@ LIMIT = 120.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["flexnsa.lm.cli.train", "flexnsa.lm.parallel.data_parallel", "torch.distributed.checkpoint"]
+    [
+        "flexnsa.lm.cli.train",
+        "flexnsa.lm.parallel.data_parallel",
+        "torch.distributed.checkpoint",
+        "torch._dynamo.backends.debugging",  # what compiles takes seconds of every rank
+        "torch._inductor.compile_fx",
+    ]
 )
 
 

@@ -7,7 +7,7 @@ with ``is_causal``, which reads the keys for each head, except for sequences of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +37,8 @@ def flash_attention(
     """Attend to the keys ``[lo, hi)`` of each query, as :func:`flexnsa.attention.sdpa.interval.interval_attention`."""
     dtype, width = torch.promote_types(q.dtype, torch.float32), max(q.shape[-1], v.shape[-1])
     if _is_short(q, k, lo, hi):
-        whole = (_wide(x, width, dtype) for x in (q, *_of_heads(q, k, v)))
-        out, lse = _attend(*whole, is_causal=True, scale=scale)
-        return out[..., : v.shape[-1]].to(q.dtype).contiguous(), lse.contiguous()
+        out, lse = _attend(*_by_key_head(k, width, dtype, q, k, v), is_causal=True, scale=scale)
+        return _contiguous(out, q.dtype, (*q.shape[:3], v.shape[-1])), lse.reshape(q.shape[:3]).contiguous()
     out, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)
     chunks = chunks_of(lo, hi, chunk_size)
 
@@ -85,13 +84,14 @@ def flash_attention_backward(
         )
         found = flash_attention_backward(grad_out, None, q, k, v_one, lo, hi, out, lse, scale, chunk_size)
         return *found[:2], found[2][..., :-1].to(v.dtype)
-    grad_q, grad_k, grad_v = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     if _is_short(q, k, lo, hi):
-        whole = (_wide(x, width, dtype) for x in (grad_out, q, *_of_heads(q, k, v), out))
-        found, group = _differentiate(*whole, lse, 0.0, True, scale=scale), q.shape[1] // k.shape[1]
-        for grad, x in zip((grad_q, grad_k, grad_v), (found[0], *(_summed(x, group) for x in found[1:])), strict=True):
-            grad.copy_(x[..., : grad.shape[-1]])
-        return grad_q, grad_k, grad_v
+        whole = _by_key_head(k, width, dtype, grad_out, q, k, v, out)
+        lse = lse.reshape(-1, q.shape[1] // k.shape[1], q.shape[2])
+        found = _differentiate(*whole, lse, 0.0, True, scale=scale)
+        summed = (found[0], *(x.sum(1) for x in found[1:]))
+        grads = (_contiguous(x, like.dtype, like.shape) for x, like in zip(summed, (q, k, v), strict=True))
+        return next(grads), next(grads), next(grads)
+    grad_q, grad_k, grad_v = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     chunks = chunks_of(lo, hi, chunk_size)
 
     def differentiate(*views: Tensor) -> None:
@@ -127,9 +127,17 @@ def _is_short(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor) -> bool:
     return not lo.any() and bool((hi == upto).all())
 
 
-def _of_heads(q: Tensor, *keys: Tensor) -> Iterator[Tensor]:
-    """Repeat keys and values for the heads of a group."""
-    return (_repeated(x, q.shape[1] // x.shape[1]) for x in keys)
+def _by_key_head(k: Tensor, width: int, dtype: torch.dtype, *tensors: Tensor) -> Iterator[Tensor]:
+    """View each key head and its group of query heads, ``(B * Hkv, G, T, width)``: no key is copied for its group."""
+    group = tensors[0].shape[1] // k.shape[1]
+    for x in tensors:
+        by_head = torch.unflatten(_wide(x, width, dtype), 1, (k.shape[1], -1)).flatten(0, 1)
+        yield by_head.expand(-1, group, -1, -1)
+
+
+def _contiguous(x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Give a result ``(B * Hkv, G, T, width)`` the shape, which may be narrower, and the dtype of a tensor."""
+    return x[..., : shape[-1]].reshape(shape).to(dtype).contiguous()
 
 
 def _heads_at_once(q: Tensor, k: Tensor) -> int:
