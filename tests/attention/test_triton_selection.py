@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from flexnsa import NSAConfig
-from flexnsa.attention.triton.select import MANY_PROGRAMS, SCRATCH_BYTES, chunks
-from flexnsa.geometry import num_blocks
+from flexnsa.attention.triton.select import MANY_PROGRAMS, SCRATCH_BYTES, chunks, launch_selection
+from flexnsa.geometry import num_blocks, num_compressed
+from flexnsa.positions import Positions
 from tests.support import triton_selection
 from tests.support.triton_selection import CASES, dense_lse_and_importance, ranks, run_kernels, select
 
@@ -89,3 +90,19 @@ def test_compiled_kernels_match_the_dense_formula(name: str) -> None:
     got = {name: run_kernels(CASES[name], "cuda")}
     test_importance_and_lse_match_the_dense_formula(name, got)
     test_selection_is_the_stable_top_n_of_the_importance(name, got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [5, 64, 1000])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("config", [NSAConfig(), NSAConfig.for_text(12, 2).scoring])
+def test_kernels_for_hopper_score_as_those_that_take_positions(config: NSAConfig, dim: int, length: int) -> None:
+    from flexnsa.attention.triton.log_sum_exp import log_sum_exp
+
+    torch.manual_seed(0)
+    q = torch.randn(2, 12, length, dim, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(2, 2, num_compressed(length, config), dim, device="cuda", dtype=torch.bfloat16)
+    where, options = Positions.of_sequence(length, "cuda"), {"config": config, "scale": dim**-0.5}
+    got, lse = (log_sum_exp(q, k, where, **options, placed=placed) for placed in (False, True))
+    torch.testing.assert_close(got, lse, rtol=1e-6, atol=1e-6)
+    assert torch.equal(*(launch_selection(q, k, lse, positions, **options) for positions in (None, where)))

@@ -16,13 +16,17 @@ MOST_KEYS = 256
 
 @dataclass(frozen=True, slots=True)
 class ImportanceTiles:
-    """Launch parameters of the importance kernel: queries and blocks of one program, warps, stages of the q loads."""
+    """Launch parameters of the importance kernel: queries and blocks of one program, warps, stages of the q loads.
+
+    ``places`` is of the kernel for Hopper alone: keys of each block in a product.
+    """
 
     queries: int
     blocks: int
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    places: int = 2
 
 
 @cache
@@ -51,20 +55,34 @@ def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_
     )
 
 
-HOPPER_IMPORTANCE: Mapping[int, ImportanceTiles] = {
-    64: ImportanceTiles(64, 32, 4, 1, 128),
-    128: ImportanceTiles(64, 32, 4, 1, 168),
+HOPPER_IMPORTANCE: Mapping[tuple[int, int], ImportanceTiles] = {
+    (64, 4): ImportanceTiles(64, 32, 4, 1, 128),
+    (128, 4): ImportanceTiles(64, 32, 4, 1, 168),
+    (64, 8): ImportanceTiles(64, 32, 4, 1, 128),
+    (128, 8): ImportanceTiles(64, 32, 4, 1),
 }
-"""Those of the kernel for Hopper, by head dimension: three or four programs share a multiprocessor."""
+"""Those of the kernel for Hopper, by head dimension and keys of a block: 2 to 4 programs share a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogSumExpTiles:
-    """Launch parameters of the log-sum-exp kernel: queries and keys of one program, and warps; two stages."""
+    """Launch parameters of the log-sum-exp kernel: queries and keys of one program, and warps; two stages.
+
+    The others are of the kernel for Hopper alone: the limit of registers, and whether queries stay in registers.
+    """
 
     queries: int
     keys: int
     num_warps: int
+    max_registers: int | None = None
+    in_registers: bool = True
+
+
+HOPPER_LOG_SUM_EXP: Mapping[int, LogSumExpTiles] = {
+    64: LogSumExpTiles(128, 128, 8, 128),
+    128: LogSumExpTiles(128, 64, 8, 128),
+}
+"""Those of the kernel for Hopper, by head dimension."""
 
 
 @cache

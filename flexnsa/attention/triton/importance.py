@@ -136,11 +136,11 @@ def importance(
 
 
 def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, config: NSAConfig, *, placed: bool) -> ImportanceTiles | None:
-    """Return the tiles of the kernel for Hopper, where it runs: for four keys a block, which end with the block."""
+    """Return the tiles of the kernel for Hopper, if it runs: where no key counts for an earlier block than its own."""
     ratio = config.select_block_size // config.compress_stride
-    if (band.first, len(band.own), ratio) != (0, 4, 4) or not runs_on_hopper(q, k_cmp, placed=placed):
+    if (band.first, len(band.own)) != (0, ratio) or not runs_on_hopper(q, k_cmp, placed=placed):
         return None
-    return HOPPER_IMPORTANCE.get(q.shape[-1])
+    return HOPPER_IMPORTANCE.get((q.shape[-1], ratio))
 
 
 def _launch_on_hopper(
@@ -178,12 +178,13 @@ def _launch_on_hopper(
         HEAD_DIM=head_dim,
         LENGTH=config.compress_block_size,
         STRIDE=config.compress_stride,
-        RATIO=4,
+        RATIO=len(band.own),
         OWN=band.own,
         PASSED=band.passed,
         HAS_PASSED=any(band.passed),
         BLOCK_T=tiles.queries,
         BLOCK_J=tiles.blocks,
+        PLACES=tiles.places,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **options,

@@ -181,7 +181,7 @@ def launch_selection(
     check_width(width or num_blocks(num_queries, config))
     q, k_cmp = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cmp))
     if lse is None:
-        lse = log_sum_exp(q, k_cmp, positions, config=config, scale=scale)
+        lse = log_sum_exp(q, k_cmp, positions, config=config, scale=scale, placed=placed)
 
     plan = list(chunks(num_queries, batch * kv_heads, width, config))
     band = Band.of(config)

@@ -2,8 +2,8 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 """Importance of a tile of blocks for a tile of queries; see :mod:`flexnsa.attention.triton.importance`.
 
-The keys of a tile stay in shared memory, in two halves: those at the first two places in their blocks, and the others.
-For each head, the product with one half runs while the probabilities of the other are summed.
+The keys of a tile stay in shared memory, in pieces: those at the first places in their blocks, those at the next ones,
+and so on. The product of a head's queries with one piece runs while the probabilities of the one before are summed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ def hopper_importance(
     first_row, num_rows, num_keys, width, scale_log2,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr,
     RATIO: gl.constexpr, OWN: gl.constexpr, PASSED: gl.constexpr, HAS_PASSED: gl.constexpr, BLOCK_T: gl.constexpr,
-    BLOCK_J: gl.constexpr,
+    BLOCK_J: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Score one tile of queries against one tile of blocks of one kv head, with four keys a block."""
-    mma: gl.constexpr = product_layout(2 * BLOCK_J)
-    cells: gl.constexpr = product_layout(BLOCK_J)
+    """Score one tile of queries against one tile of blocks of one kv head, with ``PLACES`` keys of each in a piece."""
+    pieces: gl.constexpr = RATIO // PLACES
+    mma: gl.constexpr = product_layout(PLACES * BLOCK_J, gl.num_warps())
+    cells: gl.constexpr = product_layout(BLOCK_J, gl.num_warps())
     of_rows: gl.constexpr = gl.SliceLayout(1, cells)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     num_tiles_j = (width + BLOCK_J - 1) // BLOCK_J
@@ -40,15 +41,17 @@ def hopper_importance(
     end = first_row + num_rows
 
     if first_block * RATIO < _count(gl.minimum(row0 + BLOCK_T, end) - 1, LENGTH, STRIDE):
-        k_tiles = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, 2 * BLOCK_J, HEAD_DIM], swizzled)
+        k_tiles = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [pieces, PLACES * BLOCK_J, HEAD_DIM], swizzled)
         q_tiles = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, BLOCK_T, HEAD_DIM], swizzled)
         lse_tiles = gl.allocate_shared_memory(gl.float32, [4, BLOCK_T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         hold = gl.allocate_shared_memory(gl.float32, [BLOCK_T, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         k_ptr += batch * k_sb + kv_head * k_sh
         q_ptr += batch * q_sb + kv_head * GROUP * q_sh
         lse_ptr += batch * lse_sb + kv_head * GROUP * lse_sh
-        for half in gl.static_range(2):
-            _copy_keys(k_tiles.index(half), k_ptr, first_block, 2 * half, num_keys, k_sn, RATIO, BLOCK_J, HEAD_DIM)
+        for piece in gl.static_range(pieces):
+            _copy_keys(
+                k_tiles.index(piece), k_ptr, first_block, piece * PLACES, num_keys, k_sn, RATIO, BLOCK_J, HEAD_DIM
+            )
         copy_rows(q_tiles.index(0), q_ptr, row0, end, q_st, HEAD_DIM)
         _copy_lse(lse_tiles.index(0), lse_ptr, row0, end)
         async_copy.commit_group()
@@ -68,11 +71,16 @@ def hopper_importance(
         async_copy.wait_group(1)
         barrier()
         fence_async_shared()
-        low = product_with(q_tiles.index(0), k_tiles.index(0), mma)
-        low = warpgroup_mma_wait(0, deps=[low])
-        high = product_with(q_tiles.index(0), k_tiles.index(1), mma)
-        own, passed = _add(own, passed, low, lse_tiles.index(0), visible, scale_log2, 0, OWN, PASSED, True)
-        high = warpgroup_mma_wait(0, deps=[high])
+        q = q_tiles.index(0)
+        scores = product_with(q, k_tiles.index(0), mma)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        for piece in gl.static_range(1, pieces):
+            ahead = product_with(q, k_tiles.index(piece), mma)
+            own, passed = _add(
+                own, passed, scores, lse_tiles.index(0), visible, scale_log2, piece - 1, PLACES, OWN, PASSED, True
+            )
+            _hold(hold, own)
+            scores = warpgroup_mma_wait(0, deps=[ahead])
 
         # One of the two loops runs, over the heads but the first; the last product of each head is summed in the next
         # iteration, and that of the last head after the loops.
@@ -84,32 +92,30 @@ def hopper_importance(
                 barrier()
                 fence_async_shared()
                 q = q_tiles.index((i + 1) % 2)
-                low = product_with(q, k_tiles.index(0), mma)
-                # All warps have waited for the products of head i: the place of its queries is free. The barriers are
-                # needless, but the compiler would add one, and no exponential, which needs lse, comes before them.
-                barrier()
-                q_ptr += q_sh
-                lse_ptr += lse_sh
-                copied = gl.where(i + 2 < GROUP, end, 0)
-                copy_rows(q_tiles.index(i % 2), q_ptr, row0, copied, q_st, HEAD_DIM)
-                _copy_lse(lse_tiles.index((i + 2) % 4), lse_ptr, row0, copied)
-                async_copy.commit_group()
-                own, passed = _add(
-                    own, passed, high, lse_tiles.index(i % 4), visible, scale_log2, 2, OWN, PASSED, part == 0
-                )
-                _hold(hold, own)
-                low = warpgroup_mma_wait(0, deps=[low])
-                high = product_with(q, k_tiles.index(1), mma)
-                barrier()
-                own, passed = _add(
-                    own, passed, low, lse_tiles.index((i + 1) % 4), visible, scale_log2, 0, OWN, PASSED, part == 0
-                )
-                _hold(hold, own)
-                high = warpgroup_mma_wait(0, deps=[high])
+                for piece in gl.static_range(pieces):
+                    ahead = product_with(q, k_tiles.index(piece), mma)
+                    # The barriers are needless, but the compiler would add them: they come before exponentials.
+                    barrier()
+                    if piece == 0:
+                        # All warps have waited for the products of head i: the place of its queries is free.
+                        q_ptr += q_sh
+                        lse_ptr += lse_sh
+                        copied = gl.where(i + 2 < GROUP, end, 0)
+                        copy_rows(q_tiles.index(i % 2), q_ptr, row0, copied, q_st, HEAD_DIM)
+                        _copy_lse(lse_tiles.index((i + 2) % 4), lse_ptr, row0, copied)
+                        async_copy.commit_group()
+                    lse = lse_tiles.index((i if piece == 0 else i + 1) % 4)
+                    own, passed = _add(
+                        own, passed, scores, lse, visible, scale_log2, (piece + pieces - 1) % pieces, PLACES, OWN,
+                        PASSED, part == 0,
+                    )  # fmt: skip
+                    _hold(hold, own)
+                    scores = warpgroup_mma_wait(0, deps=[ahead])
         async_copy.wait_group(0)
         own, passed = _add(
-            own, passed, high, lse_tiles.index((GROUP - 1) % 4), visible, scale_log2, 2, OWN, PASSED, True
-        )
+            own, passed, scores, lse_tiles.index((GROUP - 1) % 4), visible, scale_log2, pieces - 1, PLACES, OWN, PASSED,
+            True,
+        )  # fmt: skip
 
         cell = ((batch_head * num_rows + local_row) * width)[:, None] + block[None, :]
         stored = (local_row < num_rows)[:, None] & (block < width)[None, :]
@@ -128,9 +134,9 @@ def _count(row, LENGTH: gl.constexpr, STRIDE: gl.constexpr):
 def _copy_keys(
     to, k_ptr, first_block, offset, num_keys, k_sn, RATIO: gl.constexpr, BLOCK_J: gl.constexpr, WIDTH: gl.constexpr
 ):  # fmt: skip
-    """Begin to copy the keys at the place ``offset`` of each block, then those at the next one."""
+    """Begin to copy the keys at the place ``offset`` of each block, then those at the next ones."""
     layout: gl.constexpr = copy_layout(WIDTH, gl.num_warps())
-    number = gl.arange(0, 2 * BLOCK_J, gl.SliceLayout(1, layout))
+    number = gl.arange(0, to.shape[0], gl.SliceLayout(1, layout))
     key = (first_block + number % BLOCK_J) * RATIO + offset + number // BLOCK_J
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     mask = (key < num_keys)[:, None] & (column < WIDTH)[None, :]
@@ -140,7 +146,7 @@ def _copy_keys(
 @gluon_jit
 def _copy_lse(to, ptr, first, end):
     """Begin to copy the log-sum-exps of a tile of queries; zeros from ``end`` on."""
-    row = gl.arange(0, to.shape[0], gl.BlockedLayout([1], [32], [4], [0])) % to.shape[0]
+    row = gl.arange(0, to.shape[0], gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) % to.shape[0]
     async_copy.async_copy_global_to_shared(to, ptr + first + row, first + row < end)
 
 
@@ -152,22 +158,33 @@ def _hold(hold, own):
 
 @gluon_jit
 def _add(
-    own, passed, scores, lse, visible, scale_log2, OFFSET: gl.constexpr, OWN: gl.constexpr, PASSED: gl.constexpr,
-    MASKED: gl.constexpr,
+    own, passed, scores, lse, visible, scale_log2, PIECE: gl.constexpr, PLACES: gl.constexpr, OWN: gl.constexpr,
+    PASSED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add the probabilities of the keys at two places of each block."""
+    """Add the probabilities of the keys of a piece, in the order of their places in the blocks."""
     layout: gl.constexpr = own.type.layout
     T: gl.constexpr = own.shape[0]
     J: gl.constexpr = own.shape[1]
     shift = lse.load(gl.SliceLayout(1, layout)) * -1.4426950408889634
-    halves = gl.split(scores.reshape([T, 2, J]).permute([0, 2, 1]))
-    for half in gl.static_range(2):
-        score = gl.convert_layout(halves[half], layout, assert_trivial=True)
+    of_places = _split(scores, PLACES)
+    for n in gl.static_range(PLACES):
+        score = gl.convert_layout(of_places[n], layout, assert_trivial=True)
         p = gl.exp2(gl.fma(score, gl.full([T, J], scale_log2, gl.float32, layout), shift[:, None]))
         if MASKED:
-            p = gl.where(visible > OFFSET + half, p, 0.0)
+            p = gl.where(visible > PIECE * PLACES + n, p, 0.0)
         # Explicit fma: with and without masks must round equally, or equal scores would not tie.
-        own = gl.fma(p, gl.full([T, J], OWN[OFFSET + half], gl.float32, layout), own)
-        if PASSED[OFFSET + half] > 0:
-            passed = gl.fma(p, gl.full([T, J], PASSED[OFFSET + half], gl.float32, layout), passed)
+        own = gl.fma(p, gl.full([T, J], OWN[PIECE * PLACES + n], gl.float32, layout), own)
+        if PASSED[PIECE * PLACES + n] > 0:
+            passed = gl.fma(p, gl.full([T, J], PASSED[PIECE * PLACES + n], gl.float32, layout), passed)
     return own, passed
+
+
+@gluon_jit
+def _split(x, PARTS: gl.constexpr):
+    """Return the parts of each row, a power of 2 of them."""
+    if PARTS == 1:
+        parts = (x,)
+    else:
+        first, second = gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]))
+        parts = _split(first, PARTS // 2) + _split(second, PARTS // 2)
+    return parts
