@@ -20,7 +20,7 @@ from flexnsa.attention.triton.operators import (
     with_positive_scale,
 )
 from flexnsa.operators import opaque_operator
-from flexnsa.positions import Positions
+from flexnsa.positions import Positions, tensors_of
 
 if TYPE_CHECKING:
     from flexnsa.attention.triton.kernel import Kernel
@@ -85,8 +85,7 @@ def _attend(
 ) -> BranchOutput:
     check_call(call, "q", q)
     q, scale = with_positive_scale(q, call.scale)
-    where = (None, None, None) if positions is None else positions.tensors
-    return BranchOutput(*_interval_attention(q, k, v, *where, scale, *sizes))
+    return BranchOutput(*_interval_attention(q, k, v, *tensors_of(positions), scale, *sizes))
 
 
 def attend_to_intervals(
