@@ -25,7 +25,7 @@ OF_A_LAYER = {
     *("log_sum_exp_kernel", "block_log_sums", "importance_kernel", "top_blocks_kernel"),
     *("mark", "count_queries", "cut", "scatter", "hopper_forward_parts", "combine"),
     *("add_gated", "gated_stats", "hopper_backward_parts", "sum_shared", "sum_slots"),
-    *("hopper_forward", "hopper_backward_queries", "hopper_backward_keys"),
+    *("hopper_forward", "hopper_backward_queries", "hopper_backward_keys", "sum_parts"),
     *("compare_blocks", "query_gradients", "key_gradients"),
 }
 TWICE = {"block_log_sums", "hopper_forward", "hopper_backward_queries", "hopper_backward_keys"}
