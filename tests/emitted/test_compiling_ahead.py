@@ -28,8 +28,10 @@ OF_A_LAYER = {
     *("hopper_forward", "hopper_backward_queries", "hopper_backward_keys", "sum_parts"),
     *("compare_blocks", "query_gradients", "key_gradients"),
 }
-TWICE = {"block_log_sums", "hopper_forward", "hopper_backward_queries", "hopper_backward_keys"}
+TWICE = {"block_log_sums", "hopper_forward", "hopper_backward_queries", "hopper_backward_keys", "sum_parts"}
 """For two sizes of keys: those of the layer and of its indexer; those of the window and of the compressed branch."""
+THRICE = {"sum_parts"}
+"""For the selected branch too, whose sums are one part: those of the others are one for each head."""
 
 
 @jit(do_not_specialize=["n"])
@@ -120,4 +122,4 @@ def test_a_traced_layer_begins_to_compile_all_of_its_kernels() -> None:
 
     with mock.patch.object(ThreadPoolExecutor, "submit", submit):
         emit(attend, make, ahead=True)
-    assert Counter(begun) == Counter(OF_A_LAYER) + Counter(TWICE)
+    assert Counter(begun) == Counter(OF_A_LAYER) + Counter(TWICE) + Counter(THRICE)

@@ -1,4 +1,4 @@
-"""The last step of the gradients of keys and values that several programs computed: one launch for both."""
+"""The last step of the gradients of keys and values, from float32 sums to their dtype: one launch for both."""
 
 from __future__ import annotations
 
