@@ -70,6 +70,11 @@ class Positions:
         return replace(kept, consecutive=False)
 
 
+def tensors_of(positions: Positions | None) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    """Return the three tensors of ``positions``, or three times None, as arguments of an operator."""
+    return (None, None, None) if positions is None else positions.tensors
+
+
 def positions_of(q: Tensor, positions: Positions | None) -> Positions:
     """Return ``positions``, where None means that ``q (B, H, T, D)`` is one whole sequence from token 0."""
     return Positions.of_sequence(q.shape[2], q.device) if positions is None else positions

@@ -68,6 +68,7 @@ NOT_STRICT = {
     f"{KERNELS}/divergence",
     f"{KERNELS}/divergence_backward",
     f"{KERNELS}/few_rows",
+    f"{KERNELS}/gradient_parts",
     f"{KERNELS}/hopper/importance",
     f"{KERNELS}/hopper/interval_keys",
     f"{KERNELS}/hopper/intervals_backward",

@@ -51,7 +51,7 @@ def scoring_phase(setting: Setting, length: int) -> Workload:
     from flexnsa.attention.triton.select import chunks
 
     q, k_cmp, lse = _scored(setting, length)
-    config, positions, band = setting.config, Positions.of_sequence(length, setting.device), Band.of(setting.config)
+    config, band = setting.config, Band.of(setting.config)
     plan = list(chunks(length, setting.num_kv_heads, None, config))
     own, passed = torch.empty(
         2, max(rows * width for _, rows, width in plan) * setting.num_kv_heads, device=setting.device
@@ -60,7 +60,7 @@ def scoring_phase(setting: Setting, length: int) -> Workload:
     def score(q: Tensor, k_cmp: Tensor, lse: Tensor) -> None:
         for first, rows, width in plan:
             scores = Scores(own, passed, rows, width, band)
-            importance(q, k_cmp, lse, positions, scores, first, config=config, scale=setting.head_dim**-0.5)
+            importance(q, k_cmp, lse, None, scores, first, config=config, scale=setting.head_dim**-0.5)
 
     return Workload("score", score, (q, k_cmp, lse), ())
 

@@ -53,19 +53,19 @@ TILES = [
 ]
 
 
-def inputs(seq_len: int) -> tuple[Tensor, Tensor, Positions]:
+def inputs(seq_len: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = (1, Q_HEADS, seq_len, HEAD_DIM), (1, KV_HEADS, num_compressed(seq_len, CONFIG), HEAD_DIM)
     q, k = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for shape in shapes)
-    return q, k, Positions.of_sequence(seq_len, "cuda")
+    return q, k
 
 
 class Selection:
     """The loop of ``select_in_chunks`` with its parts and launch parameters open to choice."""
 
     def __init__(self, seq_len: int) -> None:
-        self.q, self.k, self.positions = inputs(seq_len)
-        self.lse = log_sum_exp(self.q, self.k, self.positions, config=CONFIG, scale=SCALE)
+        self.q, self.k = inputs(seq_len)
+        self.lse = log_sum_exp(self.q, self.k, None, config=CONFIG, scale=SCALE)
         self.plan = list(chunks(seq_len, KV_HEADS, None, CONFIG))
         cells = max(rows * width for _, rows, width in self.plan) * KV_HEADS
         self.own, self.passed = torch.empty(2, cells, device="cuda")
@@ -75,7 +75,7 @@ class Selection:
         """Score all chunks with ``tiles``, and hand each to ``select``."""
         for first_row, num_rows, width in self.plan:
             scores = Scores(self.own, self.passed, num_rows, width, Band.of(CONFIG))
-            arguments = (self.q, self.k, self.lse, self.positions, scores, first_row)
+            arguments = (self.q, self.k, self.lse, None, scores, first_row)
             importance(*arguments, config=CONFIG, scale=SCALE, tiles=tiles)
             if select is not None:
                 select(scores, first_row)
@@ -84,7 +84,7 @@ class Selection:
         """Select by the kernel, with ``num_warps`` warps a query."""
 
         def select(scores: Scores, first_row: int) -> None:
-            write_top_blocks(scores, self.positions, self.out, first_row, config=CONFIG, num_warps=num_warps)
+            write_top_blocks(scores, None, self.out, first_row, config=CONFIG, num_warps=num_warps)
 
         return select
 
@@ -105,14 +105,12 @@ def check(seq_len: int = 8192, step: int = 512) -> dict[str, float]:
         rows, end = slice(first_row, first_row + step), first_row + step
         own, passed = torch.zeros(2, KV_HEADS, step, num_blocks(seq_len, CONFIG), device="cuda")
         scores = Scores(own, passed, step, own.shape[-1], Band.of(CONFIG))
-        importance(case.q, case.k, case.lse, case.positions, scores, first_row, config=CONFIG, scale=SCALE)
+        importance(case.q, case.k, case.lse, None, scores, first_row, config=CONFIG, scale=SCALE)
         got = (own + torch.nn.functional.pad(passed, (1, -1)))[None, ..., : num_blocks(end, CONFIG)]
         q, k_cmp = case.q[:, :, rows].double(), case.k[:, :, : num_compressed(end, CONFIG)].double()
         wanted = block_importance(q, k_cmp, config=CONFIG, seq_len=end)
         worst = max(worst, ((got - wanted).abs() / wanted.clamp_min(1e-3)).max().item())
-        positions = Positions(
-            *(x[:, rows] for x in (case.positions.token, case.positions.start, case.positions.cmp_start))
-        )
+        positions = Positions.of_sequence(seq_len, "cuda").at(rows)
         if not torch.equal(selected[:, :, rows], best_blocks(got, positions, config=CONFIG)):
             raise AssertionError(f"queries from {first_row}: the selection is not the top-n of the importance")
         same += (selected[:, :, rows] == best_blocks(wanted, positions, config=CONFIG)).all(-1).sum().item()
@@ -166,9 +164,7 @@ def measure(seq_len: int, best: ImportanceTiles) -> dict[str, Any]:
         "scores_ms": scores_ms,
         "top_n_ms": milliseconds(lambda: case.run(best, case.top_blocks())) - scores_ms,
         "torch_topk_ms": milliseconds(lambda: case.run(best, case.topk)) - scores_ms,
-        "log_sum_exp_ms": milliseconds(
-            lambda: log_sum_exp(case.q, case.k, case.positions, config=CONFIG, scale=SCALE, placed=False)
-        ),
+        "log_sum_exp_ms": milliseconds(lambda: log_sum_exp(case.q, case.k, None, config=CONFIG, scale=SCALE)),
     }
     with AllocatorProbe("cuda") as probe:
         row["operator_ms"] = milliseconds(lambda: select_blocks_triton(case.q, case.k, case.lse, Call(CONFIG, SCALE)))

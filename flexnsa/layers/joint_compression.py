@@ -25,7 +25,9 @@ def compress_both(phi_k: object, phi_v: object, k: Tensor, v: Tensor) -> tuple[T
         return None
     for x in (k, v):
         check_input(x, None, phi_k.shape, config, phi_k.project.weight)
-    position, weight, *out = (torch.stack(pair) for pair in pairs)
+    # A batched product gives gradients that are transposed in memory. Of stacked weights, autograd would copy each to
+    # the layout of its parameter; a gradient of joined ones is laid out as rows before it is split.
+    position, weight, *out = (torch.unflatten(torch.cat(pair), 0, (2, -1)) for pair in pairs)
     both = map_blocks(torch.stack((k, v)), position, weight, config)
     for_k, for_v = (multiply(F.silu(both), out[0]) if out else both).unbind()
     return for_k, for_v

@@ -63,8 +63,10 @@ def _(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Ten
 def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:
     """Rotate the pairs ``(x[i], x[i + D/2])`` of each head of ``x (B, H, T, D)``; computed in fp32 or wider."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = tables.cos.to(dtype), tables.sin.to(dtype)
-    # Cast the halves, not the whole: compiled code stores what is joined, here and in backward, in the dtype of x then.
-    first, second = (half.to(dtype) for half in x.chunk(2, dim=-1))
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat([half.to(x.dtype) for half in rotated], dim=-1)
+    cos, sin = (table.to(dtype)[..., None, :] for table in tables)
+    # Halves rotated one by one would be joined, and so would their gradients. Compiled code would store these, and then
+    # copy them to their place in the gradient of the product that x came from.
+    halves = torch.unflatten(x.to(dtype), -1, (2, -1))
+    signs = torch.arange(-1, 2, 2, device=x.device)[:, None]
+    rotated = halves * cos + halves.flip(-2) * sin * signs
+    return rotated.flatten(-2).to(x.dtype).contiguous()

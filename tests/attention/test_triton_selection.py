@@ -103,6 +103,6 @@ def test_kernels_for_hopper_score_as_those_that_take_positions(config: NSAConfig
     q = torch.randn(2, 12, length, dim, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(2, 2, num_compressed(length, config), dim, device="cuda", dtype=torch.bfloat16)
     where, options = Positions.of_sequence(length, "cuda"), {"config": config, "scale": dim**-0.5}
-    got, lse = (log_sum_exp(q, k, where, **options, placed=placed) for placed in (False, True))
+    got, lse = (log_sum_exp(q, k, positions, **options) for positions in (None, where))
     torch.testing.assert_close(got, lse, rtol=1e-6, atol=1e-6)
     assert torch.equal(*(launch_selection(q, k, lse, positions, **options) for positions in (None, where)))

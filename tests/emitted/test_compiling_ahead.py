@@ -25,11 +25,13 @@ OF_A_LAYER = {
     *("hopper_log_sum_exp", "block_log_sums", "hopper_importance", "top_blocks_kernel"),
     *("mark", "count_queries", "cut", "scatter", "hopper_forward_parts", "combine"),
     *("add_gated", "gated_stats", "hopper_backward_parts", "sum_shared", "sum_slots"),
-    *("hopper_forward", "hopper_backward_queries", "hopper_backward_keys"),
+    *("hopper_forward", "hopper_backward_queries", "hopper_backward_keys", "sum_parts"),
     *("compare_blocks", "query_gradients", "key_gradients"),
 }
-TWICE = {"block_log_sums", "hopper_forward", "hopper_backward_queries", "hopper_backward_keys"}
+TWICE = {"block_log_sums", "hopper_forward", "hopper_backward_queries", "hopper_backward_keys", "sum_parts"}
 """For two sizes of keys: those of the layer and of its indexer; those of the window and of the compressed branch."""
+THRICE = {"sum_parts"}
+"""For the selected branch too, whose sums are one part: those of the others are one for each head."""
 
 
 @jit(do_not_specialize=["n"])
@@ -120,4 +122,4 @@ def test_a_traced_layer_begins_to_compile_all_of_its_kernels() -> None:
 
     with mock.patch.object(ThreadPoolExecutor, "submit", submit):
         emit(attend, make, ahead=True)
-    assert Counter(begun) == Counter(OF_A_LAYER) + Counter(TWICE)
+    assert Counter(begun) == Counter(OF_A_LAYER) + Counter(TWICE) + Counter(THRICE)

@@ -177,20 +177,20 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     width = num_blocks(max(case.documents), case.config)
     own, passed = torch.zeros(2, case.batch * case.kv_heads, num_queries, scoring_triton.aligned(width), device=device)
     scores = Scores(own, passed, num_queries, own.shape[-1], Band.of(case.config))
+    positions = None if case.is_whole_sequence else rows
     if num_queries <= STEP_TOKENS:
-        importance_few(q, k, lse, rows, scores, **arguments)
+        importance_few(q, k, lse, positions, scores, **arguments)
     else:
-        importance(q, k, lse, rows, scores, 0, **arguments)
+        importance(q, k, lse, positions, scores, 0, **arguments)
     total = (own + torch.nn.functional.pad(passed, (1, -1)))[..., :width]
 
-    positions = None if case.is_whole_sequence else rows
     short = mock.patch.multiple(scoring_triton, SCRATCH_BYTES=case.scratch_bytes, MANY_PROGRAMS=1)
     with short, mock.patch.object(top_blocks, "LONG", 32):
         selected = scoring_triton.launch_selection(q, k, lse, positions, **arguments)
         assert selected.is_contiguous()  # as of the operator's fake
     results = {
         "importance": total.unflatten(0, (case.batch, case.kv_heads)),
-        "lse": log_sum_exp(q, k, rows, **arguments),
+        "lse": log_sum_exp(q, k, positions, **arguments),
         "selected": selected,
     }
     return {key: value.cpu() for key, value in results.items()}

@@ -18,9 +18,10 @@ from flexnsa.attention.tiles.device import cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import HOPPER_IMPORTANCE, ImportanceTiles, importance_tiles
 from flexnsa.attention.triton.hopper import runs_on_hopper
 from flexnsa.attention.triton.kernels.importance import importance_kernel
+from flexnsa.attention.triton.operators import position_arguments
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import overlap_band
-from flexnsa.positions import Positions
+from flexnsa.positions import Positions, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,13 @@ def importance(
     q: Tensor,
     k_cmp: Tensor,
     lse: Tensor,
-    positions: Positions,
+    positions: Positions | None,
     scores: Scores,
     first_row: int,
     *,
     config: NSAConfig,
     scale: float,
     tiles: ImportanceTiles | None = None,
-    placed: bool = True,
 ) -> None:
     """Fill ``scores`` with the importance of blocks for the queries ``first_row .. first_row + scores.num_rows``.
 
@@ -80,18 +80,17 @@ def importance(
         q: queries ``(B, Hq, T, D)``, last dimension contiguous.
         k_cmp: compressed keys ``(B, Hkv, N, D)``, last dimension contiguous, same dtype.
         lse: natural log-sum-exp of the compressed branch, float32 ``(B, Hq, T)``, contiguous.
-        positions: of all queries.
+        positions: of all queries; None for one whole sequence from token 0.
         scores: to fill.
         first_row: the first query of ``scores``.
         config: the sizes.
         scale: factor on the attention scores.
         tiles: launch parameters; None chooses by device.
-        placed: whether the queries have positions other than those of a sequence.
     """
     batch, q_heads, _, head_dim = q.shape
     kv_heads, num_keys = k_cmp.shape[1:3]
     band = scores.band
-    hopper_tiles = None if tiles else _hopper_tiles(q, k_cmp, band, config, placed=placed)
+    hopper_tiles = None if tiles else _hopper_tiles(q, k_cmp, band, config, placed=positions is not None)
     if hopper_tiles is not None:
         _launch_on_hopper(q, k_cmp, lse, scores, first_row, hopper_tiles, config=config, scale=scale)
         return
@@ -101,15 +100,12 @@ def importance(
         q,
         k_cmp,
         lse,
-        positions.token,
-        positions.start,
-        positions.cmp_start,
+        *position_arguments(q, *tensors_of(positions)),
         scores.own,
         scores.passed,
         *q.stride()[:3],
         *k_cmp.stride()[:3],
         *lse.stride()[:2],
-        positions.token.stride(0) if positions.token.shape[0] > 1 else 0,
         first_row,
         scores.num_rows,
         num_keys,
@@ -126,6 +122,7 @@ def importance(
         OWN=band.own,
         PASSED=band.passed,
         HAS_PASSED=any(band.passed),
+        HAS_POSITIONS=positions is not None,
         BLOCK_T=tiles.queries,
         BLOCK_J=tiles.blocks,
         BLOCK_D=padded(head_dim),

@@ -13,15 +13,23 @@ from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.importance import Scores
 from flexnsa.attention.triton.kernels.importance_few import importance_few_kernel
+from flexnsa.attention.triton.operators import position_arguments
 from flexnsa.config import NSAConfig
-from flexnsa.positions import Positions
+from flexnsa.positions import Positions, tensors_of
 
 BLOCK_J = 16
 """Blocks per program: the fewest columns of a tensor core product, for as many programs as possible."""
 
 
 def importance_few(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, positions: Positions, scores: Scores, *, config: NSAConfig, scale: float
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    positions: Positions | None,
+    scores: Scores,
+    *,
+    config: NSAConfig,
+    scale: float,
 ) -> None:
     """Fill ``scores`` with the importance of blocks for all queries; arguments as of ``importance``."""
     batch, q_heads, num_queries, head_dim = q.shape
@@ -31,15 +39,12 @@ def importance_few(
         q,
         k_cmp,
         lse,
-        positions.token,
-        positions.start,
-        positions.cmp_start,
+        *position_arguments(q, *tensors_of(positions)),
         scores.own,
         scores.passed,
         *q.stride()[:3],
         *k_cmp.stride()[:3],
         *lse.stride()[:2],
-        positions.token.stride(0) if positions.token.shape[0] > 1 else 0,
         num_queries,
         num_keys,
         scores.width,
@@ -55,6 +60,7 @@ def importance_few(
         OWN=band.own,
         PASSED=band.passed,
         HAS_PASSED=any(band.passed),
+        HAS_POSITIONS=positions is not None,
         BLOCK_G=padded(group),
         BLOCK_J=BLOCK_J,
         BLOCK_D=padded(head_dim),

@@ -20,7 +20,7 @@ from flexnsa.attention.triton.operators import (
     with_positive_scale,
 )
 from flexnsa.operators import opaque_operator
-from flexnsa.positions import Positions
+from flexnsa.positions import Positions, tensors_of
 
 if TYPE_CHECKING:
     from flexnsa.attention.triton.kernel import Kernel
@@ -85,8 +85,7 @@ def _attend(
 ) -> BranchOutput:
     check_call(call, "q", q)
     q, scale = with_positive_scale(q, call.scale)
-    where = (None, None, None) if positions is None else positions.tensors
-    return BranchOutput(*_interval_attention(q, k, v, *where, scale, *sizes))
+    return BranchOutput(*_interval_attention(q, k, v, *tensors_of(positions), scale, *sizes))
 
 
 def attend_to_intervals(
@@ -165,6 +164,7 @@ def interval_gradients(
     """Return the gradients of q, k and v, from :func:`flexnsa.attention.triton.output_rows.row_stats`."""
     from flexnsa.attention.tiles.device import cdiv, device_of, multiprocessors
     from flexnsa.attention.tiles.intervals import backward_tiles, heads_of_program, hopper_tiles
+    from flexnsa.attention.triton.gradient_parts import sum_parts
 
     dq, dk, dv = empty_gradients(grad_out, None, q, k, v)
     q, k, v, grad_out = (with_rows(x) for x in (q, k, v, grad_out))
@@ -182,9 +182,9 @@ def interval_gradients(
         q, k, v, *where, stats, grad_out, dq, *read, *dq.stride()[:3], heads, num_queries, num_keys, scale,
         **shape, **of_queries.options(),
     )  # fmt: skip
-    key_tiles, (kv_heads, group) = cdiv(num_keys, of_keys.keys), (k.shape[1], heads // k.shape[1])
+    key_tiles, group = cdiv(num_keys, of_keys.keys), heads // k.shape[1]
     summed = heads_of_program(group, key_tiles * batch * heads, multiprocessors(q))
-    # Sums over fewer heads than a group are float32; PyTorch adds them.
+    # Sums over fewer heads than a group are float32; another kernel adds them.
     parts = [
         x if summed == group else q.new_empty(batch, heads // summed, num_keys, x.shape[-1], dtype=torch.float32)
         for x in (dk, dv)
@@ -195,8 +195,7 @@ def interval_gradients(
         **shape, HEADS=summed, **of_keys.options(),
     )  # fmt: skip
     if summed < group:
-        for total, x in zip((dk, dv), parts, strict=True):
-            total.copy_(torch.sum(torch.unflatten(x, 1, (kv_heads, -1)), 2))
+        sum_parts(parts, dk, dv)
     return dq, dk, dv
 
 

@@ -10,23 +10,20 @@ from flexnsa.attention.tiles.device import cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import HOPPER_LOG_SUM_EXP, log_sum_exp_tiles
 from flexnsa.attention.triton.hopper import runs_on_hopper
 from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp_kernel
-from flexnsa.attention.triton.operators import with_positive_scale
+from flexnsa.attention.triton.operators import position_arguments, with_positive_scale
 from flexnsa.config import NSAConfig
-from flexnsa.positions import Positions
+from flexnsa.positions import Positions, tensors_of
 
 
-def log_sum_exp(
-    q: Tensor, k_cmp: Tensor, positions: Positions, *, config: NSAConfig, scale: float, placed: bool = True
-) -> Tensor:
+def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions | None, *, config: NSAConfig, scale: float) -> Tensor:
     """Return the natural log-sum-exp of each query's scores over the compressed tokens that it sees.
 
     Args:
         q: queries ``(B, Hq, T, D)``, last dimension contiguous.
         k_cmp: compressed keys ``(B, Hkv, N, D)``, last dimension contiguous, same dtype.
-        positions: of the queries.
+        positions: of the queries; None for one whole sequence from token 0.
         config: the sizes.
         scale: factor on the scores.
-        placed: whether the queries have positions other than those of a sequence.
 
     Returns:
         float32 ``(B, Hq, T)``; ``-inf`` for a query that sees no key.
@@ -34,20 +31,17 @@ def log_sum_exp(
     q, scale = with_positive_scale(q, scale)
     batch, q_heads, num_queries, head_dim = q.shape
     out = torch.empty(batch, q_heads, num_queries, dtype=torch.float32, device=q.device)
-    if runs_on_hopper(q, k_cmp, placed=placed):
+    if runs_on_hopper(q, k_cmp, placed=positions is not None):
         _launch_on_hopper(q, k_cmp, out, config=config, scale=scale)
         return out
     tiles = log_sum_exp_tiles(device_of(q), q.dtype, head_dim)
     log_sum_exp_kernel[(batch * q_heads * cdiv(num_queries, tiles.queries),)](
         q,
         k_cmp,
-        positions.token,
-        positions.start,
-        positions.cmp_start,
+        *position_arguments(q, *tensors_of(positions)),
         out,
         *q.stride()[:3],
         *k_cmp.stride()[:3],
-        positions.token.stride(0) if positions.token.shape[0] > 1 else 0,
         num_queries,
         k_cmp.shape[2],
         scale * LOG2_E,
@@ -56,6 +50,7 @@ def log_sum_exp(
         HEAD_DIM=head_dim,
         LENGTH=config.compress_block_size,
         STRIDE=config.compress_stride,
+        HAS_POSITIONS=positions is not None,
         BLOCK_T=tiles.queries,
         BLOCK_N=tiles.keys,
         BLOCK_D=padded(head_dim),

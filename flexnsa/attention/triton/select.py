@@ -22,7 +22,7 @@ from flexnsa.attention.selection import select_in_chunks, select_with_mod
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within, num_blocks
 from flexnsa.operators import opaque_operator
-from flexnsa.positions import Positions
+from flexnsa.positions import Positions, tensors_of
 
 SCRATCH_BYTES = 256 * 2**20
 MANY_PROGRAMS = 4096
@@ -67,9 +67,8 @@ def select(
 def select_blocks_triton(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> Tensor:
     """Select by the Triton kernels; arguments and result as of :func:`select`."""
     positions = call.positions
-    where = (None, None, None) if positions is None else positions.tensors
     about = (True, None) if positions is None else (positions.aligned, positions.longest)
-    lse = None if lse is None else lse.detach()
+    lse, where = None if lse is None else lse.detach(), tensors_of(positions)
     return _select_blocks_triton(q.detach(), k_cmp.detach(), lse, *where, call.config.to_ints(), call.scale, *about)
 
 
@@ -168,10 +167,8 @@ def launch_selection(
         lse = None if lse is None else lse.transpose(0, 2)
         out = launch_selection(q.transpose(0, 2), k_cmp, lse, rows, config=config, scale=scale)
         return out.transpose(0, 2).contiguous()
-    width, placed = None, positions is not None
-    if positions is None:
-        positions = Positions.of_sequence(num_queries, q.device)
-    else:
+    width = None
+    if positions is not None:
         # The number of compressed keys bounds the length of any document without reading positions from the device.
         width = blocks_within(num_keys, config)
         if positions.longest is not None:
@@ -181,7 +178,7 @@ def launch_selection(
     check_width(width or num_blocks(num_queries, config))
     q, k_cmp = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cmp))
     if lse is None:
-        lse = log_sum_exp(q, k_cmp, positions, config=config, scale=scale, placed=placed)
+        lse = log_sum_exp(q, k_cmp, positions, config=config, scale=scale)
 
     plan = list(chunks(num_queries, batch * kv_heads, width, config))
     band = Band.of(config)
@@ -194,8 +191,6 @@ def launch_selection(
         if num_queries <= STEP_TOKENS:
             importance_few(q, k_cmp, lse.contiguous(), positions, scores, config=config, scale=scale)
         else:
-            importance(
-                q, k_cmp, lse.contiguous(), positions, scores, first_row, config=config, scale=scale, placed=placed
-            )
+            importance(q, k_cmp, lse.contiguous(), positions, scores, first_row, config=config, scale=scale)
         write_top_blocks(scores, positions, out, first_row, config=config)
     return out

@@ -16,6 +16,7 @@ from torch import Tensor
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.tiles.selected import Tiles, columns
+from flexnsa.attention.triton.gradient_parts import sum_parts
 from flexnsa.attention.triton.hopper import ROWS, runs_on_hopper
 from flexnsa.attention.triton.kernels.selected_backward import backward_parts
 from flexnsa.attention.triton.kernels.selected_sums import sum_shared, sum_slots
@@ -100,5 +101,4 @@ def backward(
             part, *queries, *(dq_of_others or (grad_q, grad_q)), grad_q, *strides_of_groups(grad_q, kv_heads), *sizes,
             **shape, BDK=padded(d_k), BR=tiles.second_rows, ALONE=dq_of_others is None, num_warps=4,
         )  # fmt: skip
-    torch.mul(dk.view(k.shape), scale, out=grad_k)
-    grad_v.copy_(dv.view(v.shape))
+    sum_parts((dk.view(k.shape), dv.view(v.shape)), grad_k, grad_v, scale=scale)

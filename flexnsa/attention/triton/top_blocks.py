@@ -13,8 +13,9 @@ from torch import Tensor
 from flexnsa.attention.tiles.device import padded
 from flexnsa.attention.triton.importance import Scores
 from flexnsa.attention.triton.kernels.top_blocks import top_blocks_kernel
+from flexnsa.attention.triton.operators import position_arguments
 from flexnsa.config import NSAConfig
-from flexnsa.positions import Positions
+from flexnsa.positions import Positions, tensors_of
 
 MAX_BLOCKS = 1 << 17
 """Upper bound of the blocks whose scores fit one program (8.4 million tokens in blocks of 64)."""
@@ -36,7 +37,7 @@ def check_width(width: int) -> None:
 
 def write_top_blocks(
     scores: Scores,
-    positions: Positions,
+    positions: Positions | None,
     out: Tensor,
     first_row: int,
     *,
@@ -47,7 +48,7 @@ def write_top_blocks(
 
     Args:
         scores: importance of the blocks for ``scores.num_rows`` queries.
-        positions: of all queries.
+        positions: of all queries; None for one whole sequence from token 0.
         out: block_indices, int32 ``(B, Hkv, T, n)``, contiguous.
         first_row: the first query of ``scores``.
         config: the sizes.
@@ -58,10 +59,8 @@ def write_top_blocks(
     top_blocks_kernel[(batch * kv_heads * scores.num_rows,)](
         scores.own,
         scores.passed,
-        positions.token,
-        positions.start,
+        *position_arguments(out, *tensors_of(positions)[:2]),
         out,
-        positions.token.stride(0) if positions.token.shape[0] > 1 else 0,
         first_row,
         scores.num_rows,
         num_queries,
@@ -72,6 +71,7 @@ def write_top_blocks(
         BLOCK_SIZE=config.select_block_size,
         FIRST=scores.band.first,
         HAS_PASSED=any(scores.band.passed),
+        HAS_POSITIONS=positions is not None,
         NUM_INIT=config.num_init_blocks,
         NUM_LOCAL=config.num_local_blocks,
         NUM_SELECTED=num_selected,

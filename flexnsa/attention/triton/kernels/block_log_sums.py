@@ -80,7 +80,7 @@ def block_log_sums(
     # Rows past the end repeat the last one, so that only the stores need a mask.
     row = tl.minimum(tile, num_rows - 1)
     position = batch * num_rows + row
-    visible = count_visible(token_ptr + position, start_ptr + position, LENGTH, STRIDE)
+    visible = count_visible(tl.load(token_ptr + position) - tl.load(start_ptr + position), LENGTH, STRIDE)
     if tl.maximum(first_block * STEP + FIRST, 0) >= tl.max(visible):
         return
 

@@ -77,7 +77,7 @@ def compare_blocks(
     position = batch_head // KV_HEADS * num_rows + row
     age = tl.load(token_ptr + position) - tl.load(start_ptr + position)  # -1 of a query that is none
     current = age // BLOCK_SIZE
-    visible = count_visible(index_token_ptr + position, index_start_ptr + position, LENGTH, STRIDE)
+    visible = count_visible(tl.load(index_token_ptr + position) - tl.load(index_start_ptr + position), LENGTH, STRIDE)
     head, index_head = tl.arange(0, BH), tl.arange(0, BI)
     stride_h = num_rows.to(tl.int64) * width
     true_ptr += (batch_head * HEADS * num_rows + row) * width

@@ -111,7 +111,7 @@ def query_gradients(
 
     row = tl.minimum(tile, num_rows - 1)
     position = batch * num_rows + row
-    visible = count_visible(token_ptr + position, start_ptr + position, LENGTH, STRIDE)
+    visible = count_visible(tl.load(token_ptr + position) - tl.load(start_ptr + position), LENGTH, STRIDE)
     first_key = tl.load(first_key_ptr + position)
     dim = tl.arange(0, BD)[None, :]
     q_base = q_ptr + batch * q_stride_b + head % (KV_HEADS * HEADS) * q_stride_h
@@ -202,7 +202,7 @@ def key_gradients(
         tile = first_row + tl.arange(0, BT)
         row = tl.minimum(tile, num_rows - 1)
         position = batch * num_rows + row
-        visible = count_visible(token_ptr + position, start_ptr + position, LENGTH, STRIDE)
+        visible = count_visible(tl.load(token_ptr + position) - tl.load(start_ptr + position), LENGTH, STRIDE)
         first_key = tl.load(first_key_ptr + position)
         visible = tl.where(tile < num_rows, visible, 0)
         if (tl.max(first_key + visible) > first) & (tl.min(first_key) < first + BN):

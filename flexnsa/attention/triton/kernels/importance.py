@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.visible import count_visible
+from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
 from flexnsa.attention.triton.typed import jit
 
 
@@ -45,6 +45,7 @@ def importance_kernel(
     token_ptr,
     start_ptr,
     cmp_start_ptr,
+    position_stride_b,
     own_ptr,
     passed_ptr,
     q_stride_b,
@@ -55,7 +56,6 @@ def importance_kernel(
     k_stride_n,
     lse_stride_b,
     lse_stride_h,
-    position_stride_b,
     first_row,
     num_rows,
     num_keys,
@@ -72,6 +72,7 @@ def importance_kernel(
     OWN: tl.constexpr,
     PASSED: tl.constexpr,
     HAS_PASSED: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -88,8 +89,9 @@ def importance_kernel(
     # Rows past the end repeat the last one, so that only the stores need a mask.
     local_row = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
     row = first_row + tl.minimum(local_row, num_rows - 1)
-    position = batch * position_stride_b + row
-    visible = count_visible(token_ptr + position, start_ptr + position, LENGTH, STRIDE)
+    at = batch * position_stride_b
+    token, start = load_positions(token_ptr + at, start_ptr + at, row, first_row + num_rows, HAS_POSITIONS)
+    visible = count_visible(token - start, LENGTH, STRIDE)
     key = (first_block + tl.arange(0, BLOCK_J)) * RATIO + FIRST
     if first_block * RATIO + FIRST >= tl.max(visible):
         return
@@ -102,7 +104,7 @@ def importance_kernel(
 
     own = tl.zeros((BLOCK_T, BLOCK_J), tl.float32)
     passed = tl.zeros((BLOCK_T, BLOCK_J), tl.float32)
-    cmp_start = tl.load(cmp_start_ptr + position)
+    cmp_start = tl.load(cmp_start_ptr + at + row) if HAS_POSITIONS else row * 0
     document = tl.min(cmp_start)
     last_document = tl.max(cmp_start)
     # Block grids restart at each document, so loop over the documents of the query tile, usually one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.visible import count_visible
+from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
 from flexnsa.attention.triton.typed import jit
 
 
@@ -17,6 +17,7 @@ def importance_few_kernel(
     token_ptr,
     start_ptr,
     cmp_start_ptr,
+    position_stride_b,
     own_ptr,
     passed_ptr,
     q_stride_b,
@@ -27,7 +28,6 @@ def importance_few_kernel(
     k_stride_n,
     lse_stride_b,
     lse_stride_h,
-    position_stride_b,
     num_rows,
     num_keys,
     width,
@@ -43,6 +43,7 @@ def importance_few_kernel(
     OWN: tl.constexpr,
     PASSED: tl.constexpr,
     HAS_PASSED: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -55,8 +56,9 @@ def importance_few_kernel(
     batch = batch_head // KV_HEADS
     first_head = batch_head % KV_HEADS * GROUP
 
-    position = batch * position_stride_b + row
-    visible = count_visible(token_ptr + position, start_ptr + position, LENGTH, STRIDE)
+    at = batch * position_stride_b
+    token, start = load_positions(token_ptr + at, start_ptr + at, row, num_rows, HAS_POSITIONS)
+    visible = count_visible(token - start, LENGTH, STRIDE)
     if first_block * RATIO + FIRST >= visible:
         return
 
@@ -70,7 +72,7 @@ def importance_few_kernel(
     lse_log2 = tl.load(lse_ptrs, mask=head < GROUP, other=float("inf")) * 1.4426950408889634
 
     key = (first_block + tl.arange(0, BLOCK_J)) * RATIO + FIRST
-    document = tl.load(cmp_start_ptr + position)
+    document = tl.load(cmp_start_ptr + at + row) if HAS_POSITIONS else 0
     k_ptrs = k_ptr + batch * k_stride_b + batch_head % KV_HEADS * k_stride_h + dim
     own = tl.zeros((BLOCK_J,), tl.float32)
     passed = tl.zeros((BLOCK_J,), tl.float32)

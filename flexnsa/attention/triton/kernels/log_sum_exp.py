@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.visible import count_visible, runs
+from flexnsa.attention.triton.kernels.visible import count_visible, load_positions, runs
 from flexnsa.attention.triton.typed import jit
 
 
@@ -16,6 +16,7 @@ def log_sum_exp_kernel(
     token_ptr,
     start_ptr,
     cmp_start_ptr,
+    position_stride_b,
     out_ptr,
     q_stride_b,
     q_stride_h,
@@ -23,7 +24,6 @@ def log_sum_exp_kernel(
     k_stride_b,
     k_stride_h,
     k_stride_n,
-    position_stride_b,
     num_queries,
     num_keys,
     scale_log2,
@@ -32,6 +32,7 @@ def log_sum_exp_kernel(
     HEAD_DIM: tl.constexpr,
     LENGTH: tl.constexpr,
     STRIDE: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -43,9 +44,10 @@ def log_sum_exp_kernel(
     batch = batch_head // Q_HEADS
     head = batch_head % Q_HEADS
     row = tl.minimum(first_row + tl.arange(0, BLOCK_T), num_queries - 1)
-    position = batch * position_stride_b + row
-    low = tl.load(cmp_start_ptr + position)
-    high = low + count_visible(token_ptr + position, start_ptr + position, LENGTH, STRIDE)
+    at = batch * position_stride_b
+    token, start = load_positions(token_ptr + at, start_ptr + at, row, num_queries, HAS_POSITIONS)
+    low = tl.load(cmp_start_ptr + at + row) if HAS_POSITIONS else row * 0
+    high = low + count_visible(token - start, LENGTH, STRIDE)
 
     dim = tl.arange(0, BLOCK_D)[None, :]
     q_ptrs = q_ptr + batch * q_stride_b + head * q_stride_h + row.to(tl.int64)[:, None] * q_stride_t + dim

@@ -7,13 +7,13 @@ import triton.language as tl
 
 from flexnsa.attention.triton.kernels.selected_pairs import (
     first_key,
-    load_positions,
     load_row,
     locate,
     needs_mask,
     row_of_tile,
     sees,
 )
+from flexnsa.attention.triton.kernels.visible import load_positions
 from flexnsa.attention.triton.typed import jit
 
 

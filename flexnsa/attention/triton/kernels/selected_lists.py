@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.selected_pairs import load_positions, locate
+from flexnsa.attention.triton.kernels.selected_pairs import locate
+from flexnsa.attention.triton.kernels.visible import load_positions
 from flexnsa.attention.triton.typed import jit
 
 

@@ -9,19 +9,6 @@ from flexnsa.attention.triton.typed import jit
 
 
 @jit
-def load_positions(token_ptr, start_ptr, t, num_queries, HAS_POSITIONS: tl.constexpr):
-    """Return the token, and the first key of the document, of the queries ``t``; some may exceed the last query."""
-    if HAS_POSITIONS:
-        t = tl.minimum(t, num_queries - 1)
-        token = tl.load(token_ptr + t)
-        start = tl.load(start_ptr + t)
-    else:
-        token = t
-        start = t * 0
-    return token, start
-
-
-@jit
 def locate(block, token, start, num_keys, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr):
     """Return first key and key tile of a selected block, and whether its query sees any of it; any int is safe."""
     seen = (block >= 0) & (token >= start) & (block <= (token - start) // SIZE)

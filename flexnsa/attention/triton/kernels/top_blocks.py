@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.visible import count_visible
+from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
 from flexnsa.attention.triton.typed import jit
 
 
@@ -67,8 +67,8 @@ def top_blocks_kernel(
     passed_ptr,
     token_ptr,
     start_ptr,
-    out_ptr,
     position_stride_b,
+    out_ptr,
     first_row,
     num_rows,
     num_queries,
@@ -79,6 +79,7 @@ def top_blocks_kernel(
     BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr,
     HAS_PASSED: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     NUM_INIT: tl.constexpr,
     NUM_LOCAL: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
@@ -90,10 +91,10 @@ def top_blocks_kernel(
     local_row = tl.program_id(0) % num_rows
     head = (tl.program_id(0) // num_rows).to(tl.int64)
     row = first_row + local_row
-    position = (head // KV_HEADS) * position_stride_b + row
-    visible = count_visible(token_ptr + position, start_ptr + position, LENGTH, STRIDE)
-    current = (tl.load(token_ptr + position) - tl.load(start_ptr + position)) // BLOCK_SIZE
-    current = tl.minimum(current, width - 1)
+    at = (head // KV_HEADS) * position_stride_b
+    token, start = load_positions(token_ptr + at, start_ptr + at, row, num_queries, HAS_POSITIONS)
+    visible = count_visible(token - start, LENGTH, STRIDE)
+    current = tl.minimum((token - start) // BLOCK_SIZE, width - 1)
 
     cell = (head * num_rows + local_row) * tl.multiple_of(width, 16)
     own, passed, out = own_ptr + cell, passed_ptr + cell, out_ptr + (head * num_queries + row) * NUM_SELECTED

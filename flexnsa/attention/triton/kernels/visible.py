@@ -1,5 +1,5 @@
 # pyright: standard, reportGeneralTypeIssues=false
-"""The keys that queries see: compressed tokens from positions, and the runs of keys that a tile of queries shares."""
+"""The keys that queries see: their positions, compressed tokens, and the runs of keys that a tile of them shares."""
 
 from __future__ import annotations
 
@@ -9,9 +9,21 @@ from flexnsa.attention.triton.typed import jit
 
 
 @jit
-def count_visible(token_ptrs, start_ptrs, LENGTH: tl.constexpr, STRIDE: tl.constexpr):
-    """Return how many compressed tokens of its document each query sees: those with ``i * d + l - 1 <= t``."""
-    age = tl.load(token_ptrs) - tl.load(start_ptrs)
+def load_positions(token_ptr, start_ptr, t, num_queries, HAS_POSITIONS: tl.constexpr):
+    """Return the token, and the first key of the document, of the queries ``t``; some may exceed the last query."""
+    if HAS_POSITIONS:
+        t = tl.minimum(t, num_queries - 1)
+        token = tl.load(token_ptr + t)
+        start = tl.load(start_ptr + t)
+    else:
+        token = t
+        start = t * 0
+    return token, start
+
+
+@jit
+def count_visible(age, LENGTH: tl.constexpr, STRIDE: tl.constexpr):
+    """Return how many compressed tokens a query sees, ``age`` tokens into its document: ``i * d + l - 1 <= age``."""
     return tl.maximum(age + 1 + STRIDE - LENGTH, 0) // STRIDE
 
 
