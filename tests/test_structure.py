@@ -73,7 +73,6 @@ NOT_STRICT = {
     f"{KERNELS}/hopper/interval_keys",
     f"{KERNELS}/hopper/intervals_backward",
     f"{KERNELS}/hopper/intervals_forward",
-    f"{KERNELS}/hopper/log_sum_exp",
     f"{KERNELS}/hopper/rows",
     f"{KERNELS}/hopper/selected_backward",
     f"{KERNELS}/hopper/selected_forward",

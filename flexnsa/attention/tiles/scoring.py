@@ -58,31 +58,19 @@ def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_
 HOPPER_IMPORTANCE: Mapping[tuple[int, int], ImportanceTiles] = {
     (64, 4): ImportanceTiles(64, 32, 4, 1, 128),
     (128, 4): ImportanceTiles(64, 32, 4, 1, 168),
-    (64, 8): ImportanceTiles(64, 32, 4, 1, 128),
-    (128, 8): ImportanceTiles(64, 32, 4, 1),
+    (64, 8): ImportanceTiles(64, 16, 4, 1, 128, places=4),
+    (128, 8): ImportanceTiles(64, 32, 4, 1, places=4),
 }
 """Those of the kernel for Hopper, by head dimension and keys of a block: 2 to 4 programs share a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogSumExpTiles:
-    """Launch parameters of the log-sum-exp kernel: queries and keys of one program, and warps; two stages.
-
-    The others are of the kernel for Hopper alone: the limit of registers, and whether queries stay in registers.
-    """
+    """Launch parameters of the log-sum-exp kernel: queries and keys of one program, and warps; two stages."""
 
     queries: int
     keys: int
     num_warps: int
-    max_registers: int | None = None
-    in_registers: bool = True
-
-
-HOPPER_LOG_SUM_EXP: Mapping[int, LogSumExpTiles] = {
-    64: LogSumExpTiles(128, 128, 8, 128),
-    128: LogSumExpTiles(128, 64, 8, 128),
-}
-"""Those of the kernel for Hopper, by head dimension."""
 
 
 @cache

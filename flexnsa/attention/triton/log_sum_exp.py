@@ -7,8 +7,7 @@ from torch import Tensor
 
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, device_of, padded
-from flexnsa.attention.tiles.scoring import HOPPER_LOG_SUM_EXP, log_sum_exp_tiles
-from flexnsa.attention.triton.hopper import runs_on_hopper
+from flexnsa.attention.tiles.scoring import log_sum_exp_tiles
 from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp_kernel
 from flexnsa.attention.triton.operators import position_arguments, with_positive_scale
 from flexnsa.config import NSAConfig
@@ -31,9 +30,6 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions | None, *, config
     q, scale = with_positive_scale(q, scale)
     batch, q_heads, num_queries, head_dim = q.shape
     out = torch.empty(batch, q_heads, num_queries, dtype=torch.float32, device=q.device)
-    if runs_on_hopper(q, k_cmp, placed=positions is not None):
-        _launch_on_hopper(q, k_cmp, out, config=config, scale=scale)
-        return out
     tiles = log_sum_exp_tiles(device_of(q), q.dtype, head_dim)
     log_sum_exp_kernel[(batch * q_heads * cdiv(num_queries, tiles.queries),)](
         q,
@@ -58,31 +54,3 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions | None, *, config
         num_stages=2,
     )
     return out
-
-
-def _launch_on_hopper(q: Tensor, k_cmp: Tensor, out: Tensor, *, config: NSAConfig, scale: float) -> None:
-    from flexnsa.attention.triton.kernels.hopper.log_sum_exp import hopper_log_sum_exp
-
-    batch, q_heads, num_queries, head_dim = q.shape
-    tiles = HOPPER_LOG_SUM_EXP[head_dim]
-    options = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
-    hopper_log_sum_exp[(cdiv(num_queries, tiles.queries), batch * q_heads)](
-        q,
-        k_cmp,
-        out,
-        *q.stride()[:3],
-        *k_cmp.stride()[:3],
-        q_heads,
-        num_queries,
-        k_cmp.shape[2],
-        scale * LOG2_E,
-        GROUP=q_heads // k_cmp.shape[1],
-        HEAD_DIM=head_dim,
-        LENGTH=config.compress_block_size,
-        STRIDE=config.compress_stride,
-        BLOCK_T=tiles.queries,
-        BLOCK_N=tiles.keys,
-        IN_REGISTERS=tiles.in_registers,
-        num_warps=tiles.num_warps,
-        **options,
-    )
