@@ -5,9 +5,10 @@
     python -m benchmarks attention.gpu --device cpu --tiny --lengths 256 --phases-at 256 --memory-at 512    # rehearse
 
 Implementations run in turn at each length, round after round, in one process; times are medians over CUDA events,
-forward and backward apart, the second-level cache flushed before each. Peak memory is the allocator's above the inputs.
-Nothing but this package, torch and triton is needed; flash-linear-attention is measured where it is installed.
-Compiled code goes to a new cache unless TORCHINDUCTOR_CACHE_DIR names one: compile times are those of a first call.
+forward and backward apart, the second-level cache flushed before each; those "captured" are of both as one CUDA graph.
+Peak memory is the allocator's above the inputs. Nothing but this package, torch and triton is needed;
+flash-linear-attention is measured where it is installed. Compiled code goes to a new cache unless
+TORCHINDUCTOR_CACHE_DIR names one: compile times are those of a first call.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from benchmarks.harness.check import check
 from benchmarks.harness.phases import PHASES
 from benchmarks.harness.session import Session
 from benchmarks.harness.setting import published
-from benchmarks.harness.workloads import WHOLE, Maker
+from benchmarks.harness.workloads import WHOLE, Maker, captured
 
 TABLES = {"whole": WHOLE, "phase": PHASES}
 UNCOMPILED = ("cuDNN SDPA", "flash SDPA", "math SDPA", "score", "lists", "fla: selected branch")
+CAPTURED = ("NSA", "cuDNN SDPA")
 LONGEST_MATH = 8192
 """Longer, the scores of math SDPA alone take more than 30 GiB; its curve is known by then."""
 
@@ -48,12 +50,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--memory-at", type=int, nargs="*", default=[131072], help="lengths of which only memory is asked"
     )
+    parser.add_argument("--captured-at", type=int, nargs="*", default=[8192], help="lengths of CUDA graphs")
     parser.add_argument("--quick", action="store_true", help="8k and 32k, no phases, no 128k")
     parser.add_argument("--skip-check", action="store_true", help="measure without checking first")
     parser.add_argument("--compile-only", nargs=2, metavar=("KIND", "LENGTH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.lengths, arguments.phases_at, arguments.memory_at = [8192, 32768], [], []
+        arguments.captured_at = []
     return arguments
 
 
@@ -81,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     session = Session(setting, recording, arguments.seconds - (time.monotonic() - start))
     for length in arguments.lengths:
         session.race("whole", _whole(length), length, arguments.rounds)
+        if length in arguments.captured_at and setting.device == "cuda":
+            session.race("captured", {name: captured(WHOLE[name]) for name in CAPTURED}, length, arguments.rounds)
         if length in arguments.phases_at:
             session.race("phase", PHASES, length, arguments.rounds)
     for length in arguments.memory_at:

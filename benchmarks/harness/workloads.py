@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
+from benchmarks.harness.graphs import capture
 from benchmarks.harness.setting import Setting
 from flexnsa import native_sparse_attention
 from flexnsa.geometry import num_compressed
@@ -44,6 +45,19 @@ class Workload:
 
 
 Maker = Callable[[Setting, int], Workload]
+
+
+def captured(make: Maker) -> Maker:
+    """Forward and backward of a workload as one CUDA graph, which is a single launch for the host."""
+
+    def capture_both(setting: Setting, length: int) -> Workload:
+        workload = make(setting, length)
+        graph, _ = capture(workload.run)
+        return Workload(workload.name, graph.replay, (), ())
+
+    return capture_both
+
+
 NSA_INPUTS: tuple[str, ...] = ("q", "gates", "k", "v", "k_win", "v_win", "k_cmp", "v_cmp")
 """Names of the tensors of :func:`nsa_inputs`, in their order."""
 
