@@ -110,7 +110,7 @@ KERNELS = {
     "window and compressed: `hopper_forward`": ["hopper_forward"],
     "`hopper_backward_queries` and `hopper_backward_keys`": ["hopper_backward_queries", "hopper_backward_keys"],
     "gates: `add_gated` and `gated_stats`": ["add_gated", "gated_stats"],
-    "importance and top-n": ["importance_kernel", "top_blocks_kernel"],
+    "importance and top-n": ["hopper_importance", "top_blocks_kernel"],
 }
 """Rows of the table of kernels, and the recorded ones that they sum."""
 
