@@ -104,7 +104,7 @@ def test_selection_does_not_see_future_compressed_tokens(impl: str) -> None:
 def test_the_choice_of_implementation_is_read(impl: str, calls: list[str]) -> None:
     """Flags that nothing read: "all backends use identical memory"."""
     attend(make_inputs(40), impl=impl)
-    assert calls == [f"{impl}.{function}" for function in BRANCH_FUNCTIONS]
+    assert sorted(calls) == sorted(f"{impl}.{function}" for function in BRANCH_FUNCTIONS)
 
 
 @impls

@@ -148,7 +148,8 @@ def native_sparse_attention(
         recompute: any of ``branches``, to compute again in backward: only q, keys, values and gates are kept for it,
             neither the branches' outputs nor what their kernels save. Blocks are still selected only once.
         nonnegative_gates: no gate is negative, as after a sigmoid. Triton then computes the gradients of all branches
-            in one pass, which is faster; only ``out`` has any, and a negative gate would make them NaN.
+            in one pass, which is faster. Only ``out`` then has gradients, none of ``NSAAux`` does; with a negative gate
+            they are NaN.
 
     Returns:
         ``out (B, Hq, S, Dv)`` in the dtype of q.

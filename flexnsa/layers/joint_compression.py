@@ -21,12 +21,12 @@ def compress_both(phi_k: object, phi_v: object, k: Tensor, v: Tensor) -> tuple[T
     if not k.is_cuda or weights_k is None or weights_v is None or phi_v.project.config != config:
         return None
     pairs = list(zip(weights_k.parameters, weights_v.parameters, strict=True))
-    if k.shape != v.shape or any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
+    if (k.shape, k.dtype) != (v.shape, v.dtype) or any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
         return None
     for x in (k, v):
         check_input(x, None, phi_k.shape, config, phi_k.project.weight)
-    # A batched product gives gradients that are transposed in memory. Of stacked weights, autograd would copy each to
-    # the layout of its parameter; a gradient of joined ones is laid out as rows before it is split.
+    # Not torch.stack: a batched product lays out the gradient of its weights transposed, and autograd would copy each
+    # part to the layout of its parameter. That of joined weights is copied once, before it is split.
     position, weight, *out = (torch.unflatten(torch.cat(pair), 0, (2, -1)) for pair in pairs)
     both = map_blocks(torch.stack((k, v)), position, weight, config)
     for_k, for_v = (multiply(F.silu(both), out[0]) if out else both).unbind()

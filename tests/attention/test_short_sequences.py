@@ -173,3 +173,12 @@ def test_a_wider_selection_changes_nothing() -> None:
     x = make_inputs(BLOCKS)
     outs = [attend(x, config=replace(SMALL, num_selected_blocks=n)) for n in (SMALL.num_selected_blocks, 20)]
     torch.testing.assert_close(*outs)
+
+
+@pytest.mark.parametrize("length", [40, 400])
+def test_gradients_through_the_log_sum_exp_are_laid_out_as_compiled_code_expects(length: int) -> None:
+    q, k, v = torch.randn(1, 4, length, 16), torch.randn(1, 2, length, 16), torch.randn(1, 2, length, 16)
+    lo, hi = torch.zeros(1, length, dtype=torch.int32), torch.arange(1, length + 1, dtype=torch.int32)[None]
+    out, lse = flash_attention(q, k, v, lo, hi, 0.25, 64)
+    grads = flash_attention_backward(torch.ones_like(out), torch.ones_like(lse), q, k, v, lo, hi, out, lse, 0.25, 64)
+    assert [x.stride() for x in grads] == [x.stride() for x in (q, k, v)]

@@ -83,7 +83,7 @@ def flash_attention_backward(
             )
         )
         found = flash_attention_backward(grad_out, None, q, k, v_one, lo, hi, out, lse, scale, chunk_size)
-        return *found[:2], found[2][..., :-1].to(v.dtype)
+        return *found[:2], found[2][..., :-1].to(v.dtype).contiguous()
     if _is_short(q, k, lo, hi):
         whole = _by_key_head(k, width, dtype, grad_out, q, k, v, out)
         lse = lse.reshape(-1, q.shape[1] // k.shape[1], q.shape[2])

@@ -34,7 +34,8 @@ class HopperTiles(IntervalTiles):
     def options(self) -> dict[str, int]:
         """Return the keyword arguments of a launch."""
         options = IntervalTiles.options(self)
-        return options | {"BUFFERS": options.pop("num_stages")}
+        options["BUFFERS"] = options.pop("num_stages")
+        return options
 
 
 Key = tuple[int, bool]
@@ -113,7 +114,6 @@ def hopper_tiles(dk: int, dv: int) -> tuple[IntervalTiles, IntervalTiles]:
     return HOPPER_TILES, HopperTiles(64, 128, 8, 3)
 
 
-@cache
 def heads_of_program(group: int, most_programs: int, multiprocessors: int) -> int:
     """Return over how many heads of a group a program sums the gradients of keys, the most that leave enough programs.
 

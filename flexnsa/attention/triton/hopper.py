@@ -31,11 +31,13 @@ def runs_on_hopper(*read: Tensor, placed: bool, block_size: int = ROWS, group: i
 
 
 def takes_heads(q: Tensor, *dims: int, placed: bool) -> bool:
-    """Return whether these kernels run if rows are aligned, also under ``torch.compile``.
+    """Return whether these kernels run for queries and head dimensions, provided that all rows are aligned.
+
+    Dynamo can trace this.
 
     Args:
         q: the queries ``(B, H, T, D)``.
-        dims: the head dimensions of all tensors.
+        dims: head dimensions to check.
         placed: whether queries have positions.
     """
     if placed or q.dtype not in (torch.bfloat16, torch.float16) or not all(dim in DIMS for dim in dims):

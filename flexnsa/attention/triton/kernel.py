@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib import import_module
 from inspect import signature
 from typing import Protocol
@@ -61,6 +61,10 @@ class Kernel:
         self._begun = set[tuple[object, ...]]()
         self._compiling = list[Future[None]]()
 
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(signature(self.function.fn).parameters)
+
     def __getitem__(self, grid: Grid) -> Callable[..., None]:
         """Return what launches the kernel."""
         return partial(self._launch, grid)
@@ -73,15 +77,16 @@ class Kernel:
             wait(self._compiling)  # what failed there fails again, here
             self._compiling.clear()
         read = [x if type(x) is int else _read_of(x) for x in others]
-        key = (first.device, _read_of(first), *read, *options, *options.values())
+        key = (first.device, _read_of(first), *read, *options, *map(_read_of, options.values()))
         found = self._found.get(key)
         if found is not None:
             compiled, constants = found
             compiled[(*grid, 1, 1)[:3]](first, *others, *constants)
             return
         compiled = self.function[grid](first, *others, **options)
-        if compiled is not None:  # as of Triton's interpreter
-            constants = [options[name] for name in signature(self.function.fn).parameters if name in options]
+        # The interpreter compiles nothing, and Triton may do it later.
+        if compiled is not None and hasattr(type(compiled), "__getitem__"):
+            constants = [options[name] for name in self._names if name in options]
             if len(self._found) >= MOST_LAUNCHES:
                 self._found.clear()
             self._found[key] = compiled, constants
@@ -110,8 +115,8 @@ class _Pointer:
 
 
 def _read_of(x: object) -> object:
-    """Return what Triton reads of an argument to find a variant."""
-    return (x.dtype, x.data_ptr() % ALIGNMENT) if isinstance(x, Tensor) else x
+    """Return what Triton reads of an argument to find a variant: equal numbers of other types have others."""
+    return (x.dtype, x.data_ptr() % ALIGNMENT) if isinstance(x, Tensor) else (type(x), x)
 
 
 def _address(x: Tensor) -> int:

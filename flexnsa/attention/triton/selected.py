@@ -231,7 +231,7 @@ def sizes_of_parts(batch: int, heads: int, bytes_of_head: int) -> tuple[int, int
     """Return the batch elements and the heads of a part: as few parts as fit, and these about equally large."""
     at_once = max(1, WORKSPACE_BYTES // bytes_of_head)
     if at_once >= heads:
-        return cdiv(batch, cdiv(batch, at_once // heads)), heads
+        return cdiv(batch, max(1, cdiv(batch, at_once // heads))) or 1, heads
     return 1, cdiv(heads, cdiv(heads, at_once))
 
 

@@ -211,7 +211,7 @@ class Work:
     def footprint(self, tag: str) -> Footprint:
         """Return the footprint of a branch; ``impl="triton"`` leaves some compressed branches to FlexAttention."""
         dims = self.sizes.head_dim, self.sizes.v_head_dim
-        on_hopper = self.activation == 2 and {*dims} <= {*DIMS}  # as the H200 is, where estimates are compared
+        on_hopper = self.activation == 2 and {*dims} <= {*DIMS}  # estimates are for Hopper
         own = on_hopper or intervals.is_faster(self.sizes.length(tag), max(dims))
         if self.impl == "triton" and tag == "cmp" and not own:
             return FLEX

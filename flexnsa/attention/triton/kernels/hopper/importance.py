@@ -152,7 +152,7 @@ def _copy_lse(to, ptr, first, end):
 
 @gluon_jit
 def _hold(hold, own):
-    """Keep the wait that follows after the sums: the assembler moves none across a store. Nobody reads this one."""
+    """Store what nobody reads: across a store the assembler does not move the wait that follows, to before the sums."""
     hold.store(gl.sum(own.reshape([own.shape[0], own.shape[1] // 8, 8]), 1))
 
 
