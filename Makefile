@@ -119,7 +119,7 @@ clean:  ## remove the environment, caches and outputs
 	$(PYTHON) -m venv $*
 	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
 		echo "$*/bin/pip install torch, CPU build"; \
-		$*/bin/pip install --quiet --no-compile --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch \
+		$*/bin/pip install --quiet --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch \
 			|| echo "$(CPU_WHEELS) does not answer: taking torch from the default index"; \
 	fi
 	@touch $@
