@@ -57,7 +57,7 @@ def calls(shape: Shape) -> Iterator[tuple[str, Compile]]:
         yield f"flex {branch}", partial(_flex, branch, shape)
         for queries in (FEW, MANY):
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
-    functions = (_select, _select_by_index_keys, _select_of_documents, _select_few, _selected, _selected_of_documents)
+    functions = (_select, _select_of_documents, _select_few, _selected, _selected_of_documents)
     intervals = (_compressed, _compressed_of_documents, _window, _window_of_documents)
     sums = (_gated_sum, _gated_sum_of_documents)
     losses = (_selection_loss, _selection_loss_of_overlapping_keys)
@@ -93,16 +93,10 @@ def _own(attend: Callable[[Shape], None], shape: Shape) -> list[tuple[str, Resou
     return [(needed.kernel, needed) for needed in found]
 
 
-def _select(
-    shape: Shape, queries: int = LENGTH, positions: Positions | None = None, config: NSAConfig = CONFIG
-) -> None:
+def _select(shape: Shape, queries: int = LENGTH, positions: Positions | None = None) -> None:
     q = torch.empty(1, KV_HEADS * GROUP, queries, shape.dims[0], dtype=shape.dtype)
-    k_cmp = q.new_empty(1, KV_HEADS, num_compressed(LENGTH, config), shape.dims[0])
-    triton_select.select(q, k_cmp, Call(config, shape.scale, positions=positions), None, None)
-
-
-def _select_by_index_keys(shape: Shape) -> None:
-    _select(shape, config=INDEXED.scoring)
+    k_cmp = q.new_empty(1, KV_HEADS, num_compressed(LENGTH, CONFIG), shape.dims[0])
+    triton_select.select(q, k_cmp, Call(CONFIG, shape.scale, positions=positions), None, None)
 
 
 def _select_of_documents(shape: Shape) -> None:
