@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, assert_type
 
 import pytest
@@ -63,6 +64,21 @@ def test_what_comes_back_is_known_before_the_call() -> None:
     )
     assert assert_type(out, Tensor).shape == x.q.shape
     assert isinstance(assert_type(aux, NSAAux), NSAAux)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_an_implementation_is_asked_for_the_gated_sum_where_no_gate_is_negative(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Call] = []
+    monkeypatch.setitem(
+        IMPLEMENTATIONS, "sdpa", replace(IMPLEMENTATIONS["sdpa"], gated_sum=lambda *x: asked.append(x[-1]))
+    )
+    x = make_inputs(20)
+    inputs: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "gates": x.gates, "k_cmp": x.k_cmp, "v_cmp": x.v_cmp}
+    out = native_sparse_attention(**inputs, config=SMALL, nonnegative_gates=known)
+    assert len(asked) == known
+    torch.testing.assert_close(out, native_sparse_attention(**inputs, config=SMALL, impl="reference"))
 
 
 def test_every_implementation_has_a_cached_form() -> None:

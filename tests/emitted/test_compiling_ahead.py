@@ -85,7 +85,8 @@ def test_a_launch_like_an_earlier_one_finds_what_triton_would(monkeypatch: pytes
     assert search.call_count == len(calls)
     kernel[(5,)](x, 1, 7, BLOCK=32)
     kernel[(5,)](x, 1, 7, BLOCK=16, num_warps=8)
-    assert search.call_count == len(calls) + 2
+    kernel[(5,)](x, True, 7, BLOCK=16)  # equals 1, but another variant multiplies by it
+    assert search.call_count == len(calls) + 3
     assert not launched
 
 

@@ -28,6 +28,12 @@ class ImportanceTiles:
     max_registers: int | None = None
     places: int = 2
 
+    def options(self) -> dict[str, int]:
+        """Return the keyword arguments of a launch."""
+        options = {"BLOCK_T": self.queries, "BLOCK_J": self.blocks}
+        options |= {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
+
 
 @cache
 def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_block: int) -> ImportanceTiles:

@@ -87,102 +87,33 @@ def importance(
         scale: factor on the attention scores.
         tiles: launch parameters; None chooses by device.
     """
-    batch, q_heads, _, head_dim = q.shape
-    kv_heads, num_keys = k_cmp.shape[1:3]
-    band = scores.band
-    hopper_tiles = None if tiles else _hopper_tiles(q, k_cmp, band, config, placed=positions is not None)
-    if hopper_tiles is not None:
-        _launch_on_hopper(q, k_cmp, lse, scores, first_row, hopper_tiles, config=config, scale=scale)
-        return
-    tiles = tiles or importance_tiles(device_of(q), q.dtype, head_dim, len(band.own))
-    num_tiles = cdiv(scores.num_rows, tiles.queries) * cdiv(scores.width, tiles.blocks)
-    importance_kernel[(batch * kv_heads * num_tiles,)](
-        q,
-        k_cmp,
-        lse,
-        *position_arguments(q, *tensors_of(positions)),
-        scores.own,
-        scores.passed,
-        *q.stride()[:3],
-        *k_cmp.stride()[:3],
-        *lse.stride()[:2],
-        first_row,
-        scores.num_rows,
-        num_keys,
-        scores.width,
-        scale * LOG2_E,
-        KV_HEADS=kv_heads,
-        GROUP=q_heads // kv_heads,
-        HEAD_DIM=head_dim,
-        LENGTH=config.compress_block_size,
-        STRIDE=config.compress_stride,
-        RATIO=config.select_block_size // config.compress_stride,
-        FIRST=band.first,
-        NUM_OFFSETS=len(band.own),
-        OWN=band.own,
-        PASSED=band.passed,
-        HAS_PASSED=any(band.passed),
-        HAS_POSITIONS=positions is not None,
-        BLOCK_T=tiles.queries,
-        BLOCK_J=tiles.blocks,
-        BLOCK_D=padded(head_dim),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        maxnreg=tiles.max_registers,
-    )
-
-
-def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, config: NSAConfig, *, placed: bool) -> ImportanceTiles | None:
-    """Return the tiles of the kernel for Hopper, if it runs: where no key counts for an earlier block than its own."""
+    (batch, q_heads, _, head_dim), (kv_heads, num_keys), band = q.shape, k_cmp.shape[1:3], scores.band
     ratio = config.select_block_size // config.compress_stride
+    strides = *q.stride()[:3], *k_cmp.stride()[:3], *lse.stride()[:2]
+    sizes = first_row, scores.num_rows, num_keys, scores.width, scale * LOG2_E
+    shape: dict[str, object] = {"KV_HEADS": kv_heads, "GROUP": q_heads // kv_heads, "HEAD_DIM": head_dim}
+    shape |= {"LENGTH": config.compress_block_size, "STRIDE": config.compress_stride, "RATIO": ratio}
+    shape |= {"OWN": band.own, "PASSED": band.passed, "HAS_PASSED": any(band.passed)}
+    on_hopper = None if tiles else _hopper_tiles(q, k_cmp, band, ratio, placed=positions is not None)
+    tiles = tiles or on_hopper or importance_tiles(device_of(q), q.dtype, head_dim, len(band.own))
+    grid = (batch * kv_heads * cdiv(scores.num_rows, tiles.queries) * cdiv(scores.width, tiles.blocks),)
+    if on_hopper:
+        from flexnsa.attention.triton.kernels.hopper.importance import hopper_importance
+
+        hopper_importance[grid](
+            q, k_cmp, lse, scores.own, scores.passed, *strides, *sizes,
+            **shape, PLACES=tiles.places, **tiles.options(),
+        )  # fmt: skip
+        return
+    importance_kernel[grid](
+        q, k_cmp, lse, *position_arguments(q, *tensors_of(positions)), scores.own, scores.passed, *strides, *sizes,
+        **shape, FIRST=band.first, NUM_OFFSETS=len(band.own), HAS_POSITIONS=positions is not None,
+        BLOCK_D=padded(head_dim), **tiles.options(),
+    )  # fmt: skip
+
+
+def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, ratio: int, *, placed: bool) -> ImportanceTiles | None:
+    """Return the tiles of the kernel for Hopper, if it runs: where no key counts for an earlier block than its own."""
     if (band.first, len(band.own)) != (0, ratio) or not runs_on_hopper(q, k_cmp, placed=placed):
         return None
     return HOPPER_IMPORTANCE.get((q.shape[-1], ratio))
-
-
-def _launch_on_hopper(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    scores: Scores,
-    first_row: int,
-    tiles: ImportanceTiles,
-    *,
-    config: NSAConfig,
-    scale: float,
-) -> None:
-    from flexnsa.attention.triton.kernels.hopper.importance import hopper_importance
-
-    (batch, q_heads, _, head_dim), (kv_heads, num_keys), band = q.shape, k_cmp.shape[1:3], scores.band
-    num_tiles = cdiv(scores.num_rows, tiles.queries) * cdiv(scores.width, tiles.blocks)
-    options = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
-    hopper_importance[(batch * kv_heads * num_tiles,)](
-        q,
-        k_cmp,
-        lse,
-        scores.own,
-        scores.passed,
-        *q.stride()[:3],
-        *k_cmp.stride()[:3],
-        *lse.stride()[:2],
-        first_row,
-        scores.num_rows,
-        num_keys,
-        scores.width,
-        scale * LOG2_E,
-        KV_HEADS=kv_heads,
-        GROUP=q_heads // kv_heads,
-        HEAD_DIM=head_dim,
-        LENGTH=config.compress_block_size,
-        STRIDE=config.compress_stride,
-        RATIO=len(band.own),
-        OWN=band.own,
-        PASSED=band.passed,
-        HAS_PASSED=any(band.passed),
-        BLOCK_T=tiles.queries,
-        BLOCK_J=tiles.blocks,
-        PLACES=tiles.places,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **options,
-    )

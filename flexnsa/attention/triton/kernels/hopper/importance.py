@@ -94,7 +94,8 @@ def hopper_importance(
                 q = q_tiles.index((i + 1) % 2)
                 for piece in gl.static_range(pieces):
                     ahead = product_with(q, k_tiles.index(piece), mma)
-                    # The barriers are needless, but the compiler would add them: they come before exponentials.
+                    # The compiler would add a barrier anyway. lse is read after this one, so no exponential is computed
+                    # before the product is issued.
                     barrier()
                     if piece == 0:
                         # All warps have waited for the products of head i: the place of its queries is free.
