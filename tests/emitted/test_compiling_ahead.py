@@ -24,7 +24,7 @@ from tests.emitted.emit import emit
 OF_A_LAYER = {
     *("log_sum_exp_kernel", "block_log_sums", "hopper_importance", "top_blocks_kernel"),
     *("mark", "count_queries", "cut", "scatter", "hopper_forward_parts", "combine"),
-    *("add_gated", "gated_stats", "hopper_backward_parts", "sum_shared", "sum_slots"),
+    *("gated_stats", "hopper_backward_parts", "sum_shared", "sum_slots"),
     *("hopper_forward", "hopper_backward_queries", "hopper_backward_keys", "sum_parts"),
     *("compare_blocks", "query_gradients", "key_gradients"),
 }

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import Tensor
 
-from flexnsa.attention.operators import empty_gradients
+from flexnsa.attention.operators import empty_gradients, empty_outputs
 from flexnsa.attention.seam import BranchOutput, Call, Compressed, GatedSum, Keys, given
 from flexnsa.attention.triton.intervals import interval_gradients, is_preferred
 from flexnsa.attention.triton.operators import check_call, with_positive_scale
@@ -115,11 +116,15 @@ def _gated_attention(
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the sum, out and lse of the selected branch, and both tensors of the lists."""
-    from flexnsa.attention.triton.output_rows import add_gated
+    from flexnsa.attention.triton.selected_forward import GatedBranches
 
-    sizes = block_size, chunk, capacity
-    out_slc, lse_slc, order, replicas = attend_to_blocks(q, k_slc, v_slc, block_indices, token, start, scale, *sizes)
-    return add_gated((out_cmp, out_slc, out_win), gates, k_slc.shape[1]), out_slc, lse_slc, order, replicas
+    selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
+    (out_slc, lse_slc), total = empty_outputs(q, v_slc.shape[-1]), _empty_sum(out_cmp)
+    others = (x if x.stride() == out_slc.stride() else torch.empty_like(out_slc).copy_(x) for x in (out_cmp, out_win))
+    gated = GatedBranches(*others, gates.contiguous().permute(1, 2, 3, 0), total)
+    sizes = {"scale": scale, "chunk": chunk, "capacity": capacity}
+    lists = attend_to_blocks(q, k_slc, v_slc, selection, out_slc, lse_slc, **sizes, gated=gated)
+    return total, out_slc, lse_slc, lists.order, lists.replicas
 
 
 @opaque_operator("gated_stats_triton", compiles_ahead=True)
@@ -183,6 +188,11 @@ def _gated_gradients(
         stats_slc, grad_out, q, k_slc, v_slc, selection, lists, scale=scale, dq_of_others=(dq_cmp, dq_win)
     )
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win
+
+
+def _empty_sum(out: Tensor) -> Tensor:
+    """Allocate the gated sum of outputs like ``out``, with the heads of a token side by side in memory."""
+    return out.new_empty(out.shape[0], out.shape[2], out.shape[1], out.shape[3]).transpose(1, 2)
 
 
 def _gradients(
@@ -250,10 +260,8 @@ def _(
     chunk: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from flexnsa.attention.triton.output_rows import empty_sum
-
     sizes = block_size, chunk, capacity
-    return empty_sum(out_cmp), *empty_selected(q, k_slc, v_slc, block_indices, token, start, scale, *sizes)
+    return _empty_sum(out_cmp), *empty_selected(q, k_slc, v_slc, block_indices, token, start, scale, *sizes)
 
 
 @_gated_stats.register_fake

@@ -52,22 +52,6 @@ def gated_stats(
     return grad_gates, *stats
 
 
-def add_gated(outs: Sequence[Tensor], gates: Tensor, kv_heads: int) -> Tensor:
-    """Return the gated sum of outputs ``(B, Hq, T, Dv)``, with the heads of a token side by side in memory."""
-    outs, gates, total = [with_rows(out) for out in outs], gates.contiguous(), empty_sum(outs[0])
-    grid, sizes, shape = _launch(outs[0], kv_heads)
-    kernels.add_gated[grid](
-        *outs, gates, total, *(x for out in (*outs, total) for x in strides_of_groups(out, kv_heads)),
-        *sizes, gates[0].numel(), **shape,
-    )  # fmt: skip
-    return total
-
-
-def empty_sum(out: Tensor) -> Tensor:
-    """Allocate the gated sum of outputs like ``out``."""
-    return out.new_empty(out.shape[0], out.shape[2], out.shape[1], out.shape[3]).transpose(1, 2)
-
-
 def empty_gated_stats(out: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the stats of the compressed and the selected branch and of the window, for outputs like ``out``."""
     cmp, slc, win = (_empty_stats(out, kv_heads, gathered=gathered) for gathered in (False, True, False))

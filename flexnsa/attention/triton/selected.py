@@ -21,6 +21,7 @@ from flexnsa.config import NSAConfig
 from flexnsa.operators import opaque_operator
 
 if TYPE_CHECKING:
+    from flexnsa.attention.triton.selected_forward import GatedBranches
     from flexnsa.attention.triton.selected_lists import Lists, Selection
 
 WORKSPACE_BYTES = 2 * 2**30
@@ -102,7 +103,8 @@ def capacity_of(group: int, number_bytes: int) -> int:
     return max(1, min(max(LIST_QUERIES * group, LEAST_LIST_ROWS), most) // group)
 
 
-def attend_to_blocks(
+@opaque_operator("selected_attention_triton", compiles_ahead=True)
+def _selected_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -114,26 +116,43 @@ def attend_to_blocks(
     chunk: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what the operator returns: out, lse, and both tensors of the lists."""
-    from flexnsa.attention.tiles.device import device_of
-    from flexnsa.attention.tiles.selected import forward_tiles
-    from flexnsa.attention.triton.selected_forward import forward, forward_bytes
-    from flexnsa.attention.triton.selected_lists import build_lists
-
-    require_device(q)
+    """Return out, lse, and both tensors of the lists."""
     selection = selection_of(block_indices, token, start, block_size, k.shape[2])
-    lists = build_lists(selection, chunk, capacity)
     out, lse = empty_outputs(q, v.shape[-1])
-    q, k, v = (with_rows(x) for x in (q, k, v))
-    tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], block_size)
-    for part in parts_of(k, forward_bytes(q, k, v, block_indices.shape[-1], chunk)):
-        q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
-        some = selection.of_heads(part), lists.of_heads(part)
-        forward(q_part, k_part, v_part, *some, out_part, lse_part, scale=scale, precision=precision(), tiles=tiles)
+    lists = attend_to_blocks(q, k, v, selection, out, lse, scale=scale, chunk=chunk, capacity=capacity)
     return out, lse, lists.order, lists.replicas
 
 
-_selected_attention = opaque_operator("selected_attention_triton", compiles_ahead=True)(attend_to_blocks)
+def attend_to_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    chunk: int,
+    capacity: int,
+    gated: GatedBranches | None = None,
+) -> Lists:
+    """Compute out and lse, and with ``gated`` the sum of the branches; return the lists."""
+    from flexnsa.attention.tiles.device import device_of
+    from flexnsa.attention.tiles.selected import forward_tiles
+    from flexnsa.attention.triton.selected_forward import GatedBranches, forward, forward_bytes
+    from flexnsa.attention.triton.selected_lists import build_lists
+
+    require_device(q)
+    lists = build_lists(selection, chunk, capacity)
+    q, k, v = (with_rows(x) for x in (q, k, v))
+    tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], selection.block_size)
+    for part in parts_of(k, forward_bytes(q, k, v, selection.block_indices.shape[-1], chunk)):
+        q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
+        some = selection.of_heads(part), lists.of_heads(part)
+        options = {"scale": scale, "precision": precision(), "tiles": tiles}
+        branches = gated and GatedBranches(*(_of_heads(x, k, part) for x in gated))
+        forward(q_part, k_part, v_part, *some, out_part, lse_part, **options, gated=branches)
+    return lists
 
 
 @opaque_operator("selected_attention_triton_backward", compiles_ahead=True)
@@ -256,7 +275,7 @@ def empty_selected(
     chunk: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate what :func:`attend_to_blocks` returns."""
+    """Allocate what the operator returns."""
     from flexnsa.attention.triton.selected_lists import empty_lists
 
     key_tiles = num_key_tiles(k.shape[2], block_size, has_positions=token is not None)

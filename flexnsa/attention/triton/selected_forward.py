@@ -8,6 +8,8 @@ query. Memory traffic does not depend on the size of the group, and every produc
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,22 @@ from flexnsa.attention.triton.selected_sizes import max_replicas
 
 HOPPER_REGISTERS = 168
 """Limit on Hopper, for heads of 128: without it two programs fit a multiprocessor, instead of three."""
+
+
+class GatedBranches(NamedTuple):
+    """The gated sum of the branches, and what is added to the selected one.
+
+    Args:
+        cmp: output of the compressed branch ``(B, Hq, T, Dv)``, in memory as that of the selected branch.
+        win: likewise of the window.
+        gates: ``(B, Hq, T, 3)``: compressed, selected, window. In memory ``(3, B, Hq, T)`` is contiguous.
+        total: the sum, to be filled.
+    """
+
+    cmp: Tensor
+    win: Tensor
+    gates: Tensor
+    total: Tensor
 
 
 def is_wide(x: Tensor, group: int, chunk: int) -> bool:
@@ -47,6 +65,7 @@ def forward(
     scale: float,
     precision: str,
     tiles: Tiles,
+    gated: GatedBranches | None = None,
 ) -> None:
     """Compute ``out (B, Hq, T, Dv)`` and the natural ``lse`` (float32, ``(B, Hq, T)``), chunk by chunk of queries."""
     (batch, q_heads, num_queries, dk), (kv_heads, num_keys), dv = q.shape, k.shape[1:3], v.shape[-1]
@@ -62,6 +81,8 @@ def forward(
     rows = (q, k, v)
     on_hopper = runs_on_hopper(*rows, block_size=selection.block_size, group=group, placed=has_positions, wide=wide)
     queries = (selection.block_indices, *selection.positions())
+    cmp, win, gates, total = (out, out, lse, out) if gated is None else gated
+    sums = cmp, win, gates, total, *strides_of_groups(total, kv_heads), gates.stride(-1)
     for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
         tensors = lists.order, lists.replicas, part_out, part_lse
@@ -82,6 +103,6 @@ def forward(
                 WIDE=wide, **tiles.of_group(group), **tiles.launch_options(),
             )  # fmt: skip
         combine[(cdiv(chunk * group, tiles.second_rows), batch * kv_heads)](
-            part_out, part_lse, *queries, out, lse, *strides_of_groups(out, kv_heads), *sizes,
-            **shape, BR=tiles.second_rows, num_warps=4,
+            part_out, part_lse, *queries, out, lse, *strides_of_groups(out, kv_heads), *sums, *sizes,
+            **shape, BR=tiles.second_rows, ALONE=gated is None, num_warps=4,
         )  # fmt: skip

@@ -1,5 +1,5 @@
 # pyright: standard, reportGeneralTypeIssues=false
-"""Rows of outputs and of their gradients: the gated sum of the branches, and what its backward pass needs of a row.
+"""What backward needs of a row of an output and of its gradient.
 
 A program has ``BR`` (query, head) rows of one group. Gates are ``(3, B, Hq, T)``: compressed, selected, window.
 """
@@ -9,30 +9,6 @@ from __future__ import annotations
 import triton.language as tl
 
 from flexnsa.attention.triton.typed import jit
-
-
-@jit(do_not_specialize=["kv_heads", "num_queries", "gates_of_branch"])
-def add_gated(
-    cmp_ptr, slc_ptr, win_ptr, gate_ptr, out_ptr, c_sb, c_sh, c_sg, c_st, s_sb, s_sh, s_sg, s_st,
-    w_sb, w_sh, w_sg, w_st, o_sb, o_sh, o_sg, o_st, kv_heads, num_queries, gates_of_branch,
-    G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr,
-):  # fmt: skip
-    """Sum the outputs of the branches, weighted by their gates (NSA paper, Eq. 5)."""
-    bh, b, h, t, g, inside = rows_of_group(kv_heads, num_queries, G, BR)
-    gate_ptr += (bh * G + g) * num_queries + t
-    acc = tl.zeros([BR, BDV], tl.float32)
-    for branch in tl.static_range(3):
-        if branch == 0:
-            x = load_rows(cmp_ptr + b * c_sb + h * c_sh, t * c_st + g * c_sg, inside, DV, BDV)
-        elif branch == 1:
-            x = load_rows(slc_ptr + b * s_sb + h * s_sh, t * s_st + g * s_sg, inside, DV, BDV)
-        else:
-            x = load_rows(win_ptr + b * w_sb + h * w_sh, t * w_st + g * w_sg, inside, DV, BDV)
-        gate = tl.load(gate_ptr + branch * gates_of_branch, mask=inside, other=0.0).to(tl.float32)
-        acc += gate[:, None] * x
-    col = tl.arange(0, BDV)[None, :]
-    to = out_ptr + b * o_sb + h * o_sh + (t * o_st + g * o_sg)[:, None] + col
-    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (col < DV))
 
 
 @jit(do_not_specialize=["kv_heads", "num_queries"])

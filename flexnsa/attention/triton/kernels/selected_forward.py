@@ -96,14 +96,18 @@ def forward_parts(
             tl.store(to, o.to(po_ptr.dtype.element_ty), mask=real[:, None] & (v_col < DV), eviction_policy=EVICTION)
 
 
-@jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
+@jit(do_not_specialize=["p_sb", "gates_of_branch", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
 def combine(
     po_ptr, pl_ptr, idx_ptr, token_ptr, start_ptr, p_sb, out_ptr, lse_ptr, o_sb, o_sh, o_sg, o_st,
+    cmp_ptr, win_ptr, gate_ptr, sum_ptr, s_sb, s_sh, s_sg, s_st, gates_of_branch,
     kv_heads, num_queries, num_keys, chunk, index,
     n: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    BDV: tl.constexpr, BR: tl.constexpr,
+    BDV: tl.constexpr, BR: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Join partial outputs, weighted by ``exp(lse)`` of their pairs; a program has ``BR`` (query, head) rows."""
+    """Join partial outputs, weighted by ``exp(lse)`` of their pairs; a program has ``BR`` (query, head) rows.
+
+    Unless ``ALONE`` it also stores the gated sum with the other branches' outputs, which lie in memory as this one.
+    """
     bh = tl.program_id(1).to(tl.int64)
     b = bh // kv_heads
     h = bh % kv_heads
@@ -141,7 +145,18 @@ def combine(
     some = tl.where(total == 0.0, 1.0, total)
     lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(some)) * 0.6931471805599453)
     tl.store(lse_ptr + (bh * G + g) * num_queries + t, lse, mask=inside)
-    out_row = out_ptr + b * o_sb + h * o_sh + g.to(tl.int64) * o_sg + t.to(tl.int64) * o_st
-    tl.store(
-        out_row[:, None] + col, (acc / some[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None] & (col < DV)
-    )
+    g, t = g.to(tl.int64), t.to(tl.int64)
+    at = (b * o_sb + h * o_sh + g * o_sg + t * o_st)[:, None] + col
+    mask = inside[:, None] & (col < DV)
+    out = (acc / some[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, out, mask=mask)
+    if not ALONE:
+        gate_ptr += (bh * G + g) * num_queries + t
+        cmp_gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)[:, None]
+        slc_gate = tl.load(gate_ptr + gates_of_branch, mask=inside, other=0.0).to(tl.float32)[:, None]
+        win_gate = tl.load(gate_ptr + 2 * gates_of_branch, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total = cmp_gate * tl.load(cmp_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        total += slc_gate * out.to(tl.float32)
+        total += win_gate * tl.load(win_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        sum_row = sum_ptr + b * s_sb + h * s_sh + g * s_sg + t * s_st
+        tl.store(sum_row[:, None] + col, total.to(sum_ptr.dtype.element_ty), mask=mask)

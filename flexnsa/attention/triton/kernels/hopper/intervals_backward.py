@@ -111,7 +111,8 @@ def hopper_backward_keys(
     mma_k: gl.constexpr = product_layout(DK, gl.num_warps())
     mma_v: gl.constexpr = product_layout(DV, gl.num_warps())
     of_rows: gl.constexpr = gl.SliceLayout(0, mma_s)
-    ANEW: gl.constexpr = DK + DV > 128
+    # A third buffer gives a copy the time of a whole tile, so that it need not begin before the exponentials.
+    LATE: gl.constexpr = BUFFERS > 2
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
     tile, bs = place(False, WINDOW)
@@ -137,12 +138,10 @@ def hopper_backward_keys(
     stats_ptr += bs * HEADS * num_queries
     row = row0  # the first query of the tile that is copied next
     for i in gl.static_range(BUFFERS - 1):
-        if i < total:
-            _copy_stats(stats.index(i), stats_ptr, row, s_sn, num_queries, BM)
-            copy_rows(q_tiles.index(i), q_ptr, row, num_queries, q_st, DK, ANEW)
-            copy_rows(do_tiles.index(i), do_ptr, row, num_queries, d_st, DV, ANEW)
-        async_copy.commit_group()
-        row, q_ptr, do_ptr, stats_ptr = _next(row, row0, end, q_ptr, q_sh, do_ptr, d_sh, stats_ptr, num_queries, BM)
+        row, q_ptr, do_ptr, stats_ptr = _copy_next(
+            i < total, q_tiles.index(i), do_tiles.index(i), stats.index(i), row, q_ptr, do_ptr, stats_ptr,
+            row0, end, num_queries, q_sh, q_st, d_sh, d_st, s_sn,
+        )  # fmt: skip
 
     k = load_rows(k_ptr + b * k_sb + (h // G) * k_sh, key0, num_keys, k_st, DK)
     v = load_rows(v_ptr + b * v_sb + (h // G) * v_sh, key0, num_keys, v_st, DV)
@@ -166,12 +165,12 @@ def hopper_backward_keys(
         first = now
         now = gl.where(now + BM >= end, row0, now + BM)
         ahead = i + BUFFERS - 1
-        if ahead < total:
-            _copy_stats(stats.index(ahead % BUFFERS), stats_ptr, row, s_sn, num_queries, BM)
-            copy_rows(q_tiles.index(ahead % BUFFERS), q_ptr, row, num_queries, q_st, DK, ANEW)
-            copy_rows(do_tiles.index(ahead % BUFFERS), do_ptr, row, num_queries, d_st, DV, ANEW)
-        async_copy.commit_group()
-        row, q_ptr, do_ptr, stats_ptr = _next(row, row0, end, q_ptr, q_sh, do_ptr, d_sh, stats_ptr, num_queries, BM)
+        buffer = ahead % BUFFERS
+        if not LATE:
+            row, q_ptr, do_ptr, stats_ptr = _copy_next(
+                ahead < total, q_tiles.index(buffer), do_tiles.index(buffer), stats.index(buffer),
+                row, q_ptr, do_ptr, stats_ptr, row0, end, num_queries, q_sh, q_st, d_sh, d_st, s_sn,
+            )  # fmt: skip
         shift = stat.slice(0, BM).load(of_rows) * qk_scale
         s = warpgroup_mma_wait(1, deps=[s])
         p = gl.exp2(s * qk_scale + shift[None, :])
@@ -186,6 +185,11 @@ def hopper_backward_keys(
         dp = warpgroup_mma_wait(1, deps=[dp]) + delta[None, :]
         ds = gl.convert_layout((p * dp).to(dtype), gl.DotOperandLayout(0, mma_k, 2))
         dk = warpgroup_mma(ds, q, dk, is_async=True)
+        if LATE:
+            row, q_ptr, do_ptr, stats_ptr = _copy_next(
+                ahead < total, q_tiles.index(buffer), do_tiles.index(buffer), stats.index(buffer),
+                row, q_ptr, do_ptr, stats_ptr, row0, end, num_queries, q_sh, q_st, d_sh, d_st, s_sn,
+            )  # fmt: skip
         dv, p_low, dk, ds = warpgroup_mma_wait(0, deps=[dv, p_low, dk, ds])
     async_copy.wait_group(0)
     store_rows(dk_ptr + b * gk_sb + at * gk_sh, key0, num_keys, gk_st, dk * scale, DK)
@@ -193,8 +197,22 @@ def hopper_backward_keys(
 
 
 @gluon_jit
-def _next(row, row0, end, q_ptr, q_sh, do_ptr, d_sh, stats_ptr, num_queries, ROWS: gl.constexpr):
-    """Move on to the next tile of rows; after the last one of a head comes the first one of the next head."""
+def _copy_next(
+    exists, q_tile, do_tile, stats, row, q_ptr, do_ptr, stats_ptr, row0, end, num_queries, q_sh, q_st, d_sh, d_st, s_sn
+):  # fmt: skip
+    """Begin to copy the tile of queries from ``row`` on, and return where the next one is.
+
+    After the last tile of a head comes the first one of the next head.
+    """
+    ROWS: gl.constexpr = q_tile.shape[0]
+    DK: gl.constexpr = q_tile.shape[1]
+    DV: gl.constexpr = do_tile.shape[1]
+    ANEW: gl.constexpr = DK + DV > 128
+    if exists:
+        _copy_stats(stats, stats_ptr, row, s_sn, num_queries, ROWS)
+        copy_rows(q_tile, q_ptr, row, num_queries, q_st, DK, ANEW)
+        copy_rows(do_tile, do_ptr, row, num_queries, d_st, DV, ANEW)
+    async_copy.commit_group()
     last = row + ROWS >= end
     q_ptr += gl.where(last, q_sh, 0)
     do_ptr += gl.where(last, d_sh, 0)
