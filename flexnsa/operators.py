@@ -18,6 +18,8 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 from torch.autograd.function import _SingleLevelFunction
 
+from flexnsa.replay import Replayed
+
 _LIBRARY = torch.library.Library("flexnsa", "FRAGMENT")
 
 
@@ -26,17 +28,18 @@ T = TypeVar("T")
 
 
 def opaque_operator(
-    name: str, *, mutates: Sequence[str] = (), compiles_ahead: bool = False
+    name: str, *, mutates: Sequence[str] = (), launches_kernels: bool = False
 ) -> Callable[[Callable[P, T]], OpaqueOperator[P, T]]:
     """Register a function of tensors and numbers as ``flexnsa::name``.
 
     The function returns no view and writes only to the arguments that ``mutates`` names. Autocast is off inside it, and
-    its kernels are launched on the GPU of its first argument, whichever GPU is current. With ``compiles_ahead`` it runs
-    on fake tensors too, where its Triton kernels begin to compile: ``torch.compile`` traces meanwhile.
+    its kernels are launched on the GPU of its first argument, whichever GPU is current. One that ``launches_kernels``
+    runs on fake tensors too, where Triton begins to compile them: ``torch.compile`` traces meanwhile. Its launches are
+    replayed (:mod:`flexnsa.replay`).
     """
 
     def register(function: Callable[P, T]) -> OpaqueOperator[P, T]:
-        return OpaqueOperator(name, function, mutates, compiles_ahead=compiles_ahead)
+        return OpaqueOperator(name, function, mutates, launches_kernels=launches_kernels)
 
     return register
 
@@ -49,16 +52,18 @@ class OpaqueOperator(Generic[P, T]):
     """
 
     def __init__(
-        self, name: str, function: Callable[P, T], mutates: Sequence[str], *, compiles_ahead: bool = False
+        self, name: str, function: Callable[P, T], mutates: Sequence[str], *, launches_kernels: bool = False
     ) -> None:
+        run = Replayed(function) if launches_kernels else function
+
         @_disable_dynamo
         def kernel(*args: Any) -> T:
             device: torch.device = args[0].device
             with torch.no_grad(), _without_autocast(device), _current(device):
-                return function(*args)  # pyright: ignore[reportCallIssue]  (keywords have become positions)
+                return run(*args)  # pyright: ignore[reportCallIssue]  (keywords have become positions)
 
         self.name, self.function = f"{_LIBRARY.ns}::{name}", function
-        self._kernel, self._compiles_ahead = kernel, compiles_ahead
+        self._kernel, self._launches_kernels = kernel, launches_kernels
         schema = torch.library.infer_schema(function, mutates_args=mutates)
         torch.library.define(self.name, schema, lib=_LIBRARY, tags=torch.Tag.pt2_compliant_tag)
         torch.library.impl(self.name, "default", kernel, lib=_LIBRARY)
@@ -74,7 +79,7 @@ class OpaqueOperator(Generic[P, T]):
         """Register a function that returns empty results of the right shapes and dtypes."""
 
         def fake(*args: Any) -> T:
-            if self._compiles_ahead and _can_compile_ahead(args):
+            if self._launches_kernels and _can_compile_ahead(args):
                 self._kernel(*args)
             return function(*args)
 

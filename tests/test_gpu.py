@@ -17,6 +17,7 @@ from benchmarks.harness.graphs import capture
 from flexnsa import NativeSparseAttention, NSAConfig, native_sparse_attention
 from flexnsa.geometry import num_compressed
 from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer
+from flexnsa.replay import Plan
 from tests.support.inputs import SMALL
 
 pytestmark = pytest.mark.gpu
@@ -75,6 +76,28 @@ def test_steps_that_replay_a_captured_one_learn_as_launched_ones() -> None:
             loss = torch.stack([step() for _ in range(4)])[-1]
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("nonnegative", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 96])
+def test_replayed_launches_return_the_bits_of_the_first_ones(
+    dim: int, nonnegative: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed, replay = list[Plan](), Plan.replay
+    monkeypatch.setattr(Plan, "replay", lambda plan, args: (replayed.append(plan), replay(plan, args))[1])
+
+    def results(of: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            of[3].abs_()
+        out = attend(of, NSAConfig(), "triton", nonnegative_gates=nonnegative)
+        return [out, *torch.autograd.grad(out, of, torch.ones_like(out))]
+
+    one, other = (inputs(4, 1500 + dim, (dim, dim), torch.bfloat16, NSAConfig()) for _ in range(2))
+    first, recorded = results(one), results(other)
+    assert not replayed
+    for of, expected in ((one, first), (other, recorded), (one, first)):
+        assert all(map(torch.equal, results(of), expected))
+    assert len(replayed) >= 3 * 4
 
 
 @pytest.mark.gpu(count=2)

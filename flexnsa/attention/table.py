@@ -174,6 +174,7 @@ def attend(
     branches: Sequence[str] = BRANCHES,
     recompute: Sequence[str] = (),
     nonnegative: bool = False,
+    by_token: bool = False,
 ) -> tuple[Tensor, NSAAux]:
     """Run the branches and add them up: the one way into attention. The arguments are taken to be right.
 
@@ -189,6 +190,7 @@ def attend(
         recompute: those that are computed again in backward from their inputs. The selection is never recomputed.
         nonnegative: whether no gate can be negative. Some implementations then add up the branches faster; only
             ``out`` has gradients there.
+        by_token: whether the caller will join the heads of a token, which then best lie side by side in memory.
 
     Returns:
         ``out (B, Hq, T, Dv)`` in the dtype of q, and the results of the branches.
@@ -212,7 +214,7 @@ def attend(
                 compressed = implementation.compressed(q, given(keys.k_cmp), given(keys.v_cmp), call)
                 window = implementation.window(q, given(keys.k_win), given(keys.v_win), call)
                 blocks = select(compressed)
-            out, slc = attend_gated(q, keys, _stacked(gates, q.dtype), blocks, compressed, window, call)
+            out, slc = attend_gated(q, keys, _stacked(gates, q.dtype), blocks, compressed, window, call, by_token)
             return out, NSAAux(blocks, compressed.out, slc, window.out, compressed.lse)
 
     def run(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:

@@ -139,6 +139,7 @@ def attend_heads(
         branches=branches,
         recompute=recompute,
         nonnegative=not heads.signed,
+        by_token=True,
     )
     return out, Read(heads.q, layout.tokens, q, keys, call, aux.block_indices, scorer, implementation)
 

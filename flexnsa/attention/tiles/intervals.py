@@ -34,8 +34,18 @@ class HopperTiles(IntervalTiles):
     def options(self) -> dict[str, int]:
         """Return the keyword arguments of a launch."""
         options = IntervalTiles.options(self)
-        options["BUFFERS"] = options.pop("num_stages")
-        return options
+        return options | {"BUFFERS": options.pop("num_stages")}
+
+
+@dataclass(frozen=True, slots=True)
+class HopperKeyTiles(HopperTiles):
+    """The same for the gradients of keys, whose copies may begin ``late``."""
+
+    late: bool = False
+
+    def options(self) -> dict[str, int]:
+        """Return the keyword arguments of a launch."""
+        return HopperTiles.options(self) | {"LATE": self.late}
 
 
 Key = tuple[int, bool]
@@ -63,13 +73,21 @@ OF_KEYS: Mapping[Key, IntervalTiles] = {
 }
 """The same for the gradients of keys and values."""
 HOPPER_FORWARD = IntervalTiles(64, 64, 4, 1)
-HOPPER_TILES = HopperTiles(64, 64, 4, 2)
-"""Those of the kernels for Hopper, forward and backward."""
+"""Those of the kernel for Hopper, forward."""
+HOPPER_OF_QUERIES = {64: HopperTiles(64, 64, 4, 2, max_registers=168), 128: HopperTiles(64, 64, 4, 2)}
+"""Those for the gradient of queries: with heads of 64, three programs that fit a multiprocessor are faster than two."""
+HOPPER_OF_KEYS: Mapping[Key, HopperKeyTiles] = {
+    (64, False): HopperKeyTiles(64, 64, 4, 3),
+    (64, True): HopperKeyTiles(64, 64, 4, 2),
+    (128, False): HopperKeyTiles(64, 128, 8, 3, late=True),
+    (128, True): HopperKeyTiles(64, 128, 8, 3, late=True),
+}
+"""Those for the gradients of keys and values: with heads of 128 a program with 128 keys is faster than two with 64."""
 SMALLER = (IntervalTiles(64, 32, 4, 2), IntervalTiles(32, 32, 4, 1), IntervalTiles(16, 16, 4, 1))
 """Tiles where those do not fit; all but the first also for float32 and for heads above 128."""
 
-PROGRAMS = 8
-"""Programs of the gradients of keys for each multiprocessor, or more: they take unequal times."""
+PROGRAMS = {4: 8, 8: 2}
+"""Programs of the gradients of keys for each multiprocessor, or more, by their warps: they take unequal times."""
 
 
 @cache
@@ -102,28 +120,23 @@ def backward_tiles(
     )
 
 
-@cache
-def hopper_tiles(dk: int, dv: int) -> tuple[IntervalTiles, IntervalTiles]:
-    """Return those of the kernels for Hopper, for the gradient of queries and for the gradients of keys.
-
-    With heads of 64 the first kernel is faster if three of its programs fit a multiprocessor, not two; with heads of
-    128 one program of the second with 128 keys is faster than two with 64 (H200).
-    """
-    if max(dk, dv) <= 64:
-        return replace(HOPPER_TILES, max_registers=168), HOPPER_TILES
-    return HOPPER_TILES, HopperTiles(64, 128, 8, 3)
+def hopper_tiles(dk: int, dv: int, *, windowed: bool) -> tuple[HopperTiles, HopperKeyTiles]:
+    """Return those of the kernels for Hopper, for the gradient of queries and for the gradients of keys."""
+    dim = 64 if max(dk, dv) <= 64 else 128
+    return HOPPER_OF_QUERIES[dim], HOPPER_OF_KEYS[dim, windowed]
 
 
-def heads_of_program(group: int, most_programs: int, multiprocessors: int) -> int:
+def heads_of_program(group: int, most_programs: int, num_warps: int, multiprocessors: int) -> int:
     """Return over how many heads of a group a program sums the gradients of keys, the most that leave enough programs.
 
     Args:
         group: query heads of a key head.
         most_programs: programs that sum one head each.
+        num_warps: of a program.
         multiprocessors: of the device.
     """
-    enough = [n for n in range(1, group + 1) if group % n == 0 and most_programs // n >= PROGRAMS * multiprocessors]
-    return max(enough, default=1)
+    enough = PROGRAMS[num_warps] * multiprocessors
+    return max((n for n in range(1, group + 1) if group % n == 0 and most_programs // n >= enough), default=1)
 
 
 def _candidates(

@@ -45,7 +45,7 @@ def scratch_bytes(batch: int, heads: int, kv_heads: int, queries: int, seq_len: 
     return 4 * batch * rows * width * (heads + (2 if overlapping else 1) * index_heads + 2 * kv_heads)
 
 
-@opaque_operator("selection_loss_triton", compiles_ahead=True)
+@opaque_operator("selection_loss_triton", launches_kernels=True)
 def selection_loss_triton(
     q: Tensor,
     k: Tensor,

@@ -38,6 +38,7 @@ def _attend(
     compressed: Compressed,
     window: BranchOutput,
     call: Call,
+    by_token: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attend to selected blocks, and add up the branches (NSA paper, Eq. 5).
 
@@ -49,10 +50,11 @@ def _attend(
         compressed: output of that branch, computed without gradients.
         window: likewise.
         call: see :class:`flexnsa.attention.seam.Call`.
+        by_token: whether the heads of a token are to lie side by side in memory.
 
     Returns:
-        The sum ``(B, Hq, T, Dv)``, with the heads of a token side by side in memory; and the output of the selected
-        branch, which has no gradient of its own.
+        The sum ``(B, Hq, T, Dv)``, in the memory order of q unless ``by_token``; and the output of the selected branch,
+        which has no gradient of its own.
 
     Raises:
         ValueError: there is a score_mod, or the batch has too many heads in all.
@@ -83,11 +85,12 @@ def _attend(
         operator.index(config.compress_stride),
         operator.index(config.window_size),
         *sizes,
+        by_token,
     )
     return out, out_slc
 
 
-@opaque_operator("gated_attention_triton", compiles_ahead=True)
+@opaque_operator("gated_attention_triton", launches_kernels=True)
 def _gated_attention(
     q: Tensor,
     k_cmp: Tensor,  # noqa: ARG001
@@ -114,20 +117,23 @@ def _gated_attention(
     block_size: int,
     chunk: int,
     capacity: int,
+    by_token: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the sum, out and lse of the selected branch, and both tensors of the lists."""
     from flexnsa.attention.triton.selected_forward import GatedBranches
 
     selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
-    (out_slc, lse_slc), total = empty_outputs(q, v_slc.shape[-1]), _empty_sum(out_cmp)
-    others = (x if x.stride() == out_slc.stride() else torch.empty_like(out_slc).copy_(x) for x in (out_cmp, out_win))
-    gated = GatedBranches(*others, gates.contiguous().permute(1, 2, 3, 0), total)
-    sizes = {"scale": scale, "chunk": chunk, "capacity": capacity}
-    lists = attend_to_blocks(q, k_slc, v_slc, selection, out_slc, lse_slc, **sizes, gated=gated)
+    out_slc, lse_slc = empty_outputs(q, v_slc.shape[-1])
+    total = _empty_sum(out_slc, by_token)
+    cmp, win = (x if x.stride() == out_slc.stride() else torch.empty_like(out_slc).copy_(x) for x in (out_cmp, out_win))
+    gated = GatedBranches(cmp, win, gates.contiguous().permute(1, 2, 3, 0), total)
+    lists = attend_to_blocks(
+        q, k_slc, v_slc, selection, out_slc, lse_slc, gated, scale=scale, chunk=chunk, capacity=capacity
+    )
     return total, out_slc, lse_slc, lists.order, lists.replicas
 
 
-@opaque_operator("gated_stats_triton", compiles_ahead=True)
+@opaque_operator("gated_stats_triton", launches_kernels=True)
 def _gated_stats(
     grad_out: Tensor,
     gates: Tensor,
@@ -147,7 +153,7 @@ def _gated_stats(
     return gated_stats(grad_out, outs, lses, gates, scale, kv_heads)
 
 
-@opaque_operator("gated_gradients_triton", compiles_ahead=True)
+@opaque_operator("gated_gradients_triton", launches_kernels=True)
 def _gated_gradients(
     grad_out: Tensor,
     q: Tensor,
@@ -190,9 +196,11 @@ def _gated_gradients(
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win
 
 
-def _empty_sum(out: Tensor) -> Tensor:
-    """Allocate the gated sum of outputs like ``out``, with the heads of a token side by side in memory."""
-    return out.new_empty(out.shape[0], out.shape[2], out.shape[1], out.shape[3]).transpose(1, 2)
+def _empty_sum(out: Tensor, by_token: bool) -> Tensor:
+    """Allocate the gated sum of outputs like ``out``."""
+    if by_token:
+        return out.new_empty(out.shape[0], out.shape[2], out.shape[1], out.shape[3]).transpose(1, 2)
+    return torch.empty_like(out)
 
 
 def _gradients(
@@ -221,14 +229,14 @@ def _gradients(
     order: Tensor,
     replicas: Tensor,
     scale: float,
-    *sizes: *tuple[int, int, int, int, int, int],
+    *numbers: *tuple[int, int, int, int, int, int, bool],
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, keys, values and gates; compiled code frees the outputs between the two operators."""
     outs, lses = (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)
     grad_gates, cmp, slc, win = _gated_stats(grad_out, gates, *outs, *lses, scale, k_slc.shape[1])
     keys, positions = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win), (token, start, first_key, window_token, window_start)
     lists = block_indices, *positions, order, replicas
-    grads = _gated_gradients(grad_out, q, *keys, cmp, slc, win, *lists, scale, *sizes)
+    grads = _gated_gradients(grad_out, q, *keys, cmp, slc, win, *lists, scale, *numbers[:6])
     return *grads, grad_gates
 
 
@@ -242,26 +250,19 @@ def _(
     k_win: Tensor,  # noqa: ARG001
     v_win: Tensor,  # noqa: ARG001
     gates: Tensor,  # noqa: ARG001
-    out_cmp: Tensor,
+    out_cmp: Tensor,  # noqa: ARG001
     lse_cmp: Tensor,  # noqa: ARG001
     out_win: Tensor,  # noqa: ARG001
     lse_win: Tensor,  # noqa: ARG001
     block_indices: Tensor,
     token: Tensor | None,
     start: Tensor | None,
-    first_key: Tensor | None,  # noqa: ARG001
-    window_token: Tensor | None,  # noqa: ARG001
-    window_start: Tensor | None,  # noqa: ARG001
-    scale: float,
-    length: int,  # noqa: ARG001
-    stride: int,  # noqa: ARG001
-    window: int,  # noqa: ARG001
-    block_size: int,
-    chunk: int,
-    capacity: int,
+    *others: *tuple[*tuple[object, ...], int, int, int, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *_, block_size, chunk, capacity, by_token = others
     sizes = block_size, chunk, capacity
-    return _empty_sum(out_cmp), *empty_selected(q, k_slc, v_slc, block_indices, token, start, scale, *sizes)
+    out, lse, order, replicas = empty_selected(q, k_slc, v_slc, block_indices, token, start, 1.0, *sizes)
+    return _empty_sum(out, by_token), out, lse, order, replicas
 
 
 @_gated_stats.register_fake

@@ -9,8 +9,8 @@ from torch import Tensor
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.kernels import gradient_parts as kernels
 
-KEYS = 32
-"""Keys of a program."""
+KEYS = 8
+"""Keys of a program: few, as short sequences of many parts need many programs."""
 
 
 def sum_parts(parts: Sequence[Tensor], dk: Tensor, dv: Tensor, *, scale: float = 1.0) -> None:

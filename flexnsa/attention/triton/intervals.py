@@ -121,10 +121,10 @@ def attend_to_intervals(
     return out, lse
 
 
-_interval_attention = opaque_operator("interval_attention_triton", compiles_ahead=True)(attend_to_intervals)
+_interval_attention = opaque_operator("interval_attention_triton", launches_kernels=True)(attend_to_intervals)
 
 
-@opaque_operator("interval_attention_triton_backward", compiles_ahead=True)
+@opaque_operator("interval_attention_triton_backward", launches_kernels=True)
 def _interval_attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -170,7 +170,7 @@ def interval_gradients(
     q, k, v, grad_out = (with_rows(x) for x in (q, k, v, grad_out))
     on_hopper = runs_on_hopper(q, k, v, grad_out, dq, dk, dv, placed=token is not None)
     if on_hopper:
-        of_queries, of_keys = hopper_tiles(q.shape[-1], v.shape[-1])
+        of_queries, of_keys = hopper_tiles(q.shape[-1], v.shape[-1], windowed=window > 0)
     else:
         sizes = (device_of(q), q.dtype, q.shape[-1], v.shape[-1])
         of_queries, of_keys = backward_tiles(*sizes, windowed=window > 0, placed=token is not None)
@@ -183,7 +183,7 @@ def interval_gradients(
         **shape, **of_queries.options(),
     )  # fmt: skip
     key_tiles, group = cdiv(num_keys, of_keys.keys), heads // k.shape[1]
-    summed = heads_of_program(group, key_tiles * batch * heads, multiprocessors(q))
+    summed = heads_of_program(group, key_tiles * batch * heads, of_keys.num_warps, multiprocessors(q))
     # Sums over fewer heads than a group are float32; another kernel adds them.
     parts = [
         x if summed == group else q.new_empty(batch, heads // summed, num_keys, x.shape[-1], dtype=torch.float32)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from flexnsa.attention.tiles.device import ALIGNMENT
+from flexnsa.replay import recorder
 
 THREADS = 8
 """Threads that compile. A layer has about twenty kernels, each of which compiles in up to two seconds."""
@@ -79,10 +80,16 @@ class Kernel:
         read = [x if type(x) is int else _read_of(x) for x in others]
         key = (first.device, _read_of(first), *read, *options, *map(_read_of, options.values()))
         found = self._found.get(key)
+        record = recorder()
         if found is not None:
             compiled, constants = found
-            compiled[(*grid, 1, 1)[:3]](first, *others, *constants)
+            launch = compiled[(*grid, 1, 1)[:3]]
+            launch(first, *others, *constants)
+            if record is not None:
+                record.launch(launch, (first, *others, *constants))
             return
+        if record is not None:
+            record.give_up()
         compiled = self.function[grid](first, *others, **options)
         # The interpreter compiles nothing, and Triton may do it later.
         if compiled is not None and hasattr(type(compiled), "__getitem__"):

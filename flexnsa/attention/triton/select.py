@@ -72,7 +72,7 @@ def select_blocks_triton(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Cal
     return _select_blocks_triton(q.detach(), k_cmp.detach(), lse, *where, call.config.to_ints(), call.scale, *about)
 
 
-@opaque_operator("select_blocks_triton", compiles_ahead=True)
+@opaque_operator("select_blocks_triton", launches_kernels=True)
 def _select_blocks_triton(
     q: Tensor,
     k_cmp: Tensor,

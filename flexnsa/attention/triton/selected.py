@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flexnsa.attention.triton.selected_forward import GatedBranches
     from flexnsa.attention.triton.selected_lists import Lists, Selection
 
-WORKSPACE_BYTES = 2 * 2**30
+WORKSPACE_BYTES = 9 * 2**28
 """Limit of partial outputs and sums; heads that do not fit run later. A chunk of one head is the least."""
 CHUNK = 8192
 """Upper bound of the queries that share lists: many, so that keys are read rarely."""
@@ -103,7 +103,7 @@ def capacity_of(group: int, number_bytes: int) -> int:
     return max(1, min(max(LIST_QUERIES * group, LEAST_LIST_ROWS), most) // group)
 
 
-@opaque_operator("selected_attention_triton", compiles_ahead=True)
+@opaque_operator("selected_attention_triton", launches_kernels=True)
 def _selected_attention(
     q: Tensor,
     k: Tensor,
@@ -130,11 +130,11 @@ def attend_to_blocks(
     selection: Selection,
     out: Tensor,
     lse: Tensor,
+    gated: GatedBranches | None = None,
     *,
     scale: float,
     chunk: int,
     capacity: int,
-    gated: GatedBranches | None = None,
 ) -> Lists:
     """Compute out and lse, and with ``gated`` the sum of the branches; return the lists."""
     from flexnsa.attention.tiles.device import device_of
@@ -149,13 +149,13 @@ def attend_to_blocks(
     for part in parts_of(k, forward_bytes(q, k, v, selection.block_indices.shape[-1], chunk)):
         q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
         some = selection.of_heads(part), lists.of_heads(part)
-        options = {"scale": scale, "precision": precision(), "tiles": tiles}
         branches = gated and GatedBranches(*(_of_heads(x, k, part) for x in gated))
-        forward(q_part, k_part, v_part, *some, out_part, lse_part, **options, gated=branches)
+        outputs = out_part, lse_part, branches
+        forward(q_part, k_part, v_part, *some, *outputs, scale=scale, precision=precision(), tiles=tiles)
     return lists
 
 
-@opaque_operator("selected_attention_triton_backward", compiles_ahead=True)
+@opaque_operator("selected_attention_triton_backward", launches_kernels=True)
 def _selected_attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

@@ -61,11 +61,11 @@ def forward(
     lists: Lists,
     out: Tensor,
     lse: Tensor,
+    gated: GatedBranches | None,
     *,
     scale: float,
     precision: str,
     tiles: Tiles,
-    gated: GatedBranches | None = None,
 ) -> None:
     """Compute ``out (B, Hq, T, Dv)`` and the natural ``lse`` (float32, ``(B, Hq, T)``), chunk by chunk of queries."""
     (batch, q_heads, num_queries, dk), (kv_heads, num_keys), dv = q.shape, k.shape[1:3], v.shape[-1]

@@ -101,18 +101,18 @@ def hopper_backward_keys(
     gk_sb, gk_sh, gk_st, gv_sb, gv_sh, gv_st, num_sums, num_queries, num_keys, scale,
     G: gl.constexpr, HEADS: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr,
     STRIDE: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of a tile of keys and values over ``HEADS`` heads of the group.
 
-    dP runs while the exponentials do, and dv while dS is computed.
+    dP runs while the exponentials do, and dv while dS is computed. Copies begin before the exponentials or, where they
+    are ``LATE``, while dk is computed.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     mma_s: gl.constexpr = product_layout(BM, gl.num_warps())
     mma_k: gl.constexpr = product_layout(DK, gl.num_warps())
     mma_v: gl.constexpr = product_layout(DV, gl.num_warps())
     of_rows: gl.constexpr = gl.SliceLayout(0, mma_s)
-    # A third buffer gives a copy the time of a whole tile, so that it need not begin before the exponentials.
-    LATE: gl.constexpr = BUFFERS > 2
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
     tile, bs = place(False, WINDOW)
@@ -139,7 +139,7 @@ def hopper_backward_keys(
     row = row0  # the first query of the tile that is copied next
     for i in gl.static_range(BUFFERS - 1):
         row, q_ptr, do_ptr, stats_ptr = _copy_next(
-            i < total, q_tiles.index(i), do_tiles.index(i), stats.index(i), row, q_ptr, do_ptr, stats_ptr,
+            i < total, q_tiles, do_tiles, stats, i, row, q_ptr, do_ptr, stats_ptr,
             row0, end, num_queries, q_sh, q_st, d_sh, d_st, s_sn,
         )  # fmt: skip
 
@@ -168,8 +168,8 @@ def hopper_backward_keys(
         buffer = ahead % BUFFERS
         if not LATE:
             row, q_ptr, do_ptr, stats_ptr = _copy_next(
-                ahead < total, q_tiles.index(buffer), do_tiles.index(buffer), stats.index(buffer),
-                row, q_ptr, do_ptr, stats_ptr, row0, end, num_queries, q_sh, q_st, d_sh, d_st, s_sn,
+                ahead < total, q_tiles, do_tiles, stats, buffer, row, q_ptr, do_ptr, stats_ptr,
+                row0, end, num_queries, q_sh, q_st, d_sh, d_st, s_sn,
             )  # fmt: skip
         shift = stat.slice(0, BM).load(of_rows) * qk_scale
         s = warpgroup_mma_wait(1, deps=[s])
@@ -187,8 +187,8 @@ def hopper_backward_keys(
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         if LATE:
             row, q_ptr, do_ptr, stats_ptr = _copy_next(
-                ahead < total, q_tiles.index(buffer), do_tiles.index(buffer), stats.index(buffer),
-                row, q_ptr, do_ptr, stats_ptr, row0, end, num_queries, q_sh, q_st, d_sh, d_st, s_sn,
+                ahead < total, q_tiles, do_tiles, stats, buffer, row, q_ptr, do_ptr, stats_ptr,
+                row0, end, num_queries, q_sh, q_st, d_sh, d_st, s_sn,
             )  # fmt: skip
         dv, p_low, dk, ds = warpgroup_mma_wait(0, deps=[dv, p_low, dk, ds])
     async_copy.wait_group(0)
@@ -198,20 +198,21 @@ def hopper_backward_keys(
 
 @gluon_jit
 def _copy_next(
-    exists, q_tile, do_tile, stats, row, q_ptr, do_ptr, stats_ptr, row0, end, num_queries, q_sh, q_st, d_sh, d_st, s_sn
+    exists, q_tiles, do_tiles, stats, buffer, row, q_ptr, do_ptr, stats_ptr,
+    row0, end, num_queries, q_sh, q_st, d_sh, d_st, s_sn,
 ):  # fmt: skip
     """Begin to copy the tile of queries from ``row`` on, and return where the next one is.
 
     After the last tile of a head comes the first one of the next head.
     """
-    ROWS: gl.constexpr = q_tile.shape[0]
-    DK: gl.constexpr = q_tile.shape[1]
-    DV: gl.constexpr = do_tile.shape[1]
+    ROWS: gl.constexpr = q_tiles.shape[1]
+    DK: gl.constexpr = q_tiles.shape[2]
+    DV: gl.constexpr = do_tiles.shape[2]
     ANEW: gl.constexpr = DK + DV > 128
     if exists:
-        _copy_stats(stats, stats_ptr, row, s_sn, num_queries, ROWS)
-        copy_rows(q_tile, q_ptr, row, num_queries, q_st, DK, ANEW)
-        copy_rows(do_tile, do_ptr, row, num_queries, d_st, DV, ANEW)
+        _copy_stats(stats.index(buffer), stats_ptr, row, s_sn, num_queries, ROWS)
+        copy_rows(q_tiles.index(buffer), q_ptr, row, num_queries, q_st, DK, ANEW)
+        copy_rows(do_tiles.index(buffer), do_ptr, row, num_queries, d_st, DV, ANEW)
     async_copy.commit_group()
     last = row + ROWS >= end
     q_ptr += gl.where(last, q_sh, 0)
