@@ -48,10 +48,12 @@ class Replayed(Generic[P, T]):
         key = _key(args)
         if key is None:
             return self.function(*args)  # pyright: ignore[reportCallIssue]  (keywords have become positions)
-        plan = self._plans.get(key)
-        if plan is not None:
-            return cast(T, plan.replay(args))
-        if key not in self._called or key in self._plans:
+        if key in self._plans:
+            plan = self._plans[key]
+            if plan is not None:
+                return cast(T, plan.replay(args))
+            return self.function(*args)  # pyright: ignore[reportCallIssue]
+        if key not in self._called:
             if len(self._called) >= MOST_PLANS:
                 self._called.clear()
                 self._plans.clear()
@@ -74,7 +76,8 @@ class Recorder(TorchDispatchMode):
         tensors = [(slot, x) for slot, x in enumerate(args) if isinstance(x, Tensor)]
         self._slots = WeakTensorKeyDictionary({x: slot for slot, x in reversed(tensors)})
         self._begins = {slot: x.data_ptr() for slot, x in tensors}
-        self._first = self._next = len(args)
+        self._next = len(args)
+        self._dtypes = dict[int, torch.dtype]()  # of allocations
         self._living = dict[int, StorageWeakRef]()
         self._steps: list[Step] | None = []
 
@@ -124,13 +127,14 @@ class Recorder(TorchDispatchMode):
         slot = self._slots.get(args[0]) if args and isinstance(args[0], Tensor) else None
         if func in _ALLOCATIONS:
             self._add(Allocate(self._next, out.shape, out.stride(), out.dtype, out.device))
+            self._dtypes[self._next] = out.dtype
             self._begins[self._next] = out.data_ptr()
             self._living[self._next] = StorageWeakRef(out.untyped_storage())
             self._slots[out] = self._next
             self._next += 1
-        elif func is _aten.zero_.default and slot is not None and slot >= self._first:
+        elif func is _aten.zero_.default and slot is not None and out.dtype == self._dtypes.get(slot):
             self._add(Clear(slot, out.shape, out.stride(), out.storage_offset()))
-        elif _is_view(func) and slot is not None:
+        elif slot is not None and _are_views(func, out, args[0]):
             for x in [out] if isinstance(out, Tensor) else out:
                 self._slots[x] = slot
         else:
@@ -149,10 +153,10 @@ class Recorder(TorchDispatchMode):
         """Let an allocation have the shape of a result that has its whole memory; return whether it has."""
         for at, step in enumerate(self._steps or []):
             if isinstance(step, Allocate) and step.slot == slot:
-                whole = x.storage_offset() == 0 and x.nbytes == x.untyped_storage().nbytes()
                 assert self._steps is not None
-                self._steps[at] = replace(step, shape=x.shape, stride=x.stride(), dtype=x.dtype)
-                return whole
+                self._steps[at] = replace(step, shape=x.shape, stride=x.stride())
+                whole = x.storage_offset() == 0 and x.nbytes == x.untyped_storage().nbytes()
+                return whole and x.dtype == step.dtype
         return False
 
 
@@ -274,6 +278,10 @@ def _key(args: Sequence[object]) -> Key | None:
     return tuple(parts)
 
 
-def _is_view(func: Any) -> bool:
-    aliases = [x.alias_info for x in func._schema.returns]
-    return bool(aliases) and all(x is not None and not x.is_write for x in aliases)
+def _are_views(func: Any, results: Any, x: Tensor) -> bool:
+    """Return whether an operation only returned views: some, such as ``contiguous``, return either that or a copy."""
+    aliases = [result.alias_info for result in func._schema.returns]
+    if not all(alias is not None and not alias.is_write for alias in aliases):
+        return False
+    each = [results] if isinstance(results, Tensor) else results
+    return all(one.untyped_storage()._cdata == x.untyped_storage()._cdata for one in each)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import replay
+from flexnsa.operators import opaque_operator
 from flexnsa.replay import Allocate, Clear, Free, Launch, Replayed, recorder
 
 
@@ -118,7 +119,9 @@ NOT_REPLAYED: dict[str, Callable[[Tensor], Any]] = {
     "two results in one memory": lambda x: tuple(torch.empty_like(x).zero_().split(1)),
     "a tensor from elsewhere": lambda x: _filled(x, ELSEWHERE),
     "a kernel that cannot be recorded": lambda x: _unrecorded(x),
-    "an argument that is changed": lambda x: x.clone().zero_(),
+    "an argument that is changed": lambda x: x.zero_(),
+    "a result of another dtype": lambda x: torch.empty_like(x).zero_().view(torch.int32),
+    "zeros of another dtype": lambda x: torch.empty_like(x).view(torch.int32).zero_(),
 }
 ELSEWHERE = torch.ones(2, 2)
 
@@ -150,6 +153,29 @@ def test_everything_else_is_called(name: str) -> None:
         for one, other in zip(result, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert counted.calls == 4
+
+
+@opaque_operator("rows_of_test_replay", launches_kernels=True)
+def _rows(x: Tensor, y: Tensor) -> Tensor:
+    return _filled(x.contiguous(), y.to(torch.float32).reshape(-1).contiguous().view(x.shape))
+
+
+COPIED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "nothing": lambda x: (x, x * 2),
+    "columns": lambda x: (x.t(), x.t() * 2),
+    "one number": lambda x: (x, (x * 2)[:1, :1].expand_as(x)),
+    "another dtype": lambda x: (x, (x * 2).double()),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+@pytest.mark.parametrize("inference", [False, True])
+def test_copies_are_not_taken_for_views_below_the_dispatcher(name: str, inference: bool) -> None:
+    """There ``contiguous``, ``to`` and ``reshape`` are operations that may return either."""
+    with torch.inference_mode(inference):
+        for _ in range(5):
+            x, y = COPIED[name](torch.randn(4, 4))
+            torch.testing.assert_close(_rows(x, y), (x + y).float())
 
 
 def test_tensors_of_a_subclass_are_not_replayed() -> None:

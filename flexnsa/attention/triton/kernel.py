@@ -80,23 +80,22 @@ class Kernel:
         read = [x if type(x) is int else _read_of(x) for x in others]
         key = (first.device, _read_of(first), *read, *options, *map(_read_of, options.values()))
         found = self._found.get(key)
-        record = recorder()
-        if found is not None:
+        if found is None:
+            compiled = self.function[grid](first, *others, **options)
+            # The interpreter compiles nothing, and Triton may do it later.
+            if compiled is not None and hasattr(type(compiled), "__getitem__"):
+                found = compiled, [options[name] for name in self._names if name in options]
+                if len(self._found) >= MOST_LAUNCHES:
+                    self._found.clear()
+                self._found[key] = found
+        else:
             compiled, constants = found
-            launch = compiled[(*grid, 1, 1)[:3]]
-            launch(first, *others, *constants)
-            if record is not None:
-                record.launch(launch, (first, *others, *constants))
-            return
-        if record is not None:
+            compiled[(*grid, 1, 1)[:3]](first, *others, *constants)
+        record = recorder()
+        if record is not None and found is None:
             record.give_up()
-        compiled = self.function[grid](first, *others, **options)
-        # The interpreter compiles nothing, and Triton may do it later.
-        if compiled is not None and hasattr(type(compiled), "__getitem__"):
-            constants = [options[name] for name in self._names if name in options]
-            if len(self._found) >= MOST_LAUNCHES:
-                self._found.clear()
-            self._found[key] = compiled, constants
+        elif record is not None and found is not None:
+            record.launch(found[0][(*grid, 1, 1)[:3]], (first, *others, *found[1]))
 
     def compile_ahead(self, grid: Grid, first: Tensor, *others: object, **options: object) -> None:
         """Begin to compile for these arguments, unless that has begun already."""
