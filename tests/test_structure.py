@@ -18,7 +18,7 @@ from tests.support.import_graph import ROOT, below, find_circle, import_graph, i
 
 FLOORS = (
     # integers, positions of tokens, checks
-    "flexnsa/checks/__init__ flexnsa/checks/primitives flexnsa/operators flexnsa/errors flexnsa/files",
+    "flexnsa/checks/__init__ flexnsa/checks/primitives flexnsa/replay flexnsa/operators flexnsa/errors flexnsa/files",
     "flexnsa/config flexnsa/geometry flexnsa/positions",
     "flexnsa/checks/calls flexnsa/checks/scorers",
     "flexnsa/masks",
