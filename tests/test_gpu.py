@@ -92,7 +92,7 @@ def test_replayed_launches_return_the_bits_of_the_first_ones(
         out = attend(of, NSAConfig(), "triton", nonnegative_gates=nonnegative)
         return [out, *torch.autograd.grad(out, of, torch.ones_like(out))]
 
-    one, other = (inputs(4, 1500 + dim, (dim, dim), torch.bfloat16, NSAConfig()) for _ in range(2))
+    one, other = (inputs(4, 1500 + dim + nonnegative, (dim, dim), torch.bfloat16, NSAConfig()) for _ in range(2))
     first, recorded = results(one), results(other)
     assert not replayed
     for of, expected in ((one, first), (other, recorded), (one, first)):
