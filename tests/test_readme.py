@@ -104,12 +104,12 @@ def test_the_table_of_training_is_what_was_recorded() -> None:
 
 KERNELS = {
     "selected: `hopper_forward_parts`": ["hopper_forward_parts"],
-    "`combine`": ["combine"],
+    "`combine`, now with the gated sum": ["combine"],
     "`hopper_backward_parts`": ["hopper_backward_parts"],
     "`sum_slots`, with the gradients of the other branches": ["sum_slots"],
     "window and compressed: `hopper_forward`": ["hopper_forward"],
     "`hopper_backward_queries` and `hopper_backward_keys`": ["hopper_backward_queries", "hopper_backward_keys"],
-    "gates: `add_gated` and `gated_stats`": ["add_gated", "gated_stats"],
+    "gates: `gated_stats`; before with the sum": ["gated_stats"],
     "importance and top-n": ["hopper_importance", "top_blocks_kernel"],
 }
 """Rows of the table of kernels, and the recorded ones that they sum."""
