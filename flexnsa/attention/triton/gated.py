@@ -270,17 +270,11 @@ def _(
     grad_out: Tensor,  # noqa: ARG001
     gates: Tensor,
     out_cmp: Tensor,
-    out_slc: Tensor,  # noqa: ARG001
-    out_win: Tensor,  # noqa: ARG001
-    lse_cmp: Tensor,  # noqa: ARG001
-    lse_slc: Tensor,  # noqa: ARG001
-    lse_win: Tensor,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
-    kv_heads: int,
+    *others: *tuple[*tuple[object, ...], int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from flexnsa.attention.triton.output_rows import empty_gated_stats
 
-    return gates.new_empty(gates.shape), *empty_gated_stats(out_cmp, kv_heads)
+    return gates.new_empty(gates.shape), *empty_gated_stats(out_cmp, others[-1])
 
 
 @_gated_gradients.register_fake
