@@ -23,10 +23,10 @@ test: .venv/.installed  ## run the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 emitted: .venv/.installed  ## compile the CUDA kernels for several GPUs and run them in an interpreter; no GPU needed
-	$(BIN)/python -m pytest -n auto tests/emitted
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/emitted
 
 transformers: .venv/.transformers  ## run the tests that need Hugging Face transformers
-	$(BIN)/python -m pytest -n auto tests/integrations/transformers
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/integrations/transformers
 
 # git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers CHECKOUT
 transformers-common: .venv/.transformers  ## run transformers' own tests of all models; CHECKOUT=/path/to/its/repository has them
