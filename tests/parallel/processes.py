@@ -16,7 +16,7 @@ import torch
 from flexnsa.lm.measure.process import redirect_output
 from flexnsa.lm.parallel.joining import launch_variables
 
-LIMIT = 120.0
+LIMIT = 300.0
 """Seconds after which a group that has not ended counts as hanging."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
