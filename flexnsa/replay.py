@@ -281,7 +281,7 @@ def _key(args: Sequence[object]) -> Key | None:
 def _are_views(func: Any, results: Any, x: Tensor) -> bool:
     """Return whether an operation only returned views: some, such as ``contiguous``, return either that or a copy."""
     aliases = [result.alias_info for result in func._schema.returns]
-    if not all(alias is not None and not alias.is_write for alias in aliases):
+    if not aliases or not all(alias is not None and not alias.is_write for alias in aliases):
         return False
     each = [results] if isinstance(results, Tensor) else results
     return all(one.untyped_storage()._cdata == x.untyped_storage()._cdata for one in each)

@@ -34,7 +34,8 @@ class HopperTiles(IntervalTiles):
     def options(self) -> dict[str, int]:
         """Return the keyword arguments of a launch."""
         options = IntervalTiles.options(self)
-        return options | {"BUFFERS": options.pop("num_stages")}
+        options["BUFFERS"] = options.pop("num_stages")
+        return options
 
 
 @dataclass(frozen=True, slots=True)
