@@ -120,7 +120,7 @@ NOT_REPLAYED: dict[str, Callable[[Tensor], Any]] = {
     "a tensor from elsewhere": lambda x: _filled(x, ELSEWHERE),
     "a kernel that cannot be recorded": lambda x: _unrecorded(x),
     "an operation without a result": lambda x: (
-        torch._assert_async(x[:1, :1].reshape(())),
+        torch.ops.aten._assert_async(x[:1, :1].reshape(())),
         torch.empty_like(x).zero_(),
     )[1],
     "an argument that is changed": lambda x: x.zero_(),
