@@ -212,10 +212,9 @@ def attend(
         if attend_gated is not None:
             with torch.no_grad():
                 compressed = implementation.compressed(q, given(keys.k_cmp), given(keys.v_cmp), call)
-                window = implementation.window(q, given(keys.k_win), given(keys.v_win), call)
                 blocks = select(compressed)
-            out, slc = attend_gated(q, keys, _stacked(gates, q.dtype), blocks, compressed, window, call, by_token)
-            return out, NSAAux(blocks, compressed.out, slc, window.out, compressed.lse)
+            out, slc, win = attend_gated(q, keys, _stacked(gates, q.dtype), blocks, compressed, call, by_token)
+            return out, NSAAux(blocks, compressed.out, slc, win, compressed.lse)
 
     def run(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
         # Transforms of torch.func have no saved-tensor hooks for recomputation; results are the same without it.

@@ -146,7 +146,7 @@ def _gated_sum(shape: Shape, positions: Positions | None = None) -> None:
     branch = torch.empty(*q.shape[:3], v.shape[-1], dtype=shape.dtype), torch.empty(q.shape[:3])
     call = Call(CONFIG, shape.scale, positions=positions, window_positions=positions)
     attend = given(triton_gated.gated_sum(q, keys, call))
-    out, _ = attend(q, keys, gates, blocks, Compressed(*branch), BranchOutput(*branch), call, True)
+    out, _, _ = attend(q, keys, gates, blocks, Compressed(*branch), call, True)
     out.float().sum().backward()
 
 

@@ -23,12 +23,12 @@ from tests.emitted.emit import emit
 
 OF_A_LAYER = {
     *("log_sum_exp_kernel", "block_log_sums", "hopper_importance", "top_blocks_kernel"),
-    *("mark", "count_queries", "cut", "scatter", "hopper_forward_parts", "combine"),
-    *("gated_stats", "hopper_backward_parts", "sum_shared", "sum_slots"),
+    *("mark", "count_queries", "cut", "scatter", "hopper_forward_parts", "hopper_combine"),
+    *("gated_stats", "hopper_backward_parts", "sum_shared", "hopper_sum_slots"),
     *("hopper_forward", "hopper_backward_queries", "hopper_backward_keys", "sum_parts"),
     *("compare_blocks", "query_gradients", "key_gradients"),
 }
-SEVERAL = {"block_log_sums": 2, "hopper_forward": 2, "hopper_backward_queries": 2, "hopper_backward_keys": 2}
+SEVERAL = {"block_log_sums": 2, "hopper_backward_keys": 2}
 """For two sizes of keys: those of the layer and of its indexer; those of the window and of the compressed branch."""
 SEVERAL |= {"sum_parts": 3}  # for the selected branch, too
 

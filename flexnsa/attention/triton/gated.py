@@ -11,9 +11,15 @@ import operator
 import torch
 from torch import Tensor
 
-from flexnsa.attention.operators import empty_gradients, empty_outputs
-from flexnsa.attention.seam import BranchOutput, Call, Compressed, GatedSum, Keys, given
-from flexnsa.attention.triton.intervals import interval_gradients, is_preferred
+from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
+from flexnsa.attention.seam import Call, Compressed, GatedSum, Keys, given
+from flexnsa.attention.triton.hopper import runs_on_hopper
+from flexnsa.attention.triton.intervals import (
+    attend_to_intervals,
+    gradient_of_queries,
+    gradients_of_keys,
+    is_preferred,
+)
 from flexnsa.attention.triton.operators import check_call, with_positive_scale
 from flexnsa.attention.triton.selected import (
     attend_to_blocks,
@@ -22,6 +28,7 @@ from flexnsa.attention.triton.selected import (
     selection_of,
     sizes_of,
 )
+from flexnsa.attention.triton.selected_sizes import is_wide
 from flexnsa.operators import opaque_operator
 
 
@@ -36,11 +43,10 @@ def _attend(
     gates: Tensor,
     block_indices: Tensor,
     compressed: Compressed,
-    window: BranchOutput,
     call: Call,
     by_token: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attend to selected blocks, and add up the branches (NSA paper, Eq. 5).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend to selected blocks and to the window, and add up the branches (NSA paper, Eq. 5).
 
     Args:
         q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
@@ -48,13 +54,12 @@ def _attend(
         gates: ``(3, B, Hq, T)``, of the compressed, the selected and the window branch; none is negative.
         block_indices: int32 ``(B, Hkv, T, n)``.
         compressed: output of that branch, computed without gradients.
-        window: likewise.
         call: see :class:`flexnsa.attention.seam.Call`.
         by_token: whether the heads of a token are to lie side by side in memory.
 
     Returns:
-        The sum ``(B, Hq, T, Dv)``, in the memory order of q unless ``by_token``; and the output of the selected branch,
-        which has no gradient of its own.
+        The sum ``(B, Hq, T, Dv)``, in the memory order of q unless ``by_token``; and the outputs of the selected branch
+        and the window, which have no gradients of their own.
 
     Raises:
         ValueError: there is a score_mod, or the batch has too many heads in all.
@@ -64,7 +69,7 @@ def _attend(
     sizes = sizes_of(q, k_slc, v_slc, block_indices, config)
     q, scale = with_positive_scale(q, call.scale)
     where, windows = call.positions, call.window_positions
-    out, out_slc, _, _, _ = _gated_attention(
+    out, out_slc, _, out_win, _, _, _ = _gated_attention(
         q,
         given(keys.k_cmp),
         given(keys.v_cmp),
@@ -75,8 +80,6 @@ def _attend(
         gates,
         compressed.out,
         given(compressed.lse),
-        window.out,
-        given(window.lse),
         block_indices,
         *((None, None, None) if where is None else where.tensors),
         *((None, None) if windows is None else (windows.token, windows.start)),
@@ -87,7 +90,7 @@ def _attend(
         *sizes,
         by_token,
     )
-    return out, out_slc
+    return out, out_slc, out_win
 
 
 @opaque_operator("gated_attention_triton", launches_kernels=True)
@@ -97,40 +100,64 @@ def _gated_attention(
     v_cmp: Tensor,  # noqa: ARG001
     k_slc: Tensor,
     v_slc: Tensor,
-    k_win: Tensor,  # noqa: ARG001
-    v_win: Tensor,  # noqa: ARG001
+    k_win: Tensor,
+    v_win: Tensor,
     gates: Tensor,
     out_cmp: Tensor,
     lse_cmp: Tensor,  # noqa: ARG001
-    out_win: Tensor,
-    lse_win: Tensor,  # noqa: ARG001
     block_indices: Tensor,
     token: Tensor | None,
     start: Tensor | None,
     first_key: Tensor | None,  # noqa: ARG001
-    window_token: Tensor | None,  # noqa: ARG001
-    window_start: Tensor | None,  # noqa: ARG001
+    window_token: Tensor | None,
+    window_start: Tensor | None,
     scale: float,
     length: int,  # noqa: ARG001
     stride: int,  # noqa: ARG001
-    window: int,  # noqa: ARG001
+    window: int,
     block_size: int,
     chunk: int,
     capacity: int,
     by_token: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the sum, out and lse of the selected branch, and both tensors of the lists."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the sum, out and lse of the selected branch and of the window, and both tensors of the lists."""
     from flexnsa.attention.triton.selected_forward import GatedBranches
 
     selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
     out_slc, lse_slc = empty_outputs(q, v_slc.shape[-1])
+    joined = _joins_window(q, k_slc, v_slc, k_win, v_win, out_slc, block_size=block_size, chunk=chunk, token=token)
+    if joined:
+        out_win, lse_win = empty_outputs(q, v_win.shape[-1])
+    else:
+        where = window_token, window_start, window_start
+        out_win, lse_win = attend_to_intervals(q, k_win, v_win, *where, scale, 1, 1, window)
     total = _empty_sum(out_slc, by_token)
-    cmp, win = (x if x.stride() == out_slc.stride() else torch.empty_like(out_slc).copy_(x) for x in (out_cmp, out_win))
-    gated = GatedBranches(cmp, win, gates.contiguous().permute(1, 2, 3, 0), total)
+    out_cmp = out_cmp if out_cmp.stride() == out_slc.stride() else torch.empty_like(out_slc).copy_(out_cmp)
+    of_branch = gates.contiguous().permute(1, 2, 3, 0)
+    gated = GatedBranches(out_cmp, out_win, lse_win, with_rows(k_win), with_rows(v_win), of_branch, total)
     lists = attend_to_blocks(
-        q, k_slc, v_slc, selection, out_slc, lse_slc, gated, scale=scale, chunk=chunk, capacity=capacity
-    )
-    return total, out_slc, lse_slc, lists.order, lists.replicas
+        q, k_slc, v_slc, selection, out_slc, lse_slc, gated,
+        scale=scale, chunk=chunk, capacity=capacity, window=window if joined else None,
+    )  # fmt: skip
+    return total, out_slc, lse_slc, out_win, lse_win, lists.order, lists.replicas
+
+
+def _joins_window(
+    q: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    *others: Tensor,
+    block_size: int,
+    chunk: int,
+    token: Tensor | None,
+) -> bool:
+    """Return whether one kernel attends to the window and joins the parts of the selected branch."""
+    q, *read = (with_rows(x) for x in (q, k_slc, v_slc, k_win, v_win, *others))
+    group = q.shape[1] // k_slc.shape[1]
+    wide = any(is_wide(x, group, chunk) for x in (q, *others))
+    return runs_on_hopper(q, *read, block_size=block_size, group=group, placed=token is not None, wide=wide)
 
 
 @opaque_operator("gated_stats_triton", launches_kernels=True)
@@ -183,15 +210,22 @@ def _gated_gradients(
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q and of the keys and values of each branch."""
+    from flexnsa.attention.triton.selected_backward import OtherGradients, WindowQueries
     from flexnsa.attention.triton.selected_lists import Lists
 
-    where, windows = (token, start, first_key), (window_token, window_start, window_start)
-    dq_cmp, dk_cmp, dv_cmp = interval_gradients(stats_cmp, grad_out, q, k_cmp, v_cmp, *where, scale, length, stride, 0)
-    dq_win, dk_win, dv_win = interval_gradients(stats_win, grad_out, q, k_win, v_win, *windows, scale, 1, 1, window)
+    of_cmp = stats_cmp, grad_out, q, k_cmp, v_cmp, token, start, first_key, scale, length, stride, 0
+    of_win = stats_win, grad_out, q, k_win, v_win, window_token, window_start, window_start, scale, 1, 1, window
+    dq_cmp, (dk_cmp, dv_cmp) = gradient_of_queries(*of_cmp), gradients_of_keys(*of_cmp)
+    dk_win, dv_win = gradients_of_keys(*of_win)
+    read = q, k_slc, v_slc, k_win, v_win, grad_out
+    if _joins_window(*read, dq_cmp, block_size=block_size, chunk=chunk, token=token):
+        others = WindowQueries(dq_cmp, with_rows(k_win), with_rows(v_win), stats_win)
+    else:
+        others = OtherGradients(dq_cmp, gradient_of_queries(*of_win))
     selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
     lists = Lists(order, replicas, chunk, capacity)
     dq, dk_slc, dv_slc = selected_gradients(
-        stats_slc, grad_out, q, k_slc, v_slc, selection, lists, scale=scale, dq_of_others=(dq_cmp, dq_win)
+        stats_slc, grad_out, q, k_slc, v_slc, selection, lists, scale=scale, others=others, window=window
     )
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win
 
@@ -215,8 +249,6 @@ def _gradients(
     gates: Tensor,
     out_cmp: Tensor,
     lse_cmp: Tensor,
-    out_win: Tensor,
-    lse_win: Tensor,
     block_indices: Tensor,
     token: Tensor | None,
     start: Tensor | None,
@@ -226,6 +258,8 @@ def _gradients(
     out: Tensor,  # noqa: ARG001
     out_slc: Tensor,
     lse_slc: Tensor,
+    out_win: Tensor,
+    lse_win: Tensor,
     order: Tensor,
     replicas: Tensor,
     scale: float,
@@ -248,21 +282,19 @@ def _(
     k_slc: Tensor,
     v_slc: Tensor,
     k_win: Tensor,  # noqa: ARG001
-    v_win: Tensor,  # noqa: ARG001
+    v_win: Tensor,
     gates: Tensor,  # noqa: ARG001
     out_cmp: Tensor,  # noqa: ARG001
     lse_cmp: Tensor,  # noqa: ARG001
-    out_win: Tensor,  # noqa: ARG001
-    lse_win: Tensor,  # noqa: ARG001
     block_indices: Tensor,
     token: Tensor | None,
     start: Tensor | None,
     *others: *tuple[*tuple[object, ...], int, int, int, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     *_, block_size, chunk, capacity, by_token = others
     sizes = block_size, chunk, capacity
     out, lse, order, replicas = empty_selected(q, k_slc, v_slc, block_indices, token, start, 1.0, *sizes)
-    return _empty_sum(out, by_token), out, lse, order, replicas
+    return _empty_sum(out, by_token), out, lse, *empty_outputs(q, v_win.shape[-1]), order, replicas
 
 
 @_gated_stats.register_fake

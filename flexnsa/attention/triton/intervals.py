@@ -23,6 +23,7 @@ from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions, tensors_of
 
 if TYPE_CHECKING:
+    from flexnsa.attention.tiles.intervals import IntervalTiles
     from flexnsa.attention.triton.kernel import Kernel
 
 
@@ -144,10 +145,11 @@ def _interval_attention_backward(
     from flexnsa.attention.triton.output_rows import row_stats
 
     stats = row_stats(grad_out, out, lse, grad_lse, scale, k.shape[1], gathered=False)
-    return interval_gradients(stats, grad_out, q, k, v, token, start, first_key, scale, length, stride, window)
+    given = stats, grad_out, q, k, v, token, start, first_key, scale, length, stride, window
+    return gradient_of_queries(*given), *gradients_of_keys(*given)
 
 
-def interval_gradients(
+def gradient_of_queries(
     stats: Tensor,
     grad_out: Tensor,
     q: Tensor,
@@ -160,43 +162,83 @@ def interval_gradients(
     length: int,
     stride: int,
     window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, from :func:`flexnsa.attention.triton.output_rows.row_stats`."""
-    from flexnsa.attention.tiles.device import cdiv, device_of, multiprocessors
-    from flexnsa.attention.tiles.intervals import backward_tiles, heads_of_program, hopper_tiles
+) -> Tensor:
+    """Return the gradient of q, from :func:`flexnsa.attention.triton.output_rows.row_stats`."""
+    from flexnsa.attention.tiles.device import cdiv
+
+    dq, dk, dv = empty_gradients(grad_out, None, q, k, v)
+    q, k, v, grad_out = (with_rows(x) for x in (q, k, v, grad_out))
+    on_hopper = runs_on_hopper(q, k, v, grad_out, dq, dk, dv, placed=token is not None)
+    tiles, _ = _backward_tiles(q, v, windowed=window > 0, placed=token is not None, on_hopper=on_hopper)
+    _, kernel, _ = _kernels(on_hopper=on_hopper)
+    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), on_hopper)
+    batch, heads, num_queries, _ = q.shape
+    kernel[(cdiv(num_queries, tiles.queries), batch * heads)](
+        q, k, v, *where, stats, grad_out, dq, *_strides(stats, grad_out, q, k, v), *dq.stride()[:3],
+        heads, num_queries, k.shape[2], scale, **shape, **tiles.options(),
+    )  # fmt: skip
+    return dq
+
+
+def gradients_of_keys(
+    stats: Tensor,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    token: Tensor | None,
+    start: Tensor | None,
+    first_key: Tensor | None,
+    scale: float,
+    length: int,
+    stride: int,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of k and v, from :func:`flexnsa.attention.triton.output_rows.row_stats`."""
+    from flexnsa.attention.tiles.device import cdiv, multiprocessors
+    from flexnsa.attention.tiles.intervals import heads_of_program
     from flexnsa.attention.triton.gradient_parts import sum_parts
 
     dq, dk, dv = empty_gradients(grad_out, None, q, k, v)
     q, k, v, grad_out = (with_rows(x) for x in (q, k, v, grad_out))
     on_hopper = runs_on_hopper(q, k, v, grad_out, dq, dk, dv, placed=token is not None)
-    if on_hopper:
-        of_queries, of_keys = hopper_tiles(q.shape[-1], v.shape[-1], windowed=window > 0)
-    else:
-        sizes = (device_of(q), q.dtype, q.shape[-1], v.shape[-1])
-        of_queries, of_keys = backward_tiles(*sizes, windowed=window > 0, placed=token is not None)
-    _, backward_queries, backward_keys = _kernels(on_hopper=on_hopper)
+    _, tiles = _backward_tiles(q, v, windowed=window > 0, placed=token is not None, on_hopper=on_hopper)
+    _, _, kernel = _kernels(on_hopper=on_hopper)
     where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), on_hopper)
     (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
-    read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], stats.stride(-1), *grad_out.stride()[:3]
-    backward_queries[(cdiv(num_queries, of_queries.queries), batch * heads)](
-        q, k, v, *where, stats, grad_out, dq, *read, *dq.stride()[:3], heads, num_queries, num_keys, scale,
-        **shape, **of_queries.options(),
-    )  # fmt: skip
-    key_tiles, group = cdiv(num_keys, of_keys.keys), heads // k.shape[1]
-    summed = heads_of_program(group, key_tiles * batch * heads, of_keys.num_warps, multiprocessors(q))
+    key_tiles, group = cdiv(num_keys, tiles.keys), heads // k.shape[1]
+    summed = heads_of_program(group, key_tiles * batch * heads, tiles.num_warps, multiprocessors(q))
     # Sums over fewer heads than a group are float32; another kernel adds them.
     parts = [
         x if summed == group else q.new_empty(batch, heads // summed, num_keys, x.shape[-1], dtype=torch.float32)
         for x in (dk, dv)
     ]
-    backward_keys[(key_tiles, batch * heads // summed)](
-        q, k, v, *where, stats, grad_out, *parts,
-        *read, *parts[0].stride()[:3], *parts[1].stride()[:3], heads // summed, num_queries, num_keys, scale,
-        **shape, HEADS=summed, **of_keys.options(),
+    kernel[(key_tiles, batch * heads // summed)](
+        q, k, v, *where, stats, grad_out, *parts, *_strides(stats, grad_out, q, k, v),
+        *parts[0].stride()[:3], *parts[1].stride()[:3], heads // summed, num_queries, num_keys, scale,
+        **shape, HEADS=summed, **tiles.options(),
     )  # fmt: skip
     if summed < group:
         sum_parts(parts, dk, dv)
-    return dq, dk, dv
+    return dk, dv
+
+
+def _strides(stats: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Return the strides of what the gradients are computed from."""
+    return *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], stats.stride(-1), *grad_out.stride()[:3]
+
+
+def _backward_tiles(
+    q: Tensor, v: Tensor, *, windowed: bool, placed: bool, on_hopper: bool
+) -> tuple[IntervalTiles, IntervalTiles]:
+    """Return the tiles for the gradient of queries and for the gradients of keys."""
+    from flexnsa.attention.tiles.device import device_of
+    from flexnsa.attention.tiles.intervals import backward_tiles, hopper_tiles
+
+    dims = q.shape[-1], v.shape[-1]
+    if on_hopper:
+        return hopper_tiles(*dims, windowed=windowed)
+    return backward_tiles(device_of(q), q.dtype, *dims, windowed=windowed, placed=placed)
 
 
 def _kernels(*, on_hopper: bool) -> tuple[Kernel, Kernel, Kernel]:

@@ -21,6 +21,7 @@ from flexnsa.config import NSAConfig
 from flexnsa.operators import opaque_operator
 
 if TYPE_CHECKING:
+    from flexnsa.attention.triton.selected_backward import OtherGradients, WindowQueries
     from flexnsa.attention.triton.selected_forward import GatedBranches
     from flexnsa.attention.triton.selected_lists import Lists, Selection
 
@@ -137,8 +138,9 @@ def attend_to_blocks(
     scale: float,
     chunk: int,
     capacity: int,
+    window: int | None = None,
 ) -> Lists:
-    """Compute out and lse, and with ``gated`` the sum of the branches; return the lists."""
+    """Compute out and lse, and with ``gated`` the sum of the branches, also the window if given; return the lists."""
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.selected import forward_tiles
     from flexnsa.attention.triton.selected_forward import GatedBranches, forward, forward_bytes
@@ -153,7 +155,7 @@ def attend_to_blocks(
         some = selection.of_heads(part), lists.of_heads(part)
         branches = gated and GatedBranches(*(_of_heads(x, k, part) for x in gated))
         outputs = out_part, lse_part, branches
-        forward(q_part, k_part, v_part, *some, *outputs, scale=scale, precision=precision(), tiles=tiles)
+        forward(q_part, k_part, v_part, *some, *outputs, scale=scale, precision=precision(), tiles=tiles, window=window)
     return lists
 
 
@@ -195,7 +197,8 @@ def selected_gradients(
     lists: Lists,
     *,
     scale: float,
-    dq_of_others: tuple[Tensor, Tensor] | None = None,
+    others: OtherGradients | WindowQueries | None = None,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
@@ -208,7 +211,8 @@ def selected_gradients(
         selection: of the queries.
         lists: of forward.
         scale: factor on the scores.
-        dq_of_others: the gradients of q from the other two branches, to add, of :func:`empty_gradients`.
+        others: the gradients of q from the other two branches, in memory as that of :func:`empty_gradients`.
+        window: keys of the window, whose gradient may be computed with the sum.
     """
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.selected import backward_tiles
@@ -222,8 +226,8 @@ def selected_gradients(
     for part in parts_of(k, backward_bytes(q, k, v, n, lists.chunk, lists.capacity, size)):
         q_part, k_part, v_part, *given = (_of_heads(x, k, part) for x in (q, k, v, grad_out, *grads))
         some = selection.of_heads(part), lists.of_heads(part), _of_heads(stats, k, part)
-        others = dq_of_others and tuple(_of_heads(x, k, part) for x in dq_of_others)
-        options = {"scale": scale, "precision": precision(), "tiles": tiles, "dq_of_others": others}
+        added = others and type(others)(*(_of_heads(x, k, part) for x in others))
+        options = {"scale": scale, "precision": precision(), "tiles": tiles, "others": added, "window": window}
         backward(q_part, k_part, v_part, *some, *given, **options)
     return grads
 

@@ -9,21 +9,41 @@ Chunks run one after the other. So every sum has a fixed order, and no addition 
 from __future__ import annotations
 
 import functools
+import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
+from flexnsa.attention.tiles.intervals import hopper_tiles
 from flexnsa.attention.tiles.selected import Tiles, columns
 from flexnsa.attention.triton.gradient_parts import sum_parts
 from flexnsa.attention.triton.hopper import ROWS, runs_on_hopper
 from flexnsa.attention.triton.kernels.selected_backward import backward_parts
 from flexnsa.attention.triton.kernels.selected_sums import sum_shared, sum_slots
 from flexnsa.attention.triton.operators import strides_of_groups
-from flexnsa.attention.triton.selected_forward import is_wide
 from flexnsa.attention.triton.selected_lists import Lists, Selection
-from flexnsa.attention.triton.selected_sizes import max_replicas, max_shared
+from flexnsa.attention.triton.selected_sizes import is_wide, max_replicas, max_shared
+
+SLOTS = 0
+
+
+class OtherGradients(NamedTuple):
+    """The gradients of q from the other branches, ``(B, Hq, T, Dk)``, to add."""
+
+    cmp: Tensor
+    win: Tensor
+
+
+class WindowQueries(NamedTuple):
+    """That from the compressed branch, and what that from the window is computed from, together with the sum."""
+
+    cmp: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    stats: Tensor
 
 
 def backward_bytes(q: Tensor, k: Tensor, v: Tensor, n: int, chunk: int, capacity: int, block_size: int) -> int:
@@ -49,7 +69,8 @@ def backward(
     scale: float,
     precision: str,
     tiles: Tiles,
-    dq_of_others: tuple[Tensor, ...] | None = None,
+    others: OtherGradients | WindowQueries | None,
+    window: int,
 ) -> None:
     """Compute the gradients of q, k and v; to that of q, add those from the other two branches if they are given."""
     (batch, q_heads, num_queries, d_k), (kv_heads, num_keys), d_v = q.shape, k.shape[1:3], v.shape[-1]
@@ -97,8 +118,21 @@ def backward(
                 n=n, DK=d_k, DV=d_v, SIZE=size, HAS_POSITIONS=has_positions, BN=padded(size),
                 BDK=padded(d_k), BDV=padded(d_v), ROWS=16, num_warps=4,
             )  # fmt: skip
+        if isinstance(others, WindowQueries):
+            from flexnsa.attention.triton.kernels.hopper.window_sums import hopper_sum_slots
+
+            of_queries, _ = hopper_tiles(d_k, d_v, windowed=True)
+            _, *of_window = others
+            strides = q, others.k_win, others.v_win
+            hopper_sum_slots[(cdiv(chunk, of_queries.queries) * group, heads)](
+                part, selection.block_indices, q, *of_window, grad_out, others.cmp, grad_q,
+                *itertools.chain(*(x.stride()[:3] for x in strides)), others.stats.stride(-1), *grad_out.stride()[:3],
+                *grad_q.stride()[:3], *sizes, scale,
+                n=n, G=group, DK=d_k, DV=d_v, SIZE=size, WINDOW=window, SLOTS=SLOTS, **of_queries.options(),
+            )  # fmt: skip
+            continue
         sum_slots[(cdiv(chunk * group, tiles.second_rows), heads)](
-            part, *queries, *(dq_of_others or (grad_q, grad_q)), grad_q, *strides_of_groups(grad_q, kv_heads), *sizes,
-            **shape, BDK=padded(d_k), BR=tiles.second_rows, ALONE=dq_of_others is None, num_warps=4,
+            part, *queries, *(others or (grad_q, grad_q)), grad_q, *strides_of_groups(grad_q, kv_heads), *sizes,
+            **shape, BDK=padded(d_k), BR=tiles.second_rows, ALONE=others is None, num_warps=4,
         )  # fmt: skip
     sum_parts((dk.view(k.shape), dv.view(v.shape)), grad_k, grad_v, scale=scale)

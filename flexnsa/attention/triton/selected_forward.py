@@ -8,6 +8,7 @@ query. Memory traffic does not depend on the size of the group, and every produc
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -20,10 +21,12 @@ from flexnsa.attention.triton.hopper import ROWS, runs_on_hopper
 from flexnsa.attention.triton.kernels.selected_forward import combine, forward_parts
 from flexnsa.attention.triton.operators import strides_of_groups
 from flexnsa.attention.triton.selected_lists import Lists, Selection
-from flexnsa.attention.triton.selected_sizes import max_replicas
+from flexnsa.attention.triton.selected_sizes import is_wide, max_replicas
 
 HOPPER_REGISTERS = 168
 """Limit on Hopper, for heads of 128: without it two programs fit a multiprocessor, instead of three."""
+
+SLOTS = 0
 
 
 class GatedBranches(NamedTuple):
@@ -31,20 +34,21 @@ class GatedBranches(NamedTuple):
 
     Args:
         cmp: output of the compressed branch ``(B, Hq, T, Dv)``, in memory as that of the selected branch.
-        win: likewise of the window.
+        win: likewise of the window, to be filled if it is computed together with the sum.
+        win_lse: likewise, ``(B, Hq, T)``.
+        k_win: keys of the window ``(B, Hkv, S, Dk)``.
+        v_win: its values ``(B, Hkv, S, Dv)``.
         gates: ``(B, Hq, T, 3)``: compressed, selected, window. In memory ``(3, B, Hq, T)`` is contiguous.
         total: the sum, to be filled.
     """
 
     cmp: Tensor
     win: Tensor
+    win_lse: Tensor
+    k_win: Tensor
+    v_win: Tensor
     gates: Tensor
     total: Tensor
-
-
-def is_wide(x: Tensor, group: int, chunk: int) -> bool:
-    """Return whether the rows of one chunk of a group are too far apart for 32-bit offsets."""
-    return min(chunk, x.shape[2]) * x.stride(2) + group * x.stride(1) >= 2**31
 
 
 def forward_bytes(q: Tensor, k: Tensor, v: Tensor, n: int, chunk: int) -> int:
@@ -66,8 +70,12 @@ def forward(
     scale: float,
     precision: str,
     tiles: Tiles,
+    window: int | None,
 ) -> None:
-    """Compute ``out (B, Hq, T, Dv)`` and the natural ``lse`` (float32, ``(B, Hq, T)``), chunk by chunk of queries."""
+    """Compute ``out (B, Hq, T, Dv)`` and the natural ``lse`` (float32, ``(B, Hq, T)``), chunk by chunk of queries.
+
+    With a ``window`` the other branch that is computed is that of so many keys, together with the gated sum.
+    """
     (batch, q_heads, num_queries, dk), (kv_heads, num_keys), dv = q.shape, k.shape[1:3], v.shape[-1]
     group, n = q_heads // kv_heads, selection.block_indices.shape[-1]
     chunk = min(lists.chunk, num_queries)
@@ -81,7 +89,7 @@ def forward(
     rows = (q, k, v)
     on_hopper = runs_on_hopper(*rows, block_size=selection.block_size, group=group, placed=has_positions, wide=wide)
     queries = (selection.block_indices, *selection.positions())
-    cmp, win, gates, total = (out, out, lse, out) if gated is None else gated
+    cmp, win, win_lse, k_win, v_win, gates, total = gated or (out, out, lse, k, v, lse, out)
     sums = cmp, win, gates, total, *strides_of_groups(total, kv_heads), gates.stride(-1)
     for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
@@ -102,7 +110,17 @@ def forward(
                 **shape, DK=dk, LOW=low, HIGH=high, BN=padded(selection.block_size), PRECISION=precision,
                 WIDE=wide, **tiles.of_group(group), **tiles.launch_options(),
             )  # fmt: skip
-        combine[(cdiv(chunk * group, tiles.second_rows), batch * kv_heads)](
-            part_out, part_lse, *queries, out, lse, *strides_of_groups(out, kv_heads), *sums, *sizes,
-            **shape, BR=tiles.second_rows, ALONE=gated is None, num_warps=4,
-        )  # fmt: skip
+        if window is None:
+            combine[(cdiv(chunk * group, tiles.second_rows), batch * kv_heads)](
+                part_out, part_lse, *queries, out, lse, *strides_of_groups(out, kv_heads), *sums, *sizes,
+                **shape, BR=tiles.second_rows, ALONE=gated is None, num_warps=4,
+            )  # fmt: skip
+        else:
+            from flexnsa.attention.triton.kernels.hopper.window_sums import hopper_combine
+
+            strides = (x.stride()[:3] for x in (q, k_win, v_win, out, total))
+            hopper_combine[(cdiv(chunk, ROWS) * group, batch * kv_heads)](
+                part_out, part_lse, selection.block_indices, q, k_win, v_win, cmp, win, win_lse, out, lse, gates, total,
+                *itertools.chain(*strides), gates.stride(-1), *sizes, scale * LOG2_E,
+                n=n, G=group, DK=dk, DV=dv, SIZE=selection.block_size, WINDOW=window, SLOTS=SLOTS, BM=ROWS, BN=ROWS, num_warps=4,
+            )  # fmt: skip

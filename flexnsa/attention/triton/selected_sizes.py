@@ -13,6 +13,11 @@ def is_whole(part: Part, x: Tensor) -> bool:
     return part == (slice(0, x.shape[0]), slice(0, x.shape[1]))
 
 
+def is_wide(x: Tensor, group: int, chunk: int) -> bool:
+    """Return whether the rows of one chunk of a group are too far apart for 32-bit offsets."""
+    return min(chunk, x.shape[2]) * x.stride(2) + group * x.stride(1) >= 2**31
+
+
 def num_key_tiles(num_keys: int, block_size: int, *, has_positions: bool) -> int:
     """Return the number of key tiles that ``num_keys`` keys may need; documents may start before the first key."""
     runs = (num_keys + block_size - 1) // block_size

@@ -31,19 +31,31 @@ def hopper_backward_queries(
     G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr,
     WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of a query tile; dP runs while the exponentials do."""
+    """Compute the gradient of a query tile."""
+    tile, bh = place(True, WINDOW)
+    b = bh // num_heads
+    h = bh % num_heads
+    dq = gradient_of_queries(
+        q_ptr + b * q_sb + h * q_sh, k_ptr + b * k_sb + (h // G) * k_sh, v_ptr + b * v_sb + (h // G) * v_sh,
+        stats_ptr + bh * num_queries, do_ptr + b * d_sb + h * d_sh, tile * BM, q_st, k_st, v_st, s_sn, d_st,
+        num_queries, num_keys, scale, DK, DV, LENGTH, STRIDE, WINDOW, BM, BN, BUFFERS,
+    )  # fmt: skip
+    store_rows(dq_ptr + b * g_sb + h * g_sh, tile * BM, num_queries, g_st, dq, DK)
+
+
+@gluon_jit
+def gradient_of_queries(
+    q_ptr, k_ptr, v_ptr, stats_ptr, do_ptr, row0, q_st, k_st, v_st, s_sn, d_st, num_queries, num_keys, scale,
+    DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """Return the gradient of the queries from ``row0`` on; dP runs while the exponentials do."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     mma_s: gl.constexpr = product_layout(BN, gl.num_warps())
     mma_q: gl.constexpr = product_layout(DK, gl.num_warps())
     of_rows: gl.constexpr = gl.SliceLayout(1, mma_s)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
-    tile, bh = place(True, WINDOW)
-    b = bh // num_heads
-    h = bh % num_heads
-    row0 = tile * BM
-    k_ptr += b * k_sb + (h // G) * k_sh
-    v_ptr += b * v_sb + (h // G) * v_sh
     # Some query sees the keys from begin to end, all see those from full to rest.
     begin, rest = keys_of(row0, num_keys, LENGTH, STRIDE, WINDOW)
     full, end = keys_of(gl.minimum(row0 + BM, num_queries) - 1, num_keys, LENGTH, STRIDE, WINDOW)
@@ -56,11 +68,11 @@ def hopper_backward_queries(
         copy_rows(v_tiles.index(i), v_ptr, begin + i * BN, end, v_st, DV)
         async_copy.commit_group()
 
-    q = load_rows(q_ptr + b * q_sb + h * q_sh, row0, num_queries, q_st, DK)
-    do = load_rows(do_ptr + b * d_sb + h * d_sh, row0, num_queries, d_st, DV)
+    q = load_rows(q_ptr, row0, num_queries, q_st, DK)
+    do = load_rows(do_ptr, row0, num_queries, d_st, DV)
     row = row0 + gl.arange(0, BM, of_rows)
     qk_scale = scale * 1.4426950408889634
-    stats_ptr += bh * num_queries + row
+    stats_ptr += row
     shift = gl.load(stats_ptr, mask=row < num_queries, other=0.0) * qk_scale
     delta = gl.load(stats_ptr + s_sn, mask=row < num_queries, other=0.0)
     low, high = keys_of(row, num_keys, LENGTH, STRIDE, WINDOW)
@@ -91,7 +103,7 @@ def hopper_backward_queries(
         dq = warpgroup_mma(ds, k, dq, is_async=True)
         dq, ds = warpgroup_mma_wait(0, deps=[dq, ds])
     async_copy.wait_group(0)
-    store_rows(dq_ptr + b * g_sb + h * g_sh, row0, num_queries, g_st, dq * scale, DK)
+    return dq * scale
 
 
 @gluon_jit(do_not_specialize=["num_sums", "num_queries", "num_keys"])

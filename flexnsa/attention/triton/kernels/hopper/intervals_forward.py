@@ -29,7 +29,26 @@ def hopper_forward(
     G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr,
     WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Compute the output and the natural log-sum-exp of a query tile.
+    """Compute the output and the natural log-sum-exp of a query tile."""
+    tile, bh = place(True, WINDOW)
+    b = bh // num_heads
+    h = bh % num_heads
+    out, lse = attend_to_keys(
+        q_ptr + b * q_sb + h * q_sh, k_ptr + b * k_sb + (h // G) * k_sh, v_ptr + b * v_sb + (h // G) * v_sh,
+        tile * BM, q_st, k_st, v_st, num_queries, num_keys, qk_scale, DK, DV, LENGTH, STRIDE, WINDOW, BM, BN,
+    )  # fmt: skip
+    row = tile * BM + gl.arange(0, BM, lse.type.layout)
+    gl.store(lse_ptr + bh * num_queries + row, lse, mask=row < num_queries)
+    store_rows(out_ptr + b * o_sb + h * o_sh, tile * BM, num_queries, o_st, out, DV)
+
+
+@gluon_jit
+def attend_to_keys(
+    q_ptr, k_ptr, v_ptr, row0, q_st, k_st, v_st, num_queries, num_keys, qk_scale,
+    DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Return the output and the natural log-sum-exp of the queries from ``row0`` on.
 
     The product with the values of a tile runs beside the scores of the next one, and while their softmax is computed.
     Tiles of keys that some query does not see in whole come first, in a loop with a mask: order does not matter.
@@ -42,13 +61,6 @@ def hopper_forward(
     k_tiles = gl.allocate_shared_memory(dtype, [2, BN, DK], swizzled)
     v_tiles = gl.allocate_shared_memory(dtype, [2, BN, DV], swizzled)
     hold = gl.allocate_shared_memory(gl.float32, [BM, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-
-    tile, bh = place(True, WINDOW)
-    b = bh // num_heads
-    h = bh % num_heads
-    row0 = tile * BM
-    k_ptr += b * k_sb + (h // G) * k_sh
-    v_ptr += b * v_sb + (h // G) * v_sh
 
     # Some query sees the keys from begin to end; all see those of the tiles in the middle, which come last.
     begin, high0 = keys_of(row0, num_keys, LENGTH, STRIDE, WINDOW)
@@ -65,7 +77,7 @@ def hopper_forward(
 
     # The first copies are of the queries and the keys of tile 0; the next of the keys of tile i and the values of
     # tile i - 1, which iteration i needs.
-    copy_rows(q_tile, q_ptr + b * q_sb + h * q_sh, row0, num_queries, q_st, DK)
+    copy_rows(q_tile, q_ptr, row0, num_queries, q_st, DK)
     key_k = gl.where(after > 0, rest, shifted)  # where the last tile of keys that is copied begins
     end_k = end  # and ends: 0 without such a tile
     copy_rows(k_tiles.index(0), k_ptr, key_k, end_k, k_st, DK)
@@ -128,10 +140,8 @@ def hopper_forward(
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, mma_s))
     some = gl.where(total == 0.0, 1.0, total)
     lse = gl.where(total == 0.0, float("-inf"), (top + gl.log2(some)) * 0.6931471805599453)
-    gl.store(lse_ptr + bh * num_queries + row, lse, mask=row < num_queries)
     acc, p_low = warpgroup_mma_wait(0, deps=[acc, p_low])
-    acc = acc * gl.convert_layout(1.0 / some, gl.SliceLayout(1, mma_o))[:, None]
-    store_rows(out_ptr + b * o_sb + h * o_sh, row0, num_queries, o_st, acc, DV)
+    return acc * gl.convert_layout(1.0 / some, gl.SliceLayout(1, mma_o))[:, None], lse
 
 
 @gluon_jit
