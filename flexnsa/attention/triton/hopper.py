@@ -12,6 +12,8 @@ KNOWN_VERSIONS = ("3.6", "3.7")
 
 ROWS = 64
 """Rows of a tile, and keys: what one group of 4 warps multiplies at a time."""
+SLOTS = 4
+"""Rows of partial results that a thread loads at a time."""
 DIMS = (64, 128)
 """Head dimensions."""
 

@@ -20,14 +20,12 @@ from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.tiles.intervals import hopper_tiles
 from flexnsa.attention.tiles.selected import Tiles, columns
 from flexnsa.attention.triton.gradient_parts import sum_parts
-from flexnsa.attention.triton.hopper import ROWS, runs_on_hopper
+from flexnsa.attention.triton.hopper import ROWS, SLOTS, runs_on_hopper
 from flexnsa.attention.triton.kernels.selected_backward import backward_parts
 from flexnsa.attention.triton.kernels.selected_sums import sum_shared, sum_slots
 from flexnsa.attention.triton.operators import strides_of_groups
 from flexnsa.attention.triton.selected_lists import Lists, Selection
 from flexnsa.attention.triton.selected_sizes import is_wide, max_replicas, max_shared
-
-SLOTS = 0
 
 
 class OtherGradients(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.tiles.selected import Tiles, columns
-from flexnsa.attention.triton.hopper import ROWS, runs_on_hopper
+from flexnsa.attention.triton.hopper import ROWS, SLOTS, runs_on_hopper
 from flexnsa.attention.triton.kernels.selected_forward import combine, forward_parts
 from flexnsa.attention.triton.operators import strides_of_groups
 from flexnsa.attention.triton.selected_lists import Lists, Selection
@@ -25,8 +25,6 @@ from flexnsa.attention.triton.selected_sizes import is_wide, max_replicas
 
 HOPPER_REGISTERS = 168
 """Limit on Hopper, for heads of 128: without it two programs fit a multiprocessor, instead of three."""
-
-SLOTS = 0
 
 
 class GatedBranches(NamedTuple):
@@ -122,5 +120,6 @@ def forward(
             hopper_combine[(cdiv(chunk, ROWS) * group, batch * kv_heads)](
                 part_out, part_lse, selection.block_indices, q, k_win, v_win, cmp, win, win_lse, out, lse, gates, total,
                 *itertools.chain(*strides), gates.stride(-1), *sizes, scale * LOG2_E,
-                n=n, G=group, DK=dk, DV=dv, SIZE=selection.block_size, WINDOW=window, SLOTS=SLOTS, BM=ROWS, BN=ROWS, num_warps=4,
+                n=n, G=group, DK=dk, DV=dv, SIZE=selection.block_size, WINDOW=window,
+                SLOTS=SLOTS, BM=ROWS, BN=ROWS, num_warps=4,
             )  # fmt: skip

@@ -4,7 +4,7 @@
 
 Products of the window keep tensor cores busy, and sums keep memory busy: of the programs of a multiprocessor some do
 the one while others do the other. Programs that run at a time have all heads of a group, whose rows of a slot are
-neighbours in memory.
+neighbours in memory. ``SLOTS`` rows are loaded at a time.
 """
 
 from __future__ import annotations
@@ -50,34 +50,21 @@ def hopper_combine(
     po_ptr += parts * DV
     pl_ptr += parts
     top = gl.full([BM], float("-inf"), gl.float32, of_rows)
-    for slot in gl.static_range(n):
-        listed = _is_listed(idx_ptr + slot, t, inside, num_keys, SIZE)
-        top = gl.maximum(top, gl.load(pl_ptr + part + slot * G, mask=listed, other=float("-inf")))
+    for each in gl.static_range(n):
+        listed = _is_listed(idx_ptr + each, t, inside, num_keys, SIZE)
+        top = gl.maximum(top, gl.load(pl_ptr + part + each * G, mask=listed, other=float("-inf")))
     top = gl.where(top == float("-inf"), 0.0, top)
     total = gl.zeros([BM], gl.float32, of_rows)
     acc = gl.zeros([BM, DV], gl.float32, layout)
     rows = (part * DV)[:, None] + column[None, :]
-    if SLOTS == 0:
-        listed = _is_listed(idx_ptr, t, inside, num_keys, SIZE)
-        lse = gl.load(pl_ptr + part, mask=listed, other=float("-inf"))
-        o = gl.load(po_ptr + rows, mask=listed[:, None], other=0.0)
-        for slot in range(1, n + 1):
-            share = gl.exp2(lse - top)
-            now = o
+    for first in range(0, n, SLOTS):
+        for i in gl.static_range(SLOTS):
+            slot = first + i
             listed = _is_listed(idx_ptr + slot, t, inside & (slot < n), num_keys, SIZE)
-            lse = gl.load(pl_ptr + part + slot * G, mask=listed, other=float("-inf"))
+            share = gl.exp2(gl.load(pl_ptr + part + slot * G, mask=listed, other=float("-inf")) - top)
             o = gl.load(po_ptr + slot * G * DV + rows, mask=listed[:, None], other=0.0)
-            acc += share[:, None] * now.to(gl.float32)
+            acc += share[:, None] * o.to(gl.float32)
             total += share
-    else:
-        for begin in range(0, n, SLOTS):
-            for i in gl.static_range(SLOTS):
-                at = begin + i
-                listed = _is_listed(idx_ptr + at, t, inside & (at < n), num_keys, SIZE)
-                share = gl.exp2(gl.load(pl_ptr + part + at * G, mask=listed, other=float("-inf")) - top)
-                o = gl.load(po_ptr + at * G * DV + rows, mask=listed[:, None], other=0.0)
-                acc += share[:, None] * o.to(gl.float32)
-                total += share
     some = gl.where(total == 0.0, 1.0, total)
     lse = gl.where(total == 0.0, float("-inf"), (top + gl.log2(some)) * 0.6931471805599453)
     gl.store(lse_ptr + at_row, lse, mask=inside)
@@ -121,21 +108,12 @@ def hopper_sum_slots(
     idx_ptr += bh * num_queries * n + t * n
     part_ptr += (bh * gl.minimum(chunk, num_queries) * n * G + g) * DK
     rows = ((t - chunk * index) * (n * G * DK))[:, None] + column[None, :]
-    if SLOTS == 0:
-        x = gl.load(cmp_ptr + to, mask=inside[:, None], other=0.0)
-        for slot in range(n):
-            now = x
-            listed = _is_listed(idx_ptr + slot, t, inside, num_keys, SIZE)
-            x = gl.load(part_ptr + slot * G * DK + rows, mask=listed[:, None], other=0.0)
-            dq += now.to(gl.float32)
-        dq += x.to(gl.float32)
-    else:
-        dq += gl.load(cmp_ptr + to, mask=inside[:, None], other=0.0).to(gl.float32)
-        for begin in range(0, n, SLOTS):
-            for i in gl.static_range(SLOTS):
-                at = begin + i
-                listed = _is_listed(idx_ptr + at, t, inside & (at < n), num_keys, SIZE)
-                dq += gl.load(part_ptr + at * G * DK + rows, mask=listed[:, None], other=0.0).to(gl.float32)
+    dq += gl.load(cmp_ptr + to, mask=inside[:, None], other=0.0).to(gl.float32)
+    for first in range(0, n, SLOTS):
+        for i in gl.static_range(SLOTS):
+            slot = first + i
+            listed = _is_listed(idx_ptr + slot, t, inside & (slot < n), num_keys, SIZE)
+            dq += gl.load(part_ptr + slot * G * DK + rows, mask=listed[:, None], other=0.0).to(gl.float32)
     gl.store(dq_ptr + to, dq.to(dq_ptr.dtype.element_ty), mask=inside[:, None])
 
 
