@@ -206,7 +206,8 @@ def _store_dq(ptr, dq, dq_at, scale, DK: gl.constexpr):
     column = gl.arange(0, dq.shape[1], gl.SliceLayout(0, layout))
     dq = gl.convert_layout((dq * scale).to(ptr.dtype.element_ty), layout)
     to = ptr + (row.to(gl.int64) * DK)[:, None] + column[None, :]
-    gl.store(to, dq, mask=(row >= 0)[:, None] & (column[None, :] < DK))
+    mask = (row >= 0)[:, None] & (column[None, :] < DK)
+    gl.store(to, dq, mask=mask, eviction_policy="evict_first")
 
 
 @gluon_jit

@@ -178,12 +178,12 @@ def _load_values(ptr, first, end, stride, WIDTH: gl.constexpr):
 
 @gluon_jit
 def _store_outputs(ptr, o, row, WIDTH: gl.constexpr):
-    """Store partial outputs, whose columns are permuted as those of the values."""
+    """Store partial outputs, whose columns are permuted as those of the values; queries stay in the cache."""
     layout: gl.constexpr = store_layout(WIDTH)
     o = gl.convert_layout(_swap_columns(o.to(ptr.dtype.element_ty), WIDTH), layout)
     row = gl.convert_layout(row, gl.SliceLayout(1, layout))
     to = (ptr + gl.arange(0, WIDTH, gl.SliceLayout(0, layout)))[None, :] + (row.to(gl.int64) * WIDTH)[:, None]
-    gl.store(to, o, mask=(row >= 0)[:, None])
+    gl.store(to, o, mask=(row >= 0)[:, None], eviction_policy="evict_first")
 
 
 @gluon_jit

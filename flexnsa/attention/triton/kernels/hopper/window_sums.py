@@ -62,7 +62,8 @@ def hopper_combine(
             slot = first + i
             listed = _is_listed(idx_ptr + slot, t, inside & (slot < n), num_keys, SIZE)
             share = gl.exp2(gl.load(pl_ptr + part + slot * G, mask=listed, other=float("-inf")) - top)
-            o = gl.load(po_ptr + slot * G * DV + rows, mask=listed[:, None], other=0.0)
+            row = po_ptr + slot * G * DV + rows
+            o = gl.load(row, mask=listed[:, None], other=0.0, eviction_policy="evict_first")
             acc += share[:, None] * o.to(gl.float32)
             total += share
     some = gl.where(total == 0.0, 1.0, total)
