@@ -35,21 +35,25 @@ def hopper_forward_parts(
     q_sb, q_sh, q_sg, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st,
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, qk_scale,
     n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr,
+    BN: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """Attend from the queries of one replica to its keys only: the normalised output and the base-2 log-sum-exp."""
+    """Attend from some queries of a replica to its keys only: the normalised output and the base-2 log-sum-exp.
+
+    A program has ``PIECE`` queries, of the ``PIECES`` times as many that the longest replica has.
+    """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     mma_s: gl.constexpr = product_layout(BN)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     bh = gl.program_id(1).to(gl.int64)
-    replicas_ptr += (bh * num_chunks + index) * 5 * num_replicas + gl.program_id(0)
-    count = gl.load(replicas_ptr + num_replicas)
+    replicas_ptr += (bh * num_chunks + index) * 5 * num_replicas + gl.program_id(0) // PIECES
+    before = gl.program_id(0) % PIECES * PIECE
+    count = gl.minimum(gl.load(replicas_ptr + num_replicas) - before, PIECE)
     if count > 0:
         b = bh // kv_heads
         h = bh % kv_heads
         t0 = chunk * index
         q_ptr += b * q_sb + h * q_sh + t0.to(gl.int64) * q_st
-        order_ptr += (bh * num_queries + t0) * n + gl.load(replicas_ptr + 2 * num_replicas)
+        order_ptr += (bh * num_queries + t0) * n + gl.load(replicas_ptr + 2 * num_replicas) + before
         parts = bh * gl.minimum(chunk, num_queries) * n * G
         po_ptr += parts * DV
         pl_ptr += parts
