@@ -93,7 +93,7 @@ class OpaqueOperator(Generic[P, T]):
         self._function: Any = type(self.name, (_SingleLevelFunction,), members)
 
     def register_backward(
-        self, backward: Callable[..., tuple[Tensor, ...]], *, differentiable: int | None = None
+        self, backward: Callable[..., tuple[Tensor | None, ...]], *, differentiable: int | None = None
     ) -> None:
         """Register what returns the gradients of the first inputs from operators; the other inputs have none.
 

@@ -37,8 +37,8 @@ def without_window(config: NSAConfig | None = None) -> Adapter:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Any:
             compressed = {"k_cmp": compress(k), "v_cmp": compress(v)}
-            options = {"config": setting.config, "impl": setting.impl, "branches": ("cmp", "slc")}
-            return native_sparse_attention(q, k, v, gates.sigmoid(), **compressed, **options)
+            options = {"config": setting.config, "impl": setting.impl, "nonnegative_gates": True}
+            return native_sparse_attention(q, k, v, gates.sigmoid(), **compressed, branches=("cmp", "slc"), **options)
 
         inputs = (problem.q, problem.k, problem.v, problem.gates)
         return Workload("flexnsa", setting.compile(attend), inputs, inputs)

@@ -108,10 +108,10 @@ WindowBranch = Callable[[Tensor, Tensor, Tensor, Call], BranchOutput]
 """``(q, k, v, call)``: attend to the last ``w`` tokens, at ``call.window_positions`` (NSA paper, section 3.3.3)."""
 
 GatedSum = Callable[[Tensor, Keys, Tensor, Tensor, Compressed, Call, bool], tuple[Tensor, Tensor, Tensor]]
-"""``(q, keys, gates, block_indices, compressed, call, by_token)``: attend to selected blocks and to the window, and add
-up all three branches by ``gates (3, B, Hq, T)``, none of which is negative. The result is ``(out, out_slc, out_win)``;
-``out`` has the heads of a token side by side in memory if ``by_token``, or else the memory order of q. The gradients of
-all three branches are those of ``out``: the compressed branch was computed without any.
+"""``(q, keys, gates, block_indices, compressed, call, by_token)``: attend to selected blocks and, if it has keys, to
+the window, and add up the branches by ``gates (2 or 3, B, Hq, T)``, none of which is negative. The result is ``(out,
+out_slc, out_win)``; ``out`` has the heads of a token side by side in memory if ``by_token``, or else the memory order
+of q. The gradients of all branches are those of ``out``: the compressed branch was computed without any.
 """
 
 Divergence = Callable[[Tensor, Tensor, Scorer, Call, str], tuple[Tensor, Tensor]]

@@ -207,14 +207,17 @@ def attend(
     products: dict[str, Tensor] = {}
 
     select = functools.partial(_select, implementation, q, keys, call, block_indices, indexer)
-    if nonnegative and gates and not recompute and set(branches) == set(BRANCHES):
+    if nonnegative and gates and not recompute and {"cmp", "slc"} <= {*branches}:
+        if "win" not in branches:
+            keys = replace(keys, k_win=None, v_win=None)
         attend_gated = implementation.gated_sum(q, keys, call)
         if attend_gated is not None:
             with torch.no_grad():
                 compressed = implementation.compressed(q, given(keys.k_cmp), given(keys.v_cmp), call)
                 blocks = select(compressed)
-            out, slc, win = attend_gated(q, keys, _stacked(gates, q.dtype), blocks, compressed, call, by_token)
-            return out, NSAAux(blocks, compressed.out, slc, win, compressed.lse)
+            stacked = _stacked(gates, branches, q.dtype)
+            out, slc, win = attend_gated(q, keys, stacked, blocks, compressed, call, by_token)
+            return out, NSAAux(blocks, compressed.out, slc, win if "win" in branches else None, compressed.lse)
 
     def run(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
         # Transforms of torch.func have no saved-tensor hooks for recomputation; results are the same without it.
@@ -268,10 +271,10 @@ def gated(gate: Tensor | None, out: Tensor) -> Tensor:
     return out if gate is None else gate.to(out.dtype)[..., None] * out
 
 
-def _stacked(gates: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return gates by branch as ``(3, B, Hq, T)``."""
+def _stacked(gates: Mapping[str, Tensor], branches: Sequence[str], dtype: torch.dtype) -> Tensor:
+    """Return gates by branch as ``(branches, B, Hq, T)``."""
     one = torch.ones_like(next(iter(gates.values())))
-    return torch.stack([gates.get(tag, one) for tag in BRANCHES]).to(dtype)
+    return torch.stack([gates.get(tag, one) for tag in BRANCHES if tag in branches]).to(dtype)
 
 
 def _recomputed(

@@ -59,7 +59,7 @@ def calls(shape: Shape) -> Iterator[tuple[str, Compile]]:
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
     functions = (_select, _select_of_documents, _select_few, _selected, _selected_of_documents)
     intervals = (_compressed, _compressed_of_documents, _window, _window_of_documents)
-    sums = (_gated_sum, _gated_sum_of_documents)
+    sums = (_gated_sum, _gated_sum_of_small_heads, _gated_sum_of_documents, _gated_sum_without_window)
     losses = (_selection_loss, _selection_loss_of_overlapping_keys)
     for function in (*functions, *intervals, *sums, *losses, _decoding_step, _decoding_step_by_given_frequencies):
         yield function.__name__.removeprefix("_").replace("_", " "), partial(_own, function, shape)
@@ -137,11 +137,11 @@ def _compressed_of_documents(shape: Shape) -> None:
     _compressed(shape, _positions(LENGTH))
 
 
-def _gated_sum(shape: Shape, positions: Positions | None = None) -> None:
+def _gated_sum(shape: Shape, positions: Positions | None = None, branches: int = 3) -> None:
     q, k, v = _whole_sequence(shape)
     k_cmp, v_cmp = (x[:, :, : num_compressed(LENGTH, CONFIG)] for x in (k, v))
-    keys = Keys(k_cmp, v_cmp, k, v, k, v)
-    gates = torch.empty(3, *q.shape[:3], dtype=shape.dtype, requires_grad=True)
+    keys = Keys(k_cmp, v_cmp, *(k, v) * (branches - 1))
+    gates = torch.empty(branches, *q.shape[:3], dtype=shape.dtype, requires_grad=True)
     blocks = torch.empty(1, KV_HEADS, LENGTH, CONFIG.num_selected_blocks, dtype=torch.int32)
     branch = torch.empty(*q.shape[:3], v.shape[-1], dtype=shape.dtype), torch.empty(q.shape[:3])
     call = Call(CONFIG, shape.scale, positions=positions, window_positions=positions)
@@ -152,6 +152,15 @@ def _gated_sum(shape: Shape, positions: Positions | None = None) -> None:
 
 def _gated_sum_of_documents(shape: Shape) -> None:
     _gated_sum(shape, _positions(LENGTH))
+
+
+def _gated_sum_of_small_heads(shape: Shape) -> None:
+    """One kernel attends to the window and joins parts where heads have at most 64 numbers."""
+    _gated_sum(replace(shape, dims=(64, 64)))
+
+
+def _gated_sum_without_window(shape: Shape) -> None:
+    _gated_sum(shape, branches=2)
 
 
 def _selection_loss(shape: Shape, config: NSAConfig = INDEXED) -> None:

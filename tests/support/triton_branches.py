@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexnsa.attention.seam import Call, Implementation, Keys
 from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.positions import Positions
 from tests.support.inputs import spread
 from tests.support.interpreter import hurry, teach_bfloat16
@@ -29,9 +29,9 @@ class Case:
     """One call: documents packed one after the other; ``garbage`` puts into the selection what is no block.
 
     With a ``window_size`` it is one of the window and not of the selected branch, and with ``compressed``, the length
-    and the stride of keys, one of the compressed branch. With ``gates`` it is the sum of all three branches, of which
-    the one that is ``ungated`` has weight 1. ``cached`` are the rows of a cache that holds so many keys:
-    how many tokens each has, and how many of its ``new`` ones are real.
+    and the stride of keys, one of the compressed branch. With ``gates`` it is the sum of the branches, without the
+    window where this has no size; the one that is ``ungated`` has weight 1. ``cached`` are the rows of a cache that
+    holds so many keys: how many tokens each has, and how many of its ``new`` ones are real.
     """
 
     group: int
@@ -289,6 +289,8 @@ CASES = {
         gates=True,
         limits=(("WORKSPACE_BYTES", 2**18),),
     ),
+    "gated-without-window": Case(group=3, documents=(130,), kv_heads=2, compressed=(8, 4), gates=True),
+    "gated-documents-without-window": Case(group=2, documents=(40, 3, 70), compressed=(8, 4), gates=True),
     "gated-shorter-than-a-key": Case(group=2, documents=(31,), window_size=9, compressed=(32, 16), gates=True),
     "gated-negative-scale": Case(
         group=2, documents=(90,), window_size=24, compressed=(8, 4), gates=True, scale=-0.3, order="sliced"
@@ -340,7 +342,8 @@ def attend(
         given = {tag: gate for tag, gate in table.by_branch(gates).items() if tag != case.ungated}
         keys = sum(num_compressed(length, case.config) for length in case.documents)
         branches = Keys(k[:, :, :keys], v[:, :, :keys], k, v, -k, v.square())
-        options: dict[str, Any] = {"block_indices": chosen, "nonnegative": True}
+        tags = BRANCHES if case.window_size else ("cmp", "slc")
+        options: dict[str, Any] = {"block_indices": chosen, "nonnegative": True, "branches": tags}
         out, _ = table.attend(implementation, q, branches, given, call, **options)
         grads = torch.autograd.grad(out, (q, k, v, gates), x["grad_out"])
         return {"out": out.detach()} | dict(zip(("dq", "dk", "dv", "dgates"), grads, strict=True))

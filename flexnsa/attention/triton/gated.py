@@ -1,4 +1,4 @@
-"""The gated sum of the branches, with one backward pass for all three.
+"""The gated sum of the branches, with one backward pass for all.
 
 A branch on its own gets the gradient of its output, which is that of the sum times its gate: three scaled copies to
 write and to read. Here all branches read the gradient of the sum, and the gates go into their probabilities.
@@ -11,24 +11,12 @@ import operator
 import torch
 from torch import Tensor
 
-from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
+from flexnsa.attention.operators import empty_outputs, with_rows
 from flexnsa.attention.seam import Call, Compressed, GatedSum, Keys, given
-from flexnsa.attention.triton.hopper import runs_on_hopper
-from flexnsa.attention.triton.intervals import (
-    attend_to_intervals,
-    gradient_of_queries,
-    gradients_of_keys,
-    is_preferred,
-)
+from flexnsa.attention.triton.gated_backward import gradients, joins_window
+from flexnsa.attention.triton.intervals import attend_to_intervals, is_preferred
 from flexnsa.attention.triton.operators import check_call, with_positive_scale
-from flexnsa.attention.triton.selected import (
-    attend_to_blocks,
-    empty_selected,
-    selected_gradients,
-    selection_of,
-    sizes_of,
-)
-from flexnsa.attention.triton.selected_sizes import is_wide
+from flexnsa.attention.triton.selected import attend_to_blocks, empty_selected, selection_of, sizes_of
 from flexnsa.operators import opaque_operator
 
 JOINED_DIM = 64
@@ -50,12 +38,12 @@ def _attend(
     call: Call,
     by_token: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend to selected blocks and to the window, and add up the branches (NSA paper, Eq. 5).
+    """Attend to selected blocks and, if it has keys, to the window, and add up the branches (NSA paper, Eq. 5).
 
     Args:
         q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
-        keys: of all three branches.
-        gates: ``(3, B, Hq, T)``, of the compressed, the selected and the window branch; none is negative.
+        keys: of the branches; None for the window where there is none.
+        gates: ``(branches, B, Hq, T)``, of the compressed, the selected and the window branch; none is negative.
         block_indices: int32 ``(B, Hkv, T, n)``.
         compressed: output of that branch, computed without gradients.
         call: see :class:`flexnsa.attention.seam.Call`.
@@ -63,7 +51,7 @@ def _attend(
 
     Returns:
         The sum ``(B, Hq, T, Dv)``, in the memory order of q unless ``by_token``; and the outputs of the selected branch
-        and the window, which have no gradients of their own.
+        and the window, which have no gradients of their own. That of no window is empty.
 
     Raises:
         ValueError: there is a score_mod, or the batch has too many heads in all.
@@ -79,8 +67,8 @@ def _attend(
         given(keys.v_cmp),
         k_slc,
         v_slc,
-        given(keys.k_win),
-        given(keys.v_win),
+        keys.k_win,
+        keys.v_win,
         gates,
         compressed.out,
         given(compressed.lse),
@@ -104,8 +92,8 @@ def _gated_attention(
     v_cmp: Tensor,  # noqa: ARG001
     k_slc: Tensor,
     v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
     gates: Tensor,
     out_cmp: Tensor,
     lse_cmp: Tensor,  # noqa: ARG001
@@ -129,18 +117,18 @@ def _gated_attention(
 
     selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
     out_slc, lse_slc = empty_outputs(q, v_slc.shape[-1])
-    read = q, k_slc, v_slc, k_win, v_win, out_slc
-    joined = max(q.shape[-1], v_win.shape[-1]) <= JOINED_DIM
-    joined = joined and _joins_window(*read, block_size=block_size, chunk=chunk, token=token)
-    if joined:
-        out_win, lse_win = empty_outputs(q, v_win.shape[-1])
-    else:
-        where = window_token, window_start, window_start
-        out_win, lse_win = attend_to_intervals(q, k_win, v_win, *where, scale, 1, 1, window)
     total = _empty_sum(out_slc, by_token)
     out_cmp = out_cmp if out_cmp.stride() == out_slc.stride() else torch.empty_like(out_slc).copy_(out_cmp)
-    of_branch = gates.contiguous().permute(1, 2, 3, 0)
-    gated = GatedBranches(out_cmp, out_win, lse_win, with_rows(k_win), with_rows(v_win), of_branch, total)
+    gated = GatedBranches(total, gates.contiguous().permute(1, 2, 3, 0), out_cmp)
+    out_win, lse_win, joined = *_empty_window(q, v_win), False
+    if k_win is not None and v_win is not None:
+        read = q, k_slc, v_slc, k_win, v_win, out_slc
+        joined = max(q.shape[-1], v_win.shape[-1]) <= JOINED_DIM
+        joined = joined and joins_window(*read, block_size=block_size, chunk=chunk, token=token)
+        if not joined:
+            where = window_token, window_start, window_start
+            out_win, lse_win = attend_to_intervals(q, k_win, v_win, *where, scale, 1, 1, window)
+        gated = GatedBranches(*gated[:3], out_win, lse_win, with_rows(k_win), with_rows(v_win))
     lists = attend_to_blocks(
         q, k_slc, v_slc, selection, out_slc, lse_slc, gated,
         scale=scale, chunk=chunk, capacity=capacity, window=window if joined else None,
@@ -148,92 +136,9 @@ def _gated_attention(
     return total, out_slc, lse_slc, out_win, lse_win, lists.order, lists.replicas
 
 
-def _joins_window(
-    q: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    *others: Tensor,
-    block_size: int,
-    chunk: int,
-    token: Tensor | None,
-) -> bool:
-    """Return whether one kernel attends to the window and joins the parts of the selected branch."""
-    q, *read = (with_rows(x) for x in (q, k_slc, v_slc, k_win, v_win, *others))
-    group = q.shape[1] // k_slc.shape[1]
-    wide = any(is_wide(x, group, chunk) for x in (q, *others))
-    return runs_on_hopper(q, *read, block_size=block_size, group=group, placed=token is not None, wide=wide)
-
-
-@opaque_operator("gated_stats_triton", launches_kernels=True)
-def _gated_stats(
-    grad_out: Tensor,
-    gates: Tensor,
-    out_cmp: Tensor,
-    out_slc: Tensor,
-    out_win: Tensor,
-    lse_cmp: Tensor,
-    lse_slc: Tensor,
-    lse_win: Tensor,
-    scale: float,
-    kv_heads: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of the gates, and the stats of each branch."""
-    from flexnsa.attention.triton.output_rows import gated_stats
-
-    outs, lses = (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)
-    return gated_stats(grad_out, outs, lses, gates, scale, kv_heads)
-
-
-@opaque_operator("gated_gradients_triton", launches_kernels=True)
-def _gated_gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    stats_cmp: Tensor,
-    stats_slc: Tensor,
-    stats_win: Tensor,
-    block_indices: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
-    first_key: Tensor | None,
-    window_token: Tensor | None,
-    window_start: Tensor | None,
-    order: Tensor,
-    replicas: Tensor,
-    scale: float,
-    length: int,
-    stride: int,
-    window: int,
-    block_size: int,
-    chunk: int,
-    capacity: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q and of the keys and values of each branch."""
-    from flexnsa.attention.triton.selected_backward import OtherGradients, WindowQueries
-    from flexnsa.attention.triton.selected_lists import Lists
-
-    of_cmp = stats_cmp, grad_out, q, k_cmp, v_cmp, token, start, first_key, scale, length, stride, 0
-    of_win = stats_win, grad_out, q, k_win, v_win, window_token, window_start, window_start, scale, 1, 1, window
-    dq_cmp, (dk_cmp, dv_cmp) = gradient_of_queries(*of_cmp), gradients_of_keys(*of_cmp)
-    dk_win, dv_win = gradients_of_keys(*of_win)
-    read = q, k_slc, v_slc, k_win, v_win, grad_out
-    if _joins_window(*read, dq_cmp, block_size=block_size, chunk=chunk, token=token):
-        others = WindowQueries(dq_cmp, with_rows(k_win), with_rows(v_win), stats_win)
-    else:
-        others = OtherGradients(dq_cmp, gradient_of_queries(*of_win))
-    selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
-    lists = Lists(order, replicas, chunk, capacity)
-    dq, dk_slc, dv_slc = selected_gradients(
-        stats_slc, grad_out, q, k_slc, v_slc, selection, lists, scale=scale, others=others, window=window
-    )
-    return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win
+def _empty_window(q: Tensor, v_win: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Allocate out and lse of the window; empty ones without values."""
+    return (q.new_empty(0), q.new_empty(0, dtype=torch.float32)) if v_win is None else empty_outputs(q, v_win.shape[-1])
 
 
 def _empty_sum(out: Tensor, by_token: bool) -> Tensor:
@@ -243,43 +148,6 @@ def _empty_sum(out: Tensor, by_token: bool) -> Tensor:
     return torch.empty_like(out)
 
 
-def _gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    out_cmp: Tensor,
-    lse_cmp: Tensor,
-    block_indices: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
-    first_key: Tensor | None,
-    window_token: Tensor | None,
-    window_start: Tensor | None,
-    out: Tensor,  # noqa: ARG001
-    out_slc: Tensor,
-    lse_slc: Tensor,
-    out_win: Tensor,
-    lse_win: Tensor,
-    order: Tensor,
-    replicas: Tensor,
-    scale: float,
-    *numbers: *tuple[int, int, int, int, int, int, bool],
-) -> tuple[Tensor, ...]:
-    """Return the gradients of q, keys, values and gates; compiled code frees the outputs between the two operators."""
-    outs, lses = (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)
-    grad_gates, cmp, slc, win = _gated_stats(grad_out, gates, *outs, *lses, scale, k_slc.shape[1])
-    keys, positions = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win), (token, start, first_key, window_token, window_start)
-    lists = block_indices, *positions, order, replicas
-    grads = _gated_gradients(grad_out, q, *keys, cmp, slc, win, *lists, scale, *numbers[:6])
-    return *grads, grad_gates
-
-
 @_gated_attention.register_fake
 def _(
     q: Tensor,
@@ -287,8 +155,8 @@ def _(
     v_cmp: Tensor,  # noqa: ARG001
     k_slc: Tensor,
     v_slc: Tensor,
-    k_win: Tensor,  # noqa: ARG001
-    v_win: Tensor,
+    k_win: Tensor | None,  # noqa: ARG001
+    v_win: Tensor | None,
     gates: Tensor,  # noqa: ARG001
     out_cmp: Tensor,  # noqa: ARG001
     lse_cmp: Tensor,  # noqa: ARG001
@@ -300,37 +168,7 @@ def _(
     *_, block_size, chunk, capacity, by_token = others
     sizes = block_size, chunk, capacity
     out, lse, order, replicas = empty_selected(q, k_slc, v_slc, block_indices, token, start, 1.0, *sizes)
-    return _empty_sum(out, by_token), out, lse, *empty_outputs(q, v_win.shape[-1]), order, replicas
+    return _empty_sum(out, by_token), out, lse, *_empty_window(q, v_win), order, replicas
 
 
-@_gated_stats.register_fake
-def _(
-    grad_out: Tensor,  # noqa: ARG001
-    gates: Tensor,
-    out_cmp: Tensor,
-    *others: *tuple[*tuple[object, ...], int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from flexnsa.attention.triton.output_rows import empty_gated_stats
-
-    return gates.new_empty(gates.shape), *empty_gated_stats(out_cmp, others[-1])
-
-
-@_gated_gradients.register_fake
-def _(
-    grad_out: Tensor,
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    *others: object,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk_cmp, dv_cmp = empty_gradients(grad_out, None, q, k_cmp, v_cmp)
-    _, dk_slc, dv_slc = empty_gradients(grad_out, None, q, k_slc, v_slc)
-    _, dk_win, dv_win = empty_gradients(grad_out, None, q, k_win, v_win)
-    return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win
-
-
-_gated_attention.register_backward(_gradients, differentiable=1)
+_gated_attention.register_backward(gradients, differentiable=1)

@@ -39,23 +39,28 @@ def row_stats(
 def gated_stats(
     grad_out: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, scale: float, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of ``gates (3, B, Hq, T)``, and the stats of each branch for ``grad_out`` of their sum."""
+    """Return the gradient of ``gates (branches, B, Hq, T)``, and the stats of branches for ``grad_out`` of their sum.
+
+    The branches are the compressed and the selected one, and the window if there are three; else its stats are empty.
+    """
     grad_out, outs, gates = with_rows(grad_out), [with_rows(out) for out in outs], gates.contiguous()
-    stats = empty_gated_stats(outs[0], kv_heads)
+    stats = empty_gated_stats(outs[0], kv_heads, len(outs))
     grad_gates = gates.new_empty(gates.shape)
     grid, sizes, shape = _launch(outs[0], kv_heads)
+    # The kernel does not read those of a third branch that is not there.
+    three, lses = ([*x, *x][:3] for x in (outs, [lse.contiguous() for lse in lses]))
     kernels.gated_stats[grid](
-        grad_out, *outs, *(lse.contiguous() for lse in lses), gates, grad_gates, *stats,
-        *strides_of_groups(grad_out, kv_heads), *(x for out in outs for x in strides_of_groups(out, kv_heads)),
-        *_strides(stats[0]), *_strides(stats[1]), *sizes, gates[0].numel(), scale, **shape,
+        grad_out, *three, *lses, gates, grad_gates, *stats,
+        *strides_of_groups(grad_out, kv_heads), *(x for out in three for x in strides_of_groups(out, kv_heads)),
+        *_strides(stats[0]), *_strides(stats[1]), *sizes, gates[0].numel(), scale, **shape, BRANCHES=len(outs),
     )  # fmt: skip
     return grad_gates, *stats
 
 
-def empty_gated_stats(out: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the stats of the compressed and the selected branch and of the window, for outputs like ``out``."""
-    cmp, slc, win = (_empty_stats(out, kv_heads, gathered=gathered) for gathered in (False, True, False))
-    return cmp, slc, win
+def empty_gated_stats(out: Tensor, kv_heads: int, branches: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the stats of the compressed and the selected branch, and of the window if there are three branches."""
+    cmp, slc = (_empty_stats(out, kv_heads, gathered=gathered) for gathered in (False, True))
+    return cmp, slc, torch.empty_like(cmp) if branches == 3 else cmp.new_empty(0)
 
 
 def _empty_stats(out: Tensor, kv_heads: int, *, gathered: bool) -> Tensor:

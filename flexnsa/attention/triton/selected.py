@@ -143,7 +143,7 @@ def attend_to_blocks(
     """Compute out and lse, and with ``gated`` the sum of the branches, also the window if given; return the lists."""
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.selected import forward_tiles
-    from flexnsa.attention.triton.selected_forward import GatedBranches, forward, forward_bytes
+    from flexnsa.attention.triton.selected_forward import forward, forward_bytes
     from flexnsa.attention.triton.selected_lists import build_lists
 
     require_device(q)
@@ -153,7 +153,7 @@ def attend_to_blocks(
     for part in parts_of(k, forward_bytes(q, k, v, selection.block_indices.shape[-1], chunk)):
         q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
         some = selection.of_heads(part), lists.of_heads(part)
-        branches = gated and GatedBranches(*(_of_heads(x, k, part) for x in gated))
+        branches = gated and gated._make(x if x is None else _of_heads(x, k, part) for x in gated)
         outputs = out_part, lse_part, branches
         forward(q_part, k_part, v_part, *some, *outputs, scale=scale, precision=precision(), tiles=tiles, window=window)
     return lists
@@ -226,7 +226,7 @@ def selected_gradients(
     for part in parts_of(k, backward_bytes(q, k, v, n, lists.chunk, lists.capacity, size)):
         q_part, k_part, v_part, *given = (_of_heads(x, k, part) for x in (q, k, v, grad_out, *grads))
         some = selection.of_heads(part), lists.of_heads(part), _of_heads(stats, k, part)
-        added = others and type(others)(*(_of_heads(x, k, part) for x in others))
+        added = others and others._make(x if x is None else _of_heads(x, k, part) for x in others)
         options = {"scale": scale, "precision": precision(), "tiles": tiles, "others": added, "window": window}
         backward(q_part, k_part, v_part, *some, *given, **options)
     return grads

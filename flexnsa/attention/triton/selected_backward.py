@@ -32,7 +32,7 @@ class OtherGradients(NamedTuple):
     """The gradients of q from the other branches, ``(B, Hq, T, Dk)``, to add."""
 
     cmp: Tensor
-    win: Tensor
+    win: Tensor | None
 
 
 class WindowQueries(NamedTuple):
@@ -129,8 +129,10 @@ def backward(
                 n=n, G=group, DK=d_k, DV=d_v, SIZE=size, WINDOW=window, SLOTS=SLOTS, **of_queries.options(),
             )  # fmt: skip
             continue
+        cmp, win = others or (grad_q, None)
+        added = cmp, grad_q if win is None else win
         sum_slots[(cdiv(chunk * group, tiles.second_rows), heads)](
-            part, *queries, *(others or (grad_q, grad_q)), grad_q, *strides_of_groups(grad_q, kv_heads), *sizes,
-            **shape, BDK=padded(d_k), BR=tiles.second_rows, ALONE=others is None, num_warps=4,
+            part, *queries, *added, grad_q, *strides_of_groups(grad_q, kv_heads), *sizes, **shape,
+            BDK=padded(d_k), BR=tiles.second_rows, ALONE=others is None, HAS_WINDOW=win is not None, num_warps=4,
         )  # fmt: skip
     sum_parts((dk.view(k.shape), dv.view(v.shape)), grad_k, grad_v, scale=scale)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.scoring import LOG2_E
+from flexnsa.attention.seam import given
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.tiles.selected import Tiles, columns
 from flexnsa.attention.triton.hopper import ROWS, SLOTS, runs_on_hopper
@@ -35,22 +36,22 @@ class GatedBranches(NamedTuple):
     """The gated sum of the branches, and what is added to the selected one.
 
     Args:
-        cmp: output of the compressed branch ``(B, Hq, T, Dv)``, in memory as that of the selected branch.
-        win: likewise of the window, to be filled if it is computed together with the sum.
+        total: the sum ``(B, Hq, T, Dv)``, to be filled.
+        gates: ``(B, Hq, T, branches)``: compressed, selected, window. In memory ``(branches, B, Hq, T)`` is contiguous.
+        cmp: output of the compressed branch, in memory as that of the selected branch.
+        win: likewise of the window, to be filled if it is computed together with the sum; None without one.
         win_lse: likewise, ``(B, Hq, T)``.
         k_win: keys of the window ``(B, Hkv, S, Dk)``.
         v_win: its values ``(B, Hkv, S, Dv)``.
-        gates: ``(B, Hq, T, 3)``: compressed, selected, window. In memory ``(3, B, Hq, T)`` is contiguous.
-        total: the sum, to be filled.
     """
 
-    cmp: Tensor
-    win: Tensor
-    win_lse: Tensor
-    k_win: Tensor
-    v_win: Tensor
-    gates: Tensor
     total: Tensor
+    gates: Tensor
+    cmp: Tensor
+    win: Tensor | None = None
+    win_lse: Tensor | None = None
+    k_win: Tensor | None = None
+    v_win: Tensor | None = None
 
 
 def forward_bytes(q: Tensor, k: Tensor, v: Tensor, n: int, chunk: int) -> int:
@@ -91,8 +92,8 @@ def forward(
     rows = (q, k, v)
     on_hopper = runs_on_hopper(*rows, block_size=selection.block_size, group=group, placed=has_positions, wide=wide)
     queries = (selection.block_indices, *selection.positions())
-    cmp, win, win_lse, k_win, v_win, gates, total = gated or (out, out, lse, k, v, lse, out)
-    sums = cmp, win, gates, total, *strides_of_groups(total, kv_heads), gates.stride(-1)
+    total, gates, cmp, win, win_lse, k_win, v_win = gated or GatedBranches(out, lse, out)
+    sums = cmp, out if win is None else win, gates, total, *strides_of_groups(total, kv_heads), gates.stride(-1)
     for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
         tensors = lists.order, lists.replicas, part_out, part_lse
@@ -118,12 +119,13 @@ def forward(
         if window is None:
             combine[(cdiv(chunk * group, tiles.second_rows), batch * kv_heads)](
                 part_out, part_lse, *queries, out, lse, *strides_of_groups(out, kv_heads), *sums, *sizes,
-                **shape, BR=tiles.second_rows, ALONE=gated is None, num_warps=4,
+                **shape, BR=tiles.second_rows, ALONE=gated is None, HAS_WINDOW=win is not None,
+                num_warps=4,
             )  # fmt: skip
         else:
             from flexnsa.attention.triton.kernels.hopper.window_sums import hopper_combine
 
-            strides = (x.stride()[:3] for x in (q, k_win, v_win, out, total))
+            strides = (x.stride()[:3] for x in (q, given(k_win), given(v_win), out, total))
             hopper_combine[(cdiv(chunk, ROWS) * group, batch * kv_heads)](
                 part_out, part_lse, selection.block_indices, q, k_win, v_win, cmp, win, win_lse, out, lse, gates, total,
                 *itertools.chain(*strides), gates.stride(-1), *sizes, scale * LOG2_E,

@@ -1,7 +1,7 @@
 # pyright: standard, reportGeneralTypeIssues=false
 """What backward needs of a row of an output and of its gradient.
 
-A program has ``BR`` (query, head) rows of one group. Gates are ``(3, B, Hq, T)``: compressed, selected, window.
+A program has ``BR`` (query, head) rows of one group. Gates are ``(branches, B, Hq, T)``: compressed, selected, window.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def gated_stats(
     cmp_stats_ptr, slc_stats_ptr, win_stats_ptr, d_sb, d_sh, d_sg, d_st, c_sb, c_sh, c_sg, c_st,
     s_sb, s_sh, s_sg, s_st, w_sb, w_sh, w_sg, w_st, i_sb, i_sh, i_sg, i_st, i_sn, r_sb, r_sh, r_sg, r_st, r_sn,
     kv_heads, num_queries, gates_of_branch, scale,
-    G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr,
+    G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr, BRANCHES: tl.constexpr,
 ):  # fmt: skip
     """Store :func:`row_stats` of each branch, and the gradients of the gates.
 
@@ -48,7 +48,7 @@ def gated_stats(
     do = load_rows(do_ptr + b * d_sb + h * d_sh, t * d_st + g * d_sg, inside, DV, BDV)
     at = (bh * G + g) * num_queries + t
     to_interval = b * i_sb + h * i_sh + t * i_st + g * i_sg
-    for branch in tl.static_range(3):
+    for branch in tl.static_range(BRANCHES):
         if branch == 0:
             out = load_rows(cmp_ptr + b * c_sb + h * c_sh, t * c_st + g * c_sg, inside, DV, BDV)
             lse = tl.load(cmp_lse_ptr + at, mask=inside, other=0.0)

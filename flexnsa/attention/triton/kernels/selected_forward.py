@@ -102,11 +102,12 @@ def combine(
     cmp_ptr, win_ptr, gate_ptr, sum_ptr, s_sb, s_sh, s_sg, s_st, gates_of_branch,
     kv_heads, num_queries, num_keys, chunk, index,
     n: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    BDV: tl.constexpr, BR: tl.constexpr, ALONE: tl.constexpr,
+    BDV: tl.constexpr, BR: tl.constexpr, ALONE: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Join partial outputs, weighted by ``exp(lse)`` of their pairs; a program has ``BR`` (query, head) rows.
 
-    Unless ``ALONE`` it also stores the gated sum with the other branches' outputs, which lie in memory as this one.
+    Unless ``ALONE`` it also stores the gated sum with the outputs of the compressed branch and, if there is one, of the
+    window, which lie in memory as this one.
     """
     bh = tl.program_id(1).to(tl.int64)
     b = bh // kv_heads
@@ -154,9 +155,10 @@ def combine(
         gate_ptr += (bh * G + g) * num_queries + t
         cmp_gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)[:, None]
         slc_gate = tl.load(gate_ptr + gates_of_branch, mask=inside, other=0.0).to(tl.float32)[:, None]
-        win_gate = tl.load(gate_ptr + 2 * gates_of_branch, mask=inside, other=0.0).to(tl.float32)[:, None]
         total = cmp_gate * tl.load(cmp_ptr + at, mask=mask, other=0.0).to(tl.float32)
         total += slc_gate * out.to(tl.float32)
-        total += win_gate * tl.load(win_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if HAS_WINDOW:
+            win_gate = tl.load(gate_ptr + 2 * gates_of_branch, mask=inside, other=0.0).to(tl.float32)[:, None]
+            total += win_gate * tl.load(win_ptr + at, mask=mask, other=0.0).to(tl.float32)
         sum_row = sum_ptr + b * s_sb + h * s_sh + g * s_sg + t * s_st
         tl.store(sum_row[:, None] + col, total.to(sum_ptr.dtype.element_ty), mask=mask)

@@ -63,7 +63,7 @@ def sum_slots(
     part_ptr, idx_ptr, token_ptr, start_ptr, p_sb, cmp_ptr, win_ptr, dq_ptr, d_sb, d_sh, d_sg, d_st,
     kv_heads, num_queries, num_keys, chunk, index,
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    BDK: tl.constexpr, BR: tl.constexpr, ALONE: tl.constexpr,
+    BDK: tl.constexpr, BR: tl.constexpr, ALONE: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Sum dq over the slots, and unless ``ALONE`` over the other branches; a program has ``BR`` (query, head) rows."""
     bh = tl.program_id(1).to(tl.int64)
@@ -90,5 +90,6 @@ def sum_slots(
     mask = inside[:, None] & (col < DK)
     if not ALONE:
         acc += tl.load(cmp_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        acc += tl.load(win_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if HAS_WINDOW:
+            acc += tl.load(win_ptr + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(dq_ptr + at, acc.to(dq_ptr.dtype.element_ty), mask=mask)
