@@ -76,6 +76,7 @@ NOT_STRICT = {
     f"{KERNELS}/hopper/rows",
     f"{KERNELS}/hopper/selected_backward",
     f"{KERNELS}/hopper/selected_forward",
+    f"{KERNELS}/hopper/window_sums",
     f"{KERNELS}/importance",
     f"{KERNELS}/importance_few",
     f"{KERNELS}/intervals",

@@ -27,6 +27,9 @@ from flexnsa.attention.triton.operators import strides_of_groups
 from flexnsa.attention.triton.selected_lists import Lists, Selection
 from flexnsa.attention.triton.selected_sizes import is_wide, max_replicas, max_shared
 
+SHARED_ROWS = 8
+"""Keys of a program that sums replicas: many programs, because each waits for memory."""
+
 
 class OtherGradients(NamedTuple):
     """The gradients of q from the other branches, ``(B, Hq, T, Dk)``, to add."""
@@ -111,10 +114,10 @@ def backward(
                     WIDE=wide, **tiles.of_group(group), **tiles.launch_options(),
                 )  # fmt: skip
         for parity in parities:
-            sum_shared[(num_replicas * (padded(size) // 16), heads)](
+            sum_shared[(num_replicas * (padded(size) // SHARED_ROWS), heads)](
                 *queries, lists.order, lists.replicas, *sums, *sizes, *tables, parity,
                 n=n, DK=d_k, DV=d_v, SIZE=size, HAS_POSITIONS=has_positions, BN=padded(size),
-                BDK=padded(d_k), BDV=padded(d_v), ROWS=16, num_warps=4,
+                BDK=padded(d_k), BDV=padded(d_v), ROWS=SHARED_ROWS, num_warps=4,
             )  # fmt: skip
         if isinstance(others, WindowQueries):
             from flexnsa.attention.triton.kernels.hopper.window_sums import hopper_sum_slots

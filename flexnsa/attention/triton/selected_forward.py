@@ -24,12 +24,12 @@ from flexnsa.attention.triton.operators import strides_of_groups
 from flexnsa.attention.triton.selected_lists import Lists, Selection
 from flexnsa.attention.triton.selected_sizes import is_wide, max_replicas
 
-PIECE, PIECE_ROWS = 128, 512
+PIECE, PIECE_ROWS = 64, 768
 """Queries of a program on Hopper, but at least so many (query, head) rows: the programs of a replica add nothing up.
 
-Four programs for 512 queries instead of one take 13 to 19 % less time at 8k, and 6 % at 64k (H100)."""
-HOPPER_REGISTERS = 168
-"""Limit on Hopper, for heads of 128: without it two programs fit a multiprocessor, instead of three."""
+Instead of one program for 512 queries that takes 9 to 20 % less time at 8k, and 8 % at 64k (H100)."""
+HOPPER_REGISTERS = {64: 128, 128: 168}
+"""Their limit of registers by head dimension, for four and three programs on a multiprocessor; else one less fits."""
 
 
 class GatedBranches(NamedTuple):
@@ -102,13 +102,13 @@ def forward(
         if on_hopper:
             from flexnsa.attention.triton.kernels.hopper.selected_forward import hopper_forward_parts
 
-            limit = {"maxnreg": HOPPER_REGISTERS} if max(dk, dv) > 64 else {}
+            registers = HOPPER_REGISTERS[64 if max(dk, dv) <= 64 else 128]
             piece = max(PIECE, PIECE_ROWS // group)
             pieces = cdiv(lists.capacity, piece)
             hopper_forward_parts[(num_replicas * pieces, batch * kv_heads)](
                 q, k, v, *tensors, *read, *sizes, *tables,
                 n=n, G=group, DK=dk, DV=dv, SIZE=selection.block_size, BM=ROWS, BN=ROWS,
-                PIECE=piece, PIECES=pieces, num_warps=4, **limit,
+                PIECE=piece, PIECES=pieces, num_warps=4, maxnreg=registers,
             )  # fmt: skip
         else:
             forward_parts[(num_replicas, batch * kv_heads)](
