@@ -6,10 +6,10 @@
 One command: it starts a process for each GPU, writes the file after every point, and has ended, whatever hangs, when
 ``--deadline`` seconds are over. Checks compare a layer with sharded tokens, and steps of a model under DDP, FSDP2 and
 both with sharded tokens, with one GPU; each may err as far from float32 as two (of gradients, three) runs of one GPU.
-Then DDP's tokens a second, on one GPU and on all. Then attention from projected heads to output, rotation, compression
-and gates included, of sequences whose tokens are sharded, and on one GPU where that has the memory, while the others do
-the same; and how long the communication of keys takes alone. Times are medians of the slowest process. It fails where a
-check does.
+Then tokens a second of a model with NSA and with dense attention, on one GPU and on all, under DDP and FSDP2. Then
+attention from projected heads to output, rotation, compression and gates included, of sequences whose tokens are
+sharded, and on one GPU where that has the memory, while the others do the same; and how long the communication of keys
+takes alone. Times are medians of the slowest process. It fails where a check does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.distributed.checks import layer_check, step_checks
-from benchmarks.distributed.speed import attention_speed, ddp_speed
+from benchmarks.distributed.speed import attention_speed, training_speed
 from benchmarks.distributed.together import Together
 from benchmarks.harness import options
 from benchmarks.harness.setting import published
@@ -48,7 +48,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--check-at", type=int, default=4096, help="tokens of the checks; 0: none; default: %(default)s"
     )
-    parser.add_argument("--ddp-at", type=int, default=8192, help="tokens of a row under DDP; 0: none")
+    parser.add_argument("--train-at", type=int, default=8192, help="tokens of a row of steps; 0: none")
     parser.add_argument("--eager", action="store_true", help="run attention without torch.compile around it")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     least = 1024 * arguments.ranks  # tokens, whose chunks are as long as the window
     if arguments.tiny:
         arguments.lengths, arguments.alone_up_to = [least, 2 * least], least
-        arguments.ddp_at, arguments.rounds = 128, 2
+        arguments.train_at, arguments.rounds = 128, 2
     if arguments.check_at is None:
         arguments.check_at = least if arguments.tiny else max(4096, least)
     return arguments
@@ -104,8 +104,8 @@ def measure(arguments: argparse.Namespace) -> None:
         if arguments.check_at:
             layer_check(together, setting, arguments.check_at)
             step_checks(together, arguments.check_at, tiny=arguments.tiny)
-        if arguments.ddp_at:
-            ddp_speed(together, arguments.ddp_at, tiny=arguments.tiny)
+        if arguments.train_at:
+            training_speed(together, arguments.train_at, tiny=arguments.tiny)
         for length in arguments.lengths:
             attention_speed(together, setting, length, compiled=not arguments.eager, spread=True)
             if length <= arguments.alone_up_to:

@@ -1,13 +1,14 @@
-"""How fast several GPUs are: a model under DDP, and attention whose tokens are sharded."""
+"""How fast several GPUs are: a model under DDP and FSDP2, and attention whose tokens are sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.distributed.together import Point, Together
@@ -18,48 +19,72 @@ from flexnsa.attention.table import by_branch, choose_implementation
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.layers.core import Compressors, Heads, attend_heads
 from flexnsa.layers.layouts import KeySource, RowKeys
-from flexnsa.lm import DecoderLM, preset
+from flexnsa.lm import DecoderConfig, DecoderLM, preset
 from flexnsa.lm.measure.memory import MIB
+from flexnsa.lm.parallel.data_parallel import FSDP2Ranks
 from flexnsa.parallel.context_parallel import parallelize_attention
 
 STEP_TOKENS = 65536
 """Of a step on each GPU."""
 LONGEST = 2**21
 """Tokens in all the rounds of a point, if these are more than two."""
+Way = Callable[[DecoderConfig, torch.device], tuple[DecoderLM, nn.Module]]
+"""Makes a model, and what runs it."""
 
 
-def ddp_speed(together: Together, length: int, *, tiny: bool) -> None:
-    """Steps of a model whose rows are shared, on one GPU and on all: forward, loss, backward and AdamW."""
-    device, size = together.device, together.ranks.world_size
-    config = TINY_MODEL if tiny else preset("m7c-125m", checkpointing=False)
-    rows = 1 if tiny else max(1, STEP_TOKENS // length)
-    for ranks in (1, size):
+def training_speed(together: Together, length: int, *, tiny: bool) -> None:
+    """Steps of a model and of its dense baseline whose rows are shared: forward, loss, backward and AdamW."""
+    config, rows = (TINY_MODEL, 1) if tiny else (preset("m7c-125m", checkpointing=False), STEP_TOKENS // length)
+    rows = max(1, rows)
+    for attention in ("nsa", "dense"):
+        for way, make in WAYS.items():
+            ranks = 1 if way == "one GPU" else together.ranks.world_size
+            about = {"kind": "training", "model": "tiny" if tiny else "m7c-125m", "attention": attention}
+            measure = partial(_steps, together, make, replace(config, attention=attention), (rows, length), ranks)
+            together.point(about | {"parallel": way, "seq_len": length, "ranks": ranks}, measure)
 
-        def measure(ranks: int = ranks) -> Point:
-            torch.manual_seed(0)
-            model = DecoderLM(config).to(device).train()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-            if not tiny:
-                model.compile_layers()
-            forward = DistributedDataParallel(model, gradient_as_bucket_view=True) if ranks > 1 else model
-            text = torch.randint(256, (rows, length + 1), device=device)
 
-            def step() -> None:
-                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                    loss = forward(text[:, :-1], targets=text[:, 1:])
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+def _steps(together: Together, make: Way, config: DecoderConfig, shape: tuple[int, int], ranks: int) -> Point:
+    device, (rows, length) = together.device, shape
+    torch.manual_seed(0)
+    model, forward = make(config, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    text = torch.randint(256, (rows, length + 1), device=device)
 
-            for _ in range(3):
-                step()
-            milliseconds = together.times(step)[0]
-            speed = ranks * rows * length / milliseconds * 1e3
-            return {"batch": ranks * rows, "step_ms": milliseconds, "tokens_per_s": speed}
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = forward(text[:, :-1], targets=text[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        together.point(
-            {"kind": "ddp", "model": "tiny" if tiny else "m7c-125m", "seq_len": length} | {"ranks": ranks}, measure
-        )
+    for _ in range(3):
+        step()
+    milliseconds = together.times(step)[0]
+    return {"batch": ranks * rows, "step_ms": milliseconds, "tokens_per_s": ranks * rows * length / milliseconds * 1e3}
+
+
+def _whole(config: DecoderConfig, device: torch.device) -> tuple[DecoderLM, nn.Module]:
+    model = DecoderLM(config).to(device).train()
+    if device.type == "cuda":
+        model.compile_layers()
+    return model, model
+
+
+def _replicated(config: DecoderConfig, device: torch.device) -> tuple[DecoderLM, nn.Module]:
+    model, _ = _whole(config, device)
+    return model, DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _sharded(config: DecoderConfig, device: torch.device) -> tuple[DecoderLM, nn.Module]:
+    ranks = FSDP2Ranks(device, torch.float32)
+    model = ranks.build(lambda: DecoderLM(config), device).train()
+    if device.type == "cuda":
+        ranks.compile(model)
+    return model, model
+
+
+WAYS = {"one GPU": _whole, "DDP": _replicated, "FSDP2": _sharded}
 
 
 def attention_speed(together: Together, setting: Setting, length: int, *, compiled: bool, spread: bool) -> None:
