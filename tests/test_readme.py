@@ -104,11 +104,14 @@ def test_the_table_of_training_is_what_was_recorded() -> None:
 
 KERNELS = {
     "selected: `hopper_forward_parts`": ["hopper_forward_parts"],
-    "`combine`, now with the gated sum": ["combine"],
+    "`hopper_combine`: joins parts, the window, the gated sum; before without the sum": ["hopper_combine"],
     "`hopper_backward_parts`": ["hopper_backward_parts"],
-    "`sum_slots`, with the gradients of the other branches": ["sum_slots"],
-    "window and compressed: `hopper_forward`": ["hopper_forward"],
-    "`hopper_backward_queries` and `hopper_backward_keys`": ["hopper_backward_queries", "hopper_backward_keys"],
+    "`hopper_sum_slots`: sums parts, with the gradients of queries from the other branches": ["hopper_sum_slots"],
+    "compressed: `hopper_forward`": ["hopper_forward"],
+    "`hopper_backward_queries`, and `hopper_backward_keys` also of the window": [
+        "hopper_backward_queries",
+        "hopper_backward_keys",
+    ],
     "gates: `gated_stats`; before with the sum": ["gated_stats"],
     "importance and top-n": ["hopper_importance", "top_blocks_kernel"],
 }
@@ -125,6 +128,16 @@ def test_the_table_of_kernels_is_what_was_recorded() -> None:
     assert {label: shown[label] for label in KERNELS} == {
         label: f"{sum(took[name] for name in names):.1f}" for label, names in KERNELS.items()
     }
+
+
+def test_the_table_of_training_on_two_gpus_is_what_was_recorded() -> None:
+    points = json.loads((ROOT / "benchmarks/results/ranks_h100.json").read_text())["points"]
+    nsa, dense = ([x["tokens_per_s"] for x in points if x["attention"] == kind] for kind in ("nsa", "dense"))
+    expected = [[f"{x / 1e3:.0f}" for x in row] for row in (nsa, dense)]
+    expected += [[f"{x / y:.2f}" for x, y in zip(nsa, dense, strict=True)]]
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    rows = re.findall(r"^\| (?:NSA|dense baseline|NSA / dense) \| (.*) \|$", page, re.MULTILINE)
+    assert [cells.split(" | ") for cells in rows] == expected
 
 
 def test_the_times_of_models_of_transformers_are_what_was_recorded() -> None:
