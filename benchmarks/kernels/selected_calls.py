@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 
 from benchmarks.kernels.selected_plans import Shape, Variant
 from flexnsa.attention.flex import branches
@@ -205,31 +205,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> 
     return branches.selected(q, k, v, block_indices, call)
 
 
-def fla(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Any:
-    """flash-linear-attention, whose tensors are token-major."""
-    parallel_nsa = importlib.import_module("fla.ops.nsa").parallel_nsa
-    chosen = block_indices.transpose(1, 2).contiguous()
-    counts = (chosen >= 0).sum(-1)
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    size, scale = call.config.select_block_size, call.scale
-    out = parallel_nsa(
-        q, k, v, block_indices=chosen.clamp_min(0).long(), block_counts=counts, block_size=size, scale=scale
-    )
-    return out.transpose(1, 2), out
-
-
-def topk_sparse(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Any:
-    """native-sparse-attention-triton, which takes one row of packed sequences."""
-    attention = importlib.import_module("native_sparse_attention.ops").topk_sparse_attention
-    ends = torch.tensor([0, q.shape[2]], dtype=torch.int32, device=q.device)
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-    out = attention(q, k, v, block_indices[0], call.config.select_block_size, ends, call.scale)
-    return out.transpose(0, 1)[None], out
-
-
-PEERS: dict[str, Attention] = {"FlexAttention": flex, "fla": fla, "native-sparse-attention-triton": topk_sparse}
-
-
-def measure_peer(shape: Shape, name: str) -> dict[str, Any]:
-    """Time and memory of another implementation, layout changes included."""
-    return times_of(Inputs(shape), PEERS[name], brief=False)
+def measure_flex(shape: Shape) -> dict[str, Any]:
+    """Time and memory of FlexAttention, layout changes included."""
+    # A compiled backward may else write into what it saved, which would run once only.
+    with functorch.patch(donated_buffer=False):
+        return times_of(Inputs(shape), flex, brief=False)

@@ -69,17 +69,16 @@ def check(record: Record, deadline: Deadline, *, smoke: bool) -> None:
     record("check", "one graph for all lengths, with documents and without", lambda: check_compiled(smoke=smoke))
 
 
-def measure(record: Record, deadline: Deadline, shapes: list[Shape], *, peers: bool) -> None:
-    """Time our kernels at all shapes, then what there is to compare them with."""
-    from benchmarks.kernels.selected_calls import PEERS, measure_ours, measure_peer
+def measure(record: Record, deadline: Deadline, shapes: list[Shape], *, flex: bool) -> None:
+    """Time our kernels at all shapes, then FlexAttention."""
+    from benchmarks.kernels.selected_calls import measure_flex, measure_ours
 
     for shape in shapes:
         if not deadline.is_over:
             record("time", shape.name, lambda shape=shape: measure_ours(shape, VARIANTS[0]))
-    for name in PEERS if peers else ():
-        for shape in shapes:
-            if not deadline.is_over:
-                record(name, shape.name, lambda shape=shape, name=name: measure_peer(shape, name))
+    for shape in shapes if flex else ():
+        if not deadline.is_over:
+            record("FlexAttention", shape.name, lambda shape=shape: measure_flex(shape))
 
 
 def tune(record: Record, deadline: Deadline, shapes: list[Shape]) -> None:
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tune", action="store_true", help="try all tiles instead")
     parser.add_argument("--long", type=int, help="check sampled rows at this length instead, forward and backward")
     parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention")
     parser.add_argument("--shapes", nargs="+", help="names of shapes, instead of all")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args(argv)
@@ -150,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.tune:
         tune(record, deadline, shapes)
     else:
-        measure(record, deadline, shapes, peers=not options.no_peers)
+        measure(record, deadline, shapes, flex=not options.no_flex)
 
 
 if __name__ == "__main__":
