@@ -169,7 +169,7 @@ def test_output_and_every_gradient_match_float64(
 
 
 @pytest.mark.parametrize("branches", [("cmp", "slc", "win"), ("cmp", "slc")])
-@pytest.mark.parametrize(("dim", "length"), [(64, 1000), (128, 33_000)])
+@pytest.mark.parametrize(("dim", "length"), [(64, 1000), (64, 9000), (128, 33_000)])
 def test_knowing_that_no_gate_is_negative_changes_gradients_by_roundings(
     dim: int, length: int, branches: tuple[str, ...]
 ) -> None:

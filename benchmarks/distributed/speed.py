@@ -47,6 +47,7 @@ def training_speed(together: Together, length: int, *, tiny: bool) -> None:
 def _steps(together: Together, make: Way, config: DecoderConfig, shape: tuple[int, int], ranks: int) -> Point:
     device, (rows, length) = together.device, shape
     torch.manual_seed(0)
+    torch._dynamo.reset()
     model, forward = make(config, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     text = torch.randint(256, (rows, length + 1), device=device)

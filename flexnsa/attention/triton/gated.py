@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flexnsa.attention.operators import empty_outputs, with_rows
 from flexnsa.attention.seam import Call, Compressed, GatedSum, Keys, given
-from flexnsa.attention.triton.gated_backward import gradients, joins_window
+from flexnsa.attention.triton.gated_backward import gradients
+from flexnsa.attention.triton.hopper import joins_window
 from flexnsa.attention.triton.intervals import attend_to_intervals, is_preferred
 from flexnsa.attention.triton.operators import check_call, with_positive_scale
 from flexnsa.attention.triton.selected import attend_to_blocks, empty_selected, selection_of, sizes_of
@@ -115,20 +116,27 @@ def _gated_attention(
     """Return the sum, out and lse of the selected branch and of the window, and both tensors of the lists."""
     from flexnsa.attention.triton.selected_forward import GatedBranches
 
+    q, k_slc, v_slc = with_rows(q), with_rows(k_slc), with_rows(v_slc)
     selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
     out_slc, lse_slc = empty_outputs(q, v_slc.shape[-1])
     total = _empty_sum(out_slc, by_token)
     out_cmp = out_cmp if out_cmp.stride() == out_slc.stride() else torch.empty_like(out_slc).copy_(out_cmp)
     gated = GatedBranches(total, gates.contiguous().permute(1, 2, 3, 0), out_cmp)
-    out_win, lse_win, joined = *_empty_window(q, v_win), False
-    if k_win is not None and v_win is not None:
+    joined = False
+    if k_win is None or v_win is None:
+        out_win, lse_win = _empty_window(q, None)
+    else:
+        k_win, v_win = with_rows(k_win), with_rows(v_win)
         read = q, k_slc, v_slc, k_win, v_win, out_slc
+        placed = token is not None or window_token is not None
         joined = max(q.shape[-1], v_win.shape[-1]) <= JOINED_DIM
-        joined = joined and joins_window(*read, block_size=block_size, chunk=chunk, token=token)
-        if not joined:
+        joined = joined and joins_window(*read, block_size=block_size, chunk=chunk, placed=placed)
+        if joined:
+            out_win, lse_win = _empty_window(q, v_win)
+        else:
             where = window_token, window_start, window_start
             out_win, lse_win = attend_to_intervals(q, k_win, v_win, *where, scale, 1, 1, window)
-        gated = GatedBranches(*gated[:3], out_win, lse_win, with_rows(k_win), with_rows(v_win))
+        gated = gated._replace(win=out_win, win_lse=lse_win, k_win=k_win, v_win=v_win)
     lists = attend_to_blocks(
         q, k_slc, v_slc, selection, out_slc, lse_slc, gated,
         scale=scale, chunk=chunk, capacity=capacity, window=window if joined else None,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexnsa.attention.operators import empty_gradients, with_rows
-from flexnsa.attention.triton.hopper import runs_on_hopper
-from flexnsa.attention.triton.intervals import gradient_of_queries, gradients_of_keys
+from flexnsa.attention.triton.hopper import joins_window
+from flexnsa.attention.triton.intervals import IntervalInputs, gradient_of_queries, gradients_of_keys
 from flexnsa.attention.triton.selected import selected_gradients, selection_of
-from flexnsa.attention.triton.selected_sizes import is_wide
 from flexnsa.operators import opaque_operator
 
 
@@ -47,24 +46,6 @@ def gradients(
     lists = block_indices, *positions, order, replicas
     grads = _gated_gradients(grad_out, q, *keys, cmp, slc, win, *lists, scale, *numbers[:6])
     return *(grads if k_win is not None else (*grads[:5], None, None)), grad_gates
-
-
-def joins_window(
-    q: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    *others: Tensor,
-    block_size: int,
-    chunk: int,
-    token: Tensor | None,
-) -> bool:
-    """Return whether one kernel attends to the window and joins the parts of the selected branch."""
-    q, *read = (with_rows(x) for x in (q, k_slc, v_slc, k_win, v_win, *others))
-    group = q.shape[1] // k_slc.shape[1]
-    wide = any(is_wide(x, group, chunk) for x in (q, *others))
-    return runs_on_hopper(q, *read, block_size=block_size, group=group, placed=token is not None, wide=wide)
 
 
 @opaque_operator("gated_stats_triton", launches_kernels=True)
@@ -120,17 +101,21 @@ def _gated_gradients(
     from flexnsa.attention.triton.selected_backward import OtherGradients, WindowQueries
     from flexnsa.attention.triton.selected_lists import Lists
 
-    of_cmp = stats_cmp, grad_out, q, k_cmp, v_cmp, token, start, first_key, scale, length, stride, 0
-    dq_cmp, (dk_cmp, dv_cmp) = gradient_of_queries(*of_cmp), gradients_of_keys(*of_cmp)
-    others, dk_win, dv_win = OtherGradients(dq_cmp, None), q.new_empty(0), q.new_empty(0)
+    grad_out, q, k_cmp, v_cmp, k_slc, v_slc = (with_rows(x) for x in (grad_out, q, k_cmp, v_cmp, k_slc, v_slc))
+    where, windows = (token, start, first_key), (window_token, window_start, window_start)
+    of_cmp = IntervalInputs(stats_cmp, grad_out, q, k_cmp, v_cmp, *where, scale, length, stride, 0)
+    dq_cmp, (dk_cmp, dv_cmp) = gradient_of_queries(of_cmp), gradients_of_keys(of_cmp)
+    others, dk_win, dv_win = OtherGradients(dq_cmp), q.new_empty(0), q.new_empty(0)
     if k_win is not None and v_win is not None:
-        of_win = stats_win, grad_out, q, k_win, v_win, window_token, window_start, window_start, scale, 1, 1, window
-        dk_win, dv_win = gradients_of_keys(*of_win)
-        read = q, k_slc, v_slc, k_win, v_win, grad_out, dq_cmp
-        if joins_window(*read, block_size=block_size, chunk=chunk, token=token):
-            others = WindowQueries(dq_cmp, with_rows(k_win), with_rows(v_win), stats_win)
+        k_win, v_win = with_rows(k_win), with_rows(v_win)
+        of_win = IntervalInputs(stats_win, grad_out, q, k_win, v_win, *windows, scale, 1, 1, window)
+        dk_win, dv_win = gradients_of_keys(of_win)
+        read = q, k_slc, v_slc, k_win, v_win, grad_out
+        placed = token is not None or window_token is not None
+        if joins_window(*read, block_size=block_size, chunk=chunk, placed=placed):
+            others = WindowQueries(dq_cmp, k_win, v_win, stats_win)
         else:
-            others = OtherGradients(dq_cmp, gradient_of_queries(*of_win))
+            others = OtherGradients(dq_cmp, gradient_of_queries(of_win))
     selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
     lists = Lists(order, replicas, chunk, capacity)
     dq, dk_slc, dv_slc = selected_gradients(

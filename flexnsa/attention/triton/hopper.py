@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.tiles.device import ALIGNMENT, HOPPER, device_of
+from flexnsa.attention.triton.selected_sizes import is_wide
 
 KNOWN_VERSIONS = ("3.6", "3.7")
 """Versions of Triton with which they were tested, those of PyTorch 2.11 to 2.13: Gluon is experimental."""
@@ -30,6 +31,37 @@ def runs_on_hopper(*read: Tensor, placed: bool, block_size: int = ROWS, group: i
     """
     fits = ROWS // 2 < block_size <= ROWS and group <= ROWS and not wide
     return fits and takes_heads(read[0], placed=placed) and all(map(_can_copy, read))
+
+
+def joins_window(
+    q: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    *others: Tensor,
+    block_size: int,
+    chunk: int,
+    placed: bool,
+) -> bool:
+    """Return whether kernels compute the window together with sums of the selected branch.
+
+    Args:
+        q: queries ``(B, Hq, T, Dk)``.
+        k_slc: keys of the selected branch ``(B, Hkv, S, Dk)``.
+        v_slc: its values.
+        k_win: keys of the window.
+        v_win: its values.
+        others: what else the kernels read or write of each query.
+        block_size: keys of a selected block.
+        chunk: the most queries that share lists.
+        placed: whether the queries of either branch have positions.
+    """
+    group = q.shape[1] // k_slc.shape[1]
+    wide = any(is_wide(x, group, chunk) for x in (q, *others))
+    read = q, k_slc, v_slc, k_win, v_win, *others
+    runs = runs_on_hopper(*read, placed=placed, block_size=block_size, group=group, wide=wide)
+    return runs and k_slc.shape[2] == k_win.shape[2]
 
 
 def takes_heads(q: Tensor, *dims: int, placed: bool) -> bool:

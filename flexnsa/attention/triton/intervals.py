@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,33 +146,41 @@ def _interval_attention_backward(
     from flexnsa.attention.triton.output_rows import row_stats
 
     stats = row_stats(grad_out, out, lse, grad_lse, scale, k.shape[1], gathered=False)
-    given = stats, grad_out, q, k, v, token, start, first_key, scale, length, stride, window
-    return gradient_of_queries(*given), *gradients_of_keys(*given)
+    grad_out, q, k, v = with_rows(grad_out), with_rows(q), with_rows(k), with_rows(v)
+    inputs = IntervalInputs(stats, grad_out, q, k, v, token, start, first_key, scale, length, stride, window)
+    return gradient_of_queries(inputs), *gradients_of_keys(inputs)
 
 
-def gradient_of_queries(
-    stats: Tensor,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
-    first_key: Tensor | None,
-    scale: float,
-    length: int,
-    stride: int,
-    window: int,
-) -> Tensor:
-    """Return the gradient of q, from :func:`flexnsa.attention.triton.output_rows.row_stats`."""
+class IntervalInputs(NamedTuple):
+    """What gradients are computed from; ``stats`` of :func:`flexnsa.attention.triton.output_rows.row_stats`.
+
+    The rows of ``grad_out``, q, k and v are contiguous. The positions and sizes are those of the forward pass.
+    """
+
+    stats: Tensor
+    grad_out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    token: Tensor | None
+    start: Tensor | None
+    first_key: Tensor | None
+    scale: float
+    length: int
+    stride: int
+    window: int
+
+
+def gradient_of_queries(inputs: IntervalInputs) -> Tensor:
+    """Return the gradient of q, in its memory order."""
     from flexnsa.attention.tiles.device import cdiv
 
-    dq, dk, dv = empty_gradients(grad_out, None, q, k, v)
-    q, k, v, grad_out = (with_rows(x) for x in (q, k, v, grad_out))
-    on_hopper = runs_on_hopper(q, k, v, grad_out, dq, dk, dv, placed=token is not None)
-    tiles, _ = _backward_tiles(q, v, windowed=window > 0, placed=token is not None, on_hopper=on_hopper)
+    stats, grad_out, q, k, v, token, start, first_key, scale, *sizes = inputs
+    dq = torch.empty_like(q)
+    on_hopper = runs_on_hopper(q, k, v, grad_out, placed=token is not None)
+    tiles, _ = _backward_tiles(inputs, on_hopper=on_hopper)
     _, kernel, _ = _kernels(on_hopper=on_hopper)
-    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), on_hopper)
+    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), sizes, on_hopper)
     batch, heads, num_queries, _ = q.shape
     kernel[(cdiv(num_queries, tiles.queries), batch * heads)](
         q, k, v, *where, stats, grad_out, dq, *_strides(stats, grad_out, q, k, v), *dq.stride()[:3],
@@ -180,31 +189,18 @@ def gradient_of_queries(
     return dq
 
 
-def gradients_of_keys(
-    stats: Tensor,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
-    first_key: Tensor | None,
-    scale: float,
-    length: int,
-    stride: int,
-    window: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of k and v, from :func:`flexnsa.attention.triton.output_rows.row_stats`."""
+def gradients_of_keys(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
+    """Return the gradients of k and v, in their memory order."""
     from flexnsa.attention.tiles.device import cdiv, multiprocessors
     from flexnsa.attention.tiles.intervals import heads_of_program
     from flexnsa.attention.triton.gradient_parts import sum_parts
 
-    dq, dk, dv = empty_gradients(grad_out, None, q, k, v)
-    q, k, v, grad_out = (with_rows(x) for x in (q, k, v, grad_out))
-    on_hopper = runs_on_hopper(q, k, v, grad_out, dq, dk, dv, placed=token is not None)
-    _, tiles = _backward_tiles(q, v, windowed=window > 0, placed=token is not None, on_hopper=on_hopper)
+    stats, grad_out, q, k, v, token, start, first_key, scale, *sizes = inputs
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    on_hopper = runs_on_hopper(q, k, v, grad_out, placed=token is not None)
+    _, tiles = _backward_tiles(inputs, on_hopper=on_hopper)
     _, _, kernel = _kernels(on_hopper=on_hopper)
-    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), on_hopper)
+    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), sizes, on_hopper)
     (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
     key_tiles, group = cdiv(num_keys, tiles.keys), heads // k.shape[1]
     summed = heads_of_program(group, key_tiles * batch * heads, tiles.num_warps, multiprocessors(q))
@@ -228,14 +224,13 @@ def _strides(stats: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -
     return *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], stats.stride(-1), *grad_out.stride()[:3]
 
 
-def _backward_tiles(
-    q: Tensor, v: Tensor, *, windowed: bool, placed: bool, on_hopper: bool
-) -> tuple[IntervalTiles, IntervalTiles]:
+def _backward_tiles(inputs: IntervalInputs, *, on_hopper: bool) -> tuple[IntervalTiles, IntervalTiles]:
     """Return the tiles for the gradient of queries and for the gradients of keys."""
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.intervals import backward_tiles, hopper_tiles
 
-    dims = q.shape[-1], v.shape[-1]
+    q, windowed, placed = inputs.q, inputs.window > 0, inputs.token is not None
+    dims = q.shape[-1], inputs.v.shape[-1]
     if on_hopper:
         return hopper_tiles(*dims, windowed=windowed)
     return backward_tiles(device_of(q), q.dtype, *dims, windowed=windowed, placed=placed)
@@ -258,7 +253,7 @@ def _positions_and_shape(
     k: Tensor,
     v: Tensor,
     positions: tuple[Tensor | None, ...],
-    sizes: tuple[int, int, int],
+    sizes: Sequence[int],
     on_hopper: bool,
 ) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
     """Return what describes the positions of the queries and the shape of a call; some kernels take no positions."""

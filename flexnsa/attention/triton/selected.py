@@ -34,8 +34,8 @@ CHUNK = 8192
 LEAST_CHUNK = 256
 LEAST_DIM, LARGEST_DIM = 16, 256
 LIST_QUERIES = 512
-"""Queries of a program; a block that more queries selected has several programs. The fastest number for groups of 4 to
-16 on an H200, where 1,024 took 4 % longer."""
+"""Queries of a replica; a block that more queries selected has several. The fastest number for groups of 4 to 16 on an
+H200, where 1,024 took 4 % longer."""
 LEAST_LIST_ROWS, LIST_ROWS = 2048, 8192
 """Bounds of its (query, head) rows: fewer would read keys too often, and more of a large group leave few programs."""
 FLOAT32_LIST_ROWS = 512
@@ -211,8 +211,9 @@ def selected_gradients(
         selection: of the queries.
         lists: of forward.
         scale: factor on the scores.
-        others: the gradients of q from the other two branches, in memory as that of :func:`empty_gradients`.
-        window: keys of the window, whose gradient may be computed with the sum.
+        others: what the other branches add to the gradient of q; gradients are in memory as those of
+            :func:`empty_gradients`.
+        window: its size, for :class:`~flexnsa.attention.triton.selected_backward.WindowQueries`.
     """
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.selected import backward_tiles

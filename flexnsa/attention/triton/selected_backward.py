@@ -32,14 +32,17 @@ SHARED_ROWS = 8
 
 
 class OtherGradients(NamedTuple):
-    """The gradients of q from the other branches, ``(B, Hq, T, Dk)``, to add."""
+    """The gradients of q from the other branches, ``(B, Hq, T, Dk)``; none for a window that is not there."""
 
     cmp: Tensor
-    win: Tensor | None
+    win: Tensor | None = None
 
 
 class WindowQueries(NamedTuple):
-    """That from the compressed branch, and what that from the window is computed from, together with the sum."""
+    """The gradient of q from the compressed branch, and keys, values and stats of the window.
+
+    The window's gradient of q is computed in the kernel that adds all of them up.
+    """
 
     cmp: Tensor
     k_win: Tensor
@@ -73,7 +76,7 @@ def backward(
     others: OtherGradients | WindowQueries | None,
     window: int,
 ) -> None:
-    """Compute the gradients of q, k and v; to that of q, add those from the other two branches if they are given."""
+    """Compute the gradients of q, k and v; to that of q, add those from the ``others``."""
     (batch, q_heads, num_queries, d_k), (kv_heads, num_keys), d_v = q.shape, k.shape[1:3], v.shape[-1]
     group, n, size = q_heads // kv_heads, selection.block_indices.shape[-1], selection.block_size
     chunk = min(lists.chunk, num_queries)
@@ -122,20 +125,21 @@ def backward(
         if isinstance(others, WindowQueries):
             from flexnsa.attention.triton.kernels.hopper.window_sums import hopper_sum_slots
 
+            in_chunk = min(chunk, num_queries - index * lists.chunk)
             of_queries, _ = hopper_tiles(d_k, d_v, windowed=True)
             _, *of_window = others
             strides = q, others.k_win, others.v_win
-            hopper_sum_slots[(cdiv(chunk, of_queries.queries) * group, heads)](
+            hopper_sum_slots[(cdiv(in_chunk, of_queries.queries) * group, heads)](
                 part, selection.block_indices, q, *of_window, grad_out, others.cmp, grad_q,
                 *itertools.chain(*(x.stride()[:3] for x in strides)), others.stats.stride(-1), *grad_out.stride()[:3],
                 *grad_q.stride()[:3], *sizes, scale,
                 n=n, G=group, DK=d_k, DV=d_v, SIZE=size, WINDOW=window, SLOTS=SLOTS, **of_queries.options(),
             )  # fmt: skip
-            continue
-        cmp, win = others or (grad_q, None)
-        added = cmp, grad_q if win is None else win
-        sum_slots[(cdiv(chunk * group, tiles.second_rows), heads)](
-            part, *queries, *added, grad_q, *strides_of_groups(grad_q, kv_heads), *sizes, **shape,
-            BDK=padded(d_k), BR=tiles.second_rows, ALONE=others is None, HAS_WINDOW=win is not None, num_warps=4,
-        )  # fmt: skip
+        else:
+            cmp, win = others or (grad_q, None)
+            added = cmp, grad_q if win is None else win
+            sum_slots[(cdiv(chunk * group, tiles.second_rows), heads)](
+                part, *queries, *added, grad_q, *strides_of_groups(grad_q, kv_heads), *sizes, **shape,
+                BDK=padded(d_k), BR=tiles.second_rows, ALONE=others is None, HAS_WINDOW=win is not None, num_warps=4,
+            )  # fmt: skip
     sum_parts((dk.view(k.shape), dv.view(v.shape)), grad_k, grad_v, scale=scale)

@@ -14,7 +14,7 @@ from flexnsa.attention.triton.divergence import scratch_bytes
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
 from flexnsa.attention.triton.hopper import DIMS
 from flexnsa.checks.primitives import check_type
-from flexnsa.geometry import BRANCHES, gated_branches, num_compressed
+from flexnsa.geometry import gated_branches, num_compressed
 from flexnsa.layers.indexer import SAMPLED_QUERIES
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.loss import rows_at_once
@@ -210,12 +210,20 @@ class Work:
 
     def footprint(self, tag: str) -> Footprint:
         """Return the footprint of a branch; ``impl="triton"`` leaves some compressed branches to FlexAttention."""
-        dims = self.sizes.head_dim, self.sizes.v_head_dim
-        on_hopper = self.activation == 2 and {*dims} <= {*DIMS}  # estimates are for Hopper
-        own = on_hopper or intervals.is_faster(self.sizes.length(tag), max(dims))
+        own = self.on_hopper or intervals.is_faster(self.sizes.length(tag), max(self.dims))
         if self.impl == "triton" and tag == "cmp" and not own:
             return FLEX
         return FOOTPRINTS[self.impl]
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Return the dimensions of a head's keys and values."""
+        return self.sizes.head_dim, self.sizes.v_head_dim
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether the kernels for Hopper run, for which estimates are."""
+        return self.activation == 2 and {*self.dims} <= {*DIMS}
 
     def rebuilt(self, tag: str) -> int:
         """Return what a recomputed branch saves for its backward besides its inputs."""
@@ -301,20 +309,24 @@ class Work:
     @property
     def adds_up_at_once(self) -> bool:
         """Whether the branches have one backward pass, as in :mod:`flexnsa.attention.triton.gated`."""
-        whole = set(self.config.branches) == set(BRANCHES) and not self.config.recompute
-        return whole and self.impl == "triton" and self.footprint("cmp") is FOOTPRINTS["triton"]
+        several = {"cmp", "slc"} <= {*self.config.branches} and not self.config.recompute
+        return several and self.impl == "triton" and self.footprint("cmp") is FOOTPRINTS["triton"]
 
     def excess_at_once(self) -> int:
         """Return the peak of that backward pass, which is in the selected branch, above what the attention saved.
 
         The gradient of the sum and those of q and of the other branches' keys are there, and the stats of all branches.
-        The gradient of the output's weight comes later, so its operands are there, too.
+        On Hopper the gradient of q from the window is computed with the sum. The gradient of the output's weight comes
+        later, so its operands are there, too.
         """
-        sizes = self.sizes
-        others = 2 * sizes.queries + sum(sizes.keys(sizes.length(tag)) for tag in ("cmp", "win")) + 4 * sizes.lse
+        sizes, branches = self.sizes, self.config.branches
+        others = [tag for tag in branches if tag != "slc"]
+        of_queries = (1 if self.on_hopper else len(others)) * sizes.queries
+        stats = 2 * len(others) * sizes.lse
+        above = of_queries + sum(sizes.keys(sizes.length(tag)) for tag in others) + stats
         operands = sizes.outputs + 2 * self.residual * self.activation // 4
-        freed = 3 * sizes.outputs if self.compiled else 0  # once the stats are computed
-        return sizes.outputs + operands + others + self.footprint("slc").backward("slc", sizes) - freed
+        freed = len(branches) * sizes.outputs if self.compiled else 0  # once the stats are computed
+        return sizes.outputs + operands + above + self.footprint("slc").backward("slc", sizes) - freed
 
 
 def parameter_count(config: DecoderConfig) -> int:

@@ -4,7 +4,7 @@
 
 Products of the window keep tensor cores busy, and sums keep memory busy: of the programs of a multiprocessor some do
 the one while others do the other. Programs that run at a time have all heads of a group, whose rows of a slot are
-neighbours in memory. ``SLOTS`` rows are loaded at a time.
+neighbours in memory. ``SLOTS`` rows are loaded at a time. All chunks but the last have a multiple of ``BM`` queries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flexnsa.attention.triton.kernels.hopper.intervals_forward import attend_to_
 from flexnsa.attention.triton.kernels.hopper.rows import store_layout
 
 
-@gluon_jit(do_not_specialize=["kv_heads", "num_queries", "num_keys", "chunk", "index"])
+@gluon_jit(do_not_specialize=["gates_of_branch", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
 def hopper_combine(
     po_ptr, pl_ptr, idx_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, win_ptr, win_lse_ptr, out_ptr, lse_ptr, gate_ptr, sum_ptr,
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st, s_sb, s_sh, s_st, gates_of_branch,
@@ -29,7 +29,7 @@ def hopper_combine(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     layout: gl.constexpr = store_layout(DV, gl.num_warps())
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    local0, b, h, g, bh = _place(kv_heads, G, BM)
+    local0, b, h, g, bh = _first_query(kv_heads, G, BM)
     row0 = chunk * index + local0
     win, win_lse = attend_to_keys(
         q_ptr + b * q_sb + (h * G + g) * q_sh, k_ptr + b * k_sb + h * k_sh, v_ptr + b * v_sb + h * v_sh,
@@ -94,7 +94,7 @@ def hopper_sum_slots(
 ):  # fmt: skip
     """Compute the gradient of queries from the window, and add that of the slots and that of the compressed branch."""
     layout: gl.constexpr = store_layout(DK, gl.num_warps())
-    local0, b, h, g, bh = _place(kv_heads, G, BM)
+    local0, b, h, g, bh = _first_query(kv_heads, G, BM)
     row0 = chunk * index + local0
     win = gradient_of_queries(
         q_ptr + b * q_sb + (h * G + g) * q_sh, k_ptr + b * k_sb + h * k_sh, v_ptr + b * v_sb + h * v_sh,
@@ -119,7 +119,7 @@ def hopper_sum_slots(
 
 
 @gluon_jit
-def _place(kv_heads, G: gl.constexpr, BM: gl.constexpr):
+def _first_query(kv_heads, G: gl.constexpr, BM: gl.constexpr):
     """Return the first query of a program in its chunk, batch element, key head, head of the group, and group."""
     bh = gl.program_id(1).to(gl.int64)
     return gl.program_id(0) // G * BM, bh // kv_heads, bh % kv_heads, gl.program_id(0) % G, bh
