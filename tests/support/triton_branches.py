@@ -20,6 +20,7 @@ from flexnsa.attention.seam import Call, Implementation, Keys
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.positions import Positions
+from tests.support.gluon import hopper_on_a_cpu
 from tests.support.inputs import spread
 from tests.support.interpreter import hurry, teach_bfloat16
 
@@ -31,7 +32,8 @@ class Case:
     With a ``window_size`` it is one of the window and not of the selected branch, and with ``compressed``, the length
     and the stride of keys, one of the compressed branch. With ``gates`` it is the sum of the branches, without the
     window where this has no size; the one that is ``ungated`` has weight 1. ``cached`` are the rows of a cache that
-    holds so many keys: how many tokens each has, and how many of its ``new`` ones are real.
+    holds so many keys: how many tokens each has, and how many of its ``new`` ones are real. On Hopper the kernels named
+    in ``hopper`` run; on a CPU they do, too (:mod:`tests.support.gluon`).
     """
 
     group: int
@@ -58,6 +60,7 @@ class Case:
     ungated: str | None = None
     cached: tuple[tuple[int, int], ...] = ()
     new: int = 0
+    hopper: tuple[str, ...] = ()
 
     @property
     def config(self) -> NSAConfig:
@@ -141,6 +144,7 @@ class Case:
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
+SUM_ON_HOPPER = ("hopper_forward_parts", "hopper_backward_parts", "hopper_backward_queries", "hopper_backward_keys")
 CASES = {
     "one-token": Case(group=4, documents=(1,), num_selected=2, missing=0),
     "g1-block-less-one": Case(group=1, documents=(15,), kv_heads=3, dims=(24, 16)),
@@ -295,6 +299,54 @@ CASES = {
     "gated-negative-scale": Case(
         group=2, documents=(90,), window_size=24, compressed=(8, 4), gates=True, scale=-0.3, order="sliced"
     ),
+    "hopper": Case(
+        group=3,
+        documents=(290,),
+        kv_heads=2,
+        block_size=64,
+        num_selected=3,
+        dims=(64, 64),
+        dtype=BF16,
+        window_size=20,
+        compressed=(16, 8),
+        gates=True,
+        garbage=True,
+        limits=(("CHUNK", 256), ("LEAST_CHUNK", 256), ("LIST_QUERIES", 100), ("LEAST_LIST_ROWS", 200)),
+        hopper=(*SUM_ON_HOPPER, "hopper_forward", "hopper_combine", "hopper_sum_slots"),
+    ),
+    "hopper-128": Case(
+        group=4,
+        documents=(260,),
+        batch=2,
+        block_size=40,
+        dims=(128, 128),
+        dtype=BF16,
+        order="bthd",
+        window_size=70,
+        compressed=(8, 8),
+        gates=True,
+        limits=(("WORKSPACE_BYTES", 2**20),),
+        hopper=(*SUM_ON_HOPPER, "hopper_forward", "hopper_sum_slots"),
+    ),
+    "hopper-without-window": Case(
+        group=1,
+        documents=(200,),
+        block_size=64,
+        num_selected=2,
+        dims=(64, 128),
+        dtype=torch.float16,
+        compressed=(16, 8),
+        gates=True,
+        hopper=(*SUM_ON_HOPPER, "hopper_forward"),
+    ),
+    "hopper-window": Case(
+        group=2,
+        documents=(130,),
+        dims=(64, 64),
+        dtype=BF16,
+        window_size=33,
+        hopper=("hopper_forward", "hopper_backward_queries", "hopper_backward_keys"),
+    ),
     "compressed-cached": Case(
         group=2, documents=(393,), batch=3, new=70, cached=((110, 70), (0, 70), (9, 41)), kv_heads=2, compressed=(8, 4)
     ),
@@ -313,10 +365,12 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     with ExitStack() as stack:
         for name, value in case.limits:
             stack.enter_context(mock.patch.object(selected_lists if name == "SCRATCH_BYTES" else selected, name, value))
+        programs = stack.enter_context(hopper_on_a_cpu()) if case.hopper and device == "cpu" else {}
         if device == "cpu":  # the interpreter is the faster, the more rows it takes at a time
             stack.enter_context(mock.patch.multiple(tiles, forward_tiles=choose, backward_tiles=choose))
         # Programs of the interpreter come one after the other: there a second call could not differ.
         first, *others = (attend(TRITON, case, device=device) for _ in range(1 if device == "cpu" else 3))
+    assert device != "cpu" or {*case.hopper} == {name for name, program in programs.items() if program.launches}
     same = all(torch.equal(x, other[name]) for other in others for name, x in first.items())
     return {"results": {name: x.cpu() for name, x in first.items()}, "same": same}
 
