@@ -207,6 +207,6 @@ def flex(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> 
 
 def measure_flex(shape: Shape) -> dict[str, Any]:
     """Time and memory of FlexAttention, layout changes included."""
-    # A compiled backward may else write into what it saved, which would run once only.
+    # By default a compiled backward pass reuses the memory of what was saved, so it runs only once.
     with functorch.patch(donated_buffer=False):
         return times_of(Inputs(shape), flex, brief=False)

@@ -19,7 +19,8 @@ from flexnsa.attention.triton import intervals, selected
 from flexnsa.config import NSAConfig
 from flexnsa.mods import soft_cap
 from tests.support.comparison import assert_as_exact_as_plain
-from tests.support.triton_branches import CASES, attend, run
+from tests.support.triton_branches import attend, run
+from tests.support.triton_cases import CASES
 
 Interpret = Callable[[str], dict[str, Any]]
 ROOT = Path(__file__).parents[2]

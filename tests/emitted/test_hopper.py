@@ -81,3 +81,15 @@ def test_they_leave_other_generations_and_unknown_versions_to_triton() -> None:
         with mock.patch("triton.__version__", "3.8.0"):
             assert not runs()
         assert runs()
+
+
+def test_sums_are_joined_with_a_window_over_the_same_keys_only() -> None:
+    def joins(keys: Tensor, *, placed: bool = False) -> bool:
+        k = heads()
+        return hopper.joins_window(k, k, k, keys, keys, block_size=64, chunk=256, placed=placed)
+
+    with FakeTensorMode(), torch.device("cuda"):
+        assert joins(heads())
+        assert not joins(heads(length=128))
+        assert not joins(heads(), placed=True)
+        assert not joins(heads(dim=96))

@@ -6,6 +6,7 @@ races or what the compiler makes of a kernel: copies and products are done at on
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -95,28 +96,13 @@ def _divide(a: Any, b: Any) -> Tensor:
     return torch.div(torch.as_tensor(a), torch.as_tensor(b), rounding_mode="trunc")  # as in C
 
 
-OPERATIONS: Mapping[str, Callable[[Any, Any], Any]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "truediv": lambda a, b: a / b,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "rshift": lambda a, b: a >> b,
-    "floordiv": _divide,
-    "mod": lambda a, b: a - _divide(a, b) * b,
-}
-COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b,
-}
-for name, function in OPERATIONS.items():
-    setattr(Value, f"__{name}__", _operation(function))
-    setattr(Value, f"__r{name}__", _operation(function, turned=True))
-for name, function in COMPARISONS.items():
+for name in ("add", "sub", "mul", "truediv", "and_", "or_", "rshift"):
+    function = getattr(operator, name)
+    setattr(Value, f"__{name.strip('_')}__", _operation(function))
+    setattr(Value, f"__r{name.strip('_')}__", _operation(function, turned=True))
+for name in ("lt", "le", "gt", "ge", "eq"):
+    setattr(Value, f"__{name}__", _operation(getattr(operator, name)))
+for name, function in {"floordiv": _divide, "mod": lambda a, b: a - _divide(a, b) * b}.items():
     setattr(Value, f"__{name}__", _operation(function))
 
 
@@ -245,7 +231,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 class Program:
-    """Launches a kernel: one program after the other, the heads as the outer loop."""
+    """A kernel, whose launch runs its programs one after the other."""
 
     def __init__(self, function: Callable[..., None], language: Language) -> None:
         self.function, self.language = function, language

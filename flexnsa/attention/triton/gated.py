@@ -52,7 +52,7 @@ def _attend(
 
     Returns:
         The sum ``(B, Hq, T, Dv)``, in the memory order of q unless ``by_token``; and the outputs of the selected branch
-        and the window, which have no gradients of their own. That of no window is empty.
+        and the window, which have no gradients of their own. Without a window its output is empty.
 
     Raises:
         ValueError: there is a score_mod, or the batch has too many heads in all.

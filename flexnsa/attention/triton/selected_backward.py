@@ -32,7 +32,7 @@ SHARED_ROWS = 8
 
 
 class OtherGradients(NamedTuple):
-    """The gradients of q from the other branches, ``(B, Hq, T, Dk)``; none for a window that is not there."""
+    """The gradients of q from the other branches, ``(B, Hq, T, Dk)``; None without a window."""
 
     cmp: Tensor
     win: Tensor | None = None

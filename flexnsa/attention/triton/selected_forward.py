@@ -25,12 +25,13 @@ from flexnsa.attention.triton.selected_lists import Lists, Selection
 from flexnsa.attention.triton.selected_sizes import is_wide, max_replicas
 
 PIECE, PIECE_ROWS = 64, 768
-"""Queries of a program on Hopper, unless a small group has fewer (query, head) rows than the second number.
+"""Queries of a program on Hopper. A small group has more queries: at least so many (query, head) rows.
 
 A replica may have several programs, because they add nothing up. Instead of one for 512 queries that takes 9 to 20 %
 less time at 8k, and 8 % at 64k (H100)."""
 HOPPER_REGISTERS = {64: 128, 128: 168}
-"""Their limit of registers by head dimension, for four and three programs on a multiprocessor; else one less fits."""
+"""Limit of registers of a thread, by head dimension. With it four and three programs fit a multiprocessor, without it
+three and two."""
 
 
 class GatedBranches(NamedTuple):
@@ -120,8 +121,7 @@ def forward(
         if window is None:
             combine[(cdiv(chunk * group, tiles.second_rows), batch * kv_heads)](
                 part_out, part_lse, *queries, out, lse, *strides_of_groups(out, kv_heads), *sums, *sizes,
-                **shape, BR=tiles.second_rows, ALONE=gated is None, HAS_WINDOW=win is not None,
-                num_warps=4,
+                **shape, BR=tiles.second_rows, ALONE=gated is None, HAS_WINDOW=win is not None, num_warps=4,
             )  # fmt: skip
         else:
             from flexnsa.attention.triton.kernels.hopper.window_sums import hopper_combine

@@ -1,4 +1,4 @@
-"""Upper bounds of the lists of the selected branch; :mod:`selected_lists` defines key tiles and replicas."""
+"""Parts and offsets of the selected branch, and upper bounds of its lists, which :mod:`selected_lists` defines."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def attend_to_keys(
     DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Return the output and the natural log-sum-exp of the queries from ``row0`` on, which is a query.
+    """Return the output and the natural log-sum-exp of the queries from ``row0`` on. There is one at least.
 
     The product with the values of a tile runs beside the scores of the next one, and while their softmax is computed.
     Tiles of keys that some query does not see in whole come first, in a loop with a mask: order does not matter.
