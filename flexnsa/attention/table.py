@@ -262,8 +262,12 @@ def _select(
 
 
 def by_branch(gates: Tensor) -> dict[str, Tensor]:
-    """Return gates ``(B, Hq, T, 3)`` by branch, as :func:`attend` takes them."""
-    return dict(zip(BRANCHES, gates.unbind(-1), strict=True))
+    """Return gates ``(B, Hq, T, 3)`` by branch, as :func:`attend` takes them.
+
+    Compiled code gets copies: Inductor may overwrite an activation of the caller while it still needs views of it.
+    """
+    each = gates.unbind(-1)
+    return dict(zip(BRANCHES, map(torch.clone, each) if torch.compiler.is_compiling() else each, strict=True))
 
 
 def gated(gate: Tensor | None, out: Tensor) -> Tensor:

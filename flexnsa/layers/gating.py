@@ -43,6 +43,17 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor, logits: Tensor | None = None) -> dict[str, Tensor]:
         """Return the gates of each branch; ``logits`` is the projection of x, if it is computed already."""
-        each = split_heads(self.linear(x) if logits is None else logits, self.num_heads)
-        gates = each.softmax(-1) if self.kind == "softmax" else each.sigmoid()
-        return dict(zip(self.branches, gates.unbind(-1), strict=True))
+        return gates_of(self.linear(x) if logits is None else logits, self.num_heads, self.branches, self.kind)
+
+
+def gates_of(logits: Tensor, num_heads: int, branches: Sequence[str], kind: str = "sigmoid") -> dict[str, Tensor]:
+    """Return the gates of each branch ``(B, num_heads, S)`` from ``logits (B, S, num_heads * branches)``.
+
+    Each gate is computed as a tensor of its own. Views of one tensor of all gates would be kept for backward beside
+    that tensor, and Inductor then overwrites it before the views are read (tests/compatibility/inductor_faults.py).
+    """
+    each = split_heads(logits, num_heads)
+    if kind == "softmax":
+        shares = (each - each.logsumexp(-1, keepdim=True)).unbind(-1)
+        return {tag: share.exp() for tag, share in zip(branches, shares, strict=True)}
+    return {tag: gate.sigmoid() for tag, gate in zip(branches, each.unbind(-1), strict=True)}

@@ -15,6 +15,7 @@ from flexnsa.checks.primitives import may_look
 from flexnsa.layers.compression import COMPRESSORS, LinearCompressor, MeanCompressor, MLPCompressor
 from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.forward import Read, attend_branches, run_rows
+from flexnsa.layers.gating import gates_of
 from flexnsa.layers.indexer import Indexer
 from flexnsa.layers.layouts import KeySource, RowLayout, lay_out_rows
 from flexnsa.layers.projection import split_heads
@@ -180,8 +181,8 @@ class NSAttention(GQAttention):
         """Weigh the branches, ``(B, Hq, S)``; a single one has weight 1."""
         if self.gate is None:
             return {}
-        each = GATE_LIMIT * split_heads(self.gate(x), self.n_heads).sigmoid()
-        return dict(zip(self.options.branches, each.unbind(-1), strict=True))
+        gates = gates_of(self.gate(x), self.n_heads, self.options.branches)
+        return {tag: GATE_LIMIT * gate for tag, gate in gates.items()}
 
     def _tabulate(self, *positions: Tensor) -> list[RopeTables]:
         """Look up the angles of the model's rotary embedding; see :class:`flexnsa.layers.layouts.Rotate`."""

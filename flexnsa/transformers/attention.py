@@ -18,6 +18,7 @@ from flexnsa.layers.config import check_indexer
 from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.decoding import fits_step, lay_out_step
 from flexnsa.layers.forward import Read, WholeStep, attend_branches, run_layer
+from flexnsa.layers.gating import gates_of
 from flexnsa.layers.indexer import Indexer, SelectionLoss
 from flexnsa.layers.layouts import KeySource, RowLayout, lay_out_cached, lay_out_rows
 from flexnsa.layers.projection import computed_dtype, project, split_heads, weight_of
@@ -190,9 +191,9 @@ class ConvertedAttention(nn.Module):
         """Weigh the branches, ``(B, Hq, T)``; a single one has weight 1."""
         if self.gate is None:
             return {}
-        each = GATE_LIMIT * split_heads(self.gate(x), self.num_heads).sigmoid()
-        gates = zip(self.options.branches, each.unbind(-1), strict=True)
-        return {tag: gate if tag == "slc" else self.options.opening * gate for tag, gate in gates}
+        gates = gates_of(self.gate(x), self.num_heads, self.options.branches)
+        limits = {tag: GATE_LIMIT if tag == "slc" else GATE_LIMIT * self.options.opening for tag in gates}
+        return {tag: limits[tag] * gate for tag, gate in gates.items()}
 
     def row_layout(self, x: Tensor, documents: Tensor | None) -> RowLayout:
         """Lay out whole sequences, or sequences packed with the documents ``(B, S)``."""
