@@ -1,0 +1,67 @@
+"""Every gradient of a layer that Inductor compiles, as users compile it, beside eager PyTorch and fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexnsa import MeanCompressor, NativeSparseAttention, NSAConfig, SelectionLoss, native_sparse_attention
+from tests.support.compiled import assert_compiled_gradients_are_right
+from tests.support.inputs import SMALL
+
+CASES: dict[str, tuple[dict[str, Any], tuple[int, int], bool]] = {
+    "text": ({"preset": "text"}, (2, 70), False),
+    "paper": ({"preset": "paper"}, (1, 100), False),
+    "softmax": ({"preset": "paper", "gate": "softmax", "branches": ("slc", "win")}, (3, 64), True),
+    "selecting": ({"preset": "paper", "config": SMALL, "compression": "linear", "recompute": ("slc",)}, (2, 150), True),
+}
+"""Options of a layer, rows and tokens of x, and whether x requires a gradient."""
+
+
+def weighted(out: Tensor) -> Tensor:
+    """Sum an output with weights, so that each of its numbers has a gradient of its own."""
+    return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out).cos()).sum()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers(name: str) -> None:
+    options, rows, requires_grad = CASES[name]
+    layer = NativeSparseAttention(32, 4, 2, 16, **options)
+    layer.train(layer.indexer is None)  # without a loss, nothing teaches an indexer
+    x = torch.randn(*rows, 32, requires_grad=requires_grad)
+    assert_compiled_gradients_are_right(layer, x, lambda called, x: weighted(called(x)))
+
+
+def test_packed_rows_with_the_loss_of_an_indexer() -> None:
+    layer = NativeSparseAttention(32, 4, 2, 16)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    ids = torch.tensor([[0] * 30 + [1] * 41 + [2] * 29]).expand(2, -1).contiguous()
+
+    def loss(called: nn.Module, x: Tensor) -> Tensor:
+        selection = SelectionLoss(seed=0, step=0)
+        return weighted(called(x, document_ids=ids, selection=selection)) + selection.total
+
+    assert_compiled_gradients_are_right(layer, torch.randn(2, 100, 32), loss)
+
+
+def test_the_function_between_operations_of_its_caller() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.gate = (nn.Linear(32, width) for width in (64, 32, 32, 12))
+            self.compress = MeanCompressor(2, 16, config=NSAConfig())
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = ((self.q, 4), (self.k, 2), (self.v, 2), (self.gate, 4))
+            q, k, v, gates = (each(x).unflatten(-1, (count, -1)).transpose(1, 2) for each, count in heads)
+            compressed = {"k_cmp": self.compress(k), "v_cmp": self.compress(v)}
+            out = native_sparse_attention(q, k, v, gates.sigmoid(), **compressed, config=NSAConfig())
+            assert isinstance(out, Tensor)
+            return out
+
+    assert_compiled_gradients_are_right(Attention(), torch.randn(2, 70, 32), lambda called, x: weighted(called(x)))
