@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.graphs import capture
-from flexnsa import NativeSparseAttention, NSAConfig, native_sparse_attention
+from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss, native_sparse_attention
 from flexnsa.geometry import num_compressed
 from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer
 from flexnsa.replay import Plan
@@ -181,6 +181,24 @@ def test_knowing_that_no_gate_is_negative_changes_gradients_by_roundings(
         results[known] = [out, *torch.autograd.grad(out.float().square().sum(), tensors, materialize_grads=True)]
     for a, b in zip(results[True], results[False], strict=True):
         assert error(a, b) < 2**-7
+
+
+@pytest.mark.parametrize("impl", ["auto", "flex", "sdpa"])
+@pytest.mark.parametrize("preset", ["text", "paper"])
+def test_what_inductor_compiles_by_default_has_the_gradients_of_eager_layers(preset: str, impl: str) -> None:
+    torch._dynamo.reset()
+    layer = NativeSparseAttention(256, 4, 2, 64, preset=preset, impl=impl).cuda()
+    x = torch.randn(2, 1000, 256, device="cuda")
+    results: list[dict[str, Tensor]] = []
+    for run in (layer, torch.compile(layer)):
+        layer.zero_grad()
+        selection = None if layer.indexer is None else SelectionLoss()
+        with torch.autocast("cuda", torch.bfloat16):
+            out = run(x, selection=selection).float()
+        (out.square().mean() + (0 if selection is None else selection.total)).backward()
+        results.append({name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None})
+    for name, eager in results[0].items():
+        assert error(results[1][name], eager) <= 2**-5, name
 
 
 def test_one_graph_serves_every_length_and_documents_stand_alone() -> None:

@@ -66,13 +66,6 @@ def test_decoding_equals_whole_rows(pieces: tuple[int, ...]) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), shared(x))
 
 
-def test_it_compiles_into_one_graph() -> None:
-    shared, x = layer(shared_keys=True), torch.randn(1, 40, 32, dtype=torch.float64)
-    torch._dynamo.reset()
-    compiled = torch.compile(shared, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), shared(x))
-
-
 @pytest.mark.parametrize("compression", ["mean", "linear", "mlp"])
 def test_compressors_begin_as_the_mean_and_do_so_again_from_the_meta_device(compression: str) -> None:
     with torch.device("meta"):

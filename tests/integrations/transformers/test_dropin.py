@@ -206,18 +206,15 @@ def test_activations_are_computed_again_in_backward_if_asked(few: Any) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_it_compiles_as_one_graph(padded: bool) -> None:
+def test_compiled_as_one_graph_it_has_the_same_gradients(padded: bool) -> None:
     few = sparse("llama", FEW, num_hidden_layers=1)
     batch = pad_left([tokens(40), tokens(25)]) if padded else {"input_ids": tokens(2, 40)}
-    compiled = torch.compile(few, fullgraph=True, backend="aot_eager")
-    got = compiled(**batch, use_cache=False)
-    got.logits[:, -1].square().mean().backward()
-    gradient = few.get_input_embeddings().weight.grad.clone()
-    few.zero_grad()
-    want = few(**batch, use_cache=False)
-    want.logits[:, -1].square().mean().backward()
-    assert_close(got.logits[:, -25:], want.logits[:, -25:])
-    assert_close(gradient, few.get_input_embeddings().weight.grad)
+    results: list[list[Tensor]] = []
+    for model in (few, torch.compile(few, fullgraph=True)):
+        logits = model(**batch, use_cache=False).logits[:, -25:]
+        results.append([logits, *torch.autograd.grad(logits.square().mean(), list(few.parameters()))])
+    for got, want in zip(results[1], results[0], strict=True):  # the model's own norms and rotation are fp32
+        assert_close(got, want, rtol=0, atol=64 * torch.finfo(torch.float32).eps * want.abs().max().item())
 
 
 @torch.no_grad()

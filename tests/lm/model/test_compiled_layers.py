@@ -15,8 +15,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 from torch.profiler import ProfilerActivity, profile
 
+from flexnsa import SelectionLoss
 from flexnsa.checkpointing import SELECTION_OPERATORS
-from flexnsa.lm import DecoderConfig, DecoderLM
+from flexnsa.lm import DecoderConfig, DecoderLM, preset
+from tests.support.compiled import assert_compiled_gradients_are_right
 from tests.support.inputs import TINY
 
 LAYERS = 3
@@ -87,6 +89,15 @@ def test_branches_run_again_in_compiled_layers_and_blocks_are_selected_once(chec
     assert occurrences(code, "flexnsa.selected_attention.default") == 2
     assert occurrences(code, "flexnsa.interval_attention.default") == 2 + 1 + checkpointing
     assert occurrences(code, *SELECTION_OPERATORS) == 1
+
+
+def test_layers_that_inductor_compiles_have_the_gradients_of_the_model_as_it_is_written() -> None:
+    def loss(model: Callable[..., Tensor], tokens: Tensor) -> Tensor:
+        selection = SelectionLoss()
+        return model(tokens[:, :-1], targets=tokens[:, 1:], selection=selection) + selection.total
+
+    model = DecoderLM(preset("text-small", num_layers=2))
+    assert_compiled_gradients_are_right(model, torch.randint(256, (2, 71)), loss, DecoderLM.compile_layers)
 
 
 def test_a_model_with_compiled_layers_is_pickled_as_it_is_written() -> None:
