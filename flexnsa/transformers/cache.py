@@ -188,10 +188,11 @@ def layer_of(cache: Any, index: int) -> FlexNSACacheLayer:
     return layers[index]
 
 
-def wanted_cache(model: Any, given: Any, use_cache: bool | None) -> Any:
+def wanted_cache(model: Any, tokens: Any, given: Any, use_cache: bool | None) -> Any:
     """Return the cache of a forward pass: the given one, or a new one if it is wanted and the pass is not training.
 
-    Configs want one by default. In training there is none then, and a warning says so once.
+    Training is a pass that has weights or embeddings of ``tokens`` to differentiate. Configs want a cache by default.
+    In training there is none then, and a warning says so once.
 
     Raises:
         ValueError: a cache is given or asked for explicitly in training; or two layers share one part of it.
@@ -199,7 +200,7 @@ def wanted_cache(model: Any, given: Any, use_cache: bool | None) -> Any:
     layers = getattr(given, "layers", ())
     if any(layer is other for index, layer in enumerate(layers) for other in layers[:index]):
         raise ValueError("past_key_values: expected a part of its own for each layer, got one of them twice")
-    training = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters())
+    training = torch.is_grad_enabled() and _is_differentiated(model, tokens)
     if training and (use_cache or given is not None):
         name = "use_cache" if given is None else "past_key_values"
         raise ValueError(f"{name}: expected torch.no_grad(), because a cache has no gradient, got training")
@@ -207,6 +208,15 @@ def wanted_cache(model: Any, given: Any, use_cache: bool | None) -> Any:
     if training and wanted and model.training:
         _warn_of_training()
     return FlexNSACache(model.config) if wanted and not training and given is None else given
+
+
+def _is_differentiated(model: Any, tokens: Any) -> bool:
+    """Tell whether weights require a gradient, or the embeddings of tokens, also by a hook alone."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return True
+    if isinstance(tokens, Tensor) and not tokens.is_floating_point():
+        tokens = model.get_input_embeddings()(tokens.new_zeros(1, 1))
+    return isinstance(tokens, Tensor) and tokens.requires_grad
 
 
 @torch.compiler.assume_constant_result  # called while compiling, and not compiled

@@ -114,13 +114,14 @@ class ConvertedModel(ConvertedPreTrainedModel):
             TypeError: an argument or an option has the wrong type.
             ValueError: an argument or an option does not fit; the message names it.
         """
-        cache, options = wanted_cache(self, past_key_values, use_cache), LayerOptions.of(self.config)
+        x = inputs_embeds if input_ids is None else input_ids
+        cache, options = wanted_cache(self, x, past_key_values, use_cache), LayerOptions.of(self.config)
         layers = self.nsa_layers
         for layer in layers:
             layer.follow(options)
         lesson = self.lesson if selection is None and self.training and torch.is_grad_enabled() else None
         selection = selection if lesson is None else lesson.selection()
-        x, taught = inputs_embeds if input_ids is None else input_ids, None
+        taught = None
         if selection is not None:
             check_selection(selection, [layer.indexer for layer in layers])
             taught = None if x is None else selection.of_rows(x, count_real(attention_mask, len(x)))

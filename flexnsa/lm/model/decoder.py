@@ -227,8 +227,8 @@ class DecoderLM(nn.Module):
             if lengths is not None:
                 raise ValueError(f"lengths: expected None without caches, got {describe(lengths)}")
             return
-        trained = chain(self.embedding.parameters(), self.layers.parameters())
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in trained):
+        trained = chain([tokens], self.embedding.parameters(), self.layers.parameters())
+        if torch.is_grad_enabled() and any(x.requires_grad for x in trained):
             raise ValueError("caches: expected torch.no_grad(), because what they hold has no gradient, got training")
         layers = [layer.attention for layer in cast("Iterable[DecoderLayer]", self.layers)]
         check_caches(caches, layers, tokens, lengths, packed=document_ids is not None)

@@ -113,7 +113,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         if inputs_embeds is None:
             check_integers("input_ids", input_ids, ("B", "T"), like=self.model.embedding.weight, as_of="the model")
         tokens = given(input_ids if inputs_embeds is None else inputs_embeds)
-        cache = wanted_cache(self, past_key_values, use_cache)
+        cache = wanted_cache(self, tokens, past_key_values, use_cache)
         layers = [] if cache is None else [layer_of(cache, index) for index in range(len(self.model.layers))]
         seen = layers[0].seen if layers else 0
         marks, alignment = _marks(tokens, attention_mask, seen), None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers.utils import logging as transformers_logging
 
 from tests.integrations.transformers.families import ALL, FEW, converted, own, sparse, tokens
@@ -91,6 +92,32 @@ def test_a_call_that_asks_for_a_cache_in_training_is_refused(name: str, kept: Ke
     with pytest.raises(ValueError, match=r"use_cache: expected torch.no_grad\(\), because a cache has no gradient"):
         step(MODELS[name]().train(), use_cache=True)
     assert kept.warnings == 0
+
+
+@pytest.mark.parametrize("use_cache", [None, False, True])
+@pytest.mark.parametrize("given", ["embeddings", "tokens through a hook"])
+@pytest.mark.parametrize("name", [*MODELS, "drop-in"])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_frozen_weights_pass_a_gradient_to_embeddings(mode: str, name: str, given: str, use_cache: bool | None) -> None:
+    """As prompts are tuned, and images projected."""
+    model, x = (MODELS | {"drop-in": lambda: sparse("llama", FEW)})[name]().requires_grad_(False), tokens(2, 40)
+    model.train(mode == "train")
+    embedded = model.get_input_embeddings()(x).requires_grad_()
+    wanted = torch.autograd.grad(model.requires_grad_()(inputs_embeds=embedded, labels=x).loss, embedded)
+    seen: list[Any] = [embedded]
+    batch: dict[str, Any] = {"inputs_embeds": embedded}
+    model.requires_grad_(False)
+    if given != "embeddings":
+        model.enable_input_require_grads()
+        model.get_input_embeddings().register_forward_hook(lambda _, __, out: seen.append(out))
+        batch = {"input_ids": x}
+    if use_cache and name in MODELS:
+        with pytest.raises(ValueError, match=r"^use_cache: expected torch.no_grad\(\)"):
+            model(**batch, use_cache=use_cache)
+        return
+    out = model(**batch, labels=x, use_cache=use_cache)
+    assert_close(torch.autograd.grad(out.loss, seen[-1]), wanted)
+    assert (out.past_key_values is None) == (name in MODELS or use_cache is False)
 
 
 def test_the_attention_of_other_models_trains_beside_a_cache_and_says_nothing(kept: Kept) -> None:

@@ -249,15 +249,18 @@ def test_rows_may_come_from_one_row(kind: str) -> None:
         torch.testing.assert_close(model(x.expand(2, -1), caches=several), want.expand(2, -1, -1), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("trained", [0, 1])
+@pytest.mark.parametrize("trained", [0, 1, "embeddings"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_with_caches_is_refused_before_the_first_layer(kind: str, trained: int) -> None:
-    model = make_model(kind)
-    attention_of(model, trained).requires_grad_(True)
+def test_training_with_caches_is_refused_before_the_first_layer(kind: str, trained: int | str) -> None:
+    model, x = make_model(kind), tokens(12)
+    if isinstance(trained, int):
+        attention_of(model, trained).requires_grad_(True)
+    else:
+        x = model.embedding(x).requires_grad_()
     caches = caches_of(model, 0)
     before = [all_state(cache) for cache in caches]
     with pytest.raises(ValueError, match=r"^caches: expected torch.no_grad\(\)"):
-        model(tokens(12), caches=caches)
+        model(x, caches=caches)
     for cache, was in zip(caches, before, strict=True):
         assert_same(all_state(cache), was)
 
