@@ -28,7 +28,8 @@ _DecoderFields: Any = make_dataclass(
 class FlexNSAConfig(_DecoderFields, PreTrainedConfig):
     """What a :class:`FlexNSAForCausalLM` is made of: the fields of :class:`flexnsa.lm.DecoderConfig`.
 
-    ``nsa`` is a dict of fields of :class:`flexnsa.NSAConfig`. Which layers are recomputed in backward is not a field:
+    ``nsa`` is a dict of fields of :class:`flexnsa.NSAConfig`. With ``skip_logits``, training on labels gives the loss
+    and no logits, of which only a chunk exists at a time. Which layers are recomputed in backward is not a field:
     ``gradient_checkpointing_enable`` or Trainer decides it.
     """
 
@@ -43,6 +44,7 @@ class FlexNSAConfig(_DecoderFields, PreTrainedConfig):
 
     max_position_embeddings: int = 65_536
     use_cache: bool = True
+    skip_logits: bool = False
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     bos_token_id: int | None = None

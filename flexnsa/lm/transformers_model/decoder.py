@@ -40,7 +40,7 @@ from flexnsa.transformers.teaching import Lesson
 class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, GenerationMixin):
     """A :class:`flexnsa.lm.DecoderLM` that the Auto classes, ``generate`` and Trainer know.
 
-    In training mode, given labels, it gives the loss and no logits: those of all tokens never exist at once.
+    With ``config.skip_logits``, training on labels takes no memory for logits, which then are not returned.
     """
 
     config_class = FlexNSAConfig
@@ -78,6 +78,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         cu_seq_lens_q: Tensor | None = None,
         output_hidden_states: bool | None = None,
         selection: SelectionLoss | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token at every position.
@@ -95,6 +96,8 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             output_hidden_states: whether to give what goes into each layer, and what predicts tokens; by default as
                 the config says.
             selection: gets the losses that teach the layers' indexers, in training; the loss returned is without them.
+            skip_logits: whether to give the loss of labels and no logits, of which only a chunk exists at a time; by
+                default in training, if the config says so.
             kwargs: ``num_items_in_batch``, by which the loss is divided; ``shift_labels``, int ``(B, T)``, in place of
                 ``labels``: what each token is to predict. (Trainer asks for all labels that are named above.)
 
@@ -108,6 +111,11 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         if selection is not None:
             check_selection(selection, self.model.indexers())
         shift_labels = kwargs.pop("shift_labels", None)
+        has_labels = not (labels is None and shift_labels is None)
+        if skip_logits is None:
+            skip_logits = self.config.skip_logits and self.training and has_labels
+        elif skip_logits and not has_labels:
+            raise ValueError("skip_logits: expected False without labels, got True")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"inputs_embeds: expected either these or input_ids, got {describe(inputs_embeds)}")
         if inputs_embeds is None:
@@ -148,15 +156,16 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         if labels is not None and shift_labels is None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         loss = logits = None
-        if shift_labels is not None and self.training:
+        if cache is not None:
+            options["lengths"] = real
+        if skip_logits:
             loss = self._loss(tokens, shift_labels, kwargs.get("num_items_in_batch"), states=states, **options)
             loss = loss if lesson is None or selection is None else lesson.attach(loss, selection)
         elif cache is not None and shift_labels is None and states is None and _is_last(logits_to_keep, real):
-            logits = self.model.last_logits(tokens, lengths=real, **options)[:, None]
+            logits = self.model.last_logits(tokens, **options)[:, None]
         else:
-            if cache is not None:
-                options["lengths"] = real
             logits = self.model(tokens, states=states, **options)
+            logits = logits if lesson is None or selection is None else lesson.attach(logits, selection)
             if shift_labels is not None:
                 of_targets = {"labels": labels, "shift_labels": shift_labels, "vocab_size": self.config.vocab_size}
                 loss = self.loss_function(logits=logits, **of_targets, **kwargs)
@@ -180,7 +189,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         if value is not None and value is not False:
             raise ValueError(f"output_attentions: expected None of {type(self).__name__}, got {describe(value)}")
 
-    def _loss(self, tokens: Tensor, targets: Tensor, count: Any, **options: Any) -> Tensor:
+    def _loss(self, tokens: Tensor, targets: Tensor | None, count: Any, **options: Any) -> Tensor:
         """Give the mean over all targets, or their sum divided by ``count``."""
         loss = self.model(tokens, targets=targets, reduction="mean" if count is None else "sum", **options)
         return loss if count is None else loss / count

@@ -96,15 +96,25 @@ def test_a_new_model_knows_nothing_yet() -> None:
     assert abs(model(x, labels=x).loss.item() - math.log(64)) < 0.1
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("count", [None, 100])
-def test_the_loss_of_training_is_that_of_the_logits(count: int | None) -> None:
-    model = own()
-    labels = tokens(2, 50).masked_fill(torch.rand(2, 50) < 0.3, -100)
-    batch = {"input_ids": tokens(2, 50), "labels": labels, "num_items_in_batch": count}
-    want = model(**batch)
-    got = model.train()(**batch)
-    assert got.logits is None
-    assert_close(got.loss, want.loss, check_dtype=False, atol=1e-6, rtol=0)
+def test_the_loss_without_logits_is_that_of_the_logits(count: int | None, use_cache: bool) -> None:
+    model, padded = own(), pad_left([tokens(50), tokens(31)])
+    labels = padded["input_ids"].masked_fill((padded["attention_mask"] == 0) | (torch.rand(2, 50) < 0.3), -100)
+    batch: dict[str, Any] = {**padded, "labels": labels, "num_items_in_batch": count, "use_cache": use_cache}
+    with torch.set_grad_enabled(not use_cache):
+        want = model(**batch)
+        told = [mode(**batch, skip_logits=True) for mode in (model.train(), model.eval())]
+        for said in (False, True):
+            model.config.skip_logits = said
+            assert model.eval()(**batch).logits is not None
+            assert (model.train()(**batch).logits is None) == said
+            assert model(**batch, skip_logits=False).logits is not None
+            assert model(padded["input_ids"]).logits is not None
+        told.append(model(**batch))
+    for got in told:
+        assert got.logits is None
+        assert_close(got.loss, want.loss, check_dtype=False, atol=1e-6, rtol=0)
 
 
 def test_a_run_of_the_library_is_read_and_written(tmp_path: Path) -> None:
@@ -202,6 +212,7 @@ def test_hidden_states_can_be_had_however_the_model_is_called(mode: str) -> None
     ("call", "message"),
     [
         ({"inputs_embeds": torch.ones(1, 9, 48)}, "inputs_embeds: expected either these or input_ids"),
+        ({"skip_logits": True}, "skip_logits: expected False without labels, got True"),
         ({"output_attentions": True}, "output_attentions: expected None of FlexNSAForCausalLM"),
         ({"attention_mask": torch.ones(1, 1, 9, 9)}, r"attention_mask: expected \(1, 9\)"),
         ({"attention_mask": torch.ones(1, 8)}, r"attention_mask: expected \(1, 9\)"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,13 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
-from transformers import DataCollatorWithFlattening, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 
 from flexnsa import SelectionLoss
 from flexnsa.optim import index_parameters
@@ -28,6 +36,7 @@ MODELS: dict[str, Any] = {
     "drop-in": lambda: sparse("llama", FEW),
     "drop-in, mixed": lambda: mixed("gemma3"),
     "converted": lambda: converted("qwen3", FEW),
+    "own decoder": own,
     "adapted": lambda: peft.get_peft_model(converted("qwen3", FEW), peft.LoraConfig(r=4, target_modules=["q_proj"])),
 }
 
@@ -91,6 +100,38 @@ def test_a_packed_batch_trains_as_its_documents_do(trainer: str, name: str, tmp_
             assert_close(got[name_of], parameter.grad, atol=1e-6, rtol=1e-4, msg=name_of)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "plain"])
+def test_metrics_of_predictions_are_logged(trainer: str, name: str, tmp_path: Path) -> None:
+    model, expected = MODELS[name]().float(), {"sft": "mean_token_accuracy", "dpo": "rewards/margins", "plain": "right"}
+    if trainer == "sft":
+        run = sft(model, tmp_path)
+    elif trainer == "dpo":
+        pairs = {"prompt": ["w4 w5"] * 4, "chosen": [" w6 w7 w8"] * 4, "rejected": [" w9 w8"] * 4}
+        arguments = trl.DPOConfig(**options(tmp_path, bf16=False, gradient_checkpointing=False))
+        rows: Any = datasets.Dataset.from_dict(pairs)
+        reference = None if name == "adapted" else MODELS[name]().float()  # else read from the folder of the model
+        run: Any = trl.DPOTrainer(model, reference, arguments, train_dataset=rows, processing_class=tokenizer())
+    else:
+        run = flat(model, tmp_path)
+        run.compute_metrics = lambda told: {"right": float((told.predictions.argmax(-1) == told.label_ids).mean())}
+    run.train()
+    if trainer == "plain":
+        run.evaluate(run.train_dataset)
+    entries = [item for entry in run.state.log_history for item in entry.items()]
+    logged = [value for each, value in entries if each.endswith(expected[trainer])]
+    assert logged
+    assert all(math.isfinite(value) for value in logged)
+
+
+@pytest.mark.parametrize("name", ["converted", "own decoder"])
+def test_trl_takes_a_saved_model_that_is_loaded(name: str, tmp_path: Path) -> None:
+    MODELS[name]().float().save_pretrained(tmp_path)
+    with pytest.raises(AttributeError, match="module transformers has no attribute FlexNSA"):
+        sft(str(tmp_path), tmp_path)
+    sft(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path).train()
+
+
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_up_training_is_a_callback_of_any_trainer(trainer: str, tmp_path: Path) -> None:
     model = converted("qwen3", FEW).float()
@@ -105,11 +146,14 @@ def test_up_training_is_a_callback_of_any_trainer(trainer: str, tmp_path: Path) 
 TAUGHT: dict[str, Any] = {
     "converted": lambda: converted("qwen3", INDEXED),
     "own decoder": lambda: alive(own(nsa=FEW | INDEX, index_rank=4)),
+    "without logits": lambda: alive(own(nsa=FEW | INDEX, index_rank=4, skip_logits=True)),
 }
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("trainer", "name"), [("sft", "converted"), ("flat", "converted"), ("flat", "own decoder")])
+@pytest.mark.parametrize(
+    ("trainer", "name"), [*product(TRAINERS, ("converted", "own decoder")), ("flat", "without logits")]
+)
 def test_selection_is_taught_in_any_trainer(trainer: str, name: str, accumulation: int, tmp_path: Path) -> None:
     """A step moves indexers by the gradient of the mean selection loss of its batches, and nothing else by it."""
     model, weight, rate = TAUGHT[name]().float(), 0.5, 1e-2
