@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,12 @@ def test_a_test_that_is_left_out_says_what_installs_what_it_needs() -> None:
         reasons = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "reason"]
         assert reasons, f"{file}:{call.lineno}"
         assert "pip install" in reasons[0] or "not_installed(" in reasons[0], f"{file}:{call.lineno}"
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """Two of one name cannot be collected in one call."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_continuous_integration_can_fail() -> None:
