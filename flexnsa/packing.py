@@ -46,18 +46,23 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int | None = None)
         TypeError: not a tensor.
         ValueError: wrong shape or dtype, not starting at 0, decreasing, or not ending at ``seq_len``.
     """
-    check_integers("cu_seqlens", cu_seqlens, ("D + 1",))
-    if len(cu_seqlens) == 0:
-        raise ValueError("cu_seqlens: expected at least the end of the row, got no entry")
+    return document_ids_from_starts("cu_seqlens", cu_seqlens, seq_len)
+
+
+def document_ids_from_starts(name: str, starts: Tensor, seq_len: int | None) -> Tensor:
+    """Return what :func:`document_ids_from_cu_seqlens` does for an argument of any name."""
+    check_integers(name, starts, ("D + 1",))
+    if len(starts) == 0:
+        raise ValueError(f"{name}: expected at least the end of the row, got no entry")
     if seq_len is None:
-        check_has_values("cu_seqlens", cu_seqlens)
+        check_has_values(name, starts)
     elif not torch.compiler.is_compiling():  # in a graph it may be a symbolic size
         check_int("seq_len", seq_len, 0)
-    if may_look(cu_seqlens):
-        _check_cu_seqlens(cu_seqlens, seq_len)
-    seq_len = int(cu_seqlens[-1]) if seq_len is None else seq_len
-    token = torch.arange(seq_len, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True, out_int32=True)[None]
+    if may_look(starts):
+        _check_starts(name, starts, seq_len)
+    seq_len = int(starts[-1]) if seq_len is None else seq_len
+    token = torch.arange(seq_len, dtype=starts.dtype, device=starts.device)
+    return torch.searchsorted(starts[1:].contiguous(), token, right=True, out_int32=True)[None]
 
 
 def cu_seqlens_from_document_ids(document_ids: Tensor) -> Tensor:
@@ -190,14 +195,13 @@ def _changes(x: Tensor, *, first: bool) -> Tensor:
     return torch.cat((start, x[:, 1:] != x[:, :-1]), dim=1)
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, seq_len: int | None) -> None:
-    if cu_seqlens[0] != 0:
-        raise ValueError(f"cu_seqlens: expected to start at 0, got {int(cu_seqlens[0])}")
-    _require_all("cu_seqlens", cu_seqlens <= LARGEST_SIZE, cu_seqlens, f"at most {LARGEST_SIZE}")
-    rises = cu_seqlens >= F.pad(cu_seqlens[:-1], (1, 0))
-    _require_all("cu_seqlens", rises, cu_seqlens, "no less than before")
-    if seq_len is not None and cu_seqlens[-1] != seq_len:
-        raise ValueError(f"cu_seqlens: expected to end at seq_len={seq_len}, got {int(cu_seqlens[-1])}")
+def _check_starts(name: str, starts: Tensor, seq_len: int | None) -> None:
+    if starts[0] != 0:
+        raise ValueError(f"{name}: expected to start at 0, got {int(starts[0])}")
+    _require_all(name, starts <= LARGEST_SIZE, starts, f"at most {LARGEST_SIZE}")
+    _require_all(name, starts >= F.pad(starts[:-1], (1, 0)), starts, "no less than before")
+    if seq_len is not None and starts[-1] != seq_len:
+        raise ValueError(f"{name}: expected to end at seq_len={seq_len}, got {int(starts[-1])}")
 
 
 def _check_attention_mask(attention_mask: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flexnsa.checks.primitives import describe, may_look
-from flexnsa.packing import document_ids_from_cu_seqlens
+from flexnsa.packing import document_ids_from_starts
 from flexnsa.transformers.marks import Alignment
 
 
@@ -45,7 +45,7 @@ def document_ids(
     if cu_seqlens is not None:
         if batch_size != 1:
             raise ValueError(f"cu_seq_lens_q: expected one packed row, got {batch_size}")
-        ids = document_ids_from_cu_seqlens(cu_seqlens, num_tokens)
+        ids = document_ids_from_starts("cu_seq_lens_q", cu_seqlens, num_tokens)
         return ids if alignment is None else alignment.align_queries(ids, dim=1).cummax(1).values
     if found is not None:
         return found

@@ -19,14 +19,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from flexnsa.attention.seam import given
 from flexnsa.cache.cache import NSACache
-from flexnsa.checks.primitives import check_integers, describe, may_look
+from flexnsa.checks.primitives import describe, may_look
 from flexnsa.layers.compression import MLPCompressor
 from flexnsa.layers.indexer import SelectionLoss, check_selection
 from flexnsa.lm.data.tokenizer import TextTokenizer
 from flexnsa.lm.model.decoder import DecoderLayer, DecoderLM, run_layer
 from flexnsa.lm.training.model_file import read_model, save_model
+from flexnsa.lm.transformers_model.arguments import check_inputs, check_of_tokens, check_wishes
 from flexnsa.lm.transformers_model.config import FlexNSAConfig
 from flexnsa.packing import IGNORED
 from flexnsa.transformers.cache import FlexNSACache, layer_of, wanted_cache
@@ -110,17 +110,17 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         selection = selection if lesson is None else lesson.selection()
         if selection is not None:
             check_selection(selection, self.model.indexers())
+        flags = {"use_cache": use_cache, "output_hidden_states": output_hidden_states, "skip_logits": skip_logits}
+        check_wishes(logits_to_keep, **flags)
         shift_labels = kwargs.pop("shift_labels", None)
         has_labels = not (labels is None and shift_labels is None)
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training and has_labels
         elif skip_logits and not has_labels:
             raise ValueError("skip_logits: expected False without labels, got True")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError(f"inputs_embeds: expected either these or input_ids, got {describe(inputs_embeds)}")
-        if inputs_embeds is None:
-            check_integers("input_ids", input_ids, ("B", "T"), like=self.model.embedding.weight, as_of="the model")
-        tokens = given(input_ids if inputs_embeds is None else inputs_embeds)
+        tokens = check_inputs(input_ids, inputs_embeds, self.model.embedding.weight)
+        of_tokens = {"position_ids": position_ids, "labels": labels, "shift_labels": shift_labels}
+        check_of_tokens(tokens, self.config.vocab_size, **of_tokens)
         cache = wanted_cache(self, tokens, past_key_values, use_cache)
         layers = [] if cache is None else [layer_of(cache, index) for index in range(len(self.model.layers))]
         seen = layers[0].seen if layers else 0
@@ -314,7 +314,7 @@ def _marks(tokens: Tensor, attention_mask: Tensor | None, seen: int) -> Tensor |
     if attention_mask is None:
         return None
     num_keys = seen + tokens.shape[1]
-    if tuple(attention_mask.shape) != (len(tokens), num_keys):
+    if tuple(getattr(attention_mask, "shape", ())) != (len(tokens), num_keys):
         raise ValueError(f"attention_mask: expected ({len(tokens)}, {num_keys}), got {describe(attention_mask)}")
     mask = attention_mask.to(torch.bool)
     return mark_slots(len(tokens), tokens.shape[1], num_keys, seen, attention_mask=mask, device=tokens.device)

@@ -161,7 +161,7 @@ def test_embeddings_take_the_place_of_tokens() -> None:
         model.train()(**each, labels=x, attention_mask=padded["attention_mask"]).loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.model.layers.parameters()])
     assert_close(*gradients)
-    with pytest.raises(ValueError, match=r"tokens: expected shape \(B, S, 48\), got \(2, 50, 3\)"):
+    with pytest.raises(ValueError, match=r"^inputs_embeds: expected shape \(B, T, 48\), got \(2, 50, 3\)"):
         model(inputs_embeds=embedded[..., :3])
 
 
@@ -221,6 +221,31 @@ def test_hidden_states_can_be_had_however_the_model_is_called(mode: str) -> None
 def test_what_it_does_not_do_is_refused(call: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         own()(tokens(1, 9), **call)
+
+
+WRONG: dict[str, list[Any]] = {
+    "input_ids": [tokens(2, 20).float(), tokens(20), "a", tokens(2, 20) + 64],
+    "inputs_embeds": [torch.ones(2, 20, 48), torch.ones(2, 20, 3).double(), tokens(2, 20), "a"],
+    "labels": [tokens(2, 20).float(), tokens(2, 5), tokens(20), "a", tokens(2, 20) + 64],
+    "shift_labels": [tokens(2, 20).float(), tokens(2, 5), tokens(20), "a", tokens(2, 20) - 64],
+    "attention_mask": ["a", tokens(20)],
+    "position_ids": [tokens(2, 20).float(), tokens(2, 5), tokens(3, 20), "a", tokens(2, 20).to("meta")],
+    "logits_to_keep": ["a", None, -1, 1.5, torch.ones(1)],
+    "cu_seq_lens_q": ["a", torch.tensor([0, 5]), torch.tensor([0.0, 20.0])],
+    "past_key_values": ["a"],
+    "use_cache": ["a", 3],
+    "output_hidden_states": ["a", 3],
+    "skip_logits": ["a", 3, torch.ones(2)],
+}
+
+
+@pytest.mark.parametrize(("name", "index"), [(name, index) for name in WRONG for index in range(len(WRONG[name]))])
+def test_an_error_names_the_argument_that_was_given(name: str, index: int) -> None:
+    rows = 1 if name == "cu_seq_lens_q" else 2
+    tokens_of: dict[str, Any] = {} if name in ("input_ids", "inputs_embeds") else {"input_ids": tokens(rows, 20)}
+    for options in ({}, {"skip_logits": True}) if "labels" in name else ({},):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
+            own()(**tokens_of, **options, **{name: WRONG[name][index]})
 
 
 def test_probabilities_are_refused_to_a_config_too() -> None:
