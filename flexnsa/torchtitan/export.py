@@ -30,12 +30,13 @@ KEPT = ("compress_k", "compress_v", "gate", "indexer")
 
 
 def export(config: Trainer.Config, checkpoint: str | Path, folder: str | Path) -> None:
-    """Write a checkpoint as a model of Hugging Face transformers with NSA layers, on one process without a GPU.
+    """Write a checkpoint as a model of Hugging Face transformers, on one process without a GPU.
 
-    ``import flexnsa.transformers`` and ``AutoModelForCausalLM.from_pretrained(folder)`` load it.
+    ``import flexnsa.transformers`` and ``AutoModelForCausalLM.from_pretrained(folder)`` load one with NSA layers. That
+    of a run without the override is written as the dense model, which runs with the override begin with.
 
     Args:
-        config: of the run, with its override; ``hf_assets_path`` has the ``config.json`` of the dense model.
+        config: of the run, with its override, if any; ``hf_assets_path`` has the ``config.json`` of the dense model.
         checkpoint: a folder ``step-N`` of the run.
         folder: gets ``config.json`` and ``model.safetensors``.
 
@@ -60,17 +61,20 @@ def export(config: Trainer.Config, checkpoint: str | Path, folder: str | Path) -
         names = list(spec.model.build().state_dict())
     state = _read(Path(checkpoint), names)
     adapter = adapter_class(spec.model, None)
-    converted = dict(_converted(state, options, adapter.to_hf))
+    converted = dict(adapter.to_hf(state) if options is None else _converted(state, options, adapter.to_hf))
     folder.mkdir(parents=True, exist_ok=True)
     with replaced(folder / "model.safetensors") as path:
         save_file(converted, path, metadata={"format": "pt"})
     dtype = str(next(iter(converted.values())).dtype).removeprefix("torch.")
-    write_whole(folder / "config.json", json.dumps(_config(dense, options, dtype), indent=2) + "\n")
+    told = dense if options is None else _config(dense, options)
+    write_whole(folder / "config.json", json.dumps(told | {"dtype": dtype}, indent=2) + "\n")
 
 
-def _options(model: Any) -> Options:
-    """Return the options of all layers, if converted models of transformers have them too."""
+def _options(model: Any) -> Options | None:
+    """Return the options of all layers, if converted models of transformers have them too; None if all are dense."""
     layers = [layer.attention for layer in model.layers]
+    if not any(isinstance(layer, NSAttention.Config) for layer in layers):
+        return None
     for index, layer in enumerate(layers):
         if not isinstance(layer, NSAttention.Config):
             raise ValueError(f"layers: expected 'all', as converted models have no dense ones, got layer {index} dense")
@@ -125,7 +129,7 @@ def _is_new(name: str) -> bool:
     return _is_kept(name) or ".attention.w_" in name
 
 
-def _config(dense: Mapping[str, Any], options: Options, dtype: str) -> dict[str, Any]:
+def _config(dense: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Return the config of the converted model."""
     sizes = {field.name: getattr(options.sizes, field.name) for field in fields(NSAConfig)}
     chosen = {
@@ -141,6 +145,5 @@ def _config(dense: Mapping[str, Any], options: Options, dtype: str) -> dict[str,
         "architectures": [f"FlexNSA{name}" for name in dense["architectures"]],
         "model_type": f"flexnsa_{dense['model_type']}",
         "attn_implementation": "flexnsa_layers",
-        "dtype": dtype,
         "flexnsa": {name: value for name, value in chosen.items() if value is not None},
     }

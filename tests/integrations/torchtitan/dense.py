@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.integrations.torchtitan.runs import FEW, INDEXER, LOSS, override, save_results, train, trainer_of
+from tests.integrations.torchtitan.runs import FEW, INDEXER, LOSS, config_of, override, save_results, train, trainer_of
 
 # isort: split
+from flexnsa.torchtitan.export import export
 from tests.integrations.torchtitan.configs import DIM, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCAB, row
 
 SIZES: dict[str, Any] = {
@@ -76,11 +77,19 @@ def run_from_dense(file: Path, family: str) -> None:
             "selected": train(family, folder / "selected", *arguments, override(**ALL, branches=["slc"])),
             "three": train(family, folder / "three", *arguments, override(**ALL)),
         }
+        logits = {name: _train(family, folder, name) for name in (*TRAINED, "dense run")}
+        config = config_of(family, folder, f"--hf_assets_path={folder / 'dense'}")
+        export(config, folder / "dense run" / "checkpoint" / "step-3", folder / "exported")
+        arguments = (*loading(folder / "exported"), "--training.steps=1", "--checkpoint.load_only")
+        first |= {
+            "selected, begun": train(family, folder / "begun", *arguments, override(**ALL, branches=["slc"])),
+            "three, begun": train(family, folder / "three begun", *arguments, override(**ALL)),
+        }
         results = {"transformers": loss.item(), **{name: run[LOSS][0] for name, run in first.items()}}
         return {
             "folder": str(folder),
             "losses": results,
-            "logits": {name: _train(family, folder, name) for name in TRAINED},
+            "logits": logits,
         }
 
     save_results(file, make)
@@ -88,7 +97,8 @@ def run_from_dense(file: Path, family: str) -> None:
 
 def _train(family: str, folder: Path, name: str) -> Tensor:
     """Train a few steps from the dense model, save a checkpoint, and give logits."""
-    given = (*loading(folder / "dense"), "--training.steps=3", override(**TRAINED[name]))
+    given = (*loading(folder / "dense"), "--training.steps=3")
+    given += (override(**TRAINED[name]),) if name in TRAINED else ()
     with trainer_of(family, folder / name, *given) as (trainer, _):
         trainer.train()
         model = trainer.model_parts[0].eval()
