@@ -129,7 +129,9 @@ class SelectionLoss:
 
     Give a new one to every call of a layer or of a model that has indexers. Each layer adds the divergence of its
     scores from the true shares of blocks at a few queries, see :func:`flexnsa.selection_loss`. Which queries is a
-    function of ``seed``, ``step`` and ``sequence_ids`` alone. Nothing is added in ``eval`` or under ``torch.no_grad``.
+    function of ``seed``, ``step`` and ``sequence_ids`` alone. Nothing is added in ``eval`` or under ``torch.no_grad``,
+    nor when activation checkpointing runs a layer again. (``torch.utils.checkpoint`` has to be called with
+    ``use_reentrant=False``: the forward pass of the other one knows of no gradient.)
 
     Example:
         >>> selection = SelectionLoss(seed=0, step=step)
@@ -169,6 +171,8 @@ class SelectionLoss:
         self.seed, self.step, self.sequence_ids = seed, step, sequence_ids
         self.num_queries, self.query_weights = num_queries, query_weights
         self._tokens: Tensor | None = None
+        self._sequences: Tensor | None = None  # (B, S, 0), as compiled code need not be made again for other sizes
+        self._made_in = _backward_pass()
         self.sums: list[Tensor] = []
         """The weighted sum of divergences of each layer, scalars with a gradient, fp32 or wider."""
         self.weights: list[Tensor] = []
@@ -186,12 +190,21 @@ class SelectionLoss:
         """Choose the tokens whose queries are compared, int64 ``(B, m)``, of the whole sequences of ``x (B, ...)``.
 
         Padding follows the first ``real (B,)`` tokens of each sequence, which teach what they do alone; -1 is no token.
+
+        Raises:
+            ValueError: they were chosen for sequences of another number or length.
         """
+        if self._sequences is not None and self._sequences.shape[:2] != (len(x), seq_len):
+            used = "that of {} sequences of {}".format(*self._sequences.shape)
+            raise ValueError(
+                f"selection: expected a new SelectionLoss for each pass, got {used} tokens for {len(x)} of {seq_len}"
+            )
         if self._tokens is None:
             ids = torch.arange(len(x), device=x.device) if self.sequence_ids is None else self.sequence_ids
             if self.sequence_ids is not None:
                 check_integers("sequence_ids", ids, (len(x),), like=x, as_of="x")
             self._tokens = sampled_tokens(seq_len, self.num_queries, self.seed, self.step, ids, real)
+            self._sequences = x.detach().new_empty(len(x), seq_len, 0)
         return self._tokens
 
     def of_rows(self, x: Tensor, real: Tensor | None) -> SelectionLoss:
@@ -214,9 +227,26 @@ class SelectionLoss:
         return made
 
     def add(self, loss: Tensor, weight: Tensor) -> None:
-        """Add the weighted sum of a layer's divergences, and its weight."""
+        """Add the weighted sum of a layer's divergences, and its weight, in forward.
+
+        Raises:
+            ValueError: backward runs a layer again of which forward added nothing.
+        """
+        if _backward_pass() not in (-1, self._made_in):
+            if not self.sums:
+                raise ValueError(
+                    "selection: expected checkpoint(..., use_reentrant=False), got a loss in backward only"
+                )
+            return
         self.sums.append(loss)
         self.weights.append(weight)
+
+
+def _backward_pass() -> int:
+    """Return the number of the backward pass that runs this code again, -1 in forward and in compiled code."""
+    if torch.compiler.is_compiling():
+        return -1
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
 
 
 def check_selection(selection: object, indexers: Sequence[Indexer | None]) -> None:

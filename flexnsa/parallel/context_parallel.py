@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexnsa.checks.primitives import check_type, describe
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.layouts import RowLayout
-from flexnsa.parallel.layers_of import attention_layers, check_layer
+from flexnsa.parallel.layers_of import attention_layers, check_layer, check_not_shared
 from flexnsa.parallel.shared_losses import OverTokens
 from flexnsa.parallel.shared_rows import SharingRanks, lay_out_chunks
 
@@ -81,9 +81,11 @@ def parallelize_model(model: M, mesh: DeviceMesh) -> M:
 
     Raises:
         TypeError: ``model`` is not a module or has no NSA layer, or ``mesh`` is not a mesh.
-        ValueError: ``mesh`` has more than one dimension. The model is unchanged.
+        ValueError: ``mesh`` has more than one dimension, or a layer is parallelized already. The model is unchanged.
     """
     layers = attention_layers(model)
+    for layer in layers:
+        check_not_shared(layer, OverTokens, "tokens")
     ranks = SharingRanks.of(mesh)  # one for all layers, which torch.compile then finds alike
     for layer in layers:
         _share(layer, ranks)
@@ -104,9 +106,10 @@ def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> Nat
 
     Raises:
         TypeError: ``layer`` is not an NSA layer, or ``mesh`` not a mesh.
-        ValueError: ``mesh`` has more than one dimension.
+        ValueError: ``mesh`` has more than one dimension, or the layer is parallelized already.
     """
     check_layer(layer)
+    check_not_shared(layer, OverTokens, "tokens")
     _share(layer, SharingRanks.of(mesh))
     return layer
 

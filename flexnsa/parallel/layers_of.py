@@ -28,3 +28,9 @@ def check_layer(layer: nn.Module) -> None:
     """Check that a module is an NSA layer."""
     if not isinstance(layer, NativeSparseAttention):
         raise TypeError(f"layer: expected NativeSparseAttention, got {type(layer).__name__}")
+
+
+def check_not_shared(layer: NativeSparseAttention, group: type, parts: str) -> None:
+    """Check that ranks do not share the ``parts`` of a layer already: its loss would be summed over them twice."""
+    if any(isinstance(each, group) for each in layer.losses_over):
+        raise ValueError(f"layer: expected one that has all of its {parts}, got one that is parallelized already")

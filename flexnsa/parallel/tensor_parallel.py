@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.compression import LinearCompressor, MeanCompressor, MLPCompressor
-from flexnsa.parallel.layers_of import attention_layers, check_layer
+from flexnsa.parallel.layers_of import attention_layers, check_layer, check_not_shared
 from flexnsa.parallel.shared_losses import OverHeads
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,7 +51,8 @@ def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> Nat
 
     Raises:
         TypeError: not an NSA layer.
-        ValueError: the ranks cannot share the key and value heads evenly, or ``mesh`` has more than one dimension.
+        ValueError: the ranks cannot share the key and value heads evenly, or do so already, or ``mesh`` has more than
+            one dimension.
     """
     _check(layer, mesh)
     parallelize_module(layer, mesh, _plan(layer))
@@ -100,6 +101,7 @@ def _plan(layer: NativeSparseAttention) -> dict[str, ParallelStyle]:
 
 def _check(layer: NativeSparseAttention, mesh: DeviceMesh) -> None:
     check_layer(layer)
+    check_not_shared(layer, OverHeads, "heads")
     if mesh.ndim != 1:
         raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; take a part of it, mesh['tp']")
     if layer.num_kv_heads % mesh.size():

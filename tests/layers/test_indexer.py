@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss, select_blocks, selection_loss
 from flexnsa.layers.compression import average_blocks
@@ -196,6 +197,30 @@ def test_training_without_the_loss_warns_once_and_gives_gradients_of_0() -> None
     assert len([warning for warning in met if "selection: expected a SelectionLoss" in str(warning.message)]) == 1
     assert layer.indexer is not None
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in layer.indexer.parameters())
+
+
+def test_a_loss_is_of_one_pass() -> None:
+    layer, used = make(), SelectionLoss()
+    layer(tokens(2, 100), selection=used)
+    for x in (tokens(1, 100), tokens(3, 100), tokens(2, 60), tokens(2, 140)):
+        with pytest.raises(ValueError, match=r"^selection: expected a new SelectionLoss .* 2 sequences of 100 tokens"):
+            layer(x, selection=used)
+
+
+def test_a_checkpointed_layer_adds_its_loss_once_or_says_why_not() -> None:
+    layer, x = taught(make()), tokens(2, 100).requires_grad_()
+    plain, again, lost = SelectionLoss(), SelectionLoss(), SelectionLoss()
+
+    def gradients(out: Tensor, selection: SelectionLoss) -> list[Tensor]:
+        return list(torch.autograd.grad(out.square().sum() + selection.total, list(layer.parameters())))
+
+    want = gradients(layer(x, selection=plain), plain)
+    got = gradients(checkpoint(layer, x, selection=again, use_reentrant=False), again)
+    torch.testing.assert_close(got, want)
+    assert len(again.sums) == 1  # backward ran the layer again
+    out = checkpoint(lambda x: layer(x, selection=lost), x, use_reentrant=True)
+    with pytest.raises(ValueError, match=r"^selection: expected checkpoint\(\.\.\., use_reentrant=False\)"):
+        out.sum().backward()
 
 
 def test_a_compiled_layer_gives_the_same_loss_and_compiles_once() -> None:

@@ -114,6 +114,7 @@ def _refusals(mesh: Any) -> dict[str, str]:
     calls = {
         "heads": lambda: parallelize_attention(odd, mesh),
         "dense": lambda: parallelize_model(build(replace(HEADS, attention="dense")), mesh),
+        "again": lambda: parallelize_model(torch.nn.Sequential(spread), mesh),
         "mods": lambda: spread(torch.randn(1, 20, 16), score_mod=lambda score, *_: score),
     }
     said = {}

@@ -188,6 +188,8 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
             torch.randn(1, 64, 48), layout=indexed.layout(64), selection=SelectionLoss()
         ),
         "layout": lambda: layer(torch.randn(1, 64, 48), layout=make_layer().layout(64)),
+        "again": lambda: parallelize_attention(layer, mesh),
+        "model again": lambda: parallelize_model(torch.nn.Sequential(layer), mesh),
         "dense": lambda: parallelize_model(DecoderLM(replace(MODEL, attention="dense")), mesh),
         "shard": lambda: shard(torch.randn(1, 99, 48), mesh),
         "dimension": lambda: unshard(torch.randn(1, 96, 48), mesh, seq_dim=3),

@@ -48,4 +48,5 @@ def test_what_ranks_cannot_share_is_refused_by_name(results: Results) -> None:
     refused = results(2)["refused"]
     assert refused["heads"] == "mesh: expected a divisor of num_kv_heads=3, got 2 ranks"
     assert refused["dense"] == "layer: expected NativeSparseAttention, got DenseAttention"
+    assert refused["again"] == "layer: expected one that has all of its heads, got one that is parallelized already"
     assert refused["mods"].startswith("score_mod: expected None of a layer whose heads are spread over ranks")

@@ -117,6 +117,8 @@ def test_what_ranks_cannot_share_is_refused_by_name(results: Results) -> None:
     assert refused["loss of a part"].startswith("layout: expected one of whole rows")
     spread = "tokens that are spread over ranks, as the layer has"
     assert refused["layout"] == f"layout: expected one of {spread}, got whole rows"
+    again = "layer: expected one that has all of its tokens, got one that is parallelized already"
+    assert refused["again"] == refused["model again"] == again
     assert refused["dense"] == "layer: expected NativeSparseAttention, got DenseAttention"
     assert refused["shard"].startswith("x: expected a multiple of 2 * 2 ranks tokens in dimension 1, got")
     assert refused["dimension"].startswith("seq_dim: expected a dimension of a tensor (1, 96, 48)")
