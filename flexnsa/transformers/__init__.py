@@ -16,7 +16,6 @@ from flexnsa.transformers.dropin import attention_forward, make_mask
 from flexnsa.transformers.loading import take_options
 from flexnsa.transformers.local_layers import make_layer_mask
 from flexnsa.transformers.options import DropInOptions, LayerOptions
-from flexnsa.transformers.paged import serve_requests
 from flexnsa.transformers.recall import recall
 from flexnsa.transformers.refusal import refuse_models
 from flexnsa.transformers.schedule import UpTraining
@@ -32,7 +31,6 @@ save_choice()
 refuse_models()
 share_options()
 take_options()
-serve_requests()
 
 __all__ = [
     "DropInOptions",

@@ -181,6 +181,13 @@ class CachedGeneration:
         model_kwargs["past_key_values"] = FlexNSACache(self.config, max_cache_length, max_rewind=rewind)
         return None
 
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refuse pages, which keep one key and value for each token."""
+        raise ValueError(
+            "generate_batch: expected a model whose layers keep one key and value for each token, as the pages of "
+            f"transformers' cache do, got a {type(self).__name__}; generate takes a batch of it"
+        )
+
     def next_logits(self, tokens: Tensor, cache: FlexNSACache, real: Tensor) -> Tensor:
         """Return the logits ``(B, 1, vocab)`` of one token per sequence; those that are ``real (B,)`` are cached."""
         raise NotImplementedError

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
-from typing import Any
+from functools import partialmethod
+from threading import Lock
+from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,36 +23,48 @@ from flexnsa.checks.primitives import describe
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.document import document_positions, first_tokens
-from flexnsa.transformers.choice import LAYERS, NAME
+from flexnsa.transformers.choice import NAME
 from flexnsa.transformers.layer_types import LOCAL, layer_type
 from flexnsa.transformers.local_layers import PLAIN, attend_as, local_attention
 from flexnsa.transformers.options import DropInOptions
 from flexnsa.transformers.own_keys import attend_to_own_keys
 from flexnsa.transformers.softmax import Softmax
 
-SWITCH = "switch_to_cb_friendly_attn"
-"""The method of transformers that chooses the attention of continuous batching, and knows its own only."""
+SWITCH, START = "switch_to_cb_friendly_attn", "init_continuous_batching"
+"""What chooses the attention of continuous batching, and knows transformers' own only; and what of a model calls it."""
+_STARTING = Lock()
 
 
-def serve_requests() -> None:
-    """Make transformers' continuous batching keep flexnsa, which it would refuse, or replace by a dense attention."""
-    manager: Any = ContinuousBatchingManager
-    if hasattr(manager, SWITCH):
-        setattr(manager, SWITCH, _keeping(getattr(manager, SWITCH)))
+def serve_requests(model: Any) -> None:
+    """Make continuous batching of a model keep flexnsa, which it would refuse, or replace by a dense attention."""
+    if hasattr(ContinuousBatchingManager, SWITCH) and hasattr(model, START):
+        setattr(model, START, _Start(model))
 
 
-def _keeping(switch: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(switch)
-    def keep(manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        attention = model.config._attn_implementation
-        if attention == LAYERS:
-            raise ValueError(
-                "generate_batch: expected a model whose layers keep one key and value for each token, as the pages of "
-                f"transformers' cache do, got a {type(model).__name__}; generate takes a batch of it"
-            )
-        return None if attention == NAME else switch(manager, model, *args, **kwargs)
+class _Start:
+    """Starts continuous batching of a model, whose memory it does not hold; a copy of the model has its own."""
 
-    return keep
+    def __init__(self, model: Any) -> None:
+        self.model = ref(model)
+
+    def __reduce__(self) -> Any:
+        return _Start, (self.model(),)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Start it; transformers' class has another method for as long as the manager is made."""
+        model, manager = self.model(), cast("Any", ContinuousBatchingManager)
+        with _STARTING:
+            switch = getattr(manager, SWITCH)
+            setattr(manager, SWITCH, partialmethod(_switch, switch))
+            try:
+                return getattr(type(model), START)(model, *args, **kwargs)
+            finally:
+                setattr(manager, SWITCH, switch)
+
+
+def _switch(manager: Any, switch: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
+    if model.config._attn_implementation != NAME:
+        switch(manager, model, *args, **kwargs)
 
 
 def attend_to_pages(

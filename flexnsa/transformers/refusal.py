@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from flexnsa.transformers.choice import LAYERS, NAME
 from flexnsa.transformers.layer_types import check_layer_types
 from flexnsa.transformers.options import DropInOptions
+from flexnsa.transformers.paged import serve_requests
 
 PURPOSE = f"with attn_implementation={NAME!r}"
 
@@ -123,7 +124,7 @@ def _after_class_check(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _before_layer_check(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a method, and then check the layers of each part of the model that uses flexnsa."""
+    """Run a method, and then check the layers of each part of the model that uses flexnsa, and have it serve."""
 
     @wraps(method)
     def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +132,7 @@ def _before_layer_check(method: Callable[..., Any]) -> Callable[..., Any]:
         for part in model.modules():
             if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
                 check_layers(part)
+                serve_requests(part)
         return result
 
     return checked

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
+from copy import deepcopy
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from flexnsa import NSAConfig
 from flexnsa.layers.compression import average_blocks
 from flexnsa.transformers import dropin, paged
 from flexnsa.transformers.paged import average_pages
-from tests.integrations.transformers.families import FEW, converted, sparse, tokens
+from tests.integrations.transformers.families import FEW, converted, dense, own, sparse, tokens
 from tests.integrations.transformers.test_mixed_layers import mixed
 
 TEXT = tokens(70).tolist()
@@ -93,6 +97,30 @@ def test_blocks_of_pages_are_averaged_as_those_of_packed_documents() -> None:
     torch.testing.assert_close(average_pages(keys, first, sizes), average_blocks(keys, first[None], sizes))
 
 
-def test_layers_with_several_keys_for_a_token_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"generate_batch: expected .* one key and value .* FlexNSAQwen3ForCausalLM"):
-        served(converted("qwen3", FEW), PROMPTS[:1])
+@pytest.mark.parametrize(("make", "name"), [(lambda: converted("qwen3", FEW), "Qwen3"), (own, "")])
+def test_layers_with_several_keys_for_a_token_are_refused(make: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"generate_batch: expected .* one key and value .* FlexNSA{name}ForCausalLM"):
+        served(make(), PROMPTS[:1])
+
+
+def test_requests_to_other_models_are_left_to_transformers() -> None:
+    manager: Any = continuous_api.ContinuousBatchingManager
+    switch = manager.switch_to_cb_friendly_attn
+    assert switch.__code__.co_filename == continuous_api.__file__  # ``wraps`` changes the names alone
+    copied, changed = deepcopy(sparse("llama", FEW)), pickle.loads(pickle.dumps(sparse("llama", FEW)))
+    assert served(copied, PROMPTS[:1]) == [alone(copied, PROMPTS[0])]
+    assert manager.switch_to_cb_friendly_attn is switch
+    with pytest.raises(AttributeError):
+        changed.init_continuous_batching(generation_config=3)
+    assert manager.switch_to_cb_friendly_attn is switch
+    changed.set_attn_implementation("eager")
+    assert served(changed, PROMPTS[:1]) == [alone(dense("llama"), PROMPTS[0])]
+
+
+def test_a_model_is_freed_without_a_collector() -> None:
+    gc.disable()
+    model = sparse("llama", FEW)
+    freed = ref(model)
+    del model
+    gc.enable()
+    assert freed() is None
