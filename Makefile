@@ -93,8 +93,8 @@ record: .venv/.installed  ## measure what the plots show of a CPU: memory, throu
 plots: .venv/.installed  ## draw every figure whose measurements are recorded in benchmarks/results
 	$(BIN)/python -m plots
 
-versions:  ## run the CPU parity tests with other versions of torch, and those of transformers with the lowest
-	$(PYTHON) .ci/versions.py .versions 2.11.0 2.13.0 newest 2.13.0+transformers==5.10.1
+versions:  ## run the CPU parity tests with other versions of torch, those of transformers with the lowest, kernels with each Triton
+	$(PYTHON) .ci/versions.py .versions 2.11.0 2.13.0 newest 2.13.0+transformers==5.10.1 $(addprefix 2.13.0+triton==,3.6.0 3.8.0 3.9.0)
 
 # The wheel is built from the sdist. It has to work with torch alone, so it is tried in an environment of its own.
 dist: .venv/.installed  ## build sdist and wheel, and run the first sample of README.md from the wheel in an empty environment

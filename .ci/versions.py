@@ -1,9 +1,10 @@
 """Do the tests pass with other versions of PyTorch and transformers? Each has an environment of its own, made once.
 
-    python .ci/versions.py .versions 2.11.0 2.13.0 newest 2.13.0+transformers==5.10.1
+    python .ci/versions.py .versions 2.11.0 2.13.0 newest 2.13.0+transformers==5.10.1 2.13.0+triton==3.9.0
 
 needs Python alone. The newest is the one that the package index has today. With a torch alone these are the CPU parity
-tests, with transformers beside it those of the integration. The status is 1 unless all tests pass.
+tests; with transformers beside it, those of the integration; with triton, those of the kernels for Hopper GPUs, which
+are compiled for one. The status is 1 unless all tests pass.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ PARITY = [
     for name in ("parity", "reference", "semantics", "selection", "empty_rows", "implementations")
 ]
 INTEGRATION = ["tests/integrations/transformers"]
+HOPPER = ["tests/emitted/test_architectures.py", "tests/emitted/test_hopper.py", "-k", "hopper or sm_90-bf16"]
 
 
 def main(folder: Path, versions: list[str]) -> int:
@@ -49,7 +51,7 @@ def try_version(folder: Path, torch: str, *others: str) -> tuple[str, int, int, 
     print(f"\n== torch {installed}", flush=True)
     report = folder.resolve() / "report.xml"
     report.unlink(missing_ok=True)
-    tests = INTEGRATION if others else PARITY
+    tests = PARITY if not others else HOPPER if others[0].startswith("triton==") else INTEGRATION
     start = time.monotonic()
     subprocess.run(
         [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests],
@@ -78,7 +80,7 @@ def make_environment(folder: Path, torch: str, others: Sequence[str]) -> Path:
         if others:  # what else these need is theirs to say
             packages = [
                 f"torch=={torch}",
-                *(line for line in lines if line.startswith("triton==")),
+                *(line for line in lines if line.startswith("triton==") and not others[0].startswith("triton==")),
                 "accelerate",
                 *others,
             ]

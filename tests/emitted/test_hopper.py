@@ -78,7 +78,10 @@ def test_they_leave_other_generations_and_unknown_versions_to_triton() -> None:
     with FakeTensorMode(), torch.device("cuda"):
         with mock.patch.object(hopper, "device_of", return_value=Device(2**16, AMPERE)):
             assert not runs()
-        with mock.patch("triton.__version__", "3.8.0"):
+        with (
+            mock.patch("triton.__version__", "4.0.0"),
+            pytest.warns(UserWarning, match=r"^triton: expected .*got 4\.0"),
+        ):
             assert not runs()
         assert runs()
 

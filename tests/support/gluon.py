@@ -259,8 +259,14 @@ def hopper_on_a_cpu() -> Iterator[Mapping[str, Program]]:
     from flexnsa.attention.triton import hopper
 
     language = Language()
-    copies = SimpleNamespace(async_copy_global_to_shared=language.copy, commit_group=_nothing, wait_group=_nothing)
-    parts = {"gl": language, "async_copy": copies, "barrier": _nothing, "fence_async_shared": _nothing}
+    copies = SimpleNamespace(commit_group=_nothing, wait_group=_nothing)
+    parts = {
+        "gl": language,
+        "async_copy": copies,
+        "async_load": language.copy,
+        "barrier": _nothing,
+        "fence_async_shared": _nothing,
+    }
     parts |= {"warpgroup_mma": _multiply, "warpgroup_mma_wait": _wait_for_products}
     found = dict[int, Callable[..., Any]]()
     programs = dict[str, Program]()

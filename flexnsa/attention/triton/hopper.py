@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from flexnsa.attention.tiles.device import ALIGNMENT, HOPPER, device_of
 from flexnsa.attention.triton.selected_sizes import is_wide
 
-KNOWN_VERSIONS = ("3.6", "3.7")
-"""Versions of Triton with which they were tested, those of PyTorch 2.11 to 2.13: Gluon is experimental."""
+KNOWN_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
+"""Versions of Triton with which they were tested, those of PyTorch 2.11 to 2.15: Gluon is experimental."""
 
 ROWS = 64
 """Rows of a tile, and keys: what one group of 4 warps multiplies at a time."""
@@ -80,10 +82,17 @@ def takes_heads(q: Tensor, *dims: int, placed: bool) -> bool:
 
 
 def _is_known() -> bool:
-    """Return whether the kernels were tested with this version of Triton."""
+    """Return whether the kernels were tested with this version of Triton; warn where they were not."""
     import triton  # pyright: ignore[reportMissingTypeStubs]
 
-    return ".".join(triton.__version__.split(".")[:2]) in KNOWN_VERSIONS
+    known = ".".join(triton.__version__.split(".")[:2]) in KNOWN_VERSIONS
+    if not known:
+        message = f"triton: expected {' or '.join(KNOWN_VERSIONS)} for the kernels of Hopper GPUs, got"
+        slower = "the other kernels run, whose backward pass takes about 1.4 times as long"
+        warnings.warn(
+            f"{message} {triton.__version__}; {slower}", stacklevel=1
+        )  # of this line, so that it is shown once
+    return known
 
 
 # Dynamo cannot trace into Triton. torch.compiler.assume_constant_result does the same, but imports the compiler.

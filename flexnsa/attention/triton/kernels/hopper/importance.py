@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from flexnsa.attention.triton.gluon import barrier, gluon_jit
+from flexnsa.attention.triton.gluon import async_load, barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_layout, copy_rows, product_layout, product_with
 
 
@@ -141,14 +141,14 @@ def _copy_keys(
     key = (first_block + number % BLOCK_J) * RATIO + offset + number // BLOCK_J
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     mask = (key < num_keys)[:, None] & (column < WIDTH)[None, :]
-    async_copy.async_copy_global_to_shared(to, k_ptr + (key.to(gl.int64) * k_sn)[:, None] + column[None, :], mask)
+    async_load(to, k_ptr + (key.to(gl.int64) * k_sn)[:, None] + column[None, :], mask)
 
 
 @gluon_jit
 def _copy_lse(to, ptr, first, end):
     """Begin to copy the log-sum-exps of a tile of queries; zeros from ``end`` on."""
     row = gl.arange(0, to.shape[0], gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) % to.shape[0]
-    async_copy.async_copy_global_to_shared(to, ptr + first + row, first + row < end)
+    async_load(to, ptr + first + row, first + row < end)
 
 
 @gluon_jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flexnsa.attention.triton.gluon import gluon_jit
+from flexnsa.attention.triton.gluon import async_load, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.interval_keys import keys_of, place
 from flexnsa.attention.triton.kernels.hopper.rows import (
     copy_rows,
@@ -239,4 +239,4 @@ def _copy_stats(to, ptr, first, second, end, ROWS: gl.constexpr):
     number = gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     row = number % ROWS
     at = ptr + first + (number // ROWS * second + row)
-    async_copy.async_copy_global_to_shared(to, at, first + row < end)
+    async_load(to, at, first + row < end)

@@ -8,10 +8,9 @@ A program has 4 or 8 warps. Tiles that stay and products have 16 rows of each wa
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from flexnsa.attention.triton.gluon import gluon_constant, gluon_jit
+from flexnsa.attention.triton.gluon import async_load, gluon_constant, gluon_jit
 
 
 @gluon_constant
@@ -64,7 +63,7 @@ def copy_rows(to, ptr, first, end, stride, WIDTH: gl.constexpr, ANEW: gl.constex
     if ANEW:
         vectors = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [vectors], gl.int32, False, 1)
     mask = (row < end - first)[:, None] & (column < WIDTH)[None, :]
-    async_copy.async_copy_global_to_shared(to, ptr + (row * vectors * 8)[:, None] + column[None, :], mask)
+    async_load(to, ptr + (row * vectors * 8)[:, None] + column[None, :], mask)
 
 
 @gluon_jit
@@ -74,7 +73,7 @@ def copy_gathered(to, ptr, offsets, WIDTH: gl.constexpr):
     offset = offsets.load(gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     mask = (offset >= 0)[:, None] & (column < WIDTH)[None, :]
-    async_copy.async_copy_global_to_shared(to, ptr + (offset * 8)[:, None] + column[None, :], mask)
+    async_load(to, ptr + (offset * 8)[:, None] + column[None, :], mask)
 
 
 @gluon_jit

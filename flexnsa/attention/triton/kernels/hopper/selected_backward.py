@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flexnsa.attention.triton.gluon import barrier, gluon_jit
+from flexnsa.attention.triton.gluon import async_load, barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_gathered, load_rows, product_layout, store_layout
 
 
@@ -172,8 +172,8 @@ def _copy_tile(
 ):  # fmt: skip
     """Begin to copy a tile of q and do, and its stats."""
     stat = stats_ptr + (pair // n * G + head) * 2
-    async_copy.async_copy_global_to_shared(lse_to, stat, pair >= 0)
-    async_copy.async_copy_global_to_shared(delta_to, stat + 1, pair >= 0)
+    async_load(lse_to, stat, pair >= 0)
+    async_load(delta_to, stat + 1, pair >= 0)
     copy_gathered(q_to, q_ptr, q_at, DK)
     copy_gathered(do_to, do_ptr, do_at, DV)
     async_copy.commit_group()

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flexnsa.attention.triton.gluon import gluon_constant, gluon_jit
+from flexnsa.attention.triton.gluon import async_load, gluon_constant, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import (
     copy_layout,
     copy_rows,
@@ -164,7 +164,7 @@ def _copy_queries(to, q_ptr, pair, head, q_sg, q_st, n: gl.constexpr, WIDTH: gl.
     vectors = ((pair.to(gl.uint32) // n).to(gl.int32) * q_st + head * q_sg) >> 3
     vectors = gl.convert_layout(vectors, gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(to, (q_ptr + column)[None, :] + (vectors.to(gl.int64) * 8)[:, None])
+    async_load(to, (q_ptr + column)[None, :] + (vectors.to(gl.int64) * 8)[:, None])
 
 
 @gluon_jit
