@@ -22,7 +22,7 @@ from flexnsa.checks.primitives import (
 )
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.layers.projection import has_no_hooks, is_dense, is_plain
+from flexnsa.layers.projection import has_no_hooks, is_dense, is_plain, weight_of
 from flexnsa.layers.spread import whole, write
 
 
@@ -124,7 +124,7 @@ class LinearCompressor(nn.Module):
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks start every ``d`` or at ``first_tokens (B, N)``."""
-        check_input(x, first_tokens, self.shape, self.project.config, self.project.weight)
+        check_input(x, first_tokens, self.shape, self.project.config, weight_of(self.project))
         return self.project(x, first_tokens)
 
     def reset_parameters(self) -> None:
@@ -161,7 +161,7 @@ class MLPCompressor(nn.Module):
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks start every ``d`` or at ``first_tokens (B, N)``."""
-        check_input(x, first_tokens, self.shape, self.project.config, self.project.weight)
+        check_input(x, first_tokens, self.shape, self.project.config, weight_of(self.project))
         return self.out(F.silu(self.project(x, first_tokens)))
 
     def reset_parameters(self) -> None:

@@ -86,15 +86,24 @@ def is_dense(weight: Tensor) -> bool:
 def weight_of(layer: nn.Module) -> Tensor:
     """Return a tensor of the dtype and device that a layer computes with: its first floating parameter, or else buffer.
 
-    Submodules need not have a ``weight``, because users may replace them. 8-bit dtypes are for storage only.
+    Submodules need not have a ``weight``, because users may replace them. 8-bit dtypes are for storage only. A weight
+    that accelerate loads when its module runs is replaced by an empty one of its shape, on the device of that.
 
     Raises:
         ValueError: the layer has neither.
     """
     for tensor in chain(layer.parameters(), layer.buffers()):
         if tensor.dtype in FLOATING:
-            return tensor
+            device = _device_of_offloaded(layer) if tensor.is_meta else None
+            return tensor if device is None else tensor.new_empty((), device=device).expand(tensor.shape)
     raise ValueError(f"layer: expected a floating parameter or buffer, got none in {type(layer).__name__}")
+
+
+def _device_of_offloaded(layer: nn.Module) -> torch.device | None:
+    """Return the device on which a layer with offloaded weights runs; None if no weight of it is."""
+    hooks = (getattr(module, "_hf_hook", None) for module in layer.modules())
+    devices = (getattr(each, "execution_device", None) for hook in hooks for each in getattr(hook, "hooks", [hook]))
+    return next((torch.device(device) for device in devices if device is not None), None)
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:

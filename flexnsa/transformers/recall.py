@@ -11,6 +11,7 @@ from flexnsa.attention.seam import given
 from flexnsa.checks.primitives import check_integers, describe
 from flexnsa.functional.selection_loss import selection_recall
 from flexnsa.layers.layouts import RowKeys
+from flexnsa.layers.projection import weight_of
 from flexnsa.transformers.attention import ConvertedAttention
 
 
@@ -32,7 +33,7 @@ def recall(model: Any, input_ids: Tensor) -> Tensor:
     layers = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
     if not layers or "slc" not in layers[0].options.branches:
         raise ValueError(f"model: expected a converted one with the branch slc, got {describe(type(model).__name__)}")
-    check_integers("input_ids", input_ids, ("B", "S"), like=layers[0].q_proj.weight, as_of="the model")
+    check_integers("input_ids", input_ids, ("B", "S"), like=weight_of(layers[0].q_proj), as_of="the model")
     found: list[Tensor] = []
 
     def compare(layer: ConvertedAttention, _: Any, options: dict[str, Any]) -> None:

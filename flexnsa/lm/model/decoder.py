@@ -19,6 +19,7 @@ from flexnsa.checks.primitives import check_lengths, check_tensor, check_tokens,
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection, warn_untaught
 from flexnsa.layers.layouts import RowLayout
+from flexnsa.layers.projection import weight_of
 from flexnsa.lm.dense.attention import DenseAttention, DenseLayout
 from flexnsa.lm.dense.cache import DenseCache
 from flexnsa.lm.generation.generate import generate_tokens
@@ -219,10 +220,11 @@ class DecoderLM(nn.Module):
         return [layer.indexer for layer in layers if isinstance(layer, NativeSparseAttention) and layer.indexer]
 
     def _check(self, tokens: Tensor, caches: Any, lengths: Tensor | None, document_ids: Tensor | None) -> None:
+        embedding = weight_of(self.embedding)
         if isinstance(tokens, Tensor) and tokens.dim() == 3:
-            check_tensor("tokens", tokens, ("B", "S", self.config.dim), like=self.embedding.weight, as_of="the model")
+            check_tensor("tokens", tokens, ("B", "S", self.config.dim), like=embedding, as_of="the model")
         else:
-            check_tokens("tokens", tokens, self.embedding.weight)
+            check_tokens("tokens", tokens, embedding)
         if caches is None:
             if lengths is not None:
                 raise ValueError(f"lengths: expected None without caches, got {describe(lengths)}")

@@ -23,6 +23,7 @@ from flexnsa.cache.cache import NSACache
 from flexnsa.checks.primitives import describe, may_look
 from flexnsa.layers.compression import MLPCompressor
 from flexnsa.layers.indexer import SelectionLoss, check_selection
+from flexnsa.layers.projection import weight_of
 from flexnsa.lm.data.tokenizer import TextTokenizer
 from flexnsa.lm.model.decoder import DecoderLayer, DecoderLM, run_layer
 from flexnsa.lm.training.model_file import read_model, save_model
@@ -118,7 +119,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             skip_logits = self.config.skip_logits and self.training and has_labels
         elif skip_logits and not has_labels:
             raise ValueError("skip_logits: expected False without labels, got True")
-        tokens = check_inputs(input_ids, inputs_embeds, self.model.embedding.weight)
+        tokens = check_inputs(input_ids, inputs_embeds, weight_of(self.model.embedding))
         of_tokens = {"position_ids": position_ids, "labels": labels, "shift_labels": shift_labels}
         check_of_tokens(tokens, self.config.vocab_size, **of_tokens)
         cache = wanted_cache(self, tokens, past_key_values, use_cache)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -20,7 +21,7 @@ from transformers import (
 
 from flexnsa import NSAConfig
 from flexnsa.transformers import convert
-from tests.integrations.transformers.families import ALL, FEW, dense, sparse, tokens
+from tests.integrations.transformers.families import ALL, FEW, INDEXED, converted, dense, own, sparse, tokens
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
 CHOICE: dict[str, Any] = {"attn_implementation": "flexnsa", "flexnsa": FEW}
@@ -129,3 +130,27 @@ def test_a_model_in_shards_is_converted_without_another_copy(folder: Path, tmp_p
     assert_close(same(x).logits, want)
     with pytest.raises(ValueError, match=r"device_map: expected all weights in memory, got those of model.layers.1"):
         convert(offloaded(), NSAConfig(**ALL), copy=False)
+
+
+OFFLOADED: dict[str, Any] = {
+    "converted": lambda: converted("llama", FEW),
+    "indexer": lambda: converted("llama", INDEXED),
+    "own": own,
+    "drop-in": lambda: sparse("llama", FEW),
+}
+
+
+@pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])
+@pytest.mark.parametrize("kind", OFFLOADED)
+def test_weights_may_lie_elsewhere_until_their_module_runs(kind: str, way: str, tmp_path: Path) -> None:
+    model, x = OFFLOADED[kind]().eval(), tokens(2, 40)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": 63}
+    with torch.no_grad():
+        want, drawn = model(x, use_cache=False).logits, model.generate(x, **options)
+        if way == "cpu_offload":
+            accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        else:
+            accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert torch.equal(model(x, use_cache=False).logits, want)
+        assert torch.equal(model.generate(x, **options), drawn)
