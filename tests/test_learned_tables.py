@@ -19,6 +19,7 @@ SHOWN = {
     "NSA, the default settings": "shared keys, begun as mean, slow, indexer, residual",
     "NSA, l = 4, d = 2": "slow compressors, l=4 d=2",
     "NSA": "slow compressors",
+    "NSA without the selected branch": "without the selected branch",
     "NSA, one learning rate": "plain",
 }
 # The rows of text on it, by the models of the recording.
@@ -267,17 +268,6 @@ def test_what_the_page_says_of_text_125m_is_what_was_recorded() -> None:
     assert f"Of {own:.0f} ms the selection loss takes {loss:.0f}." in page
     runs: dict[str, list[dict[str, Any]]] = {"text-125m": [], "dense, rope 1e8": []}
     recorded = json.loads((IDEAS.parent / "language_h200.json").read_text())["points"]
-    runs_at_32k = (("text-125m", 2350), ("dense, rope 1e8", 1440))
-    sparse, other = (
-        [x for x in recorded if (x["size"], x["model"], x["steps"]) == ("m7c-125m, 32k", TEXTS[name], steps)]
-        for name, steps in runs_at_32k
-    )
-    pairs = list(zip(sparse, other, strict=True))
-    assert [(nsa["seed"], dense["seed"]) for nsa, dense in pairs] == [(0, 0), (1, 1)]
-    assert f"{both([f'{x:.4f}' for x in means(sparse)])} bits after 2,350 steps ({seconds_of(sparse)}), dense" in page
-    assert f"dense {both([f'{x:.4f}' for x in means(other)])} after 1,440 ({seconds_of(other)})" in page
-    passed = [first_below(nsa["held_out"], dense["held_out"][-1][-1]) for nsa, dense in pairs]
-    assert f"By steps {both([f'{step:,}' for step in passed])} it has dense attention's final loss" in page
     for point in sorted(recorded, key=itemgetter("seed")):
         for name, seeds in runs.items():
             if (point["size"], point["model"], point["steps"]) == ("m7c-125m", TEXTS[name], 2000):
@@ -331,12 +321,3 @@ def both(seeds: list[str]) -> str:
     """Join what two seeds have."""
     first, second = seeds
     return f"{first} and {second}"
-
-
-def seconds_of(seeds: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{run['seconds']:.0f} s" for run in seeds)
-
-
-def first_below(looks: list[list[float]], bits: float) -> float:
-    """Return the step of the first look at held-out rows with less than these bits."""
-    return next(step for step, _, found in looks if found < bits)
