@@ -18,6 +18,9 @@ INDEX_FIELDS = ("index_block_size", "index_stride", "index_heads")
 class NSAConfig:
     """Sizes of the three branches, in tokens or blocks (NSA paper, section 3.3 and table 1).
 
+    The defaults are the paper's: a layer with a config has the paper's other settings too, unless it is given
+    ``preset="text"``, and :meth:`for_text` makes the sizes that go with that.
+
     Args:
         compress_block_size: ``l``, tokens summarised by one compressed token.
         compress_stride: ``d``, tokens between the starts of two compressed tokens; divides ``l`` and ``l'``.

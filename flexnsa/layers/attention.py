@@ -40,7 +40,8 @@ class NativeSparseAttention(nn.Module):
 
     The arguments are the fields of :class:`flexnsa.layers.config.LayerConfig`, which explains each; ``config`` is its
     ``nsa``, the sizes of the branches. Those that are None come from a preset: ``text``, what learned text best
-    (docs/learning.md), which has an indexer; or ``paper``, the default where ``config`` is given.
+    (docs/learning.md), which has an indexer; or ``paper``, the default where ``config`` is given. So ``config``
+    alone changes gates, RoPE, compressors and the indexer too: with sizes of your own, say which ``preset`` you mean.
 
     Raises:
         TypeError: an argument is not of its kind.
