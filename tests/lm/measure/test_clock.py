@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -20,16 +21,17 @@ def test_callers_take_turns_and_rounds_that_warm_up_are_not_counted() -> None:
     assert stages[1:3] == ["second, warming up", "first, round 1 of 2"]
 
 
-def test_sleep_takes_time_of_the_wall_and_none_of_the_processor() -> None:
-    assert Clock("wall").time(lambda: time.sleep(0.05)) >= 50
-    assert Clock("thread").time(lambda: time.sleep(0.05)) < 40
+@pytest.mark.parametrize(("kind", "counter"), [("wall", "perf_counter"), ("thread", "thread_time")])
+def test_each_kind_reads_its_own_counter(kind: Any, counter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([1.0, 1.25])
+    monkeypatch.setattr(time, counter, lambda: next(seconds))
+    assert Clock(kind).time(lambda: None) == pytest.approx(250)
 
 
-def test_medians_are_of_each_caller() -> None:
-    pauses = iter([0.0, 0.2, 0.0])
-    median = Clock().medians({"uneven": lambda: time.sleep(next(pauses)), "none": lambda: None}, 3)
-    assert median["uneven"] < 150
-    assert median["none"] < 150
+def test_medians_are_of_each_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([1.0, 5.0, 200.0, 5.0, 2.0, 6.0])
+    monkeypatch.setattr(Clock, "time", lambda *_: next(taken))
+    assert Clock().medians({"uneven": lambda: None, "even": lambda: None}, 3) == {"uneven": 2.0, "even": 5.0}
 
 
 @pytest.mark.gpu
