@@ -82,11 +82,11 @@ class ConvertedAttention(nn.Module):
         if sizes.index_heads is not None:  # last, as in the library's own layer
             self.indexer = Indexer(config.hidden_size, *shape, config=sizes, compression="linear", rank=rank)
         like = weight_of(dense)
+        self.training = dense.training  # its modules keep what each of them has
         for new in (self.compress_k, self.compress_v, self.gate, self.indexer):
             if new is not None:
                 start(new)
-                new.to(like)
-        self.train(dense.training)
+                new.to(like).train(dense.training)
 
     def forward(
         self,

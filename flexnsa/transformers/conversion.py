@@ -26,7 +26,7 @@ from flexnsa.transformers.converted import (
     rotary_of,
 )
 from flexnsa.transformers.options import LayerOptions
-from flexnsa.transformers.reading import check_cached_calls, read_layers
+from flexnsa.transformers.reading import check_cached_calls, probing, read_layers
 from flexnsa.transformers.structure import fill_dense
 
 NOT_SHARED = ("model_type", "architectures", "transformers_version", "attn_implementation", "flexnsa")
@@ -79,7 +79,7 @@ def convert(model: Any, config: NSAConfig, *, copy: bool = True, **options: Any)
     _become(model, converted_class(dense), new_config, layers)
     try:
         check_cached_calls(model)
-    except ValueError:
+    except BaseException:
         _become(model, dense, before[0], before[2])
         raise
     vars(model).pop("_weight_conversions", None)  # of a checkpoint of the dense model
@@ -111,13 +111,14 @@ def _read(model: Any) -> dict[str, Any]:
     styles: dict[int, str] = {}
     caps: set[float | None] = set()
     last = getattr(model.config, "max_position_embeddings", None) or 2**15
-    for read in read_layers(model, dict(full_layers(model)), LAYERS, last):
-        read.check_arguments()
-        rotary, index = rotary_of(model, read.name), read.dense.layer_idx
-        styles[index] = read.rotary_style(rotary)
-        caps.add(read.softcap)
-        options = LayerOptions(branches=("slc",), rotary=styles[index], softcap=read.softcap)
-        read.check_same(ConvertedAttention(read.dense, rotary, options))
+    with probing(model):
+        for read in read_layers(model, dict(full_layers(model)), LAYERS, last):
+            read.check_arguments()
+            rotary, index = rotary_of(model, read.name), read.dense.layer_idx
+            styles[index] = read.rotary_style(rotary)
+            caps.add(read.softcap)
+            options = LayerOptions(branches=("slc",), rotary=styles[index], softcap=read.softcap)
+            read.check_same(ConvertedAttention(read.dense, rotary, options))
     if len(caps) > 1:
         raise ValueError(f"softcap: expected the same in all layers, got {caps}")
     several = len({*styles.values()}) > 1

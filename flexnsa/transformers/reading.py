@@ -44,7 +44,22 @@ class Reading:
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
 
 
-@torch.no_grad()
+@contextmanager
+def probing(model: Any) -> Iterator[Any]:
+    """Evaluate a model, and leave its modules as they were: some remember the largest position that they have seen."""
+    kept = [(module, vars(module).copy(), module._buffers.copy()) for module in model.modules()]
+    devices = {x.device.index for x in model.parameters() if x.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng([*devices]), torch.no_grad():
+            yield model.eval()
+    finally:
+        for module, attributes, buffers in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
 def read_layers(model: Any, layers: Mapping[str, Any], attention: str, last: int) -> Iterator[Read]:
     """Run a dense model on random tokens, and each of its layers of full attention again to read it.
 
@@ -63,7 +78,8 @@ def read_layers(model: Any, layers: Mapping[str, Any], attention: str, last: int
         if name not in near or name not in far:
             raise ValueError(f"{name}: expected attention that runs once in each pass of the model, got none")
         with _asking(dense, attention):
-            yield Read(name, dense, near[name], [_take(dense, call) for call in (near[name], far[name])])
+            attentions = [_take(dense, call) for call in (near[name], far[name])]
+        yield Read(name, dense, near[name], attentions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,22 +164,20 @@ class Read:
                 raise ValueError(f"{self.name}: expected {expected}, got one that differs by {off:.1e}")
 
 
-@torch.no_grad()
 def check_cached_calls(model: Any) -> None:
     """Check that a converted model hands its cache to its NSA layers.
 
     Raises:
         ValueError: it does not, or takes another cache only.
     """
-    training, tokens = model.training, _tokens(model)
+    tokens = _tokens(model)
     try:
-        cache = model.eval()(tokens[:, :-1], use_cache=True).past_key_values
-        model(tokens[:, -1:], past_key_values=cache)
+        with probing(model):
+            cache = model(tokens[:, :-1], use_cache=True).past_key_values
+            model(tokens[:, -1:], past_key_values=cache)
         seen = {layer.seen for layer in cache.nsa_layers}
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(f"past_key_values: expected a model that takes any cache, got {error!r}") from error
-    finally:
-        model.train(training)
     if seen != {TOKENS}:
         raise ValueError(f"past_key_values: expected {TOKENS} tokens in the caches of all layers, got {sorted(seen)}")
 
@@ -188,25 +202,17 @@ def _run(model: Any, layers: Mapping[str, Any], positions: Tensor) -> dict[str, 
         return hook
 
     positions = positions[None].to(model.device)
-    rotaries = [
-        (module, vars(module).copy(), module._buffers.copy())
-        for module in model.modules()
-        if hasattr(module, "rope_type")
-    ]
     hooks = [layer.register_forward_hook(keep(name), with_kwargs=True) for name, layer in layers.items()]
-    config, training = model.config, model.training
+    config = model.config
     attention = config._attn_implementation
     try:
         config._attn_implementation_internal = "eager"
-        model.eval()(input_ids=_tokens(model), position_ids=positions, use_cache=False, new_lengths=None)
+        with probing(model):
+            model(input_ids=_tokens(model), position_ids=positions, use_cache=False, new_lengths=None)
     finally:
         config._attn_implementation_internal = attention
-        model.train(training)
         for hook in hooks:
             hook.remove()
-        for module, attributes, buffers in rotaries:  # some remember the largest position
-            vars(module).update(attributes)
-            module._buffers.update(buffers)
     return calls
 
 

@@ -80,6 +80,7 @@ def fill_dense(dense: Any, layer: Any) -> Any:
     Raises:
         ValueError: the dense layer has other parameters or buffers too.
     """
+    dense.train(layer.training)  # first, as the parts keep what each of them has
     q, k, v = layer.q_proj, layer.k_proj_slc, layer.v_proj_slc
     if hasattr(dense, FUSED):
         setattr(dense, FUSED, _join(q, k, v))
@@ -93,7 +94,7 @@ def fill_dense(dense: Any, layer: Any) -> Any:
     empty = [name for name, x in chain(dense.named_parameters(), dense.named_buffers()) if x.is_meta]
     if empty and not layer.q_proj.weight.is_meta:
         raise ValueError(f"model: expected one whose dense layers have projections and norms alone, got {empty}")
-    return dense.train(layer.training)
+    return dense
 
 
 def copy_module(module: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -104,6 +105,28 @@ def test_positions_are_turned_as_in_the_dense_model(rope: str) -> None:
     if rope not in ("dynamic", "longrope"):  # these turn tokens by how many there are
         three = alive(convert(model, NSAConfig(**FEW | INDEX)))
         assert_close(_in_steps(three, x, FlexNSACache(three.config)), three(x, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_looking_at_a_model_changes_nothing_in_it(rope: str) -> None:
+    """Neither angles for the tokens of the look, nor what is frozen in evaluation, nor the state of random draws."""
+    model, x = dense("llama", rope_parameters=ROPES[rope], max_position_embeddings=32).train(), tokens(1, 60)
+    model.model.layers[0].self_attn.q_proj.eval()
+    want, draws = deepcopy(model)(x).logits, torch.get_rng_state()
+    before = {name: _settings(module) for name, module in model.named_modules()}
+    model.model.layers[1].self_attn.attention_dropout = 0.5
+    with pytest.raises(ValueError, match="attention_dropout") as refusal:
+        convert(model, NSAConfig(**ALL), branches=["slc"])
+    assert "0.5" in str(refusal.value)  # while the error is held, with all frames that it came through
+    model.model.layers[1].self_attn.attention_dropout = 0.0
+    assert {name: _settings(module) for name, module in model.named_modules()} == before
+    same = convert(model, NSAConfig(**ALL), branches=["slc"], copy=False)
+    assert torch.equal(torch.get_rng_state(), draws)
+    modes = {name.replace("_proj_slc", "_proj"): module.training for name, module in same.named_modules()}
+    assert {name: modes[name] for name in before} == {name: values["training"] for name, values in before.items()}
+    assert_close(same(x).logits, want)
+    back = to_dense(same)
+    assert {name: module.training for name, module in back.named_modules()} == {name: modes[name] for name in before}
 
 
 @torch.no_grad()
@@ -300,6 +323,10 @@ def _gradients(few: Any, model: Any, x: Tensor) -> list[Tensor]:
     (loss if selection is None else loss + selection.total).backward()
     few.eval()
     return [parameter.grad for parameter in few.parameters()]
+
+
+def _settings(module: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not isinstance(value, dict)}
 
 
 def _memory(model: Any) -> set[int]:
