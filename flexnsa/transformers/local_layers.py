@@ -51,12 +51,14 @@ def _default_attention(config_class: type) -> str:
 @cache
 def _supports_sdpa(config_class: type) -> bool:
     model_class: Any = MODEL_MAPPING.get(config_class, None)  # pyright: ignore[reportArgumentType]
-    return getattr(model_class, "_supports_sdpa", True)
+    return getattr(getattr(model_class, "dense_class", model_class), "_supports_sdpa", True)
 
 
 def make_local_mask(config: Any, **given: Any) -> Any:
     """Make the mask of local layers; arguments as transformers calls the mask functions of any attention."""
     make = ALL_MASK_ATTENTION_FUNCTIONS[local_attention(config)]
+    if given.get("dtype") == torch.float64:  # eager layers put scores in float32, where its least number is infinite
+        given["dtype"] = torch.float32
     return make(config=config, **given | {"allow_is_causal_skip": False})  # so that no mask is that of full attention
 
 

@@ -25,9 +25,11 @@ from transformers import (
 )
 
 from flexnsa import NSAConfig
+from flexnsa.transformers import convert
 from flexnsa.transformers.dropin import attention_forward
 from flexnsa.transformers.layer_types import FULL, layer_type
-from tests.integrations.transformers.families import FEW, SIZES, tokens
+from flexnsa.transformers.local_layers import local_attention
+from tests.integrations.transformers.families import FEW, SIZES, pad_left, tokens
 from tests.integrations.transformers.loops import attend_in_loops
 from tests.integrations.transformers.multimodal import VISION, llava, page
 
@@ -161,10 +163,7 @@ DOCUMENTS = (23, 8, 29)
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_packed_documents_stand_alone_in_local_layers(kind: str, local: str | None, use_cache: bool) -> None:
     """With a cache or a mask transformers does not find documents, and chunks of the second started in the first."""
-    model, x = (
-        mixed(kind, local=local).float(),
-        tokens(1, 7 + sum(DOCUMENTS)),
-    )  # eager rows of padding are NaN in float64
+    model, x = mixed(kind, local=local), tokens(1, 7 + sum(DOCUMENTS))
     given = {"position_ids": torch.cat([torch.arange(count) for count in (7, *DOCUMENTS)])[None]}
     given |= {"cu_seq_lens_q": torch.tensor([0, 7, 30, 38, 67])}  # the layers of Llama 4 get no positions
     if use_cache:
@@ -185,6 +184,24 @@ def test_positions_alone_tell_of_documents_in_several_rows() -> None:
         cache = model(x[:, :40], use_cache=True).past_key_values
         with pytest.raises(ValueError, match="position_ids: expected one sequence a row with a cache, got several"):
             model(x[:, 40:], position_ids=positions[:, 20:40], past_key_values=cache)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize(("kind", "own"), [("gemma2", "eager"), ("gemma3", "sdpa"), ("gpt_oss", "eager")])
+def test_local_layers_attend_by_what_the_dense_class_has_and_padding_is_finite(
+    kind: str, own: str, converted: bool
+) -> None:
+    model = mixed(kind)
+    if converted:
+        model.set_attn_implementation("eager")
+        model = convert(model, NSAConfig(**FEW), branches=["slc"])
+    rows = [tokens(60), tokens(31)]
+    got = model(**pad_left(rows)).logits
+    assert local_attention(model.config) == own
+    assert got.isfinite().all()
+    for row, logits in zip(rows, got, strict=True):
+        assert_close(logits[-len(row) :], model(row[None]).logits[0], **ROUNDING)
 
 
 @torch.no_grad()
