@@ -40,6 +40,12 @@ def double(x_ptr, stride, n, BLOCK: tl.constexpr):
     tl.store(x_ptr + at * stride, 2 * values, mask=at < n)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    double.function.device_caches.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    double._compiling.clear()
+
+
 def test_a_launch_on_fake_tensors_compiles_what_one_on_real_tensors_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = list[str]()  # nothing can be loaded on a GPU that does not exist
     monkeypatch.setattr(CompiledKernel, "run", property(lambda kernel: loaded.append(kernel.name)))
