@@ -21,6 +21,14 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command that ``argv`` names; a mistake of the user ends it with a status and a line that names it."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    arguments = parser_for(argv).parse_args(argv)
+    with one_line_errors(arguments.command_parser), one_line_warnings(arguments.command_parser):
+        check_integers(arguments)
+        arguments.execute(arguments, arguments.command_parser)
+
+
+def parser_for(argv: Sequence[str]) -> Parser:
+    """Return the parser of ``argv``, which knows the options of the command that ``argv`` names."""
     parser = Parser(prog="flexnsa", description="Native Sparse Attention.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
@@ -29,7 +37,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             module = importlib.import_module("flexnsa.lm.cli." + name)
             module.add_arguments(command)
             command.set_defaults(execute=module.execute, command_parser=command)
-    arguments = parser.parse_args(argv)
-    with one_line_errors(arguments.command_parser), one_line_warnings(arguments.command_parser):
-        check_integers(arguments)
-        arguments.execute(arguments, arguments.command_parser)
+    return parser
