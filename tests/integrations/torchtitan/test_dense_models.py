@@ -17,6 +17,8 @@ from tests.integrations.torchtitan.dense import FAMILIES, TRAINED, rows, run_fro
 from tests.integrations.torchtitan.runs import FEW, config_of, override
 from tests.parallel.conftest import RunOnce
 
+GATED = 0.02
+"""How far branches with gates of 0.02 may move the loss."""
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -26,7 +28,7 @@ def test_all_blocks_selected_have_the_loss_of_the_dense_model(family: str, run_o
     assert losses["dense"] == pytest.approx(losses["transformers"], abs=1e-4)
     assert losses["selected"] == pytest.approx(losses["dense"], abs=1e-4)
     assert losses["three"] != losses["dense"]
-    assert losses["three"] == pytest.approx(losses["dense"], abs=0.1)  # other branches have gates of 0.02
+    assert losses["three"] == pytest.approx(losses["dense"], abs=GATED)
 
 
 @every_family
@@ -52,7 +54,7 @@ def test_a_run_begins_from_the_exported_checkpoint_of_a_dense_one(family: str, r
     assert_close(logits, run["logits"]["dense run"], rtol=1e-4, atol=1e-4)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
     assert run["losses"]["selected, begun"] == pytest.approx(loss, abs=1e-4)
-    assert run["losses"]["three, begun"] == pytest.approx(loss, abs=0.1)
+    assert run["losses"]["three, begun"] == pytest.approx(loss, abs=GATED)
 
 
 def _folder_of(run_once: RunOnce, family: str) -> Path:
