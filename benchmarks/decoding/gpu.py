@@ -50,6 +50,7 @@ def race(session: Session, batch: int, contexts: Sequence[int]) -> None:
     setting, capacity = session.setting, max(contexts) + 1024
     makers: dict[str, Callable[[], Sparse | Dense]] = {
         "NSA": lambda: Sparse(setting, batch, capacity),
+        "NSA, default settings": lambda: Sparse(setting, batch, capacity, preset="text"),
         "flash SDPA": lambda: Dense(setting, batch, capacity, folded=False),
         "flash SDPA, folded": lambda: Dense(setting, batch, capacity, folded=True),
     }

@@ -29,14 +29,15 @@ def place(setting: Setting, layer: nn.Module) -> Any:
 
 
 class Sparse:
-    """NSA's layer, and its attention alone, at any context.
+    """NSA's layer of a preset, and its attention alone, at any context.
 
     Attention is what follows when the new token is in the cache: scores, selection, the three branches and their sum.
     """
 
-    def __init__(self, setting: Setting, batch: int, capacity: int) -> None:
+    def __init__(self, setting: Setting, batch: int, capacity: int, preset: str = "paper") -> None:
         self.setting = setting
-        self.layer = place(setting, NativeSparseAttention(*setting.heads, config=setting.config, impl=setting.impl))
+        options: Any = {"config": setting.config} if preset == "paper" else {}  # the other has sizes of its own
+        self.layer = place(setting, NativeSparseAttention(*setting.heads, preset=preset, impl=setting.impl, **options))
         self.cache = self.layer.new_cache(batch, capacity)
         for buffer in self.cache.buffers.values():
             buffer.normal_()
@@ -60,10 +61,10 @@ class Sparse:
             layer = {"eager": lambda: self.layer(self.x, cache=self.cache)}
             return {"layer": layer, "attention": {"eager": self._attention_at_once()}}
         layer = self.setting.compile(self.layer)
-        return {
-            "layer": {"compiled": lambda: layer(self.x, cache=self.cache)},
-            "attention": {"eager": self._attention, "compiled": self.setting.compile(self._attention)},
-        }
+        calls: dict[str, dict[str, Timed]] = {"layer": {"compiled": lambda: layer(self.x, cache=self.cache)}}
+        if self.layer.indexer is not None:
+            return calls
+        return calls | {"attention": {"eager": self._attention, "compiled": self.setting.compile(self._attention)}}
 
     def _attention_at_once(self) -> Timed:
         from flexnsa.attention.triton.decoding.launch import attend, place
