@@ -20,7 +20,12 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
 ]
-BRANDS = {"flexnsa": "NSA", "cuDNN": "cuDNN SDPA", "FlashAttention-2": "flash SDPA", "FlexAttention": "dense Flex"}
+BRANDS = {
+    "flexnsa": "NSA with compression",
+    "cuDNN": "cuDNN SDPA",
+    "FlashAttention-2": "flash SDPA",
+    "FlexAttention": "dense Flex",
+}
 
 # Those of these pages need packages of their own, and run with their tests.
 WITH_SAMPLES = [page for page in PAGES if page.stem not in ("transformers", "torchtitan")]
