@@ -64,6 +64,15 @@ def run(make: Make, inputs: Inputs, dtype: torch.dtype, **options: Any) -> tuple
     return results, aux.block_indices
 
 
+def summed_magnitudes(make: Make, inputs: Inputs, **options: Any) -> Tensor:
+    """Sum the magnitudes of what queries add to a parameter's gradient: they cancel, their rounding does not."""
+    captured = parameter(torch.float64)
+    out, _ = attend_with_aux(inputs.to(torch.float64), **make(captured), **options)
+    losses = out.square().sum((0, 1, 3))
+    added = [torch.autograd.grad(loss, captured, retain_graph=True)[0].abs() for loss in losses]
+    return torch.stack(added).sum(0)
+
+
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("name", HELPERS)
 def test_sdpa_matches_the_oracle(name: str, documents: Tensor | None) -> None:
@@ -197,10 +206,11 @@ def test_on_a_gpu_output_and_every_gradient_match_the_oracle(name: str, packed: 
     inputs = Inputs(**{key: x.cuda() for key, x in inputs.named().items()})
     documents = DOCUMENTS.cuda() if packed else None
 
+    def make(p: nn.Parameter) -> Mods:
+        return HELPERS[name](cast("nn.Parameter", p.cuda()))
+
     def on_gpu(dtype: torch.dtype, **options: Any) -> tuple[dict[str, Tensor], Tensor]:
-        return run(
-            lambda p: HELPERS[name](cast(nn.Parameter, p.cuda())), inputs, dtype, document_ids=documents, **options
-        )
+        return run(make, inputs, dtype, document_ids=documents, **options)
 
     exact, blocks = on_gpu(torch.float64, impl="reference")
     plain, _ = on_gpu(torch.float32, impl="reference", block_indices=blocks)
@@ -208,7 +218,12 @@ def test_on_a_gpu_output_and_every_gradient_match_the_oracle(name: str, packed: 
     _, chosen = on_gpu(torch.float32, impl="flex")
     assert (chosen == blocks).all(-1).float().mean() > 0.99
     assert got.keys() == exact.keys()
+    scales = {key: x.abs().max() for key, x in exact.items()}
+    if "captured" in exact:  # FlexAttention sums it by atomics, in an order that changes from run to run
+        options: Mods = {"impl": "reference", "document_ids": documents, "block_indices": blocks}
+        scales["captured"] = summed_magnitudes(make, inputs, **options).max()
     for key, value in got.items():
-        scale = exact[key].abs().max()
+        scale = scales[key]
         limit = 3 * (plain[key] - exact[key]).abs().max() + 12 * torch.finfo(torch.float32).eps * scale
-        assert (value - exact[key]).abs().max() <= limit, key
+        error = (value - exact[key]).abs().max()
+        assert error <= limit, f"{key}: error {error:.2e}, limit {limit:.2e}"
