@@ -7,7 +7,6 @@ from pathlib import Path
 
 from plots import (
     decoding,
-    estimator,
     language,
     masks,
     mods,
@@ -18,9 +17,6 @@ from plots import (
     roofline,
     step_time,
     throughput,
-    trained_selection,
-    training_loss,
-    up_training,
 )
 from plots.records import NotRecordedError, Results
 from plots.style import save
@@ -33,16 +29,9 @@ FIGURES = {
     "phases_gpu": phases.on_gpu,
     "roofline_gpu": roofline.on_gpu,
     "training_gpu": throughput.on_gpu,
-    "estimator": estimator.on_cpu,
-    "estimator_gpu": estimator.on_gpu,
     "masks": masks.draw,
     "mods": mods.draw,
-    "decoding": decoding.draw,
     "decoding_gpu": decoding.on_gpu,
-    "trained_selection": trained_selection.draw,
-    "training_loss": training_loss.draw,
-    "up_training": up_training.draw,
-    "recall": recall.by_length,
     "recall_steps": recall.by_step,
     "recall_depths": recall.by_depth,
     "recall_ablation": recall_ablation.draw,

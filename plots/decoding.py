@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from flexnsa.lm import preset
-from flexnsa.lm.estimate import estimate_decoding
 from flexnsa.lm.measure.palette import BLUE, ORANGE
-from flexnsa.lm.measure.recording import git_commit
 from plots.records import Record, Results
-from plots.style import Label, figure, label_curves, length_axes, plot_curve, short, sizes
+from plots.style import Label, figure, label_curves, length_axes, plot_curve, short
 
 Curves = dict[str, dict[int, float]]
 LENGTHS = [2**power for power in range(10, 18)]
-
-
-def draw(results: Results) -> Figure:  # noqa: ARG001
-    """Bytes in closed form: NSA and dense attention, per layer of the ``large`` preset, and their ratio at the end."""
-    model = preset("large", num_layers=1)
-    tokens = [estimate_decoding(model, seq_len=length) for length in LENGTHS]
-    read = [token.bytes_read / 2**20 for token in tokens]
-    dense = [token.dense_bytes_read / 2**20 for token in tokens]
-    nsa = model.nsa
-    caption = (
-        f"One layer, {model.num_kv_heads} key heads of {model.head_dim}, bf16, B=1; {sizes(asdict(nsa))}. "
-        f"Closed form of flexnsa.lm.estimate, not a measurement; commit {git_commit()}."
-    )
-    ratio = dense[-1] / read[-1]
-    title = f"After {LENGTHS[-1] // 1024}k tokens, decoding reads {ratio:.1f} times less than dense attention"
-    result, ax = figure(title, caption)
-    length_axes(ax, LENGTHS, room=2.6)
-    ax.set_xlabel("context, tokens")
-    ax.plot(LENGTHS, dense, color=ORANGE, marker="s", markersize=5.5, linewidth=1.6)
-    ax.plot(LENGTHS, read, color=BLUE, marker="o", markersize=5.5, linewidth=2.6)
-    ax.set_ylabel("keys and values read")
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda mib, _: f"{mib:g} MiB"))
-    label_curves(
-        ax,
-        [Label(LENGTHS[-1], dense[-1], "dense", ORANGE), Label(LENGTHS[-1], read[-1], "NSA", BLUE)],
-    )
-    return result
 
 
 def on_gpu(results: Results) -> Figure:

@@ -15,46 +15,28 @@ from matplotlib.figure import Figure
 from benchmarks.learning.plan import DEPTHS
 from flexnsa.lm.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 from plots.records import NotRecordedError, Record, Results
-from plots.style import Label, figure, label_curves, short
+from plots.style import figure, short
 
 BLACK = "#000000"
 RECIPE = "NSA, shared keys, begun as mean, slow, indexer, residual"
 LINES = {
-    "dense": ("dense", ORANGE, "s"),
-    RECIPE: ("NSA, default settings", GREEN, "P"),
-    "NSA, slow, l=4 d=2": ("NSA, slow, l=4 d=2", SKY, "^"),
-    "NSA, slow": ("NSA, slow compressors", BLUE, "o"),
-    "NSA without selected": ("without selected", PURPLE, "D"),
-    "NSA without compressed": ("without compressed", BLACK, "d"),
-    "NSA": ("NSA, plain", AMBER, "v"),
-    "window only": ("window only", GREY, "x"),
+    "dense": ("dense", ORANGE),
+    RECIPE: ("NSA, default settings", GREEN),
+    "NSA, slow, l=4 d=2": ("NSA, slow, l=4 d=2", SKY),
+    "NSA, slow": ("NSA, slow compressors", BLUE),
+    "NSA without selected": ("without selected", PURPLE),
+    "NSA without compressed": ("without compressed", BLACK),
+    "NSA": ("NSA, plain", AMBER),
+    "window only": ("window only", GREY),
 }
 """Models in the order of panels, how they are called there; others are in the record alone."""
 NAMED = ("dense", RECIPE, "NSA, slow", "NSA")
-"""Those drawn thick; the headline compares all but the last."""
+"""Those drawn thick."""
 LOOKS = {"recall": "values recalled of new rows", "unscored": "blocks that score exactly 0, last layer"}
 TITLES = {"pairs": "one of many pairs", "needle": "a pair alone in filler"}
 SHARE = LinearSegmentedColormap.from_list("share", ["#ffffff", "#bcd4e6", BLUE, "#00263f"])
-_ROOM = 14
 Maps = dict[tuple[str, str, int], list[list[float]]]
 """By model, kind and length: of every seed, shares by depth."""
-
-
-def by_length(results: Results) -> Figure:
-    """A panel of each kind of row, a curve of each model."""
-    record = results.load("recall_h200.json")
-    maps = _maps(record)
-    trained = _trained_on(record)
-    longest = max(s for _, _, s in maps)
-    caption = f"{_caption(record)} Shaded: from the least seed to the most."
-    result, axes = figure(_headline(maps, trained), caption, size=(11.6, 4.9), columns=2)
-    for ax, kind in zip(axes, TITLES, strict=True):
-        _curves(ax, {(name, s): [*map(fmean, seeds)] for (name, k, s), seeds in maps.items() if k == kind}, longest)
-        ax.axvspan(trained, longest * _ROOM, color=GREY, alpha=0.08, linewidth=0)
-        ax.text(trained * 1.1, -0.09, "longer than trained on", color=GREY, fontsize=8.5, va="center")
-        ax.set_title(TITLES[kind])
-    axes[0].set_ylabel("values recalled, mean over depths")
-    return result
 
 
 def by_step(results: Results) -> Figure:
@@ -107,7 +89,7 @@ def by_depth(results: Results) -> Figure:
 
 def _looks(ax: Axes, record: Record, kind: str) -> None:
     """Draw what was seen of a kind in the course of training, means over seeds."""
-    for name, (label, colour, _) in LINES.items():
+    for name, (label, colour) in LINES.items():
         looks: dict[int, list[float]] = {}
         for point in record.content["points"]:
             for (step, _), share in zip(record.content["looks"], point.get(kind, ()), strict=False):
@@ -118,27 +100,6 @@ def _looks(ax: Axes, record: Record, kind: str) -> None:
             ax.plot([*looks], y, color=colour, linewidth=2.2 if name in NAMED else 1.4, label=label)
     ax.set_xlabel("steps")
     _shares(ax)
-
-
-def _curves(ax: Axes, seeds: dict[tuple[str, int], list[float]], longest: int) -> None:
-    """Draw the mean of the seeds, and from the least to the most of them."""
-    labels = []
-    for name, (label, colour, marker) in LINES.items():
-        points = sorted((s, shares) for (model, s), shares in seeds.items() if model == name)
-        if not points:
-            continue
-        x, shares = zip(*points, strict=True)
-        y = [*map(fmean, shares)]
-        ax.fill_between(x, [*map(min, shares)], [*map(max, shares)], color=colour, alpha=0.15, linewidth=0)
-        ax.plot(x, y, color=colour, marker=marker, markersize=5.5, linewidth=2.6 if name in NAMED else 1.6)
-        labels.append(Label(x[-1], y[-1], label, colour))
-    lengths = sorted({s for _, s in seeds})
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [short(s) for s in lengths])
-    ax.set_xlim(lengths[0] * 0.85, longest * _ROOM)
-    _shares(ax)
-    ax.set_xlabel("sequence length S, tokens")
-    label_curves(ax, labels)
 
 
 def _shares(ax: Axes) -> None:
@@ -167,12 +128,6 @@ def _maps(record: Record) -> Maps:
 
 def _trained_on(record: Record) -> int:
     return max(stage["seq_len"] for stage in record.content["plan"]["stages"])
-
-
-def _headline(maps: Maps, trained: int) -> str:
-    shares = {name: maps[name, "pairs", trained] for name in NAMED[:-1] if (name, "pairs", trained) in maps}
-    named = "; ".join(f"{LINES[name][0]} {100 * fmean(map(fmean, seeds)):.1f} %" for name, seeds in shares.items())
-    return f"Recalled in {short(trained)} tokens: {named}"
 
 
 def _caption(record: Record) -> str:

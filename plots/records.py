@@ -14,12 +14,8 @@ COMMANDS = {
     "attention_h200.json": "python -m benchmarks attention.gpu --json benchmarks/results/attention_h200.json",
     "cpu_throughput.json": "make record",
     "memory_training.json": "make record",
-    "estimator_h200.json": "python -m benchmarks earlier_nsa --rows memory long --json FILE",
-    "earlier_nsa.json": "make record",
-    "trained.json": "python -m benchmarks learning.trained",
     "recall_h200.json": "python -m benchmarks learning.recall --replayed --json benchmarks/results/recall_h200.json",
     "language_h200.json": "python -m benchmarks learning.language --json benchmarks/results/language_h200.json",
-    "up_training_h200.json": "python -m benchmarks transformers.up_training --json FILE",
     "decode_h200.json": "python -m benchmarks decoding.gpu --json benchmarks/results/decode_h200.json",
 }
 
@@ -53,10 +49,10 @@ class Record:
         count = environment["threads"]
         on_cpu = "cpu" in str(self.content.get("setting", "cpu"))
         threads = f"{count} thread{'s' * (count != 1)}, " if on_cpu else ""
-        commits = Counter(point.get("commit", environment["commit"]) for point in self.content["points"])
-        commits.pop(environment["commit"], None)
-        others = "".join(f", {count} points of {commit}" for commit, count in commits.items())
-        return f"{environment['device']}, {threads}torch {environment['torch']}, commit {environment['commit']}{others}"
+        commits = Counter(point.get("commit", environment.get("commit")) for point in self.content["points"])
+        (first, _), *others = commits.most_common()
+        others = "".join(f", {count} points of {commit}" for commit, count in others)
+        return f"{environment['device']}, {threads}torch {environment['torch']}, commit {first}{others}"
 
     def shapes(self) -> str:
         """Name the shape of all points."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from math import log
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,14 @@ def anchors(text: str) -> set[str]:
     """Give the names under which GitHub finds the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_what_is_recorded_is_of_commits_in_the_history() -> None:
+    """A plus after a commit stands for changes to it. A checkout without history has nothing to compare with."""
+    asked = subprocess.run(["git", "rev-list", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    history = asked.stdout.split()
+    if not history or (ROOT / ".git" / "shallow").exists():
+        return
+    for file in (ROOT / "benchmarks" / "results").glob("*.json"):
+        for commit in set(re.findall(r'"commit": ?"([^"+]*)[^"]*"', file.read_text())):
+            assert any(known.startswith(commit) for known in history), f"{file.name}: {commit}"

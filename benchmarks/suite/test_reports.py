@@ -78,7 +78,7 @@ def test_summary_compares_like_with_like_and_keeps_labels() -> None:
 
 def test_figures_without_measurements_are_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "plots", "--results", str(tmp_path), "--out", str(tmp_path)]
-    command += ["--only", "peak_memory_gpu", "estimator"]
+    command += ["--only", "peak_memory_gpu", "language"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed.count("not made") == 2
     assert "h200.json is not recorded; python -m benchmarks attention.gpu" in printed
