@@ -1,6 +1,6 @@
 """Exponents of the length, fitted to what is recorded: memory and time of every attention and of every phase of ours.
 
-    python -m benchmarks attention.exponents benchmarks/results/h200.json
+    python -m benchmarks attention.exponents benchmarks/results/attention_h200.json
 
 An exponent is the slope of a least-squares line in log-log axes; behind it, how many lengths it is from and how far the
 worst is from the line. What reads ``S / d`` compressed keys a query is quadratic in time, with a small constant: its
