@@ -10,7 +10,7 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
-demo: .venv/.installed  ## train NSA and its dense twin on real text; parity, memory and time; one picture
+demo: .venv/.installed  ## train NSA and two dense models on real text; parity, memory and time; one picture
 	$(BIN)/python -m flexnsa demo
 
 demo-quick: .venv/.installed  ## the same in half a minute, without learning much

@@ -1,5 +1,6 @@
 """The demo from end to end, with next to nothing to do."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,10 @@ def test_demo_prints_its_tables_and_draws_its_picture(
     monkeypatch.setattr(demo, "QUICK", TINY)
     main(["demo", "--quick", "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
-    tables = "dk_cmp", "slope", "validation bits per byte", "its dense twin", "selection loss: 0."
+    tables = "dk_cmp", "slope", "validation bits per byte", "the dense model of", "selection loss: 0."
+    sizes = [int(size.replace(",", "")) for size in re.findall(r"of ([\d,]+) parameters", printed)]
+    assert len(sizes) == 3
+    assert sizes[2] == pytest.approx(sizes[0], rel=0.03), "NSA is compared with a dense model of as many parameters"
     for expected in (*tables, "NSA writes:", "def __init__"):
         assert expected in printed
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""``python -m flexnsa demo``: train NSA and its dense baseline on real text, check exactness, and measure memory."""
+"""``python -m flexnsa demo``: train NSA and two dense models on real text, check exactness, and measure memory."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ MODEL = DecoderConfig(
         4, 1, compress_block_size=16, compress_stride=8, select_block_size=32, num_selected_blocks=4, window_size=64
     ),
 )
+DENSE = replace(MODEL, attention="dense")
+MODELS = {"dense": DENSE, "dense, wide": replace(DENSE, dim=192, head_dim=38), "NSA": MODEL}
+"""Of the same sizes, which lack the compressors, the indexer and two branches; and of as many parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +90,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     print(scaling_table(points))
 
     _headline("Learning: the same bytes of Python's standard library, the same seed")
-    twins = train_twins(MODEL, size.training, size.sample_bytes)
+    twins = train_twins(MODELS, size.training, size.sample_bytes)
     print(learning_table(twins))
     for twin in twins:
         print(f"\n{twin.name} writes:\n" + textwrap.indent(twin.sample, "  | ", lambda _line: True))
@@ -98,7 +101,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
 
 
 def learning_table(twins: list[TwinResult]) -> str:
-    """Return a table with a line per model, and the difference of NSA from the dense baseline."""
+    """Return a table with a line per model, and the differences of NSA from the dense ones."""
     by_name = {twin.name: twin for twin in twins}
     rows = [
         [
@@ -109,10 +112,15 @@ def learning_table(twins: list[TwinResult]) -> str:
         ]
         for twin in twins
     ]
-    ratio = by_name["NSA"].bits_per_byte / by_name["dense"].bits_per_byte - 1
+    nsa = by_name.pop("NSA")
+    ratios = [
+        f"{abs(ratio):.1%} {'above' if ratio > 0 else 'below'} the dense model of {twin.parameters:,} parameters"
+        for twin in by_name.values()
+        for ratio in [nsa.bits_per_byte / twin.bits_per_byte - 1]
+    ]
     header = ["attention", "parameters", "validation bits per byte", "bytes per second"]
-    verdict = f"NSA is {abs(ratio):.1%} {'above' if ratio > 0 else 'below'} its dense twin."
-    return f"{format_table(header, rows)}\n{verdict}\n{selection_line(by_name['NSA'].selection_curve)}"
+    verdict = f"NSA, of {nsa.parameters:,} parameters, is {' and '.join(ratios)}; one seed, one learning rate."
+    return f"{format_table(header, rows)}\n{verdict}\n{selection_line(nsa.selection_curve)}"
 
 
 def selection_line(curve: list[float]) -> str:

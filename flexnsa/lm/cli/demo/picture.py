@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from flexnsa.lm.cli.demo.twins import TwinResult
 from flexnsa.lm.measure.growth import fit_power_law
-from flexnsa.lm.measure.palette import BLUE, GREEN, GREY, ORANGE, STYLE
+from flexnsa.lm.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, STYLE
 from flexnsa.lm.measure.parity import ParityRow
 from flexnsa.lm.measure.scaling import ATTENTIONS, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {"NSA": BLUE, "dense": ORANGE, "flash SDPA": ORANGE, "math SDPA": GREEN}
+COLOURS = {"NSA": BLUE, "dense": ORANGE, "dense, wide": AMBER, "flash SDPA": ORANGE, "math SDPA": GREEN}
 
 
 def draw(path: Path, twins: Sequence[TwinResult], parity: Sequence[ParityRow], points: Sequence[Point]) -> None:

@@ -1,10 +1,10 @@
-"""NSA and its dense baseline, trained on the same bytes: a process and half of the cores for each."""
+"""NSA and dense models, trained on the same bytes: a process and a share of the cores for each."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -40,19 +40,18 @@ class TwinResult:
         return self.validation_curve[-1][1]
 
 
-def train_twins(model: DecoderConfig, training: TrainConfig, sample_bytes: int) -> list[TwinResult]:
-    """Train ``attention="dense"`` and ``"nsa"`` from one seed on the same bytes, and draw a sample of each."""
+def train_twins(models: dict[str, DecoderConfig], training: TrainConfig, sample_bytes: int) -> list[TwinResult]:
+    """Train models from one seed on the same bytes, and draw a sample of each."""
     from tqdm import tqdm
 
-    names = {"dense": "dense", "nsa": "NSA"}
-    threads = max(1, torch.get_num_threads() // 2)
-    jobs = [(replace(model, attention=attention), training, sample_bytes, threads) for attention in names]
+    threads = max(1, torch.get_num_threads() // len(models))
+    jobs = [(model, training, sample_bytes, threads) for model in models.values()]
     with started(_train, jobs) as group:
         receivers = [receiver for _, receiver in group]
-        results = {receiver: TwinResult(name) for receiver, name in zip(receivers, names.values(), strict=True)}
+        results = {receiver: TwinResult(name) for receiver, name in zip(receivers, models, strict=True)}
         bars = {
-            receiver: tqdm(total=training.steps, desc=f"{attention:5}", position=position, unit="step")
-            for position, (receiver, attention) in enumerate(zip(receivers, names, strict=True))
+            receiver: tqdm(total=training.steps, desc=f"{name:11}", position=position, unit="step")
+            for position, (receiver, name) in enumerate(zip(receivers, models, strict=True))
         }
         for receiver, (kind, value) in _messages(receivers):
             _record(results[receiver], kind, value)
