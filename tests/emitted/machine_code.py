@@ -46,8 +46,8 @@ class Resources:
     columns: int
 
 
-def resources(kernel: modules.Kernel) -> Resources:
-    """Compile the first configuration of a kernel that Inductor wrote."""
+def resources(kernel: modules.Kernel, **options: int) -> Resources:
+    """Compile the first configuration of a kernel that Inductor wrote, with other ``options``."""
     import triton
     from triton.compiler import ASTSource
     from triton.runtime import driver
@@ -56,7 +56,7 @@ def resources(kernel: modules.Kernel) -> Resources:
     config = tuner.configs[0]
     meta = tuner._create_compile_meta(config)
     source = ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0])
-    options = tuner._create_compile_options(config, meta)
+    options = tuner._create_compile_options(config, meta) | options
     return _of_binary(kernel.name, triton.compile(source, driver.active.get_current_target(), options))
 
 
