@@ -171,6 +171,9 @@ class CachedGeneration:
         wanted = generation_config.cache_implementation
         if wanted not in (None, "dynamic", "dynamic_full", "static"):  # 5.10 sets dynamic_full in assisted decoding
             raise ValueError(f"cache_implementation: expected None for NSA layers, got {wanted!r}")
+        early = generation_config.assistant_early_exit
+        if early is not None and not isinstance(cast("Any", self).base_model, PreTrainedModel):
+            raise ValueError(f"assistant_early_exit: expected None of a {type(self).__name__}, got {early}")
         given = model_kwargs.get("past_key_values")
         if generation_config.use_cache is False or given is not None:
             return super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
@@ -178,7 +181,10 @@ class CachedGeneration:
             )
         drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         rewind = max(MOST_DRAFTED, generation_config.prompt_lookup_num_tokens or 0) if drafts else 1
-        model_kwargs["past_key_values"] = FlexNSACache(self.config, max_cache_length, max_rewind=rewind)
+        cache = FlexNSACache(self.config, max_cache_length, max_rewind=rewind)
+        if generation_config.is_assistant and hasattr(cache, "activate_past_recording"):  # not in transformers 5.10
+            cache.activate_past_recording()  # sliding layers are cropped where a draft is rejected
+        model_kwargs["past_key_values"] = cache
         return None
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:

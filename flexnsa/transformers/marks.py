@@ -28,8 +28,9 @@ REFUSED = {
     torch.bool: "is_causal: expected True where attention is NSA, got a bidirectional mask",
     torch.int8: "sliding_window: expected None where attention is NSA, got the mask of a sliding window",
     torch.int16: "attention_chunk_size: expected None where attention is NSA, got the mask of chunked attention",
+    torch.uint8: "past_key_values: expected a cache that keeps every token, got one that dropped tokens",
 }
-NOT_CAUSAL, SLIDING, CHUNKED = REFUSED
+NOT_CAUSAL, SLIDING, CHUNKED, DROPPED = REFUSED
 
 
 def mark_slots(
@@ -66,18 +67,18 @@ def mark_slots(
         device: of the keys.
 
     Raises:
-        ValueError: the mask is not purely causal, or not as long as the tokens so far, or has padding between tokens.
+        ValueError: the mask is not as long as the tokens so far, or has padding between tokens.
     """
     refused = _refused_kind(mask_function, local_size, config)
-    if refused is not None:
+    if kv_offset and refused is None:
+        refused = DROPPED
+    if refused is not None:  # by the layer that would use the mask: not every model has one
         return torch.empty(batch_size, 1, 0, kv_length, dtype=refused, device=device)
     documents = read_documents(mask_function, batch_size, kv_length, device, has_additions=use_vmap)
     if documents is not None:
         if attention_mask is not None or q_length != kv_length:
             raise ValueError("attention_mask: expected packed documents without padding or a cache, got them with one")
         return documents[:, None, :, None]
-    if kv_offset:
-        raise ValueError(f"past_key_values: expected a cache that keeps every token, got one that dropped {kv_offset}")
     if attention_mask is not None and isinstance(q_offset, int):
         seen, width = q_offset + q_length, attention_mask.shape[1]
         if width not in (seen, kv_length):

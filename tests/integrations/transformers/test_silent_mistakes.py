@@ -103,3 +103,18 @@ def test_without_the_import_a_saved_model_is_refused(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "ValueError" in result.stderr
     assert "flexnsa" in result.stderr.splitlines()[-1]
+
+
+def test_the_import_wraps_no_more_of_transformers_than_the_page_says() -> None:
+    program = """
+from transformers import PreTrainedConfig, PreTrainedModel
+before = {(owner.__name__, name): x for owner in (PreTrainedConfig, PreTrainedModel) for name, x in vars(owner).items()}
+import flexnsa.lm.transformers_model, flexnsa.transformers
+print(*sorted(".".join(key) for key, x in before.items() if vars(eval(key[0]))[key[1]] is not x))
+"""
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert printed.split() == [
+        *(f"PreTrainedConfig.{name}" for name in ("_attn_implementation", "from_dict", "to_dict")),
+        *(f"PreTrainedModel.{name}" for name in ("_from_config", "from_pretrained", "get_correct_attn_implementation")),
+        *(f"PreTrainedModel.{name}" for name in ("post_init", "set_attn_implementation")),
+    ]
