@@ -22,7 +22,7 @@ from benchmarks.harness.setting import Setting
 from flexnsa import block_importance
 from flexnsa.attention.seam import Call
 from flexnsa.attention.selection import top_blocks as best_blocks
-from flexnsa.attention.tiles.scoring import ImportanceTiles
+from flexnsa.attention.tiles.device import Tiles
 from flexnsa.attention.triton import select as scoring_triton
 from flexnsa.attention.triton.importance import Band, Scores, importance
 from flexnsa.attention.triton.log_sum_exp import log_sum_exp
@@ -38,18 +38,18 @@ SETTING = Setting()
 CONFIG, Q_HEADS, KV_HEADS, HEAD_DIM = SETTING.config, SETTING.num_heads, SETTING.num_kv_heads, SETTING.head_dim
 SCALE = HEAD_DIM**-0.5
 TILES = [
-    ImportanceTiles(128, 32, 8, 2),
-    ImportanceTiles(128, 32, 8, 2, 128),
-    ImportanceTiles(128, 32, 8, 3, 128),
-    ImportanceTiles(64, 32, 4, 2),
-    ImportanceTiles(64, 32, 4, 2, 168),
-    ImportanceTiles(64, 32, 4, 3, 168),
-    ImportanceTiles(64, 64, 4, 1),
-    ImportanceTiles(64, 64, 4, 2),
-    ImportanceTiles(64, 64, 4, 3),
-    ImportanceTiles(128, 64, 8, 1, 128),
-    ImportanceTiles(128, 64, 8, 2),
-    ImportanceTiles(256, 32, 8, 2),
+    Tiles(128, 32, 8, 2),
+    Tiles(128, 32, 8, 2, 128),
+    Tiles(128, 32, 8, 3, 128),
+    Tiles(64, 32, 4, 2),
+    Tiles(64, 32, 4, 2, 168),
+    Tiles(64, 32, 4, 3, 168),
+    Tiles(64, 64, 4, 1),
+    Tiles(64, 64, 4, 2),
+    Tiles(64, 64, 4, 3),
+    Tiles(128, 64, 8, 1, 128),
+    Tiles(128, 64, 8, 2),
+    Tiles(256, 32, 8, 2),
 ]
 
 
@@ -71,7 +71,7 @@ class Selection:
         self.own, self.passed = torch.empty(2, cells, device="cuda")
         self.out = torch.empty(1, KV_HEADS, seq_len, CONFIG.num_selected_blocks, dtype=torch.int32, device="cuda")
 
-    def run(self, tiles: ImportanceTiles, select: Callable[[Scores, int], object] | None) -> None:
+    def run(self, tiles: Tiles, select: Callable[[Scores, int], object] | None) -> None:
         """Score all chunks with ``tiles``, and hand each to ``select``."""
         for first_row, num_rows, width in self.plan:
             scores = Scores(self.own, self.passed, num_rows, width, Band.of(CONFIG))
@@ -119,7 +119,7 @@ def check(seq_len: int = 8192, step: int = 512) -> dict[str, float]:
     return {"seq_len": seq_len, "relative_error": worst, "rows_as_in_float64": same / (KV_HEADS * seq_len)}
 
 
-def race_tiles(selection: Selection, seq_len: int, recording: Recording) -> ImportanceTiles:
+def race_tiles(selection: Selection, seq_len: int, recording: Recording) -> Tiles:
     """Time the scores with every tile configuration; give the fastest."""
     times = {}
     for tiles in TILES:
@@ -134,7 +134,7 @@ def race_tiles(selection: Selection, seq_len: int, recording: Recording) -> Impo
     return min(times, key=lambda tiles: times[tiles])
 
 
-def race_warps(selection: Selection, seq_len: int, best: ImportanceTiles, recording: Recording) -> None:
+def race_warps(selection: Selection, seq_len: int, best: Tiles, recording: Recording) -> None:
     """Time scores and top-n by the warps that share a query."""
     for num_warps in (1, 2, 4):
         total_ms = milliseconds(lambda warps=num_warps: selection.run(best, selection.top_blocks(warps)))
@@ -142,7 +142,7 @@ def race_warps(selection: Selection, seq_len: int, best: ImportanceTiles, record
         print(f"{seq_len:7d}  scores + top-n {total_ms:7.3f} ms  top-n by {num_warps} warps")
 
 
-def race_scratch(seq_len: int, best: ImportanceTiles, recording: Recording) -> None:
+def race_scratch(seq_len: int, best: Tiles, recording: Recording) -> None:
     """Time scores and top-n by the memory that chunks may take."""
     default = scoring_triton.SCRATCH_BYTES
     for megabytes in (16, 32, 128, 256):
@@ -154,7 +154,7 @@ def race_scratch(seq_len: int, best: ImportanceTiles, recording: Recording) -> N
     scoring_triton.SCRATCH_BYTES = default
 
 
-def measure(seq_len: int, best: ImportanceTiles) -> dict[str, Any]:
+def measure(seq_len: int, best: Tiles) -> dict[str, Any]:
     """Time the parts and the whole operator, and its memory, at one length."""
     case = Selection(seq_len)
     scores_ms = milliseconds(lambda: case.run(best, None))

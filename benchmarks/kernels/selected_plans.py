@@ -54,8 +54,8 @@ class Variant:
     limits: dict[str, int] = field(default_factory=dict)
 
 
-def _cut(rows: int, warps: int, stages: int, **others: Any) -> dict[str, Any]:
-    return {"rows": rows, "num_warps": warps, "num_stages": stages, **others}
+def _cut(queries: int, warps: int, stages: int, **others: Any) -> dict[str, Any]:
+    return {"queries": queries, "num_warps": warps, "num_stages": stages, **others}
 
 
 _FORWARD = [
@@ -65,21 +65,8 @@ _FORWARD = [
     _cut(64, 4, 3, max_registers=168),
     _cut(128, 4, 2, max_registers=None),
     _cut(128, 8, 2, max_registers=None),
-    _cut(64, 4, 2, max_registers=168, stream=True),
-    _cut(64, 4, 2, max_registers=168, second_rows=32),
-    _cut(64, 4, 2, max_registers=168, second_rows=8),
 ]
-_BACKWARD = [
-    _cut(64, 4, 2, halve=True),
-    _cut(64, 4, 2, halve=False),
-    _cut(128, 4, 2, halve=True),
-    _cut(64, 4, 3, halve=True),
-    _cut(128, 8, 2, halve=True),
-    _cut(128, 8, 2, halve=False),
-    _cut(64, 4, 2, halve=True, stream=True),
-    _cut(64, 4, 2, halve=True, second_rows=32),
-    _cut(64, 4, 2, halve=True, second_rows=8),
-]
+_BACKWARD = [_cut(*cut) for cut in ((64, 4, 2), (64, 4, 2), (128, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 2))]
 
 
 def _name(cut: dict[str, Any]) -> str:

@@ -58,20 +58,20 @@ def test_the_other_kernels_of_an_h200_keep_their_tiles() -> None:
     assert sparse.items() >= {"bwd_BLOCK_N1": 16, "bwd_num_warps": 1, "bwd_num_stages": 3}.items()
     decoding = {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
     assert flex.decoding_tiles(H200, BF16, 128, 128, rows=16, keys=64) == decoding
-    tiles = intervals.IntervalTiles
+    tiles = intervals.Tiles
     assert intervals.forward_tiles(H200, BF16, 128, 128, windowed=True) == tiles(64, 32, 4, 3)
     assert intervals.forward_tiles(H200, BF16, 64, 64, windowed=False) == tiles(128, 64, 8, 3)
     windowed = intervals.backward_tiles(H200, BF16, 64, 64, windowed=True, placed=False)
     assert windowed == (tiles(64, 32, 4, 3), tiles(64, 64, 4, 2))
     compressed = intervals.backward_tiles(H200, BF16, 64, 64, windowed=False, placed=False)
     assert compressed == (tiles(64, 32, 4, 3), tiles(128, 64, 4, 2))
-    assert selected.forward_tiles(H200, BF16, 64, 64, 64) == selected.Tiles(128, 4, 2)
-    assert scoring.importance_tiles(H200, BF16, 128, 4) == scoring.ImportanceTiles(64, 64, 4, 1)
-    assert scoring.importance_tiles(H200, FP32, 128, 4) == scoring.ImportanceTiles(32, 16, 4, 2)
-    assert scoring.importance_tiles(H200, BF16, 64, 8) == scoring.ImportanceTiles(64, 32, 4, 1, 128)
-    assert scoring.importance_tiles(H200, FP32, 64, 64) == scoring.ImportanceTiles(16, 8, 4, 1)
-    assert scoring.log_sum_exp_tiles(H200, BF16, 128) == scoring.LogSumExpTiles(128, 64, 4)
-    assert scoring.log_sum_exp_tiles(H200, FP32, 256) == scoring.LogSumExpTiles(32, 32, 4)
+    assert selected.forward_tiles(H200, BF16, 64, 64, 64) == selected.Tiles(128, 64, 4, 2)
+    assert scoring.importance_tiles(H200, BF16, 128, 4) == scoring.Tiles(64, 64, 4, 1)
+    assert scoring.importance_tiles(H200, FP32, 128, 4) == scoring.Tiles(32, 16, 4, 2)
+    assert scoring.importance_tiles(H200, BF16, 64, 8) == scoring.Tiles(64, 32, 4, 1, 128)
+    assert scoring.importance_tiles(H200, FP32, 64, 64) == scoring.Tiles(16, 8, 4, 1)
+    assert scoring.log_sum_exp_tiles(H200, BF16, 128) == scoring.Tiles(128, 64, 4, 2)
+    assert scoring.log_sum_exp_tiles(H200, FP32, 256) == scoring.Tiles(32, 32, 4, 2)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
@@ -79,7 +79,7 @@ def test_the_other_kernels_of_an_h200_keep_their_tiles() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_kernels_of_our_own_have_tiles(device: Device, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     importance = scoring.importance_tiles(device, dtype, dims[0], 4)
-    held = importance.blocks * 4 + importance.queries * importance.num_stages
+    held = importance.keys * 4 + importance.queries * importance.num_stages
     assert held * padded(dims[0]) * dtype.itemsize <= device.shared_memory
     assert scoring.log_sum_exp_tiles(device, dtype, dims[0]).queries >= 16
     for windowed in (True, False):
@@ -90,7 +90,7 @@ def test_kernels_of_our_own_have_tiles(device: Device, dtype: torch.dtype, dims:
         return  # refused where they do not fit
     for choose in (selected.forward_tiles, selected.backward_tiles):
         chosen = choose(device, dtype, *dims, 64)
-        assert chosen.rows >= 16
+        assert chosen.queries >= 16
         assert chosen.num_warps in (4, 8, 16)  # Triton takes powers of two
 
 
@@ -102,7 +102,7 @@ def test_gradients_of_keys_are_enough_programs_for_a_gpu(programs: int, heads: i
 
 def test_wide_heads_fit_the_tensor_memory_of_blackwell() -> None:
     """Triton 3.6 and 3.7 compile 64 rows of 256 and 256 columns to an empty kernel, without a word."""
-    assert selected.backward_tiles(B200, BF16, 256, 256, 64).rows <= 32
+    assert selected.backward_tiles(B200, BF16, 256, 256, 64).queries <= 32
 
 
 def test_tiles_that_fit_no_device_raise() -> None:

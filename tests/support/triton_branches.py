@@ -30,14 +30,18 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     from flexnsa.attention.triton import selected, selected_lists
 
     def choose(*_: object) -> tiles.Tiles:
-        return tiles.Tiles(case.rows, 4, 1, halve=case.halve, second_rows=512)
+        return tiles.Tiles(case.rows, 16, 4, 1)
 
     with ExitStack() as stack:
         for name, value in case.limits:
             stack.enter_context(mock.patch.object(selected_lists if name == "SCRATCH_BYTES" else selected, name, value))
         programs = stack.enter_context(hopper_on_a_cpu()) if case.hopper and device == "cpu" else {}
         if device == "cpu":  # the interpreter is the faster, the more rows it takes at a time
+            from flexnsa.attention.triton import selected_backward, selected_forward
+
             stack.enter_context(mock.patch.multiple(tiles, forward_tiles=choose, backward_tiles=choose))
+            for module in (selected_forward, selected_backward):
+                stack.enter_context(mock.patch.object(module, "SUM_ROWS", 512))
         # Programs of the interpreter come one after the other: there a second call could not differ.
         first, *others = (attend(TRITON, case, device=device) for _ in range(1 if device == "cpu" else 3))
     assert device != "cpu" or {*case.hopper} == {name for name, program in programs.items() if program.launches}

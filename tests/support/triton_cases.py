@@ -39,7 +39,6 @@ class Case:
     garbage: bool = False
     lse_only: bool = False
     rows: int = 128
-    halve: bool = True
     limits: tuple[tuple[str, int], ...] = ()
     scale: float | None = None
     window_size: int | None = None
@@ -146,7 +145,6 @@ CASES = {
     "g1-long": Case(group=1, documents=(1001,), num_selected=3, block_size=48),
     "g3-block-48-holes": Case(group=3, documents=(170,), block_size=48, missing=0.5, dims=(16, 80)),
     "g5-block-128": Case(group=5, documents=(290,), block_size=128, num_selected=2),
-    "g4-block-8-unhalved": Case(group=4, documents=(50,), block_size=8, dims=(32, 32), halve=False),
     "more-blocks-than-there-are": Case(group=2, documents=(60,), num_selected=7, missing=0),
     "heads-of-two-tiles": Case(group=24, documents=(37,), rows=16, dims=(24, 80), dtype=BF16),
     "token-major": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="bthd", dims=(32, 16)),

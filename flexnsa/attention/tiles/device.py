@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -22,6 +23,39 @@ class Device:
     def buffers(self, stages: int, dtype: torch.dtype) -> int:
         """Return how many of the staged tiles are in shared memory: all where 16-bit products read them there."""
         return stages if self.generation >= HOPPER and dtype.itemsize == 2 else max(1, stages - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Launch parameters of a kernel: queries and keys of a tile, warps of a program, stages, a limit of registers.
+
+    A kernel that heads of a group share counts (query, head) rows; one that scores counts blocks for keys.
+    """
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+    def options(self, stages: str = "num_stages") -> dict[str, int]:
+        """Return the keyword arguments of a launch that are no sizes; a kernel may have ``stages`` of its own."""
+        options = {"num_warps": self.num_warps, stages: self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
+
+
+def first_that_fits(
+    candidates: Iterable[Tiles], bytes_of: Callable[[Tiles], float], device: Device, error: str
+) -> Tiles:
+    """Return the first tiles that fit shared memory.
+
+    Raises:
+        ValueError: none fit.
+    """
+    for tiles in candidates:
+        if bytes_of(tiles) <= device.shared_memory:
+            return tiles
+    raise ValueError(f"{error} {device.shared_memory} bytes of shared memory, which none does here; use impl='flex'")
 
 
 class _Properties(Protocol):

@@ -3,88 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
 
-from flexnsa.attention.tiles.device import Device, padded
-
-
-@dataclass(frozen=True, slots=True)
-class IntervalTiles:
-    """Launch parameters of a kernel: queries and keys per tile, warps per program, stages, a limit of registers."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-
-    def options(self) -> dict[str, int]:
-        """Return the keyword arguments of a launch."""
-        options = {"BM": self.queries, "BN": self.keys, "num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
-
-
-@dataclass(frozen=True, slots=True)
-class HopperTiles(IntervalTiles):
-    """The same for a kernel that has as many buffers of its own as others have stages."""
-
-    def options(self) -> dict[str, int]:
-        """Return the keyword arguments of a launch."""
-        options = IntervalTiles.options(self)
-        options["BUFFERS"] = options.pop("num_stages")
-        return options
-
-
-@dataclass(frozen=True, slots=True)
-class HopperKeyTiles(HopperTiles):
-    """The same for the gradients of keys, whose copies may begin ``late``."""
-
-    late: bool = False
-
-    def options(self) -> dict[str, int]:
-        """Return the keyword arguments of a launch."""
-        return HopperTiles.options(self) | {"LATE": self.late}
-
+from flexnsa.attention.tiles.device import Device, Tiles, first_that_fits, padded
 
 Key = tuple[int, bool]
 """Upper bound of the head dimensions, and whether there is a window."""
 
-FORWARD: Mapping[Key, IntervalTiles] = {
-    (64, False): IntervalTiles(128, 64, 8, 3),
-    (64, True): IntervalTiles(64, 32, 4, 3),
-    (128, False): IntervalTiles(128, 64, 8, 3),
-    (128, True): IntervalTiles(64, 32, 4, 3),
+FORWARD: Mapping[Key, Tiles] = {
+    (64, False): Tiles(128, 64, 8, 3),
+    (64, True): Tiles(64, 32, 4, 3),
+    (128, False): Tiles(128, 64, 8, 3),
+    (128, True): Tiles(64, 32, 4, 3),
 }
 """The fastest tiles in 16 bits on an H200. A window prefers small tiles, which read fewer keys outside it."""
-OF_QUERIES: Mapping[Key, IntervalTiles] = {
-    (64, False): IntervalTiles(64, 32, 4, 3),
-    (64, True): IntervalTiles(64, 32, 4, 3),
-    (128, False): IntervalTiles(64, 64, 4, 2),
-    (128, True): IntervalTiles(64, 64, 4, 2),
+OF_QUERIES: Mapping[Key, Tiles] = {
+    (64, False): Tiles(64, 32, 4, 3),
+    (64, True): Tiles(64, 32, 4, 3),
+    (128, False): Tiles(64, 64, 4, 2),
+    (128, True): Tiles(64, 64, 4, 2),
 }
 """The same for the gradient of queries."""
-OF_KEYS: Mapping[Key, IntervalTiles] = {
-    (64, False): IntervalTiles(128, 64, 4, 2),
-    (64, True): IntervalTiles(64, 64, 4, 2),
-    (128, False): IntervalTiles(64, 128, 8, 2),
-    (128, True): IntervalTiles(64, 64, 4, 2),
+OF_KEYS: Mapping[Key, Tiles] = {
+    (64, False): Tiles(128, 64, 4, 2),
+    (64, True): Tiles(64, 64, 4, 2),
+    (128, False): Tiles(64, 128, 8, 2),
+    (128, True): Tiles(64, 64, 4, 2),
 }
 """The same for the gradients of keys and values."""
-HOPPER_FORWARD = IntervalTiles(64, 64, 4, 1)
+HOPPER_FORWARD = Tiles(64, 64, 4, 1)
 """Those of the kernel for Hopper, forward."""
-HOPPER_OF_QUERIES = {64: HopperTiles(64, 64, 4, 2, max_registers=168), 128: HopperTiles(64, 64, 4, 2)}
+HOPPER_OF_QUERIES = {64: Tiles(64, 64, 4, 2, max_registers=168), 128: Tiles(64, 64, 4, 2)}
 """Those for the gradient of queries: with heads of 64, three programs that fit a multiprocessor are faster than two."""
-HOPPER_OF_KEYS: Mapping[Key, HopperKeyTiles] = {
-    (64, False): HopperKeyTiles(64, 64, 4, 3),
-    (64, True): HopperKeyTiles(64, 64, 4, 2),
-    (128, False): HopperKeyTiles(64, 128, 8, 3, late=True),
-    (128, True): HopperKeyTiles(64, 128, 8, 3, late=True),
+HOPPER_OF_KEYS: Mapping[Key, Tiles] = {
+    (64, False): Tiles(64, 64, 4, 3),
+    (64, True): Tiles(64, 64, 4, 2),
+    (128, False): Tiles(64, 128, 8, 3),
+    (128, True): Tiles(64, 128, 8, 3),
 }
 """Those for the gradients of keys and values: with heads of 128 a program with 128 keys is faster than two with 64."""
-SMALLER = (IntervalTiles(64, 32, 4, 2), IntervalTiles(32, 32, 4, 1), IntervalTiles(16, 16, 4, 1))
+SMALLER = (Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1))
 """Tiles where those do not fit; all but the first also for float32 and for heads above 128."""
 
 PROGRAMS = {4: 8, 8: 2}
@@ -92,7 +53,7 @@ PROGRAMS = {4: 8, 8: 2}
 
 
 @cache
-def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, *, windowed: bool) -> IntervalTiles:
+def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, *, windowed: bool) -> Tiles:
     """Return the first tiles of the forward pass that fit.
 
     Raises:
@@ -104,7 +65,7 @@ def forward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, *, windo
 @cache
 def backward_tiles(
     device: Device, dtype: torch.dtype, dk: int, dv: int, *, windowed: bool, placed: bool
-) -> tuple[IntervalTiles, IntervalTiles]:
+) -> tuple[Tiles, Tiles]:
     """Return the first tiles that fit, for the gradient of queries and for the gradients of keys.
 
     Triton 3.7 cannot pipeline the positions of ``placed`` queries, which the second kernel reads in its loop.
@@ -121,7 +82,7 @@ def backward_tiles(
     )
 
 
-def hopper_tiles(dk: int, dv: int, *, windowed: bool) -> tuple[HopperTiles, HopperKeyTiles]:
+def hopper_tiles(dk: int, dv: int, *, windowed: bool) -> tuple[Tiles, Tiles]:
     """Return those of the kernels for Hopper, for the gradient of queries and for the gradients of keys."""
     dim = 64 if max(dk, dv) <= 64 else 128
     return HOPPER_OF_QUERIES[dim], HOPPER_OF_KEYS[dim, windowed]
@@ -141,15 +102,15 @@ def heads_of_program(group: int, most_programs: int, num_warps: int, multiproces
 
 
 def _candidates(
-    preferred: Mapping[Key, IntervalTiles], dtype: torch.dtype, dk: int, dv: int, windowed: bool
-) -> Sequence[IntervalTiles]:
+    preferred: Mapping[Key, Tiles], dtype: torch.dtype, dk: int, dv: int, windowed: bool
+) -> Sequence[Tiles]:
     if dtype == torch.float32 or max(dk, dv) > 128:
         return SMALLER[1:]
     return preferred[64 if max(dk, dv) <= 64 else 128, windowed], *SMALLER
 
 
 def _first_that_fits(
-    candidates: Sequence[IntervalTiles],
+    candidates: Sequence[Tiles],
     device: Device,
     dtype: torch.dtype,
     dk: int,
@@ -157,15 +118,14 @@ def _first_that_fits(
     *,
     backward: bool = False,
     keys_stay: bool = False,
-) -> IntervalTiles:
+) -> Tiles:
     """Return the first tiles whose staying rows, streaming rows and probabilities fit shared memory together."""
-    for tiles in candidates:
+
+    def bytes_of(tiles: Tiles) -> int:
         stay, stream = (tiles.keys, tiles.queries) if keys_stay else (tiles.queries, tiles.keys)
         both = padded(dk) + padded(dv)
         numbers = stay * (both if backward else padded(dk)) + device.buffers(tiles.num_stages, dtype) * stream * both
-        if (numbers + stay * stream) * dtype.itemsize <= device.shared_memory:
-            return tiles
-    raise ValueError(
-        f"k: impl='triton' expects a tile of keys of {dk} and values of {dv} numbers of {dtype} to fit "
-        f"{device.shared_memory} bytes of shared memory, which none does here; use impl='flex'"
-    )
+        return (numbers + stay * stream) * dtype.itemsize
+
+    error = f"k: impl='triton' expects a tile of keys of {dk} and values of {dv} numbers of {dtype} to fit"
+    return first_that_fits(candidates, bytes_of, device, error)

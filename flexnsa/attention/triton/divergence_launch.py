@@ -12,7 +12,7 @@ from torch import Tensor
 from flexnsa.attention.operators import with_rows
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, device_of, multiprocessors, padded
-from flexnsa.attention.tiles.divergence import divergence_tiles
+from flexnsa.attention.tiles.scoring import divergence_tiles
 from flexnsa.attention.triton.kernels.block_log_sums import block_log_sums
 from flexnsa.attention.triton.kernels.divergence import compare_blocks
 from flexnsa.attention.triton.kernels.divergence_backward import key_gradients, query_gradients

@@ -14,8 +14,8 @@ from functools import cache
 from torch import Tensor
 
 from flexnsa.attention.scoring import LOG2_E
-from flexnsa.attention.tiles.device import cdiv, device_of, padded
-from flexnsa.attention.tiles.scoring import HOPPER_IMPORTANCE, ImportanceTiles, importance_tiles
+from flexnsa.attention.tiles.device import Tiles, cdiv, device_of, padded
+from flexnsa.attention.tiles.scoring import HOPPER_IMPORTANCE, importance_tiles
 from flexnsa.attention.triton.hopper import runs_on_hopper
 from flexnsa.attention.triton.kernels.importance import importance_kernel
 from flexnsa.attention.triton.operators import position_arguments
@@ -72,7 +72,7 @@ def importance(
     *,
     config: NSAConfig,
     scale: float,
-    tiles: ImportanceTiles | None = None,
+    tiles: Tiles | None = None,
 ) -> None:
     """Fill ``scores`` with the importance of blocks for the queries ``first_row .. first_row + scores.num_rows``.
 
@@ -96,13 +96,14 @@ def importance(
     shape |= {"OWN": band.own, "PASSED": band.passed, "HAS_PASSED": any(band.passed)}
     on_hopper = None if tiles else _hopper_tiles(q, k_cmp, band, ratio, placed=positions is not None)
     tiles = tiles or on_hopper or importance_tiles(device_of(q), q.dtype, head_dim, len(band.own))
-    grid = (batch * kv_heads * cdiv(scores.num_rows, tiles.queries) * cdiv(scores.width, tiles.blocks),)
+    shape |= {"BLOCK_T": tiles.queries, "BLOCK_J": tiles.keys}
+    grid = (batch * kv_heads * cdiv(scores.num_rows, tiles.queries) * cdiv(scores.width, tiles.keys),)
     if on_hopper:
         from flexnsa.attention.triton.kernels.hopper.importance import hopper_importance
 
         hopper_importance[grid](
             q, k_cmp, lse, scores.own, scores.passed, *strides, *sizes,
-            **shape, PLACES=tiles.places, **tiles.options(),
+            **shape, PLACES=ratio // 2, **tiles.options(),
         )  # fmt: skip
         return
     importance_kernel[grid](
@@ -112,7 +113,7 @@ def importance(
     )  # fmt: skip
 
 
-def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, ratio: int, *, placed: bool) -> ImportanceTiles | None:
+def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, ratio: int, *, placed: bool) -> Tiles | None:
     """Return the tiles of the kernel for Hopper, if it runs: where no key counts for an earlier block than its own."""
     if (band.first, len(band.own)) != (0, ratio) or not runs_on_hopper(q, k_cmp, placed=placed):
         return None

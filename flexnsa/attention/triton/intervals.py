@@ -24,7 +24,7 @@ from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions, tensors_of
 
 if TYPE_CHECKING:
-    from flexnsa.attention.tiles.intervals import IntervalTiles
+    from flexnsa.attention.tiles.device import Tiles
     from flexnsa.attention.triton.kernel import Kernel
 
 
@@ -118,7 +118,7 @@ def attend_to_intervals(
     batch, heads, num_queries, _ = q.shape
     forward[(cdiv(num_queries, tiles.queries), batch * heads)](
         q, k, v, *where, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        heads, num_queries, k.shape[2], scale * LOG2_E, **shape, **tiles.options(),
+        heads, num_queries, k.shape[2], scale * LOG2_E, **shape, BM=tiles.queries, BN=tiles.keys, **tiles.options(),
     )  # fmt: skip
     return out, lse
 
@@ -184,7 +184,7 @@ def gradient_of_queries(inputs: IntervalInputs) -> Tensor:
     batch, heads, num_queries, _ = q.shape
     kernel[(cdiv(num_queries, tiles.queries), batch * heads)](
         q, k, v, *where, stats, grad_out, dq, *_strides(stats, grad_out, q, k, v), *dq.stride()[:3],
-        heads, num_queries, k.shape[2], scale, **shape, **tiles.options(),
+        heads, num_queries, k.shape[2], scale, **shape, **_options(tiles, on_hopper=on_hopper),
     )  # fmt: skip
     return dq
 
@@ -209,10 +209,12 @@ def gradients_of_keys(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
         x if summed == group else q.new_empty(batch, heads // summed, num_keys, x.shape[-1], dtype=torch.float32)
         for x in (dk, dv)
     ]
+    # With heads of 128 the copies of the kernel for Hopper begin late.
+    late = {"LATE": max(q.shape[-1], v.shape[-1]) > 64} if on_hopper else {}
     kernel[(key_tiles, batch * heads // summed)](
         q, k, v, *where, stats, grad_out, *parts, *_strides(stats, grad_out, q, k, v),
         *parts[0].stride()[:3], *parts[1].stride()[:3], heads // summed, num_queries, num_keys, scale,
-        **shape, HEADS=summed, **tiles.options(),
+        **shape, **late, HEADS=summed, **_options(tiles, on_hopper=on_hopper),
     )  # fmt: skip
     if summed < group:
         sum_parts(parts, dk, dv)
@@ -224,7 +226,7 @@ def _strides(stats: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -
     return *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], stats.stride(-1), *grad_out.stride()[:3]
 
 
-def _backward_tiles(inputs: IntervalInputs, *, on_hopper: bool) -> tuple[IntervalTiles, IntervalTiles]:
+def _backward_tiles(inputs: IntervalInputs, *, on_hopper: bool) -> tuple[Tiles, Tiles]:
     """Return the tiles for the gradient of queries and for the gradients of keys."""
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.intervals import backward_tiles, hopper_tiles
@@ -234,6 +236,11 @@ def _backward_tiles(inputs: IntervalInputs, *, on_hopper: bool) -> tuple[Interva
     if on_hopper:
         return hopper_tiles(*dims, windowed=windowed)
     return backward_tiles(device_of(q), q.dtype, *dims, windowed=windowed, placed=placed)
+
+
+def _options(tiles: Tiles, *, on_hopper: bool) -> dict[str, int]:
+    """Return the launch options of a backward kernel; one for Hopper has buffers of its own for stages."""
+    return {"BM": tiles.queries, "BN": tiles.keys, **tiles.options("BUFFERS" if on_hopper else "num_stages")}
 
 
 def _kernels(*, on_hopper: bool) -> tuple[Kernel, Kernel, Kernel]:

@@ -50,7 +50,6 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions | None, *, config
         BLOCK_T=tiles.queries,
         BLOCK_N=tiles.keys,
         BLOCK_D=padded(head_dim),
-        num_warps=tiles.num_warps,
-        num_stages=2,
+        **tiles.options(),
     )
     return out

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.scoring import LOG2_E
-from flexnsa.attention.tiles.device import cdiv, padded
+from flexnsa.attention.tiles.device import Tiles, cdiv, padded
 from flexnsa.attention.tiles.intervals import hopper_tiles
-from flexnsa.attention.tiles.selected import Tiles, columns
+from flexnsa.attention.tiles.selected import columns, of_group
 from flexnsa.attention.triton.gradient_parts import sum_parts
 from flexnsa.attention.triton.hopper import ROWS, SLOTS, runs_on_hopper
 from flexnsa.attention.triton.kernels.selected_backward import backward_parts
 from flexnsa.attention.triton.kernels.selected_sums import sum_shared, sum_slots
 from flexnsa.attention.triton.operators import strides_of_groups
 from flexnsa.attention.triton.selected_lists import Lists, Selection
-from flexnsa.attention.triton.selected_sizes import is_wide, max_replicas, max_shared
+from flexnsa.attention.triton.selected_sizes import SUM_ROWS, is_wide, max_replicas, max_shared
 
 SHARED_ROWS = 8
 """Keys of a program that sums replicas: many programs, because each waits for memory."""
@@ -89,7 +89,7 @@ def backward(
     part = torch.empty(heads, chunk, n, group, d_k, dtype=q.dtype, device=q.device)
 
     num_replicas = max_replicas(selection.num_key_tiles, chunk * n, lists.capacity)
-    low, high = columns(d_k, halve=tiles.halve)
+    low, high = columns(d_k, halve=True)
     has_positions = selection.token is not None
     shape: dict[str, object] = {"n": n, "G": group, "DK": d_k, "SIZE": size, "HAS_POSITIONS": has_positions}
     parities = (0, 1) if has_positions else (0,)
@@ -114,7 +114,7 @@ def backward(
                 backward_parts[(num_replicas, heads)](
                     q, k, v, grad_out, stats, *queries, *tensors, parity, scale, scale * LOG2_E,
                     **shape, DV=d_v, LOW=low, HIGH=high, BDV=padded(d_v), BN=padded(size), PRECISION=precision,
-                    WIDE=wide, **tiles.of_group(group), **tiles.launch_options(),
+                    WIDE=wide, **of_group(tiles, group), **tiles.options(),
                 )  # fmt: skip
         for parity in parities:
             sum_shared[(num_replicas * (padded(size) // SHARED_ROWS), heads)](
@@ -133,13 +133,14 @@ def backward(
                 part, selection.block_indices, q, *of_window, grad_out, others.cmp, grad_q,
                 *itertools.chain(*(x.stride()[:3] for x in strides)), others.stats.stride(-1), *grad_out.stride()[:3],
                 *grad_q.stride()[:3], *sizes, scale,
-                n=n, G=group, DK=d_k, DV=d_v, SIZE=size, WINDOW=window, SLOTS=SLOTS, **of_queries.options(),
+                n=n, G=group, DK=d_k, DV=d_v, SIZE=size, WINDOW=window, SLOTS=SLOTS,
+                BM=of_queries.queries, BN=of_queries.keys, **of_queries.options("BUFFERS"),
             )  # fmt: skip
         else:
             cmp, win = others or (grad_q, None)
             added = cmp, grad_q if win is None else win
-            sum_slots[(cdiv(chunk * group, tiles.second_rows), heads)](
+            sum_slots[(cdiv(chunk * group, SUM_ROWS), heads)](
                 part, *queries, *added, grad_q, *strides_of_groups(grad_q, kv_heads), *sizes, **shape,
-                BDK=padded(d_k), BR=tiles.second_rows, ALONE=others is None, HAS_WINDOW=win is not None, num_warps=4,
+                BDK=padded(d_k), BR=SUM_ROWS, ALONE=others is None, HAS_WINDOW=win is not None, num_warps=4,
             )  # fmt: skip
     sum_parts((dk.view(k.shape), dv.view(v.shape)), grad_k, grad_v, scale=scale)

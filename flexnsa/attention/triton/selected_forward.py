@@ -16,13 +16,13 @@ from torch import Tensor
 
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.seam import given
-from flexnsa.attention.tiles.device import cdiv, padded
-from flexnsa.attention.tiles.selected import Tiles, columns
+from flexnsa.attention.tiles.device import Tiles, cdiv, padded
+from flexnsa.attention.tiles.selected import columns, of_group
 from flexnsa.attention.triton.hopper import ROWS, SLOTS, runs_on_hopper
 from flexnsa.attention.triton.kernels.selected_forward import combine, forward_parts
 from flexnsa.attention.triton.operators import strides_of_groups
 from flexnsa.attention.triton.selected_lists import Lists, Selection
-from flexnsa.attention.triton.selected_sizes import is_wide, max_replicas
+from flexnsa.attention.triton.selected_sizes import SUM_ROWS, is_wide, max_replicas
 
 PIECE, PIECE_ROWS = 64, 768
 """Queries of a program on Hopper. A small group has more queries: at least so many (query, head) rows.
@@ -116,12 +116,12 @@ def forward(
             forward_parts[(num_replicas, batch * kv_heads)](
                 q, k, v, *queries, *tensors, *read, *sizes, *tables,
                 **shape, DK=dk, LOW=low, HIGH=high, BN=padded(selection.block_size), PRECISION=precision,
-                WIDE=wide, **tiles.of_group(group), **tiles.launch_options(),
+                WIDE=wide, **of_group(tiles, group), **tiles.options(),
             )  # fmt: skip
         if window is None:
-            combine[(cdiv(chunk * group, tiles.second_rows), batch * kv_heads)](
+            combine[(cdiv(chunk * group, SUM_ROWS), batch * kv_heads)](
                 part_out, part_lse, *queries, out, lse, *strides_of_groups(out, kv_heads), *sums, *sizes,
-                **shape, BR=tiles.second_rows, ALONE=gated is None, HAS_WINDOW=win is not None, num_warps=4,
+                **shape, BR=SUM_ROWS, ALONE=gated is None, HAS_WINDOW=win is not None, num_warps=4,
             )  # fmt: skip
         else:
             from flexnsa.attention.triton.kernels.hopper.window_sums import hopper_combine

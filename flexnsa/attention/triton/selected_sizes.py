@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+SUM_ROWS = 16
+"""(Query, head) rows of a program that adds up the partial results of a query's blocks."""
 Part = tuple[slice, slice]
 """Some batch elements, or some heads of one."""
 

@@ -29,7 +29,7 @@ def backward_parts(
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, num_shared, parity, scale, qk_scale,
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, EVICTION: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one replica, and the contribution of its keys to dq of its pairs."""
@@ -113,11 +113,11 @@ def backward_parts(
             dq_row = dq_ptr + (pair.to(tl.int64) * G + head)[:, None] * DK
             dq = tl.dot(tl.trans(ds), k_low, input_precision=PRECISION) * scale
             dq = dq.to(dq_ptr.dtype.element_ty)
-            tl.store(dq_row + low, dq, mask=real[:, None] & (low < DK), eviction_policy=EVICTION)
+            tl.store(dq_row + low, dq, mask=real[:, None] & (low < DK))
             if HIGH > 0:
                 dq = tl.dot(tl.trans(ds), k_high, input_precision=PRECISION) * scale
                 dq = dq.to(dq_ptr.dtype.element_ty)
-                tl.store(dq_row + high, dq, mask=real[:, None] & (high < DK), eviction_policy=EVICTION)
+                tl.store(dq_row + high, dq, mask=real[:, None] & (high < DK))
 
         # An only replica adds to the gradients of earlier chunks; several replicas store theirs for sum_shared.
         slot = tl.load(replicas_ptr + 3 * num_replicas)

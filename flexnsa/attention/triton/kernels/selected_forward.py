@@ -24,7 +24,7 @@ def forward_parts(
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, qk_scale,
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, EVICTION: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attend from the queries of one replica to its keys only: the normalised output and the base-2 log-sum-exp."""
@@ -93,7 +93,7 @@ def forward_parts(
             row = pair.to(tl.int64) * G + head
             tl.store(pl_ptr + row, tl.where(total == 0.0, float("-inf"), top + tl.log2(some)), mask=real)
             to = po_ptr + row[:, None] * DV + v_col
-            tl.store(to, o.to(po_ptr.dtype.element_ty), mask=real[:, None] & (v_col < DV), eviction_policy=EVICTION)
+            tl.store(to, o.to(po_ptr.dtype.element_ty), mask=real[:, None] & (v_col < DV))
 
 
 @jit(do_not_specialize=["p_sb", "gates_of_branch", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
