@@ -19,18 +19,18 @@ from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
 from flexnsa.layers.config import LayerConfig
-from flexnsa.layers.core import Compressors, Heads, Read
+from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.decoding import step_inputs, takes_step
-from flexnsa.layers.forward import LossOverRanks, WholeStep, attend_branches, check_call, run_layer
+from flexnsa.layers.forward import Attention, LossOverRanks, SparseLayer, WholeStep, check_call, run_layer
 from flexnsa.layers.gating import Gate
 from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection
-from flexnsa.layers.layouts import KeySource, LayoutSizes, RowLayout, check_layout, row_layout, step_layout
+from flexnsa.layers.layouts import LayoutSizes, RowLayout, check_layout, row_layout, step_layout
 from flexnsa.layers.presets import describe_layer, refuse_earlier_default
 from flexnsa.layers.projection import computed_dtype, project_named, split_heads, weight_of
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
 
 
-class NativeSparseAttention(nn.Module):
+class NativeSparseAttention(SparseLayer):
     """Causal self-attention layer (NSA paper, section 3): ``(B, S, dim)`` to ``(B, S, dim)``.
 
     Each branch has keys and values of its own, unless two share their keys. RoPE rotates q, k_slc and k_win by the
@@ -261,24 +261,16 @@ class NativeSparseAttention(nn.Module):
         index = None if self.indexer is None else self.indexer(x, q, k["slc"])
         return Heads(q, k, v, self.gate(x, projected["gate"]), index)
 
-    def attend(
-        self, x: Tensor, heads: Heads, layout: RowLayout, source: KeySource, mods: Mods, *, cached: bool
-    ) -> tuple[Tensor, Read]:
-        """Attend from projected heads; see :class:`flexnsa.layers.forward.Layer`."""
-        return attend_branches(
-            x,
-            heads,
-            layout,
-            source,
-            mods,
-            cached=cached,
+    def attention(self) -> Attention:
+        """Describe the layer as it is now; see :class:`flexnsa.layers.forward.SparseLayer`."""
+        return Attention(
             config=self.config,
             branches=self.branches,
             compressors=self._compressors(),
             scale=self.head_dim**-0.5,
             impl=self.impl,
             recompute=self.recompute,
-            parameters={} if cached or torch.compiler.is_compiling() else dict(self.named_parameters()),
+            check_parameters=True,
         )
 
     def whole_step(self, x: Tensor, cache: NSACache, mods: Mods) -> WholeStep | None:

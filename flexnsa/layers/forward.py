@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -203,49 +203,51 @@ def _of_rows(table: Tensor) -> Tensor:
     return table if table.dim() == 4 else table[None, None]
 
 
-def attend_branches(
-    x: Tensor,
-    heads: Heads,
-    layout: RowLayout,
-    source: KeySource,
-    mods: Mods,
-    *,
-    cached: bool,
-    config: NSAConfig,
-    branches: Sequence[str],
-    compressors: Compressors,
-    scale: float,
-    impl: str,
-    recompute: Sequence[str],
-    parameters: Mapping[str, Tensor] | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Read]:
-    """Attend as a layer of NSA does: choose an implementation, compress, and run the branches.
+class Attention(NamedTuple):
+    """What a layer of NSA attends with.
 
     Args:
-        x: input of the layer.
-        heads: as projected.
-        layout: of the tokens.
-        source: of all keys and values.
-        mods: a score_mod and a mask_mod.
-        cached: whether the keys are those of a cache.
         config: sizes of the branches.
         branches: of the layer.
         compressors: of the layer.
         scale: factor on the scores.
         impl: as in :func:`flexnsa.native_sparse_attention`.
         recompute: as in :func:`flexnsa.native_sparse_attention`.
-        parameters: of the layer, by name, that the implementation has to be able to take.
         sinks: ``(Hq,)``, see :func:`flexnsa.layers.sinks.with_sinks`.
+        check_parameters: whether the implementation has to be able to take the layer's parameters.
     """
-    v_dim, in_place = max(v.shape[-1] for v in heads.v.values()), cached and returns_lse(sinks, heads.q)
-    implementation = choose_implementation(impl, heads.q, modded=mods != (None, None), cached=in_place, v_dim=v_dim)
-    implementation = with_sinks(implementation, sinks)
-    implementation.check(x=x, **(parameters or {}))
-    mod = prepare_mods(*mods, x, heads.q.shape[1], implementation)
-    call = Call(config, scale, mod, layout.positions, layout.window_positions)
-    recompute = () if cached else recompute
-    return attend_heads(heads, layout, compressors, source, implementation, call, branches, recompute)
+
+    config: NSAConfig
+    branches: Sequence[str]
+    compressors: Compressors
+    scale: float
+    impl: str
+    recompute: Sequence[str] = ()
+    sinks: Tensor | None = None
+    check_parameters: bool = False
+
+
+class SparseLayer(nn.Module):
+    """How every layer of NSA attends: choose an implementation, compress, and run the branches."""
+
+    def attention(self) -> Attention:
+        """Describe the layer as it is now."""
+        raise NotImplementedError
+
+    def attend(
+        self, x: Tensor, heads: Heads, layout: RowLayout, source: KeySource, mods: Mods, *, cached: bool
+    ) -> tuple[Tensor, Read]:
+        """Attend from projected heads; see :class:`Layer`."""
+        by, modded = self.attention(), mods != (None, None)
+        v_dim, in_place = max(v.shape[-1] for v in heads.v.values()), cached and returns_lse(by.sinks, heads.q)
+        implementation = choose_implementation(by.impl, heads.q, modded=modded, cached=in_place, v_dim=v_dim)
+        implementation = with_sinks(implementation, by.sinks)
+        checked = by.check_parameters and not (cached or torch.compiler.is_compiling())
+        implementation.check(x=x, **(dict(self.named_parameters()) if checked else {}))
+        mod = prepare_mods(*mods, x, heads.q.shape[1], implementation)
+        call = Call(by.config, by.scale, mod, layout.positions, layout.window_positions)
+        recompute = () if cached else by.recompute
+        return attend_heads(heads, layout, by.compressors, source, implementation, call, by.branches, recompute)
 
 
 def check_call(

@@ -14,14 +14,13 @@ from torchtitan.models.common.rope import ComplexRoPE
 from flexnsa.checks.primitives import may_look
 from flexnsa.layers.compression import COMPRESSORS, LinearCompressor, MeanCompressor, MLPCompressor
 from flexnsa.layers.core import Compressors, Heads
-from flexnsa.layers.forward import Read, attend_branches, run_rows
+from flexnsa.layers.forward import Attention, SparseLayer, run_rows
 from flexnsa.layers.gating import gates_of
 from flexnsa.layers.indexer import Indexer
-from flexnsa.layers.layouts import KeySource, RowLayout, lay_out_rows
+from flexnsa.layers.layouts import RowLayout, lay_out_rows
 from flexnsa.layers.projection import split_heads
 from flexnsa.layers.rope import RopeTables
 from flexnsa.layers.starting import GATE_LIMIT, StartingGate
-from flexnsa.masks.user_mods import Mods
 from flexnsa.packing import document_ids_from_position_ids
 from flexnsa.parallel.shared_losses import OverTokens
 from flexnsa.parallel.shared_rows import SharingRanks, lay_out_shared_rows
@@ -30,7 +29,7 @@ from flexnsa.torchtitan.options import Options
 from flexnsa.torchtitan.teaching import Teaching
 
 
-class NSAttention(GQAttention):
+class NSAttention(SparseLayer, GQAttention):
     """Native Sparse Attention that replaces a dense layer of torchtitan.
 
     The selected branch has the dense layer's own projections of keys and values, under their names. Those of the other
@@ -123,23 +122,16 @@ class NSAttention(GQAttention):
             return layout
         return self.row_layout(x, document_ids_from_position_ids(positions))
 
-    def attend(
-        self, x: Tensor, heads: Heads, layout: RowLayout, source: KeySource, mods: Mods, *, cached: bool
-    ) -> tuple[Tensor, Read]:
-        """Attend from projected heads; see :class:`flexnsa.layers.forward.RowLayer`."""
-        return attend_branches(
-            x,
-            heads,
-            layout,
-            source,
-            mods,
-            cached=cached,
-            config=self.options.sizes,
-            branches=self.options.branches,
+    def attention(self) -> Attention:
+        """Describe the layer as it is now; see :class:`flexnsa.layers.forward.SparseLayer`."""
+        options = self.options
+        return Attention(
+            config=options.sizes,
+            branches=options.branches,
             compressors=Compressors(self.compress_k, self.compress_v, getattr(self.indexer, "phi", None)),
             scale=self.head_dim**-0.5,
-            impl=self.options.impl,
-            recompute=self.options.recompute,
+            impl=options.impl,
+            recompute=options.recompute,
         )
 
     def reset_parameters(self) -> None:

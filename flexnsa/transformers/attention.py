@@ -17,10 +17,10 @@ from flexnsa.layers.compression import LinearCompressor, MeanCompressor
 from flexnsa.layers.config import check_indexer
 from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.decoding import fits_step, lay_out_step
-from flexnsa.layers.forward import Read, WholeStep, attend_branches, run_layer
+from flexnsa.layers.forward import Attention, SparseLayer, WholeStep, run_layer
 from flexnsa.layers.gating import gates_of
 from flexnsa.layers.indexer import Indexer, SelectionLoss
-from flexnsa.layers.layouts import KeySource, RowLayout, lay_out_cached, lay_out_rows
+from flexnsa.layers.layouts import RowLayout, lay_out_cached, lay_out_rows
 from flexnsa.layers.projection import computed_dtype, project, split_heads, weight_of
 from flexnsa.layers.starting import GATE_LIMIT, StartingGate, start
 from flexnsa.masks.user_mods import Mods
@@ -39,7 +39,7 @@ OPEN = 40.0
 """A logit whose sigmoid is 1."""
 
 
-class ConvertedAttention(nn.Module):
+class ConvertedAttention(SparseLayer):
     """Native Sparse Attention that replaces a dense layer of transformers.
 
     Each branch has keys and values of its own, made as the dense layer makes them, biases and norms included. An
@@ -146,23 +146,16 @@ class ConvertedAttention(nn.Module):
                     raise ValueError(f"config.flexnsa: expected {name}={has}, for which layers were made, got {wanted}")
             self.options = options
 
-    def attend(
-        self, x: Tensor, heads: Heads, layout: RowLayout, source: KeySource, mods: Mods, *, cached: bool
-    ) -> tuple[Tensor, Read]:
-        """Attend from projected heads; see :class:`flexnsa.layers.forward.Layer`."""
-        return attend_branches(
-            x,
-            heads,
-            layout,
-            source,
-            mods,
-            cached=cached,
-            config=self.options.sizes,
-            branches=self.options.branches,
+    def attention(self) -> Attention:
+        """Describe the layer as it is now; see :class:`flexnsa.layers.forward.SparseLayer`."""
+        options = self.options
+        return Attention(
+            config=options.sizes,
+            branches=options.branches,
             compressors=self._compressors(),
             scale=self.scaling,
-            impl=self.options.impl,
-            recompute=self.options.recompute,
+            impl=options.impl,
+            recompute=options.recompute,
             sinks=self.sinks,
         )
 
