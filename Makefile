@@ -11,10 +11,10 @@ help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: .venv/.installed  ## train NSA and two dense models on real text; parity, memory and time; one picture
-	$(BIN)/python -m flexnsa demo
+	$(BIN)/python -m benchmarks demo
 
 demo-quick: .venv/.installed  ## the same in half a minute, without learning much
-	$(BIN)/python -m flexnsa demo --quick
+	$(BIN)/python -m benchmarks demo --quick
 
 examples: .venv/.installed  ## run every file of examples/ at its full size
 	for example in examples/*.py; do echo "== $$example" && $(BIN)/python $$example || exit; done

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.harness.clock import Clock
 from benchmarks.harness.options import device_type
+from benchmarks.harness.recording import environment
 from benchmarks.suite.cases import Case, cases
 from benchmarks.suite.summary import summary
-from flexnsa.lm.measure.clock import Clock
-from flexnsa.lm.measure.recording import environment
 
 POINTS = pytest.StashKey[list[dict[str, Any]]]()
 MEMORY = pytest.StashKey[dict[Case, dict[str, Any]]]()

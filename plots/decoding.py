@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from flexnsa.lm.measure.palette import BLUE, ORANGE
+from benchmarks.harness.palette import BLUE, ORANGE
 from plots.records import Record, Results
 from plots.style import Label, figure, label_curves, length_axes, plot_curve, short
 

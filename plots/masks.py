@@ -9,12 +9,12 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from benchmarks.harness.palette import BLUE, GREEN, GREY, ORANGE
 from flexnsa import NSAConfig
 from flexnsa.attention.seam import Call
 from flexnsa.attention.table import REFERENCE
 from flexnsa.geometry import num_compressed
-from flexnsa.lm.measure.palette import BLUE, GREEN, GREY, ORANGE
-from flexnsa.lm.measure.recording import git_commit
+from flexnsa.lm.diagnosis.environment import git_commit
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.window import window_intervals

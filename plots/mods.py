@@ -11,9 +11,9 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from benchmarks.harness.palette import BLUE, GREY
 from flexnsa import NSAConfig, mods, sliding_window_attention
-from flexnsa.lm.measure.palette import BLUE, GREY
-from flexnsa.lm.measure.recording import git_commit
+from flexnsa.lm.diagnosis.environment import git_commit
 from plots.records import Results
 from plots.style import figure
 

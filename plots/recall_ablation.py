@@ -6,7 +6,7 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from flexnsa.lm.measure.palette import BLUE, GREY, ORANGE
+from benchmarks.harness.palette import BLUE, GREY, ORANGE
 from plots.records import Results
 from plots.style import figure, short
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.harness.palette import GREY
 from benchmarks.kernels.roofline import H200, Point, points
-from flexnsa.lm.measure.palette import GREY
 from plots.phases import PHASES
 from plots.records import Results
 from plots.style import figure, short

@@ -6,8 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from flexnsa.lm.measure.growth import crossover
-from flexnsa.lm.measure.palette import GREY
+from benchmarks.harness.growth import crossover
+from benchmarks.harness.palette import GREY
 from plots.records import NotRecordedError, Record, Results
 from plots.style import COLOURS, Label, figure, label_curves, length_axes, plot_curve, residuals, short, with_exponent
 

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from flexnsa.lm.measure.growth import fit_power_law
-from flexnsa.lm.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STYLE
+from benchmarks.harness.growth import fit_power_law
+from benchmarks.harness.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STYLE
 
 _LOOKS = {
     "NSA": (BLUE, "o"),

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from flexnsa.lm.measure.palette import BLUE, ORANGE
+from benchmarks.harness.palette import BLUE, ORANGE
 from plots.records import NotRecordedError, Results
 from plots.style import figure, length_axes
 

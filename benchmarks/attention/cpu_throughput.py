@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from benchmarks.harness import options
+from benchmarks.harness.growth import crossover
 from benchmarks.harness.layers import LAYERS, PEER
 from benchmarks.harness.session import Session
 from benchmarks.harness.setting import CPU
 from benchmarks.harness.workloads import WHOLE
-from flexnsa.lm.measure.growth import crossover
 from flexnsa.lm.measure.table import format_table
 
 BASELINES = ("flash SDPA", "math SDPA")

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.growth import Curve, curves, fit_power_law
 from benchmarks.harness.options import RESULTS
-from flexnsa.lm.measure.growth import Curve, curves, fit_power_law
 from flexnsa.lm.measure.table import format_table
 
 QUANTITIES = {

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from benchmarks.harness import options
+from benchmarks.harness.clock import Clock
+from benchmarks.harness.growth import growth, growth_of, slopes
 from benchmarks.harness.layers import LAYERS
 from benchmarks.harness.phases import PHASES
 from benchmarks.harness.setting import CPU, Setting, large
 from benchmarks.harness.workloads import WHOLE
-from flexnsa.lm.measure.clock import Clock
-from flexnsa.lm.measure.growth import growth, growth_of, slopes
 from flexnsa.lm.measure.memory import MIB, AllocatorProbe, ResidentProbe, saved_for_backward
 from flexnsa.lm.measure.process import run_fresh
 from flexnsa.lm.measure.table import format_table

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from benchmarks.harness import options
 from benchmarks.harness.check import relative_error
+from benchmarks.harness.clock import Clock
 from flexnsa import pack_padded, unpack_padded
 from flexnsa.lm import PRESETS
-from flexnsa.lm.measure.clock import Clock
 from flexnsa.lm.measure.memory import MIB, AllocatorProbe
 from flexnsa.lm.measure.process import run_fresh
 from flexnsa.lm.measure.table import format_table

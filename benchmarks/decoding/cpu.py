@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.decoding.workloads import Dense, Sparse
 from benchmarks.harness import options
+from benchmarks.harness.clock import Clock
 from benchmarks.harness.setting import CPU, Setting
 from flexnsa import NativeSparseAttention, NSACache
 from flexnsa.cache.steps import ReadCounter
-from flexnsa.lm.measure.clock import Clock
 from flexnsa.lm.measure.table import format_table
 
 

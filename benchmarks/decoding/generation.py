@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from benchmarks.harness import options
+from benchmarks.harness.launches import count_launches
 from benchmarks.harness.session import Session
 from benchmarks.harness.setting import TINY_MODEL, published
 from flexnsa.lm import DecoderConfig, DecoderLM, DecodingSession, preset
-from flexnsa.lm.measure.launches import count_launches
 from flexnsa.lm.measure.memory import MIB
 
 

@@ -21,9 +21,9 @@ from benchmarks.decoding.check import check_decoding
 from benchmarks.decoding.workloads import Dense, Sparse, Timed
 from benchmarks.harness import options
 from benchmarks.harness.graphs import capture
+from benchmarks.harness.launches import count_launches
 from benchmarks.harness.session import Point, Session
 from benchmarks.harness.setting import published
-from flexnsa.lm.measure.launches import count_launches
 
 WIDTH = 2560
 """Of the paper's model."""

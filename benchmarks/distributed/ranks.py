@@ -29,8 +29,8 @@ from benchmarks.distributed.checks import layer_check, step_checks
 from benchmarks.distributed.speed import attention_speed, training_speed
 from benchmarks.distributed.together import Together
 from benchmarks.harness import options
+from benchmarks.harness.recording import Recording
 from benchmarks.harness.setting import published
-from flexnsa.lm.measure.recording import Recording
 from flexnsa.lm.parallel import joined_ranks, rank_device
 
 

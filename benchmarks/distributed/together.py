@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flexnsa.lm.measure.clock import Clock
+from benchmarks.harness.clock import Clock
+from benchmarks.harness.recording import Recording
 from flexnsa.lm.measure.memory import MIB
-from flexnsa.lm.measure.recording import Recording
 from flexnsa.lm.parallel import Ranks
 
 Point = dict[str, Any]

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.clock import Clock
 from flexnsa.lm import DecoderConfig, DecoderLM, preset
 from flexnsa.lm.estimate import estimate_training
 from flexnsa.lm.estimate.training import Precision
-from flexnsa.lm.measure.clock import Clock
 from flexnsa.lm.measure.memory import MIB, AllocatorProbe, ResidentProbe, saved_for_backward
 
 Progress = Callable[[str], object]

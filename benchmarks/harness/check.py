@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.parity import errors
 from benchmarks.harness.setting import Setting
 from benchmarks.harness.workloads import NSA_INPUTS, nsa_inputs
 from flexnsa import NSAConfig, select_blocks
-from flexnsa.lm.measure.parity import errors
 
 CASES = (
     {"num_heads": 32, "num_kv_heads": 2, "head_dim": 128, "seq_len": 1061, "dtype": torch.bfloat16},

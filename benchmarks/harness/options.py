@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flexnsa.lm.measure.recording import Recording
+from benchmarks.harness.recording import Recording
 
 RESULTS = Path("benchmarks/results")
 

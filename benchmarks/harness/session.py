@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from benchmarks.harness.clock import Clock
+from benchmarks.harness.recording import Recording
 from benchmarks.harness.setting import Setting
 from benchmarks.harness.workloads import Maker, Workload
-from flexnsa.lm.measure.clock import Clock
 from flexnsa.lm.measure.memory import MIB, AllocatorProbe
-from flexnsa.lm.measure.recording import Recording
 
 Point = dict[str, Any]
 Result = TypeVar("Result")

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from benchmarks.harness import options
+from benchmarks.harness.clock import Clock
+from benchmarks.harness.recording import Recording
 from flexnsa import NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.lm.measure.clock import Clock
-from flexnsa.lm.measure.recording import Recording
 from flexnsa.masks.compressed import compressed_mask
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.intervals import DENSE_TILE

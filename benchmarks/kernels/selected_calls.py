@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch
 
+from benchmarks.harness.clock import Clock
 from benchmarks.kernels.selected_plans import Shape, Variant
 from flexnsa.attention.flex import branches
 from flexnsa.attention.seam import Call
 from flexnsa.attention.tiles import selected as tiles
 from flexnsa.attention.triton import selected, selected_lists
 from flexnsa.config import NSAConfig
-from flexnsa.lm.measure.clock import Clock
 from flexnsa.lm.measure.memory import MIB, AllocatorProbe
 from flexnsa.masks.document import document_positions
 from flexnsa.positions import Positions

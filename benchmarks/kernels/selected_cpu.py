@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.harness import options
+from benchmarks.harness.clock import Clock
 from benchmarks.harness.phases import random_blocks
 from benchmarks.harness.setting import CPU
 from flexnsa import selected_attention
-from flexnsa.lm.measure.clock import Clock
 from flexnsa.lm.measure.table import format_table
 
 

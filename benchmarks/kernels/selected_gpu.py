@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         compile_ahead([(shape, variant) for shape in shapes for variant in variants], smoke=options.smoke)
         print(f"compiled at {deadline.spent:.0f} s", flush=True)
 
-    from flexnsa.lm.measure.recording import Recording
+    from benchmarks.harness.recording import Recording
 
     recording = Recording(options.json, (__doc__ or "").splitlines()[0])
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from benchmarks.harness import options
+from benchmarks.harness.recording import encode
 from benchmarks.learning.curriculum import Run
 from benchmarks.learning.plan import KINDS, Plan
 from benchmarks.learning.sizes import SIZES
 from benchmarks.learning.workers import Job, Report, places, run_jobs
-from flexnsa.lm.measure.recording import encode
 from flexnsa.lm.measure.table import format_table
 
 

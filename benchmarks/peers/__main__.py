@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.harness import options
+from benchmarks.harness.recording import Recording
 from benchmarks.harness.session import Session
 from benchmarks.harness.setting import Setting, published
 from benchmarks.harness.workloads import Maker, Workload
@@ -29,7 +30,6 @@ from benchmarks.peers.problem import Adapter, Problem
 from benchmarks.peers.table import DIFFERENCES, TABLE, missing
 from benchmarks.peers.trial import attempt
 from flexnsa.lm.measure.process import run_fresh
-from flexnsa.lm.measure.recording import Recording
 
 Key = tuple[str, str]
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.harness.clock import Clock
 from benchmarks.harness.workloads import Workload
 from benchmarks.suite.cases import Case
-from flexnsa.lm.measure.clock import Clock
 
 SECONDS_PER_POINT = 2.0
 MOST_ROUNDS = 20

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.harness.recording import Recording
 from benchmarks.harness.session import Session
 from benchmarks.harness.setting import Setting
 from benchmarks.peers import ours, table, trial
 from benchmarks.peers.problem import Adapter, Problem
 from flexnsa import NSAConfig, selected_attention
-from flexnsa.lm.measure.recording import Recording
 
 SETTING = Setting(
     num_heads=4,

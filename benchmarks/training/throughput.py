@@ -25,10 +25,10 @@ import torch
 
 from benchmarks.harness import options
 from benchmarks.harness.graphs import capture
+from benchmarks.harness.launches import time_kernels
 from benchmarks.harness.setting import TINY_MODEL
 from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.lm import DecoderConfig, DecoderLM, preset
-from flexnsa.lm.measure.launches import time_kernels
 from flexnsa.lm.measure.memory import MIB
 
 MODELS = {

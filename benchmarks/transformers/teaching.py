@@ -26,10 +26,10 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from benchmarks.harness import options
+from benchmarks.harness.recording import Recording
 from benchmarks.harness.setting import TINY_SIZES
 from benchmarks.transformers.up_training import FIRST, HELD_OUT_ROWS, SIZES, TINY, Rows, Run
 from flexnsa import NSAConfig, SelectionLoss
-from flexnsa.lm.measure.recording import Recording
 from flexnsa.optim import index_parameters, parameter_groups
 from flexnsa.transformers import convert, recall
 

@@ -24,10 +24,10 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from benchmarks.harness import options
+from benchmarks.harness.recording import Recording
 from benchmarks.harness.setting import TINY_SIZES
 from flexnsa import NSAConfig
 from flexnsa.lm import read_corpus
-from flexnsa.lm.measure.recording import Recording
 from flexnsa.transformers import convert
 
 SIZES: dict[str, Any] = {

@@ -12,7 +12,6 @@ from flexnsa.lm.cli.options import check_integers
 COMMANDS = {
     "train": "train a byte-level language model on text",
     "generate": "continue a prompt with a trained model",
-    "demo": "train NSA and two dense models, check exactness, measure memory and time",
     "estimate": "estimate the memory of training and the cost of decoding, from the configuration alone",
     "diagnose": "report the environment of a run, and find what makes it fail, hang or grow",
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from torch.cuda import nccl
 from flexnsa.errors import FileWarning
 from flexnsa.files import read_whole, write_whole
 from flexnsa.lm.checkpoint.checksum import sealed, unsealed
-from flexnsa.lm.measure.recording import environment
 from flexnsa.lm.measure.table import format_table
 from flexnsa.lm.training.trainer import Trainer
 
@@ -111,3 +112,48 @@ def _gpu(index: int) -> dict[str, Any]:
 
 def _in_words(gpu: dict[str, Any]) -> str:
     return f"{gpu['name']}, {gpu['memory_gib']} GiB, {gpu['multiprocessors']} multiprocessors of {gpu['capability']}"
+
+
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """Describe the machine and the software that a measurement depends on."""
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "load_average": round(os.getloadavg()[0], 2),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _installed("triton"),
+        "commit": commit or git_commit(),
+    }
+
+
+def cpu_name() -> str:
+    """Return the name of the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def git_commit() -> str | None:
+    """Return the commit of this checkout, marked ``+`` if the package was changed since."""
+    here = Path(__file__).resolve().parents[3]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "flexnsa") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

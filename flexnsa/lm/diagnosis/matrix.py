@@ -13,7 +13,7 @@ from typing import Any
 from flexnsa.files import write_whole
 from flexnsa.lm.checkpoint.checksum import sealed, unsealed
 from flexnsa.lm.diagnosis.cases import OUTCOME, Outcome
-from flexnsa.lm.measure.recording import environment
+from flexnsa.lm.diagnosis.environment import environment
 from flexnsa.lm.measure.table import format_table
 
 CASE = "case.json"

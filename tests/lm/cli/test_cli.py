@@ -15,7 +15,6 @@ from flexnsa.lm.checkpoint.log import read_log
 from flexnsa.lm.cli import COMMANDS, main
 from flexnsa.lm.cli.options import add_device_option, require
 from flexnsa.lm.cli.recipe_options import add_recipe_options, model_config
-from flexnsa.lm.measure.growth import fit_power_law
 from flexnsa.lm.measure.table import format_table
 from tests.lm.cli.tiny_run import train, write_text
 
@@ -214,15 +213,3 @@ def test_table_aligns_words_left_and_numbers_right():
     assert table == "name      MiB\n------  -----\na           1\nlonger  1,000"
     with pytest.raises(ValueError, match=r"zip\(\)"):
         format_table(["name", "MiB"], [["a"]])
-
-
-def test_power_law_is_found_and_what_is_none_is_told():
-    fit = fit_power_law((length, 3 * length**2) for length in (1, 2, 4, 8))
-    assert (fit.exponent, fit.constant, fit.residual) == (pytest.approx(2), pytest.approx(3), pytest.approx(0))
-    assert fit_power_law([(1024, 5.0), (2048, 10.0)]).exponent == pytest.approx(1)
-    # A line through the logarithms of 1, 2 * 1.5 ** 3, 4 has the slope of the first to the last.
-    fit = fit_power_law([(1, 1.0), (2, 2 * 1.5**3), (4, 4.0)])
-    assert (fit.exponent, fit.constant, fit.residual) == (pytest.approx(1), pytest.approx(1.5), pytest.approx(1.25))
-    for points in ([(1024, 5.0)], [(1024, 5.0), (1024, 6.0)], [(1024, 0.0), (2048, 1.0)]):
-        with pytest.raises(ValueError, match="points: expected positive values at two lengths"):
-            fit_power_law(points)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexnsa.lm.cli.demo.twins import TwinResult
-from flexnsa.lm.measure.growth import fit_power_law
-from flexnsa.lm.measure.palette import AMBER, BLUE, GREEN, GREY, ORANGE, STYLE
-from flexnsa.lm.measure.parity import ParityRow
-from flexnsa.lm.measure.scaling import ATTENTIONS, Point
+from benchmarks.demo.twins import TwinResult
+from benchmarks.harness.growth import fit_power_law
+from benchmarks.harness.palette import AMBER, BLUE, GREEN, GREY, ORANGE, STYLE
+from benchmarks.harness.parity import ParityRow
+from benchmarks.harness.scaling import ATTENTIONS, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

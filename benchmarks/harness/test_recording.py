@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from flexnsa.lm.measure.recording import Recording
+from benchmarks.harness.recording import Recording
 
 
 def test_every_point_is_on_disk_as_soon_as_it_exists(tmp_path: Path) -> None:

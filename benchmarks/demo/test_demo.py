@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.demo import __main__ as demo
+from benchmarks.harness.parity import measure_parity
+from benchmarks.harness.scaling import measure
 from flexnsa.lm import TrainConfig
-from flexnsa.lm.cli import demo, main
-from flexnsa.lm.measure.parity import measure_parity
-from flexnsa.lm.measure.scaling import measure
 
 TINY = demo.Size(
     training=TrainConfig(steps=4, batch_size=1, seq_len=96, eval_every=2, eval_sequences=2),
@@ -22,7 +22,7 @@ def test_demo_prints_its_tables_and_draws_its_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(demo, "QUICK", TINY)
-    main(["demo", "--quick", "--out", str(tmp_path / "out")])
+    demo.main(["--quick", "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     tables = "dk_cmp", "slope", "validation bits per byte", "the dense model of", "selection loss: 0."
     sizes = [int(size.replace(",", "")) for size in re.findall(r"of ([\d,]+) parameters", printed)]

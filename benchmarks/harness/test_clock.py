@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flexnsa.lm.measure.clock import Clock
+from benchmarks.harness.clock import Clock
 
 
 def test_callers_take_turns_and_rounds_that_warm_up_are_not_counted() -> None:

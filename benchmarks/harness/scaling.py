@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.harness.clock import Clock
 from flexnsa import NSAConfig, native_sparse_attention
 from flexnsa.geometry import num_compressed
-from flexnsa.lm.measure.clock import Clock
 from flexnsa.lm.measure.memory import MIB, peak_resident_bytes, saved_for_backward
 from flexnsa.lm.measure.process import run_fresh
 

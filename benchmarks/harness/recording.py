@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-import subprocess
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flexnsa.files import write_whole
+from flexnsa.lm.diagnosis.environment import environment
 
 DIGITS = 6
 """Significant digits of recorded numbers: pages print sums and differences of them to four or five."""
@@ -94,48 +89,3 @@ def _with_commit(earlier: dict[str, Any], now: str | None) -> list[dict[str, Any
     """Return the points of an earlier recording, with its commit where that differs."""
     commit = earlier["environment"]["commit"]
     return [point if commit == now else {"commit": commit} | point for point in earlier["points"]]
-
-
-def environment(commit: str | None = None) -> dict[str, Any]:
-    """Describe the machine and the software that a measurement depends on."""
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-        "load_average": round(os.getloadavg()[0], 2),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _installed("triton"),
-        "commit": commit or git_commit(),
-    }
-
-
-def cpu_name() -> str:
-    """Return the name of the processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def git_commit() -> str | None:
-    """Return the commit of this checkout, marked ``+`` if the package was changed since."""
-    here = Path(__file__).resolve().parents[3]
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "flexnsa") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexnsa.lm.measure.growth import crossover, curves, growth_of, slopes
+from benchmarks.harness.growth import crossover, curves, fit_power_law, growth_of, slopes
 
 
 def test_crossover_is_where_the_ratio_becomes_one_for_good() -> None:
@@ -30,3 +30,15 @@ def test_curves_leave_out_what_was_not_measured() -> None:
     assert curves(points, ("ms", "mib")) == {"NSA": {"ms": {1024: 1.0, 2048: 4.0}, "mib": {2048: 2.0}}}
     ms = {"slopes": {"1024-2048": 2.0}, "exponent": 2.0, "largest_residual": 0.0}
     assert growth_of(points, ("ms", "mib")) == {"NSA": {"ms": ms}}
+
+
+def test_power_law_is_found_and_what_is_none_is_told():
+    fit = fit_power_law((length, 3 * length**2) for length in (1, 2, 4, 8))
+    assert (fit.exponent, fit.constant, fit.residual) == (pytest.approx(2), pytest.approx(3), pytest.approx(0))
+    assert fit_power_law([(1024, 5.0), (2048, 10.0)]).exponent == pytest.approx(1)
+    # A line through the logarithms of 1, 2 * 1.5 ** 3, 4 has the slope of the first to the last.
+    fit = fit_power_law([(1, 1.0), (2, 2 * 1.5**3), (4, 4.0)])
+    assert (fit.exponent, fit.constant, fit.residual) == (pytest.approx(1), pytest.approx(1.5), pytest.approx(1.25))
+    for points in ([(1024, 5.0)], [(1024, 5.0), (1024, 6.0)], [(1024, 0.0), (2048, 1.0)]):
+        with pytest.raises(ValueError, match="points: expected positive values at two lengths"):
+            fit_power_law(points)

@@ -1,22 +1,27 @@
-"""``python -m flexnsa demo``: train NSA and two dense models on real text, check exactness, and measure memory."""
+"""Train NSA and two dense models on real text, check exactness, measure memory and time, and draw one picture.
+
+python -m benchmarks demo            # some minutes on two cores
+python -m benchmarks demo --quick    # half a minute, without learning much
+"""
 
 from __future__ import annotations
 
 import argparse
 import textwrap
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.demo.picture import draw
+from benchmarks.demo.twins import TwinResult, train_twins
+from benchmarks.harness.growth import fit_power_law
+from benchmarks.harness.parity import measure_parity, parity_table
+from benchmarks.harness.scaling import ATTENTIONS, Point, measure
 from flexnsa.layers.presets import text
-from flexnsa.lm.cli.demo.picture import draw
-from flexnsa.lm.cli.demo.twins import TwinResult, train_twins
-from flexnsa.lm.cli.options import output_folder, require
-from flexnsa.lm.measure.growth import fit_power_law
-from flexnsa.lm.measure.parity import measure_parity, parity_table
-from flexnsa.lm.measure.scaling import ATTENTIONS, Point, measure
+from flexnsa.lm.cli.options import output_folder
 from flexnsa.lm.measure.table import format_table
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.lm.training.config import TrainConfig
@@ -65,16 +70,12 @@ QUICK = Size(
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the three parts and draw their results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks demo", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="train and measure less, for a first look and for CI")
     parser.add_argument("--out", type=output_folder, default="demo", help="folder of the picture; default: %(default)s")
-
-
-def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    """Run the three parts and draw their results."""
-    require("numpy", "tqdm", extra="train")
-    require("matplotlib", extra="plot")
+    arguments = parser.parse_args(argv)
     size = QUICK if arguments.quick else FULL
     start = time.perf_counter()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -166,3 +167,7 @@ def _measure_all(seq_lens: dict[str, tuple[int, ...]]) -> list[Point]:
 
 def _headline(text: str) -> None:
     print(f"\n{text}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

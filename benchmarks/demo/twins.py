@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.clock import Clock
 from flexnsa.lm.data.corpus import read_corpus
 from flexnsa.lm.generation.generate import generate
-from flexnsa.lm.measure.clock import Clock
 from flexnsa.lm.measure.process import started
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.lm.model.decoder import DecoderLM

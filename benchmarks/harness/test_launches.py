@@ -9,19 +9,24 @@ import torch
 from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile
 
-from flexnsa.lm.measure.launches import KernelTime, count_launches, kernel_times, time_kernels
+from benchmarks.harness.launches import KernelTime, count_launches, kernel_times, time_kernels
 
 
 @dataclass
 class Interval:
+    """As the profiler's."""
+
     us: float
 
     def elapsed_us(self) -> float:
+        """Return its duration."""
         return self.us
 
 
 @dataclass
 class Event:
+    """As the profiler's."""
+
     name: str
     device_type: DeviceType = DeviceType.CUDA
     is_user_annotation: bool | None = False
