@@ -22,7 +22,8 @@ def num_compressed(seq_len: int, config: NSAConfig) -> int:
 
     The query at position ``seq_len - 1`` sees all of them.
     """
-    return max(0, (seq_len - config.compress_block_size) // config.compress_stride + 1)
+    count = (seq_len - config.compress_block_size) // config.compress_stride + 1
+    return count if count > 0 else 0  # exporters put their own max in place of Python's, and know less of what it gives
 
 
 def num_blocks(seq_len: int, config: NSAConfig) -> int:

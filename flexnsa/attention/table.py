@@ -153,7 +153,7 @@ def prepare_mods(
     """
     if (score_mod is None and mask_mod is None) or torch.compiler.is_compiling():
         return merge_mods(score_mod, mask_mod)
-    captures_gradient = check_mods(score_mod, mask_mod, len(x), num_heads, x.device)
+    captures_gradient = check_mods(score_mod, mask_mod, x.shape[0], num_heads, x.device)
     if captures_gradient and x.device.type == "cpu" and not implementation.cpu_backward:
         raise ValueError(
             "score_mod: captures a tensor that requires a gradient, and FlexAttention has no backward on a CPU; "

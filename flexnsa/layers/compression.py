@@ -22,7 +22,7 @@ from flexnsa.checks.primitives import (
 )
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
-from flexnsa.layers.projection import has_no_hooks, is_dense, is_plain, weight_of
+from flexnsa.layers.projection import by_rows, has_no_hooks, is_dense, is_plain, multiply, weight_of
 from flexnsa.layers.spread import whole, write
 
 
@@ -30,11 +30,21 @@ def _segments(x: Tensor, config: NSAConfig) -> Tensor:
     """Split the tokens of ``(..., S, D)`` into segments of ``d``, ``(..., S // d + 1, d, D)``; zeros fill the last.
 
     With two segments of padding no slice ever spans a whole dimension. One that sometimes did would make
-    ``torch.compile`` of dynamic lengths build a second graph.
+    ``torch.compile`` of dynamic lengths build a second graph. An exporter would have to prove it for all lengths.
     """
     stride = config.compress_stride
+    if torch.compiler.is_exporting():
+        return _windows(F.pad(x, (0, 0, 0, stride)), stride)
     count = x.shape[-2] // stride + 1
     return torch.unflatten(F.pad(x, (0, 0, 0, 2 * stride))[..., : count * stride, :], -2, (count, stride))
+
+
+def _windows(x: Tensor, size: int) -> Tensor:
+    """Split ``(..., S, D)`` into ``(..., S // size, size, D)``, for exporters: backward takes longer than of a view.
+
+    It puts no condition on ``S``, which would have to be proved for all lengths, nor does a copy on how it is stored.
+    """
+    return torch.transpose_copy(x.unfold(-2, size, size), -2, -1)
 
 
 def _add_neighbours(parts: Tensor, count: int) -> Tensor:
@@ -46,8 +56,11 @@ def _add_neighbours(parts: Tensor, count: int) -> Tensor:
 def _blocks(x: Tensor, first_tokens: Tensor, config: NSAConfig) -> Tensor:
     """Gather the blocks of packed documents, which may start anywhere, ``(B, Hkv, N, l, D)``."""
     token = first_tokens[..., None] + torch.arange(config.compress_block_size, device=x.device)
-    index = token.flatten(1)[:, None, :, None].to(torch.int64).expand(-1, x.shape[1], -1, x.shape[3])
-    return torch.unflatten(x.gather(2, index), 2, token.shape[1:])
+    index = token.flatten().view(token.shape[0], 1, -1, 1).to(torch.int64).expand(-1, x.shape[1], -1, x.shape[3])
+    tokens = x.gather(2, index)
+    if torch.compiler.is_exporting():
+        return _windows(tokens, config.compress_block_size)
+    return torch.unflatten(tokens, 2, token.shape[1:])
 
 
 def average_blocks(x: Tensor, first_tokens: Tensor | None, config: NSAConfig) -> Tensor:
@@ -162,7 +175,7 @@ class MLPCompressor(nn.Module):
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks start every ``d`` or at ``first_tokens (B, N)``."""
         check_input(x, first_tokens, self.shape, self.project.config, weight_of(self.project))
-        return self.out(F.silu(self.project(x, first_tokens)))
+        return by_rows(self.out, F.silu(self.project(x, first_tokens)))
 
     def reset_parameters(self) -> None:
         """Initialise the weights, as the mean if that was chosen before."""
@@ -217,7 +230,7 @@ class BlockLinear(nn.Module):
         if first_tokens is None:
             return map_blocks(x, self.position, self.weight, self.config)
         position = F.linear(self.position.flatten(), self.weight)
-        return F.linear(_blocks(x, first_tokens, self.config).flatten(3), self.weight) + position
+        return multiply(_blocks(x, first_tokens, self.config).flatten(3), self.weight) + position
 
 
 def map_blocks(x: Tensor, position: Tensor, weight: Tensor, config: NSAConfig) -> Tensor:
@@ -227,13 +240,6 @@ def map_blocks(x: Tensor, position: Tensor, weight: Tensor, config: NSAConfig) -
     mapped = torch.unflatten(multiply(_segments(x, config).flatten(-2), of_parts), -1, (parts, -1))
     of_position = multiply(position.flatten(-2)[..., None, None, None, :], weight)
     return _add_neighbours(mapped, num_compressed(x.shape[-2], config)) + of_position
-
-
-def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply rows ``(B, Hkv, S, D)`` by ``weight (out, D)``; or several, both stacked, in a batched product."""
-    if weight.dim() == 2:
-        return F.linear(x, weight)
-    return torch.unflatten(torch.flatten(x, 1, -2) @ weight.mT, 1, x.shape[1:-1])
 
 
 def as_phi(compressor: object) -> CompressorWeights | None:
@@ -281,7 +287,7 @@ def check_input(
         check_like_weight("x", x, ("B", heads, "S", dim), weight)
     if first_tokens is None:
         return
-    check_integers("first_tokens", first_tokens, (len(x), "N"), like=x, as_of="x")
+    check_integers("first_tokens", first_tokens, (x.shape[0], "N"), like=x, as_of="x")
     last = x.shape[2] - config.compress_block_size
     if may_look(first_tokens) and not ((first_tokens >= 0) & (first_tokens <= last)).all():
         raise ValueError(f"first_tokens: expected blocks within the {x.shape[2]} tokens of x, 0 .. {last}, got others")

@@ -194,17 +194,17 @@ class SelectionLoss:
         Raises:
             ValueError: they were chosen for sequences of another number or length.
         """
-        if self._sequences is not None and self._sequences.shape[:2] != (len(x), seq_len):
+        if self._sequences is not None and self._sequences.shape[:2] != (x.shape[0], seq_len):
             used = "that of {} sequences of {}".format(*self._sequences.shape)
             raise ValueError(
                 f"selection: expected a new SelectionLoss for each pass, got {used} tokens for {len(x)} of {seq_len}"
             )
         if self._tokens is None:
-            ids = torch.arange(len(x), device=x.device) if self.sequence_ids is None else self.sequence_ids
+            ids = torch.arange(x.shape[0], device=x.device) if self.sequence_ids is None else self.sequence_ids
             if self.sequence_ids is not None:
-                check_integers("sequence_ids", ids, (len(x),), like=x, as_of="x")
+                check_integers("sequence_ids", ids, (x.shape[0],), like=x, as_of="x")
             self._tokens = sampled_tokens(seq_len, self.num_queries, self.seed, self.step, ids, real)
-            self._sequences = x.detach().new_empty(len(x), seq_len, 0)
+            self._sequences = x.detach().new_empty(x.shape[0], seq_len, 0)
         return self._tokens
 
     def of_rows(self, x: Tensor, real: Tensor | None) -> SelectionLoss:

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.layers.compression import LinearCompressor, MLPCompressor, as_phi, check_input, map_blocks, multiply
+from flexnsa.layers.compression import LinearCompressor, MLPCompressor, as_phi, check_input, map_blocks
+from flexnsa.layers.projection import multiply
 
 
 def compress_both(phi_k: object, phi_v: object, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -167,8 +167,8 @@ def check_layout(layout: Layout, x: Tensor, document_ids: Tensor | None, sizes: 
         raise ValueError(f"document_ids: expected None with a layout, got {describe(document_ids)}")
     shape = layout.tokens.cos.shape
     rows, tokens = shape[0] if len(shape) == 4 else 1, shape[-2]
-    if rows not in (1, len(x)) or tokens != x.shape[1]:
-        expected = f"{x.shape[1]} tokens in {len(x)} rows, as x has"
+    if rows not in (1, x.shape[0]) or tokens != x.shape[1]:
+        expected = f"{x.shape[1]} tokens in {x.shape[0]} rows, as x has"
         raise ValueError(f"layout: expected {expected}, got {tokens} tokens in {rows} rows")
     if layout.sizes == sizes:  # all at once, because this is compiled too
         return

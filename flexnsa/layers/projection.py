@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -64,6 +64,23 @@ def project_together(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     spare = min(columns, max(1, SEPARATE_PIECES - len(sizes)))
     padding = [columns // spare + (piece < columns % spare) for piece in range(spare)]
     return list(torch.split(product, [*sizes, *padding], dim=-1))[: len(sizes)]
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply rows ``(B, Hkv, S, D)`` by ``weight (out, D)``; or several, both stacked, in a batched product."""
+    if weight.dim() == 2:
+        return by_rows(lambda rows: F.linear(rows, weight), x)
+    rows = x.flatten().view(x.shape[0], -1, x.shape[-1])
+    return torch.unflatten(rows @ weight.mT, 1, x.shape[1:-1])
+
+
+def by_rows(linear: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Map ``x (..., D)`` by a function of rows ``(R, D)``.
+
+    They are made by way of one dimension. From several, PyTorch would make them on a condition: how their sizes divide
+    each other, which an exporter would have to prove for all lengths.
+    """
+    return torch.unflatten(linear(x.flatten().view(-1, x.shape[-1])), 0, x.shape[:-1])
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:

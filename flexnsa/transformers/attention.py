@@ -108,7 +108,7 @@ class ConvertedAttention(SparseLayer):
         """
         x, num_tokens = hidden_states, hidden_states.shape[1]
         layer = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)
-        marks, found = read_mask(attention_mask, len(x), num_tokens + (0 if layer is None else layer.seen))
+        marks, found = read_mask(attention_mask, x.shape[0], num_tokens + (0 if layer is None else layer.seen))
         found = None if given_positions is None else found  # positions that the model counts itself never restart
         position_ids = given_positions if found is None else None
         alignment, real = None, new_lengths
@@ -116,15 +116,15 @@ class ConvertedAttention(SparseLayer):
             alignment = Alignment.of(marks, num_tokens)
             x, real = alignment.align_queries(x, dim=1), alignment.real
             if position_ids is not None:
-                position_ids = alignment.align_queries(position_ids.expand(len(x), -1), dim=1)
+                position_ids = alignment.align_queries(position_ids.expand(x.shape[0], -1), dim=1)
         begins = document_begins(position_ids, num_tokens, real, gaps="refuse")
         mods = Softmax(limit=self.options.softcap).score_mod, None
         if layer is None:
-            documents = document_ids(begins, cu_seq_lens_q, len(x), num_tokens, found=found, alignment=alignment)
+            documents = document_ids(begins, cu_seq_lens_q, x.shape[0], num_tokens, found=found, alignment=alignment)
             out = run_layer(self, x, mods=mods, document_ids=documents, selection=selection)
         else:
             demand_no_pack(begins, cu_seq_lens_q)
-            cache = layer.prepare(partial(self._new_cache, x), len(x), num_tokens)
+            cache = layer.prepare(partial(self._new_cache, x), x.shape[0], num_tokens)
             cache.require(**self._kept(x))
             check_past(marks, cache.lengths)
             demand_one_document(position_ids, cache.lengths[:, None], real)

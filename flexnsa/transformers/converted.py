@@ -124,7 +124,7 @@ class ConvertedModel(ConvertedPreTrainedModel):
         taught = None
         if selection is not None:
             check_selection(selection, [layer.indexer for layer in layers])
-            taught = None if x is None else selection.of_rows(x, count_real(attention_mask, len(x)))
+            taught = None if x is None else selection.of_rows(x, count_real(attention_mask, x.shape[0]))
         out = super().forward(  # pyright: ignore
             input_ids=input_ids,
             attention_mask=attention_mask,

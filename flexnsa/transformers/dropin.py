@@ -87,7 +87,7 @@ def attention_forward(
     if position_ids is not None and position_ids.dim() == 3:
         position_ids, has_axes = one_axis(position_ids), True
     _check(module, dropout, kwargs)
-    marks, found = read_mask(attention_mask, len(key), key.shape[2])
+    marks, found = read_mask(attention_mask, key.shape[0], key.shape[2])
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, their norms return float32
     softmax = Softmax(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
     options, num_queries = DropInOptions.of(module.config), query.shape[2]
@@ -98,10 +98,10 @@ def attention_forward(
         query = alignment.align_queries(query, dim=2)
         key, value = alignment.align_keys(key), alignment.align_keys(value)
         if position_ids is not None:
-            position_ids = alignment.align_queries(position_ids.expand(len(query), -1), dim=1)
+            position_ids = alignment.align_queries(position_ids.expand(query.shape[0], -1), dim=1)
     begins = document_begins(position_ids, num_queries, real)
     if num_queries == key.shape[2]:
-        documents = document_ids(begins, cu_seq_lens_q, len(query), num_queries, found=found, alignment=alignment)
+        documents = document_ids(begins, cu_seq_lens_q, query.shape[0], num_queries, found=found, alignment=alignment)
         out = _attend_rows(query, key, value, documents, softmax, options)
     else:
         demand_no_pack(begins, cu_seq_lens_q)
@@ -133,7 +133,7 @@ def _kept_positions(q: Tensor, k: Tensor, alignment: Alignment | None) -> Positi
     """Return the positions of new tokens: the last keys, or with padding or spare slots those of ``alignment``."""
     if alignment is None:
         positions = Positions.of_sequence(k.shape[2], k.device).at(slice(-q.shape[2], None))
-        return positions.map(lambda x: x.expand(len(q), -1).contiguous())
+        return positions.map(lambda x: x.expand(q.shape[0], -1).contiguous())
     zero = torch.zeros_like(alignment.token)
     return Positions(alignment.token, zero, zero)
 

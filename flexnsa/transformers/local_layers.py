@@ -133,7 +133,7 @@ def _documents(
         position_ids = one_axis(position_ids)
     begins = document_begins(position_ids, query.shape[2])
     if query.shape[2] == key.shape[2]:
-        return document_ids(begins, cu_seq_lens_q, len(query), query.shape[2])
+        return document_ids(begins, cu_seq_lens_q, query.shape[0], query.shape[2])
     demand_no_pack(begins, cu_seq_lens_q)
     return None
 

@@ -127,7 +127,7 @@ def read_mask(mask: Any, batch_size: int, num_keys: int) -> tuple[Tensor | None,
 
 def count_real(attention_mask: Any, batch_size: int) -> Tensor | None:
     """Count the tokens of each row of a mask ``(B, S)``, int64 ``(B,)``; None of anything else."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or len(attention_mask) != batch_size:
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size:
         return None
     return attention_mask.to(torch.bool).sum(1)
 
@@ -203,8 +203,8 @@ def roll_rows(x: Tensor, shift: Tensor, *, dim: int) -> Tensor:
     """Roll each batch element of ``x (B, ...)`` towards the front of ``dim`` by its own ``shift (B, 1)``."""
     size = x.shape[dim]
     index = (torch.arange(size, device=x.device) + shift) % size
-    shape = [size if d == dim else len(x) if d == 0 else 1 for d in range(x.dim())]
-    return x.gather(dim, index.expand(len(x), -1).reshape(shape).expand_as(x))
+    shape = [size if d == dim else x.shape[0] if d == 0 else 1 for d in range(x.dim())]
+    return x.gather(dim, index.expand(x.shape[0], -1).reshape(shape).expand_as(x))
 
 
 def _check_runs(real: Tensor) -> None:

@@ -41,7 +41,7 @@ class Reading:
     def take(self, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, None]:
         """Keep the arguments, and return zeros as the heads' outputs."""
         self.heads, self.given = {"q": query, "k": key, "v": value}, dict(given)
-        return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
 @contextmanager

@@ -1,32 +1,68 @@
-"""The layer as an exported program: one for every length."""
+"""Layers and decoders as exported programs: one for every length."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch.export import Dim, export
 
 from flexnsa import NativeSparseAttention
+from flexnsa.layers.presets import LAYER_PRESETS, PAPER, text
+from flexnsa.lm.model.config import DecoderConfig
+from flexnsa.lm.model.decoder import DecoderLM
+from tests.support.exported import assert_one_program_serves_all
 from tests.support.inputs import SMALL
+
+SIZES: dict[str, Any] = {"dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+LAYERS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "paper": {"preset": "paper"},
+    "sdpa": {"impl": "sdpa"},
+    "paper by sdpa": {"preset": "paper", "impl": "sdpa"},
+    "linear": {"compression": "linear"},
+    "mean": {"compression": "mean"},
+    "one key head": {"num_kv_heads": 1},
+    "selected and window": {"preset": "paper", "branches": ("slc", "win")},
+}
+
+
+def _rows(batch_size: int, seq_len: int, *, packed: bool = False) -> dict[str, Any]:
+    documents = (torch.arange(seq_len) >= seq_len // 3).int().repeat(batch_size, 1)
+    return {"x": torch.randn(batch_size, seq_len, 32)} | ({"document_ids": documents} if packed else {})
+
+
+def _tokens(*shape: int) -> dict[str, Any]:
+    return {"tokens": torch.randint(256, shape)}
+
+
+def _decoder(preset: str) -> DecoderLM:
+    settings = PAPER if preset == "paper" else text(4, 2)
+    return DecoderLM(DecoderConfig(**SIZES, num_layers=2, **settings))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_one_program_of_a_layer_serves_every_length(options: dict[str, Any], packed: bool) -> None:
+    layer = NativeSparseAttention(**SIZES | options).eval()
+    assert_one_program_serves_all(layer, partial(_rows, packed=packed), any_batch=packed)
+
+
+@pytest.mark.parametrize("preset", LAYER_PRESETS)
+def test_one_program_serves_every_length_and_batch(preset: str) -> None:
+    layer = NativeSparseAttention(**SIZES, preset=preset).eval()
+    assert_one_program_serves_all(layer, _rows, strict=True)
+    assert_one_program_serves_all(_decoder(preset).eval(), _tokens)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
-def test_one_program_serves_every_length(strict: bool) -> None:
-    """Checks of what the exporter cannot prove, such as ``d * (S // d) <= S``, are left to the program.
-
-    Fewer than two compressed tokens, S < l + d, would be a program of its own: the exporter takes sizes 0 and 1 for
-    constants.
-    """
-    layer = NativeSparseAttention(32, 4, 2, 8, config=SMALL, impl="sdpa").eval()
+def test_one_program_serves_two_compressed_tokens_and_more() -> None:
+    """With fewer, S < l + d, it would be a program of its own: the exporter takes sizes 0 and 1 for constants."""
+    layer = NativeSparseAttention(**SIZES, config=SMALL, impl="sdpa").eval()
     lengths = ({1: Dim("S", min=12, max=512)},)
-    exported = export(
-        layer,
-        (torch.randn(1, 100, 32),),
-        dynamic_shapes=lengths,
-        strict=strict,
-        prefer_deferred_runtime_asserts_over_guards=True,
-    ).module()
+    exported = export(layer, (torch.randn(1, 100, 32),), dynamic_shapes=lengths).module()
     for length in (12, 13, 16, 17, 33, 512):
         x = torch.randn(1, length, 32)
         torch.testing.assert_close(exported(x), layer(x))

@@ -130,7 +130,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             alignment = Alignment.of(marks, tokens.shape[1])
             tokens = alignment.align_queries(tokens, dim=1)
             position_ids, labels, shift_labels = (
-                None if x is None else alignment.align_queries(x.expand(len(tokens), -1), dim=1)
+                None if x is None else alignment.align_queries(x.expand(tokens.shape[0], -1), dim=1)
                 for x in (position_ids, labels, shift_labels)
             )
         real = None if alignment is None else alignment.real
@@ -315,10 +315,10 @@ def _marks(tokens: Tensor, attention_mask: Tensor | None, seen: int) -> Tensor |
     if attention_mask is None:
         return None
     num_keys = seen + tokens.shape[1]
-    if tuple(getattr(attention_mask, "shape", ())) != (len(tokens), num_keys):
-        raise ValueError(f"attention_mask: expected ({len(tokens)}, {num_keys}), got {describe(attention_mask)}")
+    if tuple(getattr(attention_mask, "shape", ())) != (tokens.shape[0], num_keys):
+        raise ValueError(f"attention_mask: expected ({tokens.shape[0]}, {num_keys}), got {describe(attention_mask)}")
     mask = attention_mask.to(torch.bool)
-    return mark_slots(len(tokens), tokens.shape[1], num_keys, seen, attention_mask=mask, device=tokens.device)
+    return mark_slots(tokens.shape[0], tokens.shape[1], num_keys, seen, attention_mask=mask, device=tokens.device)
 
 
 def _is_last(logits_to_keep: int | Tensor, real: Tensor | None) -> bool:

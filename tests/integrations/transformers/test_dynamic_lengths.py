@@ -1,0 +1,29 @@
+"""Models of transformers as exported programs: one for every length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integrations.transformers.families import FEW, INDEXED, converted, own, sparse, tokens
+from tests.support.exported import assert_one_program_serves_all
+
+MODELS: dict[str, Any] = {
+    "drop-in": lambda: sparse("llama", FEW, num_hidden_layers=1),
+    "converted": lambda: converted("llama", FEW, num_hidden_layers=1),
+    "indexer": lambda: converted("qwen3", INDEXED, num_hidden_layers=1),
+    "own decoder": lambda: own(num_layers=1),
+}
+
+
+def _inputs(*shape: int) -> dict[str, Any]:
+    return {"input_ids": tokens(*shape)}
+
+
+@pytest.mark.parametrize("any_batch", [False, True], ids=["one row", "rows"])
+@pytest.mark.parametrize("name", MODELS)
+def test_one_program_serves_every_length(name: str, any_batch: bool) -> None:
+    model = MODELS[name]()
+    model.config.use_cache = False
+    assert_one_program_serves_all(model, _inputs, any_batch=any_batch)
