@@ -139,7 +139,7 @@ class ConvertedAttention(SparseLayer):
         Raises:
             ValueError: the layer's parameters were made for others.
         """
-        if options != self.options:
+        if not options.is_like(self.options):
             for name in MADE_FOR:
                 has, wanted = (getattr(x if hasattr(x, name) else x.sizes, name) for x in (self.options, options))
                 if has != wanted:

@@ -94,6 +94,12 @@ class LayerOptions(BranchOptions):
         """Read a model's ``config.flexnsa``; see :meth:`DropInOptions.of`."""
         return cls(**_read(config, OF_LAYERS, SIZES))
 
+    def is_like(self, other: LayerOptions) -> bool:
+        """Return whether all options are equal; torch.compile cannot compare them where one is a symbol to it."""
+        return self.sizes.to_ints() == other.sizes.to_ints() and all(
+            getattr(self, name) == getattr(other, name) for name in OF_LAYERS
+        )
+
     def rotary_of(self, layer: int) -> str:
         """Return how heads of a layer are rotated."""
         return self.rotary if isinstance(self.rotary, str) else self.rotary[layer]

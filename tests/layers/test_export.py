@@ -1,4 +1,4 @@
-"""Layers and decoders as exported programs: one for every length."""
+"""Layers and decoders as exported programs and compiled graphs: one for every length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexnsa import NativeSparseAttention
 from flexnsa.layers.presets import LAYER_PRESETS, PAPER, text
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.lm.model.decoder import DecoderLM
-from tests.support.exported import assert_one_program_serves_all
+from tests.support.exported import MOST_GRAPHS, assert_few_graphs_serve_all, assert_one_program_serves_all
 from tests.support.inputs import SMALL
 
 SIZES: dict[str, Any] = {"dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -66,3 +66,16 @@ def test_one_program_serves_two_compressed_tokens_and_more() -> None:
     for length in (12, 13, 16, 17, 33, 512):
         x = torch.randn(1, length, 32)
         torch.testing.assert_close(exported(x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:selection")
+@pytest.mark.parametrize("preset", LAYER_PRESETS)
+@pytest.mark.parametrize("how", MOST_GRAPHS)
+def test_few_graphs_serve_every_length(how: str, preset: str) -> None:
+    assert_few_graphs_serve_all(NativeSparseAttention(**SIZES, preset=preset), _rows, how)
+
+
+@pytest.mark.filterwarnings("ignore:selection")
+def test_inductor_serves_every_length() -> None:
+    assert_few_graphs_serve_all(NativeSparseAttention(**SIZES), _rows, "marked", backend="inductor")
+    assert_few_graphs_serve_all(_decoder("text"), _tokens, "marked", backend="inductor")

@@ -1,4 +1,4 @@
-"""Models of transformers as exported programs: one for every length."""
+"""Models of transformers as exported programs and compiled graphs: one for every length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.transformers.families import FEW, INDEXED, converted, own, sparse, tokens
-from tests.support.exported import assert_one_program_serves_all
+from tests.support.exported import assert_few_graphs_serve_all, assert_one_program_serves_all
 
 MODELS: dict[str, Any] = {
     "drop-in": lambda: sparse("llama", FEW, num_hidden_layers=1),
@@ -27,3 +27,22 @@ def test_one_program_serves_every_length(name: str, any_batch: bool) -> None:
     model = MODELS[name]()
     model.config.use_cache = False
     assert_one_program_serves_all(model, _inputs, any_batch=any_batch)
+
+
+@pytest.mark.filterwarnings("ignore:selection")
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("drop-in", "marked"), ("converted", "dynamic"), ("indexer", "marked"), ("own decoder", "automatic")],
+)
+def test_few_graphs_serve_every_length(name: str, how: str) -> None:
+    model = MODELS[name]().train()
+    model.config.use_cache = False
+    assert_few_graphs_serve_all(model, _inputs, how)
+
+
+def test_few_graphs_serve_the_middle_of_a_schedule() -> None:
+    """One more graph, as the first call changes the options of the layers."""
+    model = MODELS["converted"]().train()
+    model.config.use_cache = False
+    model.config.flexnsa = {**model.config.flexnsa, "opening": 0.5}
+    assert_few_graphs_serve_all(model, _inputs, "automatic", more=1)
