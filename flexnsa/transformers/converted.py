@@ -23,7 +23,7 @@ from flexnsa.transformers.marks import count_real
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.parallel import SpreadHeads
 from flexnsa.transformers.reading import Reading
-from flexnsa.transformers.refusal import asks_for_attention
+from flexnsa.transformers.refusal import asks_for_attention, refuse_attentions
 from flexnsa.transformers.teaching import Lesson
 
 OF_NSA = ("given_positions", "new_lengths", "selection")
@@ -114,6 +114,7 @@ class ConvertedModel(ConvertedPreTrainedModel):
             TypeError: an argument or an option has the wrong type.
             ValueError: an argument or an option does not fit; the message names it.
         """
+        refuse_attentions(self.config, kwargs, "of a model with NSA layers")
         x = inputs_embeds if input_ids is None else input_ids
         cache, options = wanted_cache(self, x, past_key_values, use_cache), LayerOptions.of(self.config)
         layers = self.nsa_layers

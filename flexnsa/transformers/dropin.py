@@ -22,7 +22,7 @@ from flexnsa.transformers.options import DropInOptions
 from flexnsa.transformers.own_keys import attend_to_own_keys
 from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids, one_axis
 from flexnsa.transformers.paged import attend_to_pages
-from flexnsa.transformers.refusal import PURPOSE, check_config, takes_positions
+from flexnsa.transformers.refusal import PURPOSE, check_config, refuse_attentions, takes_positions
 from flexnsa.transformers.softmax import Softmax
 
 REFUSED = ("sliding_window", "position_bias")
@@ -156,6 +156,7 @@ def _check(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
     Raises:
         ValueError: it does.
     """
+    refuse_attentions(module.config, others)
     for name in REFUSED:
         if others.get(name) is not None:
             raise ValueError(f"{name}: expected None {PURPOSE}, got {describe(others[name])}")

@@ -7,7 +7,7 @@ own, would silently stay what it is.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any
 
@@ -81,6 +81,16 @@ def check_layers(model: nn.Module) -> None:
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that compute attention by transformers' interface."""
     return [module for module in model.modules() if asks_for_attention(type(module))]
+
+
+def refuse_attentions(config: Any, options: Mapping[str, Any], purpose: str = PURPOSE) -> None:
+    """Check that probabilities are not asked for, by an argument or by the config: no implementation has them.
+
+    Raises:
+        ValueError: they are.
+    """
+    if options.get("output_attentions", getattr(config, "output_attentions", False)):
+        raise ValueError(f"output_attentions: expected None or False {purpose}, got True")
 
 
 @torch.compiler.assume_constant_result  # a compiler cannot read signatures

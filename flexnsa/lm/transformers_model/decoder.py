@@ -35,6 +35,7 @@ from flexnsa.transformers.converted import CachedGeneration
 from flexnsa.transformers.marks import Alignment, check_past, mark_slots
 from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
 from flexnsa.transformers.parallel import SpreadHeads, decoder_plan
+from flexnsa.transformers.refusal import refuse_attentions
 from flexnsa.transformers.teaching import Lesson
 
 
@@ -106,7 +107,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             TypeError: an argument is not of its kind.
             ValueError: an argument does not fit, or is not there to be had; the message names it.
         """
-        self._refuse(kwargs)
+        refuse_attentions(self.config, kwargs, f"of {type(self).__name__}")
         lesson = self.lesson if selection is None and self.training and torch.is_grad_enabled() else None
         selection = selection if lesson is None else lesson.selection()
         if selection is not None:
@@ -182,13 +183,6 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
     def next_logits(self, tokens: Tensor, cache: FlexNSACache, real: Tensor) -> Tensor:
         """Give the logits of one token a row."""
         return self.model(tokens, caches=cache.kept, lengths=real)
-
-    def _refuse(self, others: dict[str, Any]) -> None:
-        """Demand nothing that would be ignored."""
-        wanted = {"output_attentions": self.config.output_attentions} | others
-        value = wanted["output_attentions"]
-        if value is not None and value is not False:
-            raise ValueError(f"output_attentions: expected None of {type(self).__name__}, got {describe(value)}")
 
     def _loss(self, tokens: Tensor, targets: Tensor | None, count: Any, **options: Any) -> Tensor:
         """Give the mean over all targets, or their sum divided by ``count``."""

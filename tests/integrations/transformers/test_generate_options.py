@@ -139,6 +139,14 @@ def test_an_option_gives_what_the_dense_model_gives(kind: str, option: str) -> N
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [*ORACLE, "own"])
+def test_probabilities_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="output_attentions: expected None or False"):
+        made(kind).generate(**ROWS, max_new_tokens=2, return_dict_in_generate=True, output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions: expected None or False"):
+        made(kind)(**ROWS, output_attentions=True)
+
+
 @pytest.mark.parametrize("kind", ["converted", "own", "mixed, converted"])
 @pytest.mark.parametrize("unlike", UNLIKE)
 def test_a_cache_that_nsa_layers_have_not_is_refused(kind: str, unlike: str) -> None:
