@@ -1,6 +1,6 @@
 """Native Sparse Attention (arXiv 2502.11089) as FlexAttention block masks: exact, linear in memory, compiled."""
 
-from flexnsa.attention.seam import NSAAux
+from flexnsa.attention.interface import NSAAux
 from flexnsa.cache.cache import NSACache
 from flexnsa.checks.calls import check_block_indices, check_positions
 from flexnsa.config import NSAConfig

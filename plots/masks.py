@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.harness.palette import BLUE, GREEN, GREY, ORANGE
 from flexnsa import NSAConfig
-from flexnsa.attention.seam import Call
-from flexnsa.attention.table import REFERENCE
+from flexnsa.attention.dispatch import REFERENCE
+from flexnsa.attention.interface import Call
 from flexnsa.geometry import num_compressed
 from flexnsa.lm.diagnosis.environment import git_commit
 from flexnsa.masks.compressed import compressed_intervals

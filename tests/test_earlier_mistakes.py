@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flexnsa import NativeSparseAttention, select_blocks, sliding_window_attention
-from flexnsa.attention.seam import Call, Implementation
-from flexnsa.attention.table import IMPLEMENTATIONS
+from flexnsa.attention.dispatch import IMPLEMENTATIONS
+from flexnsa.attention.interface import Call, Implementation
 from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
 from tests.support.inputs import SMALL, Inputs, attend, make_inputs

@@ -24,7 +24,7 @@ from flexnsa import (
     selected_attention,
     sliding_window_attention,
 )
-from flexnsa.attention.table import IMPLEMENTATIONS
+from flexnsa.attention.dispatch import IMPLEMENTATIONS
 from tests.support.inputs import SMALL, make_inputs
 
 X = make_inputs(40, batch=2, dtype=torch.float32)  # Hq 4, Hkv 2, D 16, N 9, M 3

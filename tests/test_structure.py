@@ -24,13 +24,13 @@ FLOORS = (
     "flexnsa/masks",
     "flexnsa/mods flexnsa/packing",
     # attention: the contract, what implementations share, the implementations, the table of them
-    "flexnsa/attention/__init__ flexnsa/attention/decoding flexnsa/attention/seam flexnsa/attention/compilation"
-    " flexnsa/attention/operators flexnsa/attention/footprint flexnsa/attention/queries",
+    "flexnsa/attention/__init__ flexnsa/attention/step flexnsa/attention/interface flexnsa/attention/compilation"
+    " flexnsa/attention/operators flexnsa/attention/footprint flexnsa/attention/thresholds",
     "flexnsa/attention/scoring flexnsa/attention/shares flexnsa/attention/threads flexnsa/attention/tiles"
     " flexnsa/attention/log_scores flexnsa/attention/sampling",
     "flexnsa/attention/selection flexnsa/attention/selection_loss",
     "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton",
-    "flexnsa/attention/table",
+    "flexnsa/attention/dispatch",
     "flexnsa/functional",
     # modules
     "flexnsa/cache",
@@ -150,7 +150,7 @@ def test_implementations_never_import_one_another(own: str) -> None:
 
 def test_the_oracle_shares_no_attention_masking_or_scoring_code() -> None:
     imported = import_graph()["flexnsa/attention/reference"]
-    assert imported <= {"flexnsa/config", "flexnsa/geometry", "flexnsa/positions", "flexnsa/attention/seam"}
+    assert imported <= {"flexnsa/config", "flexnsa/geometry", "flexnsa/positions", "flexnsa/attention/interface"}
 
 
 def test_masks_know_nothing_of_scores() -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 from benchmarks.harness import options
 from benchmarks.harness.setting import Setting, published
 from flexnsa import native_sparse_attention
-from flexnsa.attention.seam import Call, Keys
-from flexnsa.attention.table import REFERENCE, attend, by_branch
+from flexnsa.attention.dispatch import REFERENCE, attend, by_branch
+from flexnsa.attention.interface import Call, Keys
 from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
 

@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness.setting import Setting
 from flexnsa import NativeSparseAttention
-from flexnsa.attention import table as implementations
-from flexnsa.attention.seam import Call, Keys
-from flexnsa.attention.table import choose_implementation
+from flexnsa.attention import dispatch as implementations
+from flexnsa.attention.dispatch import choose_implementation
+from flexnsa.attention.interface import Call, Keys
 from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.lm import DenseAttention
 from flexnsa.positions import Positions

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.distributed.together import Point, Together
 from benchmarks.harness.setting import TINY_MODEL, Setting
 from flexnsa import NativeSparseAttention
-from flexnsa.attention.seam import Call
-from flexnsa.attention.table import by_branch, choose_implementation
+from flexnsa.attention.dispatch import by_branch, choose_implementation
+from flexnsa.attention.interface import Call
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.layers.core import Compressors, Heads, attend_heads
 from flexnsa.layers.layouts import KeySource, RowKeys

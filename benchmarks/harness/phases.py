@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks.harness.setting import Setting
 from benchmarks.harness.workloads import Maker, Workload, dense_inputs
 from flexnsa import compressed_attention, select_blocks, selected_attention, sliding_window_attention
+from flexnsa.attention.dispatch import gated
 from flexnsa.attention.selection import top_blocks
-from flexnsa.attention.table import gated
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.selected import selected_mask
 from flexnsa.positions import Positions
@@ -48,7 +48,7 @@ def selection_phase(setting: Setting, length: int) -> Workload:
 def scoring_phase(setting: Setting, length: int) -> Workload:
     """Scores alone, chunk by chunk as the selection makes them."""
     from flexnsa.attention.triton.importance import Band, Scores, importance
-    from flexnsa.attention.triton.select import chunks
+    from flexnsa.attention.triton.selection import chunks
 
     q, k_cmp, lse = _scored(setting, length)
     config, band = setting.config, Band.of(setting.config)

@@ -16,7 +16,7 @@ from torch._functorch import config as functorch
 from benchmarks.harness.clock import Clock
 from benchmarks.kernels.selected_plans import Shape, Variant
 from flexnsa.attention.flex import branches
-from flexnsa.attention.seam import Call
+from flexnsa.attention.interface import Call
 from flexnsa.attention.tiles import selected as tiles
 from flexnsa.attention.triton import selected, selected_lists
 from flexnsa.config import NSAConfig

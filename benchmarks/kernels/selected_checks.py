@@ -13,7 +13,7 @@ from benchmarks.harness.check import relative_error
 from benchmarks.kernels.selected_calls import DEVICE, Inputs, config_of, wait
 from benchmarks.kernels.selected_plans import Shape
 from flexnsa.attention import reference
-from flexnsa.attention.seam import Call, given
+from flexnsa.attention.interface import Call, given
 from flexnsa.attention.triton import selected
 from flexnsa.positions import Positions
 

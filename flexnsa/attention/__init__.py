@@ -1,1 +1,1 @@
-"""Attention: the interface in ``seam``, its four implementations, and the choice among them in ``table``."""
+"""Attention: the contract in ``interface``, its four implementations, and the choice among them in ``dispatch``."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.attention.seam import Call
+from flexnsa.attention.interface import Call
 from flexnsa.attention.shares import at_columns, grouped_products
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import overlap_band

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import BranchOutput, Call, Compressed, ScoreMod, Scorer
+from flexnsa.attention.interface import BranchOutput, Call, Compressed, ScoreMod, Scorer
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within, num_blocks
 from flexnsa.positions import Positions, positions_of

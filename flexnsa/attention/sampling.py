@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Call
+from flexnsa.attention.interface import Call
 from flexnsa.positions import Positions, positions_of
 
 BITS = 0xFFFFFFFF

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.attention.seam import Call
+from flexnsa.attention.interface import Call
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import overlap_band
 from flexnsa.masks.compressed import compressed_intervals

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexnsa.attention.interface import Call
 from flexnsa.attention.scoring import block_scores, group_probabilities
-from flexnsa.attention.seam import Call
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within, num_compressed

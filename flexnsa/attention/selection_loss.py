@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flexnsa.attention.interface import Call, Scorer
 from flexnsa.attention.log_scores import differentiate, log_probabilities, log_scores
-from flexnsa.attention.seam import Call, Scorer
 from flexnsa.attention.selection import top_blocks
 from flexnsa.attention.shares import log_shares, log_shares_at_once, queries_at_once
 from flexnsa.config import NSAConfig
@@ -25,7 +25,7 @@ def free_blocks(positions: Positions, blocks: int, config: NSAConfig) -> Tensor:
 
 
 def divergence(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
-    """Sum the divergences of scores from true shares; see ``flexnsa.attention.seam.Divergence``.
+    """Sum the divergences of scores from true shares; see ``flexnsa.attention.interface.Divergence``.
 
     Both are distributions over the free blocks that have a visible key of the scorer; a query without any counts 0.
     """

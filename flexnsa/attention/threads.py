@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from flexnsa.attention.queries import THREADED_QUERIES
+from flexnsa.attention.thresholds import THREADED_QUERIES
 
 ROWS = 384
 """Rows of queries that a chunk of heads should have: products of fewer are slow."""

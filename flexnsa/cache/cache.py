@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flexnsa.attention.decoding import buffer_names
+from flexnsa.attention.step import buffer_names
 from flexnsa.cache.rows import RowCache, fix_addresses
 from flexnsa.cache.step_cache import StepCache
 from flexnsa.cache.steps import TAILS, BufferSizes, ReadCounter, Step, kind_of

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Call, Keys, Scorer, given
+from flexnsa.attention.interface import Call, Keys, Scorer, given
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.masks.compressed import compressed_intervals

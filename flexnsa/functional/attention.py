@@ -7,8 +7,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from flexnsa.attention.seam import Keys, NSAAux
-from flexnsa.attention.table import attend, by_branch
+from flexnsa.attention.dispatch import attend, by_branch
+from flexnsa.attention.interface import Keys, NSAAux
 from flexnsa.checks.calls import (
     Sizes,
     check_branches,

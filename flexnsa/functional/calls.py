@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from flexnsa.attention.seam import Call, Implementation, Scorer
-from flexnsa.attention.table import choose_implementation, prepare_mods
+from flexnsa.attention.dispatch import choose_implementation, prepare_mods
+from flexnsa.attention.interface import Call, Implementation, Scorer
 from flexnsa.checks.calls import check_document_ids, check_scale
 from flexnsa.config import NSAConfig
 from flexnsa.masks.document import document_positions

@@ -7,8 +7,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from flexnsa.attention.interface import Scorer
 from flexnsa.attention.sampling import Sample, at_sample, sampled_tokens
-from flexnsa.attention.seam import Scorer
 from flexnsa.attention.selection_loss import found_and_best
 from flexnsa.attention.shares import log_shares
 from flexnsa.checks.calls import check_group, check_queries, checked_selection

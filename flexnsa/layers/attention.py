@@ -9,8 +9,8 @@ from typing import Self, cast
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.decoding import StepInputs
-from flexnsa.attention.table import choose_implementation
+from flexnsa.attention.dispatch import choose_implementation
+from flexnsa.attention.step import StepInputs
 from flexnsa.cache.cache import NSACache
 from flexnsa.cache.steps import Step
 from flexnsa.checks.calls import check_branches, check_document_ids, check_recompute
@@ -20,13 +20,13 @@ from flexnsa.geometry import BRANCHES
 from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.core import Compressors, Heads
-from flexnsa.layers.decoding import step_inputs, takes_step
 from flexnsa.layers.forward import Attention, LossOverRanks, SparseLayer, WholeStep, check_call, run_layer
 from flexnsa.layers.gating import Gate
 from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection
 from flexnsa.layers.layouts import LayoutSizes, RowLayout, check_layout, row_layout, step_layout
 from flexnsa.layers.presets import describe_layer, refuse_earlier_default
 from flexnsa.layers.projection import computed_dtype, project_named, split_heads, weight_of
+from flexnsa.layers.step import step_inputs, takes_step
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
 
 

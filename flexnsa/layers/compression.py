@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexnsa.attention.decoding import CompressorWeights
+from flexnsa.attention.step import CompressorWeights
 from flexnsa.checks.primitives import (
     check_integers,
     check_like_weight,
@@ -23,7 +23,7 @@ from flexnsa.checks.primitives import (
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.layers.projection import by_rows, has_no_hooks, is_dense, is_plain, multiply, weight_of
-from flexnsa.layers.spread import whole, write
+from flexnsa.layers.sharding import whole, write
 
 
 def _segments(x: Tensor, config: NSAConfig) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
-from flexnsa.attention.table import IMPLEMENTATIONS
+from flexnsa.attention.dispatch import IMPLEMENTATIONS
 from flexnsa.checks.calls import check_branches, check_option, check_recompute
 from flexnsa.checks.primitives import (
     check_choice,

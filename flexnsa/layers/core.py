@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from flexnsa.attention.seam import Call, Implementation, Keys, Scorer, given
-from flexnsa.attention.table import attend
+from flexnsa.attention.dispatch import attend
+from flexnsa.attention.interface import Call, Implementation, Keys, Scorer, given
 from flexnsa.layers.indexer import IndexHeads
 from flexnsa.layers.joint_compression import compress_both
 from flexnsa.layers.layouts import KeySource, RowKeys, RowLayout

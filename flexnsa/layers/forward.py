@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from flexnsa.attention.dispatch import choose_implementation, prepare_mods
+from flexnsa.attention.interface import Call, Scorer, given
 from flexnsa.attention.sampling import QuerySample, Sample, at_sample
-from flexnsa.attention.seam import Call, Scorer, given
-from flexnsa.attention.table import choose_implementation, prepare_mods
 from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
 from flexnsa.cache.documents import check_pack
 from flexnsa.cache.step_cache import StepCache

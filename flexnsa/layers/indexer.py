@@ -19,7 +19,7 @@ from flexnsa.checks.primitives import check_choice, check_int, check_integers, c
 from flexnsa.config import NSAConfig
 from flexnsa.layers.compression import COMPRESSORS
 from flexnsa.layers.projection import split_heads
-from flexnsa.layers.spread import own
+from flexnsa.layers.sharding import own
 
 SAMPLED_QUERIES = 256
 """Queries of each sequence that teach an indexer, by default."""

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import given
+from flexnsa.attention.interface import given
 from flexnsa.cache.steps import Step
 from flexnsa.checks.primitives import describe
 from flexnsa.config import NSAConfig

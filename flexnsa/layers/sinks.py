@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import BranchOutput, Call, Compressed, Implementation, no_gated_sum
+from flexnsa.attention.interface import BranchOutput, Call, Compressed, Implementation, no_gated_sum
 
 
 def with_sinks(implementation: Implementation, sinks: Tensor | None) -> Implementation:

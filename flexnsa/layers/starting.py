@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flexnsa.layers.compression import BlockLinear
 from flexnsa.layers.indexer import Change
-from flexnsa.layers.spread import write
+from flexnsa.layers.sharding import write
 
 GATE_LIMIT = 2.0
 """Gates are this times a sigmoid, so that one can start at 1 where the sigmoid is steepest."""

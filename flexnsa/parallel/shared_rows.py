@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexnsa.attention.seam import given
+from flexnsa.attention.interface import given
 from flexnsa.cache.steps import kind_of
 from flexnsa.checks.primitives import check_type, describe
 from flexnsa.config import NSAConfig

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import given
+from flexnsa.attention.interface import given
 from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.torchtitan.options import Options
 

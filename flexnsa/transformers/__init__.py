@@ -17,10 +17,10 @@ from flexnsa.transformers.loading import take_options
 from flexnsa.transformers.local_layers import make_layer_mask
 from flexnsa.transformers.options import DropInOptions, LayerOptions
 from flexnsa.transformers.recall import recall
-from flexnsa.transformers.refusal import refuse_models
 from flexnsa.transformers.schedule import UpTraining
 from flexnsa.transformers.shared_options import share_options
 from flexnsa.transformers.teaching import TeachSelection
+from flexnsa.transformers.unsupported import refuse_models
 
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, make_mask)

@@ -7,22 +7,22 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from flexnsa.attention.decoding import StepInputs
-from flexnsa.attention.seam import given
-from flexnsa.attention.table import choose_implementation
+from flexnsa.attention.dispatch import choose_implementation
+from flexnsa.attention.interface import given
+from flexnsa.attention.step import StepInputs
 from flexnsa.cache.cache import NSACache
 from flexnsa.cache.steps import Step
 from flexnsa.config import INDEX_FIELDS
 from flexnsa.layers.compression import LinearCompressor, MeanCompressor
 from flexnsa.layers.config import check_indexer
 from flexnsa.layers.core import Compressors, Heads
-from flexnsa.layers.decoding import fits_step, lay_out_step
 from flexnsa.layers.forward import Attention, SparseLayer, WholeStep, run_layer
 from flexnsa.layers.gating import gates_of
 from flexnsa.layers.indexer import Indexer, SelectionLoss
 from flexnsa.layers.layouts import RowLayout, lay_out_cached, lay_out_rows
 from flexnsa.layers.projection import computed_dtype, project, split_heads, weight_of
 from flexnsa.layers.starting import GATE_LIMIT, StartingGate, start
+from flexnsa.layers.step import fits_step, lay_out_step
 from flexnsa.masks.user_mods import Mods
 from flexnsa.transformers.cache import layer_of
 from flexnsa.transformers.layer_types import layer_type

@@ -15,16 +15,16 @@ from flexnsa.layers.indexer import Change, SelectionLoss, check_selection
 from flexnsa.layers.starting import starting_values
 from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.cache import MOST_DRAFTED, FlexNSACache, wanted_cache
-from flexnsa.transformers.captured import CapturedModel, can_capture
 from flexnsa.transformers.choice import LAYERS
+from flexnsa.transformers.cuda_graphs import CapturedModel, can_capture
 from flexnsa.transformers.layer_types import FULL, LOCAL, layer_type, layer_types
 from flexnsa.transformers.local_layers import attend_locally
 from flexnsa.transformers.marks import count_real
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.parallel import SpreadHeads
 from flexnsa.transformers.reading import Reading
-from flexnsa.transformers.refusal import asks_for_attention, refuse_attentions
 from flexnsa.transformers.teaching import Lesson
+from flexnsa.transformers.unsupported import asks_for_attention, refuse_attentions
 
 OF_NSA = ("given_positions", "new_lengths", "selection")
 """Arguments that the model hands to all of its layers for those that are NSA."""
@@ -207,7 +207,7 @@ class CachedGeneration:
         return can_capture(cast("nn.Module", self))
 
     def get_compiled_call(self, compile_config: Any = None) -> Any:
-        """Return the callable that ``generate`` uses as the model; see :mod:`flexnsa.transformers.captured`."""
+        """Return the callable that ``generate`` uses as the model; see :mod:`flexnsa.transformers.cuda_graphs`."""
         if compile_config is not None:
             return super().get_compiled_call(compile_config)  # pyright: ignore[reportAttributeAccessIssue]
         return CapturedModel(self, self.next_logits)

@@ -22,8 +22,8 @@ from flexnsa.transformers.options import DropInOptions
 from flexnsa.transformers.own_keys import attend_to_own_keys
 from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids, one_axis
 from flexnsa.transformers.paged import attend_to_pages
-from flexnsa.transformers.refusal import PURPOSE, check_config, refuse_attentions, takes_positions
 from flexnsa.transformers.softmax import Softmax
+from flexnsa.transformers.unsupported import PURPOSE, check_config, refuse_attentions, takes_positions
 
 REFUSED = ("sliding_window", "position_bias")
 """Arguments that some models pass to their attention, and that raise here: NSA does not support them."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flexnsa.attention.table import IMPLEMENTATIONS
+from flexnsa.attention.dispatch import IMPLEMENTATIONS
 from flexnsa.checks.calls import check_branches, check_recompute
 from flexnsa.checks.primitives import check_choice, check_number, check_positive_number, check_type, describe
 from flexnsa.config import INDEX_FIELDS, NSAConfig

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from flexnsa.attention.seam import Call, Keys
-from flexnsa.attention.table import attend
+from flexnsa.attention.dispatch import attend
+from flexnsa.attention.interface import Call, Keys
 from flexnsa.geometry import BRANCHES
 from flexnsa.positions import Positions
 from flexnsa.transformers.options import DropInOptions

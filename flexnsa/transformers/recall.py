@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import given
+from flexnsa.attention.interface import given
 from flexnsa.checks.primitives import check_integers, describe
 from flexnsa.functional.selection_loss import selection_recall
 from flexnsa.layers.layouts import RowKeys

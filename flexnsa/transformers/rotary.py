@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flexnsa.attention.seam import given
+from flexnsa.attention.interface import given
 from flexnsa.checks.primitives import describe
 from flexnsa.layers.rope import RopeTables
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Implementation
-from flexnsa.attention.table import choose_implementation
+from flexnsa.attention.dispatch import choose_implementation
+from flexnsa.attention.interface import Implementation
 from flexnsa.layers.sinks import returns_lse, with_sinks
 from flexnsa.masks.user_mods import ScoreMod
 
@@ -41,7 +41,7 @@ class Softmax:
         return cap
 
     def implementation(self, impl: str, q: Tensor, *, cached: bool, v_dim: int) -> Implementation:
-        """Choose an implementation, as :func:`flexnsa.attention.table.choose_implementation`, with the sinks."""
+        """Choose an implementation, as :func:`flexnsa.attention.dispatch.choose_implementation`, with the sinks."""
         cached = cached and returns_lse(self.sinks, q)
         chosen = choose_implementation(impl, q, modded=self.limit is not None, cached=cached, v_dim=v_dim)
         return with_sinks(chosen, self.sinks)

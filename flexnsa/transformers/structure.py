@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.seam import given
+from flexnsa.attention.interface import given
 from flexnsa.checks.primitives import describe
 from flexnsa.layers.projection import is_dense
 

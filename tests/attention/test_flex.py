@@ -19,9 +19,9 @@ from flexnsa import (
     sliding_window_attention,
 )
 from flexnsa.attention import compilation
+from flexnsa.attention.dispatch import FLEX
 from flexnsa.attention.flex import branches as flex
-from flexnsa.attention.seam import BranchOutput, Call
-from flexnsa.attention.table import FLEX
+from flexnsa.attention.interface import BranchOutput, Call
 from flexnsa.geometry import num_compressed
 from flexnsa.positions import Positions
 from tests.support.dense import dense_attention, visible_keys

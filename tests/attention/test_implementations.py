@@ -11,10 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexnsa import NativeSparseAttention
-from flexnsa.attention.flex import cached as flex_cached
-from flexnsa.attention.queries import GATHERED_QUERIES, OWN_KEYS_QUERIES
-from flexnsa.attention.seam import Call, Implementation, Keys, NSAAux
-from flexnsa.attention.table import (
+from flexnsa.attention.dispatch import (
     CACHED_IMPLEMENTATIONS,
     IMPLEMENTATIONS,
     REFERENCE,
@@ -22,6 +19,9 @@ from flexnsa.attention.table import (
     by_branch,
     choose_implementation,
 )
+from flexnsa.attention.flex import cached as flex_cached
+from flexnsa.attention.interface import Call, Implementation, Keys, NSAAux
+from flexnsa.attention.thresholds import GATHERED_QUERIES, OWN_KEYS_QUERIES
 from flexnsa.attention.triton import intervals as triton_intervals
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.functional import native_sparse_attention

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexnsa import selected_attention
-from flexnsa.attention.sdpa.key_major import HEADROOM
+from flexnsa.attention.sdpa.selected import HEADROOM
 from tests.support.inputs import SMALL
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexnsa.attention.queries import Queries
+from flexnsa.attention.thresholds import Queries
 
 CASES = [
     # tokens, heads of a group, CUDA, mod: divide_keys, fit_tile, share_keys, are_gathered

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from flexnsa import NativeSparseAttention, NSAAux, native_sparse_attention
-from flexnsa.attention import table as implementations
+from flexnsa.attention import dispatch as implementations
 from flexnsa.geometry import BRANCHES
 from flexnsa.lm.measure.memory import saved_for_backward
 from flexnsa.mods import soft_cap

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from flexnsa import selected_attention
-from flexnsa.attention.seam import Call
-from flexnsa.attention.table import REFERENCE
+from flexnsa.attention.dispatch import REFERENCE
+from flexnsa.attention.interface import Call
 from flexnsa.attention.triton import intervals, selected
 from flexnsa.config import NSAConfig
 from flexnsa.mods import soft_cap

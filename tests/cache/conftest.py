@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from flexnsa.attention.seam import Implementation
-from flexnsa.attention.table import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.attention.interface import Implementation
 
 
 @pytest.fixture

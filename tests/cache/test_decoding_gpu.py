@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSACache
-from flexnsa.attention.seam import Implementation
-from flexnsa.attention.table import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.attention.interface import Implementation
 from tests.support.inputs import SMALL
 
 pytestmark = pytest.mark.gpu

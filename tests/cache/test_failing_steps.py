@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexnsa.attention.table import CACHED_IMPLEMENTATIONS
+from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS
 from tests.support.decoding import assert_equal_to_whole, decode, make_layer, tokens
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSACache
-from flexnsa.attention.table import CACHED_IMPLEMENTATIONS
+from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS
 from flexnsa.cache.steps import ReadCounter
 from flexnsa.layers.layouts import RowKeys
 from flexnsa.mods import soft_cap

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexnsa import NSACache
-from flexnsa.attention.decoding import CompressorWeights, StepInputs
-from flexnsa.attention.seam import BranchOutput, Call, Compressed, Keys, Scorer, given
-from flexnsa.attention.table import FLEX_CACHED
+from flexnsa.attention.dispatch import FLEX_CACHED
+from flexnsa.attention.interface import BranchOutput, Call, Compressed, Keys, Scorer, given
+from flexnsa.attention.step import CompressorWeights, StepInputs
 from flexnsa.attention.triton import divergence as triton_divergence
 from flexnsa.attention.triton import few_rows
 from flexnsa.attention.triton import gated as triton_gated
 from flexnsa.attention.triton import intervals as triton_intervals
-from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
+from flexnsa.attention.triton import selection as triton_select
 from flexnsa.attention.triton.decoding import operator as triton_decoding
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed

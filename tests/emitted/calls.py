@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Call, Implementation
-from flexnsa.attention.table import FLEX
+from flexnsa.attention.dispatch import FLEX
+from flexnsa.attention.interface import Call, Implementation
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.user_mods import ScoreMod

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention
-from flexnsa.attention.table import CACHED_IMPLEMENTATIONS, REFERENCE
+from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS, REFERENCE
 from tests.emitted.calls import BRANCHES, cached_attention
 from tests.emitted.emit import emit
 from tests.emitted.interpreted import interpreted

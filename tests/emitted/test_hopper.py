@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexnsa.attention.seam import Call
+from flexnsa.attention.interface import Call
 from flexnsa.attention.tiles.device import AMPERE, Device
 from flexnsa.attention.triton import hopper
 from flexnsa.attention.triton.intervals import is_preferred

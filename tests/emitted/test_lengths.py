@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexnsa.attention.flex import branches
-from flexnsa.attention.seam import Call
+from flexnsa.attention.interface import Call
 from flexnsa.config import NSAConfig
 from tests.emitted.calls import BRANCHES, arguments, attention
 from tests.emitted.emit import emit

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flexnsa import mods
-from flexnsa.attention.seam import Call, Implementation
-from flexnsa.attention.table import FLEX, REFERENCE
+from flexnsa.attention.dispatch import FLEX, REFERENCE
+from flexnsa.attention.interface import Call, Implementation
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import merge_mods
 from tests.emitted.calls import BRANCHES, TWO_BLOCKS

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Call
-from flexnsa.attention.table import FLEX
+from flexnsa.attention.dispatch import FLEX
+from flexnsa.attention.interface import Call
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.document import document_positions
 from tests.emitted.calls import BRANCHES, TWO_BLOCKS

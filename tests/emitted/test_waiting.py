@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from flexnsa.attention.seam import BranchOutput, Call, Compressed
-from flexnsa.attention.table import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.attention.interface import BranchOutput, Call, Compressed
 from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.dense import step as dense_step
 from tests.support.inputs import SMALL

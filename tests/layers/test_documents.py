@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSAConfig, compressed_attention, sliding_window_attention
 from flexnsa.attention import reference
-from flexnsa.attention.seam import Call
-from flexnsa.attention.table import IMPLEMENTATIONS
+from flexnsa.attention.dispatch import IMPLEMENTATIONS
+from flexnsa.attention.interface import Call
 from tests.support.comparison import assert_as_exact_as_plain, largest
 from tests.support.inputs import SMALL
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention
-from flexnsa.attention.seam import Implementation, Keys
+from flexnsa.attention.interface import Implementation, Keys
 from flexnsa.layers import core
 from tests.support.inputs import SMALL
 

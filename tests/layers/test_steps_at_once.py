@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa import NativeSparseAttention, NSAConfig
-from flexnsa.attention.decoding import StepInputs
-from flexnsa.attention.queries import STEP_TOKENS
-from flexnsa.attention.table import CACHED_IMPLEMENTATIONS
+from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS
+from flexnsa.attention.step import StepInputs
+from flexnsa.attention.thresholds import STEP_TOKENS
 from flexnsa.cache.steps import ReadCounter
 from flexnsa.layers.compression import LinearCompressor
 from flexnsa.layers.gating import Gate

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Call, Implementation, Keys
+from flexnsa.attention.interface import Call, Implementation, Keys
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.positions import Positions
 from tests.support.gluon import hopper_on_a_cpu
@@ -25,7 +25,7 @@ from tests.support.triton_cases import CASES, Case
 
 def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     """Call the operator, forward and backward; on a GPU also tell whether repeated calls have the same bits."""
-    from flexnsa.attention.table import TRITON
+    from flexnsa.attention.dispatch import TRITON
     from flexnsa.attention.tiles import selected as tiles
     from flexnsa.attention.triton import selected, selected_lists
 
@@ -56,7 +56,7 @@ def attend(
 
     Those of gates in place of lse for a gated sum.
     """
-    from flexnsa.attention import table
+    from flexnsa.attention import dispatch
 
     x = case.tensors(device)
     chosen, grad_lse = x.pop("block_indices"), x.pop("grad_lse")
@@ -67,12 +67,12 @@ def attend(
     call = Call(case.config, case.factor, positions=where, window_positions=where)
     if case.gates:
         gates = x["gates"].detach().requires_grad_()
-        given = {tag: gate for tag, gate in table.by_branch(gates).items() if tag != case.ungated}
+        given = {tag: gate for tag, gate in dispatch.by_branch(gates).items() if tag != case.ungated}
         keys = sum(num_compressed(length, case.config) for length in case.documents)
         branches = Keys(k[:, :, :keys], v[:, :, :keys], k, v, -k, v.square())
         tags = BRANCHES if case.window_size else ("cmp", "slc")
         options: dict[str, Any] = {"block_indices": chosen, "nonnegative": True, "branches": tags}
-        out, _ = table.attend(implementation, q, branches, given, call, **options)
+        out, _ = dispatch.attend(implementation, q, branches, given, call, **options)
         grads = torch.autograd.grad(out, (q, k, v, gates), x["grad_out"])
         return {"out": out.detach()} | dict(zip(("dq", "dk", "dv", "dgates"), grads, strict=True))
     if case.compressed:

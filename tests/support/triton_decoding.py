@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSACache, NSAConfig
-from flexnsa.attention.decoding import StepInputs
-from flexnsa.attention.seam import given
-from flexnsa.attention.table import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.attention.interface import given
+from flexnsa.attention.step import StepInputs
 from flexnsa.geometry import BRANCHES
 
 DIM = 24

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NSAConfig, selection_loss
-from flexnsa.attention import table
+from flexnsa.attention import dispatch
 from flexnsa.attention.selection_loss import divergence_by
 from tests.support.inputs import SMALL
 from tests.support.interpreter import hurry, teach_bfloat16
@@ -77,10 +77,10 @@ def by_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     """The sum, its weight, and the gradients of the sum; on the CPU only in the process that interprets kernels."""
     from flexnsa.attention.triton import divergence, divergence_launch
 
-    kernels = replace(table.TRITON, divergence=partial(divergence_by, divergence.selection_loss_triton))
+    kernels = replace(dispatch.TRITON, divergence=partial(divergence_by, divergence.selection_loss_triton))
     small = mock.patch.object(divergence, "SCRATCH_SUMS", case.scratch_sums)
     few = mock.patch.object(divergence_launch, "BLOCKS_AT_ONCE", case.blocks_at_once)
-    with small, few, mock.patch.dict(table.IMPLEMENTATIONS, triton=kernels):
+    with small, few, mock.patch.dict(dispatch.IMPLEMENTATIONS, triton=kernels):
         return by_implementation("triton", case, case.inputs(device))
 
 

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flexnsa.attention.queries import STEP_TOKENS
-from flexnsa.attention.seam import Call
+from flexnsa.attention.interface import Call
+from flexnsa.attention.thresholds import STEP_TOKENS
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.positions import Positions
@@ -162,7 +162,7 @@ def select(case: Case, importance: Tensor) -> Tensor:
 
 def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     """Run every kernel on one case; on the CPU only in the process that interprets them."""
-    from flexnsa.attention.triton import select as scoring_triton
+    from flexnsa.attention.triton import selection as scoring_triton
     from flexnsa.attention.triton import top_blocks
     from flexnsa.attention.triton.importance import Band, Scores, importance
     from flexnsa.attention.triton.importance_few import importance_few
@@ -200,7 +200,7 @@ def compile_operator() -> dict[str, Any]:
     """Trace the operator for several lengths; its CUDA kernels are interpreted here."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from flexnsa.attention.triton import select as scoring_triton
+    from flexnsa.attention.triton import selection as scoring_triton
 
     counter = CompileCounterWithBackend("aot_eager")
     config = sizes(8, 4, 8, 4)

@@ -27,7 +27,7 @@ from flexnsa.attention.flex.kernels import (
     sizes_of_tiles,
     unfold_heads,
 )
-from flexnsa.attention.seam import BranchOutput, Call, Compressed
+from flexnsa.attention.interface import BranchOutput, Call, Compressed
 from flexnsa.attention.tiles.flex import dense_tiles, sparse_tiles
 from flexnsa.config import NSAConfig
 from flexnsa.masks.compressed import compressed_mask
@@ -51,7 +51,7 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
         q: ``(B, Hq, T, Dk)``; float32, bfloat16 or float16, like all of the inputs.
         k_cmp: ``(B, Hkv, N, Dk)``.
         v_cmp: ``(B, Hkv, N, Dv)``.
-        call: see :class:`flexnsa.attention.seam.Call`.
+        call: see :class:`flexnsa.attention.interface.Call`.
 
     Returns:
         The output, and the log-sum-exp of the scores, which is None on a CPU, where FlexAttention cannot give it.

@@ -1,7 +1,7 @@
 """``flex`` where the keys are a cache: few queries, sequences that start at token 0, no backward.
 
 The heads of a group share their keys, so they are rows of one tile. The compressed branch and the window have three
-variants, chosen by :class:`flexnsa.attention.queries.Queries`:
+variants, chosen by :class:`flexnsa.attention.thresholds.Queries`:
 
 1. The fewest queries, on CUDA, go to FlexAttention's decoding kernel, which divides the keys of a query among programs
    and merges their results. The kernel for long queries would run one program for each head and tile of queries.
@@ -32,11 +32,11 @@ from flexnsa.attention.flex.kernels import (
     sizes_of_tiles,
     unfold_heads,
 )
-from flexnsa.attention.queries import Queries, padded_group
-from flexnsa.attention.seam import BranchOutput, Call, Compressed, WindowBranch
+from flexnsa.attention.interface import BranchOutput, Call, Compressed, WindowBranch
+from flexnsa.attention.thresholds import Queries, padded_group
 from flexnsa.attention.tiles.flex import KernelOptions, decoding_tiles, dense_tiles, sparse_tiles
+from flexnsa.masks.cached import cached_interval_mask, cached_selected_mask
 from flexnsa.masks.compressed import compressed_intervals
-from flexnsa.masks.decoding import cached_interval_mask, cached_selected_mask
 from flexnsa.masks.intervals import interval_block_mask, tiles_touched
 from flexnsa.masks.user_mods import ScoreMod, mod_of_compressed, mod_of_tokens
 from flexnsa.masks.window import window_intervals

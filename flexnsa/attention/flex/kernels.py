@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from flexnsa.attention.seam import BranchOutput, given
+from flexnsa.attention.interface import BranchOutput, given
 from flexnsa.attention.tiles.device import Device, device_of
 from flexnsa.attention.tiles.flex import KernelOptions, dense_tiles
 from flexnsa.config import NSAConfig

@@ -14,13 +14,13 @@ import functools
 import torch
 from torch import Tensor
 
-from flexnsa.attention.queries import Queries
+from flexnsa.attention.interface import BranchOutput, Call, Compressed
 from flexnsa.attention.sdpa import score_mod
-from flexnsa.attention.sdpa.gathered import gathered_attention
 from flexnsa.attention.sdpa.interval import interval_attention
-from flexnsa.attention.sdpa.key_major import key_major_attention
-from flexnsa.attention.seam import BranchOutput, Call, Compressed
+from flexnsa.attention.sdpa.selected import key_major_attention
+from flexnsa.attention.sdpa.selected_few import gathered_attention
 from flexnsa.attention.selection import select_in_chunks, select_with_mod
+from flexnsa.attention.thresholds import Queries
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.user_mods import compressed_positions, token_positions
 from flexnsa.masks.window import window_intervals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexnsa.attention.footprint import AttentionSizes, Footprint
 from flexnsa.attention.sdpa.branches import COMPRESSED_CHUNK, WINDOW_CHUNK
-from flexnsa.attention.sdpa.key_major import MAX_ROWS
+from flexnsa.attention.sdpa.selected import MAX_ROWS
 from flexnsa.attention.threads import ROWS
 
 ACCUMULATOR = 4

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from flexnsa.attention.sdpa.gathered import gather_keys, selected_keys
-from flexnsa.attention.seam import BranchOutput
+from flexnsa.attention.interface import BranchOutput
+from flexnsa.attention.sdpa.selected_few import gather_keys, selected_keys
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.user_mods import ScoreMod, apply_score_mod, query_positions, token_positions
 from flexnsa.operators import in_transform

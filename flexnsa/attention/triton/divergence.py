@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention import selection_loss
-from flexnsa.attention.seam import Call, Scorer
+from flexnsa.attention.interface import Call, Scorer
 from flexnsa.attention.selection_loss import differentiate_by_results, divergence_by
 from flexnsa.attention.triton.selected import LARGEST_DIM
 from flexnsa.config import NSAConfig
@@ -26,7 +26,7 @@ SCRATCH_SUMS = 2**26
 
 
 def divergence(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
-    """Sum the divergences of scores from true shares; see ``flexnsa.attention.seam.Divergence``.
+    """Sum the divergences of scores from true shares; see ``flexnsa.attention.interface.Divergence``.
 
     Products in chunks compute it on a CPU, with a score_mod, and for head dimensions above 256.
     """

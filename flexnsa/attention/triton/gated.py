@@ -11,8 +11,8 @@ import operator
 import torch
 from torch import Tensor
 
+from flexnsa.attention.interface import Call, Compressed, GatedSum, Keys, given
 from flexnsa.attention.operators import empty_outputs, with_rows
-from flexnsa.attention.seam import Call, Compressed, GatedSum, Keys, given
 from flexnsa.attention.triton.gated_backward import gradients
 from flexnsa.attention.triton.hopper import joins_window
 from flexnsa.attention.triton.intervals import attend_to_intervals, is_preferred
@@ -47,7 +47,7 @@ def _attend(
         gates: ``(branches, B, Hq, T)``, of the compressed, the selected and the window branch; none is negative.
         block_indices: int32 ``(B, Hkv, T, n)``.
         compressed: output of that branch, computed without gradients.
-        call: see :class:`flexnsa.attention.seam.Call`.
+        call: see :class:`flexnsa.attention.interface.Call`.
         by_token: whether the heads of a token are to lie side by side in memory.
 
     Returns:

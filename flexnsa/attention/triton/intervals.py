@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from flexnsa.attention.interface import BranchOutput, Call, Compressed
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
 from flexnsa.attention.scoring import LOG2_E
-from flexnsa.attention.seam import BranchOutput, Call, Compressed
 from flexnsa.attention.triton.hopper import runs_on_hopper, takes_heads
 from flexnsa.attention.triton.operators import (
     check_call,
@@ -46,7 +46,7 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
         q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
         k_cmp: ``(B, Hkv, N, Dk)``; ``Hkv`` divides ``Hq``.
         v_cmp: ``(B, Hkv, N, Dv)``.
-        call: see :class:`flexnsa.attention.seam.Call`.
+        call: see :class:`flexnsa.attention.interface.Call`.
 
     Returns:
         As :func:`window`.
@@ -68,7 +68,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
         q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
         k: ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``.
         v: ``(B, Hkv, S, Dv)``.
-        call: see :class:`flexnsa.attention.seam.Call`.
+        call: see :class:`flexnsa.attention.interface.Call`.
 
     Returns:
         The output in the memory order of q, and the log-sum-exp, which is differentiable too.

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import Call
+from flexnsa.attention.interface import Call
 
 MOST_HEADS = 65535
 """CUDA's limit of programs in the second dimension of a grid."""

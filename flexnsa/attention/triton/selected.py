@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from flexnsa.attention.interface import BranchOutput, Call
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
-from flexnsa.attention.seam import BranchOutput, Call
 from flexnsa.attention.tiles.device import cdiv
 from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of, with_positive_scale
 from flexnsa.attention.triton.selected_sizes import Part, is_whole, num_key_tiles
@@ -53,7 +53,7 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
         k: ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``.
         v: ``(B, Hkv, S, Dv)``.
         block_indices: int32 ``(B, Hkv, T, n)``, unique in a row; indices of no past block are ignored.
-        call: see :class:`flexnsa.attention.seam.Call`.
+        call: see :class:`flexnsa.attention.interface.Call`.
 
     Returns:
         The output in the memory order of q, and the log-sum-exp, which is differentiable too.

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexnsa.attention.interface import given
 from flexnsa.attention.scoring import LOG2_E
-from flexnsa.attention.seam import given
 from flexnsa.attention.tiles.device import Tiles, cdiv, padded
 from flexnsa.attention.tiles.selected import columns, of_group
 from flexnsa.attention.triton.hopper import ROWS, SLOTS, runs_on_hopper

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexnsa.errors import FileError
 from flexnsa.files import replaced
-from flexnsa.layers.spread import write
+from flexnsa.layers.sharding import write
 from flexnsa.lm.checkpoint.checksum import FIELD, ZEROS, check, seal
 
 REMEDY = "restore it from a copy, or move it away to begin anew"

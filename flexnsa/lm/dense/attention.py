@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flexnsa.attention.seam import Call, given
-from flexnsa.attention.table import choose_implementation, prepare_mods
+from flexnsa.attention.dispatch import choose_implementation, prepare_mods
+from flexnsa.attention.interface import Call, given
 from flexnsa.cache.steps import Step
 from flexnsa.checks.calls import check_document_ids
 from flexnsa.checks.primitives import (

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from flexnsa.layers.indexer import SelectionLoss
-from flexnsa.lm.diagnosis.places import modules_to_watch
+from flexnsa.lm.diagnosis.module_names import modules_to_watch
 from flexnsa.lm.diagnosis.recipe import Recipe
 from flexnsa.lm.measure.memory import MIB
 from flexnsa.lm.measure.table import format_table

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from flexnsa.layers.attention import NativeSparseAttention
-from flexnsa.lm.diagnosis.places import failing_branch, modules_to_watch, place_of
+from flexnsa.lm.diagnosis.module_names import failing_branch, modules_to_watch, place_of
 from flexnsa.lm.training.trainer import Trainer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.attention.seam import given
+from flexnsa.attention.interface import given
 from flexnsa.attention.selection_loss import found_and_best
 from flexnsa.checks.primitives import check_type
 from flexnsa.layers.attention import NativeSparseAttention

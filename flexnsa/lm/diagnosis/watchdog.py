@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from flexnsa.files import write_whole
 from flexnsa.lm.checkpoint.lock import hold, is_gone
+from flexnsa.lm.diagnosis.hang_report import Collective, Sighting, describe_stall, flight_path, write_flight_record
 from flexnsa.lm.diagnosis.stacks import place_of_error, stacks_path, watch_thread
-from flexnsa.lm.diagnosis.stall import Collective, Sighting, describe_stall, flight_path, write_flight_record
 from flexnsa.lm.training.run import Watcher
 from flexnsa.lm.training.trainer import Trainer
 

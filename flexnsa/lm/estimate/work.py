@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from flexnsa.attention.flex.footprint import FOOTPRINT as FLEX
 from flexnsa.attention.footprint import AttentionSizes, Footprint
+from flexnsa.attention.interface import given
 from flexnsa.attention.sdpa.footprint import FOOTPRINT as SDPA
-from flexnsa.attention.seam import given
 from flexnsa.attention.shares import CHUNK_SCORES
 from flexnsa.attention.triton import intervals
 from flexnsa.attention.triton.divergence import scratch_bytes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from flexnsa.attention.seam import given
+from flexnsa.attention.interface import given
 from flexnsa.cache.cache import NSACache
 from flexnsa.checkpointing import keep_selection
 from flexnsa.checks.calls import check_document_ids

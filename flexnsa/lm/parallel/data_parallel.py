@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from flexnsa.layers.spread import write
+from flexnsa.layers.sharding import write
 from flexnsa.lm.model.decoder import DecoderLayer, DecoderLM, quick_options
 from flexnsa.lm.parallel.agreement import flat, require_same
 from flexnsa.lm.parallel.ranks import Ranks, T

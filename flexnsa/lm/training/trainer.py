@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.layers.indexer import SelectionLoss
-from flexnsa.layers.spread import whole
+from flexnsa.layers.sharding import whole
 from flexnsa.lm.data.corpus import Corpus
 from flexnsa.lm.data.rows import Batch, PackedDocuments, Windows
 from flexnsa.lm.model.decoder import DecoderLM

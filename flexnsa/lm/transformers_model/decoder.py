@@ -35,8 +35,8 @@ from flexnsa.transformers.converted import CachedGeneration
 from flexnsa.transformers.marks import Alignment, check_past, mark_slots
 from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
 from flexnsa.transformers.parallel import SpreadHeads, decoder_plan
-from flexnsa.transformers.refusal import refuse_attentions
 from flexnsa.transformers.teaching import Lesson
+from flexnsa.transformers.unsupported import refuse_attentions
 
 
 class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, GenerationMixin):

@@ -42,7 +42,7 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-from flexnsa.layers.spread import write
+from flexnsa.layers.sharding import write
 
 VOCAB, DIM, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 128, 64, 96, 4, 2, 16, 4
 EXPERTS = ("w1_EFD", "w2_EDF", "w3_EFD")

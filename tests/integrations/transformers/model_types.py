@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from flexnsa.transformers.choice import NAME, towers
 from flexnsa.transformers.dropin import attention_forward
 from flexnsa.transformers.layer_types import FULL, layer_type
-from flexnsa.transformers.refusal import attention_modules
+from flexnsa.transformers.unsupported import attention_modules
 from tests.integrations.transformers.families import ALL, tokens
 from tests.integrations.transformers.tiny_models import tiny_model
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.generation.configuration_utils import CompileConfig
 
-from flexnsa.transformers import FlexNSACache, captured
+from flexnsa.transformers import FlexNSACache, cuda_graphs
 from tests.integrations.transformers import families
 from tests.integrations.transformers.families import FEW, INDEX, own, pad_left, tokens
 
@@ -34,8 +34,8 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return replay
 
-    monkeypatch.setattr(captured, "capture", capture)
-    monkeypatch.setattr(captured, "DEVICES", ["cpu"])
+    monkeypatch.setattr(cuda_graphs, "capture", capture)
+    monkeypatch.setattr(cuda_graphs, "DEVICES", ["cpu"])
     return counts
 
 
@@ -177,7 +177,7 @@ def test_logits_of_a_step_outlast_the_next(model: Any) -> None:
     cache, memory = FlexNSACache(model.config, 64), torch.zeros(1, 1, 64)
     with torch.no_grad():
         model(input_ids=tokens(1, 20), past_key_values=cache)
-    step = captured.CapturedStep(lambda *_: memory.add_(1), cache, None)
+    step = cuda_graphs.CapturedStep(lambda *_: memory.add_(1), cache, None)
     logits = [step(tokens(1, 1), None) for _ in range(2)]
     assert [float(x.max()) for x in logits] == [3, 4]  # after two calls to be captured
 
@@ -193,7 +193,7 @@ def test_a_step_that_cannot_be_captured_leaves_the_cache_as_it_was(model: Any) -
         raise ValueError("no graph")
 
     with pytest.raises(ValueError, match="no graph"):
-        captured.CapturedStep(fail, cache, None)
+        cuda_graphs.CapturedStep(fail, cache, None)
     assert [layer.seen for layer in cache.layers] == [20, 20]
 
 
@@ -206,4 +206,4 @@ def test_angles_that_depend_on_how_far_a_row_has_come_are_not_captured(replays: 
 
 
 def test_on_a_cpu_nothing_is_captured(model: Any) -> None:
-    assert not captured.can_capture(model)
+    assert not cuda_graphs.can_capture(model)

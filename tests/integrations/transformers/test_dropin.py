@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from transformers import CompileConfig, DataCollatorWithFlattening, StaticCache
 from transformers.masking_utils import create_causal_mask
 
-from flexnsa.attention.table import attend
+from flexnsa.attention.dispatch import attend
 from flexnsa.transformers import own_keys
 from tests.integrations.transformers.families import ALL, FAMILIES, FEW, dense, pad_left, sparse, tokens
 

@@ -17,7 +17,7 @@ from flexnsa import SelectionLoss
 from flexnsa.lm import Batch, Trainer, run
 from flexnsa.lm.cli import main
 from flexnsa.lm.diagnosis import stacks_on_request, watchdog
-from flexnsa.lm.diagnosis.stall import Collective, Sighting, describe_parting, describe_stall, write_flight_record
+from flexnsa.lm.diagnosis.hang_report import Collective, Sighting, describe_parting, describe_stall, write_flight_record
 from flexnsa.lm.parallel import Ranks, joined_ranks
 from flexnsa.lm.training.checkpoint import checkpoint_path, save_checkpoint
 from tests.parallel.processes import Group, started

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import noop_context_fn
 
 from flexnsa import mods
 from flexnsa.attention import selection
-from flexnsa.attention.seam import BranchOutput, Call
-from flexnsa.attention.table import IMPLEMENTATIONS, SDPA
+from flexnsa.attention.dispatch import IMPLEMENTATIONS, SDPA
+from flexnsa.attention.interface import BranchOutput, Call
 from flexnsa.functional import calls as functional_calls
 from flexnsa.layers import layouts
 from flexnsa.lm import DecoderConfig, DecoderLM

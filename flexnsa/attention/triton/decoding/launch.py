@@ -8,15 +8,15 @@ from math import log2
 import torch
 from torch import Tensor
 
-from flexnsa.attention.decoding import StepInputs
 from flexnsa.attention.scoring import LOG2_E
+from flexnsa.attention.step import StepInputs
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.decoding.scratch import StepScratch
 from flexnsa.attention.triton.importance import Band, Scores
 from flexnsa.attention.triton.kernels import decoding_attend, decoding_compress, decoding_merge, decoding_place
 from flexnsa.attention.triton.kernels.decoding_importance import importance_of_scores
 from flexnsa.attention.triton.operators import precision, require_device
-from flexnsa.attention.triton.select import aligned
+from flexnsa.attention.triton.selection import aligned
 from flexnsa.attention.triton.top_blocks import check_width, write_top_blocks
 from flexnsa.geometry import gated_branches, num_blocks
 from flexnsa.positions import Positions

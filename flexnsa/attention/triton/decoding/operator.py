@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flexnsa.attention.decoding import StepArguments, StepInputs
+from flexnsa.attention.step import StepArguments, StepInputs
 from flexnsa.operators import opaque_operator
 
 
 def step(inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
-    """Run a step by Triton kernels on the current stream; see :data:`flexnsa.attention.decoding.StepFunction`."""
+    """Run a step by Triton kernels on the current stream; see :data:`flexnsa.attention.step.StepFunction`."""
     out, blocks = _decoding_step(*inputs.to_args())
     return out, blocks if "slc" in inputs.k else None
 

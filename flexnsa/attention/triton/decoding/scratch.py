@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flexnsa.attention.decoding import StepInputs
-from flexnsa.attention.tiles.decoding import StepTiles, step_tiles
+from flexnsa.attention.step import StepInputs
 from flexnsa.attention.tiles.device import multiprocessors
-from flexnsa.attention.triton.select import aligned
+from flexnsa.attention.tiles.step import StepTiles, step_tiles
+from flexnsa.attention.triton.selection import aligned
 
 
 @dataclass(frozen=True, slots=True)

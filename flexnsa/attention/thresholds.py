@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexnsa.attention.seam import Call
+from flexnsa.attention.interface import Call
 from flexnsa.masks.intervals import DENSE_TILE
 
 STEP_TOKENS = 8

@@ -16,15 +16,15 @@ from flexnsa.attention import reference
 from flexnsa.attention.flex import branches as flex
 from flexnsa.attention.flex import cached as flex_cached
 from flexnsa.attention.flex.kernels import check_input
-from flexnsa.attention.queries import Queries
+from flexnsa.attention.interface import BranchOutput, Call, Compressed, Implementation, Keys, NSAAux, Scorer, given
 from flexnsa.attention.sdpa import branches as sdpa
-from flexnsa.attention.sdpa import decoding as sdpa_decoding
-from flexnsa.attention.seam import BranchOutput, Call, Compressed, Implementation, Keys, NSAAux, Scorer, given
+from flexnsa.attention.sdpa import cached as sdpa_decoding
 from flexnsa.attention.selection_loss import divergence
+from flexnsa.attention.thresholds import Queries
 from flexnsa.attention.triton import divergence as triton_divergence
 from flexnsa.attention.triton import intervals as triton_intervals
-from flexnsa.attention.triton import select as triton_select
 from flexnsa.attention.triton import selected as triton_selected
+from flexnsa.attention.triton import selection as triton_select
 from flexnsa.attention.triton.decoding import operator as triton_decoding
 from flexnsa.attention.triton.gated import gated_sum
 from flexnsa.attention.triton.operators import require_device

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.attention.queries import Queries
+from flexnsa.attention.interface import BranchOutput, Call, Compressed
 from flexnsa.attention.scoring import block_scores
 from flexnsa.attention.sdpa import branches
-from flexnsa.attention.sdpa.gathered import gather_keys, selected_keys
-from flexnsa.attention.seam import BranchOutput, Call, Compressed
+from flexnsa.attention.sdpa.selected_few import gather_keys, selected_keys
 from flexnsa.attention.selection import top_blocks
+from flexnsa.attention.thresholds import Queries
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within
 from flexnsa.masks.compressed import compressed_intervals

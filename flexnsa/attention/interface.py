@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from flexnsa.attention.decoding import StepFunction
+from flexnsa.attention.step import StepFunction
 from flexnsa.config import NSAConfig
 from flexnsa.masks.user_mods import ScoreMod
 from flexnsa.positions import Positions

@@ -1,6 +1,6 @@
 """Attention to selected blocks, query by query: the keys of its blocks are gathered for each query.
 
-That copies ``n * l'`` keys for each query: more than :mod:`flexnsa.attention.sdpa.key_major` copies for many queries,
+That copies ``n * l'`` keys for each query: more than :mod:`flexnsa.attention.sdpa.selected` copies for many queries,
 but less than a loop over blocks costs for a few, as in decoding. No other keys are read.
 """
 
@@ -16,7 +16,7 @@ def gathered_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend to the past tokens of the selected blocks.
 
-    Arguments and result are those of :func:`flexnsa.attention.sdpa.key_major.key_major_attention`.
+    Arguments and result are those of :func:`flexnsa.attention.sdpa.selected.key_major_attention`.
     """
     key, visible = selected_keys(block_indices, token, start, block_size)
     q_BKTGD = torch.unflatten(q, 1, (k.shape[1], -1)).transpose(2, 3)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.decoding import IndexInputs, StepInputs
-from flexnsa.attention.queries import STEP_TOKENS
+from flexnsa.attention.step import IndexInputs, StepInputs
+from flexnsa.attention.thresholds import STEP_TOKENS
 from flexnsa.attention.triton.operators import MOST_HEADS
 from flexnsa.attention.triton.selected import LARGEST_DIM
 from flexnsa.cache.cache import NSACache

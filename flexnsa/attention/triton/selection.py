@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.compilation import compile_once
-from flexnsa.attention.queries import STEP_TOKENS
+from flexnsa.attention.interface import Call, given
 from flexnsa.attention.scoring import group_probabilities
-from flexnsa.attention.seam import Call, given
 from flexnsa.attention.selection import select_in_chunks, select_with_mod
+from flexnsa.attention.thresholds import STEP_TOKENS
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within, num_blocks
 from flexnsa.operators import opaque_operator
