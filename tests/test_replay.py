@@ -16,7 +16,7 @@ from flexnsa.replay import Allocate, Clear, Free, Launch, Replayed, recorder
 
 
 def launch(kernel: Callable[..., None], *arguments: object) -> None:
-    """Launch a kernel as :class:`flexnsa.attention.triton.kernel.Kernel` does."""
+    """Launch a kernel as :class:`flexnsa.attention.triton.kernels.kernel.Kernel` does."""
     kernel(*arguments)
     record = recorder()
     if record is not None:

@@ -67,8 +67,7 @@ class Sparse:
         return calls | {"attention": {"eager": self._attention, "compiled": self.setting.compile(self._attention)}}
 
     def _attention_at_once(self) -> Timed:
-        from flexnsa.attention.triton.decoding.launch import attend, place
-        from flexnsa.attention.triton.decoding.scratch import StepScratch
+        from flexnsa.attention.triton.kernels.step import StepScratch, attend, place
 
         inputs = self.layer.step_inputs(self.x, self.cache)
         scratch, results = StepScratch.of(inputs), inputs.empty_results()

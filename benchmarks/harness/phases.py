@@ -47,7 +47,7 @@ def selection_phase(setting: Setting, length: int) -> Workload:
 
 def scoring_phase(setting: Setting, length: int) -> Workload:
     """Scores alone, chunk by chunk as the selection makes them."""
-    from flexnsa.attention.triton.importance import Band, Scores, importance
+    from flexnsa.attention.triton.kernels.importance import Band, Scores, importance
     from flexnsa.attention.triton.selection import chunks
 
     q, k_cmp, lse = _scored(setting, length)
@@ -78,8 +78,8 @@ def mask_phase(setting: Setting, length: int) -> Workload:
 
 def lists_phase(setting: Setting, length: int) -> Workload:
     """The queries of every key block, part of the selected branch's forward in Triton."""
+    from flexnsa.attention.triton.kernels.selected_lists import Lists, build_lists
     from flexnsa.attention.triton.selected import capacity_of, chunk_of, selection_of
-    from flexnsa.attention.triton.selected_lists import Lists, build_lists
 
     config, group = setting.config, setting.num_heads // setting.num_kv_heads
     partial_rows = group * config.num_selected_blocks * setting.head_dim * setting.dtype.itemsize

@@ -26,10 +26,10 @@ from flexnsa.attention.interface import Call
 from flexnsa.attention.selection import top_blocks as best_blocks
 from flexnsa.attention.tiles.device import Tiles
 from flexnsa.attention.triton import selection as scoring_triton
-from flexnsa.attention.triton.importance import Band, Scores, importance
-from flexnsa.attention.triton.log_sum_exp import log_sum_exp
+from flexnsa.attention.triton.kernels.importance import Band, Scores, importance
+from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp
+from flexnsa.attention.triton.kernels.top_blocks import write_top_blocks
 from flexnsa.attention.triton.selection import chunks, select_blocks_triton
-from flexnsa.attention.triton.top_blocks import write_top_blocks
 from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.lm.measure.memory import MIB, AllocatorProbe
 from flexnsa.positions import Positions

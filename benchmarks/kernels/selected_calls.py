@@ -18,7 +18,8 @@ from benchmarks.kernels.selected_plans import Shape, Variant
 from flexnsa.attention.flex import branches
 from flexnsa.attention.interface import Call
 from flexnsa.attention.tiles import selected as tiles
-from flexnsa.attention.triton import selected, selected_lists
+from flexnsa.attention.triton import selected
+from flexnsa.attention.triton.kernels import selected_lists
 from flexnsa.config import NSAConfig
 from flexnsa.lm.measure.memory import MIB, AllocatorProbe
 from flexnsa.masks.document import document_positions

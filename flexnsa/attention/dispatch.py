@@ -19,13 +19,13 @@ from flexnsa.attention.flex.kernels import check_input
 from flexnsa.attention.interface import BranchOutput, Call, Compressed, Implementation, Keys, NSAAux, Scorer, given
 from flexnsa.attention.sdpa import branches as sdpa
 from flexnsa.attention.sdpa import cached as sdpa_decoding
-from flexnsa.attention.selection_loss import divergence
+from flexnsa.attention.selection_loss import selection_loss
 from flexnsa.attention.thresholds import Queries
-from flexnsa.attention.triton import divergence as triton_divergence
 from flexnsa.attention.triton import intervals as triton_intervals
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import selection as triton_select
-from flexnsa.attention.triton.decoding import operator as triton_decoding
+from flexnsa.attention.triton import selection_loss as triton_selection_loss
+from flexnsa.attention.triton import step as triton_step
 from flexnsa.attention.triton.gated import gated_sum
 from flexnsa.attention.triton.operators import require_device
 from flexnsa.checks.calls import check_mods
@@ -37,9 +37,9 @@ from flexnsa.operators import in_transform
 B = TypeVar("B", BranchOutput, Compressed)
 
 REFERENCE = Implementation(
-    reference.compressed, reference.select, reference.selected, reference.window, reference.divergence
+    reference.compressed, reference.select, reference.selected, reference.window, reference.selection_loss
 )
-SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window, divergence)
+SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window, selection_loss)
 
 
 def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
@@ -52,7 +52,7 @@ FLEX = Implementation(
     triton_select.select,
     flex.selected,
     flex.window,
-    triton_divergence.divergence,
+    triton_selection_loss.selection_loss,
     check_input=check_input,
     cpu_backward=False,
 )
@@ -103,10 +103,10 @@ CACHED_IMPLEMENTATIONS = {
         selected=_cached_selected,
         window=_cached_window,
         check_input=_check_cached,
-        step=triton_decoding.step,
+        step=triton_step.step,
     ),
     "sdpa": Implementation(
-        sdpa_decoding.compressed, sdpa_decoding.select, sdpa_decoding.selected, sdpa_decoding.window, divergence
+        sdpa_decoding.compressed, sdpa_decoding.select, sdpa_decoding.selected, sdpa_decoding.window, selection_loss
     ),
     "reference": REFERENCE,
 }

@@ -114,7 +114,7 @@ out_slc, out_win)``; ``out`` has the heads of a token side by side in memory if 
 of q. The gradients of all branches are those of ``out``: the compressed branch was computed without any.
 """
 
-Divergence = Callable[[Tensor, Tensor, Scorer, Call, str], tuple[Tensor, Tensor]]
+SelectionLossSum = Callable[[Tensor, Tensor, Scorer, Call, str], tuple[Tensor, Tensor]]
 """``(q, k, scorer, call, query_weights)``: how far the scores of blocks are from their true shares, summed over the
 queries ``q (B, Hq, m, Dk)`` and ``scorer.q`` of a few tokens, which both calls locate, weighted by the true mass of
 their blocks (``"mass"``) or all alike (``"mean"``); and the sum of the weights. A query that precedes its sequence sees
@@ -142,7 +142,7 @@ class Implementation:
         select: see ``Selector``.
         selected: see ``SelectedBranch``.
         window: see ``WindowBranch``.
-        divergence: see ``Divergence``.
+        selection_loss: see ``SelectionLossSum``.
         check_input: see ``InputCheck``.
         cpu_backward: whether there is a backward pass on a CPU.
         takes_mods: whether a score_mod may be given.
@@ -155,7 +155,7 @@ class Implementation:
     select: Selector
     selected: SelectedBranch
     window: WindowBranch
-    divergence: Divergence
+    selection_loss: SelectionLossSum
     check_input: InputCheck = accept
     cpu_backward: bool = True
     takes_mods: bool = True

@@ -169,7 +169,7 @@ def select(
 
 
 @_without_autocast
-def divergence(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
+def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
     """Sum ``KL(true || score)`` of the free blocks of each query, weighted by their true mass or all alike."""
     config, blocks = call.config, num_blocks(k.shape[2], call.config)
     scores, query, key = _score_tokens(q.detach(), k.detach(), call.positions, call)

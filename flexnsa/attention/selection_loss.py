@@ -24,13 +24,13 @@ def free_blocks(positions: Positions, blocks: int, config: NSAConfig) -> Tensor:
     return (block >= config.num_init_blocks) & (block <= current - config.num_local_blocks)
 
 
-def divergence(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
-    """Sum the divergences of scores from true shares; see ``flexnsa.attention.interface.Divergence``.
+def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
+    """Sum the divergences of scores from true shares; see ``flexnsa.attention.interface.SelectionLossSum``.
 
     Both are distributions over the free blocks that have a visible key of the scorer; a query without any counts 0.
     """
     if call.score_mod is None:
-        return divergence_by(_selection_loss, q, k, scorer, call, query_weights)
+        return selection_loss_by(_selection_loss, q, k, scorer, call, query_weights)
     # An operator cannot take a mod; autograd differentiates it.
     positions, of_scorer = positions_of(q, call.positions), positions_of(scorer.q, scorer.call.positions)
     with torch.autocast(q.device.type, enabled=False):
@@ -42,7 +42,7 @@ def divergence(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: 
         return (compared.kl * weights).sum(), weights.sum()
 
 
-def divergence_by(
+def selection_loss_by(
     operator: OpaqueOperator[..., tuple[Tensor, Tensor, Tensor, Tensor]],
     q: Tensor,
     k: Tensor,

@@ -150,7 +150,7 @@ def selection_loss(
     sample = Sample(sampled_tokens(length, num_queries, seed, step, sequence_ids))
     scorer = Scorer(sample.take(scorer.q), scorer.k, at_sample(scorer.call, scorer.q, sample))
     q, call = sample.take(q), at_sample(call, q, sample)
-    total, weight = implementation.divergence(q, k, scorer, call, query_weights)
+    total, weight = implementation.selection_loss(q, k, scorer, call, query_weights)
     if reduction == "sum":
         return total, weight
     return total / weight.where(weight > 0, 1)

@@ -191,7 +191,7 @@ def _teach(
     index = apply_rope(index, RopeTables(*(sample.take(_of_rows(table)) for table in read.tables)))
     scorer = Scorer(sample.compared(index), scorer.k, at_sample(scorer.call, scorer.q, sample))
     q, call = sample.compared(sample.take(read.q.detach())), at_sample(read.call, read.q, sample)
-    parts = read.implementation.divergence(q, k, scorer, call, selection.query_weights)
+    parts = read.implementation.selection_loss(q, k, scorer, call, selection.query_weights)
     for group in ranks:
         parts = group.add(*parts)
     selection.add(*parts)

@@ -97,7 +97,7 @@ def test_compiled_kernels_match_the_dense_formula(name: str) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("config", [NSAConfig(), NSAConfig.for_text(12, 2).scoring])
 def test_kernels_for_hopper_score_as_those_that_take_positions(config: NSAConfig, dim: int, length: int) -> None:
-    from flexnsa.attention.triton.log_sum_exp import log_sum_exp
+    from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp
 
     torch.manual_seed(0)
     q = torch.randn(2, 12, length, dim, device="cuda", dtype=torch.bfloat16)

@@ -14,13 +14,13 @@ from flexnsa import NSACache
 from flexnsa.attention.dispatch import FLEX_CACHED
 from flexnsa.attention.interface import BranchOutput, Call, Compressed, Keys, Scorer, given
 from flexnsa.attention.step import CompressorWeights, StepInputs
-from flexnsa.attention.triton import divergence as triton_divergence
 from flexnsa.attention.triton import few_rows
 from flexnsa.attention.triton import gated as triton_gated
 from flexnsa.attention.triton import intervals as triton_intervals
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import selection as triton_select
-from flexnsa.attention.triton.decoding import operator as triton_decoding
+from flexnsa.attention.triton import selection_loss as triton_selection_loss
+from flexnsa.attention.triton import step as triton_step
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.operators import OpaqueOperator
@@ -84,7 +84,7 @@ def _flex_cached(branch: str, queries: int, shape: Shape) -> list[tuple[str, Res
 
 def _own(attend: Callable[[Shape], None], shape: Shape) -> list[tuple[str, Resources]]:
     """Compile what is launched by a function that is called on fake tensors."""
-    for module in (triton_select, triton_selected, triton_intervals, triton_divergence, triton_decoding, few_rows):
+    for module in (triton_select, triton_selected, triton_intervals, triton_selection_loss, triton_step, few_rows):
         for operator in vars(module).values():
             if isinstance(operator, OpaqueOperator):  # on fakes, too, run what runs on a device
                 torch.library.register_fake(operator.name, operator.function, allow_override=True)
@@ -170,7 +170,7 @@ def _selection_loss(shape: Shape, config: NSAConfig = INDEXED) -> None:
     heads, where = KV_HEADS * (config.index_heads or GROUP), _positions(256)
     scorer = Scorer(q[:, :heads, :256], keys, Call(config.scoring, shape.scale, positions=where))
     call = Call(config, shape.scale, positions=where)
-    triton_divergence.divergence(q[:, :, :256], k, scorer, call, "mass")[0].backward()
+    triton_selection_loss.selection_loss(q[:, :, :256], k, scorer, call, "mass")[0].backward()
 
 
 def _selection_loss_of_overlapping_keys(shape: Shape) -> None:
@@ -194,7 +194,7 @@ def _decoding_step(shape: Shape, frequencies: Tensor | None = None) -> None:
     phis = [
         CompressorWeights("mlp", new(length, dim), new(4 * dim, length * dim), new(dim, 4 * dim)) for dim in shape.dims
     ]
-    triton_decoding.step(
+    triton_step.step(
         StepInputs(
             q=q,
             k={"cmp": k_cmp, "slc": k_slc, "win": k_win},

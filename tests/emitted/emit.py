@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flexnsa.attention.triton.kernel import Kernel
+from flexnsa.attention.triton.kernels.kernel import Kernel
 from tests.emitted.modules import Emitted, Module
 
 MakeArguments = Callable[[], tuple[Any, ...]]

@@ -17,7 +17,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from flexnsa.attention.triton.kernel import Kernel
+from flexnsa.attention.triton.kernels.kernel import Kernel
 from tests.emitted import modules
 
 USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:\d+ LOCAL:(?P<local>\d+)")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 FOLDER = "flexnsa.attention.triton.kernels.hopper"
 HELPERS = ("rows", "interval_keys")
-KERNELS = ("intervals_forward", "intervals_backward", "window_sums", "selected_forward", "selected_backward")
+KERNELS = ("intervals_fwd", "intervals_bwd", "window_sums", "selected_fwd", "selected_bwd")
 
 
 class Value:

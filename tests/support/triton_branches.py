@@ -27,7 +27,8 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     """Call the operator, forward and backward; on a GPU also tell whether repeated calls have the same bits."""
     from flexnsa.attention.dispatch import TRITON
     from flexnsa.attention.tiles import selected as tiles
-    from flexnsa.attention.triton import selected, selected_lists
+    from flexnsa.attention.triton import selected
+    from flexnsa.attention.triton.kernels import selected_lists
 
     def choose(*_: object) -> tiles.Tiles:
         return tiles.Tiles(case.rows, 16, 4, 1)
@@ -37,10 +38,10 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
             stack.enter_context(mock.patch.object(selected_lists if name == "SCRATCH_BYTES" else selected, name, value))
         programs = stack.enter_context(hopper_on_a_cpu()) if case.hopper and device == "cpu" else {}
         if device == "cpu":  # the interpreter is the faster, the more rows it takes at a time
-            from flexnsa.attention.triton import selected_backward, selected_forward
+            from flexnsa.attention.triton.kernels import selected_bwd, selected_fwd
 
             stack.enter_context(mock.patch.multiple(tiles, forward_tiles=choose, backward_tiles=choose))
-            for module in (selected_forward, selected_backward):
+            for module in (selected_fwd, selected_bwd):
                 stack.enter_context(mock.patch.object(module, "SUM_ROWS", 512))
         # Programs of the interpreter come one after the other: there a second call could not differ.
         first, *others = (attend(TRITON, case, device=device) for _ in range(1 if device == "cpu" else 3))

@@ -163,10 +163,10 @@ def select(case: Case, importance: Tensor) -> Tensor:
 def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     """Run every kernel on one case; on the CPU only in the process that interprets them."""
     from flexnsa.attention.triton import selection as scoring_triton
-    from flexnsa.attention.triton import top_blocks
-    from flexnsa.attention.triton.importance import Band, Scores, importance
-    from flexnsa.attention.triton.importance_few import importance_few
-    from flexnsa.attention.triton.log_sum_exp import log_sum_exp
+    from flexnsa.attention.triton.kernels import top_blocks
+    from flexnsa.attention.triton.kernels.importance import Band, Scores, importance
+    from flexnsa.attention.triton.kernels.importance_few import importance_few
+    from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp
 
     q, k = (x.to(device) for x in case.inputs())
     lse = dense_lse_and_importance(case)[0].float().to(device)

@@ -60,7 +60,7 @@ def log_sum_exp_tiles(device: Device, dtype: torch.dtype, head_dim: int) -> Tile
     return first_that_fits(candidates, bytes_of, device, f"q: expected 48 rows of {head_dim} numbers of {dtype} to fit")
 
 
-def divergence_tiles(device: Device, dtype: torch.dtype, head_dim: int) -> Tiles:
+def selection_loss_tiles(device: Device, dtype: torch.dtype, head_dim: int) -> Tiles:
     """Return tiles of which one of queries, those of keys and one of their scores fit; the fastest of 9 on an H200.
 
     Raises:

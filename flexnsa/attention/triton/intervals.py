@@ -25,7 +25,7 @@ from flexnsa.positions import Positions, tensors_of
 
 if TYPE_CHECKING:
     from flexnsa.attention.tiles.device import Tiles
-    from flexnsa.attention.triton.kernel import Kernel
+    from flexnsa.attention.triton.kernels.kernel import Kernel
 
 
 def is_preferred(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> bool:
@@ -143,16 +143,16 @@ def _interval_attention_backward(
     stride: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flexnsa.attention.triton.output_rows import row_stats
+    from flexnsa.attention.triton.kernels.output_rows import stats_of_rows
 
-    stats = row_stats(grad_out, out, lse, grad_lse, scale, k.shape[1], gathered=False)
+    stats = stats_of_rows(grad_out, out, lse, grad_lse, scale, k.shape[1], gathered=False)
     grad_out, q, k, v = with_rows(grad_out), with_rows(q), with_rows(k), with_rows(v)
     inputs = IntervalInputs(stats, grad_out, q, k, v, token, start, first_key, scale, length, stride, window)
     return gradient_of_queries(inputs), *gradients_of_keys(inputs)
 
 
 class IntervalInputs(NamedTuple):
-    """What gradients are computed from; ``stats`` of :func:`flexnsa.attention.triton.output_rows.row_stats`.
+    """What gradients are computed from; ``stats`` as :mod:`flexnsa.attention.triton.kernels.output_rows` describes.
 
     The rows of ``grad_out``, q, k and v are contiguous. The positions and sizes are those of the forward pass.
     """
@@ -193,7 +193,7 @@ def gradients_of_keys(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
     """Return the gradients of k and v, in their memory order."""
     from flexnsa.attention.tiles.device import cdiv, multiprocessors
     from flexnsa.attention.tiles.intervals import heads_of_program
-    from flexnsa.attention.triton.gradient_parts import sum_parts
+    from flexnsa.attention.triton.kernels.gradient_parts import add_parts
 
     stats, grad_out, q, k, v, token, start, first_key, scale, *sizes = inputs
     dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -217,7 +217,7 @@ def gradients_of_keys(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
         **shape, **late, HEADS=summed, **_options(tiles, on_hopper=on_hopper),
     )  # fmt: skip
     if summed < group:
-        sum_parts(parts, dk, dv)
+        add_parts(parts, dk, dv)
     return dk, dv
 
 
@@ -246,10 +246,10 @@ def _options(tiles: Tiles, *, on_hopper: bool) -> dict[str, int]:
 def _kernels(*, on_hopper: bool) -> tuple[Kernel, Kernel, Kernel]:
     """Return what computes the output, the gradient of queries, and the gradients of keys and values."""
     if on_hopper:
-        from flexnsa.attention.triton.kernels.hopper import intervals_backward, intervals_forward
+        from flexnsa.attention.triton.kernels.hopper import intervals_bwd, intervals_fwd
 
-        backward = intervals_backward.hopper_backward_queries, intervals_backward.hopper_backward_keys
-        return intervals_forward.hopper_forward, *backward
+        backward = intervals_bwd.hopper_backward_queries, intervals_bwd.hopper_backward_keys
+        return intervals_fwd.hopper_forward, *backward
     from flexnsa.attention.triton.kernels import intervals as kernels
 
     return kernels.forward, kernels.backward_queries, kernels.backward_keys

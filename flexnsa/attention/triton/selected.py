@@ -21,9 +21,9 @@ from flexnsa.config import NSAConfig
 from flexnsa.operators import opaque_operator
 
 if TYPE_CHECKING:
-    from flexnsa.attention.triton.selected_backward import OtherGradients, WindowQueries
-    from flexnsa.attention.triton.selected_forward import GatedBranches
-    from flexnsa.attention.triton.selected_lists import Lists, Selection
+    from flexnsa.attention.triton.kernels.selected_bwd import OtherGradients, WindowQueries
+    from flexnsa.attention.triton.kernels.selected_fwd import GatedBranches
+    from flexnsa.attention.triton.kernels.selected_lists import Lists, Selection
 
 WORKSPACE_BYTES = 9 * 2**28
 """Limit of partial outputs and sums; heads that do not fit run later. A chunk of one head is the least.
@@ -143,8 +143,8 @@ def attend_to_blocks(
     """Compute out and lse, and with ``gated`` the sum of the branches, also the window if given; return the lists."""
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.selected import forward_tiles
-    from flexnsa.attention.triton.selected_forward import forward, forward_bytes
-    from flexnsa.attention.triton.selected_lists import build_lists
+    from flexnsa.attention.triton.kernels.selected_fwd import forward, forward_bytes
+    from flexnsa.attention.triton.kernels.selected_lists import build_lists
 
     require_device(q)
     lists = build_lists(selection, chunk, capacity)
@@ -178,12 +178,12 @@ def _selected_attention_backward(
     chunk: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flexnsa.attention.triton.output_rows import row_stats
-    from flexnsa.attention.triton.selected_lists import Lists
+    from flexnsa.attention.triton.kernels.output_rows import stats_of_rows
+    from flexnsa.attention.triton.kernels.selected_lists import Lists
 
     selection = selection_of(block_indices, token, start, block_size, k.shape[2])
     lists = Lists(order, replicas, chunk, capacity)
-    stats = row_stats(grad_out, out, lse, grad_lse, scale, k.shape[1], gathered=True)
+    stats = stats_of_rows(grad_out, out, lse, grad_lse, scale, k.shape[1], gathered=True)
     return selected_gradients(stats, grad_out, q, k, v, selection, lists, scale=scale)
 
 
@@ -203,7 +203,7 @@ def selected_gradients(
     """Return the gradients of q, k and v.
 
     Args:
-        stats: of :func:`flexnsa.attention.triton.output_rows.row_stats`.
+        stats: of :func:`flexnsa.attention.triton.kernels.output_rows.stats_of_rows`.
         grad_out: ``(B, Hq, T, Dv)``.
         q: ``(B, Hq, T, Dk)``.
         k: ``(B, Hkv, S, Dk)``.
@@ -213,11 +213,11 @@ def selected_gradients(
         scale: factor on the scores.
         others: what the other branches add to the gradient of q; gradients are in memory as those of
             :func:`empty_gradients`.
-        window: its size, for :class:`~flexnsa.attention.triton.selected_backward.WindowQueries`.
+        window: its size, for :class:`~flexnsa.attention.triton.kernels.selected_bwd.WindowQueries`.
     """
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.selected import backward_tiles
-    from flexnsa.attention.triton.selected_backward import backward, backward_bytes
+    from flexnsa.attention.triton.kernels.selected_bwd import backward, backward_bytes
 
     grads = empty_gradients(grad_out, None, q, k, v)
     q, k, v, grad_out = (with_rows(x) for x in (q, k, v, grad_out))
@@ -237,7 +237,7 @@ def selection_of(
     block_indices: Tensor, token: Tensor | None, start: Tensor | None, block_size: int, num_keys: int
 ) -> Selection:
     """Return the selection from which lists are built."""
-    from flexnsa.attention.triton.selected_lists import Selection
+    from flexnsa.attention.triton.kernels.selected_lists import Selection
 
     if token is not None and start is not None:
         token, start = rows_of(token, start)
@@ -283,7 +283,7 @@ def empty_selected(
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate what the operator returns."""
-    from flexnsa.attention.triton.selected_lists import empty_lists
+    from flexnsa.attention.triton.kernels.selected_lists import empty_lists
 
     key_tiles = num_key_tiles(k.shape[2], block_size, has_positions=token is not None)
     lists = empty_lists(block_indices, key_tiles, chunk, capacity)

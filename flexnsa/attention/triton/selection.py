@@ -156,10 +156,10 @@ def launch_selection(
     scale: float,
 ) -> Tensor:
     """Score and select chunk by chunk, on the current stream, without synchronisation; see :func:`select`."""
-    from flexnsa.attention.triton.importance import Band, Scores, importance
-    from flexnsa.attention.triton.importance_few import importance_few
-    from flexnsa.attention.triton.log_sum_exp import log_sum_exp
-    from flexnsa.attention.triton.top_blocks import check_width, write_top_blocks
+    from flexnsa.attention.triton.kernels.importance import Band, Scores, importance
+    from flexnsa.attention.triton.kernels.importance_few import importance_few
+    from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp
+    from flexnsa.attention.triton.kernels.top_blocks import check_width, write_top_blocks
 
     (batch, _, num_queries, _), (kv_heads, num_keys) = q.shape, k_cmp.shape[1:3]
     if batch == 1 and _are_scattered(positions, num_queries):

@@ -10,9 +10,9 @@ from flexnsa.attention.interface import given
 from flexnsa.attention.sdpa.footprint import FOOTPRINT as SDPA
 from flexnsa.attention.shares import CHUNK_SCORES
 from flexnsa.attention.triton import intervals
-from flexnsa.attention.triton.divergence import scratch_bytes
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
 from flexnsa.attention.triton.hopper import DIMS
+from flexnsa.attention.triton.selection_loss import scratch_bytes
 from flexnsa.checks.primitives import check_type
 from flexnsa.geometry import gated_branches, num_compressed
 from flexnsa.layers.indexer import SAMPLED_QUERIES

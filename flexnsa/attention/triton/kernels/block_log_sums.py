@@ -1,12 +1,12 @@
 # pyright: standard, reportGeneralTypeIssues=false
-"""Log-sum-exp of the keys of each block, for a tile of queries; see :mod:`flexnsa.attention.triton.divergence`."""
+"""Log-sum-exp of the keys of each block, for a tile of queries; see :mod:`flexnsa.attention.triton.selection_loss`."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
+from flexnsa.attention.triton.kernels.typed import jit
 from flexnsa.attention.triton.kernels.visible import count_visible
-from flexnsa.attention.triton.typed import jit
 
 
 @jit

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from flexnsa.attention.triton.kernels.typed import jit
 from flexnsa.attention.triton.kernels.visible import runs
-from flexnsa.attention.triton.typed import jit
 
 
 @jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])

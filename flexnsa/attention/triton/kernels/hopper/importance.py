@@ -1,6 +1,6 @@
 # pyright: standard, reportArgumentType=false, reportAssignmentType=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-"""Importance of a tile of blocks for a tile of queries; see :mod:`flexnsa.attention.triton.importance`.
+"""Importance of a tile of blocks for a tile of queries; see :mod:`flexnsa.attention.triton.kernels.importance`.
 
 The keys of a tile stay in shared memory, in pieces: those at the first places in their blocks, those at the next ones,
 and so on. The product of a head's queries with one piece runs while the probabilities of the one before are summed.
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from flexnsa.attention.triton.gluon import async_load, barrier, gluon_jit
+from flexnsa.attention.triton.kernels.gluon import async_load, barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_layout, copy_rows, product_layout, product_with
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
 
-from flexnsa.attention.triton.gluon import gluon_jit
+from flexnsa.attention.triton.kernels.gluon import gluon_jit
 
 
 @gluon_jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from flexnsa.attention.triton.gluon import async_load, gluon_constant, gluon_jit
+from flexnsa.attention.triton.kernels.gluon import async_load, gluon_constant, gluon_jit
 
 
 @gluon_constant

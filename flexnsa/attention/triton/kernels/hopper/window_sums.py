@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
 
-from flexnsa.attention.triton.gluon import gluon_jit
-from flexnsa.attention.triton.kernels.hopper.intervals_backward import gradient_of_queries
-from flexnsa.attention.triton.kernels.hopper.intervals_forward import attend_to_keys
+from flexnsa.attention.triton.kernels.gluon import gluon_jit
+from flexnsa.attention.triton.kernels.hopper.intervals_bwd import gradient_of_queries
+from flexnsa.attention.triton.kernels.hopper.intervals_fwd import attend_to_keys
 from flexnsa.attention.triton.kernels.hopper.rows import store_layout
 
 

@@ -1,8 +1,11 @@
-"""Launch the kernels of a decoding step in order: place, compress, dense branches, score, select, attend, merge."""
+"""A decoding step in few kernels: place, compress, dense branches, score, select, attend, merge."""
 
 from __future__ import annotations
 
+import operator
 import struct
+from dataclasses import dataclass
+from functools import partial
 from math import log2
 
 import torch
@@ -10,16 +13,105 @@ from torch import Tensor
 
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.step import StepInputs
-from flexnsa.attention.tiles.device import cdiv, padded
-from flexnsa.attention.triton.decoding.scratch import StepScratch
-from flexnsa.attention.triton.importance import Band, Scores
-from flexnsa.attention.triton.kernels import decoding_attend, decoding_compress, decoding_merge, decoding_place
-from flexnsa.attention.triton.kernels.decoding_importance import importance_of_scores
+from flexnsa.attention.tiles.device import cdiv, multiprocessors, padded
+from flexnsa.attention.tiles.step import StepTiles, step_tiles
+from flexnsa.attention.triton.kernels import step_attend, step_compress, step_merge, step_place
+from flexnsa.attention.triton.kernels.importance import Band, Scores
+from flexnsa.attention.triton.kernels.step_importance import importance_of_scores
+from flexnsa.attention.triton.kernels.top_blocks import check_width, write_top_blocks
 from flexnsa.attention.triton.operators import precision, require_device
 from flexnsa.attention.triton.selection import aligned
-from flexnsa.attention.triton.top_blocks import check_width, write_top_blocks
 from flexnsa.geometry import gated_branches, num_blocks
 from flexnsa.positions import Positions
+
+
+@dataclass(frozen=True, slots=True)
+class StepScratch:
+    """Sizes, and the memory that only the kernels of one step use.
+
+    Args:
+        batch: ``B``.
+        num_tokens: ``T``.
+        kv_heads: ``Hkv``.
+        group: query heads of a kv head.
+        dk: of queries and keys.
+        dv: of values.
+        slots: tokens or compressed tokens of a sequence that each kind of buffer holds.
+        tiles: how keys are divided.
+        where: int32 ``(3, B, T)``: positions of the new tokens, whether they exceed the capacity, and 0.
+        q: rotated, ``(B, Hq, T, Dk)``.
+        scores: fp32 ``(B, Hkv, T, G, N)``, powers of two, of the compressed tokens that a query sees.
+        part: fp32 ``(splits, B, Hq, T, Dv)``; the splits of all branches one after the other.
+        top: fp32 ``(splits, B, Hq, T)``.
+        total: fp32 ``(splits, B, Hq, T)``.
+    """
+
+    batch: int
+    num_tokens: int
+    kv_heads: int
+    group: int
+    dk: int
+    dv: int
+    slots: dict[str, int]
+    tiles: StepTiles
+    where: Tensor
+    q: Tensor
+    scores: Tensor
+    part: Tensor
+    top: Tensor
+    total: Tensor
+
+    @property
+    def heads(self) -> int:
+        """``B * Hq``."""
+        return self.batch * self.kv_heads * self.group
+
+    def first_split(self, tag: str) -> int:
+        """Return the index of a branch's first partial output."""
+        return {"cmp": 0, "win": self.tiles.cmp, "slc": self.tiles.cmp + self.tiles.win}[tag]
+
+    @classmethod
+    def of(cls, inputs: StepInputs) -> StepScratch:
+        """Compute the sizes, and allocate."""
+        batch, num_tokens = (operator.index(x) for x in inputs.q.shape[:2])
+        buffers, q = inputs.buffers, inputs.q
+        kv_heads = next(iter(buffers.values())).shape[1]
+        group = inputs.num_heads // kv_heads
+        dk = q.shape[2] // inputs.num_heads
+        dv = next(iter(inputs.v.values())).shape[2] // kv_heads
+        slots = {name.partition("_")[2]: buffer.shape[2] - 1 for name, buffer in buffers.items()}
+        counts = slots.get("cmp", 0), slots.get("win", 0)
+        tiles = step_tiles(
+            multiprocessors(q),
+            q.dtype,
+            heads=batch * kv_heads,
+            group=group,
+            num_tokens=num_tokens,
+            dims=(dk, dv),
+            num_keys=counts,
+            num_selected=inputs.config.num_selected_blocks,
+            block_size=inputs.config.select_block_size,
+        )
+        rows = tiles.cmp + tiles.slc + tiles.win, batch, inputs.num_heads, num_tokens
+        width = aligned(counts[0]) if "slc" in inputs.k and inputs.index is None else 0
+        new = partial(torch.empty, dtype=torch.float32, device=q.device)
+        return cls(
+            batch,
+            num_tokens,
+            kv_heads,
+            group,
+            dk,
+            dv,
+            slots,
+            tiles,
+            where=torch.empty(3, batch, num_tokens, dtype=torch.int32, device=q.device),
+            q=q.new_empty(batch, inputs.num_heads, num_tokens, dk),
+            scores=new(batch, kv_heads, num_tokens, group, width),
+            part=new(*rows, dv),
+            top=new(rows),
+            total=new(rows),
+        )
+
 
 BLOCK_J = 16
 """Blocks whose importance a program sums: few, so that there are many programs."""
@@ -32,7 +124,7 @@ MERGED = 2048
 
 
 def launch_step(inputs: StepInputs) -> tuple[Tensor, Tensor]:
-    """Run a step without waiting for the device; see :func:`flexnsa.attention.triton.decoding.operator.step`."""
+    """Run a step without waiting for the device; see :func:`flexnsa.attention.triton.step.step`."""
     require_device(inputs.q)
     out, blocks = inputs.empty_results()
     if not inputs.q.numel():
@@ -50,7 +142,7 @@ def place(inputs: StepInputs, scratch: StepScratch) -> None:
     raw = "cmp" if "cmp" in k else "slc"
     rows = [q, k.get(raw, q), v.get("cmp", q), k.get("slc", q), v.get("slc", q), k.get("win", q), v.get("win", q)]
     rows = [_uniform(x) for x in rows]
-    decoding_place.place[(scratch.batch * scratch.num_tokens, inputs.num_heads + 6 * scratch.kv_heads)](
+    step_place.place[(scratch.batch * scratch.num_tokens, inputs.num_heads + 6 * scratch.kv_heads)](
         *rows, *(x.stride(1) for x in rows),
         inputs.lengths, inputs.lengths if inputs.new_lengths is None else inputs.new_lengths, scratch.where, scratch.q,
         *(buffers.get(name, q) for name in ("k_tail", "v_tail", "k_slc", "v_slc", "k_win", "v_win")),
@@ -91,7 +183,7 @@ def compress(inputs: StepInputs, scratch: StepScratch) -> None:
             for tail, phi, out in zip(tails, (phi_k, phi_v), hidden, strict=True)
             for x in (tail, _or(phi.position, tail), _or(phi.weight, tail), out)
         ]
-        decoding_compress.map_completed[(cdiv(num_rows, 16), cdiv(max(widths), 16), 1 + makes_values)](
+        step_compress.map_completed[(cdiv(num_rows, 16), cdiv(max(widths), 16), 1 + makes_values)](
             inputs.lengths, scratch.where, *firsts, *counts,
             **sizes, BN=16, BDK=padded(scratch.dk), BDV=padded(scratch.dv), PRECISION=precision(),
             num_warps=4,
@@ -102,7 +194,7 @@ def compress(inputs: StepInputs, scratch: StepScratch) -> None:
         for tail, phi, middle, cache in zip(tails, (phi_k, phi_v), hidden, caches, strict=True)
         for x in (tail, middle, _or(phi.out, tail), cache)
     ]
-    decoding_compress.finish_completed[(cdiv(num_rows, 16), 1 + makes_values)](
+    step_compress.finish_completed[(cdiv(num_rows, 16), 1 + makes_values)](
         inputs.lengths, scratch.where, *lasts, *counts, scratch.slots["cmp"], *_rope(inputs),
         GIVEN=inputs.frequencies is not None, K_KIND=phi_k.kind, V_KIND=phi_v.kind, **sizes,
         K_HALF=padded(cdiv(scratch.dk, 2)), V_HALF=padded(cdiv(scratch.dv, 2)), PRECISION=precision(),
@@ -140,7 +232,7 @@ def _attend_dense(inputs: StepInputs, scratch: StepScratch) -> None:
         return
     rows = cdiv(scratch.num_tokens * scratch.group, tiles.rows)
     keys = [buffers.get(name, scratch.q) for name in ("k_cmp", "v_cmp", "k_win", "v_win")]
-    decoding_attend.attend_dense[(tiles.cmp + win, scratch.batch * scratch.kv_heads, rows)](
+    step_attend.attend_dense[(tiles.cmp + win, scratch.batch * scratch.kv_heads, rows)](
         scratch.q, scratch.where, *keys, scratch.scores, scratch.part, scratch.top, scratch.total,
         scratch.heads, scratch.num_tokens, scratch.slots.get("cmp", 0), scratch.slots.get("win", 1),
         scratch.scores.shape[-1], inputs.scale * LOG2_E,
@@ -176,7 +268,7 @@ def _select(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -> None:
 def _attend_selected(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -> None:
     tiles, config, buffers = scratch.tiles, inputs.config, inputs.buffers
     queries, rows = scratch.batch * scratch.kv_heads * scratch.num_tokens, cdiv(scratch.group, tiles.group_rows)
-    decoding_attend.attend_selected[(tiles.slc, queries, rows)](
+    step_attend.attend_selected[(tiles.slc, queries, rows)](
         scratch.q, scratch.where, blocks, buffers["k_slc"], buffers["v_slc"], scratch.part, scratch.top, scratch.total,
         scratch.heads, scratch.num_tokens, scratch.slots["slc"], scratch.first_split("slc"), inputs.scale * LOG2_E,
         **_dims(scratch), BLOCK=config.select_block_size, SELECTED=config.num_selected_blocks,
@@ -196,7 +288,7 @@ def _merge(inputs: StepInputs, scratch: StepScratch, out: Tensor) -> None:
         branches |= {name: scratch.first_split(tag), f"{name}_SPLITS": splits, f"{name}_GATE": order.get(tag, -1)}
     splits = tiles.cmp + tiles.win + tiles.slc
     rows = padded(splits, least=1)
-    decoding_merge.merge[(scratch.batch * scratch.num_tokens, inputs.num_heads)](
+    step_merge.merge[(scratch.batch * scratch.num_tokens, inputs.num_heads)](
         scratch.part, scratch.top, scratch.total, gates, scratch.where, inputs.lengths, inputs.reached, out,
         scratch.batch, scratch.num_tokens, gates.stride(1),
         HQ=inputs.num_heads, DV=scratch.dv, GATE=inputs.gate, COLUMNS=len(columns), SPLITS=splits, **branches,

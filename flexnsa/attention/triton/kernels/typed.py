@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, overload
 
-from flexnsa.attention.triton.kernel import Kernel
+from flexnsa.attention.triton.kernels.kernel import Kernel
 
 F = TypeVar("F", bound=Callable[..., object])
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import triton_divergence
+from tests.support import triton_selection_loss
 from tests.support.comparison import assert_as_exact_as_plain
-from tests.support.triton_divergence import CASES, by_implementation, by_kernels
+from tests.support.triton_selection_loss import CASES, by_implementation, by_kernels
 
 Results = dict[str, dict[str, Tensor]]
 
@@ -23,7 +23,9 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Results:
     pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
     path = tmp_path_factory.mktemp("interpreted") / "results.pt"
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, "-W", "ignore", triton_divergence.__file__, str(path)], env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", triton_selection_loss.__file__, str(path)], env=environment, check=True
+    )
     return torch.load(path)
 
 

@@ -26,7 +26,7 @@ def _decoding_step(
     sizes: Sequence[int],
     factors: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    from flexnsa.attention.triton.decoding.launch import launch_step
+    from flexnsa.attention.triton.kernels.step import launch_step
 
     return launch_step(StepInputs.from_args(lengths, reached, buffers, new_lengths, tensors, sizes, factors))
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexnsa.attention import selection_loss
 from flexnsa.attention.interface import Call, Scorer
-from flexnsa.attention.selection_loss import differentiate_by_results, divergence_by
+from flexnsa.attention.selection_loss import differentiate_by_results, selection_loss_by
+from flexnsa.attention.selection_loss import selection_loss as by_products
 from flexnsa.attention.triton.selected import LARGEST_DIM
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks
@@ -25,15 +25,15 @@ SCRATCH_SUMS = 2**26
 """Log-sum-exps of a chunk of queries that exist at a time: 256 MB."""
 
 
-def divergence(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
-    """Sum the divergences of scores from true shares; see ``flexnsa.attention.interface.Divergence``.
+def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
+    """Sum the divergences of scores from true shares; see ``flexnsa.attention.interface.SelectionLossSum``.
 
     Products in chunks compute it on a CPU, with a score_mod, and for head dimensions above 256.
     """
     wide = max(q.shape[-1], scorer.q.shape[-1]) > LARGEST_DIM
     if not q.is_cuda or wide or call.score_mod is not None:
-        return selection_loss.divergence(q, k, scorer, call, query_weights)
-    return divergence_by(selection_loss_triton, q, k, scorer, call, query_weights)
+        return by_products(q, k, scorer, call, query_weights)
+    return selection_loss_by(selection_loss_triton, q, k, scorer, call, query_weights)
 
 
 def scratch_bytes(batch: int, heads: int, kv_heads: int, queries: int, seq_len: int, config: NSAConfig) -> int:
@@ -65,7 +65,7 @@ def selection_loss_triton(
     by_mass: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sum the divergences at a few queries, and differentiate the sum; see ``flexnsa.attention.selection_loss``."""
-    from flexnsa.attention.triton.divergence_launch import KeyGrid, Scored, compare, gradients
+    from flexnsa.attention.triton.kernels.selection_loss import KeyGrid, Scored, compare, gradients
 
     config, index_config = NSAConfig.from_ints(sizes), NSAConfig.from_ints(index_sizes)
     (batch, heads, num_queries, _), width = q.shape, num_blocks(k.shape[2], config)

@@ -1,6 +1,6 @@
 # pyright: standard, reportArgumentType=false, reportAssignmentType=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-"""Selected attention, forward; see :mod:`flexnsa.attention.triton.selected_forward`.
+"""Selected attention, forward; see :mod:`flexnsa.attention.triton.kernels.selected_fwd`.
 
 The rows of a tile are consecutive in the list of all (query, head) rows of the replica, heads first. S of the next tile
 is issued while the product with the values of this one runs, and is done when its output is stored.
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flexnsa.attention.triton.gluon import async_load, gluon_constant, gluon_jit
+from flexnsa.attention.triton.kernels.gluon import async_load, gluon_constant, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import (
     copy_layout,
     copy_rows,

@@ -1,6 +1,6 @@
 # pyright: standard, reportArgumentType=false, reportAssignmentType=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-"""Selected attention, backward; see :mod:`flexnsa.attention.triton.selected_backward`.
+"""Selected attention, backward; see :mod:`flexnsa.attention.triton.kernels.selected_bwd`.
 
 S and dP of a tile are issued together, so dP overlaps exponentials; dv is issued as soon as P is there, and dk runs
 while dq is stored. The rows of the next tile are copied meanwhile.
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flexnsa.attention.triton.gluon import async_load, barrier, gluon_jit
+from flexnsa.attention.triton.kernels.gluon import async_load, barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_gathered, load_rows, product_layout, store_layout
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.decoding_place import angles
-from flexnsa.attention.triton.typed import jit
+from flexnsa.attention.triton.kernels.step_place import angles
+from flexnsa.attention.triton.kernels.typed import jit
 
 
 @jit

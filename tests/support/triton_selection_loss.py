@@ -18,7 +18,8 @@ from torch import Tensor
 
 from flexnsa import NSAConfig, selection_loss
 from flexnsa.attention import dispatch
-from flexnsa.attention.selection_loss import divergence_by
+from flexnsa.attention.selection_loss import selection_loss_by
+from flexnsa.attention.triton import selection_loss as triton_selection_loss
 from tests.support.inputs import SMALL
 from tests.support.interpreter import hurry, teach_bfloat16
 from tests.support.scorers import INDEX, LONG_KEYS, NOT_FORCED, TWO_HEADS, learners, make
@@ -75,11 +76,12 @@ CASES = {
 
 def by_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     """The sum, its weight, and the gradients of the sum; on the CPU only in the process that interprets kernels."""
-    from flexnsa.attention.triton import divergence, divergence_launch
+    from flexnsa.attention.triton.kernels import selection_loss as launches
 
-    kernels = replace(dispatch.TRITON, divergence=partial(divergence_by, divergence.selection_loss_triton))
-    small = mock.patch.object(divergence, "SCRATCH_SUMS", case.scratch_sums)
-    few = mock.patch.object(divergence_launch, "BLOCKS_AT_ONCE", case.blocks_at_once)
+    of_triton = triton_selection_loss.selection_loss_triton
+    kernels = replace(dispatch.TRITON, selection_loss=partial(selection_loss_by, of_triton))
+    small = mock.patch.object(triton_selection_loss, "SCRATCH_SUMS", case.scratch_sums)
+    few = mock.patch.object(launches, "BLOCKS_AT_ONCE", case.blocks_at_once)
     with small, few, mock.patch.dict(dispatch.IMPLEMENTATIONS, triton=kernels):
         return by_implementation("triton", case, case.inputs(device))
 

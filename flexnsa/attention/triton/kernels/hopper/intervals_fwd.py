@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flexnsa.attention.triton.gluon import barrier, gluon_jit
+from flexnsa.attention.triton.kernels.gluon import barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.interval_keys import keys_of, place
 from flexnsa.attention.triton.kernels.hopper.rows import (
     copy_rows,

@@ -1,13 +1,13 @@
 # pyright: standard, reportGeneralTypeIssues=false
-"""Gradients of the divergence in index queries and keys; see :mod:`flexnsa.attention.triton.divergence`."""
+"""Gradients of the divergence in index queries and keys; see :mod:`flexnsa.attention.triton.selection_loss`."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
 from flexnsa.attention.triton.kernels.block_log_sums import shared_strides
+from flexnsa.attention.triton.kernels.typed import jit
 from flexnsa.attention.triton.kernels.visible import count_visible
-from flexnsa.attention.triton.typed import jit
 
 
 @jit

@@ -1,1 +1,0 @@
-"""A decoding step in few kernels: store, compress, attend, score, select, attend, merge."""
