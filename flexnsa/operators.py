@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, ParamSpec, TypeVar
+from inspect import Parameter, Signature, signature
+from itertools import islice
+from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ def opaque_operator(
     name: str, *, mutates: Sequence[str] = (), launches_kernels: bool = False
 ) -> Callable[[Callable[P, T]], OpaqueOperator[P, T]]:
     """Register a function of tensors and numbers as ``flexnsa::name``.
+
+    An argument may be a ``NamedTuple`` of tensors and numbers; the schema has its fields one by one.
 
     The function returns no view and writes only to the arguments that ``mutates`` names. Autocast is off inside it, and
     its kernels are launched on the GPU of its first argument, whichever GPU is current. One that ``launches_kernels``
@@ -54,17 +58,21 @@ class OpaqueOperator(Generic[P, T]):
     def __init__(
         self, name: str, function: Callable[P, T], mutates: Sequence[str], *, launches_kernels: bool = False
     ) -> None:
-        run = Replayed(function) if launches_kernels else function
+        hints = get_type_hints(function)
+        kinds = [hints[parameter] for parameter in signature(function).parameters]
+        self._records = [kind if hasattr(kind, "_fields") else None for kind in kinds]
+        replayed = Replayed(function, self._nested) if launches_kernels else None
 
         @_disable_dynamo
         def kernel(*args: Any) -> T:
             device: torch.device = args[0].device
             with torch.no_grad(), _without_autocast(device), _current(device):
-                return run(*args)  # pyright: ignore[reportCallIssue]  (keywords have become positions)
+                # Keywords have become positions.
+                return replayed(*args) if replayed else function(*self._nested(args))  # pyright: ignore[reportCallIssue]
 
         self.name, self.function = f"{_LIBRARY.ns}::{name}", function
         self._kernel, self._launches_kernels = kernel, launches_kernels
-        schema = torch.library.infer_schema(function, mutates_args=mutates)
+        schema = torch.library.infer_schema(self._prototype(function, hints), mutates_args=mutates)
         torch.library.define(self.name, schema, lib=_LIBRARY, tags=torch.Tag.pt2_compliant_tag)
         torch.library.impl(self.name, "default", kernel, lib=_LIBRARY)
         _LIBRARY.impl(name, self._with_derivatives, "Autograd")
@@ -73,7 +81,31 @@ class OpaqueOperator(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the operator."""
+        if any(self._records):
+            return self._operator(*_fields(args, self._records))
         return self._operator(*args, **kwargs)
+
+    def _prototype(self, function: Callable[P, T], hints: dict[str, Any]) -> Callable[P, T]:
+        """Return a function whose signature is that of the schema."""
+        if not any(self._records):
+            return function
+        fields: dict[str, Any] = {}
+        for name, record in zip(signature(function).parameters, self._records, strict=True):
+            fields |= get_type_hints(record) if record else {name: hints[name]}
+        parameters = [Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for x, kind in fields.items()]
+
+        def prototype(*args: P.args, **kwargs: P.kwargs) -> T:
+            return function(*args, **kwargs)
+
+        prototype.__signature__ = Signature(parameters, return_annotation=hints["return"])  # pyright: ignore[reportFunctionMemberAccess]
+        return prototype
+
+    def _nested(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Return the arguments of the function, given those of the schema."""
+        if not any(self._records):
+            return args
+        rest = iter(args)
+        return [record(*islice(rest, len(record._fields))) if record else next(rest) for record in self._records]
 
     def register_fake(self, function: Callable[..., T]) -> Callable[..., T]:
         """Register a function that returns empty results of the right shapes and dtypes."""
@@ -81,7 +113,7 @@ class OpaqueOperator(Generic[P, T]):
         def fake(*args: Any) -> T:
             if self._launches_kernels and _can_compile_ahead(args):
                 self._kernel(*args)
-            return function(*args)
+            return function(*self._nested(args))
 
         torch.library.register_fake(self.name, fake, lib=_LIBRARY)
         return function
@@ -99,7 +131,8 @@ class OpaqueOperator(Generic[P, T]):
 
         Its arguments are the gradients of the floating results (the first is always a tensor, another is None where
         nothing depends on that result), the inputs that are tensors or None, the results, and the inputs that are
-        numbers. Only the first so many results are ``differentiable``, by default all floating ones.
+        numbers; of an operator of a named tuple the gradients, the tuple, and the results. Only the first so many
+        results are ``differentiable``, by default all floating ones.
         """
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -116,8 +149,12 @@ class OpaqueOperator(Generic[P, T]):
             pairs = list(zip(grads, results, strict=True))[:differentiable]
             first, *others = (grad for grad, x in pairs if x.is_floating_point())
             first = torch.zeros_like(results[0]) if first is None else first
-            found = backward(first, *others, *saved, *ctx.numbers)
-            return *found, *(None,) * (len(saved) - len(results) + len(ctx.numbers) - len(found))
+            inputs = *saved[: -len(grads)], *ctx.numbers
+            if any(self._records):
+                found = backward(first, *others, *self._nested(inputs), *results)
+            else:
+                found = backward(first, *others, *saved, *ctx.numbers)
+            return *found, *(None,) * (len(inputs) - len(found))
 
         self.register_autograd(differentiate, setup_context=save)
 
@@ -126,21 +163,23 @@ class OpaqueOperator(Generic[P, T]):
         if any(unpack_dual(x).tangent is not None for x in tensors):
             raise NotImplementedError(f"{self.name} has no forward-mode derivative; use impl='reference'")
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-            return self._below_autograd(*args)
+            with torch._C._AutoDispatchBelowAutograd():
+                return self._operator(*args)
         with enable_single_level_autograd_function():
             return self._function.apply(*args)
 
     def _forward(self, *args: Any) -> Any:
         # A Function turns gradients off inside, but the outer levels of torch.func still need theirs.
-        with torch.enable_grad(), _set_fwd_grad_enabled(True):
-            return self._below_autograd(*args)
-
-    def _below_autograd(self, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch.enable_grad(), _set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
             return self._operator(*args)
 
     def _no_backward(self, *_: Any) -> None:
         raise NotImplementedError(f"{self.name} has no derivative (of this order); use impl='reference'")
+
+
+def _fields(args: Sequence[Any], records: Sequence[Any]) -> list[Any]:
+    """Return the arguments of a schema, given those of a function: the fields of each named tuple in its place."""
+    return [y for x, record in zip(args, records, strict=True) for y in (x if record else (x,))]
 
 
 def _can_compile_ahead(args: Sequence[Any]) -> bool:

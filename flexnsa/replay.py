@@ -36,10 +36,14 @@ class Replayed(Generic[P, T]):
     """A function of tensors and numbers, which returns new tensors and launches kernels.
 
     It is called as it is where it does anything else on the device, or for tensors of a subclass.
+
+    Args:
+        function: of ``arguments`` of what is passed.
+        arguments: by default those that are passed, tensors and numbers.
     """
 
-    def __init__(self, function: Callable[P, T]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., T], arguments: Callable[[Sequence[Any]], Sequence[Any]] = tuple) -> None:
+        self.function, self.arguments = function, arguments
         self._called = set[Key]()
         self._plans = dict[Key, "Plan | None"]()
 
@@ -47,20 +51,20 @@ class Replayed(Generic[P, T]):
         """Call the function, or replay its plan for such arguments."""
         key = _key(args)
         if key is None:
-            return self.function(*args)  # pyright: ignore[reportCallIssue]  (keywords have become positions)
+            return self.function(*self.arguments(args))
         if key in self._plans:
             plan = self._plans[key]
             if plan is not None:
                 return cast(T, plan.replay(args))
-            return self.function(*args)  # pyright: ignore[reportCallIssue]
+            return self.function(*self.arguments(args))
         if key not in self._called:
             if len(self._called) >= MOST_PLANS:
                 self._called.clear()
                 self._plans.clear()
             self._called.add(key)
-            return self.function(*args)  # pyright: ignore[reportCallIssue]
+            return self.function(*self.arguments(args))
         with Recorder(args) as recorder:
-            results = self.function(*args)  # pyright: ignore[reportCallIssue]
+            results = self.function(*self.arguments(args))
         self._plans[key] = recorder.plan(results)
         return results
 

@@ -25,9 +25,9 @@ FLOORS = (
     "flexnsa/mods flexnsa/packing",
     # attention: the contract, what implementations share, the implementations, the table of them
     "flexnsa/attention/__init__ flexnsa/attention/step flexnsa/attention/interface flexnsa/attention/compilation"
-    " flexnsa/attention/operators flexnsa/attention/footprint flexnsa/attention/thresholds",
+    " flexnsa/attention/operators flexnsa/attention/footprint",
     "flexnsa/attention/scoring flexnsa/attention/shares flexnsa/attention/threads flexnsa/attention/tiles"
-    " flexnsa/attention/log_scores flexnsa/attention/sampling",
+    " flexnsa/attention/plan flexnsa/attention/log_scores flexnsa/attention/sampling",
     "flexnsa/attention/selection flexnsa/attention/selection_loss",
     "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton",
     "flexnsa/attention/dispatch",
@@ -140,6 +140,17 @@ def test_attention_and_layers_are_typed_strictly_but_for_kernels_and_their_launc
     relaxed = {name for name in files if relaxes.search((ROOT / f"{name}.py").read_text())}
     assert relaxed
     assert relaxed <= below(KERNELS, names=files)  # Python has no types for what a kernel computes
+
+
+def test_a_layer_is_few_frames_above_its_kernels() -> None:
+    from_outside = ("training, forward", "training, backward", "training, forward on a CPU", "a decoding step")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.frames", *from_outside]
+    printed = subprocess.check_output(command, text=True, cwd=ROOT)
+    counts = re.findall(r"(\d+) frames in (\d+) files, (\d+) of operators", printed)
+    assert len(counts) == len(from_outside)
+    limits = dict.fromkeys(from_outside, (8, 6, 5)) | {"training, forward on a CPU": (9, 7, 5)}
+    for name, found in zip(from_outside, counts, strict=True):
+        assert all(int(count) <= limit for count, limit in zip(found, limits[name], strict=True)), printed
 
 
 def test_what_moved_is_where_the_list_says() -> None:

@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.distributed.together import Point, Together
 from benchmarks.harness.setting import TINY_MODEL, Setting
 from flexnsa import NativeSparseAttention
-from flexnsa.attention.dispatch import by_branch, choose_implementation
-from flexnsa.attention.interface import Call
+from flexnsa.attention.dispatch import by_branch
 from flexnsa.geometry import BRANCHES, num_compressed
-from flexnsa.layers.core import Compressors, Heads, attend_heads
+from flexnsa.layers.core import Heads
 from flexnsa.layers.layouts import KeySource, RowKeys
 from flexnsa.lm import DecoderConfig, DecoderLM, preset
 from flexnsa.lm.measure.memory import MIB
@@ -136,14 +135,11 @@ def keys_of(inputs: dict[str, Tensor]) -> list[Tensor]:
 def attention_of(layer: NativeSparseAttention, length: int) -> Callable[[dict[str, Tensor]], Tensor]:
     """The layer without its projections, as a function of :func:`draw_heads`."""
     layout = layer.layout(length)
-    call = Call(layer.config, layer.head_dim**-0.5, None, layout.positions, layout.window_positions)
-    compressors = Compressors(layer.phi_k, layer.phi_v)
 
     def attend(x: dict[str, Tensor]) -> Tensor:
         k, v = ({tag: x[f"{kind}_{tag}"] for tag in BRANCHES} for kind in "kv")
         heads, source = Heads(x["q"], k, v, by_branch(x["gates"])), layout.source or RowKeys()
-        implementation = choose_implementation(layer.impl, x["q"], modded=False)
-        return attend_heads(heads, layout, compressors, source, implementation, call, BRANCHES)[0]
+        return layer.attend(x["q"], heads, layout, source, (None, None), cached=False)[0]
 
     return attend
 

@@ -78,14 +78,14 @@ def mask_phase(setting: Setting, length: int) -> Workload:
 
 def lists_phase(setting: Setting, length: int) -> Workload:
     """The queries of every key block, part of the selected branch's forward in Triton."""
-    from flexnsa.attention.triton.kernels.selected_lists import Lists, build_lists
-    from flexnsa.attention.triton.selected import capacity_of, chunk_of, selection_of
+    from flexnsa.attention.triton.kernels.selected_lists import Lists, Selection, build_lists
+    from flexnsa.attention.triton.selected import capacity_of, chunk_of
 
     config, group = setting.config, setting.num_heads // setting.num_kv_heads
     partial_rows = group * config.num_selected_blocks * setting.head_dim * setting.dtype.itemsize
 
     def build(block_indices: Tensor) -> Lists:
-        selection = selection_of(block_indices, None, None, config.select_block_size, length)
+        selection = Selection(block_indices, None, None, config.select_block_size, length)
         return build_lists(selection, chunk_of(partial_rows), capacity_of(group, setting.dtype.itemsize))
 
     return Workload("lists", build, (random_blocks(setting, length),), ())

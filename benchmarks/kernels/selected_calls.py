@@ -191,8 +191,9 @@ def measure_ours(shape: Shape, variant: Variant, *, brief: bool = False) -> dict
     with applied(variant):
         point = times_of(x, selected.selected, brief=brief)
         if not brief:
-            selection = selected.selection_of(x.block_indices, *_token_and_start(x), shape.block_size, shape.length)
             capacity = selected.capacity_of(shape.q_heads // shape.kv_heads, x.qkv[0].element_size())
+            sizes = 1.0, shape.block_size, selected.CHUNK, capacity
+            selection = selected.SelectedInputs(*x.qkv, x.block_indices, *_token_and_start(x), *sizes).selection()
             point["lists"] = milliseconds(lambda: selected_lists.build_lists(selection, selected.CHUNK, capacity))
     return point
 

@@ -17,10 +17,10 @@ from flexnsa.attention.flex import branches as flex
 from flexnsa.attention.flex import cached as flex_cached
 from flexnsa.attention.flex.kernels import check_input
 from flexnsa.attention.interface import BranchOutput, Call, Compressed, Implementation, Keys, NSAAux, Scorer, given
+from flexnsa.attention.plan import Plan, choose_name
 from flexnsa.attention.sdpa import branches as sdpa
 from flexnsa.attention.sdpa import cached as sdpa_decoding
 from flexnsa.attention.selection_loss import selection_loss
-from flexnsa.attention.thresholds import Queries
 from flexnsa.attention.triton import intervals as triton_intervals
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import selection as triton_select
@@ -43,8 +43,8 @@ SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window, 
 
 
 def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
-    own = triton_intervals.is_preferred(q, k_cmp, v_cmp, call)
-    return (triton_intervals if own else flex).compressed(q, k_cmp, v_cmp, call)
+    plan = Plan.of(q, k_cmp, v_cmp, has_positions=call.positions is not None)
+    return (triton_intervals if plan.compressed_in_triton else flex).compressed(q, k_cmp, v_cmp, call)
 
 
 FLEX = Implementation(
@@ -71,23 +71,18 @@ FLEX_CACHED = replace(FLEX, compressed=flex_cached.compressed, selected=flex_cac
 
 
 def _cached_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
-    attend_to = _compressed if _share_keys(q, k_cmp, v_cmp, call) else flex_cached.compressed
-    return attend_to(q, k_cmp, v_cmp, call)
+    shared = Plan.of(q, k_cmp, v_cmp, has_mod=call.score_mod is not None).share_keys
+    return (_compressed if shared else flex_cached.compressed)(q, k_cmp, v_cmp, call)
 
 
 def _cached_selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
-    attend_to = triton_selected.selected if _share_keys(q, k, v, call) else flex_cached.selected
-    return attend_to(q, k, v, block_indices, call)
+    shared = Plan.of(q, k, v, has_mod=call.score_mod is not None).share_keys
+    return (triton_selected.selected if shared else flex_cached.selected)(q, k, v, block_indices, call)
 
 
 def _cached_window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
-    attend_to = triton_intervals.window if _share_keys(q, k, v, call) else flex_cached.window
-    return attend_to(q, k, v, call)
-
-
-def _share_keys(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
-    """Return whether queries on a cache go to the kernels of whole sequences, which take heads of up to 256."""
-    return Queries.of(q, k, call).share_keys and max(q.shape[3], v.shape[3]) <= triton_selected.LARGEST_DIM
+    shared = Plan.of(q, k, v, has_mod=call.score_mod is not None).share_keys
+    return (triton_intervals.window if shared else flex_cached.window)(q, k, v, call)
 
 
 def _check_cached(name: str, x: Tensor) -> None:
@@ -116,10 +111,7 @@ CACHED_IMPLEMENTATIONS = {
 def choose_implementation(
     impl: str, x: Tensor, *, modded: bool, cached: bool = False, v_dim: int = 0
 ) -> Implementation:
-    """Choose the implementation for ``x``.
-
-    ``"auto"`` is triton on CUDA, except for mods and head dimensions above 256, which flex takes. On other devices it
-    is sdpa.
+    """Choose the implementation for ``x``; :func:`flexnsa.attention.plan.choose_name` resolves ``"auto"``.
 
     Args:
         impl: the name.
@@ -132,9 +124,8 @@ def choose_implementation(
         ValueError: the name is unknown, or the implementation takes no mods.
     """
     check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
-    if impl == "auto":
-        wide = x.dim() == 4 and max(x.shape[-1], v_dim) > triton_selected.LARGEST_DIM
-        impl = "sdpa" if x.device.type != "cuda" else "flex" if modded or wide else "triton"
+    largest_dim = max(x.shape[-1], v_dim) if x.dim() == 4 else 0
+    impl = choose_name(impl, is_cuda=x.device.type == "cuda", modded=modded, largest_dim=largest_dim)
     chosen = (CACHED_IMPLEMENTATIONS if cached else IMPLEMENTATIONS)[impl]
     if modded and not chosen.takes_mods:
         raise ValueError(f"impl: expected 'flex', 'sdpa' or 'reference' with a score_mod or mask_mod, got {impl!r}")
@@ -219,24 +210,28 @@ def attend(
             out, slc, win = attend_gated(q, keys, stacked, blocks, compressed, call, by_token)
             return out, NSAAux(blocks, compressed.out, slc, win if "win" in branches else None, compressed.lse)
 
-    def run(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
-        # Transforms of torch.func have no saved-tensor hooks for recomputation; results are the same without it.
-        if tag in recompute and torch.is_grad_enabled() and not in_transform():
-            products[tag], attended = _recomputed(branch, gates.get(tag), (q, *inputs), call)
-        else:
-            attended = branch(q, *inputs, call)
-        outputs[tag] = attended.out
+    def again(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
+        products[tag], attended = _recomputed(branch, gates.get(tag), inputs, call)
         return attended
 
-    compressed = None
+    # Transforms of torch.func have no saved-tensor hooks for recomputation; results are the same without it.
+    if in_transform() or not torch.is_grad_enabled():
+        recompute = ()
+    compressed, by = None, implementation
     if "cmp" in branches:
-        compressed = run("cmp", implementation.compressed, given(keys.k_cmp), given(keys.v_cmp))
+        of_cmp = q, given(keys.k_cmp), given(keys.v_cmp)
+        compressed = again("cmp", by.compressed, *of_cmp) if "cmp" in recompute else by.compressed(*of_cmp, call)
+        outputs["cmp"] = compressed.out
     # A GPU attends to the window while the host prepares the many kernels that follow.
     if "win" in branches:
-        run("win", implementation.window, given(keys.k_win), given(keys.v_win))
+        of_win = q, given(keys.k_win), given(keys.v_win)
+        window = again("win", by.window, *of_win) if "win" in recompute else by.window(*of_win, call)
+        outputs["win"] = window.out
     if "slc" in branches:
         block_indices = select(compressed)
-        run("slc", implementation.selected, given(keys.k_slc), given(keys.v_slc), block_indices)
+        of_slc = q, given(keys.k_slc), given(keys.v_slc), block_indices
+        selected = again("slc", by.selected, *of_slc) if "slc" in recompute else by.selected(*of_slc, call)
+        outputs["slc"] = selected.out
     lse = None if compressed is None else compressed.lse
     aux = NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse)
     terms = (products[tag] if tag in products else gated(gates.get(tag), outputs[tag]) for tag in branches)

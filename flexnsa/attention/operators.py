@@ -16,14 +16,7 @@ def empty_outputs(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-def empty_gradients(
-    grad_out: Tensor,  # noqa: ARG001
-    grad_lse: Tensor | None,  # noqa: ARG001
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the gradients of q, k and v, each in the memory order of its tensor if rows are contiguous."""
     dq, dk, dv = (torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv

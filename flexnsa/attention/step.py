@@ -224,5 +224,5 @@ StepFunction = Callable[[StepInputs], tuple[Tensor, Tensor | None]]
 
 Returns the heads' outputs ``(B, T, Hq * Dv)``, NaN for tokens without capacity, and the selected blocks, int32
 ``(B, Hkv, T, n)``, with the selected branch. A call may take no more tokens than the cache's ``max_rewind`` and
-:data:`flexnsa.attention.thresholds.STEP_TOKENS`.
+:data:`flexnsa.attention.plan.STEP_TOKENS`.
 """

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from flexnsa.attention.thresholds import THREADED_QUERIES
+from flexnsa.attention.plan import THREADED_QUERIES
 
 ROWS = 384
 """Rows of queries that a chunk of heads should have: products of fewer are slow."""
@@ -42,24 +42,26 @@ def run_heads_in_threads(work: Callable[..., None], views: Sequence[Tensor], siz
     batch, heads, _, queries = views[0].shape[:4]
     rows, columns = max(1, size // heads), min(size, heads)
     parts = [
-        (slice(row, row + rows), slice(head, head + columns))
+        [x[row : row + rows, head : head + columns] for x in views]
         for row in range(0, batch, rows)
         for head in range(0, heads, columns)
     ]
-
-    def work_on(part: tuple[slice, slice]) -> None:
-        with torch.no_grad():  # a new thread does not inherit this mode
-            work(*(x[part] for x in views))
 
     threads = torch.get_num_threads()
     pays = views[0].device.type == "cpu" and queries >= THREADED_QUERIES and _thread_setters()
     workers = min(threads, len(parts)) if pays else 1
     if workers == 1:
-        for part in parts:
-            work_on(part)
+        with torch.no_grad():
+            for part in parts:
+                work(*part)
         return
+
+    def work_in_thread(part: list[Tensor]) -> None:
+        with torch.no_grad():  # a new thread does not inherit this mode
+            work(*part)
+
     with ThreadPoolExecutor(workers, initializer=_limit_this_thread, initargs=(threads // workers,)) as pool:
-        list(pool.map(work_on, parts))
+        list(pool.map(work_in_thread, parts))
 
 
 def _limit_this_thread(number: int) -> None:

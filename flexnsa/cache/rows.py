@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from flexnsa.attention.thresholds import STEP_TOKENS
+from flexnsa.attention.plan import STEP_TOKENS
 from flexnsa.cache.bounds import HostLengthBound, Rows, doubled, row_index
 from flexnsa.checks.primitives import (
     check_device,

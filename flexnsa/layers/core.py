@@ -1,4 +1,4 @@
-"""From projected heads to their outputs: rotate, compress, attend; :mod:`flexnsa.layers.forward` is the way in."""
+"""From projected heads to the keys of all branches; :mod:`flexnsa.layers.forward` is the way in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from flexnsa.attention.dispatch import attend
 from flexnsa.attention.interface import Call, Implementation, Keys, Scorer, given
 from flexnsa.layers.indexer import IndexHeads
 from flexnsa.layers.joint_compression import compress_both
@@ -75,34 +74,22 @@ class Compressors(NamedTuple):
     phi_index: nn.Module | None = None
 
 
-def attend_heads(
-    heads: Heads,
-    layout: RowLayout,
-    compressors: Compressors,
-    source: KeySource,
-    implementation: Implementation,
-    call: Call,
-    branches: Sequence[str],
-    recompute: Sequence[str] = (),
-) -> tuple[Tensor, Read]:
-    """Attend from projected heads.
+def collect_keys(
+    heads: Heads, layout: RowLayout, compressors: Compressors, source: KeySource, call: Call, branches: Sequence[str]
+) -> tuple[Tensor, Keys, Scorer | None]:
+    """Rotate and compress what new tokens were projected to, and get all keys that the branches read.
 
     Args:
-        heads: of the new tokens.
+        heads: of the new tokens, with keys and values of the branches.
         layout: their positions.
         compressors: of keys and values.
         source: of all keys and values.
-        implementation: who computes the branches.
-        call: what these share.
-        branches: those to compute; heads has their keys and values.
-        recompute: those to run again in backward instead of keeping what they give.
+        call: what the branches share.
+        branches: of the layer.
 
     Returns:
-        The heads' outputs ``(B, Hq, T, Dv)``, and all that they were computed from.
+        The rotated queries, keys and values, and what scores blocks if the layer has an indexer.
     """
-    implementation.check(q=heads.q)  # before anything is stored
-    for tag in branches:
-        implementation.check(**{f"k_{tag}": heads.k[tag], f"v_{tag}": heads.v[tag]})
     both = None
     if "cmp" in branches and isinstance(source, RowKeys) and layout.first_tokens is None:
         both = compress_both(compressors.k, compressors.v, heads.k["cmp"], heads.v["cmp"])
@@ -128,20 +115,7 @@ def attend_heads(
     if "win" in branches:
         read["k_win"] = source.of_window("k_win", apply_rope(heads.k["win"], layout.tokens))
         read["v_win"] = source.of_window("v_win", heads.v["win"])
-    keys = Keys(**read)
-    out, aux = attend(
-        implementation,
-        q,
-        keys,
-        heads.gates,
-        call,
-        indexer=scorer,
-        branches=branches,
-        recompute=recompute,
-        nonnegative=not heads.signed,
-        by_token=True,
-    )
-    return out, Read(heads.q, layout.tokens, q, keys, call, aux.block_indices, scorer, implementation)
+    return q, Keys(**read), scorer
 
 
 def _scorer(

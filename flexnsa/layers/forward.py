@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attention.dispatch import choose_implementation, prepare_mods
+from flexnsa.attention.dispatch import attend, choose_implementation, prepare_mods
 from flexnsa.attention.interface import Call, Scorer, given
 from flexnsa.attention.sampling import QuerySample, Sample, at_sample
 from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
@@ -19,7 +19,7 @@ from flexnsa.cache.steps import Step
 from flexnsa.checks.calls import check_document_ids
 from flexnsa.checks.primitives import describe
 from flexnsa.config import NSAConfig
-from flexnsa.layers.core import Compressors, Heads, Read, attend_heads
+from flexnsa.layers.core import Compressors, Heads, Read, collect_keys
 from flexnsa.layers.indexer import Indexer, SelectionLoss, untaught
 from flexnsa.layers.layouts import KeySource, Layout, RowKeys, RowLayout
 from flexnsa.layers.rope import RopeTables, apply_rope
@@ -38,8 +38,8 @@ It returns the heads' outputs ``(B, T, Hq * Dv)``, NaN for tokens without capaci
 """
 
 
-class RowLayer(Protocol[L]):
-    """What :func:`run_rows` asks of a layer: its rotation, and how it attends."""
+class Layer(Protocol[C, L]):
+    """What :func:`run_layer` asks of a layer: its projections and rotation, how it attends, and follows a cache."""
 
     training: bool
 
@@ -61,10 +61,6 @@ class RowLayer(Protocol[L]):
             The heads' outputs ``(B, Hq, T, Dv)``, and what was read, if it can be counted.
         """
         ...
-
-
-class Layer(RowLayer[L], Protocol[C, L]):
-    """What :func:`run_layer` asks of a layer: its projections too, and how it follows a cache."""
 
     def step_layout(self, x: Tensor, step: Step) -> L:
         """Lay out tokens ``x (B, T, dim)`` that follow a cache."""
@@ -98,6 +94,7 @@ def run_layer(
     mods: Mods = (None, None),
     document_ids: Tensor | None = None,
     layout: L | None = None,
+    heads: Heads | None = None,
     cache: C | None = None,
     lengths: Tensor | None = None,
     selection: SelectionLoss | None = None,
@@ -114,6 +111,7 @@ def run_layer(
         mods: a score_mod and a mask_mod.
         document_ids: int ``(B, T)`` of packed sequences.
         layout: of the layer, in place of ``document_ids``.
+        heads: of whole sequences, where the layer has projected them.
         cache: the cache that stores the tokens, if any.
         lengths: int ``(B,)``, how many tokens of each sequence the cache keeps; by default all.
         selection: gets the loss that teaches the layer's indexer, in training without a cache.
@@ -127,7 +125,9 @@ def run_layer(
         layout = layer.row_layout(x, document_ids) if layout is None else layout
         if selection is not None and layout.source is not None and not losses_over:
             raise ValueError("layout: expected one of whole rows, of which alone the layer has the loss, got a part")
-        return run_rows(layer, x, layer.project(x), layout, mods=mods, selection=selection, losses_over=losses_over)
+        heads = layer.project(x) if heads is None else heads
+        out, read = layer.attend(x, heads, layout, layout.source or RowKeys(), mods, cached=False)
+        return _join(_teach(layer, x, out, read, selection, losses_over))
     cached = not (is_packed(document_ids, layout) or cache.takes_rows(x.shape[1]))
     take_step = layer.whole_step(x, cache, mods) if cached else None
     if take_step is not None:
@@ -153,23 +153,8 @@ def run_layer(
     return _join(out.masked_fill(step.lost[:, None, :, None], torch.nan) if cached else out)
 
 
-def run_rows(
-    layer: RowLayer[L],
-    x: Tensor,
-    heads: Heads,
-    layout: L,
-    *,
-    mods: Mods = (None, None),
-    selection: SelectionLoss | None = None,
-    losses_over: Sequence[LossOverRanks] = (),
-) -> Tensor:
-    """Attend from the projected ``heads`` of whole sequences, as :func:`run_layer`, whose other arguments these are."""
-    out, read = layer.attend(x, heads, layout, layout.source or RowKeys(), mods, cached=False)
-    return _join(_teach(layer, x, out, read, selection, losses_over))
-
-
 def _teach(
-    layer: RowLayer[L],
+    layer: Layer[C, L],
     x: Tensor,
     out: Tensor,
     read: Read | None,
@@ -234,6 +219,18 @@ class SparseLayer(nn.Module):
         """Describe the layer as it is now."""
         raise NotImplementedError
 
+    def project(self, x: Tensor) -> Heads:
+        """Project; see :class:`Layer`. A layer that has more to project gives its heads to :func:`run_layer`."""
+        raise NotImplementedError
+
+    def step_layout(self, x: Tensor, step: Step) -> RowLayout:
+        """Lay out tokens that follow a cache; see :class:`Layer`. A layer that takes no cache has none."""
+        raise NotImplementedError
+
+    def whole_step(self, x: Tensor, cache: NSACache, mods: Mods) -> WholeStep | None:  # noqa: ARG002
+        """Return what computes a step at once; see :class:`Layer`."""
+        return None
+
     def attend(
         self, x: Tensor, heads: Heads, layout: RowLayout, source: KeySource, mods: Mods, *, cached: bool
     ) -> tuple[Tensor, Read]:
@@ -244,10 +241,25 @@ class SparseLayer(nn.Module):
         implementation = with_sinks(implementation, by.sinks)
         checked = by.check_parameters and not (cached or torch.compiler.is_compiling())
         implementation.check(x=x, **(dict(self.named_parameters()) if checked else {}))
+        implementation.check(q=heads.q)  # before anything is stored
+        for tag in by.branches:
+            implementation.check(**{f"k_{tag}": heads.k[tag], f"v_{tag}": heads.v[tag]})
         mod = prepare_mods(*mods, x, heads.q.shape[1], implementation)
         call = Call(by.config, by.scale, mod, layout.positions, layout.window_positions)
-        recompute = () if cached else by.recompute
-        return attend_heads(heads, layout, by.compressors, source, implementation, call, by.branches, recompute)
+        q, keys, scorer = collect_keys(heads, layout, by.compressors, source, call, by.branches)
+        out, aux = attend(
+            implementation,
+            q,
+            keys,
+            heads.gates,
+            call,
+            indexer=scorer,
+            branches=by.branches,
+            recompute=() if cached else by.recompute,
+            nonnegative=not heads.signed,
+            by_token=True,
+        )
+        return out, Read(heads.q, layout.tokens, q, keys, call, aux.block_indices, scorer, implementation)
 
 
 def check_call(

@@ -7,10 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from flexnsa.attention.plan import fits_one_step
 from flexnsa.attention.step import IndexInputs, StepInputs
-from flexnsa.attention.thresholds import STEP_TOKENS
-from flexnsa.attention.triton.operators import MOST_HEADS
-from flexnsa.attention.triton.selected import LARGEST_DIM
 from flexnsa.cache.cache import NSACache
 from flexnsa.layers.compression import as_phi
 from flexnsa.layers.core import Compressors
@@ -41,10 +39,10 @@ def takes_step(
 
 def fits_step(x: Tensor, cache: NSACache, compressors: Compressors) -> bool:
     """Return whether a step fits its kernels, and whether these compress as the modules do."""
-    tokens = x.shape[1]
-    if tokens > min(STEP_TOKENS, cache.max_rewind) or cache.reads is not None or max(_dims(cache)) > LARGEST_DIM:
+    tokens, dims = x.shape[1], (cache.head_dim, cache.v_head_dim)
+    if tokens > cache.max_rewind or not fits_one_step(tokens, x.shape[0] * cache.num_kv_heads, dims):
         return False
-    if tokens * x.shape[0] * cache.num_kv_heads > MOST_HEADS or torch.is_autocast_enabled(x.device.type):
+    if cache.reads is not None or torch.is_autocast_enabled(x.device.type):
         return False
     parameters: list[Tensor] = []
     for compressor in compressors:
@@ -138,7 +136,3 @@ def lay_out_step(
 def _is_ready(parameter: Tensor, cache: NSACache) -> bool:
     """Return whether a kernel can read a parameter with the cache."""
     return parameter.dtype == cache.dtype and parameter.is_contiguous()
-
-
-def _dims(cache: NSACache) -> tuple[int, int]:
-    return cache.head_dim, cache.v_head_dim

@@ -14,7 +14,7 @@ from torchtitan.models.common.rope import ComplexRoPE
 from flexnsa.checks.primitives import may_look
 from flexnsa.layers.compression import COMPRESSORS, LinearCompressor, MeanCompressor, MLPCompressor
 from flexnsa.layers.core import Compressors, Heads
-from flexnsa.layers.forward import Attention, SparseLayer, run_rows
+from flexnsa.layers.forward import Attention, SparseLayer, run_layer
 from flexnsa.layers.gating import gates_of
 from flexnsa.layers.indexer import Indexer
 from flexnsa.layers.layouts import RowLayout, lay_out_rows
@@ -78,17 +78,17 @@ class NSAttention(SparseLayer, GQAttention):
         """
         x = local(x_BLD)
         layout = self._lay_out(x, positions)
-        heads, teaching = self.project(x_BLD, x), self._teaching_now()
+        heads, teaching = self._project(x_BLD, x), self._teaching_now()
         if teaching is None:
-            out = run_rows(self, x, heads, layout)
+            out = run_layer(self, x, heads=heads, layout=layout)
         else:
             selection = teaching.selection(x)
             over = () if self.ranks is None else (OverTokens(self.ranks),)
-            out = run_rows(self, x, heads, layout, selection=selection, losses_over=over)
+            out = run_layer(self, x, heads=heads, layout=layout, selection=selection, losses_over=over)
             out = teaching.attach(out, selection, x.shape[1] * layout.num_ranks)
         return self.wo(as_heads(out, x_BLD))
 
-    def project(self, x_BLD: Tensor, x: Tensor) -> Heads:
+    def _project(self, x_BLD: Tensor, x: Tensor) -> Heads:
         """Project to the heads of all branches, and their gates; ``x`` is ``x_BLD`` as this rank has it."""
         queries, keys, values = self.qkv_linear(x_BLD)
         q, k, v = self._ordered(self.q_norm, queries), {}, {}

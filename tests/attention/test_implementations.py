@@ -21,7 +21,7 @@ from flexnsa.attention.dispatch import (
 )
 from flexnsa.attention.flex import cached as flex_cached
 from flexnsa.attention.interface import Call, Implementation, Keys, NSAAux
-from flexnsa.attention.thresholds import GATHERED_QUERIES, OWN_KEYS_QUERIES
+from flexnsa.attention.plan import GATHERED_QUERIES, OWN_KEYS_QUERIES
 from flexnsa.attention.triton import intervals as triton_intervals
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.functional import native_sparse_attention

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexnsa.attention.plan import THREADED_QUERIES
 from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
-from flexnsa.attention.thresholds import THREADED_QUERIES
 from tests.support.inputs import SMALL, attend, make_inputs
 
 

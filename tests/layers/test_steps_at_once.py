@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from flexnsa import NativeSparseAttention, NSAConfig
 from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS
+from flexnsa.attention.plan import STEP_TOKENS
 from flexnsa.attention.step import StepInputs
-from flexnsa.attention.thresholds import STEP_TOKENS
 from flexnsa.cache.steps import ReadCounter
 from flexnsa.layers.compression import LinearCompressor
 from flexnsa.layers.gating import Gate

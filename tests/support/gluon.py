@@ -256,7 +256,7 @@ class Program:
 @contextmanager
 def hopper_on_a_cpu() -> Iterator[Mapping[str, Program]]:
     """Run the kernels for Hopper in place of those in Triton, and give them by name."""
-    from flexnsa.attention.triton import hopper
+    from flexnsa.attention.plan import Plan
 
     language = Language()
     copies = SimpleNamespace(commit_group=_nothing, wait_group=_nothing)
@@ -276,7 +276,7 @@ def hopper_on_a_cpu() -> Iterator[Mapping[str, Program]]:
             for kernel, program in _translate(module, parts, found, language).items():
                 stack.enter_context(mock.patch.object(module, kernel, program))
                 programs[kernel] = program
-        stack.enter_context(mock.patch.object(hopper, "takes_heads", lambda *_, placed: not placed))
+        stack.enter_context(mock.patch.object(Plan, "on_hopper", property(lambda plan: not plan.has_positions)))
         yield programs
 
 

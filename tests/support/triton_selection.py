@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import Call
-from flexnsa.attention.thresholds import STEP_TOKENS
+from flexnsa.attention.plan import STEP_TOKENS
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.positions import Positions

@@ -1,7 +1,7 @@
 """``flex`` where the keys are a cache: few queries, sequences that start at token 0, no backward.
 
 The heads of a group share their keys, so they are rows of one tile. The compressed branch and the window have three
-variants, chosen by :class:`flexnsa.attention.thresholds.Queries`:
+variants, chosen by :class:`flexnsa.attention.plan.Plan`:
 
 1. The fewest queries, on CUDA, go to FlexAttention's decoding kernel, which divides the keys of a query among programs
    and merges their results. The kernel for long queries would run one program for each head and tile of queries.
@@ -33,7 +33,7 @@ from flexnsa.attention.flex.kernels import (
     unfold_heads,
 )
 from flexnsa.attention.interface import BranchOutput, Call, Compressed, WindowBranch
-from flexnsa.attention.thresholds import Queries, padded_group
+from flexnsa.attention.plan import Plan, padded_group
 from flexnsa.attention.tiles.flex import KernelOptions, decoding_tiles, dense_tiles, sparse_tiles
 from flexnsa.masks.cached import cached_interval_mask, cached_selected_mask
 from flexnsa.masks.compressed import compressed_intervals
@@ -54,10 +54,10 @@ TILE = 64
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
     """As :func:`flexnsa.attention.flex.branches.compressed`."""
     check_heads(q, v_cmp)
-    queries = Queries.of(q, k_cmp, call)
-    if queries.divide_keys:
+    plan = Plan.of(q, k_cmp, has_mod=call.score_mod is not None)
+    if plan.divide_keys:
         return Compressed(*compile_once(_divided_compressed)(q, k_cmp, v_cmp, call))
-    if queries.fit_tile:
+    if plan.fit_tile:
         return Compressed(*_folded(_compressed_in_place, q, k_cmp, v_cmp, call))
     return branches.compressed(q, k_cmp, v_cmp, call)
 
@@ -65,10 +65,10 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
 def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     """As :func:`flexnsa.attention.flex.branches.window`."""
     check_heads(q, v)
-    queries = Queries.of(q, k, call)
-    if queries.divide_keys:
+    plan = Plan.of(q, k, has_mod=call.score_mod is not None)
+    if plan.divide_keys:
         return compile_once(_divided_window)(q, k, v, call)
-    if queries.fit_tile:
+    if plan.fit_tile:
         return _folded(branches.window, q, k, v, call)
     return branches.window(q, k, v, call)
 
@@ -77,7 +77,7 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     """As :func:`flexnsa.attention.flex.branches.selected`, for positions that all start at 0."""
     check_blocks(q, call.config)
     check_heads(q, v, rows_of_query(q, k))
-    attend_to = _divided_selected if Queries.of(q, k, call).divide_keys else _selected
+    attend_to = _divided_selected if Plan.of(q, k, has_mod=call.score_mod is not None).divide_keys else _selected
     return branches.compiled(attend_to, q, call.positions)(q, k, v, block_indices, call)
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call, Compressed
+from flexnsa.attention.plan import Plan
 from flexnsa.attention.sdpa import score_mod
 from flexnsa.attention.sdpa.interval import interval_attention
 from flexnsa.attention.sdpa.selected import key_major_attention
 from flexnsa.attention.sdpa.selected_few import gathered_attention
 from flexnsa.attention.selection import select_in_chunks, select_with_mod
-from flexnsa.attention.thresholds import Queries
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.user_mods import compressed_positions, token_positions
 from flexnsa.masks.window import window_intervals
@@ -60,7 +60,7 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     if call.score_mod is not None:
         return score_mod.selected_attention(q, k, v, block_indices, positions, call.score_mod, call.scale, size)
     # Gathering is no operator: a compiler would trace it, and make a second graph for few queries.
-    gathers = not torch.compiler.is_compiling() and Queries.of(q, k, call).are_gathered
+    gathers = not torch.compiler.is_compiling() and Plan.of(q, k, has_mod=call.score_mod is not None).are_gathered
     attention = gathered_attention if gathers else key_major_attention
     return BranchOutput(*attention(q, k, v, block_indices, positions.token, positions.start, call.scale, size))
 

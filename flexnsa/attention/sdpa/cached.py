@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call, Compressed
+from flexnsa.attention.plan import Plan
 from flexnsa.attention.scoring import block_scores
 from flexnsa.attention.sdpa import branches
 from flexnsa.attention.sdpa.selected_few import gather_keys, selected_keys
 from flexnsa.attention.selection import top_blocks
-from flexnsa.attention.thresholds import Queries
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within
 from flexnsa.masks.compressed import compressed_intervals
@@ -32,7 +32,7 @@ from flexnsa.positions import Positions, positions_of
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
     """As :func:`flexnsa.attention.sdpa.branches.compressed`; for few queries with importance instead of lse."""
-    if not Queries.of(q, k_cmp, call).are_gathered:
+    if not Plan.of(q, k_cmp, has_mod=call.score_mod is not None).are_gathered:
         return branches.compressed(q, k_cmp, v_cmp, call)
     token = positions_of(q, call.positions).token
     out, importance = _attend_and_score(q, k_cmp, v_cmp, token, call.config.to_ints(), call.scale)
@@ -41,7 +41,7 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
 
 def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     """As :func:`flexnsa.attention.sdpa.branches.window`; for few queries without lse."""
-    if not Queries.of(q, k, call).are_gathered:
+    if not Plan.of(q, k, has_mod=call.score_mod is not None).are_gathered:
         return branches.window(q, k, v, call)
     visible = window_intervals(positions_of(q, call.window_positions), call.config)
     return BranchOutput(_attend_to_interval(q, k, v, visible.lo, visible.hi, call.scale), None)
@@ -49,7 +49,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
 
 def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
     """As :func:`flexnsa.attention.sdpa.branches.selected`; for few queries without lse."""
-    if not Queries.of(q, k, call).are_gathered:
+    if not Plan.of(q, k, has_mod=call.score_mod is not None).are_gathered:
         return branches.selected(q, k, v, block_indices, call)
     token, size = positions_of(q, call.positions).token, call.config.select_block_size
     return BranchOutput(_attend_to_blocks(q, k, v, block_indices, token, size, call.scale), None)
@@ -62,7 +62,7 @@ def select(q: Tensor, k_cmp: Tensor, call: Call, lse: Tensor | None, importance:
     summed in another order than one of many. In bf16, about 1 query of 100 then selects other blocks, whose scores are
     equal but for that rounding.
     """
-    if not Queries.of(q, k_cmp, call).are_gathered:
+    if not Plan.of(q, k_cmp, has_mod=call.score_mod is not None).are_gathered:
         return branches.select(q, k_cmp, call, lse, None)
     positions = positions_of(q, call.positions)
     if importance is None:

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.attention.operators import with_rows
+from flexnsa.attention.plan import THREADED_QUERIES
 from flexnsa.attention.sdpa.chunks import Chunk, chunks_of
 from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
-from flexnsa.attention.thresholds import THREADED_QUERIES
 
 SHORT = 256
 """Tokens of a causal sequence, at most, that are one call."""

@@ -68,19 +68,24 @@ class _Properties(Protocol):
 
 def device_of(x: torch.Tensor) -> Device:
     """Return the device of a tensor, also under ``torch.compile``; Triton's interpreter on a CPU counts as Hopper."""
-    if x.device.type != "cuda":
+    return properties_of(x.device)
+
+
+def properties_of(device: torch.device) -> Device:
+    """Return the device as :func:`device_of` does."""
+    if device.type != "cuda":
         return Device(227 * 1024, HOPPER)
-    properties = _properties(x)
+    properties = _properties(device)
     return Device(properties.shared_memory_per_block_optin, generation_of(properties.major))
 
 
 def multiprocessors(x: torch.Tensor) -> int:
     """Return the multiprocessors of a tensor's device; Triton's interpreter on a CPU counts as a small one."""
-    return _properties(x).multi_processor_count if x.is_cuda else 4
+    return _properties(x.device).multi_processor_count if x.is_cuda else 4
 
 
-def _properties(x: torch.Tensor) -> _Properties:
-    return cast("_Properties", torch.cuda.get_device_properties(x.device))  # pyright: ignore[reportUnknownMemberType]
+def _properties(device: torch.device) -> _Properties:
+    return cast("_Properties", torch.cuda.get_device_properties(device))  # pyright: ignore[reportUnknownMemberType]
 
 
 def generation_of(major: int) -> int:

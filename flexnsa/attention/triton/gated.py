@@ -7,38 +7,35 @@ write and to read. Here all branches read the gradient of the sum, and the gates
 from __future__ import annotations
 
 import operator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import Call, Compressed, GatedSum, Keys, given
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
-from flexnsa.attention.triton.hopper import joins_window
+from flexnsa.attention.plan import Plan, can_copy, is_wide
 from flexnsa.attention.triton.intervals import (
     IntervalInputs,
     attend_to_intervals,
     gradient_of_queries,
     gradients_of_keys,
-    is_preferred,
 )
 from flexnsa.attention.triton.operators import check_call, with_positive_scale
 from flexnsa.attention.triton.selected import (
+    SelectedInputs,
     attend_to_blocks,
     empty_selected,
     selected_gradients,
-    selection_of,
     sizes_of,
 )
 from flexnsa.operators import opaque_operator
 
-JOINED_DIM = 64
-"""Largest heads for which one kernel attends to the window and joins partial outputs: with heads of 128 that took 3 to
-8 % longer than two (H100)."""
-
 
 def gated_sum(q: Tensor, keys: Keys, call: Call) -> GatedSum | None:
     """Return what computes the sum, or None where FlexAttention is faster for one of the branches."""
-    return _attend if is_preferred(q, given(keys.k_cmp), given(keys.v_cmp), call) else None
+    plan = Plan.of(q, given(keys.k_cmp), keys.v_cmp, has_positions=call.positions is not None)
+    return _attend if plan.compressed_in_triton else None
 
 
 def _attend(
@@ -73,7 +70,7 @@ def _attend(
     sizes = sizes_of(q, k_slc, v_slc, block_indices, config)
     q, scale = with_positive_scale(q, call.scale)
     where, windows = call.positions, call.window_positions
-    out, out_slc, _, out_win, _, _, _ = _gated_attention(
+    inputs = GatedInputs(
         q,
         given(keys.k_cmp),
         given(keys.v_cmp),
@@ -94,69 +91,107 @@ def _attend(
         *sizes,
         by_token,
     )
+    out, out_slc, _, out_win, *_ = _gated_attention(inputs)
     return out, out_slc, out_win
 
 
+class GatedInputs(NamedTuple):
+    """The inputs of all branches, of which gradients have those of ``q`` to ``gates``; see :func:`_attend`."""
+
+    q: Tensor
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_slc: Tensor
+    v_slc: Tensor
+    k_win: Tensor | None
+    v_win: Tensor | None
+    gates: Tensor | None
+    out_cmp: Tensor | None
+    lse_cmp: Tensor | None
+    block_indices: Tensor
+    token: Tensor | None
+    start: Tensor | None
+    first_key: Tensor | None
+    window_token: Tensor | None
+    window_start: Tensor | None
+    scale: float
+    length: int
+    stride: int
+    window_size: int
+    block_size: int
+    chunk: int
+    capacity: int
+    by_token: bool
+
+    @property
+    def compressed(self) -> IntervalInputs:
+        """The inputs of the compressed branch."""
+        where = self.token, self.start, self.first_key
+        return IntervalInputs(self.q, self.k_cmp, self.v_cmp, *where, self.scale, self.length, self.stride, 0)
+
+    @property
+    def selected(self) -> SelectedInputs:
+        """The inputs of the selected branch."""
+        blocks, sizes = (self.block_indices, self.token, self.start), (self.block_size, self.chunk, self.capacity)
+        return SelectedInputs(self.q, self.k_slc, self.v_slc, *blocks, self.scale, *sizes)
+
+    @property
+    def window(self) -> IntervalInputs | None:
+        """The inputs of the window, if there is one: a key is a token."""
+        if self.k_win is None or self.v_win is None:
+            return None
+        where = self.window_token, self.window_start, self.window_start
+        return IntervalInputs(self.q, self.k_win, self.v_win, *where, self.scale, 1, 1, self.window_size)
+
+    @property
+    def plan(self) -> Plan:
+        """Which kernels compute the selected branch and the window."""
+        has_positions = self.token is not None or self.window_token is not None
+        sizes = self.selected
+        return Plan.of(*sizes[:3], has_positions=has_positions, block_size=self.block_size)
+
+    def can_join(self, of_queries: Tensor) -> bool:
+        """Return whether one kernel can read both branches: keys of the same tokens, and rows that it can copy."""
+        q, k, v = self.selected[:3]
+        if self.k_win is None or self.v_win is None or k.shape[2] != self.k_win.shape[2]:
+            return False
+        wide = any(is_wide(x, q.shape[1] // k.shape[1], self.chunk) for x in (q, of_queries))
+        return not wide and can_copy(q, k, v, self.k_win, self.v_win, of_queries)
+
+    def with_rows(self) -> GatedInputs:
+        """Make rows contiguous."""
+        names = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
+        rows = {name: x if x is None else with_rows(x) for name, x in zip(names, self[:7], strict=True)}
+        return self._replace(**rows)
+
+
+GatedOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The sum, out and lse of the selected branch and of the window, and both tensors of the lists."""
+
+
 @opaque_operator("gated_attention_triton", launches_kernels=True)
-def _gated_attention(
-    q: Tensor,
-    k_cmp: Tensor,  # noqa: ARG001
-    v_cmp: Tensor,  # noqa: ARG001
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor | None,
-    v_win: Tensor | None,
-    gates: Tensor,
-    out_cmp: Tensor,
-    lse_cmp: Tensor,  # noqa: ARG001
-    block_indices: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
-    first_key: Tensor | None,  # noqa: ARG001
-    window_token: Tensor | None,
-    window_start: Tensor | None,
-    scale: float,
-    length: int,  # noqa: ARG001
-    stride: int,  # noqa: ARG001
-    window: int,
-    block_size: int,
-    chunk: int,
-    capacity: int,
-    by_token: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the sum, out and lse of the selected branch and of the window, and both tensors of the lists."""
+def _gated_attention(inputs: GatedInputs) -> GatedOutputs:
     from flexnsa.attention.triton.kernels.selected_fwd import GatedBranches
 
-    q, k_slc, v_slc = with_rows(q), with_rows(k_slc), with_rows(v_slc)
-    selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
-    out_slc, lse_slc = empty_outputs(q, v_slc.shape[-1])
-    total = _empty_sum(out_slc, by_token)
+    inputs = inputs.with_rows()
+    out_slc, lse_slc = empty_outputs(inputs.q, inputs.v_slc.shape[-1])
+    total, out_cmp = _empty_sum(out_slc, inputs.by_token), given(inputs.out_cmp)
     out_cmp = out_cmp if out_cmp.stride() == out_slc.stride() else torch.empty_like(out_slc).copy_(out_cmp)
-    gated = GatedBranches(total, gates.contiguous().permute(1, 2, 3, 0), out_cmp)
-    joined = False
-    if k_win is None or v_win is None:
-        out_win, lse_win = _empty_window(q, None)
-    else:
-        k_win, v_win = with_rows(k_win), with_rows(v_win)
-        read = q, k_slc, v_slc, k_win, v_win, out_slc
-        placed = token is not None or window_token is not None
-        joined = max(q.shape[-1], v_win.shape[-1]) <= JOINED_DIM
-        joined = joined and joins_window(*read, block_size=block_size, chunk=chunk, placed=placed)
-        if joined:
-            out_win, lse_win = _empty_window(q, v_win)
-        else:
-            where = window_token, window_start, window_start
-            out_win, lse_win = attend_to_intervals(q, k_win, v_win, *where, scale, 1, 1, window)
-        gated = gated._replace(win=out_win, win_lse=lse_win, k_win=k_win, v_win=v_win)
-    lists = attend_to_blocks(
-        q, k_slc, v_slc, selection, out_slc, lse_slc, gated,
-        scale=scale, chunk=chunk, capacity=capacity, window=window if joined else None,
-    )  # fmt: skip
+    gated = GatedBranches(total, given(inputs.gates).contiguous().permute(1, 2, 3, 0), out_cmp)
+    out_win, lse_win = _empty_window(inputs)
+    window, joined = inputs.window, inputs.plan.joins_forward and inputs.can_join(out_slc)
+    if window is not None:
+        if not joined:
+            out_win, lse_win = attend_to_intervals(window)
+        gated = gated._replace(win=out_win, win_lse=lse_win, k_win=inputs.k_win, v_win=inputs.v_win)
+    joined_window = inputs.window_size if joined else None
+    lists = attend_to_blocks(inputs.selected, out_slc, lse_slc, gated, window=joined_window)
     return total, out_slc, lse_slc, out_win, lse_win, lists.order, lists.replicas
 
 
-def _empty_window(q: Tensor, v_win: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Allocate out and lse of the window; empty ones without values."""
+def _empty_window(inputs: GatedInputs) -> tuple[Tensor, Tensor]:
+    """Allocate out and lse of the window; empty ones without one."""
+    q, v_win = inputs.q, inputs.v_win
     return (q.new_empty(0), q.new_empty(0, dtype=torch.float32)) if v_win is None else empty_outputs(q, v_win.shape[-1])
 
 
@@ -168,63 +203,9 @@ def _empty_sum(out: Tensor, by_token: bool) -> Tensor:
 
 
 @_gated_attention.register_fake
-def _(
-    q: Tensor,
-    k_cmp: Tensor,  # noqa: ARG001
-    v_cmp: Tensor,  # noqa: ARG001
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor | None,  # noqa: ARG001
-    v_win: Tensor | None,
-    gates: Tensor,  # noqa: ARG001
-    out_cmp: Tensor,  # noqa: ARG001
-    lse_cmp: Tensor,  # noqa: ARG001
-    block_indices: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
-    *others: *tuple[*tuple[object, ...], int, int, int, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *_, block_size, chunk, capacity, by_token = others
-    sizes = block_size, chunk, capacity
-    out, lse, order, replicas = empty_selected(q, k_slc, v_slc, block_indices, token, start, 1.0, *sizes)
-    return _empty_sum(out, by_token), out, lse, *_empty_window(q, v_win), order, replicas
-
-
-def gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor | None,
-    v_win: Tensor | None,
-    gates: Tensor,
-    out_cmp: Tensor,
-    lse_cmp: Tensor,
-    block_indices: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
-    first_key: Tensor | None,
-    window_token: Tensor | None,
-    window_start: Tensor | None,
-    out: Tensor,  # noqa: ARG001
-    out_slc: Tensor,
-    lse_slc: Tensor,
-    out_win: Tensor,
-    lse_win: Tensor,
-    order: Tensor,
-    replicas: Tensor,
-    scale: float,
-    *numbers: *tuple[int, int, int, int, int, int, bool],
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, keys, values and gates; compiled code frees the outputs between the two operators."""
-    outs, lses = (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)
-    grad_gates, cmp, slc, win = _gated_stats(grad_out, gates, *outs, *lses, scale, k_slc.shape[1])
-    keys, positions = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win), (token, start, first_key, window_token, window_start)
-    lists = block_indices, *positions, order, replicas
-    grads = _gated_gradients(grad_out, q, *keys, cmp, slc, win, *lists, scale, *numbers[:6])
-    return *(grads if k_win is not None else (*grads[:5], None, None)), grad_gates
+def _(inputs: GatedInputs) -> GatedOutputs:
+    out, lse, order, replicas = empty_selected(inputs.selected)
+    return _empty_sum(out, inputs.by_token), out, lse, *_empty_window(inputs), order, replicas
 
 
 @opaque_operator("gated_stats_triton", launches_kernels=True)
@@ -247,62 +228,6 @@ def _gated_stats(
     return stats_of_gated(grad_out, outs, lses, gates, scale, kv_heads)
 
 
-@opaque_operator("gated_gradients_triton", launches_kernels=True)
-def _gated_gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor | None,
-    v_win: Tensor | None,
-    stats_cmp: Tensor,
-    stats_slc: Tensor,
-    stats_win: Tensor,
-    block_indices: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
-    first_key: Tensor | None,
-    window_token: Tensor | None,
-    window_start: Tensor | None,
-    order: Tensor,
-    replicas: Tensor,
-    scale: float,
-    length: int,
-    stride: int,
-    window: int,
-    block_size: int,
-    chunk: int,
-    capacity: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q and of the keys and values of each branch; empty ones for no window."""
-    from flexnsa.attention.triton.kernels.selected_bwd import OtherGradients, WindowQueries
-    from flexnsa.attention.triton.kernels.selected_lists import Lists
-
-    grad_out, q, k_cmp, v_cmp, k_slc, v_slc = (with_rows(x) for x in (grad_out, q, k_cmp, v_cmp, k_slc, v_slc))
-    where, windows = (token, start, first_key), (window_token, window_start, window_start)
-    of_cmp = IntervalInputs(stats_cmp, grad_out, q, k_cmp, v_cmp, *where, scale, length, stride, 0)
-    dq_cmp, (dk_cmp, dv_cmp) = gradient_of_queries(of_cmp), gradients_of_keys(of_cmp)
-    others, dk_win, dv_win = OtherGradients(dq_cmp), q.new_empty(0), q.new_empty(0)
-    if k_win is not None and v_win is not None:
-        k_win, v_win = with_rows(k_win), with_rows(v_win)
-        of_win = IntervalInputs(stats_win, grad_out, q, k_win, v_win, *windows, scale, 1, 1, window)
-        dk_win, dv_win = gradients_of_keys(of_win)
-        read = q, k_slc, v_slc, k_win, v_win, grad_out
-        placed = token is not None or window_token is not None
-        if joins_window(*read, block_size=block_size, chunk=chunk, placed=placed):
-            others = WindowQueries(dq_cmp, k_win, v_win, stats_win)
-        else:
-            others = OtherGradients(dq_cmp, gradient_of_queries(of_win))
-    selection = selection_of(block_indices, token, start, block_size, k_slc.shape[2])
-    lists = Lists(order, replicas, chunk, capacity)
-    dq, dk_slc, dv_slc = selected_gradients(
-        stats_slc, grad_out, q, k_slc, v_slc, selection, lists, scale=scale, others=others, window=window
-    )
-    return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win
-
-
 @_gated_stats.register_fake
 def _(
     grad_out: Tensor,  # noqa: ARG001
@@ -315,24 +240,59 @@ def _(
     return gates.new_empty(gates.shape), *empty_gated_stats(out_cmp, others[-1], len(gates))
 
 
+@opaque_operator("gated_gradients_triton", launches_kernels=True)
+def _gated_gradients(
+    grad_out: Tensor,
+    stats_cmp: Tensor,
+    stats_slc: Tensor,
+    stats_win: Tensor,
+    inputs: GatedInputs,
+    order: Tensor,
+    replicas: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q and of the keys and values of each branch; empty ones for no window."""
+    from flexnsa.attention.triton.kernels.selected_bwd import OtherGradients, WindowQueries
+
+    grad_out, inputs = with_rows(grad_out), inputs.with_rows()
+    cmp, window = (inputs.compressed, stats_cmp, grad_out), inputs.window
+    dq_cmp, grads_cmp = gradient_of_queries(*cmp), gradients_of_keys(*cmp)
+    others, grads_win = OtherGradients(dq_cmp), (inputs.q.new_empty(0), inputs.q.new_empty(0))
+    if window is not None:
+        grads_win = gradients_of_keys(window, stats_win, grad_out)
+        if inputs.plan.joins_backward and inputs.can_join(grad_out):
+            others = WindowQueries(dq_cmp, window.k, window.v, stats_win)
+        else:
+            others = OtherGradients(dq_cmp, gradient_of_queries(window, stats_win, grad_out))
+    lists = inputs.selected, order, replicas
+    dq, dk, dv = selected_gradients(*lists, stats_slc, grad_out, others, window=inputs.window_size)
+    return dq, *grads_cmp, dk, dv, *grads_win
+
+
 @_gated_gradients.register_fake
 def _(
-    grad_out: Tensor,
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor | None,
-    v_win: Tensor | None,
-    *others: object,  # noqa: ARG001
+    grad_out: Tensor,  # noqa: ARG001
+    stats_cmp: Tensor,  # noqa: ARG001
+    stats_slc: Tensor,  # noqa: ARG001
+    stats_win: Tensor,  # noqa: ARG001
+    inputs: GatedInputs,
+    *_: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk_cmp, dv_cmp = empty_gradients(grad_out, None, q, k_cmp, v_cmp)
-    _, dk_slc, dv_slc = empty_gradients(grad_out, None, q, k_slc, v_slc)
-    dk_win, dv_win = q.new_empty(0), q.new_empty(0)
-    if k_win is not None and v_win is not None:
-        _, dk_win, dv_win = empty_gradients(grad_out, None, q, k_win, v_win)
-    return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win
+    q, window = inputs.q, inputs.window
+    grads_slc = empty_gradients(*inputs.selected[:3])[1:]
+    grads_win = (q.new_empty(0), q.new_empty(0)) if window is None else empty_gradients(*window[:3])[1:]
+    return *empty_gradients(*inputs.compressed[:3]), *grads_slc, *grads_win
 
 
-_gated_attention.register_backward(gradients, differentiable=1)
+def _gradients(grad_out: Tensor, inputs: GatedInputs, *outputs: *GatedOutputs) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, keys, values and gates; compiled code frees the outputs between the two operators."""
+    _, out_slc, lse_slc, out_win, lse_win, order, replicas = outputs
+    gates, out_cmp, lse_cmp = given(inputs.gates), given(inputs.out_cmp), given(inputs.lse_cmp)
+    outs, lses = (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)
+    stats = _gated_stats(grad_out, gates, *outs, *lses, inputs.scale, inputs.k_slc.shape[1])
+    inputs = inputs._replace(gates=None, out_cmp=None, lse_cmp=None)
+    grads = _gated_gradients(grad_out, *stats[1:], inputs, order, replicas)
+    of_window = (None, None) if inputs.k_win is None else grads[5:]
+    return *grads[:5], *of_window, stats[0]
+
+
+_gated_attention.register_backward(_gradients, differentiable=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call, Compressed
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
+from flexnsa.attention.plan import Plan, can_copy
 from flexnsa.attention.scoring import LOG2_E
-from flexnsa.attention.triton.hopper import runs_on_hopper, takes_heads
 from flexnsa.attention.triton.operators import (
     check_call,
     position_arguments,
@@ -26,17 +25,6 @@ from flexnsa.positions import Positions, tensors_of
 if TYPE_CHECKING:
     from flexnsa.attention.tiles.device import Tiles
     from flexnsa.attention.triton.kernels.kernel import Kernel
-
-
-def is_preferred(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> bool:
-    """Return whether :func:`compressed` is faster than FlexAttention for such tensors."""
-    dims = q.shape[3], v_cmp.shape[3]
-    return is_faster(k_cmp.shape[2], max(dims)) or takes_heads(q, *dims, placed=call.positions is not None)
-
-
-def is_faster(num_keys: int, head_dim: int) -> bool:
-    """Return whether :func:`compressed` is faster than FlexAttention even in Triton, for so many keys (H200)."""
-    return head_dim <= 64 or num_keys <= 2048
 
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
@@ -82,83 +70,13 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     return _attend(q, k, v, call, where, (1, 1, operator.index(call.config.window_size)))
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, positions: Positions | None, sizes: tuple[int, int, int]
-) -> BranchOutput:
-    check_call(call, "q", q)
-    q, scale = with_positive_scale(q, call.scale)
-    return BranchOutput(*_interval_attention(q, k, v, *tensors_of(positions), scale, *sizes))
-
-
-def attend_to_intervals(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
-    first_key: Tensor | None,
-    scale: float,
-    length: int,
-    stride: int,
-    window: int,
-) -> tuple[Tensor, Tensor]:
-    """Attend to keys of ``length`` tokens, one every ``stride``; with a ``window`` to the last so many keys alone."""
-    from flexnsa.attention.tiles.device import cdiv, device_of
-    from flexnsa.attention.tiles.intervals import HOPPER_FORWARD, forward_tiles
-
-    require_device(q)
-    out, lse = empty_outputs(q, v.shape[-1])
-    q, k, v = (with_rows(x) for x in (q, k, v))
-    on_hopper = runs_on_hopper(q, k, v, out, placed=token is not None)
-    tiles = HOPPER_FORWARD
-    if not on_hopper:
-        tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], windowed=window > 0)
-    forward, _, _ = _kernels(on_hopper=on_hopper)
-    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), (length, stride, window), on_hopper)
-    batch, heads, num_queries, _ = q.shape
-    forward[(cdiv(num_queries, tiles.queries), batch * heads)](
-        q, k, v, *where, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        heads, num_queries, k.shape[2], scale * LOG2_E, **shape, BM=tiles.queries, BN=tiles.keys, **tiles.options(),
-    )  # fmt: skip
-    return out, lse
-
-
-_interval_attention = opaque_operator("interval_attention_triton", launches_kernels=True)(attend_to_intervals)
-
-
-@opaque_operator("interval_attention_triton_backward", launches_kernels=True)
-def _interval_attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
-    first_key: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    length: int,
-    stride: int,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flexnsa.attention.triton.kernels.output_rows import stats_of_rows
-
-    stats = stats_of_rows(grad_out, out, lse, grad_lse, scale, k.shape[1], gathered=False)
-    grad_out, q, k, v = with_rows(grad_out), with_rows(q), with_rows(k), with_rows(v)
-    inputs = IntervalInputs(stats, grad_out, q, k, v, token, start, first_key, scale, length, stride, window)
-    return gradient_of_queries(inputs), *gradients_of_keys(inputs)
-
-
 class IntervalInputs(NamedTuple):
-    """What gradients are computed from; ``stats`` as :mod:`flexnsa.attention.triton.kernels.output_rows` describes.
+    """Queries ``(B, Hq, T, Dk)``, keys and values ``(B, Hkv, S, D)``, and which keys a query sees.
 
-    The rows of ``grad_out``, q, k and v are contiguous. The positions and sizes are those of the forward pass.
+    Keys have ``length`` tokens, one every ``stride``; with a ``window`` a query sees the last so many keys alone. The
+    positions are int ``(B or 1, T)``, or None for one whole sequence from token 0.
     """
 
-    stats: Tensor
-    grad_out: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
@@ -170,37 +88,111 @@ class IntervalInputs(NamedTuple):
     stride: int
     window: int
 
+    def with_rows(self) -> IntervalInputs:
+        """Make rows contiguous."""
+        return self._replace(q=with_rows(self.q), k=with_rows(self.k), v=with_rows(self.v))
 
-def gradient_of_queries(inputs: IntervalInputs) -> Tensor:
-    """Return the gradient of q, in its memory order."""
+    def run_on_hopper(self, of_queries: Tensor) -> bool:
+        """Return whether Gluon kernels run; they also read or write ``of_queries (B, Hq, T, Dv)``."""
+        plan = Plan.of(self.q, self.k, self.v, has_positions=self.token is not None)
+        return plan.on_hopper and can_copy(self.q, self.k, self.v, of_queries)
+
+    def arguments(self, *, on_hopper: bool) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
+        """Return what describes the positions and the shape of a launch; Gluon kernels take no positions."""
+        from flexnsa.attention.tiles.device import padded
+
+        q, k, v, *positions = self[:6]
+        dk, dv = q.shape[-1], v.shape[-1]
+        shape: dict[str, object] = {"G": q.shape[1] // k.shape[1], "DK": dk, "DV": dv}
+        shape |= {"LENGTH": self.length, "STRIDE": self.stride, "WINDOW": self.window}
+        if on_hopper:
+            return (), shape
+        shape |= {"BDK": padded(dk), "BDV": padded(dv), "PRECISION": precision()}
+        return position_arguments(q, *positions), shape | {"HAS_POSITIONS": self.token is not None}
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, positions: Positions | None, sizes: tuple[int, int, int]
+) -> BranchOutput:
+    check_call(call, "q", q)
+    q, scale = with_positive_scale(q, call.scale)
+    return BranchOutput(*_interval_attention(IntervalInputs(q, k, v, *tensors_of(positions), scale, *sizes)))
+
+
+def attend_to_intervals(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
+    """Attend from each query to the keys that it sees; return the outputs, and the log-sum-exps."""
+    from flexnsa.attention.tiles.device import cdiv, device_of
+    from flexnsa.attention.tiles.intervals import HOPPER_FORWARD, forward_tiles
+
+    require_device(inputs.q)
+    out, lse = empty_outputs(inputs.q, inputs.v.shape[-1])
+    inputs = inputs.with_rows()
+    q, k, v = inputs[:3]
+    on_hopper = inputs.run_on_hopper(out)
+    tiles = HOPPER_FORWARD
+    if not on_hopper:
+        tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], windowed=inputs.window > 0)
+    forward, _, _ = _kernels(on_hopper=on_hopper)
+    where, shape = inputs.arguments(on_hopper=on_hopper)
+    batch, heads, num_queries, _ = q.shape
+    forward[(cdiv(num_queries, tiles.queries), batch * heads)](
+        q, k, v, *where, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        heads, num_queries, k.shape[2], inputs.scale * LOG2_E, **shape,
+        BM=tiles.queries, BN=tiles.keys, **tiles.options(),
+    )  # fmt: skip
+    return out, lse
+
+
+_interval_attention = opaque_operator("interval_attention_triton", launches_kernels=True)(attend_to_intervals)
+
+
+@opaque_operator("interval_attention_triton_backward", launches_kernels=True)
+def _interval_attention_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, inputs: IntervalInputs, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flexnsa.attention.triton.kernels.output_rows import stats_of_rows
+
+    stats = stats_of_rows(grad_out, out, lse, grad_lse, inputs.scale, inputs.k.shape[1], gathered=False)
+    inputs, grad_out = inputs.with_rows(), with_rows(grad_out)
+    return gradient_of_queries(inputs, stats, grad_out), *gradients_of_keys(inputs, stats, grad_out)
+
+
+def gradient_of_queries(inputs: IntervalInputs, stats: Tensor, grad_out: Tensor) -> Tensor:
+    """Return the gradient of q, in its memory order.
+
+    Args:
+        inputs: of forward, with contiguous rows.
+        stats: as :mod:`flexnsa.attention.triton.kernels.output_rows` describes.
+        grad_out: ``(B, Hq, T, Dv)``, with contiguous rows.
+    """
     from flexnsa.attention.tiles.device import cdiv
 
-    stats, grad_out, q, k, v, token, start, first_key, scale, *sizes = inputs
+    q, k, v = inputs[:3]
     dq = torch.empty_like(q)
-    on_hopper = runs_on_hopper(q, k, v, grad_out, placed=token is not None)
+    on_hopper = inputs.run_on_hopper(grad_out)
     tiles, _ = _backward_tiles(inputs, on_hopper=on_hopper)
     _, kernel, _ = _kernels(on_hopper=on_hopper)
-    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), sizes, on_hopper)
+    where, shape = inputs.arguments(on_hopper=on_hopper)
     batch, heads, num_queries, _ = q.shape
     kernel[(cdiv(num_queries, tiles.queries), batch * heads)](
         q, k, v, *where, stats, grad_out, dq, *_strides(stats, grad_out, q, k, v), *dq.stride()[:3],
-        heads, num_queries, k.shape[2], scale, **shape, **_options(tiles, on_hopper=on_hopper),
+        heads, num_queries, k.shape[2], inputs.scale, **shape, **_options(tiles, on_hopper=on_hopper),
     )  # fmt: skip
     return dq
 
 
-def gradients_of_keys(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
-    """Return the gradients of k and v, in their memory order."""
+def gradients_of_keys(inputs: IntervalInputs, stats: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of k and v, in their memory order; arguments as of :func:`gradient_of_queries`."""
     from flexnsa.attention.tiles.device import cdiv, multiprocessors
     from flexnsa.attention.tiles.intervals import heads_of_program
     from flexnsa.attention.triton.kernels.gradient_parts import add_parts
 
-    stats, grad_out, q, k, v, token, start, first_key, scale, *sizes = inputs
+    q, k, v = inputs[:3]
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    on_hopper = runs_on_hopper(q, k, v, grad_out, placed=token is not None)
+    on_hopper = inputs.run_on_hopper(grad_out)
     _, tiles = _backward_tiles(inputs, on_hopper=on_hopper)
     _, _, kernel = _kernels(on_hopper=on_hopper)
-    where, shape = _positions_and_shape(q, k, v, (token, start, first_key), sizes, on_hopper)
+    where, shape = inputs.arguments(on_hopper=on_hopper)
     (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
     key_tiles, group = cdiv(num_keys, tiles.keys), heads // k.shape[1]
     summed = heads_of_program(group, key_tiles * batch * heads, tiles.num_warps, multiprocessors(q))
@@ -213,7 +205,7 @@ def gradients_of_keys(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
     late = {"LATE": max(q.shape[-1], v.shape[-1]) > 64} if on_hopper else {}
     kernel[(key_tiles, batch * heads // summed)](
         q, k, v, *where, stats, grad_out, *parts, *_strides(stats, grad_out, q, k, v),
-        *parts[0].stride()[:3], *parts[1].stride()[:3], heads // summed, num_queries, num_keys, scale,
+        *parts[0].stride()[:3], *parts[1].stride()[:3], heads // summed, num_queries, num_keys, inputs.scale,
         **shape, **late, HEADS=summed, **_options(tiles, on_hopper=on_hopper),
     )  # fmt: skip
     if summed < group:
@@ -255,30 +247,19 @@ def _kernels(*, on_hopper: bool) -> tuple[Kernel, Kernel, Kernel]:
     return kernels.forward, kernels.backward_queries, kernels.backward_keys
 
 
-def _positions_and_shape(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: tuple[Tensor | None, ...],
-    sizes: Sequence[int],
-    on_hopper: bool,
-) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
-    """Return what describes the positions of the queries and the shape of a call; some kernels take no positions."""
-    from flexnsa.attention.tiles.device import padded
-
-    (length, stride, window), dk, dv = sizes, q.shape[-1], v.shape[-1]
-    shape: dict[str, object] = {"G": q.shape[1] // k.shape[1], "DK": dk, "DV": dv}
-    shape |= {"LENGTH": length, "STRIDE": stride, "WINDOW": window}
-    if on_hopper:
-        return (), shape
-    shape |= {"BDK": padded(dk), "BDV": padded(dv), "PRECISION": precision()}
-    return position_arguments(q, *positions), shape | {"HAS_POSITIONS": positions[0] is not None}
-
-
 @_interval_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return empty_outputs(q, v.shape[-1])
+def _(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
+    return empty_outputs(inputs.q, inputs.v.shape[-1])
 
 
-_interval_attention_backward.register_fake(empty_gradients)
+@_interval_attention_backward.register_fake
+def _(
+    grad_out: Tensor,  # noqa: ARG001
+    grad_lse: Tensor | None,  # noqa: ARG001
+    inputs: IntervalInputs,
+    *_: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_gradients(*inputs[:3])
+
+
 _interval_attention.register_backward(_interval_attention_backward)

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import Call
-
-MOST_HEADS = 65535
-"""CUDA's limit of programs in the second dimension of a grid."""
+from flexnsa.attention.plan import MOST_HEADS
 
 
 def check_call(call: Call, name: str, x: Tensor) -> None:

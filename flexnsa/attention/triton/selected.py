@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
+from flexnsa.attention.plan import LARGEST_DIM, LEAST_DIM
 from flexnsa.attention.tiles.device import cdiv
 from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of, with_positive_scale
 from flexnsa.attention.triton.selected_sizes import Part, is_whole, num_key_tiles
@@ -32,7 +33,6 @@ All heads of 64 query and 4 key heads of 128 fit: in two parts `forward_parts` t
 CHUNK = 8192
 """Upper bound of the queries that share lists: many, so that keys are read rarely."""
 LEAST_CHUNK = 256
-LEAST_DIM, LARGEST_DIM = 16, 256
 LIST_QUERIES = 512
 """Queries of a replica; a block that more queries selected has several. The fastest number for groups of 4 to 16 on an
 H200, where 1,024 took 4 % longer."""
@@ -63,11 +63,43 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     """
     check_call(call, "k", k)
     positions = call.positions
-    token, start = (None, None) if positions is None else (positions.token, positions.start)
+    where = (None, None) if positions is None else (positions.token, positions.start)
     sizes = sizes_of(q, k, v, block_indices, call.config)
     q, scale = with_positive_scale(q, call.scale)
-    out, lse, _, _ = _selected_attention(q, k, v, block_indices, token, start, scale, *sizes)
+    out, lse, _, _ = _selected_attention(SelectedInputs(q, k, v, block_indices, *where, scale, *sizes))
     return BranchOutput(out, lse)
+
+
+class SelectedInputs(NamedTuple):
+    """Queries ``(B, Hq, T, Dk)``, keys and values ``(B, Hkv, S, D)``, and the blocks that a query selected.
+
+    ``block_indices`` is int32 ``(B, Hkv, T, n)``. The positions are int ``(B or 1, T)``, or None for one whole sequence
+    from token 0. At most ``chunk`` queries share lists, and ``capacity`` queries a program.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    block_indices: Tensor
+    token: Tensor | None
+    start: Tensor | None
+    scale: float
+    block_size: int
+    chunk: int
+    capacity: int
+
+    def with_rows(self) -> SelectedInputs:
+        """Make rows contiguous."""
+        return self._replace(q=with_rows(self.q), k=with_rows(self.k), v=with_rows(self.v))
+
+    def selection(self) -> Selection:
+        """Return the selection from which lists are built."""
+        from flexnsa.attention.triton.kernels.selected_lists import Selection
+
+        token, start = self.token, self.start
+        if token is not None and start is not None:
+            token, start = rows_of(token, start)
+        return Selection(self.block_indices.contiguous(), token, start, self.block_size, self.k.shape[2])
 
 
 def sizes_of(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig) -> tuple[int, int, int]:
@@ -107,38 +139,15 @@ def capacity_of(group: int, number_bytes: int) -> int:
 
 
 @opaque_operator("selected_attention_triton", launches_kernels=True)
-def _selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
-    scale: float,
-    block_size: int,
-    chunk: int,
-    capacity: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _selected_attention(inputs: SelectedInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse, and both tensors of the lists."""
-    selection = selection_of(block_indices, token, start, block_size, k.shape[2])
-    out, lse = empty_outputs(q, v.shape[-1])
-    lists = attend_to_blocks(q, k, v, selection, out, lse, scale=scale, chunk=chunk, capacity=capacity)
+    out, lse = empty_outputs(inputs.q, inputs.v.shape[-1])
+    lists = attend_to_blocks(inputs, out, lse)
     return out, lse, lists.order, lists.replicas
 
 
 def attend_to_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    out: Tensor,
-    lse: Tensor,
-    gated: GatedBranches | None = None,
-    *,
-    scale: float,
-    chunk: int,
-    capacity: int,
-    window: int | None = None,
+    inputs: SelectedInputs, out: Tensor, lse: Tensor, gated: GatedBranches | None = None, *, window: int | None = None
 ) -> Lists:
     """Compute out and lse, and with ``gated`` the sum of the branches, also the window if given; return the lists."""
     from flexnsa.attention.tiles.device import device_of
@@ -146,16 +155,19 @@ def attend_to_blocks(
     from flexnsa.attention.triton.kernels.selected_fwd import forward, forward_bytes
     from flexnsa.attention.triton.kernels.selected_lists import build_lists
 
-    require_device(q)
-    lists = build_lists(selection, chunk, capacity)
-    q, k, v = (with_rows(x) for x in (q, k, v))
-    tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], selection.block_size)
-    for part in parts_of(k, forward_bytes(q, k, v, selection.block_indices.shape[-1], chunk)):
+    require_device(inputs.q)
+    selection = inputs.selection()
+    lists = build_lists(selection, inputs.chunk, inputs.capacity)
+    q, k, v = inputs.with_rows()[:3]
+    tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], inputs.block_size)
+    for part in parts_of(k, forward_bytes(q, k, v, selection.block_indices.shape[-1], inputs.chunk)):
         q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
         some = selection.of_heads(part), lists.of_heads(part)
         branches = gated and gated._make(x if x is None else _of_heads(x, k, part) for x in gated)
-        outputs = out_part, lse_part, branches
-        forward(q_part, k_part, v_part, *some, *outputs, scale=scale, precision=precision(), tiles=tiles, window=window)
+        forward(
+            q_part, k_part, v_part, *some, out_part, lse_part, branches,
+            scale=inputs.scale, precision=precision(), tiles=tiles, window=window,
+        )  # fmt: skip
     return lists
 
 
@@ -163,54 +175,36 @@ def attend_to_blocks(
 def _selected_attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,
+    inputs: SelectedInputs,
     out: Tensor,
     lse: Tensor,
     order: Tensor,
     replicas: Tensor,
-    scale: float,
-    block_size: int,
-    chunk: int,
-    capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flexnsa.attention.triton.kernels.output_rows import stats_of_rows
-    from flexnsa.attention.triton.kernels.selected_lists import Lists
 
-    selection = selection_of(block_indices, token, start, block_size, k.shape[2])
-    lists = Lists(order, replicas, chunk, capacity)
-    stats = stats_of_rows(grad_out, out, lse, grad_lse, scale, k.shape[1], gathered=True)
-    return selected_gradients(stats, grad_out, q, k, v, selection, lists, scale=scale)
+    stats = stats_of_rows(grad_out, out, lse, grad_lse, inputs.scale, inputs.k.shape[1], gathered=True)
+    return selected_gradients(inputs, order, replicas, stats, grad_out)
 
 
 def selected_gradients(
+    inputs: SelectedInputs,
+    order: Tensor,
+    replicas: Tensor,
     stats: Tensor,
     grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    lists: Lists,
-    *,
-    scale: float,
     others: OtherGradients | WindowQueries | None = None,
+    *,
     window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
     Args:
-        stats: of :func:`flexnsa.attention.triton.kernels.output_rows.stats_of_rows`.
+        inputs: of forward.
+        order: of its lists.
+        replicas: of its lists.
+        stats: as :mod:`flexnsa.attention.triton.kernels.output_rows` describes.
         grad_out: ``(B, Hq, T, Dv)``.
-        q: ``(B, Hq, T, Dk)``.
-        k: ``(B, Hkv, S, Dk)``.
-        v: ``(B, Hkv, S, Dv)``.
-        selection: of the queries.
-        lists: of forward.
-        scale: factor on the scores.
         others: what the other branches add to the gradient of q; gradients are in memory as those of
             :func:`empty_gradients`.
         window: its size, for :class:`~flexnsa.attention.triton.kernels.selected_bwd.WindowQueries`.
@@ -218,30 +212,22 @@ def selected_gradients(
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.selected import backward_tiles
     from flexnsa.attention.triton.kernels.selected_bwd import backward, backward_bytes
+    from flexnsa.attention.triton.kernels.selected_lists import Lists
 
-    grads = empty_gradients(grad_out, None, q, k, v)
-    q, k, v, grad_out = (with_rows(x) for x in (q, k, v, grad_out))
-    size = selection.block_size
+    selection, size, chunk, capacity = inputs.selection(), inputs.block_size, inputs.chunk, inputs.capacity
+    lists = Lists(order, replicas, chunk, capacity)
+    grads = empty_gradients(*inputs[:3])
+    (q, k, v), grad_out = inputs.with_rows()[:3], with_rows(grad_out)
     tiles = backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], size)
-    n = selection.block_indices.shape[-1]
-    for part in parts_of(k, backward_bytes(q, k, v, n, lists.chunk, lists.capacity, size)):
-        q_part, k_part, v_part, *given = (_of_heads(x, k, part) for x in (q, k, v, grad_out, *grads))
+    for part in parts_of(k, backward_bytes(q, k, v, selection.block_indices.shape[-1], chunk, capacity, size)):
+        q_part, k_part, v_part, *of_grads = (_of_heads(x, k, part) for x in (q, k, v, grad_out, *grads))
         some = selection.of_heads(part), lists.of_heads(part), _of_heads(stats, k, part)
         added = others and others._make(x if x is None else _of_heads(x, k, part) for x in others)
-        options = {"scale": scale, "precision": precision(), "tiles": tiles, "others": added, "window": window}
-        backward(q_part, k_part, v_part, *some, *given, **options)
+        backward(
+            q_part, k_part, v_part, *some, *of_grads,
+            scale=inputs.scale, precision=precision(), tiles=tiles, others=added, window=window,
+        )  # fmt: skip
     return grads
-
-
-def selection_of(
-    block_indices: Tensor, token: Tensor | None, start: Tensor | None, block_size: int, num_keys: int
-) -> Selection:
-    """Return the selection from which lists are built."""
-    from flexnsa.attention.triton.kernels.selected_lists import Selection
-
-    if token is not None and start is not None:
-        token, start = rows_of(token, start)
-    return Selection(block_indices.contiguous(), token, start, block_size, num_keys)
 
 
 def parts_of(k: Tensor, bytes_of_head: int) -> Iterator[Part]:
@@ -270,25 +256,23 @@ def _of_heads(x: Tensor, k: Tensor, part: Part) -> Tensor:
 
 
 @_selected_attention.register_fake
-def empty_selected(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    token: Tensor | None,
-    start: Tensor | None,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
-    block_size: int,
-    chunk: int,
-    capacity: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_selected(inputs: SelectedInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate what the operator returns."""
     from flexnsa.attention.triton.kernels.selected_lists import empty_lists
 
-    key_tiles = num_key_tiles(k.shape[2], block_size, has_positions=token is not None)
-    lists = empty_lists(block_indices, key_tiles, chunk, capacity)
-    return *empty_outputs(q, v.shape[-1]), lists.order, lists.replicas
+    key_tiles = num_key_tiles(inputs.k.shape[2], inputs.block_size, has_positions=inputs.token is not None)
+    lists = empty_lists(inputs.block_indices, key_tiles, inputs.chunk, inputs.capacity)
+    return *empty_outputs(inputs.q, inputs.v.shape[-1]), lists.order, lists.replicas
 
 
-_selected_attention_backward.register_fake(empty_gradients)
+@_selected_attention_backward.register_fake
+def _(
+    grad_out: Tensor,  # noqa: ARG001
+    grad_lse: Tensor | None,  # noqa: ARG001
+    inputs: SelectedInputs,
+    *_: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_gradients(*inputs[:3])
+
+
 _selected_attention.register_backward(_selected_attention_backward)

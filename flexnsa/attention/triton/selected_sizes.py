@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+SLOTS = 4
+"""Rows of partial results that a thread of a Gluon kernel loads at a time."""
 SUM_ROWS = 16
 """(Query, head) rows of a program that adds up the partial results of a query's blocks."""
 Part = tuple[slice, slice]
@@ -13,11 +15,6 @@ Part = tuple[slice, slice]
 def is_whole(part: Part, x: Tensor) -> bool:
     """Return whether a part of ``x (B, H, ...)`` is all of it."""
     return part == (slice(0, x.shape[0]), slice(0, x.shape[1]))
-
-
-def is_wide(x: Tensor, group: int, chunk: int) -> bool:
-    """Return whether the rows of one chunk of a group are too far apart for 32-bit offsets."""
-    return min(chunk, x.shape[2]) * x.stride(2) + group * x.stride(1) >= 2**31
 
 
 def num_key_tiles(num_keys: int, block_size: int, *, has_positions: bool) -> int:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from flexnsa.attention.compilation import compile_once
 from flexnsa.attention.interface import Call, given
+from flexnsa.attention.plan import Plan
 from flexnsa.attention.scoring import group_probabilities
 from flexnsa.attention.selection import select_in_chunks, select_with_mod
-from flexnsa.attention.thresholds import STEP_TOKENS
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import blocks_within, num_blocks
 from flexnsa.operators import opaque_operator
@@ -188,7 +188,7 @@ def launch_selection(
     out = q.new_empty(batch, kv_heads, num_queries, config.num_selected_blocks, dtype=torch.int32)
     for first_row, num_rows, chunk_width in plan:
         scores = Scores(own, passed, num_rows, chunk_width, band)
-        if num_queries <= STEP_TOKENS:
+        if Plan.of(q, k_cmp).score_alone:
             importance_few(q, k_cmp, lse.contiguous(), positions, scores, config=config, scale=scale)
         else:
             importance(q, k_cmp, lse.contiguous(), positions, scores, first_row, config=config, scale=scale)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import Call, Scorer
+from flexnsa.attention.plan import Plan
 from flexnsa.attention.selection_loss import differentiate_by_results, selection_loss_by
 from flexnsa.attention.selection_loss import selection_loss as by_products
-from flexnsa.attention.triton.selected import LARGEST_DIM
 from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks
 from flexnsa.operators import opaque_operator
@@ -30,8 +30,7 @@ def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weigh
 
     Products in chunks compute it on a CPU, with a score_mod, and for head dimensions above 256.
     """
-    wide = max(q.shape[-1], scorer.q.shape[-1]) > LARGEST_DIM
-    if not q.is_cuda or wide or call.score_mod is not None:
+    if not Plan.of(q, k, scorer.q, has_mod=call.score_mod is not None).in_triton:
         return by_products(q, k, scorer, call, query_weights)
     return selection_loss_by(selection_loss_triton, q, k, scorer, call, query_weights)
 

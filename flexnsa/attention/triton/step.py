@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flexnsa.attention.step import StepArguments, StepInputs
+from flexnsa.attention.triton.operators import require_device
 from flexnsa.operators import opaque_operator
 
 
@@ -26,9 +27,17 @@ def _decoding_step(
     sizes: Sequence[int],
     factors: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    from flexnsa.attention.triton.kernels.step import launch_step
+    from flexnsa.attention.triton.kernels.step import StepScratch, attend, compress, place
 
-    return launch_step(StepInputs.from_args(lengths, reached, buffers, new_lengths, tensors, sizes, factors))
+    inputs = StepInputs.from_args(lengths, reached, buffers, new_lengths, tensors, sizes, factors)
+    require_device(inputs.q)
+    out, blocks = inputs.empty_results()
+    if inputs.q.numel():
+        scratch = StepScratch.of(inputs)
+        place(inputs, scratch)
+        compress(inputs, scratch)
+        attend(inputs, scratch, out, blocks)
+    return out, blocks
 
 
 @_decoding_step.register_fake

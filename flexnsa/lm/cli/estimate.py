@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import torch
 
-from flexnsa.attention.triton.selected import LARGEST_DIM
+from flexnsa.attention.plan import choose_name
 from flexnsa.lm.cli.options import add_checkpointing_option, add_config_option
 from flexnsa.lm.estimate.decoding import DecodingEstimate, estimate_decoding
 from flexnsa.lm.estimate.training import IMPLEMENTATIONS, MemoryEstimate, estimate_training
@@ -131,11 +131,8 @@ def _checkpointing(config: DecoderConfig) -> str:
 
 def _implementation(name: str, config: DecoderConfig) -> str:
     """Return the implementation that ``"auto"`` would be here."""
-    if name != "auto":
-        return name
-    if not torch.cuda.is_available():
-        return "sdpa"
-    return "triton" if max(config.head_dim, config.v_head_dim or 0) <= LARGEST_DIM else "flex"
+    largest_dim = max(config.head_dim, config.v_head_dim or 0)
+    return choose_name(name, is_cuda=torch.cuda.is_available(), modded=False, largest_dim=largest_dim)
 
 
 def _size(text: str) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from flexnsa.attention.flex.footprint import FOOTPRINT as FLEX
 from flexnsa.attention.footprint import AttentionSizes, Footprint
 from flexnsa.attention.interface import given
+from flexnsa.attention.plan import Plan
 from flexnsa.attention.sdpa.footprint import FOOTPRINT as SDPA
 from flexnsa.attention.shares import CHUNK_SCORES
-from flexnsa.attention.triton import intervals
+from flexnsa.attention.tiles.device import HOPPER, Device
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
-from flexnsa.attention.triton.hopper import DIMS
 from flexnsa.attention.triton.selection_loss import scratch_bytes
 from flexnsa.checks.primitives import check_type
 from flexnsa.geometry import gated_branches, num_compressed
@@ -210,20 +212,17 @@ class Work:
 
     def footprint(self, tag: str) -> Footprint:
         """Return the footprint of a branch; ``impl="triton"`` leaves some compressed branches to FlexAttention."""
-        own = self.on_hopper or intervals.is_faster(self.sizes.length(tag), max(self.dims))
-        if self.impl == "triton" and tag == "cmp" and not own:
+        if self.impl == "triton" and tag == "cmp" and not self.plan.compressed_in_triton:
             return FLEX
         return FOOTPRINTS[self.impl]
 
     @property
-    def dims(self) -> tuple[int, int]:
-        """Return the dimensions of a head's keys and values."""
-        return self.sizes.head_dim, self.sizes.v_head_dim
-
-    @property
-    def on_hopper(self) -> bool:
-        """Whether the kernels for Hopper run, for which estimates are."""
-        return self.activation == 2 and {*self.dims} <= {*DIMS}
+    def plan(self) -> Plan:
+        """The kernels of the compressed branch on a Hopper GPU, for which estimates are."""
+        sizes, dtype = self.sizes, torch.bfloat16 if self.activation == 2 else torch.float32
+        dims, heads = (sizes.head_dim, sizes.v_head_dim), (self.config.num_heads, sizes.num_kv_heads)
+        blocks = sizes.config.select_block_size
+        return Plan(sizes.seq_len, sizes.length("cmp"), *heads, dims, dtype, Device(0, HOPPER), block_size=blocks)
 
     def rebuilt(self, tag: str) -> int:
         """Return what a recomputed branch saves for its backward besides its inputs."""
@@ -321,7 +320,7 @@ class Work:
         """
         sizes, branches = self.sizes, self.config.branches
         others = [tag for tag in branches if tag != "slc"]
-        of_queries = (1 if self.on_hopper else len(others)) * sizes.queries
+        of_queries = (1 if self.plan.joins_backward else len(others)) * sizes.queries
         stats = 2 * len(others) * sizes.lse
         above = of_queries + sum(sizes.keys(sizes.length(tag)) for tag in others) + stats
         operands = sizes.outputs + 2 * self.residual * self.activation // 4

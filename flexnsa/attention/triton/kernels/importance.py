@@ -15,10 +15,10 @@ from functools import cache
 import triton.language as tl
 from torch import Tensor
 
+from flexnsa.attention.plan import Plan, can_copy
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import HOPPER_IMPORTANCE, importance_tiles
-from flexnsa.attention.triton.hopper import runs_on_hopper
 from flexnsa.attention.triton.kernels.typed import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
 from flexnsa.attention.triton.operators import position_arguments
@@ -118,7 +118,8 @@ def importance(
 
 def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, ratio: int, *, placed: bool) -> Tiles | None:
     """Return the tiles of the kernel for Hopper, if it runs: where no key counts for an earlier block than its own."""
-    if (band.first, len(band.own)) != (0, ratio) or not runs_on_hopper(q, k_cmp, placed=placed):
+    plan = Plan.of(q, k_cmp, has_positions=placed)
+    if (band.first, len(band.own)) != (0, ratio) or not plan.on_hopper or not can_copy(q, k_cmp):
         return None
     return HOPPER_IMPORTANCE.get((q.shape[-1], ratio))
 

@@ -17,11 +17,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flexnsa.attention.plan import HOPPER_ROWS as ROWS
+from flexnsa.attention.plan import Plan, can_copy, is_wide
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, padded
 from flexnsa.attention.tiles.intervals import hopper_tiles
 from flexnsa.attention.tiles.selected import columns, of_group
-from flexnsa.attention.triton.hopper import ROWS, SLOTS, runs_on_hopper
 from flexnsa.attention.triton.kernels.gradient_parts import add_parts
 from flexnsa.attention.triton.kernels.selected_lists import Lists, Selection
 from flexnsa.attention.triton.kernels.selected_pairs import (
@@ -36,7 +37,7 @@ from flexnsa.attention.triton.kernels.selected_pairs import (
 from flexnsa.attention.triton.kernels.typed import jit
 from flexnsa.attention.triton.kernels.visible import load_positions
 from flexnsa.attention.triton.operators import strides_of_groups
-from flexnsa.attention.triton.selected_sizes import SUM_ROWS, is_wide, max_replicas, max_shared
+from flexnsa.attention.triton.selected_sizes import SLOTS, SUM_ROWS, max_replicas, max_shared
 
 SHARED_ROWS = 8
 """Keys of a program that sums replicas: many programs, because each waits for memory."""
@@ -105,7 +106,8 @@ def backward(
     shape: dict[str, object] = {"n": n, "G": group, "DK": d_k, "SIZE": size, "HAS_POSITIONS": has_positions}
     parities = (0, 1) if has_positions else (0,)
     wide = is_wide(q, group, chunk) or is_wide(grad_out, group, chunk)
-    on_hopper = runs_on_hopper(q, k, v, grad_out, block_size=size, group=group, placed=has_positions, wide=wide)
+    plan = Plan.of(q, k, v, has_positions=has_positions, block_size=size)
+    on_hopper = plan.selected_on_hopper and not wide and can_copy(q, k, v, grad_out)
     queries = (selection.block_indices, *selection.positions())
     for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)

@@ -18,10 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flexnsa.attention.interface import given
+from flexnsa.attention.plan import HOPPER_ROWS as ROWS
+from flexnsa.attention.plan import Plan, can_copy, is_wide
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, padded
 from flexnsa.attention.tiles.selected import columns, of_group
-from flexnsa.attention.triton.hopper import ROWS, SLOTS, runs_on_hopper
 from flexnsa.attention.triton.kernels.selected_lists import Lists, Selection
 from flexnsa.attention.triton.kernels.selected_pairs import (
     first_key,
@@ -34,7 +35,7 @@ from flexnsa.attention.triton.kernels.selected_pairs import (
 from flexnsa.attention.triton.kernels.typed import jit
 from flexnsa.attention.triton.kernels.visible import load_positions
 from flexnsa.attention.triton.operators import strides_of_groups
-from flexnsa.attention.triton.selected_sizes import SUM_ROWS, is_wide, max_replicas
+from flexnsa.attention.triton.selected_sizes import SLOTS, SUM_ROWS, max_replicas
 
 PIECE, PIECE_ROWS = 64, 768
 """Queries of a program on Hopper. A small group has more queries: at least so many (query, head) rows.
@@ -103,8 +104,8 @@ def forward(
     shape: dict[str, object] = {"n": n, "G": group, "DV": dv, "SIZE": selection.block_size, "BDV": padded(dv)}
     has_positions, wide = selection.token is not None, is_wide(q, group, chunk)
     shape |= {"HAS_POSITIONS": has_positions}
-    rows = (q, k, v)
-    on_hopper = runs_on_hopper(*rows, block_size=selection.block_size, group=group, placed=has_positions, wide=wide)
+    plan = Plan.of(q, k, v, has_positions=has_positions, block_size=selection.block_size)
+    on_hopper = plan.selected_on_hopper and not wide and can_copy(q, k, v)
     queries = (selection.block_indices, *selection.positions())
     total, gates, cmp, win, win_lse, k_win, v_win = gated or GatedBranches(out, lse, out)
     sums = cmp, out if win is None else win, gates, total, *strides_of_groups(total, kv_heads), gates.stride(-1)

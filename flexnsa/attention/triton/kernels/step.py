@@ -19,7 +19,7 @@ from flexnsa.attention.triton.kernels import step_attend, step_compress, step_me
 from flexnsa.attention.triton.kernels.importance import Band, Scores
 from flexnsa.attention.triton.kernels.step_importance import importance_of_scores
 from flexnsa.attention.triton.kernels.top_blocks import check_width, write_top_blocks
-from flexnsa.attention.triton.operators import precision, require_device
+from flexnsa.attention.triton.operators import precision
 from flexnsa.attention.triton.selection import aligned
 from flexnsa.geometry import gated_branches, num_blocks
 from flexnsa.positions import Positions
@@ -121,19 +121,6 @@ SELECTING_WARPS = 4
 """Warps of a program that selects: more than in training, because few programs hide no latency."""
 MERGED = 2048
 """Elements of partial outputs that a warp sums."""
-
-
-def launch_step(inputs: StepInputs) -> tuple[Tensor, Tensor]:
-    """Run a step without waiting for the device; see :func:`flexnsa.attention.triton.step.step`."""
-    require_device(inputs.q)
-    out, blocks = inputs.empty_results()
-    if not inputs.q.numel():
-        return out, blocks
-    scratch = StepScratch.of(inputs)
-    place(inputs, scratch)
-    compress(inputs, scratch)
-    attend(inputs, scratch, out, blocks)
-    return out, blocks
 
 
 def place(inputs: StepInputs, scratch: StepScratch) -> None:
