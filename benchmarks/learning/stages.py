@@ -1,0 +1,269 @@
+"""Bits per byte at 32k after equal seconds: NSA and dense attention, each at its best, with sequences that grow.
+
+    python -m benchmarks learning.stages --job nsa:1.2e-3:0 --job dense:1.2e-3:0    # a GPU for each job, side by side
+    python -m benchmarks learning.stages --table                                    # of what is recorded
+
+A job is a model, a learning rate and a seed. Each trains for the same seconds, which leave out evaluations and the
+first step of each length, which compiles. The learning rate follows the seconds: constant after 100 steps, and down to
+a twentieth in the last 30 %. The text to learn from and the text kept back are of different distributions, and files
+kept back that the training text nearly has are left out. Learning rates are chosen on one half of the files kept back
+(``choose``), results are of the other (``report``).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import options
+from benchmarks.learning.packages import (
+    halves,
+    joined,
+    read_packages,
+    split_packages,
+    standard_roots,
+    without_known_files,
+)
+from benchmarks.learning.reading import bits_of_bytes
+from benchmarks.learning.workers import Job, Point, Report, places, run_jobs
+from flexnsa import SelectionLoss
+from flexnsa.lm import Batch, DecoderConfig, DecoderLM, preset
+from flexnsa.lm.measure.table import format_table
+from flexnsa.optim import index_parameters, parameter_groups
+
+STAGES = ((2048, 0.15), (8192, 0.35), (32768, 0.5))
+"""Tokens of a sequence, and share of the seconds."""
+TOKENS = 65536
+"""Of a step."""
+EDGES = (0, 512, 1024, 2048, 4096, 8192, 16384, 24576, 32768)
+"""Tokens of a sequence between which the loss by position is averaged."""
+KEY = ("model", "lr", "seed", "seconds")
+WIDE = 16
+"""Layers of a dense model with about as many parameters as NSA with 12."""
+ROWS = {"32k": (32768, 64), "8k": (8192, 128)}
+"""Tokens and number of the sequences on which results are measured."""
+
+
+def config_of(name: str, *, tiny: bool) -> DecoderConfig:
+    """Return a model: ``nsa``, the default preset; ``dense``, of the same layers; ``dense wide``, of more."""
+    config = preset("text-125m", checkpointing=False)
+    if tiny:
+        config = replace(config, dim=64, num_layers=2, num_heads=6, num_kv_heads=1, head_dim=8)
+    if name == "nsa":
+        return config
+    layers = config.num_layers * (WIDE if name == "dense wide" else 12) // 12
+    return replace(config, attention="dense", num_layers=layers)
+
+
+def read_text(cache: Path, *, tiny: bool) -> dict[str, Any]:
+    """Return the texts ``train``, ``choose`` and ``report``, uint8 ``(bytes,)``, and the ``sizes`` of their parts."""
+    if not cache.exists():
+        packages = read_packages(standard_roots()[:1] if tiny else standard_roots())
+        train, held_out = split_packages(packages) if len(packages) > 1 else (packages, packages)
+        new = held_out if tiny else without_known_files(train, held_out)
+        parts = dict(zip(("choose", "report"), halves(new), strict=True)) | {"train": train}
+        sizes = {part: {package.name: package.size for package in of} for part, of in parts.items()}
+        sizes["held out before"] = {package.name: package.size for package in held_out}
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({part: joined(of) for part, of in parts.items()} | {"sizes": sizes}, cache)
+    return torch.load(cache)
+
+
+def rows_of(text: Tensor, starts: Sequence[int], length: int) -> Batch:
+    """Return sequences that begin at these bytes."""
+    windows = torch.stack([text[start : start + length + 1] for start in starts]).long()
+    return Batch(windows[:, :-1], windows[:, 1:])
+
+
+def spread(text: Tensor, length: int, count: int) -> Batch:
+    """Return evenly spread sequences."""
+    last = len(text) - length - 1
+    return rows_of(text, [round(index * last / max(1, count - 1)) for index in range(count)], length)
+
+
+def drawn(text: Tensor, length: int, count: int, seed: int, step: int) -> Batch:
+    """Draw the sequences of a step: the same for all models."""
+    generator = random.Random(f"{seed}/{step}/{length}")
+    return rows_of(text, [generator.randrange(len(text) - length) for _ in range(count)], length)
+
+
+class StagedRun:
+    """A model that trains through the stages; its losses are bits per byte."""
+
+    def __init__(self, job: Job, report: Report) -> None:
+        self.job, self.report, self.device = job, report, torch.device(job["device"])
+        tiny, cuda = job["tiny"], self.device.type == "cuda"
+        self.stages = [(length // (128 if tiny else 1), share) for length, share in STAGES]
+        self.tokens = TOKENS // (128 if tiny else 1)
+        self.text = read_text(Path(job["text"]), tiny=tiny)
+        torch.manual_seed(job["seed"])
+        self.model = DecoderLM(config_of(job["model"], tiny=tiny)).to(self.device)
+        self.reader = copy.deepcopy(self.model).eval()  # not compiled: it reads other lengths
+        self.reader.load_state_dict(self.model.state_dict(), assign=True)
+        if cuda:
+            self.model.compile_layers()
+        groups = parameter_groups(self.model, lr=1.0, weight_decay=0.1)
+        self.rates = [float(group["lr"]) for group in groups]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=cuda)
+        taught = {id(parameter) for parameter in index_parameters(self.model)}
+        parts = ([p for p in self.model.parameters() if (id(p) in taught) == of_index] for of_index in (False, True))
+        self.clipped = [part for part in parts if part]  # an indexer learns from a loss of its own
+        self.precision = torch.autocast(self.device.type, torch.bfloat16, enabled=cuda)
+        self.seconds, self.step, self.counts = 0.0, 0, [0] * len(self.stages)
+        self.seen: dict[str, Any] = {"first_step_s": [], "looks": [], "loss": []}
+        self.losses: list[float] = []
+
+    def train(self, until: float) -> None:
+        """Train for the seconds of the job, or until ``time.time()``; look at held-out rows on the way."""
+        total, next_look = float(self.job["seconds"]), 0.0
+        while self.seconds < total and time.time() < until:
+            if self.seconds >= next_look:
+                self.look()
+                next_look += total / 16
+            self.train_step(self.seconds / total)
+        self.look()
+
+    def train_step(self, share: float) -> None:
+        """Take one step, after a share of the seconds."""
+        ends = [sum(part for _, part in self.stages[: index + 1]) for index in range(len(self.stages))]
+        stage = next((index for index, end in enumerate(ends) if share < end), len(ends) - 1)
+        length, first = self.stages[stage][0], self.counts[stage] == 0
+        decay = 1.0 if share < 0.7 else max(0.05, (1 - share) / 0.3)
+        factor = self.job["lr"] * min(1.0, (self.step + 1) / 100) * decay
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = factor * rate
+        batch = drawn(self.text["train"], length, self.tokens // length, self.job["seed"], self.step).to(self.device)
+        start = time.perf_counter()
+        selection = None
+        if self.model.indexers():
+            selection = SelectionLoss(seed=self.job["seed"], step=torch.tensor(self.step, device=self.device))
+        with self.precision:
+            loss = self.model(batch.tokens, targets=batch.targets, **({"selection": selection} if selection else {}))
+        (loss + selection.total if selection else loss).backward()
+        for parameters in self.clipped:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item() / math.log(2))  # waits for the device
+        took = time.perf_counter() - start
+        if first:
+            self.seen["first_step_s"].append(round(took, 2))
+        else:
+            self.seconds += took
+        self.step, self.counts[stage] = self.step + 1, self.counts[stage] + 1
+
+    def look(self) -> None:
+        """Record the loss by position on a few sequences of 8k, and report what has been seen."""
+        length = self.stages[1][0]
+        bits = bits_of_bytes(self.reader, spread(self.text["choose"], length, 16), 8, self.precision)
+        self.seen["looks"].append([self.step, round(self.seconds, 1), *_by_position(bits)])
+        every = max(1, len(self.losses) // 100)
+        self.seen["loss"] = [
+            round(statistics.fmean(self.losses[at : at + every]), 4) for at in range(0, self.step, every)
+        ]
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        about = {"parameters": parameters, "steps": self.counts, "trained_s": round(self.seconds, 1)}
+        self.report({name: self.job[name] for name in KEY} | about | self.seen)
+
+    def measure(self) -> None:
+        """Record the bits of both halves of the text kept back."""
+        for name, (length, count) in ROWS.items():
+            length = min(length, self.stages[-1][0])
+            for half in ("choose", "report"):
+                batch = spread(self.text[half], length, 2 if self.job["tiny"] else count)
+                bits = bits_of_bytes(self.reader, batch, max(1, self.tokens // length), self.precision)
+                by_row = bits.mean(1)
+                self.seen[f"{half} {name}"] = {
+                    "mean": round(bits.mean().item(), 5),
+                    "se": round((by_row.std() / len(by_row) ** 0.5).item(), 5),
+                    "positions": _by_position(bits),
+                }
+        self.look()
+
+
+def _by_position(bits: Tensor) -> list[float]:
+    by_token = bits.mean(0)
+    return [round(by_token[begin:end].mean().item(), 5) for begin, end in pairwise(EDGES) if begin < len(by_token)]
+
+
+def copies_from(point: Point) -> int | None:
+    """Return the step at which bytes 4k to 8k first cost less than bytes 512 to 1k: when copying has begun."""
+    return next((step for step, _, *bits in point["looks"] if len(bits) > 4 and bits[4] < bits[1]), None)
+
+
+def work(job: Job, report: Report) -> None:
+    """Train one model with one seed, and measure it."""
+    run = StagedRun(job, report)
+    run.train(job["until"] - (0 if job["tiny"] else 45))
+    run.measure()
+
+
+def table(points: Sequence[Point], rows: str = "report 32k") -> str:
+    """Return a line for each model and learning rate: its bits by seed, their mean and standard error."""
+    ended = [point for point in points if rows in point]
+    lines = []
+    for model, lr in sorted({(point["model"], point["lr"]) for point in ended}):
+        of = {point["seed"]: point for point in ended if (point["model"], point["lr"]) == (model, lr)}
+        bits = [of[seed][rows]["mean"] for seed in sorted(of)]
+        each = " ".join(f"{seed}: {of[seed][rows]['mean']:.4f}" for seed in sorted(of))
+        lines.append([f"{model}, {lr:g}", f"{statistics.fmean(bits):.4f}", standard_error(bits), each])
+    return format_table([rows, "mean", "s.e.", "by seed"], lines)
+
+
+def standard_error(values: Sequence[float]) -> str:
+    """Return the standard error of a mean of several values."""
+    return f"{statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else "-"
+
+
+def job_of(text: str) -> dict[str, Any]:
+    """Read ``MODEL:LR:SEED``."""
+    model, lr, seed = text.split(":")
+    if model not in ("nsa", "dense", "dense wide"):
+        raise ValueError(f"--job: expected nsa, dense or dense wide, got {model!r}")
+    return {"model": model, "lr": float(lr), "seed": int(seed)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train the jobs side by side, record whatever they report, and print how they compare."""
+    parser = options.parser(__doc__, json=options.RESULTS / "stages.json", seconds=400.0, deadline=590.0, tiny=False)
+    parser.add_argument(
+        "--job", type=job_of, action="append", default=[], help="MODEL:LR:SEED; several are run at once"
+    )
+    parser.add_argument("--text", type=Path, default=Path("runs/stages/text.pt"), help="cache; default: %(default)s")
+    parser.add_argument("--table", action="store_true", help="print the tables of what is recorded, and train nothing")
+    arguments = parser.parse_args(argv)
+    until = time.time() + arguments.deadline
+    recording = options.open_recording(arguments, __doc__, keep=True)
+    if not arguments.table:
+        text = read_text(arguments.text, tiny=arguments.tiny)
+        digests = {part: hashlib.sha256(text[part].numpy().tobytes()).hexdigest()[:16] for part in ("train", "report")}
+        device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+        recording.note(text=text["sizes"] | {"sha256": digests}, stages=STAGES, tokens_of_step=TOKENS)
+        shared = {"seconds": arguments.seconds, "device": arguments.device, "until": until, "tiny": arguments.tiny}
+        jobs = [job | shared | {"text": arguments.text.as_posix()} for job in arguments.job]
+
+        def report(point: Point) -> None:
+            kept = {name: value for name, value in point.items() if name not in ("until", "text", "tiny")}
+            recording.add(kept | {"device": device}, KEY)
+            looks = point.get("looks", [[0, 0.0]])[-1]
+            print(point["model"], point["lr"], point["seed"], point.get("label", looks), flush=True)
+
+        run_jobs(work, jobs, places(1, arguments.device), report)
+    for rows in ("choose 32k", "report 32k", "report 8k"):
+        print(f"\n{table(recording.points, rows)}")
+
+
+if __name__ == "__main__":
+    main()
