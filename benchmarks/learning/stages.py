@@ -131,7 +131,7 @@ class StagedRun:
         while self.seconds < total and time.time() < until:
             if self.seconds >= next_look:
                 self.look()
-                next_look += total / 16
+                next_look += total / 10
             self.train_step(self.seconds / total)
         self.look()
 
