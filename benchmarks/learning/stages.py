@@ -56,12 +56,17 @@ ROWS = {"32k": (32768, 64), "8k": (8192, 128)}
 """Tokens and number of the sequences on which results are measured."""
 
 
+DENSE_FIRST = {"nsa": None, "nsa, dense first": ("slc",), "nsa, all branches dense first": ("cmp", "slc", "win")}
+"""Branches of NSA in a dense stage as long as the first stage; None without one."""
+MODELS = (*DENSE_FIRST, "dense", "dense wide")
+
+
 def config_of(name: str, *, tiny: bool) -> DecoderConfig:
-    """Return a model: ``nsa``, the default preset; ``dense``, of the same layers; ``dense wide``, of more."""
+    """Return a model: NSA, the default preset; ``dense``, of the same layers; ``dense wide``, of more."""
     config = preset("text-125m", checkpointing=False)
     if tiny:
         config = replace(config, dim=64, num_layers=2, num_heads=6, num_kv_heads=1, head_dim=8)
-    if name == "nsa":
+    if name in DENSE_FIRST:
         return config
     layers = config.num_layers * (WIDE if name == "dense wide" else 12) // 12
     return replace(config, attention="dense", num_layers=layers)
@@ -144,6 +149,8 @@ class StagedRun:
         factor = self.job["lr"] * min(1.0, (self.step + 1) / 100) * decay
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = factor * rate
+        if first:
+            self.model.attend_densely(DENSE_FIRST.get(self.job["model"]) if stage == 0 else None)
         batch = drawn(self.text["train"], length, self.tokens // length, self.job["seed"], self.step).to(self.device)
         start = time.perf_counter()
         selection = None
@@ -230,8 +237,8 @@ def standard_error(values: Sequence[float]) -> str:
 def job_of(text: str) -> dict[str, Any]:
     """Read ``MODEL:LR:SEED``."""
     model, lr, seed = text.split(":")
-    if model not in ("nsa", "dense", "dense wide"):
-        raise ValueError(f"--job: expected nsa, dense or dense wide, got {model!r}")
+    if model not in MODELS:
+        raise ValueError(f"--job: expected one of {', '.join(MODELS)}, got {model!r}")
     return {"model": model, "lr": float(lr), "seed": int(seed)}
 
 

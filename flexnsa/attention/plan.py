@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -224,19 +225,24 @@ def is_wide(x: Tensor, group: int, chunk: int) -> bool:
     return min(chunk, x.shape[2]) * x.stride(2) + group * x.stride(1) >= 2**31
 
 
-def _is_known() -> bool:
-    """Return whether Gluon kernels were tested with this version of Triton; warn where they were not."""
-    if find_spec("triton") is None:  # an estimate for another machine
-        return True
+@cache
+def _triton_version() -> str | None:
+    """Return the version of Triton; None without it, where a plan is an estimate for another machine."""
+    if find_spec("triton") is None:
+        return None
     import triton  # pyright: ignore[reportMissingTypeStubs]
 
-    known = ".".join(triton.__version__.split(".")[:2]) in KNOWN_VERSIONS
+    return triton.__version__
+
+
+def _is_known() -> bool:
+    """Return whether Gluon kernels were tested with this version of Triton; warn where they were not."""
+    version = _triton_version()
+    known = version is None or ".".join(version.split(".")[:2]) in KNOWN_VERSIONS
     if not known:
-        message = f"triton: expected {' or '.join(KNOWN_VERSIONS)} for the kernels of Hopper GPUs, got"
+        message = f"triton: expected {' or '.join(KNOWN_VERSIONS)} for the kernels of Hopper GPUs, got {version}"
         slower = "the other kernels run, whose backward pass takes about 1.4 times as long"
-        warnings.warn(
-            f"{message} {triton.__version__}; {slower}", stacklevel=1
-        )  # of this line, so that it is shown once
+        warnings.warn(f"{message}; {slower}", stacklevel=1)  # of this line, so that it is shown once
     return known
 
 

@@ -20,6 +20,7 @@ from flexnsa.checks.calls import check_document_ids
 from flexnsa.checks.primitives import describe
 from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Compressors, Heads, Read, collect_keys
+from flexnsa.layers.dense import with_all_tokens
 from flexnsa.layers.indexer import Indexer, SelectionLoss, untaught
 from flexnsa.layers.layouts import KeySource, Layout, RowKeys, RowLayout
 from flexnsa.layers.rope import RopeTables, apply_rope
@@ -213,7 +214,28 @@ class Attention(NamedTuple):
 
 
 class SparseLayer(nn.Module):
-    """How every layer of NSA attends: choose an implementation, compress, and run the branches."""
+    """How every layer of NSA attends: choose an implementation, compress, and run the branches.
+
+    In a dense stage (:meth:`attend_densely`) the selected branch attends to all past tokens of whole rows.
+    """
+
+    dense_branches: tuple[str, ...] | None = None
+    """The branches of a dense stage; None outside of one."""
+
+    def attend_densely(self, branches: Sequence[str] | None = ("slc",)) -> None:
+        """Begin a dense stage, or end it with None: short rows then train with the same weights as fast as dense ones.
+
+        The selected branch attends to all past tokens, as if it selected all blocks. The branches that are not named
+        are left out and learn nothing. An indexer is taught as ever, by the true shares of all blocks. Calls with a
+        cache, and ranks of context parallelism, attend sparsely all the same.
+
+        Raises:
+            ValueError: the selected branch is not among them, or the layer lacks one.
+        """
+        has = self.attention().branches
+        if branches is not None and not {"slc"} <= {*branches} <= {*has}:
+            raise ValueError(f"branches: expected slc and others of {tuple(has)}, or None, got {tuple(branches)}")
+        self.dense_branches = None if branches is None else tuple(branches)
 
     def attention(self) -> Attention:
         """Describe the layer as it is now."""
@@ -238,6 +260,8 @@ class SparseLayer(nn.Module):
         by, modded = self.attention(), mods != (None, None)
         v_dim, in_place = max(v.shape[-1] for v in heads.v.values()), cached and returns_lse(by.sinks, heads.q)
         implementation = choose_implementation(by.impl, heads.q, modded=modded, cached=in_place, v_dim=v_dim)
+        if self.dense_branches is not None and isinstance(source, RowKeys):
+            implementation, by = with_all_tokens(implementation), by._replace(branches=self.dense_branches)
         implementation = with_sinks(implementation, by.sinks)
         checked = by.check_parameters and not (cached or torch.compiler.is_compiling())
         implementation.check(x=x, **(dict(self.named_parameters()) if checked else {}))

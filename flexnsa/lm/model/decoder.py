@@ -17,6 +17,7 @@ from flexnsa.checkpointing import keep_selection
 from flexnsa.checks.calls import check_document_ids
 from flexnsa.checks.primitives import check_lengths, check_tensor, check_tokens, check_type, describe
 from flexnsa.layers.attention import NativeSparseAttention
+from flexnsa.layers.forward import SparseLayer
 from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection, warn_untaught
 from flexnsa.layers.layouts import RowLayout
 from flexnsa.layers.projection import weight_of
@@ -213,6 +214,12 @@ class DecoderLM(nn.Module):
                     out = out.x
                 x = out
         return x
+
+    def attend_densely(self, branches: Sequence[str] | None = ("slc",)) -> None:
+        """Begin or end a dense stage of all layers; see :meth:`flexnsa.NativeSparseAttention.attend_densely`."""
+        for module in self.modules():
+            if isinstance(module, SparseLayer):
+                module.attend_densely(branches)
 
     def indexers(self) -> list[Indexer]:
         """List the indexers of the layers that have one."""

@@ -1,0 +1,33 @@
+"""The dense stage of a layer: its selected branch alone, with all past tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexnsa.attention.interface import BranchOutput, Call, Implementation, no_gated_sum
+
+
+def with_all_tokens(implementation: Implementation) -> Implementation:
+    """Return an implementation whose selected branch attends to all past tokens, as if it selected all blocks.
+
+    Whole sequences go to PyTorch's fused attention. Documents and mods go to the window of the implementation, with a
+    size of all tokens. No block is scored.
+    """
+
+    def select(q: Tensor, k: Tensor, call: Call, lse: Tensor | None, importance: Tensor | None) -> Tensor:
+        del call, lse, importance
+        return torch.empty(q.shape[0], k.shape[1], q.shape[2], 0, dtype=torch.int32, device=q.device)
+
+    def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
+        del block_indices
+        if call.positions is None and call.score_mod is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
+            return BranchOutput(out, None)
+        config = replace(call.config, window_size=k.shape[2])
+        return implementation.window(q, k, v, replace(call, config=config, window_positions=call.positions))
+
+    return replace(implementation, select=select, selected=selected, gated_sum=no_gated_sum, step=None)

@@ -1,0 +1,80 @@
+"""A dense stage of a layer: what the layer computes where it selects all blocks, by fused attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss
+
+ALL = NSAConfig(
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=8,
+    num_selected_blocks=8,
+    window_size=12,
+    index_block_size=8,
+    index_stride=8,
+    index_heads=2,
+)
+"""Sizes that select all blocks of 64 tokens."""
+
+
+def layer(branches: tuple[str, ...] = ("cmp", "slc", "win"), **options: Any) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    return NativeSparseAttention(32, 4, 2, 16, config=ALL, branches=branches, gate="sigmoid", **options).double()
+
+
+def gradients(module: NativeSparseAttention, x: Tensor, **options: Any) -> dict[str, Tensor | None]:
+    selection = SelectionLoss(num_queries=16, seed=0, step=0)
+    out = module(x, selection=selection, **options)
+    (out.sin().sum() + selection.total).backward()
+    return {"out": out.detach()} | {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_it_changes_nothing_where_all_blocks_are_selected(documents: bool) -> None:
+    x = torch.randn(2, 64, 32, dtype=torch.float64)
+    options = {"document_ids": (torch.arange(64) >= 30).long().expand(2, -1)} if documents else {}
+    sparse, dense = layer(), layer()
+    dense.attend_densely(("cmp", "slc", "win"))
+    expected, found = gradients(sparse, x, **options), gradients(dense, x, **options)
+    assert expected["w_k_slc.weight"] is not None
+    for name, value in expected.items():
+        assert_close(found[name], value, msg=name)
+
+
+def test_branches_that_are_left_out_learn_nothing_and_come_back() -> None:
+    x = torch.randn(1, 64, 32, dtype=torch.float64)
+    module, alone = layer(), layer(branches=("slc",))
+    state = {name: x for name, x in module.state_dict().items() if name != "gate.linear.weight"}
+    alone.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        alone.gate.linear.weight.copy_(module.gate.linear.weight.unflatten(0, (4, 3))[:, 1])
+    expected = module(x)
+    module.attend_densely()
+    assert_close(module(x), alone(x))
+    grads = gradients(module, x)
+    assert grads["w_k_win.weight"] is None or not grads["w_k_win.weight"].any()
+    assert grads["w_v_slc.weight"] is not None
+    assert any(value is not None and value.any() for name, value in grads.items() if name.startswith("indexer"))
+    module.attend_densely(None)
+    assert torch.equal(module(x), expected)
+
+
+def test_a_cache_is_read_sparsely() -> None:
+    x, module = torch.randn(1, 64, 32, dtype=torch.float64), layer().eval()
+    with torch.no_grad():
+        expected = module(x, cache=module.new_cache(1, 64))
+        module.attend_densely()
+        assert torch.equal(module(x, cache=module.new_cache(1, 64)), expected)
+
+
+@pytest.mark.parametrize("branches", [("cmp",), ("slc", "all"), ()])
+def test_branches_that_a_layer_lacks_are_named(branches: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="branches: expected slc and others of"):
+        layer().attend_densely(branches)
