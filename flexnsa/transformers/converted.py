@@ -19,8 +19,8 @@ from flexnsa.transformers.choice import LAYERS
 from flexnsa.transformers.cuda_graphs import CapturedModel, can_capture
 from flexnsa.transformers.layer_types import FULL, LOCAL, layer_type, layer_types
 from flexnsa.transformers.local_layers import attend_locally
-from flexnsa.transformers.marks import count_real
 from flexnsa.transformers.options import LayerOptions
+from flexnsa.transformers.padding import count_valid
 from flexnsa.transformers.parallel import SpreadHeads
 from flexnsa.transformers.reading import Reading
 from flexnsa.transformers.teaching import Lesson
@@ -125,7 +125,7 @@ class ConvertedModel(ConvertedPreTrainedModel):
         taught = None
         if selection is not None:
             check_selection(selection, [layer.indexer for layer in layers])
-            taught = None if x is None else selection.of_rows(x, count_real(attention_mask, x.shape[0]))
+            taught = None if x is None else selection.of_rows(x, count_valid(attention_mask, x.shape[0]))
         out = super().forward(  # pyright: ignore
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -20,9 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from flexnsa.checks.primitives import check_choice, describe
 from flexnsa.transformers.layer_types import layer_type, layer_types
-from flexnsa.transformers.marks import mark_slots
-from flexnsa.transformers.mask_functions import MaskFunction, is_local
-from flexnsa.transformers.packs import demand_no_pack, document_begins, document_ids, one_axis
+from flexnsa.transformers.mask_functions import MaskFunction, is_local, make_padding_mask
+from flexnsa.transformers.padding import Rows
 
 PLAIN = ("eager", "sdpa")
 """Attention whose mask is a tensor ``(B, 1, T, S)``, of truth values or of terms of the scores."""
@@ -69,11 +68,11 @@ def make_layer_mask(
     mask_function: MaskFunction = causal_mask_function,
     **given: Any,
 ) -> Any:
-    """Return :func:`mark_slots`, or the mask of local layers where the config says which layers these are."""
+    """Return :func:`make_padding_mask`, or the mask of local layers where the config says which layers these are."""
     given |= {"config": config, "local_size": local_size, "mask_function": mask_function}
     if layer_types(config) and (local_size is not None or is_local(mask_function)):
         return make_local_mask(**given)
-    return mark_slots(**given)
+    return make_padding_mask(**given)
 
 
 def attend_locally(
@@ -99,7 +98,8 @@ def attend_locally(
         ValueError: the mask is another one, or the layer's attention cannot do what the model asks for.
     """
     config: Any = module.config
-    name, documents = local_attention(config), _documents(query, key, **given)
+    told, shape = (given.get("position_ids"), given.get("cu_seq_lens_q")), (len(query), query.shape[2], key.shape[2])
+    name, documents = local_attention(config), Rows.of(None, *told, shape).documents
     if name in PLAIN:
         _check_mask(attention_mask, query, key)
         if documents is not None:
@@ -123,19 +123,6 @@ def attend_as(
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)  # pyright: ignore[reportArgumentType]
     return attend(module, query, key, value, attention_mask, **given)
-
-
-def _documents(
-    query: Tensor, key: Tensor, position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, **_: Any
-) -> Tensor | None:
-    """Return the document ids of packed sequences, int ``(B, T)``; None where each is known to be one document."""
-    if position_ids is not None and position_ids.dim() == 3:
-        position_ids = one_axis(position_ids)
-    begins = document_begins(position_ids, query.shape[2])
-    if query.shape[2] == key.shape[2]:
-        return document_ids(begins, cu_seq_lens_q, query.shape[0], query.shape[2])
-    demand_no_pack(begins, cu_seq_lens_q)
-    return None
 
 
 def _check_mask(mask: Any, query: Tensor, key: Tensor) -> None:

@@ -21,7 +21,7 @@ from transformers import (
 from transformers import masking_utils as masks
 
 from flexnsa.transformers import dropin
-from flexnsa.transformers.marks import NEW, REAL, read_mask
+from flexnsa.transformers.mask_functions import NEW, VALID, read_mask
 from tests.integrations.transformers.families import ALL, FEW, SIZES, converted, dense, sparse, tokens
 
 MAKE: dict[str, Callable[..., Any]] = {
@@ -96,7 +96,7 @@ def test_masks_that_are_causal_are_taken(make: str) -> None:
     marks = make_mask(create, config, padded=True, position_ids=torch.tensor([[*range(12), *range(8)]]))
     got, documents = read_mask(marks, 2, LENGTH)
     assert got is not None
-    assert torch.equal(got[:, 0, 0], (PADDED * REAL + NEW).to(torch.int8))
+    assert torch.equal(got[:, 0, 0], (PADDED * VALID + NEW).to(torch.int8))
     assert documents is None
     for positions in ([[*range(12), *range(8)]], [[*range(12), *range(8)], [*range(3), *range(7, 24)]]):
         want = masks.find_packed_sequence_indices(torch.tensor(positions))
