@@ -20,8 +20,8 @@ from flexnsa.layers.forward import Attention, SparseLayer, WholeStep, run_layer
 from flexnsa.layers.gating import gates_of
 from flexnsa.layers.indexer import Indexer, SelectionLoss
 from flexnsa.layers.layouts import RowLayout, lay_out_cached, lay_out_rows
+from flexnsa.layers.presets import GATE_LIMIT, StartingGate, start
 from flexnsa.layers.projection import computed_dtype, project, split_heads, weight_of
-from flexnsa.layers.starting import GATE_LIMIT, StartingGate, start
 from flexnsa.layers.step import fits_step, lay_out_step
 from flexnsa.masks.user_mods import Mods
 from flexnsa.transformers.cache import layer_of

@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from flexnsa.layers.indexer import Change, SelectionLoss, check_selection
-from flexnsa.layers.starting import starting_values
+from flexnsa.layers.presets import starting_values
 from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.cache import MOST_DRAFTED, FlexNSACache, wanted_cache
 from flexnsa.transformers.choice import LAYERS
