@@ -24,10 +24,6 @@ from flexnsa.transformers import dropin
 from flexnsa.transformers.mask_functions import NEW, VALID, read_mask
 from tests.integrations.transformers.families import ALL, FEW, SIZES, converted, dense, sparse, tokens
 
-MAKE: dict[str, Callable[..., Any]] = {
-    "drop-in": lambda **changes: sparse("llama", FEW, **changes),
-    "converted": lambda **changes: converted("llama", FEW, **changes),
-}
 LENGTH = 20
 PADDED = torch.tensor([[1] * LENGTH, [0] * 5 + [1] * (LENGTH - 5)])
 BLOCKS = torch.tensor([[0] * 6 + [-1] * (LENGTH - 6)] * 2)
@@ -74,27 +70,26 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str
 }
 
 
-@pytest.mark.parametrize("make", MAKE)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("positions", [None, torch.tensor([[*range(12), *range(8)]])], ids=["no positions", "packed"])
 @pytest.mark.parametrize("case", REFUSED)
-def test_masks_that_are_not_causal_are_refused(make: str, padded: bool, positions: Any, case: str) -> None:
+def test_masks_that_are_not_causal_are_refused(padded: bool, positions: Any, case: str) -> None:
     """Only what came by ``or_mask_function`` and ``and_mask_function`` was, and the rest became causal."""
     create, changes, given, name = REFUSED[case]
-    config = MAKE[make]().config
+    config = sparse("llama", FEW).config
     for option, value in changes.items():
         setattr(config, option, value)
     with pytest.raises(ValueError, match=f"^{name}: expected .* got "):
         read_mask(make_mask(create, config, padded=padded, position_ids=positions, **given), 2, LENGTH)
 
 
-@pytest.mark.parametrize("make", MAKE)
-def test_masks_that_are_causal_are_taken(make: str) -> None:
-    config, create = MAKE[make]().config, masks.create_causal_mask
+@pytest.mark.parametrize("make", [sparse, converted])
+def test_masks_that_are_causal_are_taken(make: Callable[..., Any]) -> None:
+    config, create = make("llama", FEW).config, masks.create_causal_mask
     assert make_mask(create, config) is None
     assert make_mask(create, config, position_ids=torch.arange(LENGTH)[None]) is None
-    marks = make_mask(create, config, padded=True, position_ids=torch.tensor([[*range(12), *range(8)]]))
-    got, documents = read_mask(marks, 2, LENGTH)
+    mask = make_mask(create, config, padded=True, position_ids=torch.tensor([[*range(12), *range(8)]]))
+    got, documents = read_mask(mask, 2, LENGTH)
     assert got is not None
     assert torch.equal(got[:, 0, 0], (PADDED * VALID + NEW).to(torch.int8))
     assert documents is None
@@ -102,8 +97,8 @@ def test_masks_that_are_causal_are_taken(make: str) -> None:
         want = masks.find_packed_sequence_indices(torch.tensor(positions))
         assert want is not None
         mask = make_mask(create, config, position_ids=torch.tensor(positions))
-        marks, documents = read_mask(mask, 2, LENGTH)
-        assert marks is None
+        got, documents = read_mask(mask, 2, LENGTH)
+        assert got is None
         assert documents is not None
         assert torch.equal(documents, want.expand(2, -1).to(torch.int32))
 

@@ -174,18 +174,6 @@ def test_packed_documents_stand_alone_in_local_layers(kind: str, local: str | No
     assert_close(got[:, 7:], torch.cat(want, 1), **ROUNDING)
 
 
-def test_positions_alone_tell_of_documents_in_several_rows() -> None:
-    model, x = mixed("gemma3"), tokens(2, sum(DOCUMENTS))
-    positions = torch.cat([torch.arange(count) for count in DOCUMENTS])[None]
-    with torch.no_grad():
-        got = model(x, position_ids=positions, use_cache=True).logits
-        want = [model(document, use_cache=False).logits for document in x.split(DOCUMENTS, dim=1)]
-        assert_close(got, torch.cat(want, 1), **ROUNDING)
-        cache = model(x[:, :40], use_cache=True).past_key_values
-        with pytest.raises(ValueError, match="position_ids: expected one sequence a row with a cache, got several"):
-            model(x[:, 40:], position_ids=positions[:, 20:40], past_key_values=cache)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize(("kind", "own"), [("gemma2", "eager"), ("gemma3", "sdpa"), ("gpt_oss", "eager")])
