@@ -25,7 +25,7 @@ from flexnsa.layers.projection import computed_dtype, project, split_heads, weig
 from flexnsa.layers.step import fits_step, lay_out_step
 from flexnsa.masks.user_mods import Mods
 from flexnsa.transformers.cache import layer_of
-from flexnsa.transformers.layer_types import layer_type
+from flexnsa.transformers.local_layers import layer_type
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.padding import Rows
 from flexnsa.transformers.rotary import Rotary
@@ -65,9 +65,9 @@ class ConvertedAttention(SparseLayer):
         self.q_proj, self.o_proj = parts.q_proj, parts.o_proj
         self.q_norm, self.k_norm, self.sinks = parts.q_norm, parts.k_norm, parts.sinks
         for tag in options.branches:
-            own = tag == ("slc" if "slc" in options.branches else options.branches[0])
-            self.add_module(f"k_proj_{tag}", parts.k_proj if own else copy_module(parts.k_proj))
-            self.add_module(f"v_proj_{tag}", parts.v_proj if own else copy_module(parts.v_proj))
+            is_dense = tag == ("slc" if "slc" in options.branches else options.branches[0])
+            self.add_module(f"k_proj_{tag}", parts.k_proj if is_dense else copy_module(parts.k_proj))
+            self.add_module(f"v_proj_{tag}", parts.v_proj if is_dense else copy_module(parts.v_proj))
         shape = self.num_kv_heads, self.head_dim
         self.compress_k = self.compress_v = None
         if "cmp" in options.branches:
@@ -138,9 +138,9 @@ class ConvertedAttention(SparseLayer):
         """
         if not options.is_like(self.options):
             for name in MADE_FOR:
-                has, wanted = (getattr(x if hasattr(x, name) else x.sizes, name) for x in (self.options, options))
-                if has != wanted:
-                    raise ValueError(f"config.flexnsa: expected {name}={has}, for which layers were made, got {wanted}")
+                old, new = (getattr(x if hasattr(x, name) else x.sizes, name) for x in (self.options, options))
+                if old != new:
+                    raise ValueError(f"config.flexnsa: expected {name}={old}, for which layers were made, got {new}")
             self.options = options
 
     def attention(self) -> Attention:

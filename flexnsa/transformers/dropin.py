@@ -15,24 +15,22 @@ from flexnsa.layers.compression import average_blocks, average_cached_blocks
 from flexnsa.masks.document import document_positions, first_tokens
 from flexnsa.positions import Positions
 from flexnsa.transformers.choice import NAME
-from flexnsa.transformers.layer_types import LOCAL, layer_type
-from flexnsa.transformers.local_layers import attend_locally, make_layer_mask
+from flexnsa.transformers.local_layers import LOCAL, attend_locally, layer_type, make_layer_mask
 from flexnsa.transformers.options import DropInOptions
-from flexnsa.transformers.own_keys import attend_to_own_keys
 from flexnsa.transformers.padding import Rows
 from flexnsa.transformers.paged import attend_to_pages
-from flexnsa.transformers.softmax import Softmax
+from flexnsa.transformers.softmax import Softmax, attend_to_own_keys
 from flexnsa.transformers.unsupported import PURPOSE, check_config, refuse_attentions, takes_positions
 
 REFUSED = ("sliding_window", "position_bias")
 """Arguments that some models pass to their attention, and that raise here: NSA does not support them."""
 
 
-def make_mask(*, config: Any = None, **given: Any) -> Any:
+def make_mask(*, config: Any = None, **kwargs: Any) -> Any:
     """Return :func:`make_layer_mask`, after checking, outside ``torch.compile``, that NSA can act in the model."""
     if config is not None and not torch.compiler.is_compiling():
         check_config(config)
-    return make_layer_mask(config=config, **given)
+    return make_layer_mask(config=config, **kwargs)
 
 
 def attention_forward(
@@ -134,19 +132,19 @@ def _attend_kept(
     return attend_to_own_keys(q, k, v, compress, positions, softmax, options, cached=not trains)
 
 
-def _check(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
+def _check(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     """Check that the model asks for nothing that would be ignored.
 
     Raises:
         ValueError: it does.
     """
-    refuse_attentions(module.config, others)
+    refuse_attentions(module.config, kwargs)
     for name in REFUSED:
-        if others.get(name) is not None:
-            raise ValueError(f"{name}: expected None {PURPOSE}, got {describe(others[name])}")
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: expected None {PURPOSE}, got {describe(kwargs[name])}")
     if dropout:
         raise ValueError(f"attention_dropout: expected 0 {PURPOSE}, got {describe(dropout)}")
-    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ValueError(f"is_causal: expected True {PURPOSE}, got False")
 
 
@@ -160,8 +158,8 @@ def _check_model(module: nn.Module, position_ids: Tensor | None) -> None:
     if position_ids is not None and not takes_positions(type(config)):
         expected = "None for a model that has no such argument"
         raise ValueError(f"position_ids: expected {expected}, got {describe(position_ids)}")
-    own = config._attn_implementation
-    if ALL_MASK_ATTENTION_FUNCTIONS.get(own) is not make_mask:
+    chosen = config._attn_implementation
+    if ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is not make_mask:
         raise ValueError(
-            f"attn_implementation: expected {NAME!r}, whose mask marks padding, got {own!r}, whose mask does not"
+            f"attn_implementation: expected {NAME!r}, whose mask marks padding, got {chosen!r}, whose mask does not"
         )

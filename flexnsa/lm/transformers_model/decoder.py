@@ -30,12 +30,12 @@ from flexnsa.lm.training.model_file import read_model, save_model
 from flexnsa.lm.transformers_model.arguments import check_inputs, check_of_tokens, check_wishes
 from flexnsa.lm.transformers_model.config import FlexNSAConfig
 from flexnsa.packing import IGNORED
-from flexnsa.transformers.cache import FlexNSACache, FlexNSACacheLayer, layer_of, wanted_cache
+from flexnsa.transformers.cache import FlexNSACache, FlexNSACacheLayer, choose_cache, layer_of
 from flexnsa.transformers.converted import CachedGeneration
 from flexnsa.transformers.mask_functions import make_padding_mask
 from flexnsa.transformers.padding import Rows
 from flexnsa.transformers.parallel import SpreadHeads, decoder_plan
-from flexnsa.transformers.teaching import Lesson
+from flexnsa.transformers.teaching import SelectionLossHook
 from flexnsa.transformers.unsupported import refuse_attentions
 
 
@@ -51,7 +51,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
     _no_split_modules = ["CheckpointedLayer"]  # noqa: RUF012  (its type is that of the base class)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_context_parallel = False
-    lesson: Lesson | None = None
+    selection_hook: SelectionLossHook | None = None
     """What passes in training teach besides; see :class:`flexnsa.transformers.TeachSelection`."""
     _tp_plan = decoder_plan()
     _fsdp_plan = {  # noqa: RUF012
@@ -108,8 +108,8 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             ValueError: an argument does not fit, or is not there to be had; the message names it.
         """
         refuse_attentions(self.config, kwargs, f"of {type(self).__name__}")
-        lesson = self.lesson if selection is None and self.training and torch.is_grad_enabled() else None
-        selection = selection if lesson is None else lesson.selection()
+        hook = self.selection_hook if selection is None and self.training and torch.is_grad_enabled() else None
+        selection = selection if hook is None else hook.selection()
         if selection is not None:
             check_selection(selection, self.model.indexers())
         flags = {"use_cache": use_cache, "output_hidden_states": output_hidden_states, "skip_logits": skip_logits}
@@ -119,7 +119,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         tokens = check_inputs(input_ids, inputs_embeds, weight_of(self.model.embedding))
         of_tokens = {"position_ids": position_ids, "labels": labels, "shift_labels": shift_labels}
         check_of_tokens(tokens, self.config.vocab_size, **of_tokens)
-        cache = wanted_cache(self, tokens, past_key_values, use_cache)
+        cache = choose_cache(self, tokens, past_key_values, use_cache)
         layers = [] if cache is None else [layer_of(cache, index) for index in range(len(self.model.layers))]
         rows = _read_rows(tokens, attention_mask, position_ids, cu_seq_lens_q, layers)
         tokens = rows.align(tokens, dim=1)
@@ -131,7 +131,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         states: list[Tensor] | None = [] if wants_states else None
 
         def teach(x: Tensor) -> Tensor:
-            return x if lesson is None or selection is None else lesson.attach(x, selection)
+            return x if hook is None or selection is None else hook.attach(x, selection)
 
         loss = logits = None
         if skip_logits:
@@ -172,9 +172,9 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         rows.check_cache(caches[0].lengths)
         return {"caches": caches, "lengths": rows.num_valid}
 
-    def next_logits(self, tokens: Tensor, cache: FlexNSACache, real: Tensor) -> Tensor:
+    def next_logits(self, tokens: Tensor, cache: FlexNSACache, num_valid: Tensor) -> Tensor:
         """Give the logits of one token a row."""
-        return self.model(tokens, caches=cache.kept, lengths=real)
+        return self.model(tokens, caches=cache.kept, lengths=num_valid)
 
     def _loss(self, tokens: Tensor, targets: Tensor | None, count: Any, **options: Any) -> Tensor:
         """Give the mean over all targets, or their sum divided by ``count``."""

@@ -14,7 +14,7 @@ from transformers import CompileConfig, StaticCache
 from transformers.masking_utils import create_causal_mask
 
 from flexnsa.attention.dispatch import attend
-from flexnsa.transformers import own_keys
+from flexnsa.transformers import softmax
 from tests.integrations.transformers.families import ALL, FAMILIES, FEW, dense, pad_left, sparse, tokens
 
 THREE = FEW | {"branches": ["cmp", "slc", "win"], "gates": [0.3, 1.0, 0.2]}
@@ -67,7 +67,7 @@ def test_under_autocast_all_that_is_attended_to_is_of_one_dtype(monkeypatch: pyt
         seen.append({q.dtype, *(x.dtype for x in asdict(keys).values())})
         return attend(implementation, q, keys, *rest, **options)
 
-    monkeypatch.setattr(own_keys, "attend", attend_seeing)
+    monkeypatch.setattr(softmax, "attend", attend_seeing)
     model = sparse("qwen3", THREE).float()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(tokens(1, 40), use_cache=False)
@@ -207,6 +207,6 @@ def test_a_mask_of_ones_own_is_refused() -> None:
         model(x, attention_mask=mask)
     with pytest.raises(ValueError, match=r"attention_mask: expected one run of tokens a row, .* got holes in row 0"):
         model(x, attention_mask=torch.tensor([[1] * 9 + [0] + [1] * 10]))
-    given = {"inputs_embeds": torch.zeros(1, 20, 48), "attention_mask": None, "past_key_values": None}
+    options = {"inputs_embeds": torch.zeros(1, 20, 48), "attention_mask": None, "past_key_values": None}
     with pytest.raises(ValueError, match="attention_mask: expected a causal mask and padding, got a mask function"):
-        create_causal_mask(model.config, **given, or_mask_function=lambda b, h, q, kv: kv < 5)  # noqa: ARG005
+        create_causal_mask(model.config, **options, or_mask_function=lambda b, h, q, kv: kv < 5)  # noqa: ARG005

@@ -34,10 +34,10 @@ def own_function(_batch: Any, _head: Any, q: Tensor, kv: Tensor) -> Tensor:
     return kv < q - 3
 
 
-def make_mask(create: Callable[..., Any], config: Any, *, padded: bool = False, **given: Any) -> Any:
+def make_mask(create: Callable[..., Any], config: Any, *, padded: bool = False, **options: Any) -> Any:
     embeds = torch.zeros(2, LENGTH, SIZES["hidden_size"])
     mask = PADDED if padded else None
-    return create(config, inputs_embeds=embeds, attention_mask=mask, past_key_values=None, **given)
+    return create(config, inputs_embeds=embeds, attention_mask=mask, past_key_values=None, **options)
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = {
@@ -75,12 +75,12 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str
 @pytest.mark.parametrize("case", REFUSED)
 def test_masks_that_are_not_causal_are_refused(padded: bool, positions: Any, case: str) -> None:
     """Only what came by ``or_mask_function`` and ``and_mask_function`` was, and the rest became causal."""
-    create, changes, given, name = REFUSED[case]
+    create, changes, options, name = REFUSED[case]
     config = sparse("llama", FEW).config
     for option, value in changes.items():
         setattr(config, option, value)
     with pytest.raises(ValueError, match=f"^{name}: expected .* got "):
-        read_mask(make_mask(create, config, padded=padded, position_ids=positions, **given), 2, LENGTH)
+        read_mask(make_mask(create, config, padded=padded, position_ids=positions, **options), 2, LENGTH)
 
 
 @pytest.mark.parametrize("make", [sparse, converted])
@@ -108,16 +108,16 @@ def test_masks_are_read_inside_of_a_compiler() -> None:
     config, positions = sparse("llama", FEW).config, torch.tensor([[*range(12), *range(8)]])
 
     @torch.compile(fullgraph=True, backend="eager")
-    def compiled(position_ids: Tensor | None, **given: Any) -> Any:
-        return make_mask(masks.create_causal_mask, config, position_ids=position_ids, **given)
+    def compiled(position_ids: Tensor | None, **options: Any) -> Any:
+        return make_mask(masks.create_causal_mask, config, position_ids=position_ids, **options)
 
     assert compiled(None) is None
     want = make_mask(masks.create_causal_mask, config, position_ids=positions)
     assert torch.equal(compiled(positions), want)
-    for given in ({"block_sequence_ids": BLOCKS}, {"or_mask_function": own_function}):
+    for options in ({"block_sequence_ids": BLOCKS}, {"or_mask_function": own_function}):
         for position_ids in (None, positions):
             with pytest.raises(Exception, match="ValueError"):
-                compiled(position_ids, **given)
+                compiled(position_ids, **options)
 
 
 def test_a_prefix_that_attends_to_itself_is_refused() -> None:
@@ -172,8 +172,8 @@ def test_a_model_with_an_attention_of_its_own_beside_another_is_refused() -> Non
 
 def test_a_cache_that_forgets_is_refused() -> None:
     model = sparse("llama", FEW)
-    given: dict[str, Any] = {"batch_size": 1, "q_length": 1, "kv_length": 8, "q_offset": 12, "kv_offset": 5}
-    mask = dropin.make_mask(**given, config=model.config)
+    options: dict[str, Any] = {"batch_size": 1, "q_length": 1, "kv_length": 8, "q_offset": 12, "kv_offset": 5}
+    mask = dropin.make_mask(**options, config=model.config)
     with pytest.raises(
         ValueError, match="past_key_values: expected a cache that keeps every token, got one that dropped"
     ):

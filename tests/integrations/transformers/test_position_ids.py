@@ -177,7 +177,7 @@ def test_starts_of_documents_count_padding(caller: str) -> None:
     model, x = CALLERS[caller](), tokens(1, 67)
     mask = torch.ones_like(x)
     mask[:, :7] = 0
-    given = {"attention_mask": mask, "cu_seq_lens_q": torch.tensor([0, 7, 30, 67]), "use_cache": False}
+    options = {"attention_mask": mask, "cu_seq_lens_q": torch.tensor([0, 7, 30, 67]), "use_cache": False}
     want = [model(document, use_cache=False).logits for document in (x[:, 7:30], x[:, 30:])]
     # Without positions, tokens are rotated by other angles, which the model computes in float32.
-    assert_close(model(x, **given).logits[:, 7:], torch.cat(want, 1), atol=1e-3, rtol=0)
+    assert_close(model(x, **options).logits[:, 7:], torch.cat(want, 1), atol=1e-3, rtol=0)
