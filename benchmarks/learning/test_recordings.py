@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.harness.options import RESULTS
 from benchmarks.learning import language, recall
+from flexnsa import NSAConfig
 from flexnsa.lm import PRESETS, TRAIN_PRESETS, DecoderConfig, TrainConfig
 from flexnsa.lm.training.config import completed
 
@@ -32,7 +33,8 @@ def test_text_that_is_recorded_is_what_would_be_run() -> None:
         assert recorded == _as_recorded(asdict(language.MODELS[name])), name
     for name, size in record["setting"]["sizes"].items():
         now = language.SIZES[name]
-        assert DecoderConfig.from_dict(size["model"]) == now.model, name
+        model = size["model"] | {"nsa": NSAConfig(**size["model"]["nsa"])}
+        assert DecoderConfig(**model) == now.model, name
         assert asdict(TrainConfig()) | size["training"] == asdict(now.training), name
 
 

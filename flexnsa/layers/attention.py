@@ -24,7 +24,7 @@ from flexnsa.layers.forward import Attention, LossOverRanks, SparseLayer, WholeS
 from flexnsa.layers.gating import Gate
 from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection
 from flexnsa.layers.layouts import LayoutSizes, RowLayout, check_layout, row_layout, step_layout
-from flexnsa.layers.presets import describe_layer, refuse_earlier_default
+from flexnsa.layers.presets import describe_layer
 from flexnsa.layers.projection import computed_dtype, project_named, split_heads, weight_of
 from flexnsa.layers.step import step_inputs, takes_step
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
@@ -121,7 +121,6 @@ class NativeSparseAttention(SparseLayer):
         self.indexer: Indexer | None = None
         if config.index_heads is not None:  # last: what is drawn before does not depend on it
             self.indexer = Indexer(dim, num_kv_heads, head_dim, config=config, compression=compression, rank=index_rank)
-        self.register_load_state_dict_pre_hook(refuse_earlier_default)  # pyright: ignore[reportUnknownMemberType]
 
     @classmethod
     def of(cls, config: LayerConfig) -> Self:

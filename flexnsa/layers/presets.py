@@ -1,4 +1,8 @@
-"""Settings of a layer by name: those that learned text best, and the paper's."""
+"""What a layer starts from: settings by name, and the parameters of a layer that takes the place of a dense one.
+
+The named settings are those that learned text best, and the paper's. A layer in the place of a dense one starts so that
+it computes nearly what the dense one does.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypedDict
 
+import torch
 from torch import Tensor, nn
 
 from flexnsa.checks.primitives import check_choice
 from flexnsa.config import NSAConfig
+from flexnsa.layers.compression import BlockLinear
 from flexnsa.layers.config import LayerConfig
+from flexnsa.layers.indexer import Change
+from flexnsa.layers.sharding import write
 
 LAYER_PRESETS = ("text", "paper")
+
+GATE_LIMIT = 2.0
+"""Gates are this times a sigmoid, so that one can start at 1 where the sigmoid is steepest."""
+GATE_STARTS = {"cmp": 0.02, "slc": 1.0, "win": 0.02}
+"""The selected branch alone is what the dense layer was; the others start alive, but of no weight."""
 
 
 class Settings(TypedDict):
@@ -70,19 +83,36 @@ def describe_layer(
     return replace(sizes.with_branches(branches), **chosen)
 
 
-def refuse_earlier_default(
-    layer: nn.Module, state: Mapping[str, Tensor], prefix: str, _metadata: object, _strict: bool, *lists: list[str]
-) -> None:
-    """Refuse the state_dict of a layer that an earlier version built by default, and name the option that builds it.
+class StartingGate(nn.Linear):
+    """Map hidden states to a gate for each head and branch, which starts the same for all tokens."""
 
-    A hook for ``register_load_state_dict_pre_hook``; the last of ``lists`` takes the errors.
-    """
-    own = dict(layer.named_parameters())
-    indexer = next((name for name in own if name.startswith("indexer.")), None)
-    if indexer is None or "w_k_cmp.weight" in own or f"{prefix}w_k_cmp.weight" not in state:
-        return
-    if f"{prefix}{indexer}" not in state:
-        lists[-1].append(
-            f'{prefix}preset: expected "paper" for this state_dict, which has keys of the compressed branch and no '
-            'indexer, got "text", which earlier versions did not have'
-        )
+    def __init__(self, dim: int, num_heads: int, branches: tuple[str, ...]) -> None:
+        self.branches = branches
+        super().__init__(dim, num_heads * len(branches))  # pyright: ignore[reportUnknownMemberType]
+
+    def reset_parameters(self) -> None:
+        """Start at :data:`GATE_STARTS`."""
+        start(self)
+
+
+@torch.no_grad()
+def start(module: nn.Module) -> None:
+    """Give the parameters of a module, and of those within it, the values that they start with."""
+    for part in module.modules():
+        for name, value in starting_values(part).items():
+            write(part.get_parameter(name), value)
+
+
+def starting_values(module: nn.Module) -> dict[str, Tensor]:
+    """Return the initial parameters, by name, of a module that a dense layer has not; of other modules, none."""
+    if isinstance(module, StartingGate):
+        starts = torch.tensor([GATE_STARTS[tag] / GATE_LIMIT for tag in module.branches])
+        bias = starts.logit().repeat(module.out_features // len(module.branches))
+        return {"weight": torch.zeros(module.weight.shape), "bias": bias}
+    if isinstance(module, BlockLinear):
+        return {"position": torch.zeros(module.position.shape), "weight": module.mean_weight()}
+    if isinstance(module, Change):
+        rank = None if module.down is None else module.down.out_features
+        fresh = Change(module.first.in_features, module.up.out_features, rank)
+        return {name: parameter.detach() for name, parameter in fresh.named_parameters()}
+    return {}

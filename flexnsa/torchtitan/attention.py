@@ -18,9 +18,9 @@ from flexnsa.layers.forward import Attention, SparseLayer, run_layer
 from flexnsa.layers.gating import gates_of
 from flexnsa.layers.indexer import Indexer
 from flexnsa.layers.layouts import RowLayout, lay_out_rows
+from flexnsa.layers.presets import GATE_LIMIT, StartingGate
 from flexnsa.layers.projection import split_heads
 from flexnsa.layers.rope import RopeTables
-from flexnsa.layers.starting import GATE_LIMIT, StartingGate
 from flexnsa.packing import document_ids_from_position_ids
 from flexnsa.parallel.shared_losses import OverTokens
 from flexnsa.parallel.shared_rows import SharingRanks, lay_out_shared_rows

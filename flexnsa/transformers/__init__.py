@@ -13,12 +13,11 @@ from flexnsa.transformers.classes import register_classes
 from flexnsa.transformers.conversion import convert, to_dense
 from flexnsa.transformers.converted import attend_in_dense_layers
 from flexnsa.transformers.dropin import attention_forward, make_mask
-from flexnsa.transformers.loading import take_options
+from flexnsa.transformers.loading import share_options, take_options
 from flexnsa.transformers.local_layers import make_layer_mask
 from flexnsa.transformers.options import DropInOptions, LayerOptions
 from flexnsa.transformers.recall import recall
 from flexnsa.transformers.schedule import UpTraining
-from flexnsa.transformers.shared_options import share_options
 from flexnsa.transformers.teaching import TeachSelection
 from flexnsa.transformers.unsupported import refuse_models
 

@@ -20,15 +20,14 @@ from flexnsa.layers.forward import Attention, SparseLayer, WholeStep, run_layer
 from flexnsa.layers.gating import gates_of
 from flexnsa.layers.indexer import Indexer, SelectionLoss
 from flexnsa.layers.layouts import RowLayout, lay_out_cached, lay_out_rows
+from flexnsa.layers.presets import GATE_LIMIT, StartingGate, start
 from flexnsa.layers.projection import computed_dtype, project, split_heads, weight_of
-from flexnsa.layers.starting import GATE_LIMIT, StartingGate, start
 from flexnsa.layers.step import fits_step, lay_out_step
 from flexnsa.masks.user_mods import Mods
 from flexnsa.transformers.cache import layer_of
-from flexnsa.transformers.layer_types import layer_type
-from flexnsa.transformers.marks import Alignment, check_past, read_mask
+from flexnsa.transformers.local_layers import layer_type
 from flexnsa.transformers.options import LayerOptions
-from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
+from flexnsa.transformers.padding import Rows
 from flexnsa.transformers.rotary import Rotary
 from flexnsa.transformers.softmax import Softmax
 from flexnsa.transformers.structure import Parts, copy_module, normed_heads
@@ -66,9 +65,9 @@ class ConvertedAttention(SparseLayer):
         self.q_proj, self.o_proj = parts.q_proj, parts.o_proj
         self.q_norm, self.k_norm, self.sinks = parts.q_norm, parts.k_norm, parts.sinks
         for tag in options.branches:
-            own = tag == ("slc" if "slc" in options.branches else options.branches[0])
-            self.add_module(f"k_proj_{tag}", parts.k_proj if own else copy_module(parts.k_proj))
-            self.add_module(f"v_proj_{tag}", parts.v_proj if own else copy_module(parts.v_proj))
+            is_dense = tag == ("slc" if "slc" in options.branches else options.branches[0])
+            self.add_module(f"k_proj_{tag}", parts.k_proj if is_dense else copy_module(parts.k_proj))
+            self.add_module(f"v_proj_{tag}", parts.v_proj if is_dense else copy_module(parts.v_proj))
         shape = self.num_kv_heads, self.head_dim
         self.compress_k = self.compress_v = None
         if "cmp" in options.branches:
@@ -106,32 +105,30 @@ class ConvertedAttention(SparseLayer):
             TypeError: ``past_key_values`` is no :class:`FlexNSACache`.
             ValueError: packed sequences come with a cache.
         """
-        x, num_tokens = hidden_states, hidden_states.shape[1]
+        batch_size, num_tokens = hidden_states.shape[:2]
         layer = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)
-        marks, found = read_mask(attention_mask, x.shape[0], num_tokens + (0 if layer is None else layer.seen))
-        found = None if given_positions is None else found  # positions that the model counts itself never restart
-        position_ids = given_positions if found is None else None
-        alignment, real = None, new_lengths
-        if marks is not None:
-            alignment = Alignment.of(marks, num_tokens)
-            x, real = alignment.align_queries(x, dim=1), alignment.real
-            if position_ids is not None:
-                position_ids = alignment.align_queries(position_ids.expand(x.shape[0], -1), dim=1)
-        begins = document_begins(position_ids, num_tokens, real, gaps="refuse")
+        rows = Rows.of(
+            attention_mask,
+            given_positions,
+            cu_seq_lens_q,
+            (batch_size, num_tokens, num_tokens + (0 if layer is None else layer.seen)),
+            cached=layer is not None,
+            gaps="refuse",
+            num_valid=new_lengths,
+        )
+        x = rows.align(hidden_states, dim=1)
         mods = Softmax(limit=self.options.softcap).score_mod, None
         if layer is None:
-            documents = document_ids(begins, cu_seq_lens_q, x.shape[0], num_tokens, found=found, alignment=alignment)
+            packed = given_positions is not None or cu_seq_lens_q is not None  # the model's own positions never restart
+            documents = rows.documents if packed else None
             out = run_layer(self, x, mods=mods, document_ids=documents, selection=selection)
         else:
-            demand_no_pack(begins, cu_seq_lens_q)
-            cache = layer.prepare(partial(self._new_cache, x), x.shape[0], num_tokens)
+            cache = layer.prepare(partial(self._new_cache, x), batch_size, num_tokens)
             cache.require(**self._kept(x))
-            check_past(marks, cache.lengths)
-            demand_one_document(position_ids, cache.lengths[:, None], real)
-            out = run_layer(self, x, mods=mods, cache=cache, lengths=real)
+            rows.check_cache(cache.lengths)
+            out = run_layer(self, x, mods=mods, cache=cache, lengths=rows.num_valid)
             layer.seen += num_tokens
-        out = self.o_proj(out)
-        return (out if alignment is None else alignment.restore_queries(out, dim=1)), None
+        return rows.restore(self.o_proj(out), dim=1), None
 
     def follow(self, options: LayerOptions) -> None:
         """Attend by other options from now on.
@@ -141,9 +138,9 @@ class ConvertedAttention(SparseLayer):
         """
         if not options.is_like(self.options):
             for name in MADE_FOR:
-                has, wanted = (getattr(x if hasattr(x, name) else x.sizes, name) for x in (self.options, options))
-                if has != wanted:
-                    raise ValueError(f"config.flexnsa: expected {name}={has}, for which layers were made, got {wanted}")
+                old, new = (getattr(x if hasattr(x, name) else x.sizes, name) for x in (self.options, options))
+                if old != new:
+                    raise ValueError(f"config.flexnsa: expected {name}={old}, for which layers were made, got {new}")
             self.options = options
 
     def attention(self) -> Attention:

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from flexnsa.cache.cache import NSACache
 from flexnsa.checks.primitives import describe
-from flexnsa.transformers.layer_types import FULL, layer_types
+from flexnsa.transformers.local_layers import FULL, layer_types
 
 FIRST_TOKENS = 256
 """Initial capacity of a cache whose length the caller did not specify; it grows by doubling."""
@@ -188,8 +188,8 @@ def layer_of(cache: Any, index: int) -> FlexNSACacheLayer:
     return layers[index]
 
 
-def wanted_cache(model: Any, tokens: Any, given: Any, use_cache: bool | None) -> Any:
-    """Return the cache of a forward pass: the given one, or a new one if it is wanted and the pass is not training.
+def choose_cache(model: Any, tokens: Any, cache: Any, use_cache: bool | None) -> Any:
+    """Return the cache of a forward pass: the given one, or a new one if it is asked for outside of training.
 
     Training is a pass that has weights or embeddings of ``tokens`` to differentiate. Configs want a cache by default.
     In training there is none then, and a warning says so once.
@@ -197,17 +197,17 @@ def wanted_cache(model: Any, tokens: Any, given: Any, use_cache: bool | None) ->
     Raises:
         ValueError: a cache is given or asked for explicitly in training; or two layers share one part of it.
     """
-    layers = getattr(given, "layers", ())
+    layers = getattr(cache, "layers", ())
     if any(layer is other for index, layer in enumerate(layers) for other in layers[:index]):
         raise ValueError("past_key_values: expected a part of its own for each layer, got one of them twice")
     training = torch.is_grad_enabled() and _is_differentiated(model, tokens)
-    if training and (use_cache or given is not None):
-        name = "use_cache" if given is None else "past_key_values"
+    if training and (use_cache or cache is not None):
+        name = "use_cache" if cache is None else "past_key_values"
         raise ValueError(f"{name}: expected torch.no_grad(), because a cache has no gradient, got training")
-    wanted = model.config.use_cache if use_cache is None else use_cache
-    if training and wanted and model.training:
+    use_cache = model.config.use_cache if use_cache is None else use_cache
+    if training and use_cache and model.training:
         _warn_of_training()
-    return FlexNSACache(model.config) if wanted and not training and given is None else given
+    return FlexNSACache(model.config) if use_cache and not training and cache is None else cache
 
 
 def _is_differentiated(model: Any, tokens: Any) -> bool:

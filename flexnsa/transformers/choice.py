@@ -41,11 +41,11 @@ def towers(config: Any) -> dict[str, Any]:
 
 def chosen(config: Any) -> Choice:
     """Return the choice that selects flexnsa wherever the config does now, and nothing elsewhere."""
-    own = getattr(config, "_attn_implementation", None)
+    attention = getattr(config, "_attn_implementation", None)
     below = {name: chosen(tower) for name, tower in towers(config).items()}
-    if own == NAME and all(choice == NAME for choice in below.values()):
+    if attention == NAME and all(choice == NAME for choice in below.values()):
         return NAME
-    named = {"": own if own == NAME else None, **below}
+    named = {"": attention if attention == NAME else None, **below}
     return {name: choice for name, choice in named.items() if choice} or None
 
 

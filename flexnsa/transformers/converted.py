@@ -12,18 +12,17 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from flexnsa.layers.indexer import Change, SelectionLoss, check_selection
-from flexnsa.layers.starting import starting_values
+from flexnsa.layers.presets import starting_values
 from flexnsa.transformers.attention import ConvertedAttention
-from flexnsa.transformers.cache import MOST_DRAFTED, FlexNSACache, wanted_cache
+from flexnsa.transformers.cache import MOST_DRAFTED, FlexNSACache, choose_cache
 from flexnsa.transformers.choice import LAYERS
 from flexnsa.transformers.cuda_graphs import CapturedModel, can_capture
-from flexnsa.transformers.layer_types import FULL, LOCAL, layer_type, layer_types
-from flexnsa.transformers.local_layers import attend_locally
-from flexnsa.transformers.marks import count_real
+from flexnsa.transformers.local_layers import FULL, LOCAL, attend_locally, layer_type, layer_types
 from flexnsa.transformers.options import LayerOptions
+from flexnsa.transformers.padding import count_valid
 from flexnsa.transformers.parallel import SpreadHeads
 from flexnsa.transformers.reading import Reading
-from flexnsa.transformers.teaching import Lesson
+from flexnsa.transformers.teaching import SelectionLossHook
 from flexnsa.transformers.unsupported import asks_for_attention, refuse_attentions
 
 OF_NSA = ("given_positions", "new_lengths", "selection")
@@ -92,7 +91,7 @@ class ConvertedModel(ConvertedPreTrainedModel):
 
     nsa_layers: list[ConvertedAttention]
     """The NSA layers, in order."""
-    lesson: Lesson | None = None
+    selection_hook: SelectionLossHook | None = None
     """What passes in training teach besides; see :class:`flexnsa.transformers.TeachSelection`."""
 
     def forward(
@@ -116,16 +115,16 @@ class ConvertedModel(ConvertedPreTrainedModel):
         """
         refuse_attentions(self.config, kwargs, "of a model with NSA layers")
         x = inputs_embeds if input_ids is None else input_ids
-        cache, options = wanted_cache(self, x, past_key_values, use_cache), LayerOptions.of(self.config)
+        cache, options = choose_cache(self, x, past_key_values, use_cache), LayerOptions.of(self.config)
         layers = self.nsa_layers
         for layer in layers:
             layer.follow(options)
-        lesson = self.lesson if selection is None and self.training and torch.is_grad_enabled() else None
-        selection = selection if lesson is None else lesson.selection()
+        hook = self.selection_hook if selection is None and self.training and torch.is_grad_enabled() else None
+        selection = selection if hook is None else hook.selection()
         taught = None
         if selection is not None:
             check_selection(selection, [layer.indexer for layer in layers])
-            taught = None if x is None else selection.of_rows(x, count_real(attention_mask, x.shape[0]))
+            taught = None if x is None else selection.of_rows(x, count_valid(attention_mask, x.shape[0]))
         out = super().forward(  # pyright: ignore
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -140,8 +139,8 @@ class ConvertedModel(ConvertedPreTrainedModel):
         if selection is not None and taught is not None:
             self._check_taught(taught, len(layers) if cache is None else 0)
             selection.include(taught)
-        if lesson is not None and selection is not None:
-            attached = lesson.attach(out[0], selection)
+        if hook is not None and selection is not None:
+            attached = hook.attach(out[0], selection)
             if isinstance(out, tuple):
                 return attached, *out[1:]
             out.last_hidden_state = attached
@@ -169,14 +168,13 @@ class CachedGeneration:
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        wanted = generation_config.cache_implementation
-        if wanted not in (None, "dynamic", "dynamic_full", "static"):  # 5.10 sets dynamic_full in assisted decoding
-            raise ValueError(f"cache_implementation: expected None for NSA layers, got {wanted!r}")
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "dynamic_full", "static"):  # 5.10 sets dynamic_full in assisted decoding
+            raise ValueError(f"cache_implementation: expected None for NSA layers, got {kind!r}")
         early = generation_config.assistant_early_exit
         if early is not None and not isinstance(cast("Any", self).base_model, PreTrainedModel):
             raise ValueError(f"assistant_early_exit: expected None of a {type(self).__name__}, got {early}")
-        given = model_kwargs.get("past_key_values")
-        if generation_config.use_cache is False or given is not None:
+        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
             return super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
@@ -195,14 +193,14 @@ class CachedGeneration:
             f"transformers' cache do, got a {type(self).__name__}; generate takes a batch of it"
         )
 
-    def next_logits(self, tokens: Tensor, cache: FlexNSACache, real: Tensor) -> Tensor:
-        """Return the logits ``(B, 1, vocab)`` of one token per sequence; those that are ``real (B,)`` are cached."""
+    def next_logits(self, tokens: Tensor, cache: FlexNSACache, num_valid: Tensor) -> Tensor:
+        """Return the logits ``(B, 1, vocab)`` of one token a row, which is cached where ``num_valid (B,)`` is 1."""
         raise NotImplementedError
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:
         """Return whether to capture a step, where transformers would compile for a static cache."""
-        told = generation_config.disable_compile or generation_config.compile_config is not None
-        if told or not isinstance(model_kwargs.get("past_key_values"), FlexNSACache):
+        is_set = generation_config.disable_compile or generation_config.compile_config is not None
+        if is_set or not isinstance(model_kwargs.get("past_key_values"), FlexNSACache):
             return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # pyright: ignore
         return can_capture(cast("nn.Module", self))
 
@@ -219,9 +217,9 @@ class ConvertedForCausalLM(CachedGeneration, ConvertedPreTrainedModel):
     base_class: ClassVar[type]
     """The class of the model without its head."""
 
-    def next_logits(self, tokens: Tensor, cache: FlexNSACache, real: Tensor) -> Tensor:
+    def next_logits(self, tokens: Tensor, cache: FlexNSACache, num_valid: Tensor) -> Tensor:
         """Return the logits of one token per sequence."""
-        return self(input_ids=tokens, past_key_values=cache, use_cache=True, new_lengths=real).logits
+        return self(input_ids=tokens, past_key_values=cache, use_cache=True, new_lengths=num_valid).logits
 
 
 def convert_layers(model: Any, options: LayerOptions) -> dict[str, ConvertedAttention]:
@@ -251,8 +249,8 @@ def become(model: Any, model_class: Any) -> None:
 
 def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Replace the module of this name."""
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, module)
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
 
 
 def full_layers(model: Any) -> list[tuple[str, Any]]:
@@ -285,7 +283,7 @@ def rotary_of(model: Any, name: str) -> nn.Module | None:
 
 
 def attend_in_dense_layers(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
     """Compute the attention of those layers of a converted model that are not NSA, as without conversion.
 
@@ -293,8 +291,8 @@ def attend_in_dense_layers(
         ValueError: the layer has full attention: it was not converted.
     """
     if isinstance(attention_mask, Reading):
-        return attention_mask.take(query, key, value, given)
+        return attention_mask.take(query, key, value, kwargs)
     if layer_type(module) not in LOCAL:
         raise ValueError(f"attn_implementation: expected {LAYERS!r} of NSA layers, got a {type(module).__name__}")
-    others = {name: value for name, value in given.items() if name not in OF_NSA}
-    return attend_locally(module, query, key, value, attention_mask, **others)
+    kwargs = {name: value for name, value in kwargs.items() if name not in OF_NSA}
+    return attend_locally(module, query, key, value, attention_mask, **kwargs)

@@ -43,23 +43,23 @@ class CapturedStep:
         lengths = cache.kept[0].lengths
         self.place = place
         self._tokens = torch.zeros(len(lengths), 1, dtype=torch.int64, device=lengths.device)
-        self._real = torch.zeros_like(lengths)  # so that the calls during capture append no token
+        self._num_valid = torch.zeros_like(lengths)  # so that the calls during capture append no token
         self._logits: Tensor | None = None
 
         def step() -> None:
             seen = cache.seen
             try:
-                self._logits = next_logits(self._tokens, cache, self._real)
+                self._logits = next_logits(self._tokens, cache, self._num_valid)
             finally:
                 cache.seen = seen  # __call__ of CapturedModel counts
 
         advice = "disable_compile: expected True for a model whose steps cannot be captured in a CUDA graph"
         self._replay: Step = capture(step, lengths.device, advice=advice)
 
-    def __call__(self, tokens: Tensor, real: Tensor | None) -> Tensor:
-        """Append new tokens, those that are ``real (B,)``, and return the logits ``(B, 1, vocab)``."""
+    def __call__(self, tokens: Tensor, num_valid: Tensor | None) -> Tensor:
+        """Append new tokens, where ``num_valid (B,)`` is not 0, and return the logits ``(B, 1, vocab)``."""
         self._tokens.copy_(tokens)
-        self._real.fill_(1) if real is None else self._real.copy_(real != 0)
+        self._num_valid.fill_(1) if num_valid is None else self._num_valid.copy_(num_valid != 0)
         self._replay()
         assert self._logits is not None
         return self._logits.clone()
@@ -106,8 +106,8 @@ def can_capture(model: nn.Module) -> bool:
 
 def settings(model: Any) -> str:
     """Return all non-tensor settings of a model as a string: a graph keeps those that it was captured with."""
-    own = (value for module in model.modules() for value in vars(module).values() if isinstance(value, SETTINGS))
-    return repr([getattr(model.config, "flexnsa", None), *own])
+    values = (value for module in model.modules() for value in vars(module).values() if isinstance(value, SETTINGS))
+    return repr([getattr(model.config, "flexnsa", None), *values])
 
 
 def _fits(tokens: Any, cache: Any, mask: Any) -> bool:

@@ -15,25 +15,22 @@ from flexnsa.layers.compression import average_blocks, average_cached_blocks
 from flexnsa.masks.document import document_positions, first_tokens
 from flexnsa.positions import Positions
 from flexnsa.transformers.choice import NAME
-from flexnsa.transformers.layer_types import LOCAL, layer_type
-from flexnsa.transformers.local_layers import attend_locally, make_layer_mask
-from flexnsa.transformers.marks import Alignment, read_mask
+from flexnsa.transformers.local_layers import LOCAL, attend_locally, layer_type, make_layer_mask
 from flexnsa.transformers.options import DropInOptions
-from flexnsa.transformers.own_keys import attend_to_own_keys
-from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids, one_axis
+from flexnsa.transformers.padding import Rows
 from flexnsa.transformers.paged import attend_to_pages
-from flexnsa.transformers.softmax import Softmax
+from flexnsa.transformers.softmax import Softmax, attend_to_own_keys
 from flexnsa.transformers.unsupported import PURPOSE, check_config, refuse_attentions, takes_positions
 
 REFUSED = ("sliding_window", "position_bias")
 """Arguments that some models pass to their attention, and that raise here: NSA does not support them."""
 
 
-def make_mask(*, config: Any = None, **given: Any) -> Any:
+def make_mask(*, config: Any = None, **kwargs: Any) -> Any:
     """Return :func:`make_layer_mask`, after checking, outside ``torch.compile``, that NSA can act in the model."""
     if config is not None and not torch.compiler.is_compiling():
         check_config(config)
-    return make_layer_mask(config=config, **given)
+    return make_layer_mask(config=config, **kwargs)
 
 
 def attention_forward(
@@ -58,7 +55,7 @@ def attention_forward(
         query: ``(B, Hq, T, Dk)``, rotated.
         key: ``(B, Hkv, S, Dk)``, rotated, those of a cache included.
         value: ``(B, Hkv, S, Dv)``.
-        attention_mask: marks or documents, see :mod:`flexnsa.transformers.marks`.
+        attention_mask: see :mod:`flexnsa.transformers.mask_functions`.
         scaling: factor on the scores, by default ``Dk ** -0.5``.
         dropout: must be 0.
         position_ids: int ``(B or 1, T)``, or ``(A, B or 1, T)`` with image axes: if the mask has no documents, one
@@ -83,35 +80,20 @@ def attention_forward(
     if layer_type(module) in LOCAL:
         kwargs |= {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q}
         return attend_locally(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    has_axes = False
-    if position_ids is not None and position_ids.dim() == 3:
-        position_ids, has_axes = one_axis(position_ids), True
     _check(module, dropout, kwargs)
-    marks, found = read_mask(attention_mask, key.shape[0], key.shape[2])
+    shape = len(key), query.shape[2], key.shape[2]
+    rows = Rows.of(attention_mask, position_ids, cu_seq_lens_q, shape)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, their norms return float32
     softmax = Softmax(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
-    options, num_queries = DropInOptions.of(module.config), query.shape[2]
-    alignment, real = None, None
-    if marks is not None:
-        alignment = Alignment.of(marks, num_queries)
-        real = alignment.real
-        query = alignment.align_queries(query, dim=2)
-        key, value = alignment.align_keys(key), alignment.align_keys(value)
-        if position_ids is not None:
-            position_ids = alignment.align_queries(position_ids.expand(query.shape[0], -1), dim=1)
-    begins = document_begins(position_ids, num_queries, real)
-    if num_queries == key.shape[2]:
-        documents = document_ids(begins, cu_seq_lens_q, query.shape[0], num_queries, found=found, alignment=alignment)
-        out = _attend_rows(query, key, value, documents, softmax, options)
+    options = DropInOptions.of(module.config)
+    query, key, value = rows.align(query, dim=2), rows.align_keys(key), rows.align_keys(value)
+    if not rows.cached:
+        out = _attend_rows(query, key, value, rows.documents, softmax, options)
     else:
-        demand_no_pack(begins, cu_seq_lens_q)
-        positions = _kept_positions(query, key, alignment)
-        if not has_axes:  # an image has fewer positions than tokens
-            demand_one_document(position_ids, positions.token[:, :1], real)
+        positions = _kept_positions(query, key, rows.positions)
+        rows.check_positions(positions.token[:, :1])
         out = _attend_kept(query, key, value, positions, softmax, options)
-    out = out.transpose(1, 2)
-    out = out if alignment is None else alignment.restore_queries(out, dim=1)
-    return out.contiguous(), None  # some models take a view of it
+    return rows.restore(out.transpose(1, 2), dim=1).contiguous(), None  # some models take a view of it
 
 
 def _attend_rows(
@@ -129,13 +111,13 @@ def _attend_rows(
     return attend_to_own_keys(q, k, v, compress, positions, softmax, options, cached=False)
 
 
-def _kept_positions(q: Tensor, k: Tensor, alignment: Alignment | None) -> Positions:
-    """Return the positions of new tokens: the last keys, or with padding or spare slots those of ``alignment``."""
-    if alignment is None:
+def _kept_positions(q: Tensor, k: Tensor, token: Tensor | None) -> Positions:
+    """Return the positions of new tokens: the last keys, or with padding or spare slots ``token (B, T)``."""
+    if token is None:
         positions = Positions.of_sequence(k.shape[2], k.device).at(slice(-q.shape[2], None))
         return positions.map(lambda x: x.expand(q.shape[0], -1).contiguous())
-    zero = torch.zeros_like(alignment.token)
-    return Positions(alignment.token, zero, zero)
+    zero = torch.zeros_like(token)
+    return Positions(token, zero, zero)
 
 
 def _attend_kept(
@@ -150,19 +132,19 @@ def _attend_kept(
     return attend_to_own_keys(q, k, v, compress, positions, softmax, options, cached=not trains)
 
 
-def _check(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
+def _check(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     """Check that the model asks for nothing that would be ignored.
 
     Raises:
         ValueError: it does.
     """
-    refuse_attentions(module.config, others)
+    refuse_attentions(module.config, kwargs)
     for name in REFUSED:
-        if others.get(name) is not None:
-            raise ValueError(f"{name}: expected None {PURPOSE}, got {describe(others[name])}")
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: expected None {PURPOSE}, got {describe(kwargs[name])}")
     if dropout:
         raise ValueError(f"attention_dropout: expected 0 {PURPOSE}, got {describe(dropout)}")
-    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ValueError(f"is_causal: expected True {PURPOSE}, got False")
 
 
@@ -176,8 +158,8 @@ def _check_model(module: nn.Module, position_ids: Tensor | None) -> None:
     if position_ids is not None and not takes_positions(type(config)):
         expected = "None for a model that has no such argument"
         raise ValueError(f"position_ids: expected {expected}, got {describe(position_ids)}")
-    own = config._attn_implementation
-    if ALL_MASK_ATTENTION_FUNCTIONS.get(own) is not make_mask:
+    chosen = config._attn_implementation
+    if ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is not make_mask:
         raise ValueError(
-            f"attn_implementation: expected {NAME!r}, whose mask marks padding, got {own!r}, whose mask does not"
+            f"attn_implementation: expected {NAME!r}, whose mask marks padding, got {chosen!r}, whose mask does not"
         )

@@ -1,7 +1,8 @@
-"""Take ``flexnsa={...}`` where models are loaded or made: in ``from_pretrained``, ``from_config`` and ``pipeline``.
+"""``config.flexnsa``: taken where models are loaded or made, saved, and shared by the towers of a model.
 
-The options are set in the config, as ``attn_implementation`` is, and are saved with it. They are added to those that a
-saved config has.
+``from_pretrained``, ``from_config`` and ``pipeline`` take ``flexnsa={...}``. The options are set in the config, as
+``attn_implementation`` is, and are saved with it. They are added to those that a saved config has. In a model with
+several towers, each tower has the options of the whole model, or its own.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from flexnsa.checks.primitives import check_type
-from flexnsa.transformers.choice import NAME, chosen
+from flexnsa.transformers.choice import NAME, chosen, towers
 
 OPTIONS = "flexnsa"
-"""The argument, and the attribute of a config."""
+"""The argument, the attribute of a config, and the key in config.json."""
 
 
 def take_options() -> None:
@@ -32,11 +33,11 @@ def take_options() -> None:
 
 def _of_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(from_dict)
-    def read(config_class: type, config_dict: dict[str, Any], **given: Any) -> Any:
-        if OPTIONS not in given:
-            return from_dict(config_class, config_dict, **given)
-        config_dict = config_dict | {OPTIONS: _added(config_dict.get(OPTIONS), given.pop(OPTIONS))}
-        result = from_dict(config_class, config_dict, **given)
+    def read(config_class: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if OPTIONS not in kwargs:
+            return from_dict(config_class, config_dict, **kwargs)
+        config_dict = config_dict | {OPTIONS: _added(config_dict.get(OPTIONS), kwargs.pop(OPTIONS))}
+        result = from_dict(config_class, config_dict, **kwargs)
         _check_used(result[0] if isinstance(result, tuple) else result)
         return result
 
@@ -45,20 +46,20 @@ def _of_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_model(from_pretrained: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(from_pretrained)
-    def load(model_class: type, *args: Any, **given: Any) -> Any:
-        if OPTIONS in given and isinstance(given.get("config"), PreTrainedConfig):
-            given["config"] = _with_options(given["config"], given.pop(OPTIONS), given.get("attn_implementation"))
-        return from_pretrained(model_class, *args, **given)
+    def load(model_class: type, *args: Any, **kwargs: Any) -> Any:
+        if OPTIONS in kwargs and isinstance(kwargs.get("config"), PreTrainedConfig):
+            kwargs["config"] = _with_options(kwargs["config"], kwargs.pop(OPTIONS), kwargs.get("attn_implementation"))
+        return from_pretrained(model_class, *args, **kwargs)
 
     return load
 
 
 def _of_config(from_config: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(from_config)
-    def make(model_class: type, config: Any, **given: Any) -> Any:
-        if OPTIONS in given:
-            config = _with_options(config, given.pop(OPTIONS), given.get("attn_implementation"))
-        return from_config(model_class, config, **given)
+    def make(model_class: type, config: Any, **kwargs: Any) -> Any:
+        if OPTIONS in kwargs:
+            config = _with_options(config, kwargs.pop(OPTIONS), kwargs.get("attn_implementation"))
+        return from_config(model_class, config, **kwargs)
 
     return make
 
@@ -92,3 +93,29 @@ def _check_used(config: Any) -> None:
 def _attention_of(config: Any) -> str:
     """Return the attention that a config asks for, in words."""
     return repr(config._attn_implementation) if config._attn_implementation else "the default attention"
+
+
+def share_options() -> None:
+    """Make options that are set in a config of transformers apply to its towers, as ``attn_implementation`` does."""
+    PreTrainedConfig.flexnsa = property(_get, _set, _delete)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _get(config: Any) -> Any:
+    try:
+        return vars(config)[OPTIONS]
+    except KeyError:
+        raise AttributeError(f"{type(config).__name__!r} object has no attribute {OPTIONS!r}") from None
+
+
+def _set(config: Any, options: Any) -> None:
+    """Set the options of a model, and of all its towers that have no others."""
+    before = vars(config).get(OPTIONS)
+    vars(config)[OPTIONS] = options
+    for tower in towers(config).values():
+        if getattr(tower, OPTIONS, None) in (None, before, options):
+            tower.flexnsa = options
+
+
+def _delete(config: Any) -> None:
+    _set(config, None)
+    del vars(config)[OPTIONS]

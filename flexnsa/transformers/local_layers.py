@@ -1,4 +1,6 @@
-"""Sliding and chunked layers beside those that NSA acts on: they attend as in a model without NSA.
+"""Which layers NSA acts on, those with full causal attention, and how sliding and chunked layers attend beside them.
+
+The config's ``layer_types`` tell layers apart. Sliding and chunked ones attend as in a model without NSA.
 
 A model has one ``attn_implementation`` for all of its layers. Where that is one of ours, the mask of a local layer is
 made by another one, which then computes its attention: the one that ``config.flexnsa`` names as ``local``, by default
@@ -19,13 +21,41 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from flexnsa.checks.primitives import check_choice, describe
-from flexnsa.transformers.layer_types import layer_type, layer_types
-from flexnsa.transformers.marks import mark_slots
-from flexnsa.transformers.mask_functions import MaskFunction, is_local
-from flexnsa.transformers.packs import demand_no_pack, document_begins, document_ids, one_axis
+from flexnsa.transformers.mask_functions import MaskFunction, is_local, make_padding_mask
+from flexnsa.transformers.padding import Rows
 
+FULL = ("full_attention", "hybrid")
+"""Layers that attend to all tokens before; hybrid ones have a recurrent layer beside that."""
+LOCAL = ("sliding_attention", "chunked_attention")
+"""Layers that attend to some of the last tokens. They are left to the attention that the model has without NSA."""
+WITHOUT = ("linear_attention", "conv", "moe", "mlp")
+"""Layers without attention."""
 PLAIN = ("eager", "sdpa")
 """Attention whose mask is a tensor ``(B, 1, T, S)``, of truth values or of terms of the scores."""
+
+
+def layer_type(module: Any) -> str:
+    """Return the type of an attention module's layer; full attention where the config does not tell layers apart."""
+    types, index = layer_types(module.config), getattr(module, "layer_idx", None)
+    return FULL[0] if index is None or index >= len(types) else types[index]
+
+
+def layer_types(config: Any) -> list[str]:
+    """Return the type of each layer; none where the config does not tell layers apart."""
+    return list(getattr(config, "layer_types", None) or ())
+
+
+def check_layer_types(config: Any, purpose: str) -> None:
+    """Check that NSA knows all types of a model's layers, and that some layers have full attention.
+
+    Raises:
+        ValueError: it does not, or none has; ``purpose`` says what for.
+    """
+    types = layer_types(config)
+    unknown = [kind for kind in types if kind not in FULL + LOCAL + WITHOUT]
+    if unknown or (types and not {*types} & {*FULL}):
+        expected = f"some of {', '.join(FULL + LOCAL + WITHOUT)}" if unknown else f"some {FULL[0]!r}"
+        raise ValueError(f"layer_types: expected {expected} {purpose}, got {describe(sorted({*(unknown or types)}))}")
 
 
 def local_attention(config: Any) -> str:
@@ -54,12 +84,12 @@ def _supports_sdpa(config_class: type) -> bool:
     return getattr(getattr(model_class, "dense_class", model_class), "_supports_sdpa", True)
 
 
-def make_local_mask(config: Any, **given: Any) -> Any:
+def make_local_mask(config: Any, **kwargs: Any) -> Any:
     """Make the mask of local layers; arguments as transformers calls the mask functions of any attention."""
     make = ALL_MASK_ATTENTION_FUNCTIONS[local_attention(config)]
-    if given.get("dtype") == torch.float64:  # eager layers put scores in float32, where its least number is infinite
-        given["dtype"] = torch.float32
-    return make(config=config, **given | {"allow_is_causal_skip": False})  # so that no mask is that of full attention
+    if kwargs.get("dtype") == torch.float64:  # eager layers put scores in float32, where its least number is infinite
+        kwargs["dtype"] = torch.float32
+    return make(config=config, **kwargs | {"allow_is_causal_skip": False})  # so that no mask is that of full attention
 
 
 def make_layer_mask(
@@ -67,13 +97,13 @@ def make_layer_mask(
     config: Any = None,
     local_size: int | None = None,
     mask_function: MaskFunction = causal_mask_function,
-    **given: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Return :func:`mark_slots`, or the mask of local layers where the config says which layers these are."""
-    given |= {"config": config, "local_size": local_size, "mask_function": mask_function}
+    """Return :func:`make_padding_mask`, or the mask of local layers where the config says which layers these are."""
+    kwargs |= {"config": config, "local_size": local_size, "mask_function": mask_function}
     if layer_types(config) and (local_size is not None or is_local(mask_function)):
-        return make_local_mask(**given)
-    return mark_slots(**given)
+        return make_local_mask(**kwargs)
+    return make_padding_mask(**kwargs)
 
 
 def attend_locally(
@@ -82,7 +112,7 @@ def attend_locally(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
-    **given: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Compute the attention of a local layer.
 
@@ -92,14 +122,15 @@ def attend_locally(
         key: see ``query``.
         value: see ``query``.
         attention_mask: from :func:`make_local_mask`.
-        given: other arguments of the attention. ``position_ids`` and ``cu_seq_lens_q`` tell of packed documents, of
+        kwargs: other arguments of the attention. ``position_ids`` and ``cu_seq_lens_q`` tell of packed documents, of
             which transformers does not find all.
 
     Raises:
         ValueError: the mask is another one, or the layer's attention cannot do what the model asks for.
     """
     config: Any = module.config
-    name, documents = local_attention(config), _documents(query, key, **given)
+    name, shape = local_attention(config), (len(query), query.shape[2], key.shape[2])
+    documents = Rows.of(None, kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), shape).documents
     if name in PLAIN:
         _check_mask(attention_mask, query, key)
         if documents is not None:
@@ -107,35 +138,22 @@ def attend_locally(
             attention_mask = _within(documents, attention_mask, config.attention_chunk_size if chunked else None)
     elif documents is not None:
         raise ValueError(f"position_ids: expected one document in a sequence with local={name!r}, got several")
-    return attend_as(name, module, query, key, value, attention_mask, **given)
+    return attend_as(name, module, query, key, value, attention_mask, **kwargs)
 
 
 def attend_as(
-    name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+    name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
     """Compute attention by that of transformers of this name.
 
     Raises:
         ValueError: it cannot do what the model asks for.
     """
-    if name == "sdpa" and given.get("s_aux") is not None:
+    if name == "sdpa" and kwargs.get("s_aux") is not None:
         raise ValueError("local: expected an attention that takes attention sinks, such as 'eager', got 'sdpa'")
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)  # pyright: ignore[reportArgumentType]
-    return attend(module, query, key, value, attention_mask, **given)
-
-
-def _documents(
-    query: Tensor, key: Tensor, position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, **_: Any
-) -> Tensor | None:
-    """Return the document ids of packed sequences, int ``(B, T)``; None where each is known to be one document."""
-    if position_ids is not None and position_ids.dim() == 3:
-        position_ids = one_axis(position_ids)
-    begins = document_begins(position_ids, query.shape[2])
-    if query.shape[2] == key.shape[2]:
-        return document_ids(begins, cu_seq_lens_q, query.shape[0], query.shape[2])
-    demand_no_pack(begins, cu_seq_lens_q)
-    return None
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # pyright: ignore[reportArgumentType]
+    return attend(module, query, key, value, attention_mask, **kwargs)
 
 
 def _check_mask(mask: Any, query: Tensor, key: Tensor) -> None:

@@ -1,7 +1,18 @@
-"""Mask functions of transformers: NSA supports causal masks, with or without packed documents, and no others.
+"""Masks: what transformers asks of its attention's mask function, and what NSA layers get in its place.
 
-A mask function returns whether a query attends to a key. transformers composes them as closures. The closures are
-inspected here, because evaluating the function for every pair would take quadratic time.
+transformers creates one mask per forward pass, by a function registered with the attention, and passes it to every
+layer. Ours is one of these:
+
+- None, where no key is padding and the queries are the last keys.
+- The padding mask, int8 ``(B, 1, 1, S)``: each key has the flag :data:`VALID` if it is not padding, and :data:`NEW` if
+  its token is also a query.
+- The ids of packed documents, int32 ``(B, 1, S, 1)``. transformers finds documents only without padding and a cache.
+- Empty, ``(B, 1, 0, S)``, where NSA does not support the mask; its dtype encodes the reason. Models also create masks
+  for types of layers that they do not have. So this raises only where the mask is used.
+
+A mask function returns whether a query attends to a key. NSA supports causal ones, with or without packed documents,
+and no others. transformers composes them as closures. The closures are inspected here, because evaluating the function
+for every pair would take quadratic time.
 """
 
 from __future__ import annotations
@@ -19,6 +30,17 @@ from flexnsa.checks.primitives import describe
 
 MaskFunction = Callable[..., Any]
 
+VALID = 1
+NEW = 2
+"""Flags of keys in the padding mask."""
+REFUSED = {
+    torch.bool: "is_causal: expected True where attention is NSA, got a bidirectional mask",
+    torch.int8: "sliding_window: expected None where attention is NSA, got the mask of a sliding window",
+    torch.int16: "attention_chunk_size: expected None where attention is NSA, got the mask of chunked attention",
+    torch.uint8: "past_key_values: expected a cache that keeps every token, got one that dropped tokens",
+}
+NOT_CAUSAL, SLIDING, CHUNKED, DROPPED = REFUSED
+
 JOINED = {"and_masks": "mask_functions", "or_masks": "mask_functions"}
 JOINED |= {"remap_positions_for_packed_sequence": "mask_function"}
 """Functions that compose mask functions, and the variable of the closure that holds the parts."""
@@ -27,6 +49,89 @@ TAKEN = ("causal_mask_function", DOCUMENTS, "and_masks", "remap_positions_for_pa
 WINDOWS = ("sliding_window_overlay", "chunked_overlay")
 BLOCKS = "blockwise_overlay"
 """Makes attention bidirectional inside blocks: images, and prefixes of a prefix-LM."""
+
+
+def make_padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    *,
+    mask_function: MaskFunction = masking_utils.causal_mask_function,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    config: Any = None,
+    device: torch.device | str | None = None,
+    **_: object,
+) -> Tensor | None:
+    """Return the padding mask or document ids; transformers calls this once per forward pass.
+
+    Like transformers' own functions it reads ``attention_mask``, which synchronises on a GPU, except in
+    ``torch.compile``.
+
+    Args:
+        batch_size: ``B``.
+        q_length: ``T``.
+        kv_length: ``S``.
+        q_offset: slot of the first query.
+        kv_offset: slot of the first key; above 0 only with a cache that drops old tokens.
+        attention_mask: bool ``(B, S)``, False for padding; slots after the new tokens may be missing.
+        mask_function: as composed by transformers, without padding.
+        use_vmap: whether the model adds a mask of its own.
+        local_size: of sliding windows or chunks.
+        config: of the model.
+        device: of the keys.
+
+    Raises:
+        ValueError: the mask is not as long as the tokens so far, or has padding between tokens.
+    """
+    refused = _refused_kind(mask_function, local_size, config)
+    if kv_offset and refused is None:
+        refused = DROPPED
+    if refused is not None:  # by the layer that would use the mask: not every model has one
+        return torch.empty(batch_size, 1, 0, kv_length, dtype=refused, device=device)
+    documents = read_documents(mask_function, batch_size, kv_length, device, has_additions=use_vmap)
+    if documents is not None:
+        if attention_mask is not None or q_length != kv_length:
+            raise ValueError("attention_mask: expected packed documents without padding or a cache, got them with one")
+        return documents[:, None, :, None]
+    if attention_mask is not None and isinstance(q_offset, int):
+        seen, width = q_offset + q_length, attention_mask.shape[1]
+        if width not in (seen, kv_length):
+            raise ValueError(f"attention_mask: expected (B, {seen}), all tokens so far, got {describe(attention_mask)}")
+    is_last = isinstance(q_offset, int) and q_offset + q_length == kv_length
+    if is_last and (attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all()))):
+        return None
+    slot = torch.arange(kv_length, device=device)
+    seen = slot < q_offset + q_length
+    new = (seen & (slot >= q_offset)).to(torch.int8) * NEW
+    valid = seen.expand(batch_size, -1)
+    if attention_mask is not None:
+        valid = F.pad(attention_mask.to(torch.bool), (0, kv_length - attention_mask.shape[1]))
+        _check_runs(valid)
+    return (valid.to(torch.int8) * VALID + new)[:, None, None]
+
+
+def read_mask(mask: Any, batch_size: int, num_keys: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return what :func:`make_padding_mask` made: a padding mask, or document ids ``(B, S)``; at least one is None.
+
+    Raises:
+        ValueError: the mask comes from elsewhere, or NSA does not support it.
+    """
+    if mask is None:
+        return None, None
+    form = (mask.dtype, tuple(mask.shape)) if isinstance(mask, Tensor) else None
+    if form == (torch.int8, (batch_size, 1, 1, num_keys)):
+        return mask, None
+    if form == (torch.int32, (batch_size, 1, num_keys, 1)):
+        return None, mask[:, 0, :, 0]
+    if form is not None and form[1] == (batch_size, 1, 0, num_keys) and form[0] in REFUSED:
+        raise ValueError(REFUSED[form[0]])
+    raise ValueError(
+        f"attention_mask: expected (B, S) given to the model, 0 or False for padding, got {describe(mask)}"
+    )
 
 
 def is_local(mask_function: MaskFunction) -> bool:
@@ -122,3 +227,25 @@ def _refuse(mask_function: MaskFunction) -> None:
         "attention_mask: expected a causal mask and padding, got a mask function of the model's own, "
         f"{getattr(mask_function, '__qualname__', type(mask_function).__name__)}"
     )
+
+
+def _refused_kind(mask_function: MaskFunction, local_size: int | None, config: Any) -> torch.dtype | None:
+    """Return the dtype that encodes an unsupported mask; None for a supported one."""
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return NOT_CAUSAL
+    if local_size is None:
+        return None
+    return CHUNKED if local_size == getattr(config, "attention_chunk_size", None) else SLIDING
+
+
+def _check_runs(valid: Tensor) -> None:
+    """Check, outside ``torch.compile``, that a sequence has padding only before or after its tokens."""
+    if torch.compiler.is_compiling():
+        return
+    starts = valid & ~F.pad(valid[:, :-1], (1, 0))
+    row = (starts.sum(1) > 1).nonzero()
+    if len(row):
+        raise ValueError(
+            "attention_mask: expected one run of tokens a row, padding before or after it, "
+            f"got holes in row {int(row[0])}"
+        )

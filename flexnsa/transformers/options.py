@@ -112,14 +112,14 @@ OF_DROP_IN, OF_LAYERS = (
 
 def _read(config: Any, names: Sequence[str], of_sizes: Sequence[str]) -> dict[str, Any]:
     """Return the options and the sizes of these names that ``config.flexnsa`` sets."""
-    given = getattr(config, "flexnsa", None)
-    given = {} if given is None else given
-    check_type("config.flexnsa", given, Mapping)
-    for name in given:
+    options = getattr(config, "flexnsa", None)
+    options = {} if options is None else options
+    check_type("config.flexnsa", options, Mapping)
+    for name in options:
         if name not in (*names, *of_sizes):
             raise ValueError(f"config.flexnsa: expected some of {', '.join((*names, *of_sizes))}, got {describe(name)}")
-    sizes = NSAConfig(**{name: given[name] for name in of_sizes if name in given})
-    return {"sizes": sizes} | {name: given[name] for name in names if name in given}
+    sizes = NSAConfig(**{name: options[name] for name in of_sizes if name in options})
+    return {"sizes": sizes} | {name: options[name] for name in names if name in options}
 
 
 def _check_gates(gates: Any) -> tuple[float, ...]:

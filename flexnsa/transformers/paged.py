@@ -24,11 +24,9 @@ from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_compressed
 from flexnsa.masks.document import document_positions, first_tokens
 from flexnsa.transformers.choice import NAME
-from flexnsa.transformers.layer_types import LOCAL, layer_type
-from flexnsa.transformers.local_layers import PLAIN, attend_as, local_attention
+from flexnsa.transformers.local_layers import LOCAL, PLAIN, attend_as, layer_type, local_attention
 from flexnsa.transformers.options import DropInOptions
-from flexnsa.transformers.own_keys import attend_to_own_keys
-from flexnsa.transformers.softmax import Softmax
+from flexnsa.transformers.softmax import Softmax, attend_to_own_keys
 
 SWITCH, START = "switch_to_cb_friendly_attn", "init_continuous_batching"
 """What chooses the attention of continuous batching, and knows transformers' own only; and what of a model calls it."""
@@ -68,7 +66,7 @@ def _switch(manager: Any, switch: Callable[..., Any], model: Any, *args: Any, **
 
 
 def attend_to_pages(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, cache: Any, **given: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, cache: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
     """Attend from the new tokens of several requests to the keys that each has in a paged cache.
 
@@ -79,26 +77,26 @@ def attend_to_pages(
         value: ``(1, Hkv, T, Dv)``.
         scaling: factor on the scores.
         cache: of transformers, which stores keys and values, and returns all of the requests.
-        given: other arguments of the attention: ``cu_seq_lens_q (R + 1,)``, and what the cache asks for and answers:
+        kwargs: other arguments of the attention: ``cu_seq_lens_q (R + 1,)``, and what the cache asks for and answers:
             it sets ``cu_seq_lens_k (R + 1,)`` and ``max_length_k`` to those of the layer.
 
     Raises:
         ValueError: the cache would have a kernel read its pages.
     """
-    if given.get("block_table") is not None:
-        raise ValueError(f"block_table: expected None with {NAME}, got {describe(given['block_table'])}")
+    if kwargs.get("block_table") is not None:
+        raise ValueError(f"block_table: expected None with {NAME}, got {describe(kwargs['block_table'])}")
     key, value = cache.update(
-        key_states=key, value_states=value, layer_idx=getattr(module, "layer_idx", None), kwargs=given
+        key_states=key, value_states=value, layer_idx=getattr(module, "layer_idx", None), kwargs=kwargs
     )
-    queries, keys = given["cu_seq_lens_q"], given["cu_seq_lens_k"]
+    queries, keys = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
     token = torch.arange(query.shape[2], device=query.device)
     request = _requests(queries, query.shape[2])
     token = token - queries[request + 1] + keys[request + 1]  # the last token of a request is its last key
     documents = _requests(keys, key.shape[2])
-    softmax = Softmax(scaling, given.get("softcap"), given.get("s_aux"))
+    softmax = Softmax(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
     if layer_type(module) in LOCAL:
-        mask = _window(token, request, documents, given["sliding_window"])
-        return _attend_locally(module, query, key, value, mask, scaling=scaling, **given)
+        mask = _window(token, request, documents, kwargs["sliding_window"])
+        return _attend_locally(module, query, key, value, mask, scaling=scaling, **kwargs)
     options = DropInOptions.of(module.config)
     positions = document_positions(documents[None], options.sizes)
     firsts = first_tokens(positions, num_compressed(key.shape[2], options.sizes), options.sizes)
@@ -106,8 +104,8 @@ def attend_to_pages(
     def compress(x: Tensor) -> Tensor:
         return average_pages(x, firsts[0], options.sizes)
 
-    where = replace(positions.at_tokens(token), longest=given.get("max_length_k"))
-    out = attend_to_own_keys(query, key, value, compress, where, softmax, options, cached=False)
+    query_positions = replace(positions.at_tokens(token), longest=kwargs.get("max_length_k"))
+    out = attend_to_own_keys(query, key, value, compress, query_positions, softmax, options, cached=False)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -135,7 +133,7 @@ def _window(token: Tensor, request: Tensor, documents: Tensor, size: int) -> Ten
 
 
 def _attend_locally(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **given: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Any]:
     config: Any = module.config
     name = local_attention(config)
@@ -143,4 +141,4 @@ def _attend_locally(
         raise ValueError(f"local: expected one of {PLAIN} in continuous batching, got {name!r}")
     if name == "eager":
         mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
-    return attend_as(name, module, query, key, value, mask, **given)
+    return attend_as(name, module, query, key, value, mask, **kwargs)

@@ -53,11 +53,11 @@ class SpreadHeads:
         if size > 1:
             for module in model.modules():
                 if isinstance(module, ConvertedAttention | NativeSparseAttention):
-                    keep_own_heads(module, size)
+                    keep_local_heads(module, size)
         return loaded
 
 
-def keep_own_heads(layer: Any, size: int) -> None:
+def keep_local_heads(layer: Any, size: int) -> None:
     """Adapt a layer to the heads that one of ``size`` processes has.
 
     Raises:

@@ -19,7 +19,7 @@ from flexnsa.checks.primitives import describe
 from flexnsa.layers.projection import is_dense
 from flexnsa.layers.rope import apply_rope
 from flexnsa.transformers.cache import FlexNSACache
-from flexnsa.transformers.layer_types import layer_type
+from flexnsa.transformers.local_layers import layer_type
 from flexnsa.transformers.rotary import STYLES, Rotary
 from flexnsa.transformers.structure import Parts, counts_tokens, normed_heads
 
@@ -36,11 +36,11 @@ class Reading:
     """Takes the place of a mask, and keeps what a layer hands to its attention."""
 
     heads: dict[str, Tensor] = field(default_factory=dict)
-    given: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def take(self, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, None]:
+    def take(self, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> tuple[Tensor, None]:
         """Keep the arguments, and return zeros as the heads' outputs."""
-        self.heads, self.given = {"q": query, "k": key, "v": value}, dict(given)
+        self.heads, self.kwargs = {"q": query, "k": key, "v": value}, dict(kwargs)
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -86,7 +86,7 @@ def read_layers(model: Any, layers: Mapping[str, Any], attention: str, last: int
 class Call:
     """What a layer was called with, and what it returned."""
 
-    given: dict[str, Any]
+    kwargs: dict[str, Any]
     out: Tensor
     positions: Tensor
 
@@ -109,14 +109,14 @@ class Read:
         dropout = getattr(self.dense, "attention_dropout", None) or getattr(self.dense.config, "attention_dropout", 0)
         if isinstance(dropout, int | float) and dropout:
             raise ValueError(f"attention_dropout: expected 0.0 of a model to convert, got {dropout}")
-        parts, given = Parts.of(self.dense), self.attentions[0][1].given
+        parts, kwargs = Parts.of(self.dense), self.attentions[0][1].kwargs
         for name, expected in {"sliding_window": None, "position_bias": None, "s_aux": parts.sinks}.items():
-            if given.get(name) is not expected:
-                wanted = "that of attribute sinks" if name == "s_aux" else None
-                raise ValueError(f"{name}: expected {wanted} of a model to convert, got {describe(given[name])}")
-        if given.get("scaling") != parts.scale:
+            if kwargs.get(name) is not expected:
+                value = "that of attribute sinks" if name == "s_aux" else None
+                raise ValueError(f"{name}: expected {value} of a model to convert, got {describe(kwargs[name])}")
+        if kwargs.get("scaling") != parts.scale:
             raise ValueError(
-                f"scaling: expected that of the layer, {parts.scale}, got {describe(given.get('scaling'))}"
+                f"scaling: expected that of the layer, {parts.scale}, got {describe(kwargs.get('scaling'))}"
             )
         if counts_tokens(type(self.dense)):
             expected = "attention that does not look at the length of its cache"
@@ -125,7 +125,7 @@ class Read:
     @property
     def softcap(self) -> float | None:
         """The limit of the scores."""
-        return self.attentions[0][1].given.get("softcap")
+        return self.attentions[0][1].kwargs.get("softcap")
 
     def rotary_style(self, rotary: nn.Module | None) -> str:
         """Return which channels the layer rotates together, one of :data:`flexnsa.transformers.rotary.STYLES`.
@@ -151,11 +151,11 @@ class Read:
         Raises:
             ValueError: it does not.
         """
-        given = self.call.given | {"attention_mask": None}
-        whole, _ = layer(**given)
-        x, cache = cast("Tensor", given["hidden_states"]), FlexNSACache(self.dense.config)
+        kwargs = self.call.kwargs | {"attention_mask": None}
+        whole, _ = layer(**kwargs)
+        x, cache = cast("Tensor", kwargs["hidden_states"]), FlexNSACache(self.dense.config)
         parts = (x[:, :-1], x[:, -1:])
-        steps = [layer(**given | {"hidden_states": part, "past_key_values": cache})[0] for part in parts]
+        steps = [layer(**kwargs | {"hidden_states": part, "past_key_values": cache})[0] for part in parts]
         rounding = 1.0 if is_dense(Parts.of(self.dense).q_proj.weight) else QUANTISED
         for out in (whole, torch.cat(steps, 1)):
             if not _close(out, self.call.out, rounding):
@@ -192,12 +192,12 @@ def _run(model: Any, layers: Mapping[str, Any], positions: Tensor) -> dict[str, 
     calls: dict[str, Call] = {}
 
     def keep(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: Any) -> None:
-            known = not args and isinstance(out, tuple) and len(out) == 2 and "new_lengths" in given
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            known = not args and isinstance(out, tuple) and len(out) == 2 and "new_lengths" in kwargs
             if not known or name in calls:
                 expected = "attention that is called once, with all arguments of the model by name, and returns two"
                 raise ValueError(f"{name}: expected {expected}, got a call of another kind")
-            calls[name] = Call(given, out[0], positions[0])
+            calls[name] = Call(kwargs, out[0], positions[0])
 
         return hook
 
@@ -231,7 +231,7 @@ def _asking(dense: Any, attention: str) -> Iterator[None]:
 def _take(dense: Any, call: Call) -> tuple[Call, Reading]:
     reading = Reading()
     try:
-        dense(**call.given | {"attention_mask": reading})
+        dense(**call.kwargs | {"attention_mask": reading})
     except (AttributeError, TypeError) as error:
         expected = "attention that computes nothing from its mask"
         raise ValueError(f"attention_mask: expected {expected}, got a {type(dense).__name__}") from error
@@ -240,7 +240,7 @@ def _take(dense: Any, call: Call) -> tuple[Call, Reading]:
 
 def _rotates(rotary: Rotary, dense: Any, call: Call, reading: Reading) -> bool:
     """Return whether the heads that a layer handed to its attention are its projections, rotated so."""
-    parts, x = Parts.of(dense), call.given["hidden_states"]
+    parts, x = Parts.of(dense), call.kwargs["hidden_states"]
     q = normed_heads(parts.q_norm, parts.q_proj(x), parts.num_heads)
     k = normed_heads(parts.k_norm, parts.k_proj(x), parts.num_kv_heads)
     v = normed_heads(None, parts.v_proj(x), parts.num_kv_heads)

@@ -20,7 +20,7 @@ from flexnsa.optim import index_parameters
 
 
 @dataclass(slots=True)
-class Lesson:
+class SelectionLossHook:
     """The selection loss of a model's training passes: a factor on it, and the options of :class:`SelectionLoss`."""
 
     weight: float
@@ -84,7 +84,7 @@ class TeachSelection(TrainerCallback):
         **_: Any,
     ) -> None:
         """Check that there is something to teach."""
-        if not index_parameters(model) or not _taught(model):
+        if not index_parameters(model) or not _hooked(model):
             raise ValueError(f"model: expected one with indexers, got {describe(type(model).__name__)}")
         if args.fp16:
             raise ValueError("fp16: expected False with TeachSelection, because gradients are scaled, got True")
@@ -99,8 +99,8 @@ class TeachSelection(TrainerCallback):
     ) -> None:
         """Tell the model the step, and the weight of each of its batches."""
         weight = self.weight / args.gradient_accumulation_steps
-        for each in _taught(model):
-            each.lesson = Lesson(weight, {**self.options, "step": state.global_step})
+        for each in _hooked(model):
+            each.selection_hook = SelectionLossHook(weight, {**self.options, "step": state.global_step})
 
     def on_log(
         self,
@@ -112,7 +112,8 @@ class TeachSelection(TrainerCallback):
         **_: Any,
     ) -> None:
         """Log the selection loss of the last step."""
-        losses = [loss for each in _taught(model) if each.lesson is not None for loss in each.lesson.losses]
+        hooks = [each.selection_hook for each in _hooked(model) if each.selection_hook is not None]
+        losses = [loss for hook in hooks for loss in hook.losses]
         for entry in (logs, state.log_history[-1]) if losses and logs is not None else ():
             entry["selection_loss"] = torch.stack(losses).mean().item()
 
@@ -125,10 +126,10 @@ class TeachSelection(TrainerCallback):
         **_: Any,
     ) -> None:
         """Teach no longer."""
-        for each in _taught(model):
-            each.lesson = None
+        for each in _hooked(model):
+            each.selection_hook = None
 
 
-def _taught(model: Any) -> list[Any]:
+def _hooked(model: Any) -> list[Any]:
     """Return the parts of a model that attach the loss to what they return."""
-    return [module for module in model.modules() if hasattr(module, "lesson")]
+    return [module for module in model.modules() if hasattr(module, "selection_hook")]

@@ -17,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from flexnsa.transformers.choice import LAYERS, NAME
-from flexnsa.transformers.layer_types import check_layer_types
+from flexnsa.transformers.local_layers import check_layer_types
 from flexnsa.transformers.options import DropInOptions
 from flexnsa.transformers.paged import serve_requests
 

@@ -6,16 +6,18 @@ Bit for bit, and in fp32, only two checkouts on one machine can be compared: ``b
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from attention_cases import ATTENTION_CASES, run_attention_case
 from fingerprints import assert_same
 from layer_cases import LAYER_CASES
-from recorded_run import RECORDED
 from torch import Tensor
 
-NUMBERS: dict[str, dict[str, list[float]]] = json.loads((RECORDED / "numbers.json").read_text())
+NUMBERS: dict[str, dict[str, list[float]]] = json.loads(
+    (Path(__file__).parent / "recorded" / "numbers.json").read_text()
+)
 
 
 @pytest.mark.parametrize("impl", ["reference", "sdpa"])

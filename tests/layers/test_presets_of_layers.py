@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -56,18 +55,6 @@ def test_the_sizes_of_the_recipe_take_others_and_fit_the_heads() -> None:
     assert (sizes.index_heads, sizes.index_block_size, sizes.index_stride, sizes.window_size) == (3, 8, 8, 64)
     with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of num_heads=12, got 5"):
         NSAConfig.for_text(12, 5)
-
-
-def test_a_state_dict_of_other_settings_is_refused_with_the_option_to_set() -> None:
-    text, paper = (NativeSparseAttention(*SIZES, preset=name) for name in ("text", "paper"))
-    model = torch.nn.ModuleDict({"inner": copy.deepcopy(text)})
-    with pytest.raises(RuntimeError, match=r"inner\.preset: expected .paper. for this state_dict"):
-        model.load_state_dict({f"inner.{name}": tensor for name, tensor in paper.state_dict().items()}, strict=False)
-    with pytest.raises(RuntimeError, match=r"indexer\.phi"):
-        paper.load_state_dict(text.state_dict())
-    indexed = NativeSparseAttention(*SIZES, preset="text", shared_keys=False, gate="sigmoid")  # an indexer may be added
-    assert all(name.startswith("indexer.") for name in indexed.load_state_dict(paper.state_dict(), strict=False)[0])
-    text.load_state_dict(model["inner"].state_dict())
 
 
 def test_a_layer_without_options_learns_what_to_select() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +29,12 @@ def cut(name: str) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 100)
 
 
+def write_header(folder: Path, header: dict[str, Any]) -> None:
+    (folder / "header.json").write_bytes(sealed(header))
+
+
 def other_step(folder: Path) -> None:
-    header, _ = unsealed((folder / "header.json").read_bytes())
-    (folder / "header.json").write_bytes(sealed(header | {"step": -3}))
+    write_header(folder, unsealed((folder / "header.json").read_bytes()) | {"step": -3})
 
 
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -39,7 +43,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut table": (cut(".metadata"), "not a whole checkpoint of shards"),
     "lost header": (lambda folder: (folder / "header.json").unlink(), "not a whole checkpoint of shards"),
     "no JSON": (lambda folder: (folder / "header.json").write_text("{"), "not a whole checkpoint of shards"),
-    "half a header": (lambda folder: (folder / "header.json").write_text('{"step": 1}'), "header lacks model"),
+    "half a header": (lambda folder: write_header(folder, {"step": 1, "files": {}}), "header lacks model"),
     "no step": (other_step, "expected a number of steps in its header, got -3"),
 }
 

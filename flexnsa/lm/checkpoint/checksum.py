@@ -9,12 +9,9 @@ from __future__ import annotations
 import io
 import json
 import re
-import warnings
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from flexnsa.errors import FileWarning
 
 FIELD = "checksum"
 ZEROS = "crc32:00000000"
@@ -23,37 +20,31 @@ ZEROS = "crc32:00000000"
 _HEAD = 2**16
 """Number of bytes in which the field of a checkpoint has to be; that of a record may be anywhere."""
 _DIGITS = re.compile(rb'"checksum": ?"crc32:([0-9a-f]{8})"')
-_MARKS = re.compile(rb"checksum|crc32:")
-"""Two, so that no single flipped bit makes a file look like one without a checksum."""
 
 
 def seal(file: BinaryIO, head: int = _HEAD) -> None:
     """Replace the :data:`ZEROS` of a file, which is open for reading and writing, by its checksum."""
     start = _find_digits(file, head)
-    assert start is not None
     digits = _crc_without_digits(file, start)
     file.seek(start)
     file.write(digits)
 
 
-def check(file: BinaryIO, head: int = _HEAD) -> bool:
-    """Compare a file with its checksum; return False if it has none, as in files of earlier versions.
+def check(file: BinaryIO, head: int = _HEAD) -> None:
+    """Compare a file with its checksum.
 
     Args:
         file: open for reading.
         head: number of bytes at the start of the file in which the field has to be.
 
     Raises:
-        ValueError: they differ.
+        ValueError: they differ, or there is no checksum.
     """
     start = _find_digits(file, head)
-    if start is None:
-        return False
     found = _crc_without_digits(file, start)
     file.seek(start)
     if found != file.read(len(found)):
         raise ValueError("its checksum disagrees with its content")
-    return True
 
 
 def checksum_of(path: Path) -> str:
@@ -69,33 +60,26 @@ def sealed(record: dict[str, Any], indent: int | None = None) -> bytes:
     return file.getvalue()
 
 
-def unsealed(data: bytes) -> tuple[dict[str, Any], bool]:
-    """Decode what :func:`sealed` returned; also return whether there was a checksum.
+def unsealed(data: bytes) -> dict[str, Any]:
+    """Decode what :func:`sealed` returned.
 
     Raises:
-        ValueError: the content differs from its checksum, or is not a JSON object.
+        ValueError: the content differs from its checksum, has none, or is not a JSON object.
     """
-    is_checked = check(io.BytesIO(data), head=len(data))
+    check(io.BytesIO(data), head=len(data))
     record = json.loads(data)
     if not isinstance(record, dict):
         raise ValueError("expected a JSON object")
     record.pop(FIELD, None)
-    return record, is_checked
+    return record
 
 
-def warn_unchecked(path: Path) -> None:
-    """Warn that a file has no checksum."""
-    message = f"{path}: has no checksum, because an earlier version wrote it; a flipped bit in it would not be noticed"
-    warnings.warn(message, FileWarning, stacklevel=2)
-
-
-def _find_digits(file: BinaryIO, head: int) -> int | None:
+def _find_digits(file: BinaryIO, head: int) -> int:
     file.seek(0)
-    first = file.read(head)
-    found = _DIGITS.search(first)
-    if found is None and _MARKS.search(first):
-        raise ValueError("its checksum is damaged")
-    return found.start(1) if found else None
+    found = _DIGITS.search(file.read(head))
+    if found is None:
+        raise ValueError("its checksum is missing or damaged")
+    return found.start(1)
 
 
 def _crc_without_digits(file: BinaryIO, start: int) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flexnsa.errors import FileError, FileWarning
 from flexnsa.files import named, read_whole, write_whole
-from flexnsa.lm.checkpoint.checksum import sealed, unsealed, warn_unchecked
+from flexnsa.lm.checkpoint.checksum import sealed, unsealed
 
 LOG_NAME = "log.jsonl"
 _START = b'{"step": '
@@ -27,10 +27,8 @@ class JSONLog:
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        lines = _read(path) if path.exists() else []
-        if not all(is_checked for _, is_checked in lines):
-            warn_unchecked(path)
-        kept = [record for record, _ in lines if record["step"] < resume_step]
+        records = read_log(path) if path.exists() else []
+        kept = [record for record in records if record["step"] < resume_step]
         missing = kept[-1]["step"] + 1 if kept else 0
         if path.exists() and missing < resume_step:
             words = f"lacks the steps from {missing} to {resume_step - 1}, after which the run goes on"
@@ -68,20 +66,15 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         FileError: a line is not the record of a step, differs from its checksum, or is of an earlier step than the one
             before it.
     """
-    return [record for record, _ in _read(path)]
-
-
-def _read(path: Path) -> list[tuple[dict[str, Any], bool]]:
-    """Read all whole lines, and whether each has a checksum."""
     *lines, unfinished = read_whole(path).split(b"\n")
-    records: list[tuple[dict[str, Any], bool]] = []
+    records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
-            record, is_checked = unsealed(line)
-            _check_step(record.get("step"), before=records[-1][0]["step"] if records else -1)
+            record = unsealed(line)
+            _check_step(record.get("step"), before=records[-1]["step"] if records else -1)
         except ValueError as error:
             raise _not_a_log(path, number, error) from error
-        records.append((record, is_checked))
+        records.append(record)
     if not _is_unfinished(unfinished):
         raise _not_a_log(path, len(lines) + 1, "it has no end")
     return records

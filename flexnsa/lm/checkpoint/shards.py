@@ -91,9 +91,8 @@ def read(path: Path, ranks: Ranks) -> Stored:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
-        header, is_checked = unsealed((path / _HEADER).read_bytes())
-        if is_checked:
-            _check_files(path, header.pop(_FILES), ranks)
+        header = unsealed((path / _HEADER).read_bytes())
+        _check_files(path, header.pop(_FILES), ranks)
         metadata = FileSystemReader(path).read_metadata()
         ends: dict[str, int] = {}
         for place in metadata.storage_data.values():
@@ -118,7 +117,7 @@ def read(path: Path, ranks: Ranks) -> Stored:
         except CheckpointException as error:
             raise FileError(f"{path}: cannot be read ({_first_reason(error)}); {REMEDY}") from error
 
-    return Stored({name: json.dumps(value) for name, value in header.items()}, layout, load_into, is_checked)
+    return Stored({name: json.dumps(value) for name, value in header.items()}, layout, load_into)
 
 
 def _check_files(folder: Path, expected: Mapping[str, str], ranks: Ranks) -> None:

@@ -137,7 +137,7 @@ def _earlier(folder: Path, asked: dict[str, Any]) -> Outcome | None:
     if not all(file.exists() for file in files):
         return None
     try:
-        (case, _), (outcome, _) = (unsealed(file.read_bytes()) for file in files)
+        case, outcome = (unsealed(file.read_bytes()) for file in files)
     except ValueError:
         return None
     return Outcome(**outcome) if case == asked else None

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from flexnsa.checks.calls import check_branches
 from flexnsa.checks.primitives import check_choice, check_head_counts, check_int, check_positive_int, check_type
-from flexnsa.config import INDEX_FIELDS, NSAConfig
+from flexnsa.config import NSAConfig
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.presets import PAPER, text
 from flexnsa.lm.model.layer_ranges import layer_range
@@ -52,28 +52,17 @@ class DecoderConfig(LayerConfig):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DecoderConfig:
-        """Undo :meth:`to_dict`, also of an earlier version, and after a round trip through JSON, which knows no tuples.
+        """Undo :meth:`to_dict`, also after a round trip through JSON, which knows no tuples.
 
         Raises:
             TypeError: not a dict, or a field is not of its kind.
             ValueError: a field is missing, unknown or out of range.
         """
-        check_type("values", values, dict)
-        values = ADDED | values
         _check_keys("values", values, cls)
-        check_type("values['nsa']", values["nsa"], dict)
-        sizes = dict.fromkeys(INDEX_FIELDS) | values["nsa"]  # which the first version did not have
-        _check_keys("values['nsa']", sizes, NSAConfig)
+        _check_keys("values['nsa']", values["nsa"], NSAConfig)
         read: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
-        read["nsa"] = NSAConfig(**sizes)
+        read["nsa"] = NSAConfig(**values["nsa"])
         return cls(**read)
-
-
-_SIZES = {"dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "vocab_size", "nsa"}
-_FIRST = _SIZES | {"attention", "compression", "gate", "branches", "impl", "rope_base", "checkpointing"}
-
-ADDED: dict[str, Any] = {x.name: x.default for x in fields(DecoderConfig) if x.name not in _FIRST}
-"""Fields that the first version did not have, and their defaults, with which a model is what it was without them."""
 
 
 def _check_keys(name: str, values: Any, cls: type) -> None:

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from flexnsa.errors import FileError
 from flexnsa.lm.checkpoint import shards, whole_file
-from flexnsa.lm.checkpoint.checksum import warn_unchecked
 from flexnsa.lm.checkpoint.whole_file import REMEDY, Stored
-from flexnsa.lm.model.config import ADDED as MODEL_ADDED
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.lm.parallel.ranks import Ranks
 from flexnsa.lm.training.config import TrainConfig, completed
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 CHECKPOINT_NAME = "checkpoint.safetensors"
 FREE = {"checkpointing", "recompute", "steps"}
 """Fields that may change when a run resumes: results depend only on ``steps``, which decides the rates to come."""
-_ADDED: dict[str, Any] = {"compressor_lr": 1.0, "indexer_lr": 1.0, "selection_loss_weight": 1.0}
-"""Values of fields of training that earlier versions did not have."""
 
 Moments = dict[Tensor, Any]
 """The state of the optimizer for each parameter, by name."""
@@ -68,7 +64,7 @@ def configs_of_run(folder: Path) -> tuple[DecoderConfig, TrainConfig] | None:
         return None
     header = _decoded(path, _read(path, Ranks()), ("model", "training"))
     try:
-        return DecoderConfig.from_dict(header["model"]), TrainConfig(**_ADDED | header["training"])
+        return DecoderConfig.from_dict(header["model"]), TrainConfig(**header["training"])
     except (TypeError, ValueError) as error:
         raise FileError(f"{path}: not of a training run, its header has other fields ({error}); {REMEDY}") from error
 
@@ -100,9 +96,6 @@ def load_checkpoint(path: Path, trainer: Trainer) -> int:
     """
     stored = _read(path, trainer.ranks)
     header = _decoded(path, stored, ("step", "model", "training", "corpus"))
-    for name, added in (("model", MODEL_ADDED), ("training", _ADDED)):
-        if isinstance(header[name], dict):
-            header[name] = added | header[name]
     _check_tokenizer(header["corpus"], trainer, path)
     config = _left_open(trainer.asked, header["training"], path)
     for name, asked in (trainer.configs() | {"training": asdict(config)}).items():
@@ -125,13 +118,11 @@ def load_checkpoint(path: Path, trainer: Trainer) -> int:
     if "rng.cuda" in state:
         torch.cuda.set_rng_state(state["rng.cuda"], trainer.device)
     trainer.step = step
-    if not stored.is_checked and trainer.ranks.rank == 0:
-        warn_unchecked(path)
     return header["training"].get("steps", config.steps)
 
 
 def read_checkpoint(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the whole header, decoded, and all tensors on the CPU; warns of a checkpoint without a checksum.
+    """Read the whole header, decoded, and all tensors on the CPU.
 
     Raises:
         FileError: the checkpoint cannot be read, or its header lacks one of ``fields``.
@@ -140,8 +131,6 @@ def read_checkpoint(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str,
     header = _decoded(path, stored, tuple(dict.fromkeys((*fields, *stored.header))))
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in stored.layout.items()}
     stored.load_into(tensors)
-    if not stored.is_checked:
-        warn_unchecked(path)
     return header, tensors
 
 
@@ -220,8 +209,8 @@ def _left_open(asked: TrainConfig, began: Any, path: Path) -> TrainConfig:
     """Return the config to resume with: the given one, and what it leaves open from the start of the run."""
     try:
         return completed(asked, began["compressor_lr"])
-    except (TypeError, ValueError) as error:
-        raise FileError(f"{path}: not of a training run, its header has {began!r} ({error}); {REMEDY}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileError(f"{path}: not of a training run, its header has {began!r} ({error!r}); {REMEDY}") from error
 
 
 def _check_tokenizer(corpus: Any, trainer: Trainer, path: Path) -> None:

@@ -30,12 +30,12 @@ from flexnsa.lm.training.model_file import read_model, save_model
 from flexnsa.lm.transformers_model.arguments import check_inputs, check_of_tokens, check_wishes
 from flexnsa.lm.transformers_model.config import FlexNSAConfig
 from flexnsa.packing import IGNORED
-from flexnsa.transformers.cache import FlexNSACache, layer_of, wanted_cache
+from flexnsa.transformers.cache import FlexNSACache, FlexNSACacheLayer, choose_cache, layer_of
 from flexnsa.transformers.converted import CachedGeneration
-from flexnsa.transformers.marks import Alignment, check_past, mark_slots
-from flexnsa.transformers.packs import demand_no_pack, demand_one_document, document_begins, document_ids
+from flexnsa.transformers.mask_functions import make_padding_mask
+from flexnsa.transformers.padding import Rows
 from flexnsa.transformers.parallel import SpreadHeads, decoder_plan
-from flexnsa.transformers.teaching import Lesson
+from flexnsa.transformers.teaching import SelectionLossHook
 from flexnsa.transformers.unsupported import refuse_attentions
 
 
@@ -51,7 +51,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
     _no_split_modules = ["CheckpointedLayer"]  # noqa: RUF012  (its type is that of the base class)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_context_parallel = False
-    lesson: Lesson | None = None
+    selection_hook: SelectionLossHook | None = None
     """What passes in training teach besides; see :class:`flexnsa.transformers.TeachSelection`."""
     _tp_plan = decoder_plan()
     _fsdp_plan = {  # noqa: RUF012
@@ -108,81 +108,73 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             ValueError: an argument does not fit, or is not there to be had; the message names it.
         """
         refuse_attentions(self.config, kwargs, f"of {type(self).__name__}")
-        lesson = self.lesson if selection is None and self.training and torch.is_grad_enabled() else None
-        selection = selection if lesson is None else lesson.selection()
+        hook = self.selection_hook if selection is None and self.training and torch.is_grad_enabled() else None
+        selection = selection if hook is None else hook.selection()
         if selection is not None:
             check_selection(selection, self.model.indexers())
         flags = {"use_cache": use_cache, "output_hidden_states": output_hidden_states, "skip_logits": skip_logits}
         check_wishes(logits_to_keep, **flags)
         shift_labels = kwargs.pop("shift_labels", None)
-        has_labels = not (labels is None and shift_labels is None)
-        if skip_logits is None:
-            skip_logits = self.config.skip_logits and self.training and has_labels
-        elif skip_logits and not has_labels:
-            raise ValueError("skip_logits: expected False without labels, got True")
+        skip_logits = self._skips_logits(skip_logits, has_labels=not (labels is None and shift_labels is None))
         tokens = check_inputs(input_ids, inputs_embeds, weight_of(self.model.embedding))
         of_tokens = {"position_ids": position_ids, "labels": labels, "shift_labels": shift_labels}
         check_of_tokens(tokens, self.config.vocab_size, **of_tokens)
-        cache = wanted_cache(self, tokens, past_key_values, use_cache)
+        cache = choose_cache(self, tokens, past_key_values, use_cache)
         layers = [] if cache is None else [layer_of(cache, index) for index in range(len(self.model.layers))]
-        seen = layers[0].seen if layers else 0
-        marks, alignment = _marks(tokens, attention_mask, seen), None
-        if marks is not None:
-            alignment = Alignment.of(marks, tokens.shape[1])
-            tokens = alignment.align_queries(tokens, dim=1)
-            position_ids, labels, shift_labels = (
-                None if x is None else alignment.align_queries(x.expand(tokens.shape[0], -1), dim=1)
-                for x in (position_ids, labels, shift_labels)
-            )
-        real = None if alignment is None else alignment.real
-        cut = cache is None and attention_mask is None  # as transformers does
-        begins = document_begins(position_ids, tokens.shape[1], real, gaps="cut" if cut else "refuse")
-        options: dict[str, Any] = {}
-        if cache is None:
-            options["document_ids"] = document_ids(begins, cu_seq_lens_q, *tokens.shape[:2], alignment=alignment)
-            options["selection"] = selection
-            if selection is not None:
-                selection.tokens(tokens, tokens.shape[1], real)  # chosen here, where it is known which are padding
-        else:
-            demand_no_pack(begins, cu_seq_lens_q)
-            blocks = cast("Any", self.model.layers)
-            options["caches"] = [
-                layer.prepare(partial(_new_cache, block), *tokens.shape[:2])
-                for layer, block in zip(layers, blocks, strict=True)
-            ]
-            lengths = options["caches"][0].lengths
-            check_past(marks, lengths)
-            demand_one_document(position_ids, lengths[:, None], real)
-        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states: list[Tensor] | None = [] if wants_states else None
+        rows = _read_rows(tokens, attention_mask, position_ids, cu_seq_lens_q, layers)
+        tokens = rows.align(tokens, dim=1)
+        labels, shift_labels = (None if x is None else rows.align(x, dim=1) for x in (labels, shift_labels))
         if labels is not None and shift_labels is None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        options = self._options_of_layers(tokens, rows, layers, selection)
+        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states: list[Tensor] | None = [] if wants_states else None
+
+        def teach(x: Tensor) -> Tensor:
+            return x if hook is None or selection is None else hook.attach(x, selection)
+
         loss = logits = None
-        if cache is not None:
-            options["lengths"] = real
         if skip_logits:
-            loss = self._loss(tokens, shift_labels, kwargs.get("num_items_in_batch"), states=states, **options)
-            loss = loss if lesson is None or selection is None else lesson.attach(loss, selection)
-        elif cache is not None and shift_labels is None and states is None and _is_last(logits_to_keep, real):
+            loss = teach(self._loss(tokens, shift_labels, kwargs.get("num_items_in_batch"), states=states, **options))
+        elif rows.cached and shift_labels is None and states is None and _is_last(logits_to_keep, rows.num_valid):
             logits = self.model.last_logits(tokens, **options)[:, None]
         else:
-            logits = self.model(tokens, states=states, **options)
-            logits = logits if lesson is None or selection is None else lesson.attach(logits, selection)
+            logits = teach(self.model(tokens, states=states, **options))
             if shift_labels is not None:
                 of_targets = {"labels": labels, "shift_labels": shift_labels, "vocab_size": self.config.vocab_size}
                 loss = self.loss_function(logits=logits, **of_targets, **kwargs)
-            logits = logits if alignment is None else alignment.restore_queries(logits, dim=1)
+            logits = rows.restore(logits, dim=1)
             logits = logits[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
         for layer in layers:
-            layer.seen += tokens.shape[1]
-        if states is not None and alignment is not None:
-            states = [alignment.restore_queries(x, dim=1) for x in states]
-        hidden_states = None if states is None else cast("Any", tuple(states))
+            layer.seen += rows.num_tokens
+        hidden_states = None if states is None else cast("Any", tuple(rows.restore(x, dim=1) for x in states))
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=hidden_states)
 
-    def next_logits(self, tokens: Tensor, cache: FlexNSACache, real: Tensor) -> Tensor:
+    def _skips_logits(self, skip_logits: bool | None, *, has_labels: bool) -> bool:
+        """Return whether to compute no logits, by the argument or else the config."""
+        if skip_logits and not has_labels:
+            raise ValueError("skip_logits: expected False without labels, got True")
+        return self.config.skip_logits and self.training and has_labels if skip_logits is None else skip_logits
+
+    def _options_of_layers(
+        self, tokens: Tensor, rows: Rows, layers: list[FlexNSACacheLayer], selection: SelectionLoss | None
+    ) -> dict[str, Any]:
+        """Return what layers get besides their tokens: documents of whole sequences, or caches."""
+        if not rows.cached:
+            if selection is not None:  # queries are chosen here, where it is known which are padding
+                selection.tokens(tokens, rows.num_tokens, rows.num_valid)
+            return {"document_ids": rows.documents, "selection": selection}
+        blocks = cast("list[DecoderLayer]", [*self.model.layers])
+        caches = [
+            layer.prepare(partial(_new_cache, block), *tokens.shape[:2])
+            for layer, block in zip(layers, blocks, strict=True)
+        ]
+        rows.check_cache(caches[0].lengths)
+        return {"caches": caches, "lengths": rows.num_valid}
+
+    def next_logits(self, tokens: Tensor, cache: FlexNSACache, num_valid: Tensor) -> Tensor:
         """Give the logits of one token a row."""
-        return self.model(tokens, caches=cache.kept, lengths=real)
+        return self.model(tokens, caches=cache.kept, lengths=num_valid)
 
     def _loss(self, tokens: Tensor, targets: Tensor | None, count: Any, **options: Any) -> Tensor:
         """Give the mean over all targets, or their sum divided by ``count``."""
@@ -304,20 +296,29 @@ def _standard_deviations(model: DecoderLM) -> dict[nn.Module, float]:
     return stds
 
 
-def _marks(tokens: Tensor, attention_mask: Tensor | None, seen: int) -> Tensor | None:
-    """Read a mask ``(B, S)``; None where nothing is padded."""
-    if attention_mask is None:
-        return None
-    num_keys = seen + tokens.shape[1]
-    if tuple(getattr(attention_mask, "shape", ())) != (tokens.shape[0], num_keys):
-        raise ValueError(f"attention_mask: expected ({tokens.shape[0]}, {num_keys}), got {describe(attention_mask)}")
-    mask = attention_mask.to(torch.bool)
-    return mark_slots(tokens.shape[0], tokens.shape[1], num_keys, seen, attention_mask=mask, device=tokens.device)
+def _read_rows(
+    tokens: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    layers: list[FlexNSACacheLayer],
+) -> Rows:
+    """Read padding and documents; without a mask and a cache a gap in positions starts one, as in transformers."""
+    batch_size, num_tokens = tokens.shape[:2]
+    seen = layers[0].seen if layers else 0
+    shape = batch_size, num_tokens, seen + num_tokens
+    mask = None
+    if attention_mask is not None:
+        if tuple(getattr(attention_mask, "shape", ())) != shape[::2]:
+            raise ValueError(f"attention_mask: expected {shape[::2]}, got {describe(attention_mask)}")
+        mask = make_padding_mask(*shape, seen, attention_mask=attention_mask.to(torch.bool), device=tokens.device)
+    gaps = "refuse" if layers or attention_mask is not None else "cut"
+    return Rows.of(mask, position_ids, cu_seqlens, shape, cached=bool(layers), gaps=gaps)
 
 
-def _is_last(logits_to_keep: int | Tensor, real: Tensor | None) -> bool:
+def _is_last(logits_to_keep: int | Tensor, num_valid: Tensor | None) -> bool:
     """Tell whether the logits of each row's last token are wanted, and none is known to have only padding."""
-    has_none = real is not None and may_look(real) and bool((real == 0).any())
+    has_none = num_valid is not None and may_look(num_valid) and bool((num_valid == 0).any())
     return isinstance(logits_to_keep, int) and logits_to_keep == 1 and not has_none
 
 

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from flexnsa.transformers.choice import NAME, towers
 from flexnsa.transformers.dropin import attention_forward
-from flexnsa.transformers.layer_types import FULL, layer_type
+from flexnsa.transformers.local_layers import FULL, layer_type
 from flexnsa.transformers.unsupported import attention_modules
 from tests.integrations.transformers.families import ALL, tokens
 from tests.integrations.transformers.tiny_models import tiny_model
@@ -39,9 +39,9 @@ LARGEST_DIFFERENCE = 1e-4
 Result = Callable[[Any], Tensor]
 
 
-def logits(model: Any, first: int = 0, last: int = LENGTH, rows: int = 1, **given: Any) -> Tensor:
+def logits(model: Any, first: int = 0, last: int = LENGTH, rows: int = 1, **options: Any) -> Tensor:
     """Return the logits of the tokens from ``first`` to ``last``, which are always the same."""
-    return model(input_ids=tokens(rows, LENGTH)[:, first:last], use_cache=False, **given).logits
+    return model(input_ids=tokens(rows, LENGTH)[:, first:last], use_cache=False, **options).logits
 
 
 def padded(rows: int, side: str) -> dict[str, Any]:
@@ -53,14 +53,14 @@ def padded(rows: int, side: str) -> dict[str, Any]:
 
 def left_padded(model: Any) -> Tensor:
     """Return the logits of a batch of which one sequence is padded on the left."""
-    given = logits(model, rows=2, **padded(2, "left"))
-    return torch.cat((given[0], given[1, PADDING:]))
+    got = logits(model, rows=2, **padded(2, "left"))
+    return torch.cat((got[0], got[1, PADDING:]))
 
 
 def right_padded(model: Any) -> Tensor:
     """Return the logits of a batch of which one sequence is padded on the right."""
-    given = logits(model, rows=2, **padded(2, "right"))
-    return torch.cat((given[0], given[1, :-PADDING]))
+    got = logits(model, rows=2, **padded(2, "right"))
+    return torch.cat((got[0], got[1, :-PADDING]))
 
 
 def packed(rows: int) -> Result:

@@ -77,12 +77,12 @@ def test_adapters_learn_and_are_merged(kind: str, tmp_path: Path) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_quantised_weights_are_those_of_the_dense_model(kind: str, folder: Path) -> None:
-    x, given = tokens(1, 70), {"quantization_config": QUANTISED[kind]()}
-    model = AutoModelForCausalLM.from_pretrained(folder / "dense", **given)
+    x, options = tokens(1, 70), {"quantization_config": QUANTISED[kind]()}
+    model = AutoModelForCausalLM.from_pretrained(folder / "dense", **options)
     want = model(x, use_cache=False).logits
     assert (want - dense("llama", **SIZES).float()(x).logits).abs().max() > 1e-2
-    drop_in = AutoModelForCausalLM.from_pretrained(folder / "dense", **given, **CHOICE | {"flexnsa": ALL})
-    loaded = AutoModelForCausalLM.from_pretrained(folder / "converted", **given)
+    drop_in = AutoModelForCausalLM.from_pretrained(folder / "dense", **options, **CHOICE | {"flexnsa": ALL})
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "converted", **options)
     copied = convert(model, NSAConfig(**ALL), branches=["slc"])
     three = convert(model, NSAConfig(**ALL))
     models: tuple[Any, ...] = (drop_in, loaded, copied, convert(model, NSAConfig(**ALL), branches=["slc"], copy=False))
@@ -94,10 +94,10 @@ def test_quantised_weights_are_those_of_the_dense_model(kind: str, folder: Path)
 
 @pytest.mark.parametrize("bits", ["plain", "bitsandbytes, 4 bits"])
 def test_adapters_of_a_drop_in_model_learn_and_are_merged(bits: str, folder: Path, tmp_path: Path) -> None:
-    given = {"quantization_config": QUANTISED[bits]()} if bits in QUANTISED else {}
+    options = {"quantization_config": QUANTISED[bits]()} if bits in QUANTISED else {}
 
     def base() -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder / "dense", **CHOICE, **given)
+        return AutoModelForCausalLM.from_pretrained(folder / "dense", **CHOICE, **options)
 
     torch.manual_seed(0)
     adapted: Any = peft.get_peft_model(base(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
@@ -108,5 +108,5 @@ def test_adapters_of_a_drop_in_model_learn_and_are_merged(bits: str, folder: Pat
         adapted.save_pretrained(tmp_path)
         again = peft.PeftModel.from_pretrained(base(), tmp_path)
         assert_close(again(input_ids=x, use_cache=False).logits, want)
-        if not given:  # 4 bits are rounded when they are merged
+        if not options:  # 4 bits are rounded when they are merged
             assert_close(adapted.merge_and_unload()(x, use_cache=False).logits, want, atol=1e-4, rtol=1e-4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import DataCollatorWithFlattening, DynamicCache, GenerationMixin
+from transformers import DynamicCache, GenerationMixin
 
 from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.checkpointing import keep_selection
@@ -180,21 +180,6 @@ def test_a_cache_forgets_selects_and_repeats_rows(few: Any) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_no_logit(few: Any, side: str) -> None:
-    x, short = tokens(1, 60), 37
-    real = slice(60 - short, None) if side == "left" else slice(short)
-    mask = torch.ones(2, 60, dtype=torch.int64)
-    mask[1] = 0
-    mask[1, real] = 1
-    ids, alone = x.repeat(2, 1) * mask, [few(x).logits, few(x[:, real]).logits]
-    for options in ({"use_cache": False}, {"use_cache": True}):
-        got = few(ids, attention_mask=mask, **options).logits
-        assert_close(got[:1], alone[0])
-        assert_close(got[1:, real], alone[1])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     "options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 8}, {"num_beams": 2}]
 )
@@ -232,28 +217,6 @@ def test_a_second_turn_goes_on_where_the_first_ended(few: Any) -> None:
     turn = torch.cat((first, tokens(1, 9)), 1)
     whole = {"input_ids": turn, "attention_mask": torch.ones_like(turn)}
     assert torch.equal(few.generate(**whole, **GREEDY, past_key_values=cache), few.generate(**whole, **GREEDY))
-
-
-@pytest.mark.parametrize("told_by", ["positions", "cu_seq_lens"])
-def test_packed_documents_stand_alone(few: Any, told_by: str) -> None:
-    documents = [tokens(n) for n in (40, 3, 61)]
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    batch = dict(collate([{"input_ids": document.tolist()} for document in documents]))
-    left_out = ("cu_seq_lens_q",) if told_by == "positions" else ("position_ids",)
-    batch = {name: value for name, value in batch.items() if name not in left_out}
-    few.zero_grad()
-    few(**batch).loss.backward()
-    got = [parameter.grad for parameter in few.parameters()]
-    few.zero_grad()
-    alone = [few(document[None], labels=document[None]) for document in documents]
-    losses = [out.loss * (len(document) - 1) for out, document in zip(alone, documents, strict=True)]
-    (torch.stack(losses).sum() / sum(len(document) - 1 for document in documents)).backward()
-    with torch.no_grad():
-        assert_close(few(**batch, use_cache=False).logits, torch.cat([out.logits for out in alone], 1))
-        with pytest.raises(ValueError, match="expected one sequence a row with a cache, got several"):
-            few(**batch, use_cache=True)
-    for gradient, parameter in zip(got, few.parameters(), strict=True):
-        assert_close(gradient, parameter.grad)
 
 
 @pytest.mark.parametrize("context", [{}, {"context_fn": keep_selection}])

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
-from transformers import CompileConfig, DataCollatorWithFlattening, StaticCache
+from transformers import CompileConfig, StaticCache
 from transformers.masking_utils import create_causal_mask
 
 from flexnsa.attention.dispatch import attend
-from flexnsa.transformers import own_keys
+from flexnsa.transformers import softmax
 from tests.integrations.transformers.families import ALL, FAMILIES, FEW, dense, pad_left, sparse, tokens
 
 THREE = FEW | {"branches": ["cmp", "slc", "win"], "gates": [0.3, 1.0, 0.2]}
@@ -67,7 +67,7 @@ def test_under_autocast_all_that_is_attended_to_is_of_one_dtype(monkeypatch: pyt
         seen.append({q.dtype, *(x.dtype for x in asdict(keys).values())})
         return attend(implementation, q, keys, *rest, **options)
 
-    monkeypatch.setattr(own_keys, "attend", attend_seeing)
+    monkeypatch.setattr(softmax, "attend", attend_seeing)
     model = sparse("qwen3", THREE).float()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(tokens(1, 40), use_cache=False)
@@ -123,24 +123,6 @@ def test_steps_on_a_cache_see_what_whole_rows_see(few: Any) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("positions", ["given", "not given"])
-def test_padding_changes_no_logit(few: Any, side: str, positions: str) -> None:
-    x, short = tokens(1, 60), 37
-    mask = torch.ones(2, 60, dtype=torch.int64)
-    real = slice(60 - short, None) if side == "left" else slice(short)
-    mask[1] = 0
-    mask[1, real] = 1
-    ids = x.repeat(2, 1) * mask
-    given = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)} if positions == "given" else {}
-    got = few(ids, attention_mask=mask, **given).logits
-    assert_close(got[:1], few(x).logits)
-    # Without positions, tokens behind padding are turned by other angles, which the model computes in float32.
-    rounding = {} if given or side == "right" else {"atol": 1e-4, "rtol": 0}
-    assert_close(got[1:, real], few(ids[1:, real]).logits, **rounding)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     "options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 8}, {"num_beams": 2}]
 )
@@ -160,32 +142,6 @@ def test_drafts_are_taken_back(few: Any) -> None:
     x = tokens(1, 10).repeat(1, 5)
     options = GREEDY | {"eos_token_id": 63}
     assert torch.equal(few.generate(x, **options, prompt_lookup_num_tokens=4), few.generate(x, **options))
-
-
-@pytest.mark.parametrize("told_by", ["positions", "cu_seq_lens"])
-@pytest.mark.parametrize("use_cache", [False, None])
-def test_packed_documents_stand_alone(few: Any, told_by: str, use_cache: bool | None) -> None:
-    documents = [tokens(n) for n in (40, 3, 61)]
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    batch = dict(collate([{"input_ids": document.tolist()} for document in documents]))
-    if told_by == "positions":
-        batch = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
-    else:
-        del batch["position_ids"]
-    packed = few(**batch, **({} if use_cache is None else {"use_cache": use_cache}))
-    packed.loss.backward()
-    got = few.get_input_embeddings().weight.grad.clone()
-    few.zero_grad()
-    alone = [few(document[None], labels=document[None]) for document in documents]
-    # Without positions, a document's tokens are turned by other angles, which the model computes in float32.
-    rounding = {} if told_by == "positions" else {"atol": 1e-3, "rtol": 0}
-    assert_close(packed.logits, torch.cat([out.logits for out in alone], 1), **rounding)
-    count = sum(len(document) - 1 for document in documents)
-    losses = [out.loss * (len(document) - 1) for out, document in zip(alone, documents, strict=True)]
-    want = torch.stack(losses).sum() / count
-    want.backward()
-    assert_close(packed.loss, want, **rounding)
-    assert_close(got, few.get_input_embeddings().weight.grad, **rounding)
 
 
 def test_activations_are_computed_again_in_backward_if_asked(few: Any) -> None:
@@ -251,13 +207,6 @@ def test_a_mask_of_ones_own_is_refused() -> None:
         model(x, attention_mask=mask)
     with pytest.raises(ValueError, match=r"attention_mask: expected one run of tokens a row, .* got holes in row 0"):
         model(x, attention_mask=torch.tensor([[1] * 9 + [0] + [1] * 10]))
-    given = {"inputs_embeds": torch.zeros(1, 20, 48), "attention_mask": None, "past_key_values": None}
+    options = {"inputs_embeds": torch.zeros(1, 20, 48), "attention_mask": None, "past_key_values": None}
     with pytest.raises(ValueError, match="attention_mask: expected a causal mask and padding, got a mask function"):
-        create_causal_mask(model.config, **given, or_mask_function=lambda b, h, q, kv: kv < 5)  # noqa: ARG005
-
-
-def test_a_pack_on_a_cache_of_fixed_size_is_refused() -> None:
-    model = sparse("llama", FEW)
-    cache, positions = StaticCache(model.config, max_cache_len=40), torch.tensor([[*range(12), *range(8)]])
-    with torch.no_grad(), pytest.raises(ValueError, match="position_ids: expected one sequence a row with a cache"):
-        model(tokens(1, 20), position_ids=positions, past_key_values=cache)
+        create_causal_mask(model.config, **options, or_mask_function=lambda b, h, q, kv: kv < 5)  # noqa: ARG005

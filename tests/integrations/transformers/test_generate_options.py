@@ -134,8 +134,8 @@ def test_an_option_gives_what_the_dense_model_gives(kind: str, option: str) -> N
         return
     found, wanted = generated(kind, option), expected(kind, option)
     if kind not in ORACLE:  # without a cache all tokens have hidden states
-        for given in (found, wanted):
-            given.pop("hidden_states", None)
+        for output in (found, wanted):
+            output.pop("hidden_states", None)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 

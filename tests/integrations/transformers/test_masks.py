@@ -21,13 +21,9 @@ from transformers import (
 from transformers import masking_utils as masks
 
 from flexnsa.transformers import dropin
-from flexnsa.transformers.marks import NEW, REAL, read_mask
+from flexnsa.transformers.mask_functions import NEW, VALID, read_mask
 from tests.integrations.transformers.families import ALL, FEW, SIZES, converted, dense, sparse, tokens
 
-MAKE: dict[str, Callable[..., Any]] = {
-    "drop-in": lambda **changes: sparse("llama", FEW, **changes),
-    "converted": lambda **changes: converted("llama", FEW, **changes),
-}
 LENGTH = 20
 PADDED = torch.tensor([[1] * LENGTH, [0] * 5 + [1] * (LENGTH - 5)])
 BLOCKS = torch.tensor([[0] * 6 + [-1] * (LENGTH - 6)] * 2)
@@ -38,10 +34,10 @@ def own_function(_batch: Any, _head: Any, q: Tensor, kv: Tensor) -> Tensor:
     return kv < q - 3
 
 
-def make_mask(create: Callable[..., Any], config: Any, *, padded: bool = False, **given: Any) -> Any:
+def make_mask(create: Callable[..., Any], config: Any, *, padded: bool = False, **options: Any) -> Any:
     embeds = torch.zeros(2, LENGTH, SIZES["hidden_size"])
     mask = PADDED if padded else None
-    return create(config, inputs_embeds=embeds, attention_mask=mask, past_key_values=None, **given)
+    return create(config, inputs_embeds=embeds, attention_mask=mask, past_key_values=None, **options)
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = {
@@ -74,36 +70,35 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str
 }
 
 
-@pytest.mark.parametrize("make", MAKE)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("positions", [None, torch.tensor([[*range(12), *range(8)]])], ids=["no positions", "packed"])
 @pytest.mark.parametrize("case", REFUSED)
-def test_masks_that_are_not_causal_are_refused(make: str, padded: bool, positions: Any, case: str) -> None:
+def test_masks_that_are_not_causal_are_refused(padded: bool, positions: Any, case: str) -> None:
     """Only what came by ``or_mask_function`` and ``and_mask_function`` was, and the rest became causal."""
-    create, changes, given, name = REFUSED[case]
-    config = MAKE[make]().config
+    create, changes, options, name = REFUSED[case]
+    config = sparse("llama", FEW).config
     for option, value in changes.items():
         setattr(config, option, value)
     with pytest.raises(ValueError, match=f"^{name}: expected .* got "):
-        read_mask(make_mask(create, config, padded=padded, position_ids=positions, **given), 2, LENGTH)
+        read_mask(make_mask(create, config, padded=padded, position_ids=positions, **options), 2, LENGTH)
 
 
-@pytest.mark.parametrize("make", MAKE)
-def test_masks_that_are_causal_are_taken(make: str) -> None:
-    config, create = MAKE[make]().config, masks.create_causal_mask
+@pytest.mark.parametrize("make", [sparse, converted])
+def test_masks_that_are_causal_are_taken(make: Callable[..., Any]) -> None:
+    config, create = make("llama", FEW).config, masks.create_causal_mask
     assert make_mask(create, config) is None
     assert make_mask(create, config, position_ids=torch.arange(LENGTH)[None]) is None
-    marks = make_mask(create, config, padded=True, position_ids=torch.tensor([[*range(12), *range(8)]]))
-    got, documents = read_mask(marks, 2, LENGTH)
+    mask = make_mask(create, config, padded=True, position_ids=torch.tensor([[*range(12), *range(8)]]))
+    got, documents = read_mask(mask, 2, LENGTH)
     assert got is not None
-    assert torch.equal(got[:, 0, 0], (PADDED * REAL + NEW).to(torch.int8))
+    assert torch.equal(got[:, 0, 0], (PADDED * VALID + NEW).to(torch.int8))
     assert documents is None
     for positions in ([[*range(12), *range(8)]], [[*range(12), *range(8)], [*range(3), *range(7, 24)]]):
         want = masks.find_packed_sequence_indices(torch.tensor(positions))
         assert want is not None
         mask = make_mask(create, config, position_ids=torch.tensor(positions))
-        marks, documents = read_mask(mask, 2, LENGTH)
-        assert marks is None
+        got, documents = read_mask(mask, 2, LENGTH)
+        assert got is None
         assert documents is not None
         assert torch.equal(documents, want.expand(2, -1).to(torch.int32))
 
@@ -113,16 +108,16 @@ def test_masks_are_read_inside_of_a_compiler() -> None:
     config, positions = sparse("llama", FEW).config, torch.tensor([[*range(12), *range(8)]])
 
     @torch.compile(fullgraph=True, backend="eager")
-    def compiled(position_ids: Tensor | None, **given: Any) -> Any:
-        return make_mask(masks.create_causal_mask, config, position_ids=position_ids, **given)
+    def compiled(position_ids: Tensor | None, **options: Any) -> Any:
+        return make_mask(masks.create_causal_mask, config, position_ids=position_ids, **options)
 
     assert compiled(None) is None
     want = make_mask(masks.create_causal_mask, config, position_ids=positions)
     assert torch.equal(compiled(positions), want)
-    for given in ({"block_sequence_ids": BLOCKS}, {"or_mask_function": own_function}):
+    for options in ({"block_sequence_ids": BLOCKS}, {"or_mask_function": own_function}):
         for position_ids in (None, positions):
             with pytest.raises(Exception, match="ValueError"):
-                compiled(position_ids, **given)
+                compiled(position_ids, **options)
 
 
 def test_a_prefix_that_attends_to_itself_is_refused() -> None:
@@ -177,8 +172,8 @@ def test_a_model_with_an_attention_of_its_own_beside_another_is_refused() -> Non
 
 def test_a_cache_that_forgets_is_refused() -> None:
     model = sparse("llama", FEW)
-    given: dict[str, Any] = {"batch_size": 1, "q_length": 1, "kv_length": 8, "q_offset": 12, "kv_offset": 5}
-    mask = dropin.make_mask(**given, config=model.config)
+    options: dict[str, Any] = {"batch_size": 1, "q_length": 1, "kv_length": 8, "q_offset": 12, "kv_offset": 5}
+    mask = dropin.make_mask(**options, config=model.config)
     with pytest.raises(
         ValueError, match="past_key_values: expected a cache that keeps every token, got one that dropped"
     ):

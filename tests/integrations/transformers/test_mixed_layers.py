@@ -27,8 +27,7 @@ from transformers import (
 from flexnsa import NSAConfig
 from flexnsa.transformers import convert
 from flexnsa.transformers.dropin import attention_forward
-from flexnsa.transformers.layer_types import FULL, layer_type
-from flexnsa.transformers.local_layers import local_attention
+from flexnsa.transformers.local_layers import FULL, layer_type, local_attention
 from tests.integrations.transformers.families import FEW, SIZES, pad_left, tokens
 from tests.integrations.transformers.loops import attend_in_loops
 from tests.integrations.transformers.multimodal import VISION, llava, page
@@ -68,12 +67,12 @@ def loops_instead() -> Iterator[list[str]]:
     """Compute layers of full attention in loops over heads and queries; collect the types of layers that attend."""
     kinds: list[str] = []
 
-    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **given: Any) -> Any:
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
         kinds.append(layer_type(module))
         if kinds[-1] not in FULL:
-            return attention_forward(module, q, k, v, mask, **given)
-        sizes, softmax = NSAConfig(**FEW), {"cap": given.get("softcap"), "sinks": given.get("s_aux")}
-        return attend_in_loops(q, k, v, sizes, scale=given["scaling"], **softmax), None
+            return attention_forward(module, q, k, v, mask, **options)
+        sizes, softmax = NSAConfig(**FEW), {"cap": options.get("softcap"), "sinks": options.get("s_aux")}
+        return attend_in_loops(q, k, v, sizes, scale=options["scaling"], **softmax), None
 
     AttentionInterface.register("flexnsa", attend)
     try:
@@ -148,10 +147,10 @@ def test_images_that_see_both_ways_are_refused_and_text_is_not() -> None:
     got = model(x, token_type_ids=torch.zeros_like(x), use_cache=False).logits
     with loops_instead():
         assert_close(got, model(x, use_cache=False).logits)
-    given = page()
-    images = (given["input_ids"] == 2).long()
+    options = page()
+    images = (options["input_ids"] == 2).long()
     with pytest.raises(ValueError, match="block_sequence_ids: expected None"):
-        model(**given, token_type_ids=images)
+        model(**options, token_type_ids=images)
 
 
 DOCUMENTS = (23, 8, 29)
@@ -164,26 +163,14 @@ DOCUMENTS = (23, 8, 29)
 def test_packed_documents_stand_alone_in_local_layers(kind: str, local: str | None, use_cache: bool) -> None:
     """With a cache or a mask transformers does not find documents, and chunks of the second started in the first."""
     model, x = mixed(kind, local=local), tokens(1, 7 + sum(DOCUMENTS))
-    given = {"position_ids": torch.cat([torch.arange(count) for count in (7, *DOCUMENTS)])[None]}
-    given |= {"cu_seq_lens_q": torch.tensor([0, 7, 30, 38, 67])}  # the layers of Llama 4 get no positions
+    options = {"position_ids": torch.cat([torch.arange(count) for count in (7, *DOCUMENTS)])[None]}
+    options |= {"cu_seq_lens_q": torch.tensor([0, 7, 30, 38, 67])}  # the layers of Llama 4 get no positions
     if use_cache:
-        given["attention_mask"] = torch.ones_like(x)
-        given["attention_mask"][:, :7] = 0
-    got = model(x, **given, use_cache=use_cache).logits
+        options["attention_mask"] = torch.ones_like(x)
+        options["attention_mask"][:, :7] = 0
+    got = model(x, **options, use_cache=use_cache).logits
     want = [model(document, use_cache=False).logits for document in x[:, 7:].split(DOCUMENTS, dim=1)]
     assert_close(got[:, 7:], torch.cat(want, 1), **ROUNDING)
-
-
-def test_positions_alone_tell_of_documents_in_several_rows() -> None:
-    model, x = mixed("gemma3"), tokens(2, sum(DOCUMENTS))
-    positions = torch.cat([torch.arange(count) for count in DOCUMENTS])[None]
-    with torch.no_grad():
-        got = model(x, position_ids=positions, use_cache=True).logits
-        want = [model(document, use_cache=False).logits for document in x.split(DOCUMENTS, dim=1)]
-        assert_close(got, torch.cat(want, 1), **ROUNDING)
-        cache = model(x[:, :40], use_cache=True).past_key_values
-        with pytest.raises(ValueError, match="position_ids: expected one sequence a row with a cache, got several"):
-            model(x[:, 40:], position_ids=positions[:, 20:40], past_key_values=cache)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AttentionInterface
 
-from flexnsa.transformers import dropin, own_keys
+from flexnsa.transformers import dropin, softmax
 from tests.integrations.transformers.families import FEW, pad_left, sparse, tokens
 from tests.integrations.transformers.model_types import use_flexnsa
 from tests.integrations.transformers.tiny_models import tiny_model
@@ -89,7 +89,7 @@ def test_outputs_beside_a_cache_are_contiguous(
 
 def test_an_output_that_lies_so_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     laid_out = torch.randn(2, 40, 6, 16)
-    monkeypatch.setattr(own_keys, "attend", lambda *_, **__: (laid_out.transpose(1, 2), None))
+    monkeypatch.setattr(softmax, "attend", lambda *_, **__: (laid_out.transpose(1, 2), None))
     config = SimpleNamespace(flexnsa=FEW, _attn_implementation="flexnsa")
     q, k = torch.randn(2, 6, 40, 16), torch.randn(2, 2, 40, 16)
     out, _ = dropin.attention_forward(SimpleNamespace(config=config), q, k, k, None)  # pyright: ignore[reportArgumentType]

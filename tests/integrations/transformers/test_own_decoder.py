@@ -20,8 +20,6 @@ from flexnsa.lm.training.model_file import read_model, save_model
 from flexnsa.lm.transformers_model import FlexNSAConfig, FlexNSAForCausalLM
 from tests.integrations.transformers.families import FEW, own, pad_left, tokens
 
-RECORDED_RUN = Path(__file__).parents[2] / "compatibility" / "recorded" / "run"
-
 
 def test_it_generates_what_it_generates_by_itself() -> None:
     model, rows = own(), [tokens(40), tokens(23)]
@@ -118,9 +116,10 @@ def test_the_loss_without_logits_is_that_of_the_logits(count: int | None, use_ca
 
 
 def test_a_run_of_the_library_is_read_and_written(tmp_path: Path) -> None:
-    model: Any = FlexNSAForCausalLM.from_run(RECORDED_RUN)
+    save_model(tmp_path / "checkpoint.safetensors", DecoderLM(preset("small", num_layers=1)))
+    model: Any = FlexNSAForCausalLM.from_run(tmp_path)
     text = torch.tensor([list(b"def from_run(")])
-    logits = read_model(RECORDED_RUN)(text)
+    logits = read_model(tmp_path)(text)
     assert_close(model(text).logits, logits)
     assert not model.training
     model.save_pretrained(tmp_path / "transformers")

@@ -53,9 +53,9 @@ def test_requests_that_come_and_go_get_the_tokens_of_generate(name: str, monkeyp
     model, passes = MODELS[name](), []
     pages = dropin.attend_to_pages
 
-    def attend(module: Any, query: Any, *args: Any, **given: Any) -> Any:
-        passes.append((query.shape[2], len(given["cu_seq_lens_q"]) - 1))
-        return pages(module, query, *args, **given)
+    def attend(module: Any, query: Any, *args: Any, **options: Any) -> Any:
+        passes.append((query.shape[2], len(options["cu_seq_lens_q"]) - 1))
+        return pages(module, query, *args, **options)
 
     monkeypatch.setattr(dropin, "attend_to_pages", attend)
     want = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flexnsa.transformers.parallel import keep_own_heads
+from flexnsa.transformers.parallel import keep_local_heads
 from tests.integrations.transformers.families import FEW, converted
 from tests.parallel.processes import run_together
 
@@ -39,4 +39,4 @@ def test_two_processes_compute_what_one_does(name: str, way: str, results: dict[
 def test_heads_that_cannot_be_shared_evenly_are_refused() -> None:
     layer = converted("llama", FEW).model.layers[0].self_attn
     with pytest.raises(ValueError, match="tp_size: expected a divisor of num_key_value_heads=2, got 4"):
-        keep_own_heads(layer, 4)
+        keep_local_heads(layer, 4)

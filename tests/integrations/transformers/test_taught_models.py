@@ -16,7 +16,7 @@ from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.layers.indexer import Indexer
 from flexnsa.optim import index_parameters
 from flexnsa.transformers import convert, recall, to_dense
-from flexnsa.transformers.parallel import keep_own_heads
+from flexnsa.transformers.parallel import keep_local_heads
 from flexnsa.transformers.schedule import pretrained_parameters
 from tests.integrations.transformers.families import (
     ALL,
@@ -226,7 +226,7 @@ WRONG: list[tuple[str, Any]] = [
     (r"config.flexnsa: expected some of .*, got 'index_heads'", lambda: sparse("llama", FEW | INDEX)(tokens(1, 9))),
     (
         "tp_size: expected index_heads=None",
-        lambda: keep_own_heads(converted("llama", INDEXED).model.layers[0].self_attn, 2),
+        lambda: keep_local_heads(converted("llama", INDEXED).model.layers[0].self_attn, 2),
     ),
 ]
 

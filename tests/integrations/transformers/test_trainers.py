@@ -169,8 +169,8 @@ def test_selection_is_taught_in_any_trainer(trainer: str, name: str, accumulatio
     losses = []
     for batch in batches:
         selection = SelectionLoss(num_queries=20, seed=3, step=0)
-        given = {each: batch[each] for each in ("input_ids", "position_ids")}
-        fresh(**given, labels=batch["labels"], use_cache=False, selection=selection)
+        options = {each: batch[each] for each in ("input_ids", "position_ids")}
+        fresh(**options, labels=batch["labels"], use_cache=False, selection=selection)
         losses.append(selection.total)
     (weight * torch.stack(losses).mean()).backward()
     for got, parameter in zip(moved, index_parameters(fresh), strict=True):
@@ -189,8 +189,8 @@ def test_what_cannot_be_taught_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model: expected one with indexers, got 'LlamaForCausalLM'"):
         flat(sparse("llama", FEW), tmp_path, callbacks=[TeachSelection()]).train()
     wrong: list[dict[str, Any]] = [{"weight": 0}, {"num_queries": 0}, {"query_weights": "x"}]
-    for given in wrong:
-        with pytest.raises(ValueError, match=f"{next(iter(given))}: expected"):
-            TeachSelection(**given)
+    for options in wrong:
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
+            TeachSelection(**options)
     with pytest.raises(TypeError):
         TeachSelection(queries=3)

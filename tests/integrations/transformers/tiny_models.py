@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flexnsa.transformers.choice import towers
-from flexnsa.transformers.layer_types import FULL, LOCAL, WITHOUT
+from flexnsa.transformers.local_layers import FULL, LOCAL, WITHOUT
 from tests.integrations.transformers.families import tokens
 
 LAYERS = 2
@@ -120,8 +120,8 @@ def tiny_configs(config_class: Any, others: dict[str, Any]) -> Iterator[Any]:
     for types in _layer_types(config_class, known):
         for left_out in ((), (None,)):  # some of what may be None elsewhere may not be here
             with suppress(Exception):
-                given = {name: size for name, size in (sizes | types).items() if size not in left_out}
-                config = config_class(**given | others)
+                options = {name: size for name, size in (sizes | types).items() if size not in left_out}
+                config = config_class(**options | others)
                 for name, tower in towers(config).items():
                     if name not in others:
                         setattr(config, name, next(tiny_configs(type(tower), OTHERS.get(tower.model_type, {}))))

@@ -1,17 +1,16 @@
 """``flexnsa generate``: what the model writes is what is printed, as it comes, and wrong options are named."""
 
 import io
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from flexnsa.lm import DecoderConfig, DecoderLM, Sampling
 from flexnsa.lm.cli import main
+from flexnsa.lm.training.model_file import save_model
 from tests.support.inputs import TINY
 
 CONFIG = DecoderConfig(dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, nsa=TINY)
@@ -24,8 +23,7 @@ def model() -> DecoderLM:
 
 @pytest.fixture
 def checkpoint(model: DecoderLM, tmp_path: Path) -> Path:
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    save_file(tensors, tmp_path / "checkpoint.safetensors", metadata={"model": json.dumps(CONFIG.to_dict())})
+    save_model(tmp_path / "checkpoint.safetensors", model)
     return tmp_path
 
 
@@ -46,11 +44,9 @@ def test_it_prints_the_prompt_and_what_the_model_adds(
 
 
 def test_a_model_of_kernels_that_the_device_has_not_is_refused_in_one_line(
-    model: DecoderLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    config = replace(CONFIG, impl="triton")
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    save_file(tensors, tmp_path / "checkpoint.safetensors", metadata={"model": json.dumps(config.to_dict())})
+    save_model(tmp_path / "checkpoint.safetensors", DecoderLM(replace(CONFIG, impl="triton")))
     with pytest.raises(SystemExit) as left:
         generate(tmp_path, "--max-new-tokens 4")
     said = capsys.readouterr().err

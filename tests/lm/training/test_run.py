@@ -1,6 +1,5 @@
 """Runs that are stopped, killed and started again have the same results, bit for bit."""
 
-import json
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from flexnsa import NSAConfig
 from flexnsa.errors import FileError
 from flexnsa.lm import DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus, run
 from flexnsa.lm.checkpoint import whole_file
+from flexnsa.lm.checkpoint.checksum import sealed
 from flexnsa.lm.checkpoint.lock import locked
 from flexnsa.lm.checkpoint.log import JSONLog, read_log
 from flexnsa.lm.cli import main
@@ -43,8 +43,8 @@ def test_resumed_run_equals_uninterrupted_run(text_folder: Path, tmp_path: Path,
         if step == 3:
             (tmp_path / "resumed").mkdir()
             save_checkpoint(tmp_path / "resumed" / "checkpoint.safetensors", interrupted)
-    lines = [json.dumps(record) + "\n" for record in read_log(tmp_path / "whole" / "log.jsonl")[:7]]
-    (tmp_path / "resumed" / "log.jsonl").write_text("".join(lines) + '{"step": 7, "lo')
+    lines = [sealed(record) + b"\n" for record in read_log(tmp_path / "whole" / "log.jsonl")[:7]]
+    (tmp_path / "resumed" / "log.jsonl").write_bytes(b"".join(lines) + b'{"step": 7, "lo')
     resumed = _trainer(text_folder, seed=99, pack=pack, nsa=nsa)  # other weights, which the checkpoint must replace
     run(resumed, tmp_path / "resumed")
 
@@ -246,13 +246,15 @@ def test_log_drops_what_will_be_repeated(tmp_path: Path):
     assert read_log(path) == [{"step": 0}, {"step": 1}, {"step": 2}]
 
 
-@pytest.mark.parametrize("content", ["notes of mine", "[1]\n", "{}\n", '{"step": 0}\nnotes\n', "\0\0\n"])
-def test_file_that_is_no_log_is_left_alone(tmp_path: Path, content: str):
+@pytest.mark.parametrize(
+    "content", [b"notes of mine", b"[1]\n", sealed({}) + b"\n", sealed({"step": 0}) + b"\nnotes\n", b"\0\0\n"]
+)
+def test_file_that_is_no_log_is_left_alone(tmp_path: Path, content: bytes):
     path = tmp_path / "log.jsonl"
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(FileError, match=rf"^{path}: line [12] is no record of a training step; "):
         JSONLog(path, resume_step=1)
-    assert path.read_text() == content
+    assert path.read_bytes() == content
 
 
 def _trainer(text_folder: Path, seed: int = 0, pack: bool = False, nsa: NSAConfig = TINY) -> Trainer:
