@@ -12,11 +12,11 @@ from typing import Any
 
 from flexnsa.files import write_whole
 from flexnsa.lm.checkpoint.checksum import sealed, unsealed
-from flexnsa.lm.diagnosis.cases import OUTCOME, Outcome
+from flexnsa.lm.diagnosis.cases import Outcome
 from flexnsa.lm.diagnosis.environment import environment
 from flexnsa.lm.measure.table import format_table
 
-CASE = "case.json"
+OUTCOME = "outcome.json"
 EQUAL = ("impl", "checkpointing", "recompute", "parallel", "ranks", "compiled")
 """Axes along which a step computes the same."""
 
@@ -103,15 +103,15 @@ def run_matrix(
     cases: list[tuple[Point, Outcome]] = []
     code = versions()
     for number, point in enumerate(points, 1):
-        own = folder / name_of(point)
-        asked = json.loads(json.dumps({"point": point, "about": about, "versions": code}))
-        outcome = _earlier(own, asked)
+        file = folder / name_of(point) / OUTCOME
+        settings = json.loads(json.dumps({"point": point, "about": about, "versions": code}))
+        outcome = _earlier(file, settings)
         if outcome is None or (retry and not outcome.passed):
-            own.mkdir(parents=True, exist_ok=True)
-            (own / OUTCOME).unlink(missing_ok=True)
-            write_whole(own / CASE, sealed(asked, indent=1))
-            outcome = run(point, own)
-            report(f"{number}/{len(points)} {own.name}: {outcome.status} in {outcome.seconds:.1f} s {outcome.reason}")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            outcome = run(point, file.parent)
+            write_whole(file, sealed(asdict(outcome) | settings, indent=1))
+            took = f"{outcome.status} in {outcome.seconds:.1f} s {outcome.reason}"
+            report(f"{number}/{len(points)} {file.parent.name}: {took}")
         cases.append((point, outcome))
     return Matrix(cases)
 
@@ -131,16 +131,15 @@ def in_words(value: Any) -> str:
     return "+".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def _earlier(folder: Path, asked: dict[str, Any]) -> Outcome | None:
-    """Return the outcome of the same case in an earlier start, if both files agree with their checksums."""
-    files = folder / CASE, folder / OUTCOME
-    if not all(file.exists() for file in files):
+def _earlier(file: Path, settings: dict[str, Any]) -> Outcome | None:
+    """Return the outcome of the same case in an earlier start, unless its file is damaged."""
+    if not file.exists():
         return None
     try:
-        (case, _), (outcome, _) = (unsealed(file.read_bytes()) for file in files)
+        record, _ = unsealed(file.read_bytes())
     except ValueError:
         return None
-    return Outcome(**outcome) if case == asked else None
+    return Outcome(**record) if all(record.pop(name, None) == value for name, value in settings.items()) else None
 
 
 def versions() -> dict[str, Any]:

@@ -107,5 +107,5 @@ def test_the_command_looks_at_every_variant_of_a_model_and_finds_nothing(
     assert len(first["arrived"]) == 19, "5 of them of an indexer"
     assert {"attention.w_q", "mlp.up"} <= {name.removeprefix("layers.0.") for name in first["modules"]}
     assert all(name in said for name in first["arrived"])
-    kept = {LOCK_NAME, "environment.json", "log.rank-0.txt", "outcome.json"}
+    kept = {LOCK_NAME, "environment.json", "log.rank-0.txt"}
     assert kept == {x.name for x in (tmp_path / "case").iterdir()}
