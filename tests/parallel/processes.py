@@ -40,13 +40,16 @@ class Group:
         """Return what a rank has printed so far."""
         return (self.folder / f"output-{rank}.txt").read_text()
 
+    def outputs(self) -> str:
+        """Return the last of what each rank has printed."""
+        return "\n".join(f"rank {rank}: {self.output(rank)[-2000:]}" for rank in range(len(self.processes)))
+
     def wait(self) -> list[int | None]:
         """Return the exit statuses; a signal's is negative."""
         end = time.monotonic() + LIMIT
         for rank, rank_process in enumerate(self.processes):
             rank_process.join(max(0.0, end - time.monotonic()))
-            outputs = [self.output(rank)[-2000:] for rank in range(len(self.processes))]
-            assert not rank_process.is_alive(), "\n".join([f"rank {rank} hangs; outputs of all ranks:", *outputs])
+            assert not rank_process.is_alive(), f"rank {rank} hangs:\n{self.outputs()}"
         return [rank_process.exitcode for rank_process in self.processes]
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
@@ -72,7 +75,7 @@ def started(size: int, folder: Path, function: Callable[..., object], *arguments
 def run_together(size: int, folder: Path, function: Callable[..., object], *arguments: Any) -> None:
     """Run to the end, which has to be a good one."""
     with started(size, folder, function, *arguments) as group:
-        assert group.wait() == [0] * size, "\n".join(group.output(rank)[-3000:] for rank in range(size))
+        assert group.wait() == [0] * size, group.outputs()
 
 
 def _run(_sender: Connection, output: Path, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:

@@ -14,67 +14,30 @@ from flexnsa.files import write_whole
 from flexnsa.lm.checkpoint.checksum import sealed, unsealed
 from flexnsa.lm.diagnosis.cases import Outcome
 from flexnsa.lm.diagnosis.environment import environment
-from flexnsa.lm.measure.table import format_table
+from flexnsa.lm.measure.table import Report, format_table
 
 OUTCOME = "outcome.json"
 EQUAL = ("impl", "checkpointing", "recompute", "parallel", "ranks", "compiled")
 """Axes along which a step computes the same."""
 
 _PACKAGE = Path(__file__).parents[2]
-_VERSIONS = ("device", "python", "torch", "triton")
 
 Point = dict[str, Any]
 """A value of each axis, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """The points of a matrix, and their outcomes."""
+@dataclass(frozen=True, kw_only=True)
+class Matrix(Report):
+    """The points of a matrix with their outcomes.
+
+    Args:
+        cases: in the order in which they were run.
+        spread: largest relative difference of last losses of cases that differ along axes of ``EQUAL`` only; None
+            without losses.
+    """
 
     cases: list[tuple[Point, Outcome]]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every case passed."""
-        return all(outcome.passed for _, outcome in self.cases)
-
-    def sentence(self) -> str:
-        """Count the cases that passed, name the others, and give the spread of cases that compute the same."""
-        words = [f"{sum(outcome.passed for _, outcome in self.cases)} of {len(self.cases)} cases passed"]
-        for status in ("failed", "over time"):
-            names = [name_of(point) for point, outcome in self.cases if outcome.status == status]
-            words += [f"{status}: {'; '.join(names)}"] if names else []
-        spread = self.spread()
-        words += [] if spread is None else [f"losses of cases that compute the same differ by at most {spread:.1e}"]
-        return "; ".join(words) + "."
-
-    def spread(self) -> float | None:
-        """Return the largest relative difference of last losses of cases that differ along axes of ``EQUAL`` only."""
-        alike: dict[str, list[float]] = {}
-        for point, outcome in self.cases:
-            if outcome.values.get("losses"):
-                key = name_of({axis: value for axis, value in point.items() if axis not in EQUAL})
-                alike.setdefault(key, []).append(outcome.values["losses"][-1])
-        return max(((max(losses) - min(losses)) / max(map(abs, losses)) for losses in alike.values()), default=None)
-
-    def table(self) -> str:
-        """Return a table with a line for each case."""
-        axes = list(self.cases[0][0])
-        rows = [
-            [
-                *(in_words(point[axis]) for axis in axes),
-                outcome.status,
-                f"{outcome.seconds:.1f}",
-                *(f"{outcome.values[name]:,.4g}" if name in outcome.values else "" for name in ("loss", "peak_mib")),
-                outcome.reason[:100],
-            ]
-            for point, outcome in self.cases
-        ]
-        return format_table([*axes, "", "seconds", "loss", "peak MiB", "because"], rows)
-
-    def record(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {"passed": self.passed, "cases": [{"point": point} | asdict(outcome) for point, outcome in self.cases]}
+    spread: float | None
 
 
 def run_matrix(
@@ -113,7 +76,48 @@ def run_matrix(
             took = f"{outcome.status} in {outcome.seconds:.1f} s {outcome.reason}"
             report(f"{number}/{len(points)} {file.parent.name}: {took}")
         cases.append((point, outcome))
-    return Matrix(cases)
+    return _matrix(cases)
+
+
+def _matrix(cases: list[tuple[Point, Outcome]]) -> Matrix:
+    """Count the cases that passed and name the others; the table has a line for each."""
+    passed = sum(outcome.passed for _, outcome in cases)
+    words = [f"{passed} of {len(cases)} cases passed"]
+    for status in ("failed", "over time"):
+        names = [name_of(point) for point, outcome in cases if outcome.status == status]
+        words += [f"{status}: {'; '.join(names)}"] if names else []
+    spread = _spread(cases)
+    words += [] if spread is None else [f"losses of cases that compute the same differ by at most {spread:.1e}"]
+    rows = [
+        [
+            *map(in_words, point.values()),
+            outcome.status,
+            f"{outcome.seconds:.1f}",
+            *(f"{outcome.values[name]:,.4g}" if name in outcome.values else "" for name in ("loss", "peak_mib")),
+            outcome.reason[:100],
+        ]
+        for point, outcome in cases
+    ]
+    return Matrix(
+        sentence="; ".join(words) + ".",
+        table=format_table([*cases[0][0], "", "seconds", "loss", "peak MiB", "because"], rows),
+        record={
+            "passed": passed == len(cases),
+            "cases": [{"point": point} | asdict(outcome) for point, outcome in cases],
+        },
+        passed=passed == len(cases),
+        cases=cases,
+        spread=spread,
+    )
+
+
+def _spread(cases: list[tuple[Point, Outcome]]) -> float | None:
+    alike: dict[str, list[float]] = {}
+    for point, outcome in cases:
+        if outcome.values.get("losses"):
+            key = name_of({axis: value for axis, value in point.items() if axis not in EQUAL})
+            alike.setdefault(key, []).append(outcome.values["losses"][-1])
+    return max(((max(losses) - min(losses)) / max(map(abs, losses)) for losses in alike.values()), default=None)
 
 
 def combine(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
@@ -144,8 +148,8 @@ def _earlier(file: Path, settings: dict[str, Any]) -> Outcome | None:
 
 def versions() -> dict[str, Any]:
     """Return the code and the device that decide an outcome besides its settings, as plain values."""
-    found = environment()
-    return {"flexnsa_sha256": source_sha256()} | {name: found[name] for name in _VERSIONS}
+    here = environment()
+    return {"flexnsa_sha256": source_sha256()} | {name: here[name] for name in ("device", "python", "torch", "triton")}
 
 
 def source_sha256(package: Path = _PACKAGE) -> str:

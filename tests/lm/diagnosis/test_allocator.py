@@ -9,7 +9,7 @@ import pytest
 
 from flexnsa.lm.cli import main
 from flexnsa.lm.diagnosis import Outcome
-from flexnsa.lm.diagnosis.allocator import Comparison
+from flexnsa.lm.diagnosis.memory import report_peaks
 from tests.lm.cli.tiny_run import write_text
 
 SETTING = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=3"
@@ -35,13 +35,13 @@ def test_the_lowest_peak_is_named_with_its_speed() -> None:
         values = {"reserved_mib": reserved, "allocated_mib": 80.0, "resident_mib": 9.0, "tokens_per_second": speed}
         return Outcome("passed", "", 1.0, values)
 
-    found = Comparison({"segments=off": outcome(2000, 100), "segments=on": outcome(1500, 90)})
-    assert found.passed
-    assert found.sentence() == (
+    report = report_peaks({"segments=off": outcome(2000, 100), "segments=on": outcome(1500, 90)})
+    assert report.passed
+    assert report.sentence == (
         "reserved memory peaks lowest under segments=on: 1,500 MiB at 0.90 times the speed of segments=off, "
         "whose peak is 2,000 MiB."
     )
-    failed = Comparison({"bad": Outcome("failed", "rank 0: no such setting", 1.0, {})})
+    failed = report_peaks({"bad": Outcome("failed", "rank 0: no such setting", 1.0, {})})
     assert not failed.passed
-    assert failed.sentence() == "no setting came to its end."
-    assert "no such setting" in failed.table()
+    assert failed.sentence == "no setting came to its end."
+    assert "no such setting" in failed.table

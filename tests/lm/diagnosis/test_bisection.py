@@ -48,17 +48,17 @@ def test_a_layer_that_deadlocks_in_backward_is_named_with_its_branch(tmp_path: P
     def run(trial: Trial) -> Outcome:
         return run_case(tmp_path / trial.name(), take_step, trial, seconds=3)
 
-    found = bisect(run, replace(WHOLE, num_layers=CULPRIT + 1, checkpointed=(0, 0)))
-    assert found.found
-    assert found.sentence().startswith("layer 2 hangs (after 3 s rank 0 in threading.py:")
-    assert found.sentence().endswith("checkpointed or not; of the branches slc alone (6 trials).")
-    stacks = (tmp_path / found.trials[0][0].name() / "stacks.rank-0.txt").read_text()
+    bisection = bisect(run, replace(WHOLE, num_layers=CULPRIT + 1, checkpointed=(0, 0)))
+    assert not bisection.passed
+    assert bisection.sentence.startswith("layer 2 hangs (after 3 s rank 0 in threading.py:")
+    assert bisection.sentence.endswith("checkpointed or not; of the branches slc alone (6 trials).")
+    stacks = (tmp_path / bisection.trials[0][0].name() / "stacks.rank-0.txt").read_text()
     assert "never_return" in stacks
 
 
 def trials_of(fails: Callable[[Trial], bool], whole: Trial = WHOLE, status: Any = "failed") -> tuple[str, list[Trial]]:
-    found = bisect(lambda trial: Outcome(status if fails(trial) else "passed", "why", 0.0, {}), whole)
-    return found.culprit, [trial for trial, _ in found.trials]
+    bisection = bisect(lambda trial: Outcome(status if fails(trial) else "passed", "why", 0.0, {}), whole)
+    return bisection.culprit, [trial for trial, _ in bisection.trials]
 
 
 @pytest.mark.parametrize("culprit", range(12))

@@ -13,7 +13,7 @@ import torch
 
 from flexnsa.lm import Trainer
 from flexnsa.lm.cli import main
-from flexnsa.lm.diagnosis.environment import sentence, table
+from flexnsa.lm.diagnosis.environment import report_environment
 from tests.lm.cli.tiny_run import train as train_small
 from tests.lm.cli.tiny_run import write_text
 
@@ -46,8 +46,9 @@ def test_gpus_are_counted_by_kind_and_listed() -> None:
     gpu = {"name": "NVIDIA H200", "capability": "9.0", "memory_gib": 139.8, "multiprocessors": 132}
     record = {"commit": "abc", "torch": "2.11", "cuda": "13.0", "driver": "580.1", "threads": 8, "cores": 16}
     record |= {"gpus": [gpu | {"index": 0}, gpu | {"index": 1}], "variables": {}}
-    assert "CUDA 13.0 with driver 580.1 on 2 x NVIDIA H200" in sentence(record)
-    assert re.search(r"^GPU 1 +NVIDIA H200, 139.8 GiB, 132 multiprocessors of 9.0$", table(record), re.MULTILINE)
+    report = report_environment(record)
+    assert "CUDA 13.0 with driver 580.1 on 2 x NVIDIA H200" in report.sentence
+    assert re.search(r"^GPU 1 +NVIDIA H200, 139.8 GiB, 132 multiprocessors of 9.0$", report.table, re.MULTILINE)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

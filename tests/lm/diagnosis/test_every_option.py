@@ -18,7 +18,7 @@ from flexnsa.lm import DecoderLM
 from flexnsa.lm.cli import main
 from flexnsa.lm.cli import train as train_command
 from flexnsa.lm.cli.diagnose import LOOKS
-from flexnsa.lm.cli.recipe_options import model_config
+from flexnsa.lm.cli.train import model_config
 from flexnsa.lm.diagnosis import GradientTrace, Outcome
 from flexnsa.lm.estimate import estimate_training
 from flexnsa.lm.parallel import Ranks
@@ -202,8 +202,7 @@ OF_NO_TRAINING = ("environment", "selection")
 
 @pytest.mark.parametrize("look", [name for name in LOOKS if name not in OF_NO_TRAINING])
 def test_a_diagnosis_takes_the_options_of_training(look: str) -> None:
-    command, _ = LOOKS[look]
-    missing = _actions(train_command.add_arguments).keys() - _actions(command.add_arguments).keys()
+    missing = _actions(train_command.add_arguments).keys() - _actions(LOOKS[look].add_arguments).keys()
     of_runs = {"--eval-every", "--checkpoint-every", "--strict", "--watchdog", "--reduce-dtype", "--log-ranks"}
     of_runs |= {"--context-parallel"}
     assert missing - {"--steps", "--parallel"} == of_runs

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from flexnsa.lm.checkpoint.lock import LOCK_NAME
 from flexnsa.lm.cli import main
-from flexnsa.lm.diagnosis import run_case, trace_gradients
-from flexnsa.lm.diagnosis.gradients import has_missing, sentence
+from flexnsa.lm.diagnosis import GradientTrace, run_case, trace_gradients
+from flexnsa.lm.diagnosis.gradients import report_gradients
 from flexnsa.lm.parallel import joined_ranks
 from tests.lm.cli.tiny_run import write_text
 from tests.parallel.steps import CPU
@@ -83,10 +83,14 @@ def test_a_gradient_of_zeros_is_told_from_none() -> None:
 
 
 def test_the_sentence_names_what_is_missing_in_which_variants() -> None:
-    trace = {"missing": {1: ["layers.0.attention.gate.linear.weight"]}}
-    record = {"ranks": 2, "traces": [{"missing": {}}, trace, trace]}
-    assert has_missing(record)
-    assert sentence(record) == (
+    settings = {"branches": "win", "checkpointing": "none", "static_graph": False}
+    whole, partial = (
+        settings | GradientTrace(missing=missing).record()
+        for missing in ({}, {1: ["layers.0.attention.gate.linear.weight"]})
+    )
+    report = report_gradients({"ranks": 2, "traces": [whole, partial, partial]})
+    assert not report.passed
+    assert report.sentence == (
         "missing: layers.0.attention.gate.linear.weight, which got no gradient on rank 1 in 2 of 3 variants on 2 ranks."
     )
 
@@ -107,5 +111,5 @@ def test_the_command_looks_at_every_variant_of_a_model_and_finds_nothing(
     assert len(first["arrived"]) == 19, "5 of them of an indexer"
     assert {"attention.w_q", "mlp.up"} <= {name.removeprefix("layers.0.") for name in first["modules"]}
     assert all(name in said for name in first["arrived"])
-    kept = {LOCK_NAME, "environment.json", "log.rank-0.txt"}
-    assert kept == {x.name for x in (tmp_path / "case").iterdir()}
+    files = {LOCK_NAME, "environment.json", "log.rank-0.txt"}
+    assert files == {x.name for x in (tmp_path / "case").iterdir()}

@@ -45,10 +45,10 @@ def test_every_combination_has_a_folder_and_what_failed_is_named(tmp_path: Path)
     matrix = run_matrix(tmp_path, AXES, cases)
     assert cases.asked == 8
     assert not matrix.passed
-    assert matrix.sentence().startswith(
+    assert matrix.sentence.startswith(
         "4 of 8 cases passed; failed: branches=cmp+slc,impl=reference,precision=fp32; branches=cmp+slc,impl=reference,"
     )
-    assert "rank 0: ValueError: no such kernel (test_matrix.py:" in matrix.table()
+    assert "rank 0: ValueError: no such kernel (test_matrix.py:" in matrix.table
     folder = tmp_path / "branches=win,impl=sdpa,precision=bf16"
     kept = {LOCK_NAME, "environment.json", "log.rank-0.txt", "outcome.json"}
     assert kept == {x.name for x in folder.iterdir()}
@@ -73,8 +73,8 @@ def test_a_matrix_that_was_stopped_goes_on_and_runs_nothing_twice(tmp_path: Path
     assert other.asked == 4
     matrix = run_matrix(tmp_path, axes, other, about={"seq_len": 99})
     assert other.asked == 4
-    assert matrix.spread() == pytest.approx(1e-3, rel=0.01)  # among implementations, and not among precisions
-    assert "losses of cases that compute the same differ by at most 1.0e-03" in matrix.sentence()
+    assert matrix.spread == pytest.approx(1e-3, rel=0.01)  # among implementations, and not among precisions
+    assert "losses of cases that compute the same differ by at most 1.0e-03" in matrix.sentence
 
 
 @pytest.mark.parametrize("name", ["flexnsa_sha256", "device", "python", "torch", "triton"])

@@ -12,7 +12,7 @@ import torch
 
 from flexnsa.lm.cli import main
 from flexnsa.lm.diagnosis import run_case, soak
-from flexnsa.lm.diagnosis.soaking import growth, has_grown, report, sentence
+from flexnsa.lm.diagnosis.memory import growth, report_growth, summarize
 from flexnsa.lm.measure.memory import MIB
 from flexnsa.lm.parallel import joined_ranks
 from tests.lm.cli.tiny_run import write_text
@@ -24,15 +24,15 @@ STEPS = 24
 def soak_two_ranks_one_of_which_leaks() -> dict[str, Any]:
     with joined_ranks("ddp", CPU) as ranks:
         trainer = make_trainer(ranks)
-        kept: list[torch.Tensor] = []
+        leaked: list[torch.Tensor] = []
 
         def step() -> None:
             trainer.train_step()
             if ranks.rank == 1:
-                kept.append(torch.ones(MIB // 4))
+                leaked.append(torch.ones(MIB // 4))
 
-        own = report(soak(step, STEPS, CPU), tokens=4 * 48, threshold=0.5, rank=ranks.rank)
-        return {"ranks": ranks.gather(own)}
+        summary = summarize(soak(step, STEPS, CPU), tokens=4 * 48, threshold=0.5, rank=ranks.rank)
+        return {"ranks": ranks.gather(summary)}
 
 
 def test_a_leak_of_a_mebibyte_a_step_is_found_on_its_rank(tmp_path: Path) -> None:
@@ -42,9 +42,10 @@ def test_a_leak_of_a_mebibyte_a_step_is_found_on_its_rank(tmp_path: Path) -> Non
     assert flat["grows"] == []
     assert leaking["grows"] == ["resident"]
     assert leaking["mib_per_step"]["resident"] == pytest.approx(1, abs=0.3)
-    assert has_grown(outcome.values)
-    assert sentence(outcome.values).startswith("grows: resident memory grows by +")
-    assert "MiB a step on rank 1 at most, of 0.5 allowed" in sentence(outcome.values)
+    report = report_growth(outcome.values)
+    assert not report.passed
+    assert report.sentence.startswith("grows: resident memory grows by +")
+    assert "MiB a step on rank 1 at most, of 0.5 allowed" in report.sentence
 
 
 def test_growth_is_told_from_a_single_step_up_whether_it_drips_or_comes_in_gulps() -> None:

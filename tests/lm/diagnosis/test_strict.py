@@ -19,7 +19,7 @@ from flexnsa.attention.dispatch import IMPLEMENTATIONS
 from flexnsa.lm import Trainer, run
 from flexnsa.lm.cli import main
 from flexnsa.lm.diagnosis import strict
-from flexnsa.lm.diagnosis.module_names import failing_branch
+from flexnsa.lm.diagnosis.non_finite import failing_branch
 from flexnsa.lm.model.decoder import DecoderLayer
 from flexnsa.lm.parallel import Ranks, joined_ranks
 from tests.parallel.processes import run_together
