@@ -1,14 +1,10 @@
-"""Functions in processes of their own, which end with the function that started them.
-
-So the memory of one measurement cannot hide in another's, and a process that hangs or dies costs no other.
-"""
+"""Functions in processes of their own, which end with the function that started them: one that dies costs no other."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import time
@@ -121,16 +117,14 @@ def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables and block SIGINT for processes that are started inside the context."""
     resource_tracker.ensure_running()  # it starts with the first process, and unblocks the signal
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
@@ -139,81 +133,3 @@ def redirect_output(path: Path) -> None:
     output = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
-
-
-def run_fresh(
-    function: Callable[..., dict[str, Any]],
-    *arguments: Any,
-    seconds: float,
-    limit_memory: bool = True,
-    preload: bool = False,
-    report: Callable[[str], object] = lambda stage: None,  # noqa: ARG005
-) -> dict[str, Any]:
-    """Return the dict that ``function(progress, *arguments)`` returns, called in a new process.
-
-    Args:
-        function: importable from its module; calls ``progress(stage)`` with words for what it does next.
-        *arguments: of the function; picklable.
-        seconds: time limit of the function.
-        limit_memory: let the process use at most 85 % of the free memory. Not for CUDA, which reserves more addresses
-            than there is memory.
-        preload: fork from a server that has imported the function's module, as in :func:`started`.
-        report: called here with each stage.
-
-    Returns:
-        The function's dict; if there is none, ``{"label": why}``: over time, out of memory, or the error. The label of
-        a point over time names its last stage, which tells slow from stuck.
-    """
-    preloaded = [function.__module__] if preload else []
-    stage, since = "starting", time.monotonic()
-    with started(_call, [(limit_memory, function, arguments)], seconds=seconds, preload=preloaded) as group:
-        for _, message in group.messages():
-            if isinstance(message, Died):
-                return {"label": _death(message.exitcode, stage)}
-            if isinstance(message, dict):
-                return message
-            stage, since = message, time.monotonic()
-            report(stage)
-    return {"label": f"over {seconds:.0f} s, {time.monotonic() - since:.0f} s of them in: {stage}"}
-
-
-def _death(exitcode: int, stage: str) -> str:
-    if exitcode == -signal.SIGKILL:  # by the system
-        return f"out of memory, in: {stage}"
-    return f"died with exit code {exitcode}, in: {stage}"
-
-
-def _call(
-    sender: Connection, limit_memory: bool, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]
-) -> None:
-    if limit_memory:
-        _limit_memory()
-    sender.send(BEGUN)
-    sender.send("starting")
-    try:
-        result = function(sender.send, *arguments)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip()[:300]}"
-        result = {"label": "out of memory" if _is_out_of_memory(error) else reason}
-    sender.send(result)
-
-
-def _limit_memory(share: float = 0.85) -> None:
-    """Limit this process to a share of the free memory, so that the system need not kill another one for it."""
-    free = kilobytes(Path("/proc/meminfo"), "MemAvailable")
-    if free:
-        limit = kilobytes(Path("/proc/self/status"), "VmSize") + share * free
-        resource.setrlimit(resource.RLIMIT_AS, (int(limit * 1024), resource.RLIM_INFINITY))
-
-
-def kilobytes(file: Path, name: str) -> int:
-    """Read a line such as ``VmRSS:  1234 kB`` of a file below /proc; 0 if there is none."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    values = [line.split()[1] for line in lines if line.startswith(name + ":")]
-    return int(values[0]) if values else 0
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or any(
-        words in str(error) for words in ("out of memory", "can't allocate memory", "not enough memory")
-    )
