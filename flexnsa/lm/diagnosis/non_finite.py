@@ -131,11 +131,10 @@ class FirstNonFinite:
             called[:] = [(inputs[0], options)]
 
         def look(_module: nn.Module, inputs: tuple[Tensor]) -> None:
-            where = self._look_both_ways(inputs[0], f"{place}, sum of the branches")
-            if where is not None:
-                tag = failing_branch(attention, *called[0])
-                if tag is not None:
-                    self._finding = replace(where, place=f"{place}, branch {tag} (what it gives)")
+            finding = self._look_both_ways(inputs[0], f"{place}, sum of the branches")
+            tag = None if finding is None else failing_branch(attention, *called[0])
+            if finding is not None and tag is not None:
+                self._finding = replace(finding, place=f"{place}, branch {tag} (what it gives)")
             called.clear()
 
         self._handles.append(attention.register_forward_pre_hook(remember, with_kwargs=True))
@@ -158,10 +157,8 @@ class FirstNonFinite:
         finite = torch.isfinite(x.detach())
         if bool(finite.all()):
             return None
-        row, token = None, None
-        if x.dim() > 1:
-            at = (~finite).nonzero()[0].tolist()
-            row, token = at[0], at[1] if x.dim() == 3 else None
+        at = (~finite).nonzero()[0].tolist()
+        row, token = at[0] if x.dim() > 1 else None, at[1] if x.dim() == 3 else None
         self._finding = Finding(self._looked, direction, place, forward_pass, row, token)
         return self._finding
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -127,13 +127,9 @@ class Recipe:
         device = torch.device(self.device)
         return device if self.parallel is None else rank_device(device)
 
-    @contextmanager
-    def joined(self, same: Mapping[str, Any] | None = None) -> Iterator[Ranks]:
+    def joined(self, same: Mapping[str, Any] | None = None) -> AbstractContextManager[Ranks]:
         """Join the ranks, as :func:`~flexnsa.lm.parallel.joined_ranks` does."""
-        with joined_ranks(
-            self.parallel, self.local_device(), self.reduce_dtype, self.context_parallel, same=same
-        ) as ranks:
-            yield ranks
+        return joined_ranks(self.parallel, self.local_device(), self.reduce_dtype, self.context_parallel, same=same)
 
     def build_trainer(self, ranks: Ranks) -> Trainer:
         """Build a trainer at step 0."""
@@ -197,7 +193,7 @@ def _value(kind: str, text: str) -> Any:
     if kind.startswith("bool") and text in ("true", "false"):
         return text == "true"
     if kind == "bool":
-        raise ValueError(f"expected true or false, got {text!r}")
+        raise ValueError(text)
     return {"int": int, "float": float}.get(kind.split(" |")[0], str)(text)
 
 
@@ -217,13 +213,8 @@ def take_steps(recipe: Recipe, steps: int) -> dict[str, Any]:
         peaks = peaks_in_mib(trainer.device)
     mean = sum(seconds[1:]) / (steps - 1) if steps > 1 else seconds[0]
     speed = recipe.training.tokens_per_step / mean
-    return {
-        "losses": losses,
-        "loss": losses[-1],
-        "tokens_per_second": speed,
-        **peaks,
-        "peak_mib": next(iter(peaks.values())),
-    }
+    first, *_ = peaks.values()
+    return {"losses": losses, "loss": losses[-1], "tokens_per_second": speed, **peaks, "peak_mib": first}
 
 
 def _chosen(settings: Mapping[str, Any], config_class: type) -> dict[str, Any]:

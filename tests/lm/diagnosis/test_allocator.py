@@ -5,29 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from flexnsa.lm.cli import main
 from flexnsa.lm.diagnosis import Outcome
 from flexnsa.lm.diagnosis.memory import report_peaks
-from tests.lm.cli.tiny_run import write_text
+from tests.lm.diagnosis.conftest import Diagnose
 
 SETTING = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=3"
 
 
-def test_the_command_takes_steps_under_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, seen, out = write_text(tmp_path / "text"), tmp_path / "seen.json", tmp_path / "out"
-    sizes = "--dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 --batch-size 1 --seq-len 24"
-    command = ["diagnose", "allocator", "--text", str(text), *sizes.split(), "--device", "cpu", "--out", str(out)]
-    main([*command, "--steps", "2", "--setting", SETTING, "--json", str(seen)])
-    assert capsys.readouterr().out.startswith(f"resident memory peaks lowest under {SETTING}: ")
-    assert json.loads(seen.read_text())["settings"][SETTING]["values"]["resident_mib"] > 50
-    variables = json.loads((out / "0" / "environment.json").read_text())["variables"]
+def test_the_command_takes_steps_under_a_setting(tmp_path: Path, diagnose: Diagnose) -> None:
+    ran = diagnose("allocator", "--steps 2 --setting", SETTING)
+    assert ran.out.startswith(f"resident memory peaks lowest under {SETTING}: ")
+    assert ran.record["settings"][SETTING]["values"]["resident_mib"] > 50
+    variables = json.loads((tmp_path / "out" / "0" / "environment.json").read_text())["variables"]
     assert SETTING.split() == [f"{name}={variables[name]}" for name in ("PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS")]
-    with pytest.raises(SystemExit) as left:
-        main([*command, "--setting", "expandable"])
-    assert left.value.code == 2
-    assert "argument --setting: expected NAME=VALUE" in capsys.readouterr().err
+    ran = diagnose("allocator", "--setting expandable")
+    assert ran.status == 2
+    assert "argument --setting: expected NAME=VALUE" in ran.err
 
 
 def test_the_lowest_peak_is_named_with_its_speed() -> None:

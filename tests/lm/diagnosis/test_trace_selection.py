@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,24 +92,28 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def diagnose(run: Path, *options: str) -> None:
-    files = ("--checkpoint", str(run / "run"), "--text", str(run / "text"), "--device", "cpu")
-    main(["diagnose", "selection", *files, "--json", str(run / "found.json"), *options])
+@pytest.fixture
+def diagnose(run: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, dict[str, Any]]]:
+    """Return a function that runs the command, and returns what it prints and writes."""
+
+    def call(*options: str) -> tuple[str, dict[str, Any]]:
+        files = ("--checkpoint", str(run / "run"), "--text", str(run / "text"), "--device", "cpu")
+        main(["diagnose", "selection", *files, "--json", str(run / "report.json"), *options])
+        return capsys.readouterr().out, json.loads((run / "report.json").read_text())
+
+    return call
 
 
-def test_the_command_reports_every_head(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    diagnose(run, "--seq-len", "120", "--sequences", "2")
-    printed, found = capsys.readouterr().out, json.loads((run / "found.json").read_text())
-    assert found["sentence"] in printed
-    assert "layer 0, key head 0 finds 0." in found["sentence"]
-    assert 0 < found["heads"][0]["recall"] < 1
+def test_the_command_reports_every_head(diagnose: Callable[..., tuple[str, dict[str, Any]]]) -> None:
+    printed, record = diagnose("--seq-len", "120", "--sequences", "2")
+    assert record["sentence"] in printed
+    assert "layer 0, key head 0 finds 0." in record["sentence"]
+    assert (record["seq_len"], record["sequences"]) == (120, 2)
+    assert 0 < record["heads"][0]["recall"] < 1
     assert "gate slc" in printed
-
-
-def test_where_every_block_is_forced_there_is_nothing_to_choose(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    diagnose(run, "--seq-len", "40")
-    assert "nothing to choose" in capsys.readouterr().out
-    assert json.loads((run / "found.json").read_text())["heads"][0]["recall"] is None
+    printed, record = diagnose("--seq-len", "40")
+    assert "nothing to choose" in printed
+    assert record["heads"][0]["recall"] is None
 
 
 @pytest.mark.parametrize(
@@ -121,9 +126,9 @@ def test_where_every_block_is_forced_there_is_nothing_to_choose(run: Path, capsy
     ],
 )
 def test_wrong_options_are_named(
-    run: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...], message: str, diagnose: Callable[..., object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
-        diagnose(run, *options)
+        diagnose(*options)
     assert left.value.code == 2
     assert message in capsys.readouterr().err
