@@ -72,10 +72,13 @@ def started(size: int, folder: Path, function: Callable[..., object], *arguments
         yield Group(folder, group.processes)
 
 
-def run_together(size: int, folder: Path, function: Callable[..., object], *arguments: Any) -> None:
-    """Run to the end, which has to be a good one."""
+def run_together(
+    size: int, folder: Path, function: Callable[..., object], *arguments: Any, status: int = 0
+) -> list[str]:
+    """Run to the end, which all ranks have to meet with this status; return what each has printed."""
     with started(size, folder, function, *arguments) as group:
-        assert group.wait() == [0] * size, group.outputs()
+        assert group.wait() == [status] * size, group.outputs()
+        return list(map(group.output, range(size)))
 
 
 def _run(_sender: Connection, output: Path, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:

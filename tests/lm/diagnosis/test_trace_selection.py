@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,28 +91,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def diagnose(run: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, dict[str, Any]]]:
-    """Return a function that runs the command, and returns what it prints and writes."""
-
-    def call(*options: str) -> tuple[str, dict[str, Any]]:
-        files = ("--checkpoint", str(run / "run"), "--text", str(run / "text"), "--device", "cpu")
-        main(["diagnose", "selection", *files, "--json", str(run / "report.json"), *options])
-        return capsys.readouterr().out, json.loads((run / "report.json").read_text())
-
-    return call
+def diagnose(run: Path, *options: str) -> None:
+    files = ("--checkpoint", str(run / "run"), "--text", str(run / "text"), "--device", "cpu")
+    main(["diagnose", "selection", *files, "--json", str(run / "report.json"), *options])
 
 
-def test_the_command_reports_every_head(diagnose: Callable[..., tuple[str, dict[str, Any]]]) -> None:
-    printed, record = diagnose("--seq-len", "120", "--sequences", "2")
+def test_the_command_reports_every_head(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    diagnose(run, "--seq-len", "120", "--sequences", "2")
+    printed, record = capsys.readouterr().out, json.loads((run / "report.json").read_text())
     assert record["sentence"] in printed
     assert "layer 0, key head 0 finds 0." in record["sentence"]
     assert (record["seq_len"], record["sequences"]) == (120, 2)
     assert 0 < record["heads"][0]["recall"] < 1
     assert "gate slc" in printed
-    printed, record = diagnose("--seq-len", "40")
-    assert "nothing to choose" in printed
-    assert record["heads"][0]["recall"] is None
+
+
+def test_where_every_block_is_forced_there_is_nothing_to_choose(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    diagnose(run, "--seq-len", "40")
+    assert "nothing to choose" in capsys.readouterr().out
+    assert json.loads((run / "report.json").read_text())["heads"][0]["recall"] is None
 
 
 @pytest.mark.parametrize(
@@ -126,9 +122,9 @@ def test_the_command_reports_every_head(diagnose: Callable[..., tuple[str, dict[
     ],
 )
 def test_wrong_options_are_named(
-    options: tuple[str, ...], message: str, diagnose: Callable[..., object], capsys: pytest.CaptureFixture[str]
+    run: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
-        diagnose(*options)
+        diagnose(run, *options)
     assert left.value.code == 2
     assert message in capsys.readouterr().err
