@@ -16,7 +16,7 @@ from flexnsa.lm.diagnosis.cases import Outcome
 from flexnsa.lm.diagnosis.environment import environment
 from flexnsa.lm.measure.table import Report, format_table
 
-OUTCOME = "outcome.json"
+CASE, OUTCOME = "case.json", "outcome.json"
 EQUAL = ("impl", "checkpointing", "recompute", "parallel", "ranks", "compiled")
 """Axes along which a step computes the same."""
 
@@ -66,15 +66,16 @@ def run_matrix(
     cases: list[tuple[Point, Outcome]] = []
     code = versions()
     for number, point in enumerate(points, 1):
-        file = folder / name_of(point) / OUTCOME
+        case = folder / name_of(point)
         settings = json.loads(json.dumps({"point": point, "about": about, "versions": code}))
-        outcome = _earlier(file, settings)
+        outcome = _earlier(case, settings)
         if outcome is None or (retry and not outcome.passed):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            outcome = run(point, file.parent)
-            write_whole(file, sealed(asdict(outcome) | settings, indent=1))
-            took = f"{outcome.status} in {outcome.seconds:.1f} s {outcome.reason}"
-            report(f"{number}/{len(points)} {file.parent.name}: {took}")
+            case.mkdir(parents=True, exist_ok=True)
+            (case / OUTCOME).unlink(missing_ok=True)
+            write_whole(case / CASE, sealed(settings, indent=1))
+            outcome = run(point, case)
+            write_whole(case / OUTCOME, sealed(asdict(outcome), indent=1))
+            report(f"{number}/{len(points)} {case.name}: {outcome.status} in {outcome.seconds:.1f} s {outcome.reason}")
         cases.append((point, outcome))
     return _matrix(cases)
 
@@ -135,15 +136,16 @@ def in_words(value: Any) -> str:
     return "+".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def _earlier(file: Path, settings: dict[str, Any]) -> Outcome | None:
-    """Return the outcome of the same case in an earlier start, unless its file is damaged."""
-    if not file.exists():
+def _earlier(folder: Path, settings: dict[str, Any]) -> Outcome | None:
+    """Return the outcome of the same case in an earlier start, if both files agree with their checksums."""
+    files = folder / CASE, folder / OUTCOME
+    if not all(file.exists() for file in files):
         return None
     try:
-        record, _ = unsealed(file.read_bytes())
+        (case, _), (outcome, _) = (unsealed(file.read_bytes()) for file in files)
     except ValueError:
         return None
-    return Outcome(**record) if all(record.pop(name, None) == value for name, value in settings.items()) else None
+    return Outcome(**outcome) if case == settings else None
 
 
 def versions() -> dict[str, Any]:

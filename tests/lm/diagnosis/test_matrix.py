@@ -48,7 +48,7 @@ def test_every_combination_has_a_folder_and_what_failed_is_named(tmp_path: Path)
     matrix = run_matrix(tmp_path, ONE_CASE, lambda _, folder: run_case(folder, fail, seconds=20), about={"new": 1})
     assert "rank 0: ValueError: no such kernel (test_matrix.py:" in matrix.table
     folder = tmp_path / "branches=win,impl=sdpa,precision=fp32"
-    files = {LOCK_NAME, "environment.json", "log.rank-0.txt", "outcome.json"}
+    files = {LOCK_NAME, "environment.json", "log.rank-0.txt", "case.json", "outcome.json"}
     assert files == {file.name for file in folder.iterdir()}
     assert "ValueError: no such kernel" in (folder / "log.rank-0.txt").read_text()
 
@@ -97,10 +97,11 @@ def test_a_changed_file_of_a_package_changes_its_fingerprint(tmp_path: Path) -> 
     assert source_sha256() == source_sha256(Path(flexnsa.__file__).parent)  # all of it, not the language model alone
 
 
-def test_a_damaged_outcome_is_found_out_and_its_case_run_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["case.json", "outcome.json"])
+def test_a_damaged_outcome_is_found_out_and_its_case_run_again(name: str, tmp_path: Path) -> None:
     cases = Cases()
     matrix = run_matrix(tmp_path, ONE_CASE, cases)
-    (file,) = tmp_path.glob("*/outcome.json")
+    (file,) = tmp_path.glob(f"*/{name}")
     whole = file.read_bytes()
     at = len(whole) // 3
     damages = [b"", whole[:-9], b"\xff", whole + whole, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]]
