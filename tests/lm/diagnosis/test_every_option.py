@@ -6,6 +6,7 @@ What a case does is done, but in this process, at the smallest size.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +68,7 @@ def _lines() -> Iterator[str]:
     """Return what is added to a command line: numbers together, what turns off together, every other option alone."""
     actions = {name: x for name, x in _actions(train_command.add_arguments).items() if x.dest not in OF_RUNS}
     numbers = {name: x for name, x in actions.items() if x.type in (int, float)}
-    values = dict(number.split("=") for number in NUMBERS.split())
+    values: dict[str, str] = dict(re.findall(r"(\w+)=(\S+)", NUMBERS))
     yield " ".join(f"{name} {values[action.dest]}" for name, action in numbers.items())
     off = [name for name, action in actions.items() if action.nargs == 0 and name.startswith("--no-")]
     yield " ".join(off)
