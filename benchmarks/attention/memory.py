@@ -18,13 +18,14 @@ import torch
 
 from benchmarks.harness import options
 from benchmarks.harness.clock import Clock
+from benchmarks.harness.fresh import run_fresh
 from benchmarks.harness.growth import growth, growth_of, slopes
 from benchmarks.harness.layers import LAYERS
+from benchmarks.harness.memory import AllocatorProbe, ResidentProbe, saved_for_backward
 from benchmarks.harness.phases import PHASES
 from benchmarks.harness.setting import CPU, Setting, large
 from benchmarks.harness.workloads import WHOLE
-from flexnsa.lm.measure.memory import MIB, AllocatorProbe, ResidentProbe, saved_for_backward
-from flexnsa.lm.measure.process import run_fresh
+from flexnsa.lm.measure.memory import MIB
 from flexnsa.lm.measure.table import format_table
 
 NAMES = ("NSA", "flash SDPA", "math SDPA", "dense Flex")

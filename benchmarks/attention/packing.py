@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from benchmarks.harness import options
 from benchmarks.harness.check import relative_error
 from benchmarks.harness.clock import Clock
+from benchmarks.harness.fresh import run_fresh
+from benchmarks.harness.memory import AllocatorProbe
 from flexnsa import pack_padded, unpack_padded
 from flexnsa.lm import PRESETS
-from flexnsa.lm.measure.memory import MIB, AllocatorProbe
-from flexnsa.lm.measure.process import run_fresh
+from flexnsa.lm.measure.memory import MIB
 from flexnsa.lm.measure.table import format_table
 from flexnsa.lm.model.decoder import build_attention
 

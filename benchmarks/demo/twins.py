@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from benchmarks.harness.clock import Clock
 from flexnsa.lm.data.corpus import read_corpus
 from flexnsa.lm.generation.generate import generate
-from flexnsa.lm.measure.process import started
+from flexnsa.lm.measure.process import Died, started
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.lm.model.decoder import DecoderLM
 from flexnsa.lm.training.config import TrainConfig
@@ -47,34 +46,24 @@ def train_twins(models: dict[str, DecoderConfig], training: TrainConfig, sample_
     threads = max(1, torch.get_num_threads() // len(models))
     jobs = [(model, training, sample_bytes, threads) for model in models.values()]
     with started(_train, jobs) as group:
-        receivers = [receiver for _, receiver in group]
-        results = {receiver: TwinResult(name) for receiver, name in zip(receivers, models, strict=True)}
-        bars = {
-            receiver: tqdm(total=training.steps, desc=f"{name:11}", position=position, unit="step")
-            for position, (receiver, name) in enumerate(zip(receivers, models, strict=True))
-        }
-        for receiver, (kind, value) in _messages(receivers):
-            _record(results[receiver], kind, value)
+        results = list(map(TwinResult, models))
+        bars = [
+            tqdm(total=training.steps, desc=f"{name:11}", position=position, unit="step")
+            for position, name in enumerate(models)
+        ]
+        for number, message in group.messages():
+            if isinstance(message, Died):
+                if message.exitcode:
+                    raise RuntimeError("a training process died before its end; its traceback is above")
+                continue
+            kind, value = message
+            _record(results[number], kind, value)
             if kind == "loss":
-                bars[receiver].set_postfix_str(f"{value[1]:.2f} bits per byte", refresh=False)
-                bars[receiver].update()
-        for bar in bars.values():
+                bars[number].set_postfix_str(f"{value[1]:.2f} bits per byte", refresh=False)
+                bars[number].update()
+        for bar in bars:
             bar.close()
-    return list(results.values())
-
-
-def _messages(receivers: list[Connection]) -> Iterator[tuple[Connection, tuple[str, Any]]]:
-    while receivers:
-        for receiver in wait(receivers):
-            assert isinstance(receiver, Connection)
-            try:
-                kind, value = receiver.recv()
-            except EOFError:
-                raise RuntimeError("a training process died before its end; its traceback is above") from None
-            if kind == "end":
-                receivers.remove(receiver)
-            else:
-                yield receiver, (kind, value)
+    return results
 
 
 def _record(result: TwinResult, kind: str, value: Any) -> None:
@@ -110,4 +99,3 @@ def _train(
     sender.send(("seconds", seconds))
     text = generate(model, PROMPT, sample_bytes, temperature=0.8)
     sender.send(("sample", (PROMPT + text).decode(errors="replace").rstrip()))
-    sender.send(("end", None))

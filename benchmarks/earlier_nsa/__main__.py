@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.earlier_nsa import rows
 from benchmarks.earlier_nsa.rows import ROWS, Row
 from benchmarks.harness import options
+from benchmarks.harness.fresh import run_fresh
 from flexnsa.lm.estimate.training import Precision
-from flexnsa.lm.measure.process import run_fresh
 from flexnsa.lm.measure.table import format_table
 
 ABOUT = """\

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from benchmarks.harness.clock import Clock
+from benchmarks.harness.memory import AllocatorProbe, ResidentProbe, saved_for_backward
 from flexnsa.lm import DecoderConfig, DecoderLM, preset
 from flexnsa.lm.estimate import estimate_training
 from flexnsa.lm.estimate.training import Precision
-from flexnsa.lm.measure.memory import MIB, AllocatorProbe, ResidentProbe, saved_for_backward
+from flexnsa.lm.measure.memory import MIB
 
 Progress = Callable[[str], object]
 

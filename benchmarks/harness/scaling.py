@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness.clock import Clock
+from benchmarks.harness.fresh import run_fresh
+from benchmarks.harness.memory import saved_for_backward
 from flexnsa import NSAConfig, native_sparse_attention
 from flexnsa.geometry import num_compressed
-from flexnsa.lm.measure.memory import MIB, peak_resident_bytes, saved_for_backward
-from flexnsa.lm.measure.process import run_fresh
+from flexnsa.lm.measure.memory import MIB, peak_resident_bytes
 
 BACKENDS = {"math SDPA": SDPBackend.MATH, "flash SDPA": SDPBackend.FLASH_ATTENTION}
 ATTENTIONS = (*BACKENDS, "NSA")

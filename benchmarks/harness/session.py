@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.clock import Clock
+from benchmarks.harness.memory import AllocatorProbe
 from benchmarks.harness.recording import Recording
 from benchmarks.harness.setting import Setting
 from benchmarks.harness.workloads import Maker, Workload
-from flexnsa.lm.measure.memory import MIB, AllocatorProbe
+from flexnsa.lm.measure.memory import MIB
 
 Point = dict[str, Any]
 Result = TypeVar("Result")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.harness import options
 from benchmarks.harness.clock import Clock
+from benchmarks.harness.memory import AllocatorProbe
 from benchmarks.harness.recording import Recording
 from benchmarks.harness.setting import Setting
 from flexnsa import block_importance
@@ -31,7 +32,7 @@ from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp
 from flexnsa.attention.triton.kernels.top_blocks import write_top_blocks
 from flexnsa.attention.triton.selection import chunks, select_blocks_triton
 from flexnsa.geometry import num_blocks, num_compressed
-from flexnsa.lm.measure.memory import MIB, AllocatorProbe
+from flexnsa.lm.measure.memory import MIB
 from flexnsa.positions import Positions
 
 SETTING = Setting()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._functorch import config as functorch
 
 from benchmarks.harness.clock import Clock
+from benchmarks.harness.memory import AllocatorProbe
 from benchmarks.kernels.selected_plans import Shape, Variant
 from flexnsa.attention.flex import branches
 from flexnsa.attention.interface import Call
@@ -21,7 +22,7 @@ from flexnsa.attention.tiles import selected as tiles
 from flexnsa.attention.triton import selected
 from flexnsa.attention.triton.kernels import selected_lists
 from flexnsa.config import NSAConfig
-from flexnsa.lm.measure.memory import MIB, AllocatorProbe
+from flexnsa.lm.measure.memory import MIB
 from flexnsa.masks.document import document_positions
 from flexnsa.positions import Positions
 

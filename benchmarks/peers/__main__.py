@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.harness import options
+from benchmarks.harness.fresh import run_fresh
 from benchmarks.harness.recording import Recording
 from benchmarks.harness.session import Session
 from benchmarks.harness.setting import Setting, published
@@ -29,7 +30,6 @@ from benchmarks.peers.autotuned import compile_configs_at_once
 from benchmarks.peers.problem import Adapter, Problem
 from benchmarks.peers.table import DIFFERENCES, TABLE, missing
 from benchmarks.peers.trial import attempt
-from flexnsa.lm.measure.process import run_fresh
 
 Key = tuple[str, str]
 

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.attention.memory import MAKERS, allocated, resident
+from benchmarks.harness.fresh import run_fresh
 from benchmarks.harness.layers import LAYERS, PEER
 from benchmarks.harness.phases import PHASES
 from benchmarks.harness.setting import Setting, large
 from benchmarks.harness.workloads import Workload
-from flexnsa.lm.measure.process import run_fresh
 
 Extent = Literal["smoke", "quick", "full"]
 BASELINES = ("flash SDPA", "math SDPA")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.harness.memory import saved_for_backward
 from flexnsa import NativeSparseAttention, selection_loss
-from flexnsa.lm.measure.memory import saved_for_backward
 from tests.support.inputs import SMALL, attend, make_inputs
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.memory import saved_for_backward
 from flexnsa import NativeSparseAttention
 from flexnsa.geometry import BRANCHES
 from flexnsa.layers import projection
@@ -15,7 +16,6 @@ from flexnsa.layers.gating import Gate
 from flexnsa.layers.layouts import RowKeys
 from flexnsa.layers.projection import project_together
 from flexnsa.layers.rope import apply_rope, rope_tables
-from flexnsa.lm.measure.memory import saved_for_backward
 from tests.support.inputs import SMALL
 
 

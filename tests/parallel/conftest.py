@@ -19,8 +19,8 @@ RunOnce = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="session")
 def run_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunOnce:
     """Return what ``function(file, *arguments)`` has saved in its file, run by a group of ``size`` processes."""
-    own = tmp_path_factory.getbasetemp()
-    shared = own.parent if hasattr(request.config, "workerinput") else own
+    of_worker = tmp_path_factory.getbasetemp()
+    shared = of_worker.parent if hasattr(request.config, "workerinput") else of_worker
 
     @cache
     def get(size: int, function: Callable[..., object], *arguments: Any) -> dict[str, Any]:

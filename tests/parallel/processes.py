@@ -3,47 +3,38 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flexnsa.lm.measure.process import redirect_output
+from flexnsa.lm.measure import process
 from flexnsa.lm.parallel.joining import launch_variables
 
 LIMIT = 300.0
 """Seconds after which a group that has not ended counts as hanging."""
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "flexnsa.lm.cli.train",
-        "flexnsa.lm.parallel.data_parallel",
-        "torch.distributed.checkpoint",
-        "torch._dynamo.backends.debugging",  # what compiles takes seconds of every rank
-        "torch._inductor.compile_fx",
-    ]
+PRELOAD = (
+    "flexnsa.lm.cli.train",
+    "flexnsa.lm.parallel.data_parallel",
+    "torch.distributed.checkpoint",
+    "torch._dynamo.backends.debugging",  # what compiles takes seconds of every rank
+    "torch._inductor.compile_fx",
 )
 
 
+@dataclass
 class Group:
     """Started processes; what rank ``r`` prints goes to ``<folder>/output-<r>.txt``."""
 
-    def __init__(self, size: int, folder: Path, function: Callable[..., object], *arguments: Any) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        sizes = {"LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-        self.processes = [
-            _CONTEXT.Process(target=_run, args=(sizes | launched, folder, function, arguments))
-            for launched in launch_variables(size)
-        ]
-        for process in self.processes:
-            process.start()
+    folder: Path
+    processes: list[BaseProcess]
 
     def output(self, rank: int) -> str:
         """Return what a rank has printed so far."""
@@ -56,16 +47,16 @@ class Group:
     def wait(self) -> list[int | None]:
         """Return the exit statuses; a signal's is negative."""
         end = time.monotonic() + LIMIT
-        for rank, process in enumerate(self.processes):
-            process.join(max(0.0, end - time.monotonic()))
-            assert not process.is_alive(), f"rank {rank} hangs:\n{self.outputs()}"
-        return [process.exitcode for process in self.processes]
+        for rank, rank_process in enumerate(self.processes):
+            rank_process.join(max(0.0, end - time.monotonic()))
+            assert not rank_process.is_alive(), f"rank {rank} hangs:\n{self.outputs()}"
+        return [rank_process.exitcode for rank_process in self.processes]
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Wait for something that the processes bring about."""
         end = time.monotonic() + LIMIT
         while not is_so():
-            assert any(process.is_alive() for process in self.processes), self.output(0)[-2000:]
+            assert any(rank_process.is_alive() for rank_process in self.processes), self.output(0)[-2000:]
             assert time.monotonic() < end, "nothing happens"
             time.sleep(0.005)
 
@@ -73,25 +64,25 @@ class Group:
 @contextmanager
 def started(size: int, folder: Path, function: Callable[..., object], *arguments: Any) -> Iterator[Group]:
     """Start ``function(*arguments)`` in processes that see the variables of torchrun; none outlives the context."""
-    group = Group(size, folder, function, *arguments)
-    try:
-        yield group
-    finally:
-        for process in group.processes:
-            process.kill()
-            process.join()
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = {"LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    variables = [sizes | launched for launched in launch_variables(size)]
+    jobs = [(folder / f"output-{rank}.txt", function, arguments) for rank in range(size)]
+    with process.started(_run, jobs, preload=PRELOAD, variables=variables) as group:
+        yield Group(folder, group.processes)
 
 
-def run_together(size: int, folder: Path, function: Callable[..., object], *arguments: Any) -> None:
-    """Run to the end, which has to be a good one."""
+def run_together(
+    size: int, folder: Path, function: Callable[..., object], *arguments: Any, status: int = 0
+) -> list[str]:
+    """Run to the end, which all ranks have to meet with this status; return what each has printed."""
     with started(size, folder, function, *arguments) as group:
-        statuses = group.wait()
-        assert statuses == [0] * size, "\n".join(group.output(rank)[-3000:] for rank in range(size))
+        assert group.wait() == [status] * size, group.outputs()
+        return list(map(group.output, range(size)))
 
 
-def _run(variables: dict[str, str], folder: Path, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(variables)
-    redirect_output(folder / f"output-{variables['RANK']}.txt")
+def _run(_sender: Connection, output: Path, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    process.redirect_output(output)
     faulthandler.dump_traceback_later(LIMIT - 5)  # says where it hangs
     torch.set_num_threads(1)
     function(*arguments)

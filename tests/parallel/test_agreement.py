@@ -19,12 +19,11 @@ from flexnsa.errors import RanksDifferError
 from flexnsa.lm import Corpus, DecoderLM, Trainer, run
 from flexnsa.lm.cli import main, train
 from flexnsa.lm.cli import options as cli_options
-from flexnsa.lm.cli.recipe_options import model_config, train_config
-from flexnsa.lm.cli.train import MAY_DIFFER, agreed_options
+from flexnsa.lm.cli.train import MAY_DIFFER, agreed_options, model_config, train_config
 from flexnsa.lm.parallel import Ranks, joined_ranks
 from flexnsa.lm.parallel.agreement import REFUSED, flat, require_same, require_same_in_store
 from tests.parallel.conftest import RunOnce
-from tests.parallel.processes import started
+from tests.parallel.processes import run_together
 from tests.parallel.steps import CPU, MODEL, TRAINING, corpus, make_trainer
 
 SIZES = (
@@ -71,17 +70,15 @@ def text_of_two(tmp_path: Path) -> Path:
 def started_apart(text_of_two: Path, tmp_path: Path) -> Started:
     """Return what two ranks have printed that end with status 2 before a folder is made; the second has options."""
 
-    def outputs(parallel: str, *own: str) -> list[str]:
+    def outputs(parallel: str, *on_rank_1: str) -> list[str]:
         options = ("--text", str(text_of_two), "--out", str(tmp_path / "run"), "--parallel", parallel)
-        with started(2, tmp_path / "output", _train, options, own) as group:
-            assert group.wait() == [2, 2], group.output(0) + group.output(1)
-            return [group.output(rank) for rank in range(2)]
+        return run_together(2, tmp_path / "output", _train, options, on_rank_1, status=2)
 
     return outputs
 
 
-def _train(options: tuple[str, ...], own: tuple[str, ...]) -> None:
-    main(["train", *SIZES.split(), *options, *(own if os.environ["RANK"] == "1" else ())])
+def _train(options: tuple[str, ...], on_rank_1: tuple[str, ...]) -> None:
+    main(["train", *SIZES.split(), *options, *(on_rank_1 if os.environ["RANK"] == "1" else ())])
 
 
 def _train_without_packages_on_rank_1(options: tuple[str, ...]) -> None:
@@ -110,33 +107,29 @@ def test_an_option_that_would_have_ranks_wait_for_each_other_is_found_before_the
 
 @pytest.mark.parametrize("option", ALONE)
 def test_what_one_rank_alone_refuses_ends_all(option: str, started_apart: Started, tmp_path: Path) -> None:
-    for said in started_apart("ddp", option, ALONE[option]):
-        assert re.search(rf"error: argument {option}: expected .*, got .* on rank 1 \(", said), said
+    for output in started_apart("ddp", option, ALONE[option]):
+        assert re.search(rf"error: argument {option}: expected .*, got .* on rank 1 \(", output), output
     assert not (tmp_path / "run").exists()
 
 
 def test_a_package_that_one_rank_lacks_ends_all(text_of_two: Path, tmp_path: Path) -> None:
     options = ("--text", str(text_of_two), "--out", str(tmp_path / "run"), "--parallel", "ddp")
-    with started(2, tmp_path / "output", _train_without_packages_on_rank_1, options) as group:
-        assert group.wait() == [2, 2], group.outputs()
-        for rank in range(2):
-            assert "error: flexnsa: numpy, safetensors, tqdm not installed" in group.output(rank)
-            assert "on rank 1" in group.output(rank)
+    for output in run_together(2, tmp_path / "output", _train_without_packages_on_rank_1, options, status=2):
+        assert "error: flexnsa: numpy, safetensors, tqdm not installed" in output
+        assert "on rank 1" in output
 
 
 def test_the_option_is_named_for_which_one_rank_refuses_another(started_apart: Started) -> None:
-    own = ("--context-parallel", "2", "--pack")  # pack: expected False with context_parallel
-    _assert_named(started_apart("ddp", *own), "--context-parallel")
+    options = ("--context-parallel", "2", "--pack")  # pack: expected False with context_parallel
+    _assert_named(started_apart("ddp", *options), "--context-parallel")
 
 
 def test_a_rank_that_was_not_told_of_the_others_does_not_train_alone(text_of_two: Path, tmp_path: Path) -> None:
     options = ("--text", str(text_of_two), "--out", str(tmp_path / "run"))
-    with started(2, tmp_path / "output", _train_with_one_parallel, options) as group:
-        assert group.wait() == [2, 2], group.output(0) + group.output(1)
-        _assert_named([group.output(rank) for rank in range(2)], "--parallel")
-    with started(2, tmp_path / "output", _train, options, ()) as group:
-        assert group.wait() == [2, 2], group.output(0) + group.output(1)
-        assert "error: argument --parallel: expected a way for the 2 processes of torchrun" in group.output(1)
+    outputs = run_together(2, tmp_path / "output", _train_with_one_parallel, options, status=2)
+    _assert_named(outputs, "--parallel")
+    outputs = run_together(2, tmp_path / "output", _train, options, (), status=2)
+    assert "error: argument --parallel: expected a way for the 2 processes of torchrun" in outputs[1]
     assert not (tmp_path / "run").exists()
 
 
@@ -147,9 +140,9 @@ def _train_with_one_parallel(options: tuple[str, ...]) -> None:
 def _assert_named(outputs: list[str], option: str) -> None:
     difference = rf"error: argument {option}: expected the same on all ranks, got (.+) on rank 0; (.+) on rank 1 \("
     for output in outputs:
-        found = re.search(difference, output)
-        assert found, output
-        assert found[1] != found[2]
+        match = re.search(difference, output)
+        assert match, output
+        assert match[1] != match[2]
 
 
 def test_options_that_may_differ_do(tmp_path: Path) -> None:
@@ -158,10 +151,9 @@ def test_options_that_may_differ_do(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     common = ("--text", str(tmp_path / "text"), "--out", str(tmp_path / "run"), "--parallel", "ddp")
-    own = ("--text", str(tmp_path / "copy"), "--out", str(tmp_path / "link"), "--log-ranks", "--device", "auto")
+    on_rank_1 = ("--text", str(tmp_path / "copy"), "--out", str(tmp_path / "link"), "--log-ranks", "--device", "auto")
     for _ in range(2):  # and so they do when it is started again
-        with started(2, tmp_path / "output", _train, common, own) as group:
-            assert group.wait() == [0, 0], group.output(0) + group.output(1)
+        run_together(2, tmp_path / "output", _train, common, on_rank_1)
     assert (tmp_path / "run" / "log.rank-1.jsonl").exists()
     assert not list((tmp_path / "run").glob(".flexnsa.seen*"))
 
@@ -171,11 +163,10 @@ def test_every_option_is_compared_or_is_known_to_be_of_one_process() -> None:
     train.add_arguments(parser)
     arguments = parser.parse_args([])
     text = Corpus(torch.zeros(9, dtype=torch.uint8), torch.zeros(9, dtype=torch.uint8))
-    told = flat(agreed_options(arguments, model_config(arguments), train_config(arguments), text))
+    compared = flat(agreed_options(arguments, model_config(arguments), train_config(arguments), text))
     joining = {"parallel", "reduce_dtype", "context_parallel"}
     options = {action.dest for action in parser._actions} - {"help"}
-    told_of_no_option = {"vocab_size"}  # the tokenizer decides it
-    assert options - joining - MAY_DIFFER.keys() == told.keys() - told_of_no_option
+    assert options - joining - MAY_DIFFER.keys() == compared.keys() - {"vocab_size"}  # which the tokenizer decides
 
 
 def _trainers(file: Path, parallel: str) -> None:
@@ -193,12 +184,12 @@ def _trainers(file: Path, parallel: str) -> None:
         "head.weight": {"change": lambda model: model.head.double()},
     }
     with joined_ranks(parallel, CPU) as ranks:
-        said = {}
+        errors = {}
         for name, options in different.items():
-            own = options if ranks.rank == ranks.world_size - 1 else {}
-            said[name] = ranks.gather(_error_of(ranks, **({"text": text} | own)))
+            on_last = options if ranks.rank == ranks.world_size - 1 else {}
+            errors[name] = ranks.gather(_error_of(ranks, **({"text": text} | on_last)))
         if ranks.rank == 0:
-            torch.save(said, file)
+            torch.save(errors, file)
 
 
 def _error_of(ranks: Ranks, text: Corpus, model: Any = MODEL, config: Any = TRAINING, **options: Any) -> str:
@@ -224,7 +215,7 @@ def test_trainers_that_are_built_differently_are_refused_on_all_ranks(run_once: 
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("values_by_rank", "message"),
     [
         ([{"a": 1, "b": 2}, {"a": 1, "b": 3}], "b: expected the same on all ranks, got 2 on rank 0; 3 on rank 1"),
         ([{"a": 1}, {}, {"a": 1}], "a: expected the same on all ranks, got 1 on rank 0, 2; None on rank 1"),
@@ -239,10 +230,10 @@ def test_trainers_that_are_built_differently_are_refused_on_all_ranks(run_once: 
         ([{REFUSED: "b: no"}, {}, {REFUSED: "c: no"}], "b: no on rank 0; c: no on rank 2"),
     ],
 )
-def test_the_first_difference_is_named(told: list[dict[str, Any]], message: str) -> None:
+def test_the_first_difference_is_named(values_by_rank: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(RanksDifferError, match=f"^{message}$"):
-        require_same(told)
-    assert _said_through_a_store(told) == [message] * len(told)
+        require_same(values_by_rank)
+    assert _errors_through_a_store(values_by_rank) == [message] * len(values_by_rank)
 
 
 def test_ranks_compare_the_checkpoint_that_they_start_from_before_they_read_it(tmp_path: Path) -> None:
@@ -263,22 +254,22 @@ def test_ranks_compare_the_checkpoint_that_they_start_from_before_they_read_it(t
 
 def test_the_same_is_welcome_and_leaves_nothing_in_the_store() -> None:
     require_same([flat({"a": {"b": [1, 2]}})] * 3)
-    assert _said_through_a_store([flat({"a": {"b": [1, 2]}})] * 3) == [""] * 3
+    assert _errors_through_a_store([flat({"a": {"b": [1, 2]}})] * 3) == [""] * 3
 
 
-def _said_through_a_store(told: list[dict[str, Any]]) -> list[str]:
+def _errors_through_a_store(values_by_rank: list[dict[str, Any]]) -> list[str]:
     """Compare twice, as a process does that joins a second time."""
     store = HashStore()
 
     def compare(rank: int) -> str:
         try:
-            require_same_in_store(store, rank, len(told), told[rank])
+            require_same_in_store(store, rank, len(values_by_rank), values_by_rank[rank])
         except RanksDifferError as error:
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(len(told)) as threads:
-        first, second = (list(threads.map(compare, range(len(told)))) for _ in range(2))
+    with ThreadPoolExecutor(len(values_by_rank)) as threads:
+        first, second = (list(threads.map(compare, range(len(values_by_rank)))) for _ in range(2))
     assert store.num_keys() == 0
     assert first == second
     return first

@@ -73,14 +73,14 @@ def test_killed_and_stopped_at_any_moment_it_goes_on_to_the_same_curve_bit_for_b
     with ranks("killed", _train_until_rank_0_has_written_half_a_checkpoint) as group:
         assert group.wait() == [-signal.SIGKILL, 1], group.output(1)
     assert list(folder.glob("checkpoint*.tmp"))
-    kept = curve(folder)
-    assert kept == whole[: len(kept)]
+    before = curve(folder)
+    assert before == whole[: len(before)]
     with ranks("killed") as group:  # a polite word to one of them
-        group.wait_until(lambda: len(curve(folder)) > len(kept) + 1)
+        group.wait_until(lambda: len(curve(folder)) > len(before) + 1)
         os.kill(group.processes[1].pid or 0, signal.SIGTERM)
         assert group.wait() == [128 + signal.SIGTERM] * 2
         stopped = len(curve(folder))
-        assert len(kept) < stopped < STEPS
+        assert len(before) < stopped < STEPS
     with ranks("killed") as group:
         assert group.wait() == [0, 0], group.output(0)
     assert curve(folder) == whole
@@ -113,9 +113,9 @@ def test_other_numbers_of_processes_and_other_ways_go_on_to_the_same_curve(
             assert group.wait() == [128 + signal.SIGTERM] * size
     monkeypatch.setattr(sys, "stderr", (tmp_path / "stderr").open("w"))
     train(*options, str(folder))
-    found = curve(folder)
-    assert [record["step"] for record in found] == list(range(STEPS))
-    for one, other in zip(found, whole, strict=True):
+    resumed = curve(folder)
+    assert [record["step"] for record in resumed] == list(range(STEPS))
+    for one, other in zip(resumed, whole, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
     main(["generate", "--checkpoint", str(folder), "--prompt", "def", "--max-new-tokens", "2", "--device", "cpu"])
 
@@ -123,18 +123,8 @@ def test_other_numbers_of_processes_and_other_ways_go_on_to_the_same_curve(
 def test_processes_that_share_tokens_take_the_curve_of_one(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = [
-        "--no-pack",
-        "--window-size",
-        "4",
-        "--compress-block-size",
-        "8",
-        "--compress-stride",
-        "4",
-        "--select-block-size",
-        "8",
-    ]
-    options = (*sizes, "--text", str(text), "--out")
+    sizes = "--no-pack --window-size 4 --compress-block-size 8 --compress-stride 4 --select-block-size 8"
+    options = (*sizes.split(), "--text", str(text), "--out")
     monkeypatch.setattr(sys, "stderr", (tmp_path / "stderr").open("w"))
     train(*options, str(tmp_path / "whole"), "--steps", "12")
     spread = ("--parallel", "fsdp2", "--context-parallel", "2")
@@ -170,10 +160,9 @@ def test_all_ranks_of_a_second_run_in_a_folder_are_told_of_the_first(text: Path,
     folder = tmp_path / "run"
     folder.mkdir()
     options = ("--parallel", "ddp", "--text", str(text), "--out", str(folder))
-    with locked(folder), started(2, tmp_path / "output", train, *options) as group:
-        assert group.wait() == [2, 2]
-        for rank in range(2):
-            assert f"{folder}: process {os.getpid()} is training here" in group.output(rank)
+    with locked(folder):
+        outputs = run_together(2, tmp_path / "output", train, *options, status=2)
+    assert all(f"{folder}: process {os.getpid()} is training here" in output for output in outputs)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
@@ -181,16 +170,16 @@ def test_all_ranks_of_a_second_run_in_a_folder_are_told_of_the_first(text: Path,
 def test_ranks_that_see_different_disks_are_told(text: Path, tmp_path: Path, parallel: str, done: int) -> None:
     if done:
         run_together(1, tmp_path / "output", train, "--text", str(text), "--out", str(tmp_path / "0"), "--steps", "2")
-    with started(2, tmp_path / "output", _train_in_a_folder_of_its_own, str(text), tmp_path, parallel) as group:
-        assert group.wait() == [2, 2]
-        assert f"{tmp_path / '1'}: not the same folder on rank 1 as on rank 0; take" in group.output(1)
-        assert all("--out" in group.output(rank) for rank in range(2))
+    arguments = (_train_in_a_folder_of_its_own, str(text), tmp_path, parallel)
+    outputs = run_together(2, tmp_path / "output", *arguments, status=2)
+    assert f"{tmp_path / '1'}: not the same folder on rank 1 as on rank 0; take" in outputs[1]
+    assert all("--out" in output for output in outputs)
 
 
 def _train_in_a_folder_of_its_own(text: str, folder: Path, parallel: str) -> None:
-    own = folder / os.environ["RANK"]
-    own.mkdir(exist_ok=True)
-    train("--parallel", parallel, "--text", text, "--out", str(own), "--steps", "2")
+    local = folder / os.environ["RANK"]
+    local.mkdir(exist_ok=True)
+    train("--parallel", parallel, "--text", text, "--out", str(local), "--steps", "2")
 
 
 WRONG: dict[str, tuple[str, dict[str, str], str]] = {

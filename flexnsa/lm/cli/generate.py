@@ -116,10 +116,10 @@ class _Stream:
 
     def write(self, _row: int, token: int) -> None:
         text = self.spelling.decode(token)
-        kept = next((place for place, character in enumerate(text) if character in self.spelling.stop_characters), None)
+        stop = next((place for place, character in enumerate(text) if character in self.spelling.stop_characters), None)
         self.count += 1
-        print(text[:kept], end="", flush=True)
-        if kept is not None:
+        print(text[:stop], end="", flush=True)
+        if stop is not None:
             raise _StopReachedError
 
     def end(self) -> None:

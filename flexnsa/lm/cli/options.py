@@ -107,14 +107,14 @@ def device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(name)
+        named = torch.device(name)
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(f"expected a device such as cpu or cuda:0, got {name!r}") from error
-    module: Any = getattr(torch, found.type, None)  # such as torch.cuda; a meta device has none, and cannot compute
+    module: Any = getattr(torch, named.type, None)  # such as torch.cuda; a meta device has none, and cannot compute
     here = module.device_count() if hasattr(module, "is_available") and module.is_available() else 0
-    if (found.index or 0) >= here:
+    if (named.index or 0) >= here:
         raise argparse.ArgumentTypeError(f"expected a device of this machine, got {name!r}, which is not here")
-    return found
+    return named
 
 
 def utf8(text: str) -> bytes:

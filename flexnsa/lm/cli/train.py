@@ -1,28 +1,36 @@
-"""``python -m flexnsa train``: train a language model on text; a stopped run resumes exactly."""
+"""``python -m flexnsa train``: train a language model on text; a stopped run resumes exactly.
+
+The options of the model, its training and the text are those of ``diagnose`` too.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from flexnsa.checks.primitives import check_positive_int
-from flexnsa.lm.cli.options import output_folder
-from flexnsa.lm.cli.recipe_options import (
-    add_recipe_options,
-    model_config,
-    preset_of_options,
-    recipe_of_options,
-    train_config,
+from flexnsa.config import NSAConfig
+from flexnsa.lm.cli.options import (
+    add_checkpointing_option,
+    add_config_options,
+    add_device_option,
+    config_options,
+    output_folder,
+    require,
 )
 from flexnsa.lm.data.corpus import Corpus
+from flexnsa.lm.data.tokenizer import TextTokenizer
 from flexnsa.lm.diagnosis.environment import recorded_environment
 from flexnsa.lm.diagnosis.non_finite import strict
-from flexnsa.lm.diagnosis.recipe import Recipe
+from flexnsa.lm.diagnosis.recipe import Recipe, corpus
 from flexnsa.lm.diagnosis.stacks import stacks_on_request
 from flexnsa.lm.diagnosis.watchdog import watchdog
-from flexnsa.lm.model.config import DecoderConfig
+from flexnsa.lm.model.config import PRESETS, DecoderConfig, changed
 from flexnsa.lm.parallel.joining import (
     PARALLEL,
     REDUCE_DTYPES,
@@ -31,7 +39,8 @@ from flexnsa.lm.parallel.joining import (
     refused_together,
 )
 from flexnsa.lm.parallel.ranks import Ranks
-from flexnsa.lm.training.config import TrainConfig
+from flexnsa.lm.training.checkpoint import configs_of_run
+from flexnsa.lm.training.config import TRAIN_PRESETS, TrainConfig
 from flexnsa.lm.training.run import Watcher, require_one_run, run
 
 
@@ -62,7 +71,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
         recipe = recipe_of_options(arguments, arguments.out, leave_out=arguments.out, **joining)
         watchers = _watchers(arguments)
         recipe = replace(recipe, ranks=_count_processes(arguments))
-        recipe.own_device()
+        recipe.local_device()
         recipe.check_training()
     # What a checkpoint says is compared later: ranks that see different folders are told of these.
     same = agreed_options(arguments, model_config(arguments), train_config(arguments), recipe.corpus())
@@ -77,11 +86,11 @@ def _train(recipe: Recipe, ranks: Ranks, arguments: argparse.Namespace, watchers
     require_one_run(arguments.out, ranks)
     trainer = recipe.build_trainer(ranks)
     if ranks.rank == 0:
-        corpus = trainer.corpus
+        text = trainer.corpus
         size = sum(parameter.numel() for parameter in trainer.model.parameters())
-        print(f"{size:,} parameters; {len(corpus.train):,} bytes to train on, {len(corpus.validation):,} to validate")
-        if corpus.tokenized is not None:
-            print(f"{len(corpus.tokenized.train.ids):,} tokens to train on, of {recipe.model.vocab_size:,}")
+        print(f"{size:,} parameters; {len(text.train):,} bytes to train on, {len(text.validation):,} to validate")
+        if text.tokenized is not None:
+            print(f"{len(text.tokenized.train.ids):,} tokens to train on, of {recipe.model.vocab_size:,}")
     return run(trainer, arguments.out, log_ranks=arguments.log_ranks, watchers=watchers)
 
 
@@ -153,16 +162,16 @@ MAY_DIFFER = {
 
 
 def agreed_options(
-    arguments: argparse.Namespace, model: DecoderConfig, training: TrainConfig, corpus: Corpus
+    arguments: argparse.Namespace, model: DecoderConfig, training: TrainConfig, text: Corpus
 ) -> dict[str, Any]:
     """Return the values that all processes have to agree on, by option, besides those that join them.
 
     Texts and tokenizers are compared by content, because their paths may differ between machines.
     """
-    content = corpus.fingerprints()
+    content = text.fingerprints()
     return {
         "preset": preset_of_options(arguments),
-        "text": f"{len(corpus.train) + len(corpus.validation):,} bytes of sha256 {content['text_sha256'][:16]}",
+        "text": f"{len(text.train) + len(text.validation):,} bytes of sha256 {content['text_sha256'][:16]}",
         "tokenizer": content.get("tokenizer_sha256"),
         "compile": arguments.compile,
         "strict": arguments.strict,
@@ -170,3 +179,88 @@ def agreed_options(
         "model": model.to_dict(),
         "training": asdict(training),
     }
+
+
+def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) -> None:
+    """Declare the options; sizes that are not given come from the preset.
+
+    Args:
+        parser: of the command.
+        skip: fields of :class:`~flexnsa.lm.TrainConfig` that the command does not use, or names differently.
+    """
+    parser.add_argument("--text", type=Path, help="a text file or a folder; default: Python's standard library")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="a file of Hugging Face tokenizers, or a folder with tokenizer.json; default: a token is a byte",
+    )
+    parser.add_argument(
+        "--preset", choices=PRESETS, help="sizes and hyper-parameters; default: text-125m on a GPU, text-small on a CPU"
+    )
+    add_device_option(parser)
+    parser.add_argument("--compile", action="store_true", help="run the layers through torch.compile")
+    add_checkpointing_option(parser)
+    parser.add_argument(
+        "--pack",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="fill sequences with whole documents, which blank lines separate (default: cut the text anywhere)",
+    )
+    add_config_options(parser, "model", DecoderConfig, skip=("nsa", "vocab_size", "checkpointing"))
+    add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig)
+    add_config_options(parser, "training", TrainConfig, skip=("pack", *skip))
+
+
+def recipe_of_options(arguments: argparse.Namespace, resumed: Path | None = None, **fields: Any) -> Recipe:
+    """Return what the options name, with other fields of the recipe.
+
+    Args:
+        arguments: of the command.
+        resumed: the folder of a run, which says what is left open if there is one and no ``--preset``.
+        **fields: fields of the recipe.
+
+    Raises:
+        FileError: the checkpoint of the run cannot be read.
+        ValueError: an option is out of range, or does not fit another.
+    """
+    require("numpy", "safetensors", "tqdm", extra="train")
+    run = configs_of_run(resumed) if resumed is not None and arguments.preset is None else None
+    model, training = run or (None, None)
+    corpus.cache_clear()  # the text may have changed since another command of this process
+    return Recipe(
+        model=model_config(arguments, model),
+        training=train_config(arguments, training),
+        text=arguments.text,
+        tokenizer=arguments.tokenizer,
+        device=str(arguments.device),
+        compiled=arguments.compile,
+        **fields,
+    )
+
+
+def model_config(arguments: argparse.Namespace, base: DecoderConfig | None = None) -> DecoderConfig:
+    """Return the model that the options name; what they leave open is as in ``base``, or in the preset."""
+    overrides = config_options(arguments, DecoderConfig, skip=("nsa",))
+    tokenizer = text_tokenizer(arguments)
+    overrides |= {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size}
+    config = changed(base or PRESETS[preset_of_options(arguments)], **overrides)
+    return replace(config, nsa=replace(config.nsa, **config_options(arguments, NSAConfig)))
+
+
+def preset_of_options(arguments: argparse.Namespace) -> str:
+    """Return the preset that the options name, or that of the device."""
+    return arguments.preset or ("text-125m" if torch.device(arguments.device).type == "cuda" else "text-small")
+
+
+def text_tokenizer(arguments: argparse.Namespace) -> TextTokenizer | None:
+    """Read the tokenizer that the options name, or return None."""
+    if arguments.tokenizer is None:
+        return None
+    require("tokenizers", extra="hf")
+    return TextTokenizer(arguments.tokenizer)
+
+
+def train_config(arguments: argparse.Namespace, base: TrainConfig | None = None) -> TrainConfig:
+    """Return the hyper-parameters that the options name; what they leave open is as in ``base``, or in the preset."""
+    return replace(base or TRAIN_PRESETS[preset_of_options(arguments)], **config_options(arguments, TrainConfig))

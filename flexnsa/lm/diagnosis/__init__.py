@@ -8,9 +8,9 @@ from flexnsa.lm.diagnosis.cases import Outcome, run_case
 from flexnsa.lm.diagnosis.environment import append_environment, describe_environment, recorded_environment
 from flexnsa.lm.diagnosis.gradients import GradientTrace, trace_gradients
 from flexnsa.lm.diagnosis.matrix import Matrix, run_matrix
+from flexnsa.lm.diagnosis.memory import Sample, soak
 from flexnsa.lm.diagnosis.non_finite import strict
 from flexnsa.lm.diagnosis.selection import HeadSelection, trace_selection
-from flexnsa.lm.diagnosis.soaking import Sample, soak
 from flexnsa.lm.diagnosis.stacks import stacks_on_request
 from flexnsa.lm.diagnosis.watchdog import watchdog
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from flexnsa.lm.diagnosis.cases import Outcome
-from flexnsa.lm.measure.table import format_table
+from flexnsa.lm.measure.table import Report, format_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,42 +29,12 @@ class Trial:
         return f"layers-{self.num_layers}_checkpointed-{first}-{last}_{'-'.join(self.branches)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Bisection:
-    """The culprit, and each trial with its outcome."""
+@dataclass(frozen=True, kw_only=True)
+class Bisection(Report):
+    """What a step needs to fail, and each trial with its outcome; it has passed if the whole step does."""
 
     culprit: str
     trials: list[tuple[Trial, Outcome]]
-
-    @property
-    def found(self) -> bool:
-        """Whether the step fails at all."""
-        return not self.trials[0][1].passed
-
-    def sentence(self) -> str:
-        """Name what the step needs to fail."""
-        count = len(self.trials)
-        return f"{self.culprit} ({count} trial{'s' * (count > 1)})."
-
-    def table(self) -> str:
-        """Return a table with a line for each trial."""
-        rows = [
-            [
-                str(trial.num_layers),
-                "{}:{}".format(*trial.checkpointed),
-                "+".join(trial.branches),
-                outcome.status,
-                f"{outcome.seconds:.1f}",
-                outcome.reason[:120],
-            ]
-            for trial, outcome in self.trials
-        ]
-        return format_table(["layers", "checkpointed", "branches", "", "seconds", "because"], rows)
-
-    def record(self) -> dict[str, Any]:
-        """Return plain values."""
-        trials = [asdict(trial) | asdict(outcome) for trial, outcome in self.trials]
-        return {"culprit": self.culprit, "found": self.found, "trials": trials}
 
 
 def bisect(run: Callable[[Trial], Outcome], whole: Trial) -> Bisection:
@@ -90,7 +59,7 @@ class _Search:
 
     def find(self, whole: Trial) -> Bisection:
         if not self._fails(whole):
-            return self._found("the step passes: there is nothing to find")
+            return self._report("the step passes: there is nothing to find")
         plain = replace(whole, checkpointed=(0, 0))
         if self._fails(plain):
             least = self._fewest_layers(plain)
@@ -102,7 +71,7 @@ class _Search:
             first, last = least.checkpointed
             layers = f"layer {first}" if last - first == 1 else f"layers {first} to {last - 1}, no half of which alone"
             culprit = f"checkpointing of {layers} {self._does(least)}"
-        return self._found(f"{culprit}; {self._branches(least)}" if least.branches else culprit)
+        return self._report(f"{culprit}; {self._branches(least)}" if least.branches else culprit)
 
     def _fails(self, trial: Trial) -> bool:
         if trial not in self.trials:
@@ -144,5 +113,26 @@ class _Search:
             return "each branch alone does"
         return f"of the branches {' and '.join(alone)} alone" if alone else "no branch does alone"
 
-    def _found(self, culprit: str) -> Bisection:
-        return Bisection(culprit, list(self.trials.items()))
+    def _report(self, culprit: str) -> Bisection:
+        trials = list(self.trials.items())
+        rows = [
+            [
+                str(trial.num_layers),
+                "{}:{}".format(*trial.checkpointed),
+                "+".join(trial.branches),
+                outcome.status,
+                f"{outcome.seconds:.1f}",
+                outcome.reason[:120],
+            ]
+            for trial, outcome in trials
+        ]
+        passed = trials[0][1].passed
+        records = [asdict(trial) | asdict(outcome) for trial, outcome in trials]
+        return Bisection(
+            sentence=f"{culprit} ({len(trials)} trial{'s' * (len(trials) > 1)}).",
+            table=format_table(["layers", "checkpointed", "branches", "", "seconds", "because"], rows),
+            record={"culprit": culprit, "found": not passed, "trials": records},
+            passed=passed,
+            culprit=culprit,
+            trials=trials,
+        )

@@ -1,4 +1,4 @@
-"""A case: a function that runs in processes of its own, in a folder that keeps what they print and how they end.
+"""A case: a function that runs in processes of its own, in a folder that keeps what they print.
 
 Hanging or dying processes end with their case, so that what fails can be tried again with less in it.
 """
@@ -14,25 +14,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from flexnsa.files import write_whole
-from flexnsa.lm.checkpoint.checksum import sealed
 from flexnsa.lm.checkpoint.lock import mark
 from flexnsa.lm.diagnosis.environment import FILE_NAME, append_environment
 from flexnsa.lm.diagnosis.stacks import ask_for_stacks, place_of_error, stacks_path
-from flexnsa.lm.measure.process import START_SECONDS, Group, redirect_output, started
+from flexnsa.lm.measure.process import BEGUN, Died, redirect_output, started
 from flexnsa.lm.parallel.joining import launch_variables
 
-OUTCOME = "outcome.json"
 GRACE_SECONDS = 5.0
 """Time that the other ranks may take to end after one has failed."""
-_STARTED = "started"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +53,11 @@ class Outcome:
         return self.status == "passed"
 
 
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """How a rank has ended.
-
-    Args:
-        reason: why it failed, or empty.
-        at: time, on the clock that processes of a machine share.
-        values: returned by its function.
-    """
+class _Ending(NamedTuple):
+    """How a rank has ended: why it failed, when, and what its function returned."""
 
     reason: str
-    at: float
+    time: float
     values: dict[str, Any] | None = None
 
 
@@ -83,8 +72,8 @@ def run_case(
 ) -> Outcome:
     """Call ``function(*arguments)`` in new processes, with the variables that torchrun sets; they divide the threads.
 
-    Writes ``environment.json``, ``log.rank-<r>.txt`` with all that rank ``r`` printed, ``stacks.rank-<r>.txt`` where it
-    crashed or was over time, and at the end ``outcome.json``.
+    Writes ``environment.json``, ``log.rank-<r>.txt`` with all that rank ``r`` printed, and where it crashed or was over
+    time ``stacks.rank-<r>.txt``.
 
     Args:
         folder: of the case; files of an earlier case in it are removed.
@@ -99,44 +88,21 @@ def run_case(
     """
     folder.mkdir(parents=True, exist_ok=True)
     mark(folder)
-    for old in (folder / OUTCOME, *folder.glob("log.rank-*.txt"), *folder.glob(stacks_path(folder, "*").name)):
-        old.unlink(missing_ok=True)
+    for old in (*folder.glob("log.rank-*.txt"), *folder.glob(stacks_path(folder, "*").name)):
+        old.unlink()
     start = time.monotonic()
-    own = [{**(variables or {}), **launched} for launched in launch_variables(ranks)]
-    threads = max(1, torch.get_num_threads() // ranks)
-    jobs = [(folder, of_rank, threads, function, arguments) for of_rank in own]
+    environments = [{**(variables or {}), **launched} for launched in launch_variables(ranks)]
+    jobs = [(folder, max(1, torch.get_num_threads() // ranks), function, arguments)] * ranks
     modules = [function.__module__, "flexnsa.lm.parallel.data_parallel"] if preload else []
-    with started(_run_rank, jobs, preload=modules, variables=own) as group:
-        endings = _endings(group, seconds)
-        running = {rank: process.pid or 0 for rank, (process, _) in enumerate(group) if rank not in endings}
-        places = {rank: ask_for_stacks(process, stacks_path(folder, rank)) for rank, process in running.items()}
-    outcome = _outcome(endings, places, seconds, time.monotonic() - start)
-    write_whole(folder / OUTCOME, sealed(asdict(outcome), indent=1))
-    return outcome
-
-
-def _endings(group: Group, seconds: float) -> dict[int, _Ending]:
-    """Wait for the ranks up to the time limit; return how those ended that did."""
     endings: dict[int, _Ending] = {}
-    running = {receiver: rank for rank, (_, receiver) in enumerate(group)}
-    end = time.monotonic() + START_SECONDS + seconds
-    while running and (ready := wait(list(running), max(0.0, end - time.monotonic()))):
-        for receiver in ready:
-            assert isinstance(receiver, Connection)
-            rank = running[receiver]
-            try:
-                message = receiver.recv()
-            except EOFError:
-                group[rank][0].join()
-                message = _Ending(_death(group[rank][0].exitcode or 0), at=0.0)
-            if message == _STARTED:
-                end = time.monotonic() + seconds
-                continue
-            endings[rank] = message
-            del running[receiver]
-            if message.reason:
-                end = min(end, time.monotonic() + GRACE_SECONDS)
-    return endings
+    with started(_run_rank, jobs, seconds=seconds, preload=modules, variables=environments) as group:
+        for rank, message in group.messages():
+            endings.setdefault(rank, _death(message.exitcode) if isinstance(message, Died) else message)
+            if endings[rank].reason:
+                group.end_within(GRACE_SECONDS)
+        running = {rank: process.pid or 0 for rank, process in enumerate(group.processes) if rank not in endings}
+        places = {rank: ask_for_stacks(process, stacks_path(folder, rank)) for rank, process in running.items()}
+    return _outcome(endings, places, seconds, time.monotonic() - start)
 
 
 def _outcome(endings: dict[int, _Ending], places: dict[int, str], limit: float, seconds: float) -> Outcome:
@@ -145,29 +111,24 @@ def _outcome(endings: dict[int, _Ending], places: dict[int, str], limit: float, 
     seconds = round(seconds, 2)
     if failed:
         # Blame killed ranks first (time 0), otherwise the earliest failure.
-        first = min(failed, key=lambda rank: failed[rank].at)
+        first = min(failed, key=lambda rank: failed[rank].time)
         return Outcome("failed", f"rank {first}: {failed[first].reason}" + (f"; {where}" if where else ""), seconds, {})
     if places:
         return Outcome("over time", f"after {limit:g} s {where}", seconds, {})
     return Outcome("passed", "", seconds, endings[0].values or {})
 
 
-def _death(exitcode: int) -> str:
-    return f"died of {signal.Signals(-exitcode).name}" if exitcode < 0 else f"left with status {exitcode}"
+def _death(exitcode: int) -> _Ending:
+    status = f"died of {signal.Signals(-exitcode).name}" if exitcode < 0 else f"left with status {exitcode}"
+    return _Ending(status, time=0.0)
 
 
 def _run_rank(
-    sender: Connection,
-    folder: Path,
-    variables: dict[str, str],
-    threads: int,
-    function: Callable[..., dict[str, Any]],
-    arguments: tuple[Any, ...],
+    sender: Connection, folder: Path, threads: int, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]
 ) -> None:
     """Call the function, then leave at once: the destructors of a process group may wait for other ranks."""
     threading.Thread(target=_leave_without_parent, daemon=True).start()
-    os.environ.update(variables)
-    rank = int(variables["RANK"])
+    rank = int(os.environ["RANK"])
     redirect_output(folder / f"log.rank-{rank}.txt")
     path = stacks_path(folder, rank)
     stacks = path.open("w")  # stays open as long as the process
@@ -176,11 +137,12 @@ def _run_rank(
     torch.set_num_threads(threads)
     if rank == 0:
         append_environment(folder / FILE_NAME)
-    sender.send(_STARTED)
+    sender.send(BEGUN)
     try:
         ending = _Ending("", time.monotonic(), function(*arguments))
     except (Exception, SystemExit) as error:
-        ending = _Ending(_in_words(error), time.monotonic())
+        words = " ".join(str(error).split())[:300]
+        ending = _Ending(f"{type(error).__name__}: {words} ({place_of_error(error)})", time.monotonic())
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -196,8 +158,3 @@ def _leave_without_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _in_words(error: BaseException) -> str:
-    """Describe an error, and where it was raised, in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({place_of_error(error)})"

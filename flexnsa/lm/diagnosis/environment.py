@@ -19,7 +19,7 @@ from torch.cuda import nccl
 from flexnsa.errors import FileWarning
 from flexnsa.files import read_whole, write_whole
 from flexnsa.lm.checkpoint.checksum import sealed, unsealed
-from flexnsa.lm.measure.table import format_table
+from flexnsa.lm.measure.table import Report, format_table
 from flexnsa.lm.training.trainer import Trainer
 
 FILE_NAME = "environment.json"
@@ -43,21 +43,21 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def sentence(record: dict[str, Any]) -> str:
-    """Summarize a record in one sentence."""
+def report_environment(record: dict[str, Any]) -> Report:
+    """Report what :func:`describe_environment` returned, with a line for each GPU and each variable."""
     names = [gpu["name"] for gpu in record["gpus"]]
     kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     gpus = f"CUDA {record['cuda']} with driver {record['driver']} on {kinds}" if names else "without a GPU"
     software = f"flexnsa at commit {record['commit']} and torch {record['torch']}"
-    return f"{software}, {gpus}, {record['threads']} threads on {record['cores']} cores."
-
-
-def table(record: dict[str, Any]) -> str:
-    """Return a record as a table, with a line for each GPU and each variable."""
     rows = [[name, str(value)] for name, value in record.items() if name not in ("gpus", "variables")]
-    rows += [[f"GPU {gpu['index']}", _in_words(gpu)] for gpu in record["gpus"]]
-    rows += [[name, value] for name, value in record["variables"].items()]
-    return format_table(["environment", ""], rows)
+    for gpu in record["gpus"]:
+        multiprocessors = f"{gpu['multiprocessors']} multiprocessors of {gpu['capability']}"
+        rows.append([f"GPU {gpu['index']}", f"{gpu['name']}, {gpu['memory_gib']} GiB, {multiprocessors}"])
+    return Report(
+        sentence=f"{software}, {gpus}, {record['threads']} threads on {record['cores']} cores.",
+        table=format_table(["environment", ""], [*rows, *map(list, record["variables"].items())]),
+        record={"environment": record},
+    )
 
 
 def append_environment(path: Path) -> None:
@@ -69,10 +69,10 @@ def append_environment(path: Path) -> None:
         OSError: the file cannot be read or written; names it.
     """
     lines = read_whole(path).split(b"\n") if path.exists() else []
-    kept = [line for line in lines if _is_record(line)]
-    if any(line not in kept for line in lines if line):
+    whole = [line for line in lines if _is_record(line)]
+    if any(line not in whole for line in lines if line):
         warnings.warn(f"{path}: damaged, and written anew without its damaged lines", FileWarning, stacklevel=2)
-    write_whole(path, b"".join(line + b"\n" for line in (*kept, sealed(describe_environment()))))
+    write_whole(path, b"".join(line + b"\n" for line in (*whole, sealed(describe_environment()))))
 
 
 @contextmanager
@@ -100,18 +100,14 @@ def driver_version() -> str | None:
 
 
 def _gpu(index: int) -> dict[str, Any]:
-    found = torch.cuda.get_device_properties(index)
+    properties = torch.cuda.get_device_properties(index)
     return {
         "index": index,
-        "name": found.name,
-        "capability": f"{found.major}.{found.minor}",
-        "memory_gib": round(found.total_memory / 2**30, 1),
-        "multiprocessors": found.multi_processor_count,
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
     }
-
-
-def _in_words(gpu: dict[str, Any]) -> str:
-    return f"{gpu['name']}, {gpu['memory_gib']} GiB, {gpu['multiprocessors']} multiprocessors of {gpu['capability']}"
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:

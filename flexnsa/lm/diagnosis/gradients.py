@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from flexnsa.layers.indexer import SelectionLoss
-from flexnsa.lm.diagnosis.module_names import modules_to_watch
+from flexnsa.lm.diagnosis.non_finite import modules_to_watch
 from flexnsa.lm.diagnosis.recipe import Recipe
 from flexnsa.lm.measure.memory import MIB
-from flexnsa.lm.measure.table import format_table
+from flexnsa.lm.measure.table import Report, format_table
 from flexnsa.lm.parallel.joining import joined_ranks, rank_device
 from flexnsa.lm.parallel.ranks import Ranks
 from flexnsa.lm.training.trainer import draw_step, language_loss
@@ -86,10 +86,12 @@ def trace_gradients(
         them.
     """
     ranks = Ranks() if ranks is None else ranks
-    own = _run(model, model, loss)
-    missing = {rank: names for rank, names in enumerate(ranks.gather(_missing(model, own))) if names}
+    trace = _run(model, model, loss)
+    needed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    by_rank = ranks.gather([name for name in needed if name not in trace.arrived])
+    missing = {rank: names for rank, names in enumerate(by_rank) if names}
     if not dist.is_initialized():
-        return _finished(own, missing)
+        return replace(trace, missing=missing)
     wrapped = DistributedDataParallel(
         model, static_graph=static_graph, find_unused_parameters=bool(missing) and not static_graph
     )
@@ -101,23 +103,19 @@ def trace_gradients(
         return allreduce_hook(group, bucket)
 
     wrapped.register_comm_hook(None, note_bucket)
-    trace = own
     for _ in range(STEPS):
         buckets.clear()
         trace = _run(model, wrapped, loss)
-    trace.buckets.extend(buckets)
-    return _finished(trace, missing)
+    return replace(trace, missing=missing, buckets=buckets)
 
 
 def _run(model: nn.Module, called: nn.Module, loss: Callable[[nn.Module], Tensor]) -> GradientTrace:
     model.zero_grad()
     with _recorded(model) as trace:
         loss(called).backward()
-    trace.zero.extend(
-        name for name, parameter in model.named_parameters() if parameter.grad is not None and not parameter.grad.any()
-    )
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    return trace
+    return replace(trace, zero=[name for name, x in gradients.items() if x is not None and not x.any()])
 
 
 @contextmanager
@@ -147,16 +145,6 @@ def _recorded(model: nn.Module) -> Iterator[GradientTrace]:
     trace.left_out.extend(name for name in ran if name not in trace.modules)
 
 
-def _missing(model: nn.Module, trace: GradientTrace) -> list[str]:
-    needed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return [name for name in needed if name not in trace.arrived]
-
-
-def _finished(trace: GradientTrace, missing: dict[int, list[str]]) -> GradientTrace:
-    trace.missing.update(missing)
-    return trace
-
-
 def trace_variants(recipe: Recipe) -> dict[str, Any]:
     """Trace a step of each variant in DDP; a case, on the ranks of the recipe."""
     device = rank_device(torch.device(recipe.device))
@@ -174,40 +162,29 @@ def trace_variants(recipe: Recipe) -> dict[str, Any]:
     return {"ranks": recipe.ranks, "traces": traces}
 
 
-def sentence(record: dict[str, Any]) -> str:
-    """Name the parameters that miss a gradient."""
+def report_gradients(record: dict[str, Any]) -> Report:
+    """Report the parameters that miss a gradient, each variant, and the order and the buckets of the first one."""
     traces = record["traces"]
-    what = f"{len(traces)} variants on {record['ranks']} rank{'s' * (record['ranks'] > 1)}"
+    variants = f"{len(traces)} variants on {record['ranks']} rank{'s' * (record['ranks'] > 1)}"
     missing = {(rank, name) for trace in traces for rank, names in trace["missing"].items() for name in names}
-    if not missing:
-        return f"missing: none; every parameter got its gradient in each of {what}."
-    names = ", ".join(sorted({name for _, name in missing}))
-    ranks = ", ".join(sorted({str(rank) for rank, _ in missing}))
-    return f"missing: {names}, which got no gradient on rank {ranks} in {_count_missing(traces)} of {what}."
-
-
-def table(record: dict[str, Any]) -> str:
-    """Return a table with a line for each variant, then one of the order of the first, with the buckets."""
-    lines = [
+    sentence = f"missing: none; every parameter got its gradient in each of {variants}."
+    if missing:
+        names = ", ".join(sorted({name for _, name in missing}))
+        ranks = ", ".join(sorted({str(rank) for rank, _ in missing}))
+        count = sum(bool(trace["missing"]) for trace in traces)
+        sentence = f"missing: {names}, which got no gradient on rank {ranks} in {count} of {variants}."
+    header = ["branches", "checkpointing", "static graph", "arrived", "missing", "all zero", "modules", "left out"]
+    rows = [
         [
             trace["branches"],
             str(trace["checkpointing"]),
             "yes" if trace["static_graph"] else "no",
             *(str(len(trace[name])) for name in ("arrived", "missing", "zero", "modules", "left_out", "buckets")),
         ]
-        for trace in record["traces"]
+        for trace in traces
     ]
-    header = ["branches", "checkpointing", "static graph", "arrived", "missing", "all zero", "modules", "left out"]
-    return f"{format_table([*header, 'buckets'], lines)}\n\n{_arrivals(record['traces'][0])}"
-
-
-def has_missing(record: dict[str, Any]) -> bool:
-    """Return whether a gradient is missing in any variant."""
-    return _count_missing(record["traces"]) > 0
-
-
-def _count_missing(traces: list[dict[str, Any]]) -> int:
-    return sum(bool(trace["missing"]) for trace in traces)
+    table = f"{format_table([*header, 'buckets'], rows)}\n\n{_arrivals(traces[0])}"
+    return Report(sentence=sentence, table=table, record=record, passed=not missing)
 
 
 def _arrivals(trace: dict[str, Any]) -> str:
@@ -232,12 +209,12 @@ def _loss_of_step(recipe: Recipe, ranks: Ranks, device: torch.device) -> Callabl
     """Return the loss of this rank's sequences of the first step, as a function of the model."""
     config = recipe.training
     batch = draw_step(recipe.corpus().tokens("train").rows(config.seq_len, config.pack), config, step=0)
-    own = batch[ranks.share(len(batch))].to(device)
+    rows = batch[ranks.share(len(batch))].to(device)
     has_indexers = recipe.model.attention == "nsa" and recipe.model.nsa.index_heads is not None
 
     def loss(called: nn.Module) -> Tensor:
         selection = SelectionLoss(seed=config.seed) if has_indexers else None
-        language = language_loss(called, own, config.precision, selection=selection)
+        language = language_loss(called, rows, config.precision, selection=selection)
         return language if selection is None else language + config.selection_loss_weight * selection.total
 
     return loss

@@ -46,32 +46,26 @@ def write_flight_record(path: Path) -> list[Collective]:
 
     The recorder is on by default, for gloo and NCCL; ``TORCH_FR_BUFFER_SIZE=0`` turns it off.
     """
-    entries: list[dict[str, Any]] = []
-    for written in _dumps():
-        found = pickle.loads(written).get("entries", [])
-        if found and not entries:  # NCCL's before gloo's: the tool reads one file per rank
-            write_whole(path, written)
-        entries += found
-    ordered = sorted(entries, key=lambda entry: entry["time_created_ns"])
-    return [_collective(entry) for entry in ordered if not entry["is_p2p"]][-RECENT:]
-
-
-def _dumps() -> list[bytes]:
-    """Return the records of the recorders of this PyTorch; their functions depend on its version."""
     if not dist.is_available() or not dist.is_initialized():
         return []
-    module = getattr(torch._C, "_distributed_c10d", None)
-    functions = (getattr(module, name, None) for name in ("_dump_nccl_trace", "_dump_fr_trace"))
-    return [function() for function in functions if function is not None]
+    module = getattr(torch._C, "_distributed_c10d", None)  # whose functions depend on the version
+    recorders = [getattr(module, name, None) for name in ("_dump_nccl_trace", "_dump_fr_trace")]
+    entries: list[dict[str, Any]] = []
+    for record in (recorder() for recorder in recorders if recorder is not None):
+        recorded = pickle.loads(record).get("entries", [])
+        if recorded and not entries:  # NCCL's before gloo's: the tool reads one file per rank
+            write_whole(path, record)
+        entries += recorded
+    ordered = sorted(entries, key=lambda entry: entry["time_created_ns"])
+    return [_collective(entry) for entry in ordered if not entry["is_p2p"]][-RECENT:]
 
 
 def _collective(entry: dict[str, Any]) -> Collective:
     operation = entry["profiling_name"].partition(":")[2]
     # The inputs of all collectives but scatter are the same on all ranks
-    told = entry["output_sizes"] if operation == "scatter" else entry["input_sizes"]
-    sizes = ", ".join(str(tuple(size)) for size in told)
-    own = (frame for frame in entry.get("frames", []) if not frame["filename"].startswith(_TORCH))
-    place = next((f"{Path(frame['filename']).name}:{frame['line']}, {frame['name']}" for frame in own), "")
+    sizes = ", ".join(str(tuple(size)) for size in entry["output_sizes" if operation == "scatter" else "input_sizes"])
+    callers = (frame for frame in entry.get("frames", []) if not frame["filename"].startswith(_TORCH))
+    place = next((f"{Path(frame['filename']).name}:{frame['line']}, {frame['name']}" for frame in callers), "")
     ended = bool(entry.get("retired")) or entry.get("state") == "completed"
     number = entry["collective_seq_id"]
     return Collective(str(entry["process_group"][0]), number, f"{operation} of {sizes}", place, ended)
@@ -106,9 +100,9 @@ def describe_stall(seen: Sequence[Sighting | None], seconds: float, gone: Collec
         seconds: time without a step.
         gone: ranks that did not answer because their processes have ended.
     """
-    there = {rank: sighting for rank, sighting in enumerate(seen) if sighting is not None}
-    begun = max((sighting.begun for sighting in there.values()), default=0)
-    some_are_late = len(there) < len(seen) or any(sighting.begun < begun for sighting in there.values())
+    answered = {rank: sighting for rank, sighting in enumerate(seen) if sighting is not None}
+    begun = max((sighting.begun for sighting in answered.values()), default=0)
+    some_are_late = len(answered) < len(seen) or any(sighting.begun < begun for sighting in answered.values())
     works = [
         f"rank {rank} {_does(sighting, rank in gone)}"
         for rank, sighting in enumerate(seen)
@@ -117,14 +111,14 @@ def describe_stall(seen: Sequence[Sighting | None], seconds: float, gone: Collec
     whom = "them" if len(works) > 1 else "it"
     waits = [
         f"rank {rank} {'lost' if sighting.broke_off else 'waits for'} {whom} in {sighting.place}{_last(sighting)}"
-        for rank, sighting in there.items()
+        for rank, sighting in answered.items()
         if sighting.begun == begun and some_are_late
     ]
-    step = max((sighting.step for sighting in there.values()), default=0)
-    broke_off = any(sighting.broke_off for sighting in there.values())
-    parting = describe_parting({rank: sighting.recent for rank, sighting in there.items()})
-    said = "; ".join([*works, *waits, *([parting] if parting else [])])
-    return f"step {step} {'has broken off' if broke_off else f'has not ended in {seconds:g} s'}: {said}"
+    step = max((sighting.step for sighting in answered.values()), default=0)
+    broke_off = any(sighting.broke_off for sighting in answered.values())
+    parting = describe_parting({rank: sighting.recent for rank, sighting in answered.items()})
+    reasons = "; ".join([*works, *waits, *([parting] if parting else [])])
+    return f"step {step} {'has broken off' if broke_off else f'has not ended in {seconds:g} s'}: {reasons}"
 
 
 def _does(sighting: Sighting | None, is_gone: bool) -> str:
@@ -143,17 +137,18 @@ def _last(sighting: Sighting) -> str:
     return "" if last is None or last.ended else f" (collective {last.number}, {last.what})"
 
 
-Begun = Mapping[int, Sequence[Collective]]
-"""The last collectives that each rank has started, in order."""
-
 _Numbered = dict[int, dict[int, Collective]]
 """Collectives by rank, then by number."""
 
 
-def describe_parting(begun: Begun) -> str:
-    """Describe the first collective that differs between ranks; empty where none does."""
-    for group in dict.fromkeys(collective.group for those in begun.values() for collective in those):
-        ranks = {rank: {x.number: x for x in those if x.group == group} for rank, those in begun.items()}
+def describe_parting(recent: Mapping[int, Sequence[Collective]]) -> str:
+    """Describe the first collective that differs between ranks; empty where none does.
+
+    Args:
+        recent: the last collectives that each rank has started, in order.
+    """
+    for group in dict.fromkeys(x.group for collectives in recent.values() for x in collectives):
+        ranks = {rank: {x.number: x for x in recent[rank] if x.group == group} for rank in recent}
         number = _first_difference(ranks)
         if number is not None:
             return _describe_difference(ranks, number)
@@ -172,14 +167,13 @@ def _first_difference(ranks: _Numbered) -> int | None:
 
 
 def _describe_difference(ranks: _Numbered, number: int) -> str:
-    there = _at(ranks, number)
-    groups: dict[str, list[int]] = {}
-    for rank, x in there.items():
-        groups.setdefault(f"{x.what} in {x.place}" if x.place else x.what, []).append(rank)
-    parts = [f"{what} on rank {', '.join(map(str, those))}" for what, those in groups.items()]
+    ranks_of: dict[str, list[str]] = {}
+    for rank, x in _at(ranks, number).items():
+        ranks_of.setdefault(f"{x.what} in {x.place}" if x.place else x.what, []).append(str(rank))
+    parts = [f"{what} on rank {', '.join(those)}" for what, those in ranks_of.items()]
     skipped = _skipped(ranks, number)
-    said = f"; rank {skipped} has skipped one" if skipped is not None else ""
-    return f"collective {number} is not the same on all: {'; '.join(parts)}{said}"
+    parts += [f"rank {skipped} has skipped one"] if skipped is not None else []
+    return f"collective {number} is not the same on all: {'; '.join(parts)}"
 
 
 def _skipped(ranks: _Numbered, number: int) -> int | None:
@@ -189,8 +183,8 @@ def _skipped(ranks: _Numbered, number: int) -> int | None:
         for rank in ranks
     }
     most = max(behind.values(), default=0)
-    found = [rank for rank, alike in behind.items() if alike == most]
-    return found[0] if most and len(found) == 1 else None
+    candidates = [rank for rank, alike in behind.items() if alike == most]
+    return candidates[0] if most and len(candidates) == 1 else None
 
 
 def _alike(late: dict[int, Collective], early: dict[int, Collective], number: int) -> int:
@@ -204,7 +198,7 @@ def _alike(late: dict[int, Collective], early: dict[int, Collective], number: in
 
 
 def _at(ranks: _Numbered, number: int) -> dict[int, Collective]:
-    return {rank: those[number] for rank, those in ranks.items() if number in those}
+    return {rank: collectives[number] for rank, collectives in ranks.items() if number in collectives}
 
 
 def _differ(values: Iterable[str]) -> bool:

@@ -12,69 +12,32 @@ from typing import Any
 
 from flexnsa.files import write_whole
 from flexnsa.lm.checkpoint.checksum import sealed, unsealed
-from flexnsa.lm.diagnosis.cases import OUTCOME, Outcome
+from flexnsa.lm.diagnosis.cases import Outcome
 from flexnsa.lm.diagnosis.environment import environment
-from flexnsa.lm.measure.table import format_table
+from flexnsa.lm.measure.table import Report, format_table
 
-CASE = "case.json"
+CASE, OUTCOME = "case.json", "outcome.json"
 EQUAL = ("impl", "checkpointing", "recompute", "parallel", "ranks", "compiled")
 """Axes along which a step computes the same."""
 
 _PACKAGE = Path(__file__).parents[2]
-_VERSIONS = ("device", "python", "torch", "triton")
 
 Point = dict[str, Any]
 """A value of each axis, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """The points of a matrix, and their outcomes."""
+@dataclass(frozen=True, kw_only=True)
+class Matrix(Report):
+    """The points of a matrix with their outcomes.
+
+    Args:
+        cases: in the order in which they were run.
+        spread: largest relative difference of last losses of cases that differ along axes of ``EQUAL`` only; None
+            without losses.
+    """
 
     cases: list[tuple[Point, Outcome]]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every case passed."""
-        return all(outcome.passed for _, outcome in self.cases)
-
-    def sentence(self) -> str:
-        """Count the cases that passed, name the others, and give the spread of cases that compute the same."""
-        words = [f"{sum(outcome.passed for _, outcome in self.cases)} of {len(self.cases)} cases passed"]
-        for status in ("failed", "over time"):
-            names = [name_of(point) for point, outcome in self.cases if outcome.status == status]
-            words += [f"{status}: {'; '.join(names)}"] if names else []
-        spread = self.spread()
-        words += [] if spread is None else [f"losses of cases that compute the same differ by at most {spread:.1e}"]
-        return "; ".join(words) + "."
-
-    def spread(self) -> float | None:
-        """Return the largest relative difference of last losses of cases that differ along axes of ``EQUAL`` only."""
-        alike: dict[str, list[float]] = {}
-        for point, outcome in self.cases:
-            if outcome.values.get("losses"):
-                key = name_of({axis: value for axis, value in point.items() if axis not in EQUAL})
-                alike.setdefault(key, []).append(outcome.values["losses"][-1])
-        return max(((max(losses) - min(losses)) / max(map(abs, losses)) for losses in alike.values()), default=None)
-
-    def table(self) -> str:
-        """Return a table with a line for each case."""
-        axes = list(self.cases[0][0])
-        rows = [
-            [
-                *(in_words(point[axis]) for axis in axes),
-                outcome.status,
-                f"{outcome.seconds:.1f}",
-                *(f"{outcome.values[name]:,.4g}" if name in outcome.values else "" for name in ("loss", "peak_mib")),
-                outcome.reason[:100],
-            ]
-            for point, outcome in self.cases
-        ]
-        return format_table([*axes, "", "seconds", "loss", "peak MiB", "because"], rows)
-
-    def record(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {"passed": self.passed, "cases": [{"point": point} | asdict(outcome) for point, outcome in self.cases]}
+    spread: float | None
 
 
 def run_matrix(
@@ -103,17 +66,59 @@ def run_matrix(
     cases: list[tuple[Point, Outcome]] = []
     code = versions()
     for number, point in enumerate(points, 1):
-        own = folder / name_of(point)
-        asked = json.loads(json.dumps({"point": point, "about": about, "versions": code}))
-        outcome = _earlier(own, asked)
+        case = folder / name_of(point)
+        settings = json.loads(json.dumps({"point": point, "about": about, "versions": code}))
+        outcome = _earlier(case, settings)
         if outcome is None or (retry and not outcome.passed):
-            own.mkdir(parents=True, exist_ok=True)
-            (own / OUTCOME).unlink(missing_ok=True)
-            write_whole(own / CASE, sealed(asked, indent=1))
-            outcome = run(point, own)
-            report(f"{number}/{len(points)} {own.name}: {outcome.status} in {outcome.seconds:.1f} s {outcome.reason}")
+            case.mkdir(parents=True, exist_ok=True)
+            (case / OUTCOME).unlink(missing_ok=True)
+            write_whole(case / CASE, sealed(settings, indent=1))
+            outcome = run(point, case)
+            write_whole(case / OUTCOME, sealed(asdict(outcome), indent=1))
+            report(f"{number}/{len(points)} {case.name}: {outcome.status} in {outcome.seconds:.1f} s {outcome.reason}")
         cases.append((point, outcome))
-    return Matrix(cases)
+    return _matrix(cases)
+
+
+def _matrix(cases: list[tuple[Point, Outcome]]) -> Matrix:
+    """Count the cases that passed and name the others; the table has a line for each."""
+    passed = sum(outcome.passed for _, outcome in cases)
+    words = [f"{passed} of {len(cases)} cases passed"]
+    for status in ("failed", "over time"):
+        names = [name_of(point) for point, outcome in cases if outcome.status == status]
+        words += [f"{status}: {'; '.join(names)}"] if names else []
+    spread = _spread(cases)
+    words += [] if spread is None else [f"losses of cases that compute the same differ by at most {spread:.1e}"]
+    rows = [
+        [
+            *map(in_words, point.values()),
+            outcome.status,
+            f"{outcome.seconds:.1f}",
+            *(f"{outcome.values[name]:,.4g}" if name in outcome.values else "" for name in ("loss", "peak_mib")),
+            outcome.reason[:100],
+        ]
+        for point, outcome in cases
+    ]
+    return Matrix(
+        sentence="; ".join(words) + ".",
+        table=format_table([*cases[0][0], "", "seconds", "loss", "peak MiB", "because"], rows),
+        record={
+            "passed": passed == len(cases),
+            "cases": [{"point": point} | asdict(outcome) for point, outcome in cases],
+        },
+        passed=passed == len(cases),
+        cases=cases,
+        spread=spread,
+    )
+
+
+def _spread(cases: list[tuple[Point, Outcome]]) -> float | None:
+    alike: dict[str, list[float]] = {}
+    for point, outcome in cases:
+        if outcome.values.get("losses"):
+            key = name_of({axis: value for axis, value in point.items() if axis not in EQUAL})
+            alike.setdefault(key, []).append(outcome.values["losses"][-1])
+    return max(((max(losses) - min(losses)) / max(map(abs, losses)) for losses in alike.values()), default=None)
 
 
 def combine(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
@@ -131,7 +136,7 @@ def in_words(value: Any) -> str:
     return "+".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def _earlier(folder: Path, asked: dict[str, Any]) -> Outcome | None:
+def _earlier(folder: Path, settings: dict[str, Any]) -> Outcome | None:
     """Return the outcome of the same case in an earlier start, if both files agree with their checksums."""
     files = folder / CASE, folder / OUTCOME
     if not all(file.exists() for file in files):
@@ -140,13 +145,13 @@ def _earlier(folder: Path, asked: dict[str, Any]) -> Outcome | None:
         case, outcome = (unsealed(file.read_bytes()) for file in files)
     except ValueError:
         return None
-    return Outcome(**outcome) if case == asked else None
+    return Outcome(**outcome) if case == settings else None
 
 
 def versions() -> dict[str, Any]:
     """Return the code and the device that decide an outcome besides its settings, as plain values."""
-    found = environment()
-    return {"flexnsa_sha256": source_sha256()} | {name: found[name] for name in _VERSIONS}
+    here = environment()
+    return {"flexnsa_sha256": source_sha256()} | {name: here[name] for name in ("device", "python", "torch", "triton")}
 
 
 def source_sha256(package: Path = _PACKAGE) -> str:

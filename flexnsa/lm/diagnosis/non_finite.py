@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +16,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from flexnsa.layers.attention import NativeSparseAttention
-from flexnsa.lm.diagnosis.module_names import failing_branch, modules_to_watch, place_of
+from flexnsa.layers.projection import weight_of
+from flexnsa.lm.model.decoder import DecoderLM
+from flexnsa.lm.model.head_loss import only_multiplies
 from flexnsa.lm.training.trainer import Trainer
+
+_PARTS = {
+    r"attention\.w_[kv]_(cmp|slc|win)\b.*": r"branch \1",
+    r"attention\.phi_[kv]\b.*": "branch cmp",
+    r"attention\.gate\b.*": "gate",
+    r"attention\.w_q\b.*": "projection of the queries",
+    r"attention\.w_o\b.*": "projection of the output",
+    r"attention(\..*)?": "attention",
+    r"mlp(\..*)?": "MLP",
+    r"(attention|mlp)_norm\b.*": "norm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +95,13 @@ class FirstNonFinite:
         """Gather the findings of all ranks, before the step changes the parameters.
 
         Raises:
-            FloatingPointError: a rank has found a value that is not finite; names the first.
+            FloatingPointError: a rank has a value that is not finite; names the first.
         """
         self._look_at_parameters()
-        found = self._finding
-        if found is not None and found.row is not None:
-            found = replace(found, row=self._row_of_batch(found, found.row))
-        findings = self.trainer.ranks.gather(found)
+        finding = self._finding
+        if finding is not None and finding.row is not None:
+            finding = replace(finding, row=self._row_of_batch(finding, finding.row))
+        findings = self.trainer.ranks.gather(finding)
         self._begin()
         first = min((rank for rank, x in enumerate(findings) if x), key=lambda rank: findings[rank].looked, default=-1)
         if first >= 0:
@@ -117,11 +131,10 @@ class FirstNonFinite:
             called[:] = [(inputs[0], options)]
 
         def look(_module: nn.Module, inputs: tuple[Tensor]) -> None:
-            where = self._look_both_ways(inputs[0], f"{place}, sum of the branches")
-            if where is not None:
-                tag = failing_branch(attention, *called[0])
-                if tag is not None:
-                    self._finding = replace(where, place=f"{place}, branch {tag} (what it gives)")
+            finding = self._look_both_ways(inputs[0], f"{place}, sum of the branches")
+            tag = None if finding is None else failing_branch(attention, *called[0])
+            if finding is not None and tag is not None:
+                self._finding = replace(finding, place=f"{place}, branch {tag} (what it gives)")
             called.clear()
 
         self._handles.append(attention.register_forward_pre_hook(remember, with_kwargs=True))
@@ -144,10 +157,8 @@ class FirstNonFinite:
         finite = torch.isfinite(x.detach())
         if bool(finite.all()):
             return None
-        row, token = None, None
-        if x.dim() > 1:
-            at = (~finite).nonzero()[0].tolist()
-            row, token = at[0], at[1] if x.dim() == 3 else None
+        at = (~finite).nonzero()[0].tolist()
+        row, token = at[0] if x.dim() > 1 else None, at[1] if x.dim() == 3 else None
         self._finding = Finding(self._looked, direction, place, forward_pass, row, token)
         return self._finding
 
@@ -156,11 +167,11 @@ class FirstNonFinite:
         for name, parameter in self.trainer.parameters.items():
             gradient = parameter.grad
             if gradient is not None:
-                own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 # Flat, because the elements of a parameter belong to no sequence of the batch
-                self._look(own.flatten(), "backward", f"{place_of(name)}, gradient of the parameter", 0)
+                self._look(local.flatten(), "backward", f"{place_of(name)}, gradient of the parameter", 0)
 
-    def _row_of_batch(self, found: Finding, row: int) -> int:
+    def _row_of_batch(self, finding: Finding, row: int) -> int:
         """Return the index of a sequence in the step: each rank takes some sequences, and a pass some of these."""
         config, ranks = self.trainer.config, self.trainer.ranks
         evaluated = not self.trainer.model.training
@@ -168,16 +179,73 @@ class FirstNonFinite:
         share = ranks.share(rows)
         passes = -(-(share.stop - share.start) // config.batch_size)
         before = self._passes - passes  # a first step repeats its first pass
-        return share.start + max(0, found.forward_pass - before) * config.batch_size + row
+        return share.start + max(0, finding.forward_pass - before) * config.batch_size + row
 
-    def _in_words(self, found: Finding, rank: int) -> str:
-        when = (
-            f"step {self.trainer.step}"
-            if self.trainer.model.training
-            else f"evaluation after {self.trainer.step} steps"
-        )
-        words = [f"{when}: the first non-finite value is in {found.direction}, {found.place}"]
-        words += [f"row {found.row}"] if found.row is not None else []
-        words += [f"token {found.token}"] if found.token is not None else []
+    def _in_words(self, finding: Finding, rank: int) -> str:
+        step = self.trainer.step
+        when = f"step {step}" if self.trainer.model.training else f"evaluation after {step} steps"
+        words = [f"{when}: the first non-finite value is in {finding.direction}, {finding.place}"]
+        words += [f"row {finding.row}"] if finding.row is not None else []
+        words += [f"token {finding.token}"] if finding.token is not None else []
         words += [f"rank {rank}"] if self.trainer.ranks.world_size > 1 else []
         return ", ".join(words)
+
+
+def place_of(name: str) -> str:
+    """Describe a module or parameter of :class:`flexnsa.lm.DecoderLM` by its name.
+
+    Example:
+        >>> place_of("layers.3.attention.w_v_slc")
+        'layer 3, branch slc (attention.w_v_slc)'
+    """
+    if not name:
+        return "head and loss"
+    match = re.fullmatch(r"layers\.(\d+)(?:\.(.*))?", name)
+    if match is None:
+        return name
+    layer, within = match.groups()
+    if within is None:
+        return f"layer {layer}"
+    for pattern, words in _PARTS.items():
+        part_match = re.fullmatch(pattern, within)
+        if part_match:
+            part = part_match.expand(words)
+            return f"layer {layer}, {part}" + ("" if part == within else f" ({within})")
+    return f"layer {layer}, {within}"
+
+
+def modules_to_watch(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name the modules that hooks may hang on without changing what is computed.
+
+    A head that is no more than its weight is left out: the loss never calls it, and would have to if it had a hook.
+    """
+    uncalled = model.head if isinstance(model, DecoderLM) and only_multiplies(model.head) else None
+    return ((name, module) for name, module in model.named_modules() if module is not uncalled)
+
+
+@torch.no_grad()
+def failing_branch(layer: NativeSparseAttention, x: Tensor, options: Mapping[str, Any]) -> str | None:
+    """Tell which branch of a layer gives something that is not finite, by running one after the other.
+
+    Args:
+        layer: as it stands; what it projects is finite.
+        x: what it was called with, ``(B, S, dim)``.
+        options: the keyword arguments of that call.
+    """
+    for tag in layer.branches:
+        # Blocks are scored by the keys of the compressed branch, which is finite.
+        tags = ("cmp", "slc") if tag == "slc" and "cmp" in layer.branches else (tag,)
+        part = _part_of(layer, tags).to(weight_of(layer))
+        if not bool(torch.isfinite(part(x, **options)).all()):
+            return tag
+    return None
+
+
+def _part_of(layer: NativeSparseAttention, tags: tuple[str, ...]) -> NativeSparseAttention:
+    """Return a layer of some branches that has the modules of ``layer``, but a fresh gate and a fresh ``w_o``."""
+    part = NativeSparseAttention.of(layer.layer_config.with_branches(tags))
+    for name, _ in part.named_children():
+        if name not in ("gate", "w_o"):
+            owner = name if hasattr(layer, name) else "w_k_slc"  # whose keys the compressed branch may share
+            part.add_module(name, layer.get_submodule(owner))
+    return part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,8 @@ from flexnsa.lm.parallel.ranks import Ranks
 from flexnsa.lm.training.checks import check_training
 from flexnsa.lm.training.config import TrainConfig
 from flexnsa.lm.training.trainer import Trainer
+
+_NOT_AXES = ("model", "training", "nsa", "text", "device", "leave_out", "reduce_dtype", "context_parallel")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,15 +95,13 @@ class Recipe:
         Settings that lose their meaning are adjusted: see :meth:`DecoderConfig.with_branches`. Several ranks train with
         DDP unless another way is set.
         """
-        model, training = self.model, self.training
-        if "branches" in settings:
-            model = model.with_branches(settings["branches"])
+        model = self.model.with_branches(settings["branches"]) if "branches" in settings else self.model
         if settings.get("ranks", 1) > 1 and self.parallel is None:
             settings = {"parallel": "ddp"} | settings
         nsa = replace(model.nsa, **_chosen(settings, NSAConfig))
         model = replace(model, **({"nsa": nsa} | _chosen(settings, DecoderConfig)))
-        own = {"model": model, "training": replace(training, **_chosen(settings, TrainConfig))}
-        return replace(self, **own, **_chosen(settings, Recipe))
+        training = replace(self.training, **_chosen(settings, TrainConfig))
+        return replace(self, model=model, training=training, **_chosen(settings, Recipe))
 
     def run(
         self,
@@ -113,29 +113,27 @@ class Recipe:
     ) -> Outcome:
         """Call ``function(recipe, *arguments)`` as :func:`~flexnsa.lm.diagnosis.cases.run_case` does."""
         preload = self.device == "cpu" and not variables
-        options: dict[str, Any] = {"ranks": self.ranks, "seconds": seconds, "preload": preload, "variables": variables}
-        return run_case(folder, function, self, *arguments, **options)
+        return run_case(
+            folder, function, self, *arguments, ranks=self.ranks, seconds=seconds, preload=preload, variables=variables
+        )
 
     def record(self) -> dict[str, Any]:
         """Return plain values that JSON can hold, and fingerprints of the text and of the tokenizer."""
         values = asdict(self) | self.corpus().fingerprints()
         return values | {name: str(value) for name, value in values.items() if isinstance(value, Path)}
 
-    def own_device(self) -> torch.device:
+    def local_device(self) -> torch.device:
         """Return the device of this process."""
         device = torch.device(self.device)
         return device if self.parallel is None else rank_device(device)
 
-    @contextmanager
-    def joined(self, same: Mapping[str, Any] | None = None) -> Iterator[Ranks]:
+    def joined(self, same: Mapping[str, Any] | None = None) -> AbstractContextManager[Ranks]:
         """Join the ranks, as :func:`~flexnsa.lm.parallel.joined_ranks` does."""
-        options = (self.parallel, self.own_device(), self.reduce_dtype, self.context_parallel)
-        with joined_ranks(*options, same=same) as ranks:
-            yield ranks
+        return joined_ranks(self.parallel, self.local_device(), self.reduce_dtype, self.context_parallel, same=same)
 
     def build_trainer(self, ranks: Ranks) -> Trainer:
         """Build a trainer at step 0."""
-        model = ranks.build(self.make, self.own_device())
+        model = ranks.build(self.make, self.local_device())
         return Trainer(model, self.corpus(), self.training, compiled=self.compiled, ranks=ranks)
 
     @contextmanager
@@ -156,6 +154,49 @@ def corpus(text: Path | None, tokenizer: Path | None, leave_out: Path | None = N
     return read_corpus(text, None if tokenizer is None else TextTokenizer(tokenizer), leave_out=leave_out)
 
 
+def default_axes(recipe: Recipe) -> dict[str, list[Any]]:
+    """Return the axes along which runs fail most: branches, implementations, checkpointing, precision and ranks."""
+    cuda = torch.device(recipe.device).type == "cuda"
+    ranks = [1, 2] if not cuda or torch.cuda.device_count() > 1 else [1]
+    model = recipe.model
+    alone = [(tag,) for tag in model.branches] if model.attention == "nsa" else []
+    return {
+        "branches": list(dict.fromkeys([model.branches, *alone])),
+        "impl": ["flex", "triton"] if cuda else ["sdpa", "reference"],
+        "checkpointing": ["none", "all"],
+        "precision": ["fp32", "bf16"],
+        "ranks": list(dict.fromkeys([*ranks, recipe.ranks])),
+    }
+
+
+def axis_of(text: str) -> tuple[str, list[Any]]:
+    """Read the name of an option and the values to try, such as ``seq_len=512,1024``.
+
+    Raises:
+        ValueError: there is no such option, or a value is not of its kind.
+    """
+    name, _, values = text.partition("=")
+    name = name.strip().replace("-", "_")
+    classes = (Recipe, DecoderConfig, NSAConfig, TrainConfig)
+    kinds = {field.name: str(field.type) for config in classes for field in fields(config)}
+    if name in _NOT_AXES or name not in kinds or not values:
+        raise ValueError(f"axis: expected NAME=VALUE,VALUE with the name of an option, got {text!r}")
+    try:
+        return name, [_value(kinds[name], value) for value in values.split(",")]
+    except ValueError as error:
+        raise ValueError(f"axis: expected values of {name}, {kinds[name]}, got {values!r}") from error
+
+
+def _value(kind: str, text: str) -> Any:
+    if kind.startswith("tuple"):
+        return tuple(text.split("+")) if text else ()
+    if kind.startswith("bool") and text in ("true", "false"):
+        return text == "true"
+    if kind == "bool":
+        raise ValueError(text)
+    return {"int": int, "float": float}.get(kind.split(" |")[0], str)(text)
+
+
 def take_steps(recipe: Recipe, steps: int) -> dict[str, Any]:
     """Train for some steps; a case, which fails where a loss or a gradient is not finite.
 
@@ -172,13 +213,8 @@ def take_steps(recipe: Recipe, steps: int) -> dict[str, Any]:
         peaks = peaks_in_mib(trainer.device)
     mean = sum(seconds[1:]) / (steps - 1) if steps > 1 else seconds[0]
     speed = recipe.training.tokens_per_step / mean
-    return {
-        "losses": losses,
-        "loss": losses[-1],
-        "tokens_per_second": speed,
-        **peaks,
-        "peak_mib": next(iter(peaks.values())),
-    }
+    first, *_ = peaks.values()
+    return {"losses": losses, "loss": losses[-1], "tokens_per_second": speed, **peaks, "peak_mib": first}
 
 
 def _chosen(settings: Mapping[str, Any], config_class: type) -> dict[str, Any]:

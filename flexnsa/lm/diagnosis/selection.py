@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isnan
 from typing import Any
 
@@ -16,7 +16,7 @@ from flexnsa.checks.primitives import check_type
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.layouts import RowKeys, RowLayout
 from flexnsa.layers.rope import apply_rope
-from flexnsa.lm.measure.table import format_table
+from flexnsa.lm.measure.table import Report, format_table
 from flexnsa.lm.model.decoder import DecoderLM
 
 
@@ -76,22 +76,19 @@ def _trace_layer(index: int, layer: NativeSparseAttention, x: Tensor, layout: Ro
     heads = layer.project(x)
     _, read = layer.attend(x, heads, layout, RowKeys(), (None, None), cached=False)
     q, k = apply_rope(heads.q, layout.tokens), given(read.keys.k_slc)
-    free, all_blocks = (
+    (chosen, best), (chosen_with_forced, best_with_forced) = (
         found_and_best(q, k, given(read.block_indices), read.call, forced=forced) for forced in (False, True)
     )
-    recall, recall_with_forced = ((found / best).tolist() for found, best in (free, all_blocks))
-    missed = ((free[1] - free[0]) / (x.shape[0] * x.shape[1])).tolist()
-    gates = {tag: _by_key_head(gate, k.shape[1]) for tag, gate in heads.gates.items()}
+    recall, with_forced = (chosen / best).tolist(), (chosen_with_forced / best_with_forced).tolist()
+    missed = ((best - chosen) / (x.shape[0] * x.shape[1])).tolist()
+    kv_heads = k.shape[1]
+    gates = {tag: [1.0] * kv_heads for tag in layer.branches}
+    gates |= {tag: _by_key_head(gate, kv_heads) for tag, gate in heads.gates.items()}
     return [
         HeadSelection(
-            index,
-            head,
-            recall[head],
-            recall_with_forced[head],
-            missed[head],
-            {tag: gates[tag][head] if tag in gates else 1.0 for tag in layer.branches},
+            index, head, recall[head], with_forced[head], missed[head], {tag: gates[tag][head] for tag in gates}
         )
-        for head in range(k.shape[1])
+        for head in range(kv_heads)
     ]
 
 
@@ -100,24 +97,25 @@ def _by_key_head(gate: Tensor, kv_heads: int) -> list[float]:
     return torch.unflatten(gate, 1, (kv_heads, -1)).float().mean((0, 2, 3)).tolist()
 
 
-def sentence(traced: list[HeadSelection]) -> str:
-    """Report the head that misses most."""
-    worst, counted = traced[0], [head.recall for head in traced if not isnan(head.recall)]
-    if not counted:
-        return "nothing to choose: every block of these sequences is forced."
-    mean = sum(counted) / len(counted)
-    return (
-        f"layer {worst.layer}, key head {worst.head} finds {worst.recall:.3f} of what the best blocks hold, and misses "
-        f"{worst.missed:.3f} of its attention; {mean:.3f} is found in the mean of {len(counted)} heads."
-    )
-
-
-def table(traced: list[HeadSelection]) -> str:
-    """Return a table of all heads."""
+def report_selection(model: DecoderLM, tokens: Tensor) -> Report:
+    """Report the head that misses most, and a line for each."""
+    traced = trace_selection(model, tokens)
+    worst, recalls = traced[0], [head.recall for head in traced if not isnan(head.recall)]
+    sentence = "nothing to choose: every block of these sequences is forced."
+    if recalls:
+        sentence = (
+            f"layer {worst.layer}, key head {worst.head} finds {worst.recall:.3f} of what the best blocks hold, and "
+            f"misses {worst.missed:.3f} of its attention; {sum(recalls) / len(recalls):.3f} is found in the mean of "
+            f"{len(recalls)} heads."
+        )
     rows = [
         [f"layer {head.layer}, head {head.head}"]
         + [f"{number:.3f}" for number in (head.recall, head.recall_with_forced, head.missed, *head.gates.values())]
         for head in traced
     ]
-    gates = [f"gate {tag}" for tag in traced[0].gates]
-    return format_table(["", "recall", "with forced", "missed", *gates], rows)
+    heads = [{name: x if x == x else None for name, x in asdict(head).items()} for head in traced]  # JSON has no NaN
+    return Report(
+        sentence=sentence,
+        table=format_table(["", "recall", "with forced", "missed", *(f"gate {tag}" for tag in worst.gates)], rows),
+        record={"seq_len": tokens.shape[1], "sequences": tokens.shape[0], "heads": heads},
+    )

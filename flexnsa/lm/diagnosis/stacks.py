@@ -49,12 +49,12 @@ def watch_thread(thread: int, seconds: float) -> tuple[bool, str]:
     Returns:
         Whether the stack has changed, and the innermost position of the last sample.
     """
-    looks = [_stack(thread)]
+    samples = [_stack(thread)]
     for _ in range(20):
         time.sleep(seconds / 20)
-        looks.append(_stack(thread))
-    place = looks[-1][-1] if looks[-1] else "a thread that has ended"
-    return any(look != looks[0] for look in looks), place
+        samples.append(_stack(thread))
+    place = samples[-1][-1] if samples[-1] else "a thread that has ended"
+    return any(sample != samples[0] for sample in samples), place
 
 
 def ask_for_stacks(process: int, path: Path, seconds: float = 3.0) -> str:
@@ -78,10 +78,10 @@ def ask_for_stacks(process: int, path: Path, seconds: float = 3.0) -> str:
 
 def innermost_place(path: Path) -> str | None:
     """Read the innermost position of the main thread from a file of :mod:`faulthandler`; None if it is not complete."""
-    written = path.read_text() if path.exists() else ""
+    stacks = path.read_text() if path.exists() else ""
     # Newer threads come first, each with its innermost frame first
-    frames = re.findall(r"\(most recent call first\):\n  File \"(.+)\", line (\d+) in (.+)\n", written)
-    if not frames or not written.splitlines()[-1].endswith(("<module>", "...")):
+    frames = re.findall(r"\(most recent call first\):\n  File \"(.+)\", line (\d+) in (.+)\n", stacks)
+    if not frames or not stacks.splitlines()[-1].endswith(("<module>", "...")):
         return None
     file, line, function = frames[-1]
     return f"{Path(file).name}:{line}, {function}"
@@ -96,9 +96,7 @@ def place_of_error(error: BaseException) -> str:
 def _stack(thread: int) -> list[str]:
     """Return the positions on the stack of a thread, the outermost first."""
     frame = sys._current_frames().get(thread)
-    if frame is None:
-        return []
-    return [_in_words(at) for at in traceback.extract_stack(frame)]
+    return [] if frame is None else [_in_words(summary) for summary in traceback.extract_stack(frame)]
 
 
 def _in_words(frame: traceback.FrameSummary) -> str:

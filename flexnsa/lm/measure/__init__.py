@@ -1,1 +1,1 @@
-"""Measurements: processes, clocks, memory, fits and records."""
+"""Processes and their memory, and what commands report."""

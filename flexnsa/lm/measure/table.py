@@ -1,8 +1,27 @@
-"""Tables for the terminal: the first column is aligned left, the others right."""
+"""What a command reports, and tables for the terminal: the first column is aligned left, the others right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a command reports.
+
+    Args:
+        sentence: the result.
+        table: what the sentence summarizes; empty for nothing more.
+        record: the result as plain values that JSON can hold.
+        passed: whether there is no problem; else the command exits with status 1.
+    """
+
+    sentence: str
+    table: str
+    record: dict[str, Any]
+    passed: bool = True
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

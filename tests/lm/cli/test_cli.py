@@ -14,7 +14,7 @@ from flexnsa.lm import preset
 from flexnsa.lm.checkpoint.log import read_log
 from flexnsa.lm.cli import COMMANDS, main
 from flexnsa.lm.cli.options import add_device_option, require
-from flexnsa.lm.cli.recipe_options import add_recipe_options, model_config
+from flexnsa.lm.cli.train import add_recipe_options, model_config
 from flexnsa.lm.measure.table import format_table
 from tests.lm.cli.tiny_run import train, write_text
 

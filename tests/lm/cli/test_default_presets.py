@@ -12,7 +12,7 @@ import torch
 from flexnsa.errors import FileError
 from flexnsa.lm import PRESETS, TRAIN_PRESETS
 from flexnsa.lm.cli import main
-from flexnsa.lm.cli.recipe_options import add_recipe_options, model_config, train_config
+from flexnsa.lm.cli.train import add_recipe_options, model_config, train_config
 from flexnsa.lm.training.checkpoint import CHECKPOINT_NAME, configs_of_run
 
 _SIZES = "--dim 16 --num-layers 1 --num-heads 4 --num-kv-heads 2 --head-dim 4 --batch-size 1 --seq-len 300"

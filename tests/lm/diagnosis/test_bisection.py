@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.lm import DecoderLM
-from flexnsa.lm.cli import main
 from flexnsa.lm.diagnosis import Outcome, Trial, bisect, run_case
-from tests.lm.cli.tiny_run import SIZES, write_text
+from tests.lm.diagnosis.conftest import Diagnose
 from tests.parallel.steps import MODEL
 
 BRANCHES = ("cmp", "slc", "win")
@@ -48,58 +46,55 @@ def test_a_layer_that_deadlocks_in_backward_is_named_with_its_branch(tmp_path: P
     def run(trial: Trial) -> Outcome:
         return run_case(tmp_path / trial.name(), take_step, trial, seconds=3)
 
-    found = bisect(run, replace(WHOLE, num_layers=CULPRIT + 1, checkpointed=(0, 0)))
-    assert found.found
-    assert found.sentence().startswith("layer 2 hangs (after 3 s rank 0 in threading.py:")
-    assert found.sentence().endswith("checkpointed or not; of the branches slc alone (6 trials).")
-    stacks = (tmp_path / found.trials[0][0].name() / "stacks.rank-0.txt").read_text()
+    bisection = bisect(run, replace(WHOLE, num_layers=CULPRIT + 1, checkpointed=(0, 0)))
+    assert not bisection.passed
+    assert bisection.sentence.startswith("layer 2 hangs (after 3 s rank 0 in threading.py:")
+    assert bisection.sentence.endswith("checkpointed or not; of the branches slc alone (6 trials).")
+    stacks = (tmp_path / bisection.trials[0][0].name() / "stacks.rank-0.txt").read_text()
     assert "never_return" in stacks
 
 
 def trials_of(fails: Callable[[Trial], bool], whole: Trial = WHOLE, status: Any = "failed") -> tuple[str, list[Trial]]:
-    found = bisect(lambda trial: Outcome(status if fails(trial) else "passed", "why", 0.0, {}), whole)
-    return found.culprit, [trial for trial, _ in found.trials]
+    bisection = bisect(lambda trial: Outcome(status if fails(trial) else "passed", "why", 0.0, {}), whole)
+    return bisection.culprit, [trial for trial, _ in bisection.trials]
 
 
 @pytest.mark.parametrize("culprit", range(12))
-def test_a_layer_whose_checkpointing_fails_is_found_in_a_logarithm_of_trials(culprit: int) -> None:
+def test_a_layer_is_found_in_a_logarithm_of_trials(culprit: int) -> None:
     whole = Trial(12, (0, 12), BRANCHES)
-    said, trials = trials_of(lambda trial: trial.checkpointed[0] <= culprit < trial.checkpointed[1], whole)
-    assert said == f"checkpointing of layer {culprit} fails (why); each branch alone does"
+    words, trials = trials_of(lambda trial: trial.checkpointed[0] <= culprit < trial.checkpointed[1], whole)
+    assert words == f"checkpointing of layer {culprit} fails (why); each branch alone does"
     assert len(trials) <= 2 + 2 * 4 + 3
-
-
-@pytest.mark.parametrize("culprit", range(1, 12))
-def test_a_layer_that_fails_by_itself_is_found_by_leaving_off_those_behind_it(culprit: int) -> None:
-    whole = Trial(12, (0, 12), BRANCHES)
-    said, trials = trials_of(lambda trial: culprit < trial.num_layers, whole, "over time")
-    assert said == f"layer {culprit} hangs (why), checkpointed or not; each branch alone does"
+    words, trials = trials_of(lambda trial: culprit < trial.num_layers, whole, "over time")
+    around = ", or what lies around the layers" * (culprit == 0)
+    assert words == f"layer {culprit} hangs (why), checkpointed or not{around}; each branch alone does"
     assert len(trials) <= 2 + 4 + 3
 
 
-def test_what_no_half_and_no_branch_does_alone_is_said() -> None:
-    needs = {(0, 4)}
-    said, _ = trials_of(lambda trial: trial.checkpointed in needs and trial.branches == BRANCHES)
-    assert said == "checkpointing of layers 0 to 3, no half of which alone fails (why); no branch does alone"
-    said, _ = trials_of(lambda _: True)
-    assert said == "layer 0 fails (why), checkpointed or not, or what lies around the layers; each branch alone does"
-    said, _ = trials_of(lambda trial: trial.num_layers > 1, replace(WHOLE, branches=()))
-    assert said == "layer 1 fails (why), checkpointed or not"  # of a model without branches
-    said, trials = trials_of(lambda _: False)
-    assert said == "the step passes: there is nothing to find"
-    assert trials == [WHOLE]
+@pytest.mark.parametrize(
+    ("fails", "branches", "words"),
+    [
+        (
+            lambda trial: trial.checkpointed == (0, 4) and trial.branches == BRANCHES,
+            BRANCHES,
+            "checkpointing of layers 0 to 3, no half of which alone fails (why); no branch does alone",
+        ),
+        (lambda trial: trial.num_layers > 1, (), "layer 1 fails (why), checkpointed or not"),
+        (lambda _: False, BRANCHES, "the step passes: there is nothing to find"),
+    ],
+)
+def test_the_culprit_is_named_in_words(fails: Callable[[Trial], bool], branches: tuple[str, ...], words: str) -> None:
+    culprit, trials = trials_of(fails, replace(WHOLE, branches=branches))
+    assert culprit == words
+    assert (len(trials) == 1) == (words == "the step passes: there is nothing to find")
 
 
-def test_the_command_finds_the_step_that_diverges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, seen = write_text(tmp_path / "text"), tmp_path / "seen.json"
-    sizes = " ".join(SIZES.split(" --steps ")[0].split())
-    command = ["diagnose", "bisect", "--text", str(text), *sizes.split(), "--device", "cpu", "--out", str(tmp_path)]
-    main([*command, "--branches", "win", "--json", str(seen)])
-    assert capsys.readouterr().out.startswith("the step passes: there is nothing to find (1 trial).")
-    with pytest.raises(SystemExit) as left:
-        main([*command, "--branches", "win", "--lr", "1e30", "--steps", "3", "--json", str(seen)])
-    assert left.value.code == 1
-    said = capsys.readouterr().out
-    assert said.startswith("layer 0 fails (rank 0: FloatingPointError: step ")
-    assert "or what lies around the layers; branch win, the only one (1 trial)." in said
-    assert json.loads(seen.read_text())["trials"][0]["status"] == "failed"
+def test_the_command_finds_the_step_that_diverges(diagnose: Diagnose) -> None:
+    ran = diagnose("bisect", "--branches win")
+    assert (ran.status, ran.record["found"]) == (0, False)
+    assert ran.out.startswith("the step passes: there is nothing to find (1 trial).")
+    ran = diagnose("bisect", "--branches win --lr 1e30 --steps 3")
+    assert ran.status == 1
+    assert ran.out.startswith("layer 0 fails (rank 0: FloatingPointError: step ")
+    assert "or what lies around the layers; branch win, the only one (1 trial)." in ran.out
+    assert ran.record["trials"][0]["status"] == "failed"

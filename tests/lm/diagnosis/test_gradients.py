@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from flexnsa.lm.checkpoint.lock import LOCK_NAME
-from flexnsa.lm.cli import main
-from flexnsa.lm.diagnosis import run_case, trace_gradients
-from flexnsa.lm.diagnosis.gradients import has_missing, sentence
+from flexnsa.lm.diagnosis import GradientTrace, run_case, trace_gradients
+from flexnsa.lm.diagnosis.gradients import report_gradients
 from flexnsa.lm.parallel import joined_ranks
-from tests.lm.cli.tiny_run import write_text
+from tests.lm.diagnosis.conftest import Diagnose
 from tests.parallel.steps import CPU
-
-SIZES = "--dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 --batch-size 2 --seq-len 24 --device cpu"
 
 
 class Forgetful(nn.Module):
@@ -83,29 +78,26 @@ def test_a_gradient_of_zeros_is_told_from_none() -> None:
 
 
 def test_the_sentence_names_what_is_missing_in_which_variants() -> None:
-    trace = {"missing": {1: ["layers.0.attention.gate.linear.weight"]}}
-    record = {"ranks": 2, "traces": [{"missing": {}}, trace, trace]}
-    assert has_missing(record)
-    assert sentence(record) == (
+    settings = {"branches": "win", "checkpointing": "none", "static_graph": False}
+    whole, partial = (
+        settings | GradientTrace(missing=missing).record()
+        for missing in ({}, {1: ["layers.0.attention.gate.linear.weight"]})
+    )
+    report = report_gradients({"ranks": 2, "traces": [whole, partial, partial]})
+    assert not report.passed
+    assert report.sentence == (
         "missing: layers.0.attention.gate.linear.weight, which got no gradient on rank 1 in 2 of 3 variants on 2 ranks."
     )
 
 
-def test_the_command_looks_at_every_variant_of_a_model_and_finds_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = write_text(tmp_path / "text")
-    seen = tmp_path / "seen.json"
-    command = ["diagnose", "gradients", "--text", str(text), *SIZES.split(), "--out", str(tmp_path / "case")]
-    main([*command, "--json", str(seen), "--branches", "slc", "win", "--recompute", "slc"])
-    said = capsys.readouterr().out
-    assert said.startswith("missing: none; every parameter got its gradient in each of 12 variants on 1 rank.\n\n")
-    record = json.loads(seen.read_text())
-    settings = {(t["branches"], t["checkpointing"], t["static_graph"]) for t in record["traces"]}
-    assert len(settings) == 12
-    first = record["traces"][0]
-    assert len(first["arrived"]) == 19, "5 of them of an indexer"
-    assert {"attention.w_q", "mlp.up"} <= {name.removeprefix("layers.0.") for name in first["modules"]}
-    assert all(name in said for name in first["arrived"])
-    kept = {LOCK_NAME, "environment.json", "log.rank-0.txt", "outcome.json"}
-    assert kept == {x.name for x in (tmp_path / "case").iterdir()}
+def test_the_command_looks_at_every_variant_of_a_model_and_finds_nothing(tmp_path: Path, diagnose: Diagnose) -> None:
+    ran = diagnose("gradients", "--branches slc win --recompute slc")
+    assert ran.status == 0
+    assert ran.out.startswith("missing: none; every parameter got its gradient in each of 12 variants on 1 rank.\n\n")
+    traces = ran.record["traces"]
+    assert len({(trace["branches"], trace["checkpointing"], trace["static_graph"]) for trace in traces}) == 12
+    assert len(traces[0]["arrived"]) == 19, "5 of them of an indexer"
+    assert {"attention.w_q", "mlp.up"} <= {name.removeprefix("layers.0.") for name in traces[0]["modules"]}
+    assert all(name in ran.out for name in traces[0]["arrived"])
+    files = {LOCK_NAME, "environment.json", "log.rank-0.txt"}
+    assert files == {file.name for file in (tmp_path / "out").iterdir()}

@@ -19,7 +19,7 @@ from flexnsa.attention.dispatch import IMPLEMENTATIONS
 from flexnsa.lm import Trainer, run
 from flexnsa.lm.cli import main
 from flexnsa.lm.diagnosis import strict
-from flexnsa.lm.diagnosis.module_names import failing_branch
+from flexnsa.lm.diagnosis.non_finite import failing_branch
 from flexnsa.lm.model.decoder import DecoderLayer
 from flexnsa.lm.parallel import Ranks, joined_ranks
 from tests.parallel.processes import run_together
@@ -72,6 +72,11 @@ def layer(trainer: Trainer, index: int = 1) -> Any:
     return trainer.model.layers[index]
 
 
+def run_to_a_stop(trainer: Trainer, folder: Path, words: str) -> None:
+    with pytest.raises(FloatingPointError, match=re.escape(words)):
+        run(trainer, folder, watchers=[strict])
+
+
 PLACES: dict[str, tuple[Callable[[Trainer], nn.Module], str]] = {
     "selected keys": (lambda t: layer(t).attention.w_k_slc, "layer 1, branch slc (attention.w_k_slc)"),
     "window": (lambda t: layer(t, 0).attention.w_v_win, "layer 0, branch win (attention.w_v_win)"),
@@ -91,10 +96,7 @@ def test_forward_is_named_by_step_layer_part_and_row(place: str, options: dict[s
     trainer = make_trainer(Ranks(), **options)
     module, words = PLACES[place]
     spoil(module(trainer), lambda: trainer.step == 1)  # before other hooks, as what the module computes
-    with pytest.raises(
-        FloatingPointError, match=re.escape(f"step 1: the first non-finite value is in forward, {words}, row 2")
-    ):
-        run(trainer, tmp_path, watchers=[strict])
+    run_to_a_stop(trainer, tmp_path, f"step 1: the first non-finite value is in forward, {words}, row 2")
     assert trainer.step == 1
 
 
@@ -106,8 +108,7 @@ def test_gates_of_single_branches_are_looked_at(kind: str, tmp_path: Path) -> No
         return gates | {"win": gates["win"] * torch.nan}
 
     layer(trainer).attention.gate.register_forward_hook(shut_window)
-    with pytest.raises(FloatingPointError, match=re.escape("is in forward, layer 1, gate (attention.gate), row 0")):
-        run(trainer, tmp_path, watchers=[strict])
+    run_to_a_stop(trainer, tmp_path, "is in forward, layer 1, gate (attention.gate), row 0")
 
 
 @pytest.mark.parametrize("place", ["selected keys", "window", "output", "MLP"])
@@ -116,9 +117,7 @@ def test_backward_is_named_too(place: str, tmp_path: Path) -> None:
     module, words = PLACES[place]
     before = parameters(trainer)
     spoil_gradient(module(trainer))
-    message = f"step 0: the first non-finite value is in backward, {words}, row 2, token 17"
-    with pytest.raises(FloatingPointError, match=re.escape(message)):
-        run(trainer, tmp_path, watchers=[strict])
+    run_to_a_stop(trainer, tmp_path, f"step 0: the first non-finite value is in backward, {words}, row 2, token 17")
     assert all(torch.equal(before[name], after) for name, after in parameters(trainer).items())
 
 
@@ -137,18 +136,14 @@ def test_a_branch_whose_own_kernel_fails_is_told_from_the_others(
 
     monkeypatch.setitem(IMPLEMENTATIONS, "sdpa", replace(IMPLEMENTATIONS["sdpa"], **{name: failing}))
     trainer = make_trainer(Ranks())
-    with pytest.raises(FloatingPointError, match=rf"forward, layer 0, branch {tag} \(what it gives\), row 3"):
-        run(trainer, tmp_path, watchers=[strict])
+    run_to_a_stop(trainer, tmp_path, f"forward, layer 0, branch {tag} (what it gives), row 3")
 
 
 def test_a_parameter_whose_gradient_alone_overflows_is_named(tmp_path: Path) -> None:
     trainer = make_trainer(Ranks())
     layer(trainer).attention.phi_k.project.position.register_hook(lambda gradient: gradient * torch.inf)
     place = "layer 1, branch cmp (attention.phi_k.project.position), gradient of the parameter"
-    with pytest.raises(
-        FloatingPointError, match=re.escape(f"step 0: the first non-finite value is in backward, {place}")
-    ):
-        run(trainer, tmp_path, watchers=[strict])
+    run_to_a_stop(trainer, tmp_path, f"step 0: the first non-finite value is in backward, {place}")
 
 
 def test_an_evaluation_is_looked_at_before_its_result_is_written(tmp_path: Path) -> None:
@@ -182,8 +177,7 @@ def test_what_is_finite_takes_the_same_steps_and_leaves_no_hook(tmp_path: Path) 
 def test_nothing_is_written_after_it(tmp_path: Path) -> None:
     trainer = make_trainer(Ranks(), checkpoint_every=1)
     spoil(layer(trainer).attention.w_v_slc, lambda: trainer.step == 1)
-    with pytest.raises(FloatingPointError):
-        run(trainer, tmp_path, watchers=[strict])
+    run_to_a_stop(trainer, tmp_path, "in forward, layer 1, branch slc")
     assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [0]
     resumed = make_trainer(Ranks(), checkpoint_every=1)
     assert run(resumed, tmp_path, watchers=[strict]) is None
@@ -214,15 +208,14 @@ def test_all_ranks_say_what_the_first_of_them_found(parallel: str, step: int, pa
     assert not list((tmp_path / "run").glob("checkpoint*"))
 
 
-def _meet_a_nan(parallel: str, step: int, passes: int, folder: Path) -> None:
+def _meet_a_nan(parallel: str, *options: Any) -> None:
     with joined_ranks(parallel, CPU) as ranks:
-        _meet_a_nan_on_rank_1(ranks, step, passes, folder)
+        _meet_a_nan_on_rank_1(ranks, *options)
 
 
 def _meet_a_nan_on_rank_1(ranks: Ranks, step: int, passes: int, folder: Path) -> None:
     trainer, calls = make_trainer(ranks), itertools.count()
     if ranks.rank == 1:  # whose share are the last two rows; DDP's first step has a pass more
         spoil(layer(trainer).attention.w_v_slc, lambda: next(calls) >= passes, row=1)
-    place = r"layer 1, branch slc \(attention.w_v_slc\), row 3, token 17, rank 1$"
-    with pytest.raises(FloatingPointError, match=f"step {step}: the first non-finite value is in forward, {place}"):
-        run(trainer, folder, watchers=[strict])
+    place = "layer 1, branch slc (attention.w_v_slc), row 3, token 17, rank 1"
+    run_to_a_stop(trainer, folder, f"step {step}: the first non-finite value is in forward, {place}")

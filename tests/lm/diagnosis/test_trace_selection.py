@@ -93,22 +93,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def diagnose(run: Path, *options: str) -> None:
     files = ("--checkpoint", str(run / "run"), "--text", str(run / "text"), "--device", "cpu")
-    main(["diagnose", "selection", *files, "--json", str(run / "found.json"), *options])
+    main(["diagnose", "selection", *files, "--json", str(run / "report.json"), *options])
 
 
 def test_the_command_reports_every_head(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     diagnose(run, "--seq-len", "120", "--sequences", "2")
-    printed, found = capsys.readouterr().out, json.loads((run / "found.json").read_text())
-    assert found["sentence"] in printed
-    assert "layer 0, key head 0 finds 0." in found["sentence"]
-    assert 0 < found["heads"][0]["recall"] < 1
+    printed, record = capsys.readouterr().out, json.loads((run / "report.json").read_text())
+    assert record["sentence"] in printed
+    assert "layer 0, key head 0 finds 0." in record["sentence"]
+    assert (record["seq_len"], record["sequences"]) == (120, 2)
+    assert 0 < record["heads"][0]["recall"] < 1
     assert "gate slc" in printed
 
 
 def test_where_every_block_is_forced_there_is_nothing_to_choose(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     diagnose(run, "--seq-len", "40")
     assert "nothing to choose" in capsys.readouterr().out
-    assert json.loads((run / "found.json").read_text())["heads"][0]["recall"] is None
+    assert json.loads((run / "report.json").read_text())["heads"][0]["recall"] is None
 
 
 @pytest.mark.parametrize(

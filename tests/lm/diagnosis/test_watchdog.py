@@ -6,6 +6,7 @@ import pickle
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from flexnsa.lm.diagnosis import stacks_on_request, watchdog
 from flexnsa.lm.diagnosis.hang_report import Collective, Sighting, describe_parting, describe_stall, write_flight_record
 from flexnsa.lm.parallel import Ranks, joined_ranks
 from flexnsa.lm.training.checkpoint import checkpoint_path, save_checkpoint
-from tests.parallel.processes import Group, started
+from tests.parallel.processes import started
 from tests.parallel.steps import CPU, make_trainer
 
 SECONDS = 2.0
@@ -85,14 +86,15 @@ def skip_a_sum(trainer: Trainer) -> None:
     ranks.totals = lambda values: values if trainer.step == 2 else totals(values)
 
 
-def ended_in_time(group: Group, folder: Path) -> list[int | None]:
-    """Return the statuses of processes that have ended in time, counted from their last step."""
+def output_of_a_stall(size: int, parallel: str | None, folder: Path, *options: Any) -> str:
+    """Return what ranks have printed that end in time, counted from their last step, and with the status of a stall."""
     log = folder / "log.jsonl"
-    group.wait_until(lambda: log.exists() and log.read_text().count("\n") >= 1)
-    begun = time.monotonic()
-    statuses = group.wait()
-    assert time.monotonic() - begun < IN_TIME
-    return statuses
+    with started(size, folder.parent / "output", train, parallel, folder, *options) as group:
+        group.wait_until(lambda: log.exists() and log.read_text().count("\n") >= 1)
+        begun = time.monotonic()
+        assert group.wait() == [75] * size, group.outputs()
+        assert time.monotonic() - begun < IN_TIME
+        return "".join(map(group.output, range(size)))
 
 
 @pytest.mark.parametrize(
@@ -106,12 +108,10 @@ def test_a_rank_that_holds_up_a_step_is_named_slow_or_stuck_and_so_is_who_waits(
     parallel: str, holdup: str, words: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    with started(2, tmp_path / "output", train, parallel, folder, holdup) as group:
-        assert ended_in_time(group, folder) == [75, 75], group.output(0) + group.output(1)
-        said = group.output(0) + group.output(1)
+    output = output_of_a_stall(2, parallel, folder, holdup)
     waits = r"rank 0 waits for it in \w+\.py:\d+, \w+ \(collective \d+, all_\w+ of \(\d+,\)\)"
-    assert re.search(rf"step 2 has not ended in 2 s: {words}; {waits} \(stacks: ", said), said
-    assert said.count("has not ended") == 1
+    assert re.search(rf"step 2 has not ended in 2 s: {words}; {waits} \(stacks: ", output), output
+    assert output.count("has not ended") == 1
     for rank in range(2):
         stacks = (folder / f"stacks.rank-{rank}.txt").read_text()
         assert pickle.loads((folder / f"flight.rank-{rank}").read_bytes())["entries"]
@@ -127,18 +127,14 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_collective(
     parallel: str, checkpoint: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    with started(2, tmp_path / "output", train, parallel, folder, "skip", checkpoint, 3 * SECONDS) as group:
-        assert ended_in_time(group, folder) == [75, 75], group.output(0) + group.output(1)
-        said = group.output(0) + group.output(1)
+    output = output_of_a_stall(2, parallel, folder, "skip", checkpoint, 3 * SECONDS)
     skipped = r"all_reduce of \(1,\) in data_parallel\.py:\d+, totals on rank 0; [^;]*, \w+ on rank 1"
-    assert re.search(rf"collective \d+ is not the same on all: {skipped}; rank 1 has skipped one", said), said
+    assert re.search(rf"collective \d+ is not the same on all: {skipped}; rank 1 has skipped one", output), output
 
 
 def test_a_process_on_its_own_is_ended_too(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with started(1, tmp_path / "output", train, None, folder, "sleep") as group:
-        assert ended_in_time(group, folder) == [75]
-        assert "rank 0 is stuck in test_watchdog.py" in group.output(0)
+    assert "rank 0 is stuck in test_watchdog.py" in output_of_a_stall(1, None, folder, "sleep")
 
 
 def test_a_run_that_makes_steps_is_left_alone_and_leaves_no_file(tmp_path: Path) -> None:
@@ -169,125 +165,111 @@ def test_a_time_that_is_none_is_named(seconds: str, tmp_path: Path, capsys: pyte
     assert not (tmp_path / "run").exists()
 
 
-def sighting(begun: int, **others: Any) -> Sighting:
-    return Sighting(step=7, begun=begun, **{"moves": False, "place": "here", **others})
+def sighting(begun: int, **fields: Any) -> Sighting:
+    return Sighting(step=7, begun=begun, **{"moves": False, "place": "here", **fields})
 
 
-def test_who_has_begun_fewer_collectives_is_waited_for() -> None:
-    seen = [sighting(5), sighting(4), sighting(5), sighting(3, moves=True)]
-    assert describe_stall(seen, 60) == (
-        "step 7 has not ended in 60 s: rank 1 is stuck in here; rank 3 is slow: it is at work in here; "
-        "rank 0 waits for them in here; rank 2 waits for them in here"
-    )
+ENDED = Collective("0", 8, "sum", "there", True)
+STALLS: dict[str, tuple[list[Sighting | None], str]] = {
+    "ranks wait for those that have begun fewer collectives": (
+        [sighting(5), sighting(4), sighting(5), sighting(3, moves=True)],
+        "has not ended in 60 s: rank 1 is stuck in here; rank 3 is slow: it is at work in here; "
+        "rank 0 waits for them in here; rank 2 waits for them in here",
+    ),
+    "a rank that does not answer is waited for": (
+        [None, sighting(5)],
+        "has not ended in 60 s: rank 0 does not answer; rank 1 waits for it in here",
+    ),
+    "ranks in the same place wait for none": (
+        [sighting(5), sighting(5, moves=True)],
+        "has not ended in 60 s: rank 0 is stuck in here; rank 1 is slow: it is at work in here",
+    ),
+    "a rank whose process has ended is gone, and the connection to it lost": (
+        [sighting(5, broke_off=True), None, sighting(5), None],
+        "has broken off: rank 1 is gone; rank 3 does not answer; "
+        "rank 0 lost them in here; rank 2 waits for them in here",
+    ),
+    "a connection is lost, and no rank gone": (
+        [sighting(5, broke_off=True), sighting(5)],
+        "has broken off: rank 0 broke off in here; rank 1 is stuck in here",
+    ),
+    "the collective that a rank waits in is named unless it has ended": (
+        [sighting(5, recent=[ENDED, replace(ENDED, number=9, ended=False)]), sighting(4), sighting(5, recent=[ENDED])],
+        "has not ended in 60 s: rank 1 is stuck in here; rank 0 waits for it in here (collective 9, sum); "
+        "rank 2 waits for it in here",
+    ),
+}
 
 
-def test_who_does_not_answer_is_waited_for() -> None:
-    assert describe_stall([sighting(5), None], 60) == (
-        "step 7 has not ended in 60 s: rank 1 does not answer; rank 0 waits for it in here"
-    )
+@pytest.mark.parametrize("stall", STALLS)
+def test_a_stall_is_described(stall: str) -> None:
+    seen, words = STALLS[stall]
+    assert describe_stall(seen, 60, gone=[1, 2]) == f"step 7 {words}"
 
 
-def test_ranks_that_are_all_in_the_same_place_wait_for_nobody() -> None:
-    assert describe_stall([sighting(5), sighting(5, moves=True)], 60) == (
-        "step 7 has not ended in 60 s: rank 0 is stuck in here; rank 1 is slow: it is at work in here"
-    )
-
-
-def test_a_rank_whose_process_has_ended_is_gone_and_who_was_told_so_lost_it() -> None:
-    seen = [sighting(5, broke_off=True), None, sighting(5), None]
-    assert describe_stall(seen, 60, gone=[1, 2]) == (
-        "step 7 has broken off: rank 1 is gone; rank 3 does not answer; "
-        "rank 0 lost them in here; rank 2 waits for them in here"
-    )
-    assert describe_stall([sighting(5, broke_off=True), sighting(5)], 60) == (
-        "step 7 has broken off: rank 0 broke off in here; rank 1 is stuck in here"
-    )
-
-
-def test_the_collective_that_a_rank_waits_in_is_named_unless_it_has_ended() -> None:
-    ended = Collective("0", 8, "sum", "there", True)
-    seen = [
-        sighting(5, recent=[ended, replace(ended, number=9, ended=False)]),
-        sighting(4),
-        sighting(5, recent=[ended]),
-    ]
-    assert describe_stall(seen, 60).endswith(
-        "rank 0 waits for it in here (collective 9, sum); rank 2 waits for it in here"
-    )
-
-
-def test_a_flight_record_is_of_collectives_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [
-        {
-            "process_group": ("0", "default"),
-            "collective_seq_id": number,
-            "profiling_name": "gloo:all_reduce",
-            "input_sizes": [[8, 3]],
-            "time_created_ns": -number,
-            "is_p2p": number == 2,
-            **ended,
-        }
-        for number, ended in enumerate([{"state": "scheduled"}, {"state": "completed"}, {}, {"retired": True}])
-    ]
-    monkeypatch.setattr(
-        "torch._C._distributed_c10d._dump_fr_trace", lambda: pickle.dumps({"entries": entries}), raising=False
-    )
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict[str, Any]]], list[Collective]]:
+    """Return a function that writes the flight record of some entries, and returns its collectives."""
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.delattr("torch._C._distributed_c10d._dump_nccl_trace", raising=False)
-    found = write_flight_record(tmp_path / "flight")
-    assert [(x.number, x.ended) for x in found] == [(3, True), (1, True), (0, False)]
-    assert {x.what for x in found} == {"all_reduce of (8, 3)"}
-    assert pickle.loads((tmp_path / "flight").read_bytes()) == {"entries": entries}
+
+    def write(entries: list[dict[str, Any]]) -> list[Collective]:
+        shared = {"process_group": ("0", "default"), "time_created_ns": 0, "is_p2p": False}
+        record = pickle.dumps({"entries": [shared | entry for entry in entries]})
+        monkeypatch.setattr("torch._C._distributed_c10d._dump_fr_trace", lambda: record, raising=False)
+        collectives = write_flight_record(tmp_path / "flight")
+        assert (tmp_path / "flight").read_bytes() == record
+        return collectives
+
+    return write
 
 
-def test_what_one_rank_scatters_is_one_collective_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for sizes in ([[2, 31]], []):
-        entry = {"process_group": ("0", "default"), "collective_seq_id": 4, "time_created_ns": 0, "is_p2p": False}
-        entry |= {"profiling_name": "gloo:scatter", "input_sizes": sizes, "output_sizes": [[31]]}
-        written = pickle.dumps({"entries": [entry]})
-        monkeypatch.setattr("torch._C._distributed_c10d._dump_fr_trace", lambda: written, raising=False)  # noqa: B023
-        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-        monkeypatch.delattr("torch._C._distributed_c10d._dump_nccl_trace", raising=False)
-        found.append(write_flight_record(tmp_path / "flight"))
-    assert found[0] == found[1]
-    assert found[0][0].what == "scatter of (31,)"
-
-
-def collectives(*calls: str, first: int = 1) -> list[Collective]:
-    """Return those that a word each stands for: what and, after a slash, where."""
-    pairs = [call.partition("/") for call in calls]
-    return [Collective("0", first + n, what, place, True) for n, (what, _, place) in enumerate(pairs)]
-
-
-def test_ranks_that_begin_the_same_collectives_have_not_parted() -> None:
-    both = collectives("sum/a", "max/b", "sum/a")
-    assert describe_parting({0: both, 1: both[:1]}) == ""  # one of them has only not come so far
-    assert describe_parting({0: both, 1: collectives("sum/other", "max/b", "sum/a")}) == ""  # of rank 0 alone
-    assert describe_parting({}) == ""
-
-
-def test_the_first_collective_that_differs_is_named_and_so_is_who_skipped_it() -> None:
-    whole = collectives("sum/a", "max/b", "bucket/c", "sum/a", "max/b", "bucket/c")
-    skips = collectives("sum/a", "bucket/c", "sum/a", "max/b", "bucket/c")
-    assert describe_parting({0: whole, 1: skips, 2: whole}) == (
-        "collective 2 is not the same on all: max in b on rank 0, 2; bucket in c on rank 1; rank 1 has skipped one"
+def test_a_flight_record_is_of_collectives_in_their_order(recorded: Callable[..., list[Collective]]) -> None:
+    sums = {"profiling_name": "gloo:all_reduce", "input_sizes": [[8, 3]]}
+    states = [{"state": "scheduled"}, {"state": "completed"}, {"is_p2p": True}, {"retired": True}]
+    collectives = recorded(
+        [{**sums, "collective_seq_id": at, "time_created_ns": -at, **state} for at, state in enumerate(states)]
     )
+    assert [(x.number, x.ended) for x in collectives] == [(3, True), (1, True), (0, False)]
+    assert {x.what for x in collectives} == {"all_reduce of (8, 3)"}
 
 
-def test_a_skipped_collective_that_looks_like_the_next_is_found_by_where_it_was_called() -> None:
-    whole = collectives("sum/a", "sum/b", "bucket/c", "sum/a", first=7)
-    skips = collectives("sum/b", "bucket/c", "sum/a", first=7)
-    assert describe_parting({0: skips, 1: whole}) == (
-        "collective 7 is not the same on all: sum in b on rank 0; sum in a on rank 1; rank 0 has skipped one"
-    )
+def test_what_one_rank_scatters_is_one_collective_on_all(recorded: Callable[..., list[Collective]]) -> None:
+    scatter = {"profiling_name": "gloo:scatter", "collective_seq_id": 4, "output_sizes": [[31]]}
+    first, second = (recorded([scatter | {"input_sizes": sizes}]) for sizes in ([[2, 31]], []))
+    assert first == second
+    assert first[0].what == "scatter of (31,)"
 
 
-def test_whose_collectives_are_others_altogether_has_skipped_none() -> None:
-    said = describe_parting({0: collectives("sum", "sum"), 1: collectives("max", "max")})
-    assert said == "collective 1 is not the same on all: sum on rank 0; max on rank 1"
+COLLECTIVES: dict[str, tuple[list[str], str]] = {
+    "a rank has only not come so far": (["sum/a max/b sum/a", "sum/a"], ""),
+    "a rank calls the same from elsewhere": (["sum/a max/b sum/a", "sum/other max/b sum/a"], ""),
+    "there are no ranks": ([], ""),
+    "a rank has skipped one": (
+        ["sum/a max/b bucket/c sum/a max/b", "sum/a bucket/c sum/a max/b", "sum/a max/b bucket/c sum/a max/b"],
+        "collective 2 is not the same on all: max in b on rank 0, 2; bucket in c on rank 1; rank 1 has skipped one",
+    ),
+    "a rank has skipped one that looks like the next": (
+        ["sum/b bucket/c sum/a", "sum/a sum/b bucket/c sum/a"],
+        "collective 1 is not the same on all: sum in b on rank 0; sum in a on rank 1; rank 0 has skipped one",
+    ),
+    "collectives are altogether different": (
+        ["sum sum", "max max"],
+        "collective 1 is not the same on all: sum on rank 0; max on rank 1",
+    ),
+    "either rank may have skipped one": (
+        ["sum max sum", "max sum max"],
+        "collective 1 is not the same on all: sum on rank 0; max on rank 1",
+    ),
+}
+"""For each rank its calls, such as ``sum/a``: what it does and where."""
 
 
-def test_whoever_may_have_skipped_one_is_not_named_where_another_may_as_well() -> None:
-    said = describe_parting({0: collectives("sum", "max", "sum"), 1: collectives("max", "sum", "max")})
-    assert said == "collective 1 is not the same on all: sum on rank 0; max on rank 1"
+@pytest.mark.parametrize("case", COLLECTIVES)
+def test_the_first_collective_that_differs_is_named(case: str) -> None:
+    calls, words = COLLECTIVES[case]
+    recent = {}
+    for rank, line in enumerate(calls):
+        pairs = [call.partition("/") for call in line.split()]
+        recent[rank] = [Collective("0", at, what, place, True) for at, (what, _, place) in enumerate(pairs, 1)]
+    assert describe_parting(recent) == words

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.harness.memory import AllocatorProbe, saved_for_backward
 from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.attention.flex.footprint import FOOTPRINT as FLEX
 from flexnsa.attention.footprint import AttentionSizes
@@ -19,7 +20,6 @@ from flexnsa.lm import PRESETS, DecoderConfig, DecoderLM, preset
 from flexnsa.lm.estimate import estimate_decoding, estimate_training, parameter_count
 from flexnsa.lm.estimate.training import Precision
 from flexnsa.lm.estimate.work import Work
-from flexnsa.lm.measure.memory import AllocatorProbe, saved_for_backward
 from tests.support.inputs import SMALL
 
 TINY = DecoderConfig(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, nsa=SMALL)

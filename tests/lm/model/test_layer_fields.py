@@ -16,7 +16,7 @@ from flexnsa.layers.presets import PAPER
 from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.cli import train
 from flexnsa.lm.cli.options import described_fields
-from flexnsa.lm.diagnosis.module_names import failing_branch
+from flexnsa.lm.diagnosis.non_finite import failing_branch
 from tests.support.inputs import SMALL, TINY
 from tests.support.layer_fields import CHANGED, FIELDS, NEEDED, SIZES
 
