@@ -24,7 +24,7 @@ from flexnsa.lm.training.checkpoint import configs_of_run
 from flexnsa.lm.training.config import TRAIN_PRESETS, TrainConfig
 
 _NOT_OPTIONS = ("nsa", "vocab_size", "checkpointing")
-_NOT_AXES = ("model", "training", "nsa", "text", "device", "leave_out", "reduce_dtype", "context_parallel")
+_NOT_AXES = ("stages", "model", "training", "nsa", "text", "device", "leave_out", "reduce_dtype", "context_parallel")
 
 
 def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) -> None:
@@ -55,7 +55,7 @@ def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...]
     )
     add_config_options(parser, "model", DecoderConfig, skip=_NOT_OPTIONS)
     add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig)
-    add_config_options(parser, "training", TrainConfig, skip=("pack", *skip))
+    add_config_options(parser, "training", TrainConfig, skip=("pack", "stages", *skip))
 
 
 def recipe_of_options(arguments: argparse.Namespace, resumed: Path | None = None, **others: Any) -> Recipe:
@@ -109,7 +109,10 @@ def text_tokenizer(arguments: argparse.Namespace) -> TextTokenizer | None:
 
 def train_config(arguments: argparse.Namespace, base: TrainConfig | None = None) -> TrainConfig:
     """Return the hyper-parameters that the options name; what they leave open is as in ``base``, or in the preset."""
-    return replace(base or TRAIN_PRESETS[preset_of_options(arguments)], **config_options(arguments, TrainConfig))
+    options = config_options(arguments, TrainConfig)
+    if "stages" in options:
+        options = {"seq_len": options["stages"][-1][0]} | options
+    return replace(base or TRAIN_PRESETS[preset_of_options(arguments)], **options)
 
 
 def axis_of_options(text: str) -> tuple[str, list[Any]]:

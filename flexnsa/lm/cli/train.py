@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from flexnsa.checks.primitives import check_positive_int
-from flexnsa.lm.cli.options import output_folder
+from flexnsa.lm.cli.options import add_stages_option, output_folder
 from flexnsa.lm.cli.recipe_options import (
     add_recipe_options,
     model_config,
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; sizes that are not given come from the preset."""
     parser.add_argument("--out", type=output_folder, default="runs/train", help="folder of the log and the checkpoint")
     add_recipe_options(parser)
+    add_stages_option(parser)
     parser.add_argument(
         "--strict", action="store_true", help="find the first value that is not finite, and name its layer; slower"
     )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CHECKPOINT_NAME = "checkpoint.safetensors"
 FREE = {"checkpointing", "recompute", "steps"}
 """Fields that may change when a run resumes: results depend only on ``steps``, which decides the rates to come."""
-_ADDED: dict[str, Any] = {"compressor_lr": 1.0, "indexer_lr": 1.0, "selection_loss_weight": 1.0}
+_ADDED: dict[str, Any] = {"compressor_lr": 1.0, "indexer_lr": 1.0, "selection_loss_weight": 1.0, "stages": []}
 """Values of fields of training that earlier versions did not have."""
 
 Moments = dict[Tensor, Any]
