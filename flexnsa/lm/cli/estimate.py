@@ -10,7 +10,7 @@ from fractions import Fraction
 import torch
 
 from flexnsa.attention.plan import choose_name
-from flexnsa.lm.cli.options import add_checkpointing_option, add_config_option
+from flexnsa.lm.cli.options import add_checkpointing_option, add_config_option, add_stages_option
 from flexnsa.lm.estimate.decoding import DecodingEstimate, estimate_decoding
 from flexnsa.lm.estimate.training import IMPLEMENTATIONS, MemoryEstimate, estimate_training
 from flexnsa.lm.measure.table import format_table
@@ -26,9 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset", choices=PRESETS, default="large", help="sizes and hyper-parameters; default: %(default)s"
     )
-    parser.add_argument(
-        "--seq", dest="seq_len", type=int, default=2048, help="tokens of a sequence; default: %(default)s"
-    )
+    parser.add_argument("--seq", dest="seq_len", type=int, help="tokens of a sequence; default: 2048, or of --stages")
+    add_stages_option(parser)
     parser.add_argument(
         "--batch", dest="batch_size", type=int, help="number of sequences; default: as the preset trains"
     )
@@ -56,26 +55,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    """Print the estimates, and compare training with the budget."""
+    """Print the estimates, and compare training, in the largest of its stages, with the budget."""
     training = TRAIN_PRESETS[arguments.preset]
     batch_size = training.batch_size if arguments.batch_size is None else arguments.batch_size
     precision = arguments.precision or training.precision
     config = _config(arguments)
     impl = _implementation(arguments.impl, config)
-    step = estimate_training(
-        config,
-        seq_len=arguments.seq_len,
-        batch_size=batch_size,
-        precision=precision,
-        impl=impl,
-        fused_norm=impl != "sdpa",
-        optimizer=True,
-        compiled=arguments.compile,
-    )
-    token = estimate_decoding(config, seq_len=arguments.seq_len, batch_size=batch_size)
+    stages = getattr(arguments, "stages", ())
+    last = stages[-1][0] if stages else 2048
+    seq_len = last if arguments.seq_len is None else arguments.seq_len
+    shapes = [(batch_size, seq_len)]
+    if stages:
+        planned = replace(training, seq_len=seq_len, batch_size=batch_size, stages=stages)
+        shapes = [(stage.batch_size, stage.seq_len) for stage in planned.by_stage().values()]
+    steps = {
+        (rows, tokens): estimate_training(
+            config,
+            seq_len=tokens,
+            batch_size=rows,
+            precision=precision,
+            impl=impl,
+            fused_norm=impl != "sdpa",
+            optimizer=True,
+            compiled=arguments.compile,
+        )
+        for rows, tokens in shapes
+    }
+    (rows, tokens), step = max(steps.items(), key=lambda item: max(item[1].peak_forward, item[1].peak_training))
+    token = estimate_decoding(config, seq_len=seq_len, batch_size=batch_size)
     print(
         f"{arguments.preset}: {config.num_layers} layers of width {config.dim}, {config.attention} attention, "
-        f"B={batch_size}, S={arguments.seq_len:,}, {precision}, impl={impl}, "
+        f"B={rows}, S={tokens:,}, {precision}, impl={impl}, "
         f"checkpointing {_checkpointing(config)}{', compiled' if arguments.compile else ''}\n"
     )
     print(training_table(step, config) + "\n\n" + decoding_table(token, config.attention))

@@ -39,6 +39,25 @@ def add_config_option(parser: argparse._ActionsContainer, config_class: type, na
     parser.add_argument(option_name(name), type=kind, choices=choices, metavar=metavar, **options)
 
 
+def add_stages_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--stages``, sequences that grow; an option left out leaves no trace in the namespace."""
+    parser.add_argument(
+        "--stages",
+        type=_stages,
+        default=argparse.SUPPRESS,
+        metavar="TOKENS:SHARE,...",
+        help="sequences that grow: tokens of a sequence and share of the steps of each stage, such as "
+        "2048:0.15,8192:0.35,32768:0.5; a pass has as many tokens in all of them",
+    )
+
+
+def _stages(text: str) -> tuple[tuple[int, float], ...]:
+    try:
+        return tuple((int(length), float(share)) for length, share in (part.split(":") for part in text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected such as 2048:0.25,8192:0.75, got {text!r}") from error
+
+
 def described_fields(config_class: type) -> dict[str, str]:
     """Return what the docstrings of a config and of the classes below it say of each field, as plain text."""
     plain, described = re.compile(r":\w+:`~?([^`]*)`|``([^`]*)``"), dict[str, str]()

@@ -19,6 +19,7 @@ from flexnsa.lm.cli.options import (
     add_checkpointing_option,
     add_config_options,
     add_device_option,
+    add_stages_option,
     config_options,
     output_folder,
     require,
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; sizes that are not given come from the preset."""
     parser.add_argument("--out", type=output_folder, default="runs/train", help="folder of the log and the checkpoint")
     add_recipe_options(parser)
+    add_stages_option(parser)
     parser.add_argument(
         "--strict", action="store_true", help="find the first value that is not finite, and name its layer; slower"
     )
@@ -209,7 +211,7 @@ def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...]
     )
     add_config_options(parser, "model", DecoderConfig, skip=("nsa", "vocab_size", "checkpointing"))
     add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig)
-    add_config_options(parser, "training", TrainConfig, skip=("pack", *skip))
+    add_config_options(parser, "training", TrainConfig, skip=("pack", "stages", *skip))
 
 
 def recipe_of_options(arguments: argparse.Namespace, resumed: Path | None = None, **fields: Any) -> Recipe:
@@ -263,4 +265,7 @@ def text_tokenizer(arguments: argparse.Namespace) -> TextTokenizer | None:
 
 def train_config(arguments: argparse.Namespace, base: TrainConfig | None = None) -> TrainConfig:
     """Return the hyper-parameters that the options name; what they leave open is as in ``base``, or in the preset."""
-    return replace(base or TRAIN_PRESETS[preset_of_options(arguments)], **config_options(arguments, TrainConfig))
+    options = config_options(arguments, TrainConfig)
+    if "stages" in options:
+        options = {"seq_len": options["stages"][-1][0]} | options
+    return replace(base or TRAIN_PRESETS[preset_of_options(arguments)], **options)

@@ -175,6 +175,7 @@ class FirstNonFinite:
         """Return the index of a sequence in the step: each rank takes some sequences, and a pass some of these."""
         config, ranks = self.trainer.config, self.trainer.ranks
         evaluated = not self.trainer.model.training
+        config = config if evaluated else config.at(self.trainer.step)
         rows = config.eval_sequences if evaluated else config.sequences_per_step
         share = ranks.share(rows)
         passes = -(-(share.stop - share.start) // config.batch_size)

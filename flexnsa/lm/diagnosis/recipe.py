@@ -26,7 +26,7 @@ from flexnsa.lm.training.checks import check_training
 from flexnsa.lm.training.config import TrainConfig
 from flexnsa.lm.training.trainer import Trainer
 
-_NOT_AXES = ("model", "training", "nsa", "text", "device", "leave_out", "reduce_dtype", "context_parallel")
+_NOT_AXES = ("stages", "model", "training", "nsa", "text", "device", "leave_out", "reduce_dtype", "context_parallel")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,20 +30,22 @@ def check_training(
 
     Raises:
         ValueError: the text is shorter than a sequence, the model's attention cannot be trained on the device, or
-            processes cannot share the sequences of a step or of an evaluation, or their tokens, evenly.
+            processes cannot share the sequences of a step, in any stage, or of an evaluation, or their tokens, evenly.
     """
     corpus.require_rows(config.seq_len)
     if model.attention == "nsa" and model.impl in ("flex", "triton") and device.type == "cpu":
         lacks = "flex has no backward" if model.impl == "flex" else "triton has no kernels"
         raise ValueError(f"impl: expected 'auto' or 'sdpa' to train on a CPU, where {lacks}, got {model.impl!r}")
+    stages = config.by_stage().values() if config.stages else []
     if context_parallel > 1:
         _check_tokens(model, config, context_parallel)
     sharing = world_size // context_parallel
-    rows = {
-        "batch_size": ("batch_size * grad_accumulation", config.sequences_per_step),
-        "eval_sequences": ("eval_sequences", config.eval_sequences),
-    }
-    for name, (what, count) in rows.items():
+    rows = [
+        ("batch_size", "batch_size * grad_accumulation", config.sequences_per_step),
+        ("eval_sequences", "eval_sequences", config.eval_sequences),
+        *(("stages", f"sequences of {stage.seq_len} tokens", stage.sequences_per_step) for stage in stages),
+    ]
+    for name, what, count in rows:
         if count % sharing:
             groups = "processes" if context_parallel == 1 else f"groups of {context_parallel} processes"
             raise ValueError(f"{name}: expected {what} to be a multiple of {sharing} {groups}, got {count}")
@@ -55,4 +57,6 @@ def _check_tokens(model: DecoderConfig, config: TrainConfig, context_parallel: i
         raise ValueError(f"attention: expected 'nsa' with context_parallel, got {model.attention!r}")
     if config.pack:
         raise ValueError("pack: expected False with context_parallel, because documents begin anywhere, got True")
-    check_chunks("seq_len", config.seq_len, 2 * context_parallel, model.nsa, model.branches)
+    name = "stages" if config.stages else "seq_len"
+    for stage in config.by_stage().values():
+        check_chunks(name, stage.seq_len, 2 * context_parallel, model.nsa, model.branches)

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from itertools import accumulate
+from typing import Any, Literal
 
-from flexnsa.checks.primitives import check_choice, check_int, check_number, check_seed, check_type, describe
+from flexnsa.checks.primitives import (
+    check_choice,
+    check_int,
+    check_number,
+    check_positive_int,
+    check_positive_number,
+    check_seed,
+    check_type,
+    describe,
+)
 from flexnsa.optim import COMPRESSOR_LR, INDEXER_LR
 
 
@@ -15,9 +25,13 @@ class TrainConfig:
     """Hyper-parameters of one run.
 
     Args:
-        steps: optimizer steps. A run may resume with another number, which decides the rate of the steps to come.
+        steps: optimizer steps. A run may resume with another number, which decides the rate of the steps to come, and
+            their stage.
         batch_size: largest number of sequences of one forward pass.
         seq_len: tokens of one sequence.
+        stages: sequences that grow: ``(length, share)`` of each stage, its tokens of one sequence and its share of the
+            steps. A pass has ``batch_size * seq_len`` tokens in all of them. The last length is ``seq_len``, at which a
+            run is evaluated. Empty for one stage.
         grad_accumulation: forward passes of one step on a single process. On any number of processes a step learns from
             ``batch_size * grad_accumulation`` sequences.
         lr: peak learning rate.
@@ -47,6 +61,7 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 8
     seq_len: int = 512
+    stages: tuple[tuple[int, float], ...] = ()
     grad_accumulation: int = 1
     lr: float = 1e-3
     min_lr: float = 0.1
@@ -69,6 +84,8 @@ class TrainConfig:
         may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "compressor_lr", "indexer_lr")
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "stages":
+                continue
             if field.name == "precision":
                 check_choice("precision", value, ("fp32", "bf16"))
                 continue
@@ -93,6 +110,41 @@ class TrainConfig:
                 raise ValueError(f"{name}: expected less than 1, got {getattr(self, name)}")
         if self.min_lr > 1:
             raise ValueError(f"min_lr: expected a fraction of lr, at most 1, got {self.min_lr}")
+        object.__setattr__(self, "stages", _pairs(self.stages))  # JSON has lists
+        if self.stages:
+            self._check_stages()
+
+    def _check_stages(self) -> None:
+        lengths, shares = zip(*self.stages, strict=True)
+        tokens, starts = self.batch_size * self.seq_len, self._starts()
+        expected = {
+            "lengths that do not fall": list(lengths) == sorted(lengths),
+            f"the last length to be seq_len={self.seq_len}": lengths[-1] == self.seq_len,
+            f"lengths that divide batch_size * seq_len={tokens}": not any(tokens % length for length in lengths),
+            "shares whose sum is 1": math.isclose(sum(shares), 1, abs_tol=1e-6),
+            f"at least one of {self.steps} steps for each": len({*starts, self.steps}) > len(starts),
+        }
+        for what, holds in expected.items():
+            if not holds:
+                got = ",".join(f"{length}:{share:g}" for length, share in self.stages)
+                raise ValueError(f"stages: expected {what}, got {got}")
+
+    def _starts(self) -> list[int]:
+        """Return the first step of each stage."""
+        return [round(self.steps * share) for share in accumulate((share for _, share in self.stages), initial=0)][:-1]
+
+    def by_stage(self) -> dict[int, TrainConfig]:
+        """Return the config of each stage by its first step: its ``seq_len``, and ``batch_size`` for as many tokens."""
+        tokens = self.batch_size * self.seq_len
+        return {
+            start: replace(self, stages=(), seq_len=length, batch_size=tokens // length)
+            for start, (length, _) in zip(self._starts(), self.stages, strict=True)
+        } or {0: self}
+
+    def at(self, step: int) -> TrainConfig:
+        """Return the config of the stage of a step, counted from 0."""
+        check_int("step", step, 0)
+        return [config for start, config in self.by_stage().items() if start <= step][-1]
 
     @property
     def sequences_per_step(self) -> int:
@@ -112,6 +164,18 @@ class TrainConfig:
         progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
         cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
         return self.lr * (self.min_lr + (1 - self.min_lr) * cosine)
+
+
+def _pairs(stages: Any) -> tuple[tuple[int, float], ...]:
+    """Return stages as tuples, each checked by itself."""
+    try:
+        pairs = tuple((length, share) for length, share in stages)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"stages: expected pairs of a length and a share, got {describe(stages)}") from error
+    for length, share in pairs:
+        check_positive_int("stages", length)
+        check_positive_number("stages", share)
+    return pairs
 
 
 def completed(config: TrainConfig, compressor_lr: float = COMPRESSOR_LR) -> TrainConfig:

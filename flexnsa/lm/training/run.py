@@ -73,6 +73,9 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
             if trainer.compiled:
                 report.say("compiling one decoder layer, forward and backward, which all layers share ...")
             while trainer.step < config.steps and not stopped():
+                if config.stages and trainer.step in (first, *config.by_stage()):
+                    stage = config.at(trainer.step)
+                    report.say(f"step {trainer.step}: {stage.sequences_per_step} sequences of {stage.seq_len:,} tokens")
                 start = time.perf_counter()
                 result = trainer.train_step()
                 seconds = time.perf_counter() - start

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flexnsa.attention.compilation import MAX_VARIANTS
 from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.layers.sharding import whole
 from flexnsa.lm.data.corpus import Corpus
@@ -94,7 +95,7 @@ class Trainer:
         ranks.require_same(lambda: {**self.configs(), "training": asdict(config), "compiled": compiled})
         check_training(model.config, corpus, config, self.device, ranks.world_size, ranks.context_parallel)
         validation, rows = corpus.tokens("validation"), (config.seq_len, config.pack)
-        self.training_rows = corpus.tokens("train").rows(*rows)
+        self.training_rows = corpus.tokens("train").rows(self.config.at(0).seq_len, config.pack)
         self.validation_rows = validation.rows(*rows)
         self.validation_bytes = validation.bytes_of_spread_rows(*rows, config.eval_sequences)
         self.parameters = dict(model.named_parameters())  # once: a gathered layer has others
@@ -103,7 +104,12 @@ class Trainer:
         self.checks: list[Callable[[], object]] = []
         """Called on all ranks before the gradients of a step or an evaluation are used."""
         self.compiled = compiled
-        if compiled:
+        if compiled and config.stages:
+            # A graph of several lengths depends on which came first, which differs in a run that resumes
+            limits = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
+            limits.recompile_limit = max(limits.recompile_limit, MAX_VARIANTS)
+            ranks.compile(model, dynamic=False)
+        elif compiled:
             ranks.compile(model)
         self._forward = ranks.wrap(model)
         self._is_settled = False
@@ -126,21 +132,21 @@ class Trainer:
         Raises:
             FloatingPointError: loss or gradient is not finite; the parameters are unchanged.
         """
-        config, ranks = self.config, self.ranks
+        ranks = self.ranks
         if self._drawn is None or self._drawn.step != self.step:
             self._drawn = self._draw(self.step)
-        _, share, parts, num_targets = self._drawn
+        drawn, parts = self._drawn, self._drawn.parts
         self.model.train()
         if not self._is_settled:
-            ranks.settle(lambda: self._backward(parts[0], self._teaching(share), 0, 1))
+            ranks.settle(lambda: self._backward(parts[0], self._teaching(drawn), 0, 1))
             self.optimizer.zero_grad()
             self._is_settled = True
-        own_loss, teaching = torch.zeros((), device=self.device), self._teaching(share)
+        own_loss, teaching = torch.zeros((), device=self.device), self._teaching(drawn)
         for index, part in enumerate(parts):
             with ranks.part(self._forward, last=index == len(parts) - 1):
-                own_loss += self._backward(part, teaching, index * config.batch_size, num_targets)
+                own_loss += self._backward(part, teaching, index * len(parts[0]), drawn.num_targets)
         self._check()
-        lr, numbers = config.learning_rate(self.step), self._finish(teaching, own_loss)
+        lr, numbers = self.config.learning_rate(self.step), self._finish(teaching, own_loss)
         self._learn(lr, numbers)
         self._drawn = self._draw(self.step + 1)
         loss, grad_norm, *of_indexers = numbers.flatten().tolist()  # the only wait for the device
@@ -173,14 +179,17 @@ class Trainer:
 
     def _draw(self, step: int) -> Drawn:
         """Draw this rank's sequences of a step, and send them to the device."""
-        batch = draw_step(self.training_rows, self.config, step)
+        config = self.config.at(step)
+        if self.training_rows.seq_len != config.seq_len:
+            self.training_rows = self.corpus.tokens("train").rows(config.seq_len, config.pack)
+        batch = draw_step(self.training_rows, config, step)
         share = self.ranks.share(len(batch))
-        parts = [part.to(self.device) for part in batch[share].split(self.config.batch_size)]
+        parts = [part.to(self.device) for part in batch[share].split(config.batch_size)]
         return Drawn(step, share, parts, batch.num_targets())
 
-    def _teaching(self, share: slice) -> Teaching:
+    def _teaching(self, drawn: Drawn) -> Teaching:
         """Return what collects the selection losses of a step, of this rank's share of the sequences."""
-        ids = torch.arange(self.config.sequences_per_step, device=self.device)[share]
+        ids = torch.arange(drawn.share.start, drawn.share.stop, device=self.device)
         weight, seed = self.config.selection_loss_weight, self.config.seed
         return Teaching(self.model, weight=weight, seed=seed, step=self.step, sequence_ids=ids)
 

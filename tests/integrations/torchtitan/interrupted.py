@@ -36,6 +36,17 @@ def run_through(file: Path) -> None:
     save_results(file, lambda folder: train("llama", folder / "through", *ARGUMENTS, *own))
 
 
+def grow(file: Path) -> None:
+    """Save what two starts in one folder log, of which the second has longer rows."""
+
+    def stage(folder: Path, steps: int, length: int, rows: int) -> dict[str, Any]:
+        own = f"--training.steps={steps} --training.seq_len={length} --training.local_batch_size={rows}".split()
+        kept = ("--checkpoint.no_last_save_model_only", "--lr_scheduler.total_steps=4")
+        return train("llama", folder, *ARGUMENTS, *kept, *own)
+
+    save_results(file, lambda folder: {"first": stage(folder, 2, 64, 4), "second": stage(folder, 4, 128, 2)})
+
+
 def go_on(file: Path, ranks: int, checkpoints: Path) -> None:
     """Save what the steps after the checkpoint log."""
     own = (f"--checkpoint.folder={checkpoints}", f"--checkpoint.load_step={SAVED}", "--checkpoint.load_only")

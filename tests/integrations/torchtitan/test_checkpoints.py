@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integrations.torchtitan.interrupted import SAVED, go_on, run_through, start
-from tests.integrations.torchtitan.runs import LOSS, SELECTION_LOSS
+from tests.integrations.torchtitan.interrupted import SAVED, go_on, grow, run_through, start
+from tests.integrations.torchtitan.runs import LOSS, SELECTION_LOSS, TOLD
 from tests.parallel.conftest import RunOnce
 from tests.parallel.processes import run_together, started
 
@@ -25,3 +25,8 @@ def test_a_killed_run_goes_on_with_the_same_losses(run_once: RunOnce, tmp_path: 
         resumed = torch.load(file)
         assert resumed[LOSS] == pytest.approx(through[LOSS][SAVED:], rel=1e-5)
         assert resumed[SELECTION_LOSS] == pytest.approx(through[SELECTION_LOSS][SAVED:], rel=1e-4)
+
+
+def test_a_start_with_longer_rows_goes_on(run_once: RunOnce) -> None:
+    told = {name: stage[TOLD] for name, stage in run_once(1, grow).items()}
+    assert told == {"first": [[1, 4], [2, 4]], "second": [[3, 2], [4, 2]]}

@@ -29,6 +29,7 @@ TEXTS = ["a", "def é", "\0", "", "\udcff", "\ud800", "x" * 70, "-x"]
 PATHS = ["run", "spoilt", "spoilt/checkpoint.safetensors", "run/checkpoint.safetensors", "run/log.jsonl", "text"]
 PATHS += ["texts", "text/below", "empty", "nowhere", "nowhere/new", "hollow", "a\0b", "\udcff", "\ud800", "a" * 300]
 LAYERS = ["", "none", "all", "0:1", "1:9", "2:1", "every:2", "every:0", "0:" + "9" * 30, "every:" + "9" * 5000, "x"]
+STAGES = ["8:0.5,24:0.5", "24:1", "2048:.5,8192:.5", "24:1e400", "0:1", "8:nan,24:1", "1e3:1", "8:-1,24:2", ":", ""]
 BRANCHES = ["cmp", "slc", "win", "cmp slc", "cmp slc win", "far", "win win", ""]
 
 
@@ -61,7 +62,8 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--watchdog": ["0", "-1", "nan", "inf", "1e9", "", "x", "600"],  # in less it would end whoever calls
         **of_config(DecoderConfig, "nsa", "branches", "recompute", "vocab_size", "checkpointing"),
         **of_config(NSAConfig),
-        **of_config(TrainConfig, "pack"),
+        **of_config(TrainConfig, "pack", "stages"),
+        "--stages": STAGES,
         **COUNTED,
     },
     "generate": {
@@ -79,6 +81,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--preset": WORDS,
         "--seq": [*INTEGERS, LARGEST],
         "--batch": [*INTEGERS, LARGEST],
+        "--stages": STAGES,
         "--layers": INTEGERS,
         "--precision": WORDS,
         "--checkpointing": LAYERS,

@@ -154,11 +154,12 @@ def test_an_evaluation_is_looked_at_before_its_result_is_written(tmp_path: Path)
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1
 
 
-def test_rows_are_those_of_the_step_however_many_passes_it_takes(tmp_path: Path) -> None:
-    trainer = make_trainer(Ranks(), batch_size=2, grad_accumulation=3)
+@pytest.mark.parametrize(("stages", "row"), [((), 5), (((24, 0.5), (48, 0.5)), 9)])
+def test_rows_are_those_of_the_step_however_many_passes_it_takes(tmp_path: Path, stages: Any, row: int) -> None:
+    trainer = make_trainer(Ranks(), batch_size=2, grad_accumulation=3, stages=stages)
     calls = itertools.count()
     spoil(layer(trainer).mlp.up, lambda: next(calls) == 2, row=1)
-    with pytest.raises(FloatingPointError, match=r"step 0: .*layer 1, MLP.*, row 5, token 17$"):
+    with pytest.raises(FloatingPointError, match=rf"step 0: .*layer 1, MLP.*, row {row}, token 17$"):
         run(trainer, tmp_path, watchers=[strict])
 
 

@@ -122,6 +122,7 @@ MODELS: dict[str, Call] = {
         {"model": DENSE, "prompt": b"ab", "num_bytes": 2, "temperature": 0.5, "seed": 5},
     ),
     "TrainConfig": Call(TrainConfig, config_fields(TrainConfig)),
+    "TrainConfig.at": Call(TrainConfig(stages=((64, 0.5), (512, 0.5))).at, {"step": 3}),
     "TrainConfig.learning_rate": Call(TrainConfig().learning_rate, {"step": 3}),
     "parameter_count": Call(parameter_count, {"config": TINY}),
     "estimate_training": Call(
