@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import hypothesis
@@ -15,6 +16,9 @@ hypothesis.settings.load_profile("ci")
 
 # The tests' operations are so small that a second thread costs more than it brings, many times more on a busy machine.
 torch.set_num_threads(1)
+
+# What was compiled once need not be again, by this worker, another one or a later run: Inductor goes by contents.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".compiled"))
 
 EMITTED = Path(__file__).parent / "emitted"
 INTEGRATIONS = {
