@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+from tests.support.interpreter import Interpret, interpreter
 
 # CI draws the same few calls each time; --hypothesis-profile thorough draws new ones, ten thousand of them in all.
 hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, database=None)
@@ -67,3 +70,11 @@ def _are_alone(config: pytest.Config, folder: Path) -> bool:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
+    """Return the interpreter of Triton that this worker's tests share; see ``tests/support/interpreter.py``."""
+    pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
+    with interpreter(tmp_path_factory.mktemp("interpreted")) as ask:
+        yield ask
