@@ -19,6 +19,7 @@ from tests.support.triton_cases import CASES, Case
 def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     """Call the operator, forward and backward; on a GPU also tell whether repeated calls have the same bits."""
     from flexnsa.attention.dispatch import TRITON
+    from flexnsa.attention.tiles import intervals
     from flexnsa.attention.tiles import selected as tiles
     from flexnsa.attention.triton import selected, selected_lists
 
@@ -33,6 +34,7 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
             from flexnsa.attention.triton import selected_backward, selected_forward
 
             stack.enter_context(mock.patch.multiple(tiles, forward_tiles=choose, backward_tiles=choose))
+            stack.enter_context(mock.patch.object(intervals, "SMALLER", (tiles.Tiles(64, 64, 4, 1),) * 2))
             for module in (selected_forward, selected_backward):
                 stack.enter_context(mock.patch.object(module, "SUM_ROWS", 512))
         # Programs of the interpreter come one after the other: there a second call could not differ.
