@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -78,3 +78,17 @@ def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
     pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
     with interpreter(tmp_path_factory.mktemp("interpreted")) as ask:
         yield ask
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that calls a command, which has to leave with status 2, and returns its one line of stderr."""
+
+    def refuse(command: Callable[..., object], *arguments: object) -> str:
+        with pytest.raises(SystemExit) as leaving:
+            command(*arguments)
+        assert leaving.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return refuse
