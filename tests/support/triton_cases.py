@@ -193,7 +193,7 @@ CASES = {
     "window-256": Case(group=2, documents=(90,), dims=(256, 256), dtype=BF16, window_size=33),
     "window-sliced-rows": Case(group=2, documents=(90,), batch=2, kv_heads=2, order="sliced", window_size=20),
     "window-of-whole-tiles": Case(group=2, documents=(200,), kv_heads=2, window_size=128),
-    "window-a-key-short-of-tiles": Case(group=2, documents=(260,), kv_heads=2, batch=2, window_size=63),
+    "window-a-key-short-of-tiles": Case(group=2, documents=(260,), kv_heads=2, batch=2, window_size=127),
     "window-of-parts-of-a-group": Case(group=4, documents=(260,), kv_heads=4, window_size=24),
     "window-documents-a-query-beyond-tiles": Case(group=2, documents=(150, 90), window_size=66),
     "window-negative-scale": Case(group=2, documents=(90,), window_size=24, scale=-0.3),
