@@ -110,7 +110,7 @@ ci: .ci/run  ## what continuous integration runs
 	$<
 
 clean:  ## remove the environment, caches and outputs
-	rm -rf .venv .versions .pytest_cache .ruff_cache .benchmarks runs demo dist
+	rm -rf .venv .versions .compiled .pytest_cache .ruff_cache .benchmarks runs demo dist
 
 # PyPI's torch for Linux brings gigabytes of CUDA: where there is no NVIDIA driver, the CPU build goes in first.
 %/.torch: constraints.txt

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+from tests.support.interpreter import Interpret, interpreter
 
 # CI draws the same few calls each time; --hypothesis-profile thorough draws new ones, ten thousand of them in all.
 hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, database=None)
@@ -16,11 +20,11 @@ hypothesis.settings.load_profile("ci")
 # The tests' operations are so small that a second thread costs more than it brings, many times more on a busy machine.
 torch.set_num_threads(1)
 
+# What was compiled once need not be again, by this worker, another one or a later run: Inductor goes by contents.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".compiled"))
+
 EMITTED = Path(__file__).parent / "emitted"
-INTEGRATIONS = {
-    "transformers": "Hugging Face transformers",
-    "torchtitan": "torchtitan",
-}
+INTEGRATIONS = {"transformers": "Hugging Face transformers", "torchtitan": "torchtitan"}
 """Packages by the name of their tests' folder and of the target of make that runs these."""
 
 
@@ -63,3 +67,25 @@ def _are_alone(config: pytest.Config, folder: Path) -> bool:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
+    """Return the interpreter of Triton that this worker's tests share; see ``tests/support/interpreter.py``."""
+    pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
+    with interpreter(tmp_path_factory.mktemp("interpreted")) as ask:
+        yield ask
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that calls a command, which has to leave with status 2, and returns its one line of stderr."""
+
+    def refuse(command: Callable[..., object], *arguments: object) -> str:
+        with pytest.raises(SystemExit) as leaving:
+            command(*arguments)
+        assert leaving.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return refuse

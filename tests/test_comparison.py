@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -27,28 +28,23 @@ def test_it_passes_the_plain_formula() -> None:
     assert_as_exact_as_plain(run(SMALL), run(SMALL), exact(), factor=1)
 
 
-@pytest.mark.parametrize("wrong", [23, 25])
-def test_it_rejects_a_window_off_by_one(wrong: int) -> None:
-    got = run(replace(SMALL, window_size=wrong))
-    with pytest.raises(AssertionError, match="out: rms error"):
-        assert_as_exact_as_plain(got, run(SMALL), exact(), factor=2)
+def changed(value: float) -> dict[str, Tensor]:
+    out = run(SMALL)["out"]
+    out.view(-1)[100] += value
+    return {"out": out}
 
 
-def test_it_rejects_half_the_precision() -> None:
-    got = {"out": run(SMALL)["out"].bfloat16().float()}
-    with pytest.raises(AssertionError, match="out: rms error"):
-        assert_as_exact_as_plain(got, run(SMALL), exact(), factor=3)
+WRONG: dict[str, tuple[int, Callable[[], dict[str, Tensor]], str]] = {
+    "a window of 23": (2, lambda: run(replace(SMALL, window_size=23)), "out: rms error"),
+    "a window of 25": (2, lambda: run(replace(SMALL, window_size=25)), "out: rms error"),
+    "half the precision": (3, lambda: {"out": run(SMALL)["out"].bfloat16().float()}, "out: rms error"),
+    "one wrong element": (3, lambda: changed(1e-5), "out: max error"),
+    "NaN": (3, lambda: changed(torch.nan), "finite"),
+}
 
 
-def test_it_rejects_one_wrong_element() -> None:
-    got = run(SMALL)
-    got["out"].view(-1)[100] += 1e-5
-    with pytest.raises(AssertionError, match="out: max error"):
-        assert_as_exact_as_plain(got, run(SMALL), exact(), factor=3)
-
-
-def test_it_rejects_nan() -> None:
-    got = run(SMALL)
-    got["out"].view(-1)[100] = torch.nan
-    with pytest.raises(AssertionError, match="finite"):
-        assert_as_exact_as_plain(got, run(SMALL), exact(), factor=3)
+@pytest.mark.parametrize("name", WRONG)
+def test_it_rejects_what_is_wrong(name: str) -> None:
+    factor, wrong, message = WRONG[name]
+    with pytest.raises(AssertionError, match=message):
+        assert_as_exact_as_plain(wrong(), run(SMALL), exact(), factor=factor)

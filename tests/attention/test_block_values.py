@@ -19,7 +19,7 @@ impls = pytest.mark.parametrize("impl", ["flex", "sdpa", "reference"])
 documents = pytest.mark.parametrize("document_ids", [None, DOCUMENTS], ids=["one document", "documents"])
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _fresh_compiler() -> None:
     torch._dynamo.reset()
 

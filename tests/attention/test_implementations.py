@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, assert_type
 
@@ -28,11 +29,15 @@ from flexnsa.functional import native_sparse_attention
 from flexnsa.layers import forward
 from flexnsa.mods import soft_cap
 from flexnsa.positions import Positions
-from tests.support.inputs import SMALL, make_inputs
+from tests.support.inputs import SMALL, Inputs, make_inputs
+from tests.support.inputs import attend as attend_with
+
+impls = pytest.mark.parametrize("impl", ["reference", "sdpa"])
+BRANCH_FUNCTIONS = ("compressed", "select", "selected", "window")
 
 
 @pytest.mark.parametrize("count", [1, 3, GATHERED_QUERIES, GATHERED_QUERIES + 1])
-@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@impls
 def test_a_cached_step_never_returns_importance_as_lse(impl: str, count: int) -> None:
     """For few queries sdpa has no lse: it scores the blocks in passing, and that is nobody's ``lse_cmp``."""
     length = 75
@@ -143,3 +148,62 @@ def test_many_cached_queries_use_the_kernels_of_whole_sequences(
         CACHED_IMPLEMENTATIONS["triton"].window(q, k, k, call)
         CACHED_IMPLEMENTATIONS["triton"].compressed(q, k, k, call)
     assert called == [chosen] * 3
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record which functions of which implementation run."""
+    record: list[str] = []
+
+    def spied(implementation: Implementation, impl: str, name: str) -> Callable[..., Any]:
+        def spy(*args: object) -> object:
+            record.append(f"{impl}.{name}")
+            return getattr(implementation, name)(*args)
+
+        return spy
+
+    for impl, implementation in list(IMPLEMENTATIONS.items()):
+        spies = {name: spied(implementation, impl, name) for name in BRANCH_FUNCTIONS}
+        monkeypatch.setitem(IMPLEMENTATIONS, impl, replace(implementation, **spies))
+    return record
+
+
+@impls
+def test_the_choice_of_implementation_is_read(impl: str, calls: list[str]) -> None:
+    """Flags that nothing read: "all backends use identical memory"."""
+    attend_with(make_inputs(40), impl=impl)
+    assert sorted(calls) == sorted(f"{impl}.{function}" for function in BRANCH_FUNCTIONS)
+
+
+@impls
+def test_the_layer_hands_its_implementation_on(impl: str, calls: list[str]) -> None:
+    NativeSparseAttention(16, 2, 1, 8, config=SMALL, impl=impl)(torch.randn(1, 40, 16))
+    assert {call.split(".")[0] for call in calls} == {impl}
+
+
+def test_auto_is_sdpa_on_a_cpu(calls: list[str]) -> None:
+    attend_with(make_inputs(40))
+    assert {call.split(".")[0] for call in calls} == {"sdpa"}
+
+
+@impls
+@pytest.mark.parametrize(
+    ("branches", "functions"),
+    [
+        (("cmp",), ("compressed",)),
+        (("slc",), ("select", "selected")),
+        (("win",), ("window",)),
+        (("cmp", "win"), ("compressed", "window")),
+    ],
+)
+def test_one_branch_costs_one_branch(
+    impl: str, branches: tuple[str, ...], functions: tuple[str, ...], calls: list[str]
+) -> None:
+    """Isolation that computed all three branches and multiplied two by 0."""
+    x = make_inputs(40)
+    needs = {"cmp": ("k_cmp", "v_cmp"), "slc": ("k", "v", "k_cmp"), "win": ("k_win", "v_win")}
+    used = {"q", "gates", *(name for branch in branches for name in needs[branch])}
+    poisoned = {n: t if n in used else torch.full_like(t, torch.nan) for n, t in x.named().items()}
+    out = attend_with(Inputs(**poisoned), branches=branches, impl=impl)
+    assert calls == [f"{impl}.{function}" for function in functions]
+    assert out.isfinite().all()

@@ -19,6 +19,7 @@ PLACES = {
     "two pieces, as on a rank": torch.cat([torch.arange(40, 81), torch.arange(250, 291)]),
     "jumps within a tile": JUMPS,
     "one": torch.tensor([117]),
+    "the last alone": torch.tensor([LENGTH - 1]),  # is_causal=True would align its mask with the first key
     "every other one": torch.arange(1, LENGTH, 2),
     "of each row its own": torch.stack([JUMPS, torch.cat([torch.arange(7), torch.arange(200, 205)])]),
 }
@@ -53,6 +54,10 @@ def test_outputs_and_gradients_equal_those_of_all_queries(impl: str, place: str)
     assert aux.block_indices is not None
     assert own.block_indices is not None
     assert torch.equal(own.block_indices, at(aux.block_indices, tokens))
+    for got, of_all in ((own.out_cmp, aux.out_cmp), (own.out_slc, aux.out_slc), (own.out_win, aux.out_win)):
+        assert got is not None
+        assert of_all is not None
+        torch.testing.assert_close(got, at(of_all, tokens))
 
     want = torch.autograd.grad(at(whole, tokens), list(x.named().values()), at(upstream, tokens))
     got = torch.autograd.grad(out, list(other.named().values()), at(upstream, tokens))

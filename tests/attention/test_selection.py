@@ -119,3 +119,18 @@ def test_indices_out_of_order_or_range_fail_the_check(row: list[int]) -> None:
     indices = torch.tensor([[[[0, 1, 2, 3], row]]], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"block_indices: expected .* got .* at \[0, 0, 1\]"):
         check_block_indices(indices, config=CHECKED, seq_len=17)
+
+
+@impls
+def test_selection_does_not_see_future_compressed_tokens(impl: str) -> None:
+    """A softmax over all compressed tokens let the future into the scores; a prefix then selected other blocks."""
+    x = make_inputs(150)
+    whole = select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl)
+    for length in (17, 64, 100, 149):
+        prefix = select_blocks(
+            x.q[:, :, :length], x.k_cmp[:, :, : num_compressed(length, SMALL)], config=SMALL, impl=impl
+        )
+        assert torch.equal(prefix, whole[:, :, :length])
+    loud = x.k_cmp.clone()
+    loud[:, :, num_compressed(100, SMALL) :] *= 1e4  # would swallow the whole softmax
+    assert torch.equal(select_blocks(x.q, loud, config=SMALL, impl=impl)[:, :, :100], whole[:, :, :100])

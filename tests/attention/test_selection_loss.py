@@ -16,16 +16,7 @@ from flexnsa.geometry import num_compressed
 from tests.support import literal
 from tests.support.comparison import assert_as_exact_as_plain
 from tests.support.inputs import SMALL
-from tests.support.scorers import (
-    BF16,
-    FP32,
-    FP64,
-    INDEX,
-    configs,
-    learners,
-    make,
-    tiny_configs,
-)
+from tests.support.scorers import BF16, FP32, FP64, INDEX, configs, learners, make, tiny_configs
 
 impls = pytest.mark.parametrize("impl", ["sdpa", "reference"])
 weights = pytest.mark.parametrize("query_weights", ["mass", "mean"])

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,34 +13,11 @@ from flexnsa.attention.interface import Call
 from flexnsa.attention.triton import intervals, selected
 from flexnsa.config import NSAConfig
 from flexnsa.mods import soft_cap
+from tests.support import triton_branches
 from tests.support.comparison import assert_as_exact_as_plain
+from tests.support.interpreter import Interpret
 from tests.support.triton_branches import attend, run
 from tests.support.triton_cases import CASES
-
-Interpret = Callable[[str], dict[str, Any]]
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
-    """A process that runs cases by name, one after the other."""
-    pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
-    command = [sys.executable, "-m", "tests.support.triton_branches", str(tmp_path_factory.mktemp("interpreted"))]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-    with subprocess.Popen(command, env=environment, **pipe) as process:
-
-        def ask(name: str) -> dict[str, Any]:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(name + "\n")
-            answer = process.stdout.readline().strip()
-            assert answer, f"the interpreter ended with {process.wait()}; what it said is above"
-            return torch.load(answer)
-
-        yield ask
-        assert process.stdin is not None
-        process.stdin.close()
 
 
 def check(name: str, got: dict[str, Any]) -> None:
@@ -60,11 +32,11 @@ def check(name: str, got: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernels_match_float64(name: str, interpret: Interpret) -> None:
-    check(name, interpret(name))
+    check(name, interpret(triton_branches, name))
 
 
 def test_one_graph_of_each_kind_serves_every_length(interpret: Interpret) -> None:
-    assert interpret("compiled") == {"same": True, "graphs": [1, 1]}
+    assert interpret(triton_branches, "compiled") == {"same": True, "graphs": [1, 1]}
 
 
 @pytest.mark.gpu

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,36 +13,34 @@ from flexnsa.attention.triton.selection import MANY_PROGRAMS, SCRATCH_BYTES, chu
 from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.positions import Positions
 from tests.support import triton_selection
+from tests.support.interpreter import Interpret
 from tests.support.triton_selection import CASES, dense_lse_and_importance, ranks, run_kernels, select
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
-    path = tmp_path_factory.mktemp("interpreted") / "results.pt"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, triton_selection.__file__, str(path)], env=environment, check=True)
-    return torch.load(path)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_importance_and_lse_match_the_dense_formula(name: str, interpreted: dict[str, Any]) -> None:
+def test_importance_and_lse_match_the_dense_formula(name: str, interpret: Interpret) -> None:
+    assert_dense_importance_and_lse(name, interpret(triton_selection, name))
+
+
+def assert_dense_importance_and_lse(name: str, got: dict[str, Any]) -> None:
     lse, importance = dense_lse_and_importance(CASES[name])
-    got = interpreted[name]
     torch.testing.assert_close(got["importance"].double(), importance, rtol=1e-6, atol=1e-7 * CASES[name].group)
     torch.testing.assert_close(got["lse"].double(), lse, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_selection_is_the_stable_top_n_of_the_importance(name: str, interpreted: dict[str, Any]) -> None:
-    got = interpreted[name]
+def test_selection_is_the_stable_top_n_of_the_importance(name: str, interpret: Interpret) -> None:
+    assert_stable_top_n(name, interpret(triton_selection, name))
+
+
+def assert_stable_top_n(name: str, got: dict[str, Any]) -> None:
     assert torch.equal(got["selected"], select(CASES[name], got["importance"]))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.zero])
-def test_selection_matches_the_dense_formula(name: str, interpreted: dict[str, Any]) -> None:
+def test_selection_matches_the_dense_formula(name: str, interpret: Interpret) -> None:
     """Where no two candidates around the n-th place are closer than rounding can tell."""
-    case, got = CASES[name], interpreted[name]
+    case, got = CASES[name], interpret(triton_selection, name)
     importance = dense_lse_and_importance(case)[1]
     ordered = ranks(case, importance).sort(-1, descending=True).values
     ordered = torch.nn.functional.pad(ordered, (0, case.config.num_selected_blocks + 1), value=float("-inf"))
@@ -60,9 +54,9 @@ def test_selection_matches_the_dense_formula(name: str, interpreted: dict[str, A
     assert torch.equal(got["selected"][clear], wanted[clear])
 
 
-def test_equal_scores_select_the_lowest_indices(interpreted: dict[str, Any]) -> None:
+def test_equal_scores_select_the_lowest_indices(interpret: Interpret) -> None:
     """All-zero queries: block 0 lacks the key that would reach into it, every later whole block ties."""
-    last = interpreted["ties"]["selected"][0, 0, -1]
+    last = interpret(triton_selection, "ties")["selected"][0, 0, -1]
     assert last.tolist() == [1, 2, 3, 4]
 
 
@@ -80,16 +74,16 @@ def test_chunks_hold_every_query_once_and_fill_a_gpu(width: int | None, heads: i
         assert 8 * heads * rows * unaligned <= max(SCRATCH_BYTES, 8 * blocks * MANY_PROGRAMS)
 
 
-def test_operator_compiles_into_one_graph_for_all_lengths(interpreted: dict[str, Any]) -> None:
-    assert interpreted["compiled"] == {"same": True, "graphs": 1}
+def test_operator_compiles_into_one_graph_for_all_lengths(interpret: Interpret) -> None:
+    assert interpret(triton_selection, "compiled") == {"same": True, "graphs": 1}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_kernels_match_the_dense_formula(name: str) -> None:
-    got = {name: run_kernels(CASES[name], "cuda")}
-    test_importance_and_lse_match_the_dense_formula(name, got)
-    test_selection_is_the_stable_top_n_of_the_importance(name, got)
+    got = run_kernels(CASES[name], "cuda")
+    assert_dense_importance_and_lse(name, got)
+    assert_stable_top_n(name, got)
 
 
 @pytest.mark.gpu

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support import triton_selection_loss
 from tests.support.comparison import assert_as_exact_as_plain
+from tests.support.interpreter import Interpret
 from tests.support.triton_selection_loss import CASES, by_implementation, by_kernels
-
-Results = dict[str, dict[str, Tensor]]
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
-    path = tmp_path_factory.mktemp("interpreted") / "results.pt"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run(
-        [sys.executable, "-W", "ignore", triton_selection_loss.__file__, str(path)], env=environment, check=True
-    )
-    return torch.load(path)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_value_and_gradients_are_as_exact_as_the_plain_formula(name: str, interpreted: Results) -> None:
-    assert_exact(name, interpreted[name])
+def test_value_and_gradients_are_as_exact_as_the_plain_formula(name: str, interpret: Interpret) -> None:
+    assert_exact(name, interpret(triton_selection_loss, name))
 
 
 @pytest.mark.gpu

@@ -1,12 +1,7 @@
-"""What the kernels that take a whole step make of every case and of what is out of the ordinary, in an interpreter.
-
-Triton chooses the interpreter when it is first imported, so it runs in a process of its own. This file is its script:
-it writes what they returned to the path given.
-"""
+"""What the kernels that take a whole step make of every case and of what is out of the ordinary, in an interpreter."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 from unittest import mock
 
@@ -14,7 +9,6 @@ import torch
 from torch import Tensor
 
 from flexnsa import NSACache
-from tests.support.interpreter import hurry, teach_bfloat16
 from tests.support.triton_decoding import ALONE, CASES, Case, run
 
 
@@ -83,11 +77,18 @@ def run_no_numbers() -> dict[str, Tensor]:
     return {"whole": whole[:, 9:], "draft": draft, "after": after}
 
 
-if __name__ == "__main__":
-    teach_bfloat16()
-    hurry()
+OTHERS = {
+    "over the end": run_over_the_end,
+    "compiled": run_compiled,
+    "lengths apart": run_lengths_apart,
+    "no numbers": run_no_numbers,
+}
+
+
+def interpret(name: str) -> dict[str, Any]:
+    """Run a case, or what is out of the ordinary."""
     torch.use_deterministic_algorithms(True)  # memory to which nobody wrote is then no number
-    found: dict[str, Any] = {name: run(case) for name, case in CASES.items()}
-    found |= {"over the end": run_over_the_end(), "compiled": run_compiled()}
-    found |= {"lengths apart": run_lengths_apart(), "no numbers": run_no_numbers()}
-    torch.save(found, sys.argv[1])
+    try:
+        return OTHERS[name]() if name in OTHERS else run(CASES[name])
+    finally:
+        torch.use_deterministic_algorithms(False)

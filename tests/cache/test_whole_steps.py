@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.cache import interpreted_decoding
+from tests.support.interpreter import Interpret
 from tests.support.triton_decoding import CASES, run
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
-    path = tmp_path_factory.mktemp("interpreted") / "results.pt"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, interpreted_decoding.__file__, str(path)], env=environment, check=True)
-    return torch.load(path)
 
 
 def assert_right(name: str, found: dict[str, Any]) -> None:
@@ -48,31 +36,31 @@ def _distance(x: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_equal_whole_sequences(name: str, interpreted: dict[str, Any]) -> None:
-    assert_right(name, interpreted[name])
+def test_steps_equal_whole_sequences(name: str, interpret: Interpret) -> None:
+    assert_right(name, interpret(interpreted_decoding, name))
 
 
-def test_tokens_without_capacity_are_nan_and_not_kept(interpreted: dict[str, Any]) -> None:
-    found = interpreted["over the end"]
+def test_tokens_without_capacity_are_nan_and_not_kept(interpret: Interpret) -> None:
+    found = interpret(interpreted_decoding, "over the end")
     assert found["out"].isnan().all(-1).tolist() == [[False, True], [False, False]]
     kept = found["out"].isfinite()
     torch.testing.assert_close(found["out"][kept], found["whole"][kept], rtol=0, atol=1e-6)
     assert found["lengths"] == [10, 5]
 
 
-def test_lengths_may_lie_apart_in_memory(interpreted: dict[str, Any]) -> None:
-    for given, lengths in interpreted["lengths apart"].values():
+def test_lengths_may_lie_apart_in_memory(interpret: Interpret) -> None:
+    for given, lengths in interpret(interpreted_decoding, "lengths apart").values():
         assert lengths == given
 
 
-def test_nan_stays_in_its_sequence_until_it_is_cropped(interpreted: dict[str, Any]) -> None:
-    found = interpreted["no numbers"]
+def test_nan_stays_in_its_sequence_until_it_is_cropped(interpret: Interpret) -> None:
+    found = interpret(interpreted_decoding, "no numbers")
     assert found["draft"].isnan().all(-1).tolist() == [[False, False], [True, True]]
     torch.testing.assert_close(found["after"], found["whole"], rtol=0, atol=1e-6)
 
 
-def test_a_compiled_step_is_one_graph(interpreted: dict[str, Any]) -> None:
-    assert interpreted["compiled"] == {"same": True, "graphs": 1}
+def test_a_compiled_step_is_one_graph(interpret: Interpret) -> None:
+    assert interpret(interpreted_decoding, "compiled") == {"same": True, "graphs": 1}
 
 
 @pytest.mark.gpu

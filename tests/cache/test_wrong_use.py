@@ -42,6 +42,7 @@ WRONG_USE: list[tuple[Callable[[NSACache], object], str]] = [
     (lambda cache: make_layer(v_head_dim=8)(STEP, cache=cache), "cache: expected v_head_dim=8, .* got 12"),
     (lambda cache: trained(LAYER)(STEP, cache=cache), "cache: expected torch.no_grad"),
     (lambda cache: LAYER(STEP.clone().requires_grad_(), cache=cache), "cache: expected torch.no_grad"),
+    (lambda _: LAYER(STEP, cache={}), "cache: expected NSACache, got"),  # pyright: ignore[reportArgumentType]
     (lambda cache: LAYER(STEP[:, :0], cache=cache), r"x: expected no empty dimension, got \(2, 0, 32\)"),
     (lambda cache: LAYER(STEP, cache=cache, lengths=torch.tensor([1.5, 1])), "lengths: expected dtype torch.int32"),
     (lambda cache: cache.begin(0), "num_tokens: expected at least 1, got 0"),
@@ -112,8 +113,3 @@ def test_wrong_sizes_are_named(sizes: dict[str, Any], message: str) -> None:
     arguments = {"batch_size": 1, "max_seq_len": 40, "num_kv_heads": 2, "head_dim": 8, "config": SMALL} | sizes
     with pytest.raises((TypeError, ValueError), match=message):
         NSACache(**arguments)
-
-
-def test_a_cache_is_no_cache_of_another_class() -> None:
-    with pytest.raises(TypeError, match="cache: expected NSACache, got"):
-        LAYER.float()(STEP, cache={})  # pyright: ignore[reportArgumentType]

@@ -67,21 +67,17 @@ class LargestResult(TorchDispatchMode):
 
 
 @configs
-def test_linear_adds_the_position_encoding_first(config: NSAConfig) -> None:
+@pytest.mark.parametrize("kind", [LinearCompressor, MLPCompressor])
+def test_learned_maps_add_the_position_encoding_first(
+    kind: type[LinearCompressor] | type[MLPCompressor], config: NSAConfig
+) -> None:
     x = torch.randn(2, 3, 41, 6, dtype=torch.float64)
-    compressor = LinearCompressor(3, 6, config=config).double()
+    compressor = kind(3, 6, config=config).double()
     weight, position = compressor.project.weight, compressor.project.position
     expected = torch.stack([F.linear((block + position).flatten(2), weight) for block in blocks(x, config)], dim=2)
+    if isinstance(compressor, MLPCompressor):
+        expected = F.linear(F.silu(expected), compressor.out.weight)
     torch.testing.assert_close(compressor(x), expected)
-
-
-@configs
-def test_mlp_adds_the_position_encoding_first(config: NSAConfig) -> None:
-    x = torch.randn(2, 3, 41, 6, dtype=torch.float64)
-    compressor = MLPCompressor(3, 6, config=config).double()
-    weight, position = compressor.project.weight, compressor.project.position
-    hidden = torch.stack([F.linear((block + position).flatten(2), weight) for block in blocks(x, config)], dim=2)
-    torch.testing.assert_close(compressor(x), F.linear(F.silu(hidden), compressor.out.weight))
 
 
 @configs

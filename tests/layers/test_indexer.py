@@ -249,18 +249,12 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
     ("index_heads: expected None without the branch slc", lambda: make(branches=("cmp", "win"))),
     ("index_rank: expected None without index_heads", lambda: make(config=SMALL, index_rank=2)),
     ("index_rank: expected", lambda: make(index_rank=0)),
-    (
-        "selection: expected None without an indexer",
-        lambda: make(config=SMALL)(X, selection=SelectionLoss()),
-    ),
+    ("selection: expected None without an indexer", lambda: make(config=SMALL)(X, selection=SelectionLoss())),
     ("selection: expected SelectionLoss", lambda: make()(X, selection=1)),
     ("num_queries: expected", lambda: SelectionLoss(num_queries=0)),
     ("query_weights: expected", lambda: SelectionLoss(query_weights="all")),
     ("seed: expected", lambda: SelectionLoss(seed=2**64)),
-    (
-        "sequence_ids: expected",
-        lambda: make()(X, selection=SelectionLoss(sequence_ids=torch.tensor([0, 1]))),
-    ),
+    ("sequence_ids: expected", lambda: make()(X, selection=SelectionLoss(sequence_ids=torch.tensor([0, 1])))),
 ]
 
 

@@ -42,18 +42,14 @@ def x(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("documents", PACKED)
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_layout_of_other_sizes_is_refused_by_name(name: str, documents: Tensor | None) -> None:
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [*((nsa, name) for name in OTHERS), *((dense, name) for name in ("rope_base", "head_dim", "dtype"))],
+)
+def test_a_layout_of_other_sizes_is_refused_by_name(make: Any, name: str, documents: Tensor | None) -> None:
     differs = "config" if "config" in OTHERS[name] else name
     with pytest.raises(ValueError, match=f"^layout: expected {differs}=.*, as the layer has it, got"):
-        nsa()(x(), layout=nsa(**OTHERS[name]).layout(40, documents))
-
-
-@pytest.mark.parametrize("documents", PACKED)
-@pytest.mark.parametrize("name", ["rope_base", "head_dim", "dtype"])
-def test_a_layout_of_another_dense_layer_is_refused_by_name(name: str, documents: Tensor | None) -> None:
-    with pytest.raises(ValueError, match=f"^layout: expected {name}=.*, as the layer has it, got"):
-        dense()(x(), layout=dense(**OTHERS[name]).layout(40, documents))
+        make()(x(), layout=make(**OTHERS[name]).layout(40, documents))
 
 
 @pytest.mark.parametrize("name", ["rope_base", "compress_stride", "compress_block_size", "window_size"])

@@ -1,12 +1,65 @@
-"""What Triton's interpreter lacks, for the processes that run kernels in it."""
+"""Triton's interpreter: the process of a test session that runs kernels in it, and what the interpreter lacks.
+
+It is chosen when Triton is first imported, so it needs a process of its own: this file is its script.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+
+Interpret = Callable[[ModuleType, str], Any]
+"""Returns what ``interpret`` of a module makes of a case, called in the process of the interpreter."""
+
+
+@contextmanager
+def interpreter(folder: Path) -> Iterator[Interpret]:
+    """Start the process; it passes results by files in a folder, and computes each once."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreter", str(folder)]
+    with subprocess.Popen(command, env=environment, **pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests, answers = process.stdin, process.stdout
+
+        @functools.cache
+        def interpret(module: ModuleType, case: str) -> Any:
+            requests.write(json.dumps([module.__name__, case]) + "\n")
+            line = answers.readline()
+            assert line, f"the interpreter ended with {process.wait()}"
+            answer = json.loads(line)
+            assert "path" in answer, answer["error"]
+            return torch.load(answer["path"])
+
+        yield interpret
+        requests.close()
+
+
+def serve(folder: Path) -> None:
+    """Answer each line of the input, a module and a case, by the file with the result or by what was raised."""
+    for number, line in enumerate(sys.stdin):
+        module, case = json.loads(line)
+        answer = {"path": str(folder / f"{number}.pt")}
+        try:
+            torch.save(import_module(module).interpret(case), answer["path"])
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)
 
 
 def teach_bfloat16() -> None:
@@ -63,3 +116,10 @@ def hurry() -> None:
         return interpreter._LangPatchScope()
 
     setattr(interpreter, "_patch_lang", patch_once)  # noqa: B010
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    teach_bfloat16()
+    hurry()
+    serve(Path(sys.argv[1]))

@@ -1,14 +1,8 @@
-"""Calls of the branches in Triton, and the process in which Triton's interpreter runs them.
-
-The interpreter is chosen when Triton is first imported, so it needs a process of its own: this file is its script. It
-reads names of cases from its input and answers each with the file in which the results are.
-"""
+"""Calls of the branches in Triton, on a GPU or in the process of Triton's interpreter."""
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,13 +13,13 @@ from flexnsa.attention.interface import Call, Implementation, Keys
 from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.positions import Positions
 from tests.support.gluon import hopper_on_a_cpu
-from tests.support.interpreter import hurry, teach_bfloat16
 from tests.support.triton_cases import CASES, Case
 
 
 def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     """Call the operator, forward and backward; on a GPU also tell whether repeated calls have the same bits."""
     from flexnsa.attention.dispatch import TRITON
+    from flexnsa.attention.tiles import intervals
     from flexnsa.attention.tiles import selected as tiles
     from flexnsa.attention.triton import selected
     from flexnsa.attention.triton.kernels import selected_lists
@@ -41,6 +35,7 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
             from flexnsa.attention.triton.kernels import selected_bwd, selected_fwd
 
             stack.enter_context(mock.patch.multiple(tiles, forward_tiles=choose, backward_tiles=choose))
+            stack.enter_context(mock.patch.object(intervals, "SMALLER", (tiles.Tiles(64, 64, 4, 1),) * 2))
             for module in (selected_fwd, selected_bwd):
                 stack.enter_context(mock.patch.object(module, "SUM_ROWS", 512))
         # Programs of the interpreter come one after the other: there a second call could not differ.
@@ -123,13 +118,6 @@ def compile_operator() -> dict[str, Any]:
     return {"same": all(same), "graphs": graphs}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    teach_bfloat16()
-    hurry()
-    folder = Path(sys.argv[1])
-    for line in sys.stdin:
-        wanted = line.strip()
-        answer = compile_operator() if wanted == "compiled" else run(CASES[wanted])
-        torch.save(answer, folder / f"{wanted}.pt")
-        print(folder / f"{wanted}.pt", flush=True)
+def interpret(name: str) -> dict[str, Any]:
+    """Run a case, or the compiled operators."""
+    return compile_operator() if name == "compiled" else run(CASES[name])

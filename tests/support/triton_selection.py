@@ -1,12 +1,7 @@
-"""Cases of block selection, the dense formula in float64, and the results of the Triton kernels.
-
-The interpreter is chosen when Triton is first imported, so the kernels run in a process of their own. This file is its
-script: it writes to the path given what the kernels returned for every case.
-"""
+"""Cases of block selection, the dense formula in float64, and the results of the Triton kernels."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -20,7 +15,6 @@ from flexnsa.config import NSAConfig
 from flexnsa.geometry import num_blocks, num_compressed
 from flexnsa.positions import Positions
 from tests.support.inputs import spread
-from tests.support.interpreter import hurry, teach_bfloat16
 
 
 def sizes(length: int, stride: int, block: int, selected: int, init: int = 1, local: int = 1) -> NSAConfig:
@@ -217,10 +211,6 @@ def compile_operator() -> dict[str, Any]:
     return {"same": all(same), "graphs": counter.frame_count}
 
 
-if __name__ == "__main__":
-    teach_bfloat16()
-    hurry()
-    results: dict[str, Any] = {"compiled": compile_operator()}
-    for case_name, one_case in CASES.items():
-        results[case_name] = run_kernels(one_case)
-    torch.save(results, sys.argv[1])
+def interpret(name: str) -> dict[str, Any]:
+    """Run a case, or the compiled operator."""
+    return compile_operator() if name == "compiled" else run_kernels(CASES[name])

@@ -1,13 +1,8 @@
-"""Cases of the selection loss, and what the Triton kernels compute of them.
-
-The interpreter is chosen when Triton is first imported, so the kernels run in a process of their own. This file is its
-script: it writes to the path given what the kernels returned for every case.
-"""
+"""Cases of the selection loss, and what the Triton kernels compute of them."""
 
 from __future__ import annotations
 
 import importlib
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +16,6 @@ from flexnsa.attention import dispatch
 from flexnsa.attention.selection_loss import selection_loss_by
 from flexnsa.attention.triton import selection_loss as triton_selection_loss
 from tests.support.inputs import SMALL
-from tests.support.interpreter import hurry, teach_bfloat16
 from tests.support.scorers import INDEX, LONG_KEYS, NOT_FORCED, TWO_HEADS, learners, make
 
 functional = importlib.import_module("flexnsa.functional.selection_loss")  # whose function has the same name
@@ -98,7 +92,6 @@ def by_implementation(impl: str, case: Case, x: dict[str, Any]) -> dict[str, Ten
     return {name: value.cpu() for name, value in found.items()}
 
 
-if __name__ == "__main__":
-    teach_bfloat16()
-    hurry()
-    torch.save({name: by_kernels(case) for name, case in CASES.items()}, sys.argv[1])
+def interpret(name: str) -> dict[str, Tensor]:
+    """Run a case."""
+    return by_kernels(CASES[name])

@@ -166,11 +166,7 @@ def _run(spec: ModelSpec, std: float = 0.2) -> Trainer.Config:
         optimizer=replace(default_adamw(lr=3e-3), implementation="for-loop"),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
         training=TrainingConfig(
-            local_batch_size=4,
-            seq_len=128,
-            steps=20,
-            mixed_precision_param="float32",
-            disable_cuda_graphs=True,
+            local_batch_size=4, seq_len=128, steps=20, mixed_precision_param="float32", disable_cuda_graphs=True
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),

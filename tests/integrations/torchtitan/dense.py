@@ -86,11 +86,7 @@ def run_from_dense(file: Path, family: str) -> None:
             "three, begun": train(family, folder / "three begun", *arguments, override(**ALL)),
         }
         results = {"transformers": loss.item(), **{name: run[LOSS][0] for name, run in first.items()}}
-        return {
-            "folder": str(folder),
-            "losses": results,
-            "logits": logits,
-        }
+        return {"folder": str(folder), "losses": results, "logits": logits}
 
     save_results(file, make)
 

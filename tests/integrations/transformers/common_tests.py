@@ -93,11 +93,7 @@ class Common(ModelTesterMixin, GenerationTesterMixin):
         super().test_left_padding_compatibility()
 
     def _check_past_key_values_for_generate(
-        self,
-        batch_size: int,
-        past_key_values: Any,
-        seq_length: int,
-        config: Any,
+        self, batch_size: int, past_key_values: Any, seq_length: int, config: Any
     ) -> None:
         """Replaces a look at dense keys and values, which is there to be replaced by models with other caches."""
         assert isinstance(past_key_values, FlexNSACache)

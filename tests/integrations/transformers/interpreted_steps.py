@@ -1,12 +1,7 @@
-"""Steps of converted models by the kernels that take all of one, in Triton's interpreter.
-
-The interpreter is chosen when Triton is first imported, so they run in a process of their own. This file is its script:
-it writes the logits of both ways to the path given.
-"""
+"""Steps of converted models by the kernels that take all of one, in Triton's interpreter: the logits of both ways."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -26,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
 STEPS = 5
 
 
+@torch.no_grad()
 def run(family: str, rope: str | None = None, **options: Any) -> dict[str, Tensor]:
     """Continue two rows of different lengths: step by step on a cache, and as whole rows."""
     turning = {} if rope is None else {"rope_parameters": ROPES[rope]}
@@ -50,7 +46,6 @@ def _attend_by(model: Any, impl: str) -> None:
     model.config.flexnsa["impl"] = impl
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        torch.save({name: run(**case) for name, case in CASES.items()}, sys.argv[1])
+def interpret(name: str) -> dict[str, Tensor]:
+    """Run a case."""
+    return run(**CASES[name])

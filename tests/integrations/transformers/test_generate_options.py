@@ -56,7 +56,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 """Of one row: transformers drafts for no more."""
 REFUSED: dict[tuple[str, str], str] = {
-    ("own", "early exit"): "assistant_early_exit: expected None of a FlexNSAForCausalLM, got 1",
+    ("own", "early exit"): "assistant_early_exit: expected None of a FlexNSAForCausalLM, got 1"
 }
 UNLIKE = ("offloaded", "offloaded_static", "quantized", "sliding_window")
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,20 +12,13 @@ from flexnsa.transformers import FlexNSACache
 from flexnsa.transformers.attention import ConvertedAttention
 from tests.integrations.transformers import interpreted_steps
 from tests.integrations.transformers.families import FEW, INDEX, ROPES, converted, tokens
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    pytest.importorskip("triton", reason="triton not installed: pip install triton, which has builds for Linux")
-    path = tmp_path_factory.mktemp("interpreted") / "results.pt"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    subprocess.run([sys.executable, interpreted_steps.__file__, str(path)], env=environment, check=True)
-    return torch.load(path)
+from tests.support.interpreter import Interpret
 
 
 @pytest.mark.parametrize("name", interpreted_steps.CASES)
-def test_steps_equal_whole_rows(name: str, interpreted: dict[str, Any]) -> None:
-    assert_close(interpreted[name]["got"], interpreted[name]["want"], atol=2e-5, rtol=0)
+def test_steps_equal_whole_rows(name: str, interpret: Interpret) -> None:
+    found = interpret(interpreted_steps, name)
+    assert_close(found["got"], found["want"], atol=2e-5, rtol=0)
 
 
 @torch.no_grad()

@@ -11,13 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from torch.testing import assert_close
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    pipeline,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from flexnsa import NSAConfig
 from flexnsa.transformers import convert

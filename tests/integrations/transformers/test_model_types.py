@@ -22,10 +22,7 @@ RIGHT = {
     "roberta": "positions from an offset",
     "zamba2": "one attention module for several layers",
 }
-PARTLY = {
-    "bart": {"packed", "packed rows"},
-    "minimax": {"generate", "static cache"},
-}
+PARTLY = {"bart": {"packed", "packed rows"}, "minimax": {"generate", "static cache"}}
 """Calls that are refused; the others are right, but for what the dense model cannot do either."""
 REFUSED = {
     "bart": "position_ids: expected None",

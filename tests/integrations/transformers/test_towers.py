@@ -27,15 +27,7 @@ from transformers import (
 from flexnsa.transformers import DropInOptions
 from flexnsa.transformers.classes import FlexNSALlamaConfig
 from tests.integrations.transformers.families import FEW, SIZES, dense, tokens
-from tests.integrations.transformers.multimodal import (
-    attentions,
-    choice_of,
-    llava,
-    page,
-    paths,
-    shape_of,
-    small_config,
-)
+from tests.integrations.transformers.multimodal import attentions, choice_of, llava, page, paths, shape_of, small_config
 
 TEXT: dict[str, str] = {"text_config": "flexnsa"}
 FEWER = FEW | {"num_selected_blocks": 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,64 +30,49 @@ def text(tmp_path: Path, whole_run: dict[str, bytes]) -> Path:
 
 
 @pytest.mark.parametrize("how", SPOILT_FOR_TRAINING)
-def test_training_names_the_checkpoint_and_leaves_it(how: str, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_names_the_checkpoint_and_leaves_it(how: str, text: Path, refused: Callable[..., str]) -> None:
     file = text.parent / "run" / "checkpoint.safetensors"
     SPOILT_FOR_TRAINING[how](file)
     before = contents(text.parent)
-    with pytest.raises(SystemExit) as leaving:
-        train(file.parent, text, "--steps", "2")
-    assert leaving.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refused(train, file.parent, text, "--steps", "2")
     assert line.startswith("flexnsa train: error: ")
     assert str(file) in line
     assert contents(text.parent) == before
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_generation_names_the_checkpoint(how: str, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_names_the_checkpoint(how: str, text: Path, refused: Callable[..., str]) -> None:
     file = text.parent / "run" / "checkpoint.safetensors"
     SPOILT[how](file)
-    with pytest.raises(SystemExit) as leaving:
-        main(["generate", "--checkpoint", str(file.parent), "--prompt", "def", "--device", "cpu"])
-    assert leaving.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refused(main, ["generate", "--checkpoint", str(file.parent), "--prompt", "def", "--device", "cpu"])
     assert line.startswith("flexnsa generate: error: ")
     assert str(file) in line
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n", b"\xff\xfe\n", b'{"step": 0}\nnotes', b'[{"step": 0}]\n'])
-def test_a_log_that_is_none_is_named_and_left(text: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+def test_a_log_that_is_none_is_named_and_left(text: Path, refused: Callable[..., str], content: bytes) -> None:
     file = text.parent / "run" / "log.jsonl"
     file.write_bytes(content)
     if not content:  # begins anew, as the log of a checkpoint that came from elsewhere
         train(file.parent, text)
         return
     before = contents(text.parent)
-    with pytest.raises(SystemExit) as leaving:
-        train(file.parent, text)
-    assert leaving.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refused(train, file.parent, text)
     assert f"{file}: line " in line
     assert contents(text.parent) == before
 
 
-def test_another_text_is_named(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_text_is_named(text: Path, refused: Callable[..., str]) -> None:
     text.write_text("another text " * 100)
-    with pytest.raises(SystemExit) as leaving:
-        train(text.parent / "run", text)
-    assert leaving.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refused(train, text.parent / "run", text)
     assert "text_sha256: expected " in line
     assert str(text.parent / "run" / "checkpoint.safetensors") in line
 
 
-def test_an_output_folder_that_is_a_file_is_left(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_folder_that_is_a_file_is_left(text: Path, refused: Callable[..., str]) -> None:
     before = contents(text.parent)
     for name in (text, text / "below"):
-        with pytest.raises(SystemExit) as leaving:
-            main(["train", "--out", str(name)])
-        assert leaving.value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = refused(main, ["train", "--out", str(name)])
         assert f"argument --out: expected a folder, got '{name}', but '{text}' is a file" in line
     assert contents(text.parent) == before
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NSAConfig
-from flexnsa.lm import DecoderConfig, DecoderLM, Sampling, generate_tokens
+from flexnsa.lm import DecoderConfig, DecoderLM, Sampling
 
 CONFIG = DecoderConfig(
     dim=32,
@@ -177,37 +177,3 @@ class TestSampling:
         """The probabilities are 0.64, 0.24, 0.09 and 0.03."""
         for top_p, kept in ((5e-324, [1]), (0.5, [1]), (0.7, [1, 3]), (0.9, [1, 2, 3]), (1.0, [0, 1, 2, 3])):
             assert self.drawn(Sampling(top_p=top_p), 2000).nonzero().flatten().tolist() == kept
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -1.0}, "temperature: expected at least 0, got -1.0"),
-        ({"temperature": float("nan")}, "temperature: expected a finite number, got nan"),
-        ({"temperature": None}, "temperature: expected a number, got None"),
-        ({"top_k": 0}, "top_k: expected at least 1, got 0"),
-        ({"top_p": 0.0}, "top_p: expected more than 0 and at most 1, got 0.0"),
-        ({"top_p": 1.5}, "top_p: expected more than 0 and at most 1, got 1.5"),
-    ],
-)
-def test_wrong_sampling_is_named(options: dict[str, float], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        Sampling(**options)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompts": torch.zeros(1, 0, dtype=torch.int64)}, "prompts: expected no empty dimension"),
-        ({"prompts": torch.zeros(1, 4)}, "prompts: expected dtype torch.int32 or torch.int64"),
-        ({"prompts": torch.zeros(4, dtype=torch.int64)}, "prompts: expected shape"),
-        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
-        ({"seed": 10**20}, "seed: expected at most"),
-        ({"stop_tokens": [()]}, "stop_tokens: expected at least one token in a sequence"),
-        ({"lengths": torch.tensor([0, 3])}, "lengths: expected 1 .. 5"),
-        ({"lengths": torch.tensor([6, 3])}, "lengths: expected 1 .. 5"),
-    ],
-)
-def test_wrong_calls_are_named(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        generate_tokens(make_model(), **{"prompts": prompts(2, 5), "max_new_tokens": 3} | arguments)  # pyright: ignore[reportArgumentType]

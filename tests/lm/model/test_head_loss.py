@@ -185,9 +185,7 @@ def test_which_heads_are_no_more_than_their_weight(name: str) -> None:
     assert weighed == (name in ("plain", "a parametrization", "a weight of a class of its own"))
 
 
-def test_a_hook_sees_slices_along_the_sequence_and_no_logits_wait_for_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hook_sees_slices_along_the_sequence_and_no_logits_wait_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "WORKSPACE_BYTES", CHUNKS["several chunks"])
     model, seen, kept = make(), list[tuple[int, ...]](), list[int]()
     model.head.register_forward_hook(lambda _head, inputs, _logits: seen.append(tuple(inputs[0].shape)))

@@ -6,10 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from flexnsa.lm import DecodingSession, generate_tokens
+from flexnsa.lm import DecodingSession, Sampling, generate_tokens
 from tests.lm.model.sessions import LENGTHS, make_model, prompts
+
+
+def generate(sampling: dict[str, Any] | None = None, **options: Any) -> None:
+    generate_tokens(make_model(), **options, sampling=Sampling(**sampling or {}))
 
 
 def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
@@ -19,6 +24,20 @@ def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"sampling": {"temperature": -1.0}}, "temperature: expected at least 0, got -1.0"),
+        ({"sampling": {"temperature": float("nan")}}, "temperature: expected a finite number, got nan"),
+        ({"sampling": {"temperature": None}}, "temperature: expected a number, got None"),
+        ({"sampling": {"top_k": 0}}, "top_k: expected at least 1, got 0"),
+        ({"sampling": {"top_p": 0.0}}, "top_p: expected more than 0 and at most 1, got 0.0"),
+        ({"sampling": {"top_p": 1.5}}, "top_p: expected more than 0 and at most 1, got 1.5"),
+        ({"prompts": torch.zeros(1, 0, dtype=torch.int64)}, "prompts: expected no empty dimension"),
+        ({"prompts": torch.zeros(1, 4)}, "prompts: expected dtype torch.int32 or torch.int64"),
+        ({"prompts": torch.zeros(4, dtype=torch.int64)}, "prompts: expected shape"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+        ({"seed": 10**20}, "seed: expected at most"),
+        ({"stop_tokens": [()]}, "stop_tokens: expected at least one token in a sequence"),
+        ({"lengths": torch.tensor([0, 3, 3])}, "lengths: expected 1 .. 17"),
+        ({"lengths": torch.tensor([18, 3, 3])}, "lengths: expected 1 .. 17"),
         ({"steps": "graph"}, "steps: expected 'compiled' or 'eager' on cpu, got 'graph'"),
         ({"steps": "graph", "mask_mod": near}, "steps: expected 'compiled' or 'eager' with mask_mod, got 'graph'"),
         ({"steps": "fast"}, "steps: expected one of 'auto', 'graph', 'compiled', 'eager', got 'fast'"),
@@ -31,7 +50,7 @@ def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        generate_tokens(make_model(), prompts(), 3, **options)
+        generate(**{"prompts": prompts(), "max_new_tokens": 3} | options)
 
 
 @pytest.mark.parametrize(

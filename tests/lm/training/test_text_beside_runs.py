@@ -98,28 +98,24 @@ def test_a_log_of_something_else_is_text(text_folder: Path, content: str) -> Non
 
 @pytest.mark.parametrize("make", [_locked, _copied_without_hidden_files])
 def test_the_folder_of_a_run_is_refused_as_text(
-    tmp_path: Path, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, make: Callable[[Path], None], refused: Callable[..., str]
 ) -> None:
     make(tmp_path / "run")
     with pytest.raises(ValueError, match=r"^text: expected a folder to which no run writes, got '.*run'; "):
         read_corpus(tmp_path / "run")
-    with pytest.raises(SystemExit) as left:
-        train("--text", str(tmp_path / "run"), "--out", str(tmp_path / "another"))
-    assert left.value.code == 2
-    assert "argument --text: expected a folder to which no run writes" in capsys.readouterr().err
+    said = refused(train, "--text", str(tmp_path / "run"), "--out", str(tmp_path / "another"))
+    assert "argument --text: expected a folder to which no run writes" in said
 
 
 @pytest.mark.parametrize("name", ["text", "./text/.", "link"])
 def test_text_and_run_in_one_folder_are_refused_before_the_run_writes_to_it(
-    text_folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text_folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(text_folder.parent)
     Path("link").symlink_to(text_folder)
     before = sorted(text_folder.iterdir())
-    with pytest.raises(SystemExit) as left:
-        train("--text", "text", "--out", name)
-    assert left.value.code == 2
-    assert "argument --text: expected a folder to which no run writes, got 'text'; " in capsys.readouterr().err
+    said = refused(train, "--text", "text", "--out", name)
+    assert "argument --text: expected a folder to which no run writes, got 'text'; " in said
     assert sorted(text_folder.iterdir()) == before
 
 
