@@ -73,7 +73,7 @@ def test_the_tables_of_recall_are_what_was_recorded() -> None:
     assert maps == [recalled_by_length(label, runs[variant]) for label, variant in RECALLED.items()]
     cells = {label: recalled_by_length(label, runs[variant]).split(" | ") for label, variant in RECALLED.items()}
     shown = [[label, *(cells[name][column] for column in (2, 4, 6, 8))] for label, name in SHOWN.items()]
-    assert rows_of(LEARNING)[-len(SHOWN) :] == shown
+    assert rows_of(LEARNING, "Recall") == shown
     assert scores == [
         unscored_in_training(label, runs[RECALLED[label.split(", seed")[0]]]) for label in map(label_of, scores)
     ]
@@ -146,9 +146,11 @@ def label_of(row: str) -> str:
     return row.partition(" | ")[0]
 
 
-def rows_of(page: Path) -> list[list[str]]:
-    """Return the cells of every row of the page's tables that ends in a number."""
-    rows = re.findall(r"^\| (\w.*\d[ a-z]*) \|$", page.read_text(), re.MULTILINE)
+def rows_of(page: Path, section: str = "") -> list[list[str]]:
+    """Return the cells of every row of the page's tables, or of a section's, that ends in a number."""
+    text = re.split(r"^## ", page.read_text(), flags=re.MULTILINE) if section else [page.read_text()]
+    text = next(part for part in text if part.startswith(section))
+    rows = re.findall(r"^\| (\w.*\d[ a-z]*) \|$", text, re.MULTILINE)
     return [row.split(" | ") for row in rows]
 
 
@@ -157,32 +159,28 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
     runs: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for point in sorted(points, key=itemgetter("seed")):
         runs.setdefault((point["size"], point["model"], point["steps"]), []).append(point)
-    few, plain, far_dense = "NSA, few blocks first", "NSA, plain learning rate", "dense, rope 1e8"
-    indexed, recipe = TEXTS["with an indexer"], TEXTS["text-125m"]
+    plain, indexed, recipe = "NSA, plain learning rate", TEXTS["with an indexer"], TEXTS["text-125m"]
     large = {
         (name, steps): runs["m7c-125m", name, steps]
         for steps, names in (
-            (2000, ("dense", "NSA", few, indexed, recipe)),
-            (1000, ("dense", "NSA", few, plain)),
+            (2000, ("dense", "NSA", indexed, recipe)),
+            (1000, ("dense", "NSA", plain)),
             (1107, ("dense", "NSA")),
         )
         for name in names
     }
     small = {(name, 800): runs["small", name, 800] for name in ("dense", "NSA", plain)}
-    longer = {(name, steps): runs["m7c-125m, 32k", name, steps] for name, steps in ((far_dense, 1440), (recipe, 2350))}
     longest = {name: seeds for (name, steps), seeds in large.items() if steps == 2000}
-    assert sum(map(len, (large | longer | small).values())) == len(points), "all that was recorded is told"
+    assert sum(map(len, (large | small).values())) == len(points), "all that was recorded is told"
     ideas = json.loads(IDEAS.read_text())["rows"]
     shown = [text_row(label, longest[name]) for label, name in TEXTS.items()]
-    assert rows_of(LEARNING)[: -len(SHOWN)] == shown + [idea_row(label, ideas) for label in TRIED]
-    expected = [[name, *ends(seeds)] for group in (large, longer, small) for (name, _), seeds in group.items()]
+    assert rows_of(LEARNING, "Text") == shown + [idea_row(label, ideas) for label in TRIED]
+    expected = [[name, *ends(seeds)] for group in (large, small) for (name, _), seeds in group.items()]
     gaps = [
         (f"{sparse} - {dense}", steps, gap_of(of[sparse, steps], of[dense, steps]))
         for of, steps, sparse, dense in (
             (large, 2000, "NSA", "dense"),
-            (large, 2000, few, "dense"),
             (large, 1000, "NSA", "dense"),
-            (large, 1000, few, "dense"),
             (small, 800, "NSA", "dense"),
         )
     ]
@@ -198,6 +196,24 @@ def test_the_tables_of_language_are_what_was_recorded() -> None:
             costs = (cost_of(seeds, blocks) for blocks in ("initial", "random", "forced"))
             expected.append([f"{name}, small" if (name, steps) in small else name, f"{steps:,}", *costs])
     assert rows_of(LANGUAGE) == expected
+
+
+def test_the_table_of_equal_seconds_is_what_was_recorded() -> None:
+    points = json.loads((IDEAS.parent / "stages_h100.json").read_text())["points"]
+    runs: dict[tuple[str, float], dict[int, dict[str, Any]]] = {}
+    for point in points:
+        assert abs(point["trained_s"] - 330) < 1
+        runs.setdefault((point["model"].replace("nsa", "text-125m"), point["lr"]), {})[point["seed"]] = point
+    rows = {}
+    for (model, lr), seeds in runs.items():
+        bits = [f"{seeds[seed]['report 32k']['mean']:.4f}" if seed in seeds else "-" for seed in (0, 1)]
+        rows[model, "8e-4" if lr == 8e-4 else "1.2e-3"] = [*bits, ", ".join(map(str, seeds[0]["steps"]))]
+    shown = rows_of(LEARNING, "Equal seconds at 32k")
+    assert {(model, lr): bits for model, lr, *bits in shown} == rows
+    assert len(shown) == len(rows)
+    models = ("text-125m, dense first", "text-125m", "dense")
+    first, plain, dense = (0.15 * 330 / runs[name, 8e-4][0]["steps"][0] for name in models)
+    assert f"A step then takes {first:.3f} s in place of {plain:.3f}, a dense one {dense:.3f}." in words_of(LEARNING)
 
 
 def gap_of(sparse: list[dict[str, Any]], dense: list[dict[str, Any]]) -> str:

@@ -5,14 +5,12 @@
     python -m benchmarks learning.language --size tiny --device cpu         # a rehearsal, a minute on a core
 
 All learn the Python sources of the machine, the same rows in the same order with the same schedule, and are asked for
-bytes of packages that none has seen. ``--models`` takes NSA of other sizes, too, with keys that branches share, and
-such as reads less at first, or more.
+bytes of packages that none has seen. ``--models`` takes NSA of other sizes, too, with keys that branches share.
 Losses at equal tokens are those after the last step. For equal time the slower one's loss is read off where the faster
 one ended, between its looks at held-out rows: its learning rate has not come all the way down there. Seconds are those
 of training alone, where no other training is on the GPU.
 
-``--size "m7c-125m, 32k"`` has sequences of 32,768 tokens. Schedules of equal time need ``--steps``: on an H200 1,440 of
-``"dense, rope 1e8"`` take about 570 seconds, and 2,350 of NSA with an indexer.
+``learning.stages`` compares models at 32k, where sequences have to grow.
 
 When the time is up every run writes down where it is, and the same command resumes there. What is recorded whole
 is not run again.
@@ -57,26 +55,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Change):
-    """A model of text.
-
-    Args:
-        few_until: share of the steps in which a layer selects but one block in addition to the forced ones, and sees an
-            eighth of the window: distant context has to come through the compressed branch, whose scores choose blocks.
-        all_until: share of the steps in which a layer selects all blocks: what is far can be learned before it is
-            chosen.
-    """
-
-    few_until: float = 0.0
-    all_until: float = 0.0
-
-    def sizes_at(self, share: float, sizes: NSAConfig, seq_len: int) -> NSAConfig:
-        """Return the sizes that layers have after a share of the steps."""
-        if share < self.few_until:
-            few = sizes.num_init_blocks + sizes.num_local_blocks + 1
-            return replace(sizes, num_selected_blocks=few, window_size=max(sizes.window_size // 8, 1))
-        if share < self.all_until:
-            return replace(sizes, num_selected_blocks=-(-seq_len // sizes.select_block_size))
-        return sizes
+    """A model of text."""
 
 
 def _dense(**config: Any) -> Model:
@@ -96,7 +75,6 @@ MODELS = {
     DENSE: _dense(),
     "NSA": _nsa(),
     "NSA, plain learning rate": _nsa(1.0),
-    "NSA, few blocks first": _nsa(few_until=0.4),
     "dense, rope 1e8": _dense(**_FAR),
     "NSA, rope 1e8": _nsa(config=_FAR),
     "NSA, l=8 d=4": _nsa(nsa=_SHORT),
@@ -112,8 +90,6 @@ MODELS = {
     ),
     "NSA, rope 1e8, shared keys": _nsa(shared_keys=True, config=_FAR),
     "NSA, rope 1e8, begun as mean": _nsa(begun_as_mean=True, config=_FAR),
-    "NSA, rope 1e8, shared keys, begun as mean, few blocks first": _nsa(**_SHARED, config=_FAR, few_until=0.4),
-    "NSA, rope 1e8, shared keys, begun as mean, all blocks first": _nsa(**_SHARED, config=_FAR, all_until=0.2),
 }
 """NSA learns with compressors at a tenth of the rate of all else, and has the sizes of its preset, but for its name."""
 
@@ -139,11 +115,6 @@ _TINY = NSAConfig(
 
 SIZES = {
     "m7c-125m": Size(model=preset("m7c-125m", checkpointing=False), training=_TRAINING),
-    "m7c-125m, 32k": Size(
-        model=preset("m7c-125m", checkpointing=False),
-        training=replace(_TRAINING, batch_size=2, seq_len=32768, eval_sequences=8),
-        finals=Finals(rows=128, rows_of_choices=32, rows_of_habits=2),
-    ),
     "small": Size(
         model=DecoderConfig(dim=384, num_layers=6, num_heads=6, num_kv_heads=1, head_dim=64),
         training=replace(_TRAINING, steps=800, lr=1e-3, checkpoint_every=400),
@@ -184,7 +155,6 @@ def work(job: Job, report: Report) -> None:
         corpus,
         training,
         size.finals,
-        sizes_at=lambda step: model.sizes_at(step / training.steps, config.nsa, training.seq_len),
         device=device,
         folder=folder / state_name(job),
         compiled=job["device"] == "cuda",

@@ -19,7 +19,6 @@ from torch import Tensor
 from benchmarks.learning.habits import habits, mean_gates, mean_selection
 from benchmarks.learning.reading import CHOICES, bits_of_bytes, blocks_chosen, choices
 from benchmarks.learning.workers import Report
-from flexnsa import NativeSparseAttention, NSAConfig
 from flexnsa.files import write_whole
 from flexnsa.lm import Batch, Corpus, DecoderLM, TrainConfig, Trainer
 from flexnsa.lm.training.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
@@ -56,7 +55,7 @@ class Record:
 
     Args:
         step: of training.
-        seconds: of training alone, without the first step of each start and of other sizes, which compiles.
+        seconds: of training alone, without the first step of each start, which compiles.
         first_step_s: seconds of those.
         loss: of each step.
         held_out: ``[step, seconds, loss]`` of rows that nothing is learned from.
@@ -87,8 +86,7 @@ class Record:
 class LanguageRun:
     """Train a model in a folder, and look at it; all losses are bits per byte.
 
-    ``build`` makes it, of the numbers of the training's seed; ``sizes_at`` gives what layers of NSA read after so many
-    steps.
+    ``build`` makes it, of the numbers of the training's seed.
     """
 
     def __init__(
@@ -98,12 +96,11 @@ class LanguageRun:
         training: TrainConfig,
         finals: Finals,
         *,
-        sizes_at: Callable[[int], NSAConfig],
         device: str,
         folder: Path,
         compiled: bool,
     ) -> None:
-        self.training, self.finals, self.sizes_at, self.folder = training, finals, sizes_at, folder
+        self.training, self.finals, self.folder = training, finals, folder
         torch.manual_seed(training.seed)
         model = build()
         self.initial = copy.deepcopy(model).eval()
@@ -126,8 +123,7 @@ class LanguageRun:
             self._evaluate()
         report(self.describe())
         while record.step < training.steps and time.time() < until:
-            changed = self.sizes_at(record.step) != self.sizes_at(record.step - 1)
-            self._train_step(compiles=changed or record.step == first)
+            self._train_step(compiles=record.step == first)
             if record.step % training.eval_every == 0 or record.step == training.steps:
                 self._evaluate()
                 report(self.describe())
@@ -152,7 +148,6 @@ class LanguageRun:
         return seen | {"parameters": parameters, "loss": [round(fmean(part), 4) for part in losses]}
 
     def _train_step(self, *, compiles: bool) -> None:
-        self._read_as_at(self.record.step)
         start = time.perf_counter()
         self.record.loss.append(round(self.trainer.train_step().loss / math.log(2), 4))
         seconds = time.perf_counter() - start
@@ -162,16 +157,8 @@ class LanguageRun:
         else:
             self.record.seconds += seconds
 
-    def _read_as_at(self, step: int) -> None:
-        sizes = self.sizes_at(step)
-        for model in (self.trainer.model, self.reader):
-            for module in model.modules():
-                if isinstance(module, NativeSparseAttention):
-                    module.config = sizes
-
     def _evaluate(self) -> None:
         record, batch = self.record, self._rows(self.training.eval_sequences)
-        self._read_as_at(record.step)
         bits = bits_of_bytes(self.reader, batch, self.training.batch_size, self.precision).mean().item()
         record.held_out.append((record.step, round(record.seconds, 2), round(bits, 5)))
         last = record.step == self.training.steps

@@ -8,7 +8,7 @@ import re
 import time
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, count, pairwise
+from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks.learning.habits import block_habits, first_that_chooses, head_entropies
-from benchmarks.learning.language import KEY, MODELS, SIZES, Model, equal_time, is_whole, main, state_name
+from benchmarks.learning.language import KEY, MODELS, SIZES, equal_time, is_whole, main, state_name
 from benchmarks.learning.language_run import LanguageRun, final_names
 from benchmarks.learning.packages import read_packages, read_text, split_packages
 from benchmarks.learning.reading import bits_of_bytes, blocks_chosen, choices, drawn_blocks, forced_blocks
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(8):
         package = root / f"package{number}"
         package.mkdir()
-        (package / "own.py").write_text(f"x = {number}\n" * 200)
+        (package / "own.py").write_text(f"x_of_this_package_alone = {number}\n" * 50)
         (package / "same.py").write_text("y = 1\n" * 100)
         (package / "_vendor").mkdir()
         (package / "_vendor" / "other.py").write_text(f"z = {number}\n")
@@ -76,8 +76,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) ->
     def run(name: str) -> LanguageRun:
         where: Any = {"device": "cpu", "folder": tmp_path / name, "compiled": False}
         model = MODELS["NSA, shared keys, begun as mean"]
-        build, sizes = partial(model.build, TINY.model), TINY.model.nsa
-        return LanguageRun(build, corpus, TINY.training, TINY.finals, sizes_at=lambda _: sizes, **where)
+        return LanguageRun(partial(model.build, TINY.model), corpus, TINY.training, TINY.finals, **where)
 
     whole, stopped, reports = run("whole"), run("stopped"), count()
 
@@ -107,44 +106,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) ->
     assert set(finals) == set(final_names("nsa"))
 
 
-@pytest.mark.parametrize(
-    ("model", "steps_of_them", "blocks_and_window"),
-    [(Model(few_until=0.4), 3, (3, 2)), (Model(all_until=0.2), 2, (16, 16))],
-)
-def test_layers_may_read_other_blocks_at_first(
-    folder: Path, tmp_path: Path, model: Model, steps_of_them: int, blocks_and_window: tuple[int, int]
-) -> None:
-    corpus, _ = read_text([folder], tmp_path / "text.pt")
-    training, seen = TINY.training, list[tuple[bool, int, int]]()
-    run = LanguageRun(
-        partial(model.build, TINY.model),
-        corpus,
-        training,
-        TINY.finals,
-        sizes_at=lambda step: model.sizes_at(step / training.steps, TINY.model.nsa, training.seq_len),
-        device="cpu",
-        folder=tmp_path / "run",
-        compiled=False,
-    )
-
-    def note(layer: torch.nn.Module, _: object) -> None:
-        assert isinstance(layer, NativeSparseAttention)
-        seen.append((torch.is_grad_enabled(), layer.config.num_selected_blocks, layer.config.window_size))
-
-    for one in (run.trainer.model, run.reader):
-        assert isinstance(one, DecoderLM)
-        nsa_layers(one)[0].register_forward_pre_hook(note)
-    run.resume(time.time() + 60, lambda _: None)
-    usual, looks = (4, 16), [tuple(sizes) for learns, *sizes in seen if not learns]
-    learned = [tuple(sizes) for learns, *sizes in seen if learns]
-    assert learned == [blocks_and_window] * steps_of_them + [usual] * (6 - steps_of_them)
-    assert looks[0] == blocks_and_window
-    assert looks[-1] == usual
-    changes = [one != other for one, other in pairwise(looks)]
-    assert sum(changes) == 1, "what is looked at reads as much as what learns"
-    assert len(run.record.first_step_s) == 2, "both compile"
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_sizes_that_their_names_say(name: str) -> None:
     usual = SIZES["m7c-125m"].model
@@ -169,8 +130,6 @@ def test_models_have_the_sizes_that_their_names_say(name: str) -> None:
     assert config == replace(usual, attention=kind, nsa=config.nsa, **changes)
     model = MODELS[name]
     assert model.compressor_rate == (1.0 if kind == "dense" or "plain" in name else 0.1)
-    assert (model.few_until > 0) == ("few blocks first" in name)
-    assert (model.all_until > 0) == ("all blocks" in name)
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +226,7 @@ def test_a_number_of_nothing_is_no_default(option: str, capsys: pytest.CaptureFi
 def test_models_are_recorded_once_and_a_run_that_fails_costs_no_other(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changed = ["plain learning rate", "l'=16 n=64", "few blocks first", "shared keys, begun as mean"]
+    changed = ["plain learning rate", "l'=16 n=64", "shared keys, begun as mean"]
     recorded, sparse = tmp_path / "language.json", ["NSA", *(f"NSA, {change}" for change in changed)]
     options = ["--size", "tiny", "--device", "cpu", "--steps", "2", "--side-by-side", "2", "--text", f"{folder}"]
     options += ["--json", f"{recorded}", "--folder", f"{tmp_path}", "--models", "dense", *sparse]

@@ -1,0 +1,67 @@
+"""Models that train in stages for equal seconds, on text of which nothing is both learned and held out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.learning.packages import Package, halves, without_known_files
+from benchmarks.learning.stages import DENSE_FIRST, copies_from, drawn, job_of, main
+
+LINES = [b"def function_%03d(argument): return %d\n" % (number, number) for number in range(40)]
+
+
+def package(name: str, *files: bytes) -> Package:
+    return Package(name, list(files))
+
+
+def test_files_that_the_training_text_nearly_has_are_left_out() -> None:
+    known, new = b"".join(LINES[:20]), b"".join(LINES[20:])
+    half_known = b"".join(LINES[15:25])
+    held_out = [package("sibling", known, half_known), package("other", new, b"x = 1\n")]
+    assert without_known_files([package("learned", known)], held_out) == [package("other", new)]
+
+
+def test_each_file_is_in_one_half() -> None:
+    files = LINES[:20]
+    first, second = halves([package("all", *files)])
+    assert sorted(first[0].files + second[0].files) == sorted(files)
+    assert first[0].files
+    assert second[0].files
+
+
+def test_all_models_draw_the_same_rows() -> None:
+    text = torch.arange(256, dtype=torch.uint8).repeat(4)
+    assert torch.equal(drawn(text, 64, 3, 0, 7).tokens, drawn(text, 64, 3, 0, 7).tokens)
+    assert not torch.equal(drawn(text, 64, 3, 0, 7).tokens, drawn(text, 64, 3, 0, 8).tokens)
+
+
+def test_copying_begins_where_far_bytes_cost_less_than_near_ones() -> None:
+    looks = [[0, 0.0, 8, 8, 8, 8, 8.1], [10, 1.0, 3, 2, 2, 2, 2.5], [20, 2.0, 2, 1, 1, 1, 0.9]]
+    assert copies_from({"looks": looks}) == 20
+    assert copies_from({"looks": looks[:2]}) is None
+
+
+def test_a_job_that_names_no_model_is_refused() -> None:
+    assert job_of("nsa, dense first:8e-4:1") == {"model": "nsa, dense first", "lr": 8e-4, "seed": 1}
+    with pytest.raises(ValueError, match=r"--job: expected one of nsa, .*, got 'gpt'"):
+        job_of("gpt:1e-3:0")
+
+
+def test_jobs_train_through_all_stages_and_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = tmp_path / "stages.json"
+    jobs = [part for name in (*DENSE_FIRST, "dense") for part in ("--job", f"{name}:1e-3:0")]
+    main(
+        [*jobs, "--tiny", "--device", "cpu", "--seconds", "2", "--json", f"{recorded}", "--text", f"{tmp_path}/text.pt"]
+    )
+    points = {point["model"]: point for point in json.loads(recorded.read_text())["points"]}
+    assert {*points} == {*DENSE_FIRST, "dense"}
+    for point in points.values():
+        assert "label" not in point
+        assert all(steps > 0 for steps in point["steps"])
+        assert point["looks"][-1][0] == sum(point["steps"])
+        assert 0 < point["report 32k"]["mean"] < 8.2
+    assert "report 32k" in capsys.readouterr().out
