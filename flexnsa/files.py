@@ -1,4 +1,4 @@
-"""Files that are replaced in one move, so that a process that ends half-way leaves what was there before."""
+"""Files that are replaced in one move, so that a process that ends half-way leaves what was there before; errors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+class FileError(ValueError):
+    """A file or folder cannot be used as asked; nothing was changed.
+
+    The message names the file, what is wrong with it, and what to do.
+    """
+
+
+class FileWarning(UserWarning):
+    """A file was used although something about it is unusual; the message names the file and says what."""
 
 
 def temporary_of(path: Path) -> Path:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexnsa.checks.primitives import LARGEST_SIZE, check_choice, check_int, check_tensor, describe, may_look
 from flexnsa.operators import opaque_operator
 from flexnsa.packing import IGNORED
+from flexnsa.primitives import LARGEST_SIZE, check_choice, check_int, check_tensor, describe, may_look
 
 WORKSPACE_BYTES = 2**30
 """Upper bound of the bytes of a chunk's logits and their copies."""

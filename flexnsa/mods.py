@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexnsa.checks.primitives import (
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.primitives import (
     check_device,
     check_int,
     check_positive_int,
@@ -17,7 +18,6 @@ from flexnsa.checks.primitives import (
     check_tensor,
     describe,
 )
-from flexnsa.masks.user_mods import MaskMod, ScoreMod
 
 
 def soft_cap(cap: float | Tensor) -> ScoreMod:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from flexnsa.checks.primitives import check_number, check_type, describe
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.compression import LinearCompressor, MLPCompressor
 from flexnsa.layers.indexer import Indexer
+from flexnsa.primitives import check_number, check_type, describe
 
 COMPRESSOR_LR = 0.1
 """Default learning rate of the compressors, relative to that of all other parameters."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flexnsa.checks.calls import check_document_ids
-from flexnsa.checks.primitives import (
+from flexnsa.primitives import (
     LARGEST_SIZE,
     check_has_values,
     check_int,

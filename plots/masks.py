@@ -13,7 +13,7 @@ from benchmarks.harness.palette import BLUE, GREEN, GREY, ORANGE
 from flexnsa import NSAConfig
 from flexnsa.attention.dispatch import REFERENCE
 from flexnsa.attention.interface import Call
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.lm.diagnosis.environment import git_commit
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import BRANCHES, blocks_within, num_blocks, num_compressed, overlap_band
+from flexnsa.config import BRANCHES, NSAConfig, blocks_within, num_blocks, num_compressed, overlap_band
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.window import window_intervals
 from flexnsa.positions import Positions

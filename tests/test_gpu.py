@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.harness.graphs import capture
 from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss, native_sparse_attention
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer
 from flexnsa.replay import Plan
 from tests.support.inputs import SMALL

@@ -18,9 +18,9 @@ from tests.support.import_graph import ROOT, below, find_circle, import_graph, i
 
 FLOORS = (
     # integers, positions of tokens, checks
-    "flexnsa/checks/__init__ flexnsa/checks/primitives flexnsa/replay flexnsa/operators flexnsa/errors flexnsa/files",
-    "flexnsa/config flexnsa/geometry flexnsa/positions",
-    "flexnsa/checks/calls flexnsa/checks/scorers",
+    "flexnsa/primitives flexnsa/replay flexnsa/operators flexnsa/files",
+    "flexnsa/config flexnsa/positions",
+    "flexnsa/checks",
     "flexnsa/masks",
     "flexnsa/mods flexnsa/packing",
     # attention: the contract, what implementations share, the implementations, the table of them
@@ -89,7 +89,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 
 @pytest.mark.parametrize("top", ["flexnsa", "flexnsa/lm", "flexnsa/attention", "benchmarks"])
 def test_no_room_imports_itself_by_way_of_others(top: str) -> None:
-    files = below(top, names=sources()) - {f"{top}/__init__"} - below("flexnsa/checks", names=sources())
+    files = below(top, names=sources()) - {f"{top}/__init__"}
     assert not find_circle(rooms({name: import_graph()[name] & files for name in files}, depth=top.count("/") + 2))
 
 
@@ -116,13 +116,13 @@ def test_implementations_never_import_one_another(own: str) -> None:
 
 def test_the_oracle_shares_no_attention_masking_or_scoring_code() -> None:
     imported = import_graph()["flexnsa/attention/reference"]
-    assert imported <= {"flexnsa/config", "flexnsa/geometry", "flexnsa/positions", "flexnsa/attention/interface"}
+    assert imported <= {"flexnsa/config", "flexnsa/positions", "flexnsa/attention/interface"}
 
 
 def test_masks_know_nothing_of_scores() -> None:
     files = below("flexnsa/masks", names=sources())
     imported = set[str]().union(*(import_graph()[name] for name in files)) - files
-    assert imported <= {f"flexnsa/{name}" for name in ("config", "geometry", "positions", "checks/primitives")}
+    assert imported <= {f"flexnsa/{name}" for name in ("config", "positions", "primitives")}
 
 
 @pytest.mark.parametrize("place", ["flexnsa/functional", "flexnsa/layers", "flexnsa/attention"])

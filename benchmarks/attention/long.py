@@ -24,7 +24,7 @@ from benchmarks.harness.setting import Setting, published
 from flexnsa import native_sparse_attention
 from flexnsa.attention.dispatch import REFERENCE, attend, by_branch
 from flexnsa.attention.interface import Call, Keys
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.positions import Positions
 
 KEYS = ("k_cmp", "v_cmp", "k", "v", "k_win", "v_win")

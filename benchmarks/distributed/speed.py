@@ -15,7 +15,7 @@ from benchmarks.distributed.together import Point, Together
 from benchmarks.harness.setting import TINY_MODEL, Setting
 from flexnsa import NativeSparseAttention
 from flexnsa.attention.dispatch import by_branch
-from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.config import BRANCHES, num_compressed
 from flexnsa.layers.core import Heads
 from flexnsa.layers.layouts import KeySource, RowKeys
 from flexnsa.lm import DecoderConfig, DecoderLM, preset

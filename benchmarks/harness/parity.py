@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NSAConfig, native_sparse_attention, select_blocks
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.lm.measure.table import format_table
 
 CONFIG = NSAConfig(

@@ -15,7 +15,7 @@ from benchmarks.harness.workloads import Maker, Workload, dense_inputs
 from flexnsa import compressed_attention, select_blocks, selected_attention, sliding_window_attention
 from flexnsa.attention.dispatch import gated
 from flexnsa.attention.selection import top_blocks
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.masks.selected import selected_mask
 from flexnsa.positions import Positions
 

@@ -15,7 +15,7 @@ from benchmarks.harness.clock import Clock
 from benchmarks.harness.fresh import run_fresh
 from benchmarks.harness.memory import saved_for_backward
 from flexnsa import NSAConfig, native_sparse_attention
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.lm.measure.memory import MIB, peak_resident_bytes
 
 BACKENDS = {"math SDPA": SDPBackend.MATH, "flash SDPA": SDPBackend.FLASH_ATTENTION}

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexnsa.attention.footprint import AttentionSizes
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import NSAConfig, num_compressed
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmarks.harness.graphs import capture
 from benchmarks.harness.setting import Setting
 from flexnsa import native_sparse_attention
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.masks.intervals import Intervals, interval_block_mask
 from flexnsa.positions import Positions
 

@@ -22,7 +22,7 @@ from benchmarks.harness import options
 from benchmarks.harness.clock import Clock
 from benchmarks.harness.recording import Recording
 from flexnsa import NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.masks.compressed import compressed_mask
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.intervals import DENSE_TILE

@@ -31,7 +31,7 @@ from flexnsa.attention.triton.kernels.importance import Band, Scores, importance
 from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp
 from flexnsa.attention.triton.kernels.top_blocks import write_top_blocks
 from flexnsa.attention.triton.selection import chunks, select_blocks_triton
-from flexnsa.geometry import num_blocks, num_compressed
+from flexnsa.config import num_blocks, num_compressed
 from flexnsa.lm.measure.memory import MIB
 from flexnsa.positions import Positions
 

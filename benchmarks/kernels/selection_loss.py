@@ -26,7 +26,7 @@ from benchmarks.harness import options
 from benchmarks.harness.session import Point, Session
 from benchmarks.harness.setting import TINY_SIZES, Setting, large
 from flexnsa import NSAConfig, selection_loss
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 
 CHUNKS = "sdpa"
 """The implementation that computes the loss in chunks of products on every device."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.harness.workloads import Workload
 from benchmarks.peers.problem import Peer, Problem, attribute
-from flexnsa.geometry import num_blocks
+from flexnsa.config import num_blocks
 
 TRAINING = "flash_nsa.modules.megatron_level_nsa"
 

@@ -14,7 +14,7 @@ from benchmarks.harness.setting import Setting
 from benchmarks.harness.work import Work, pairs, work_of
 from benchmarks.kernels.roofline import H200, points, rates, sizes_of, table
 from flexnsa import MLPCompressor, NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 
 CONFIG = NSAConfig(
     compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24

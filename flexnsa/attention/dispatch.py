@@ -29,10 +29,10 @@ from flexnsa.attention.triton import step as triton_step
 from flexnsa.attention.triton.gated import gated_sum
 from flexnsa.attention.triton.operators import require_device
 from flexnsa.checks.calls import check_mods
-from flexnsa.checks.primitives import check_choice
-from flexnsa.geometry import BRANCHES
+from flexnsa.config import BRANCHES
 from flexnsa.masks.user_mods import MaskMod, ScoreMod, merge_mods
 from flexnsa.operators import in_transform
+from flexnsa.primitives import check_choice
 
 B = TypeVar("B", BranchOutput, Compressed)
 
@@ -98,6 +98,7 @@ CACHED_IMPLEMENTATIONS = {
         selected=_cached_selected,
         window=_cached_window,
         check_input=_check_cached,
+        takes_mods=False,
         step=triton_step.step,
     ),
     "sdpa": Implementation(

@@ -167,11 +167,14 @@ class Plan:
     @property
     def compressed_in_triton(self) -> bool:
         """``triton``, compressed branch: not FlexAttention."""
-        return max(self.dims) <= FLEX_DIM or self.keys <= FLEX_KEYS or self.on_hopper
+        return max(self.dims) <= FLEX_DIM or self.keys <= FLEX_KEYS or self.in_gluon
 
     @property
-    def on_hopper(self) -> bool:
-        """All branches and the selection: Gluon kernels, provided that :func:`can_copy` their rows."""
+    def in_gluon(self) -> bool:
+        """All branches and the selection: Gluon kernels, provided that :func:`can_copy` their rows.
+
+        Queries at positions, such as those of packed documents, take the Triton kernels.
+        """
         suits = self.dtype in (torch.bfloat16, torch.float16) and all(dim in HOPPER_DIMS for dim in self.dims)
         if not suits or not self.is_cuda or self.has_positions:
             return False
@@ -179,20 +182,20 @@ class Plan:
         return device.generation == HOPPER and _is_known()
 
     @property
-    def selected_on_hopper(self) -> bool:
-        """Selected branch: as :attr:`on_hopper`."""
+    def selected_in_gluon(self) -> bool:
+        """Selected branch: as :attr:`in_gluon`."""
         fits = HOPPER_ROWS // 2 < self.block_size <= HOPPER_ROWS and self.group <= HOPPER_ROWS
-        return fits and self.on_hopper
+        return fits and self.in_gluon
 
     @property
     def joins_forward(self) -> bool:
         """Gated sum: one kernel attends to the window and joins the partial outputs of the selected branch."""
-        return max(self.dims) <= JOINED_DIM and self.selected_on_hopper
+        return max(self.dims) <= JOINED_DIM and self.selected_in_gluon
 
     @property
     def joins_backward(self) -> bool:
-        """Gated sum: one kernel sums the gradients of queries from all branches, and computes that of the window."""
-        return self.selected_on_hopper
+        """Gated sum: the kernel that sums the gradients of queries computes that of the window, too."""
+        return self.selected_in_gluon
 
 
 def choose_name(impl: str, *, is_cuda: bool, modded: bool, largest_dim: int) -> str:
@@ -226,7 +229,7 @@ def is_wide(x: Tensor, group: int, chunk: int) -> bool:
 
 
 @cache
-def _triton_version() -> str | None:
+def triton_version() -> str | None:
     """Return the version of Triton; None without it, where a plan is an estimate for another machine."""
     if find_spec("triton") is None:
         return None
@@ -237,7 +240,7 @@ def _triton_version() -> str | None:
 
 def _is_known() -> bool:
     """Return whether Gluon kernels were tested with this version of Triton; warn where they were not."""
-    version = _triton_version()
+    version = triton_version()
     known = version is None or ".".join(version.split(".")[:2]) in KNOWN_VERSIONS
     if not known:
         message = f"triton: expected {' or '.join(KNOWN_VERSIONS)} for the kernels of Hopper GPUs, got {version}"

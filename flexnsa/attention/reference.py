@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call, Compressed, ScoreMod, Scorer
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import blocks_within, num_blocks
+from flexnsa.config import NSAConfig, blocks_within, num_blocks
 from flexnsa.positions import Positions, positions_of
 
 P = ParamSpec("P")

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.attention.interface import Call
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import overlap_band
+from flexnsa.config import NSAConfig, overlap_band
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.user_mods import apply_score_mod, compressed_positions, query_positions
 from flexnsa.positions import Positions

@@ -11,8 +11,7 @@ from torch import Tensor
 from flexnsa.attention.interface import Call
 from flexnsa.attention.scoring import block_scores, group_probabilities
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import blocks_within, num_compressed
+from flexnsa.config import NSAConfig, blocks_within, num_compressed
 from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions, positions_of
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.attention.interface import Call
-from flexnsa.geometry import num_blocks
+from flexnsa.config import num_blocks
 from flexnsa.masks.user_mods import apply_score_mod, query_positions, token_positions
 from flexnsa.positions import Positions
 

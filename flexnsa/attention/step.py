@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import BRANCHES, GATES
+from flexnsa.config import BRANCHES, GATES, NSAConfig
 
 COMPRESSORS = {"mean": 0, "linear": 2, "mlp": 3}
 """Kinds of compressors, and how many parameters each has."""
@@ -76,7 +75,7 @@ class StepInputs:
         k: by branch, ``(B, T, Hkv * Dk)``, before rotation.
         v: by branch, ``(B, T, Hkv * Dv)``.
         gates: ``(B, T, Hq * gated branches)``, before their activation.
-        gate: the activation, one of :data:`flexnsa.geometry.GATES`.
+        gate: the activation, one of :data:`flexnsa.config.GATES`.
         phi_k: the compressor of keys; None where no branch reads compressed keys.
         phi_v: the compressor of values; None without the compressed branch.
         buffers: of the cache, by name; written to.

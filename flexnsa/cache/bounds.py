@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexnsa.checks.primitives import LARGEST_SIZE, check_int, check_integers, may_look
+from flexnsa.primitives import LARGEST_SIZE, check_int, check_integers, may_look
 
 Rows = int | Sequence[int] | Tensor
 """The index of a sequence, several, or an int tensor ``(K,)`` of them on the device of the cache."""

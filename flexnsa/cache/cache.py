@@ -19,9 +19,8 @@ from flexnsa.cache.rows import RowCache, fix_addresses
 from flexnsa.cache.step_cache import StepCache
 from flexnsa.cache.steps import TAILS, BufferSizes, ReadCounter, Step, kind_of
 from flexnsa.checks.calls import check_branches
-from flexnsa.checks.primitives import LARGEST_SIZE, check_int, check_integers, check_positive_int, check_type
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import BRANCHES
+from flexnsa.config import BRANCHES, NSAConfig
+from flexnsa.primitives import LARGEST_SIZE, check_int, check_integers, check_positive_int, check_type
 
 
 class NSACache(StepCache):

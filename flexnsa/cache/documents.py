@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flexnsa.cache.rows import RowCache
 from flexnsa.cache.steps import BufferSizes, NewBlocks, Step, count_compressed
-from flexnsa.checks.primitives import describe
 from flexnsa.positions import Positions
+from flexnsa.primitives import describe
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexnsa.attention.plan import STEP_TOKENS
 from flexnsa.cache.bounds import HostLengthBound, Rows, doubled, row_index
-from flexnsa.checks.primitives import (
+from flexnsa.primitives import (
     check_device,
     check_dtype,
     check_integers,

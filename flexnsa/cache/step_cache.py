@@ -11,8 +11,8 @@ from torch import Tensor
 from flexnsa.cache.documents import locate_documents, unpack
 from flexnsa.cache.rows import RowCache, fix_addresses
 from flexnsa.cache.steps import BufferSizes, Step, kind_of, locate, ring_slots_before
-from flexnsa.checks.primitives import check_type
 from flexnsa.positions import Positions
+from flexnsa.primitives import check_type
 
 
 class StepCache(RowCache):

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import Call, Keys, Scorer, given
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.config import BRANCHES, NSAConfig, num_compressed
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.window import window_intervals
@@ -199,7 +198,7 @@ def ring_slots_before(step: Step, lookback: int, size: int) -> Tensor:
 
 
 def count_compressed(lengths: Tensor, config: NSAConfig) -> Tensor:
-    """As :func:`flexnsa.geometry.num_compressed`, of a tensor of lengths."""
+    """As :func:`flexnsa.config.num_compressed`, of a tensor of lengths."""
     return (lengths + (config.compress_stride - config.compress_block_size)).clamp_min(0) // config.compress_stride
 
 

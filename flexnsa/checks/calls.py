@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexnsa.checks.primitives import (
+from flexnsa.config import BRANCHES, NSAConfig, num_blocks
+from flexnsa.primitives import (
     check_has_values,
     check_integers,
     check_number,
@@ -18,8 +19,6 @@ from flexnsa.checks.primitives import (
     describe,
     may_look,
 )
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import BRANCHES, num_blocks
 
 
 def check_branches(branches: Sequence[str]) -> tuple[str, ...]:

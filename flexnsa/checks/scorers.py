@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from flexnsa.checks.calls import check_group
-from flexnsa.checks.primitives import check_tensor, describe
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import NSAConfig, num_compressed
+from flexnsa.primitives import check_tensor, describe
 
 
 def check_scorer(

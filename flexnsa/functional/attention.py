@@ -19,12 +19,11 @@ from flexnsa.checks.calls import (
     checked_selection,
     count_tokens,
 )
-from flexnsa.checks.primitives import check_floating, check_tensor, check_type, describe
 from flexnsa.checks.scorers import checked_scorer_keys
-from flexnsa.config import NSAConfig
+from flexnsa.config import BRANCHES, NSAConfig, num_compressed
 from flexnsa.functional.calls import locate_queries, prepare, scorer_of
-from flexnsa.geometry import BRANCHES, num_compressed
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.primitives import check_floating, check_tensor, check_type, describe
 
 
 @overload

@@ -5,11 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexnsa.checks.calls import check_keys, check_queries, checked_selection
-from flexnsa.checks.primitives import check_type
-from flexnsa.config import NSAConfig
+from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.functional.calls import locate_queries, prepare
-from flexnsa.geometry import num_compressed
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.primitives import check_type
 
 
 def compressed_attention(

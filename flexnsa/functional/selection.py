@@ -7,13 +7,12 @@ from torch import Tensor
 
 from flexnsa.attention.scoring import block_scores, group_probabilities
 from flexnsa.checks.calls import check_queries
-from flexnsa.checks.primitives import check_positive_int, check_tensor, check_type, describe
 from flexnsa.checks.scorers import checked_scorer_keys
-from flexnsa.config import NSAConfig
+from flexnsa.config import NSAConfig, num_blocks
 from flexnsa.functional.calls import locate_queries, prepare, scorer_of
-from flexnsa.geometry import num_blocks
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.positions import Positions
+from flexnsa.primitives import check_positive_int, check_tensor, check_type, describe
 
 
 def block_importance(

@@ -12,7 +12,12 @@ from flexnsa.attention.sampling import Sample, at_sample, sampled_tokens
 from flexnsa.attention.selection_loss import found_and_best
 from flexnsa.attention.shares import log_shares
 from flexnsa.checks.calls import check_group, check_queries, checked_selection
-from flexnsa.checks.primitives import (
+from flexnsa.checks.scorers import check_scorer
+from flexnsa.config import NSAConfig
+from flexnsa.functional.calls import locate_queries, prepare, scorer_of
+from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.positions import positions_of
+from flexnsa.primitives import (
     check_choice,
     check_int,
     check_integers,
@@ -20,11 +25,6 @@ from flexnsa.checks.primitives import (
     check_tensor,
     check_type,
 )
-from flexnsa.checks.scorers import check_scorer
-from flexnsa.config import NSAConfig
-from flexnsa.functional.calls import locate_queries, prepare, scorer_of
-from flexnsa.masks.user_mods import MaskMod, ScoreMod
-from flexnsa.positions import positions_of
 
 
 @overload

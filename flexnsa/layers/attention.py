@@ -14,9 +14,7 @@ from flexnsa.attention.step import StepInputs
 from flexnsa.cache.cache import NSACache
 from flexnsa.cache.steps import Step
 from flexnsa.checks.calls import check_branches, check_document_ids, check_recompute
-from flexnsa.checks.primitives import check_layer_input, check_lengths, check_type
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import BRANCHES
+from flexnsa.config import BRANCHES, NSAConfig
 from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.core import Compressors, Heads
@@ -28,6 +26,7 @@ from flexnsa.layers.presets import describe_layer
 from flexnsa.layers.projection import computed_dtype, project_named, split_heads, weight_of
 from flexnsa.layers.step import step_inputs, takes_step
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
+from flexnsa.primitives import check_layer_input, check_lengths, check_type
 
 
 class NativeSparseAttention(SparseLayer):

@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexnsa.attention.step import CompressorWeights
-from flexnsa.checks.primitives import (
+from flexnsa.config import NSAConfig, num_compressed
+from flexnsa.layers.projection import by_rows, has_no_hooks, is_dense, is_plain, multiply, weight_of
+from flexnsa.layers.sharding import whole, write
+from flexnsa.primitives import (
     check_integers,
     check_like_weight,
     check_positive_int,
@@ -20,10 +23,6 @@ from flexnsa.checks.primitives import (
     check_type,
     may_look,
 )
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_compressed
-from flexnsa.layers.projection import by_rows, has_no_hooks, is_dense, is_plain, multiply, weight_of
-from flexnsa.layers.sharding import whole, write
 
 
 def _segments(x: Tensor, config: NSAConfig) -> Tensor:

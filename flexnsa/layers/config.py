@@ -8,7 +8,10 @@ from typing import Self
 
 from flexnsa.attention.dispatch import IMPLEMENTATIONS
 from flexnsa.checks.calls import check_branches, check_option, check_recompute
-from flexnsa.checks.primitives import (
+from flexnsa.config import BRANCHES, INDEX_FIELDS, NSAConfig
+from flexnsa.layers.compression import COMPRESSORS
+from flexnsa.layers.gating import check_gate
+from flexnsa.primitives import (
     check_choice,
     check_heads,
     check_positive_int,
@@ -16,10 +19,6 @@ from flexnsa.checks.primitives import (
     check_type,
     describe,
 )
-from flexnsa.config import INDEX_FIELDS, NSAConfig
-from flexnsa.geometry import BRANCHES
-from flexnsa.layers.compression import COMPRESSORS
-from flexnsa.layers.gating import check_gate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

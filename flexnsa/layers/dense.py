@@ -1,4 +1,4 @@
-"""The dense stage of a layer: its selected branch alone, with all past tokens."""
+"""The dense stage of a layer: its selected branch attends to all past tokens."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from flexnsa.cache.documents import check_pack
 from flexnsa.cache.step_cache import StepCache
 from flexnsa.cache.steps import Step
 from flexnsa.checks.calls import check_document_ids
-from flexnsa.checks.primitives import describe
 from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Compressors, Heads, Read, collect_keys
 from flexnsa.layers.dense import with_all_tokens
@@ -27,6 +26,7 @@ from flexnsa.layers.rope import RopeTables, apply_rope
 from flexnsa.layers.sinks import returns_lse, with_sinks
 from flexnsa.masks.user_mods import Mods
 from flexnsa.positions import Positions, positions_of
+from flexnsa.primitives import describe
 
 C = TypeVar("C", bound=StepCache, contravariant=True)
 L = TypeVar("L", bound=Layout)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from flexnsa.checks.primitives import check_choice
-from flexnsa.geometry import GATES, gated_branches
+from flexnsa.config import GATES, gated_branches
 from flexnsa.layers.projection import split_heads
+from flexnsa.primitives import check_choice
 
 
 def check_gate(kind: str, branches: Sequence[str]) -> None:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.attention.sampling import sampled_tokens
-from flexnsa.checks.primitives import check_choice, check_int, check_integers, check_positive_int, check_type
 from flexnsa.config import NSAConfig
 from flexnsa.layers.compression import COMPRESSORS
 from flexnsa.layers.projection import split_heads
 from flexnsa.layers.sharding import own
+from flexnsa.primitives import check_choice, check_int, check_integers, check_positive_int, check_type
 
 SAMPLED_QUERIES = 256
 """Queries of each sequence that teach an indexer, by default."""

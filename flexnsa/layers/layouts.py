@@ -15,12 +15,11 @@ from torch import Tensor
 
 from flexnsa.attention.interface import given
 from flexnsa.cache.steps import Step
-from flexnsa.checks.primitives import describe
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.layers.rope import RopeTables, rope_tables, stored_rope_tables
 from flexnsa.masks.document import document_positions, first_tokens
 from flexnsa.positions import Positions
+from flexnsa.primitives import describe
 
 
 class KeySource(Protocol):

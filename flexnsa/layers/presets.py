@@ -13,12 +13,12 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from flexnsa.checks.primitives import check_choice
 from flexnsa.config import NSAConfig
 from flexnsa.layers.compression import BlockLinear
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.indexer import Change
 from flexnsa.layers.sharding import write
+from flexnsa.primitives import check_choice
 
 LAYER_PRESETS = ("text", "paper")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flexnsa.attention.triton.few_rows import multiply_few_rows
-from flexnsa.checks.primitives import FLOATING
+from flexnsa.primitives import FLOATING
 
 ROW_MULTIPLE = 64
 """The row length of the joint product is a multiple of this, so that kernels read its parts in whole cache lines."""

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_blocks
+from flexnsa.config import NSAConfig, num_blocks
 from flexnsa.masks.intervals import MaskMod, by_query, stored
 from flexnsa.positions import Positions
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexnsa.checks.primitives import check_type, describe
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.layouts import RowLayout
 from flexnsa.parallel.layers_of import attention_layers, check_layer, check_not_shared
 from flexnsa.parallel.shared_losses import OverTokens
 from flexnsa.parallel.shared_rows import SharingRanks, lay_out_chunks
+from flexnsa.primitives import check_type, describe
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from flexnsa.checks.primitives import check_type
 from flexnsa.layers.attention import NativeSparseAttention
+from flexnsa.primitives import check_type
 
 
 def attention_layers(model: nn.Module) -> list[NativeSparseAttention]:

@@ -28,14 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexnsa.attention.interface import given
 from flexnsa.cache.steps import kind_of
-from flexnsa.checks.primitives import check_type, describe
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.layers.layouts import BlockLayout, LayoutSizes, Rotate, RowLayout, tables_of
 from flexnsa.layers.rope import RopeTables
 from flexnsa.parallel.chunks import block_halo, check_chunks, window_halo
 from flexnsa.parallel.collectives import gather
 from flexnsa.positions import Positions
+from flexnsa.primitives import check_type, describe
 
 
 @dataclass(frozen=True, slots=True)

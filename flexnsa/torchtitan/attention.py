@@ -11,7 +11,6 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.rope import ComplexRoPE
 
-from flexnsa.checks.primitives import may_look
 from flexnsa.layers.compression import COMPRESSORS, LinearCompressor, MeanCompressor, MLPCompressor
 from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.forward import Attention, SparseLayer, run_layer
@@ -24,6 +23,7 @@ from flexnsa.layers.rope import RopeTables
 from flexnsa.packing import document_ids_from_position_ids
 from flexnsa.parallel.shared_losses import OverTokens
 from flexnsa.parallel.shared_rows import SharingRanks, lay_out_shared_rows
+from flexnsa.primitives import may_look
 from flexnsa.torchtitan.modules import OF_HEADS, adopt, as_heads, local
 from flexnsa.torchtitan.options import Options
 from flexnsa.torchtitan.teaching import Teaching

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torchtitan.config.override import apply_overrides
 from torchtitan.trainer import Trainer
 
-from flexnsa.checks.primitives import describe
 from flexnsa.config import NSAConfig
 from flexnsa.files import replaced, write_whole
+from flexnsa.primitives import describe
 from flexnsa.torchtitan.attention import NSAttention
 from flexnsa.torchtitan.options import Options
 

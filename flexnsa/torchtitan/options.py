@@ -7,7 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flexnsa.checks.calls import check_branches, check_option, check_recompute
-from flexnsa.checks.primitives import (
+from flexnsa.config import NSAConfig
+from flexnsa.layers.compression import COMPRESSORS
+from flexnsa.layers.config import BranchOptions, LayerConfig
+from flexnsa.layers.indexer import SAMPLED_QUERIES
+from flexnsa.optim import COMPRESSOR_LR, INDEXER_LR
+from flexnsa.primitives import (
     check_choice,
     check_int,
     check_number,
@@ -15,11 +20,6 @@ from flexnsa.checks.primitives import (
     check_type,
     describe,
 )
-from flexnsa.config import NSAConfig
-from flexnsa.layers.compression import COMPRESSORS
-from flexnsa.layers.config import BranchOptions, LayerConfig
-from flexnsa.layers.indexer import SAMPLED_QUERIES
-from flexnsa.optim import COMPRESSOR_LR, INDEXER_LR
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

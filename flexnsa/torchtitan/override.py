@@ -19,8 +19,8 @@ from torchtitan.models.common.attention import FusedQKVLinear, GQAttention, QKVL
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 
-from flexnsa.checks.primitives import describe
 from flexnsa.layers.config import LayerConfig
+from flexnsa.primitives import describe
 from flexnsa.torchtitan.attention import NSAttention
 from flexnsa.torchtitan.checkpointing import KeepingSelection
 from flexnsa.torchtitan.metrics import NSAMetrics

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.utils import logging
 
 from flexnsa.cache.cache import NSACache
-from flexnsa.checks.primitives import describe
+from flexnsa.primitives import describe
 from flexnsa.transformers.local_layers import FULL, layer_types
 
 FIRST_TOKENS = 256

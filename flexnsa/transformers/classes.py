@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForCausalLM,
 )
 
-from flexnsa.checks.primitives import describe
+from flexnsa.primitives import describe
 from flexnsa.transformers.converted import ConvertedConfig, ConvertedForCausalLM, ConvertedModel
 from flexnsa.transformers.parallel import converted_plan
 

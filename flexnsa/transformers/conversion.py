@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from flexnsa.checks.calls import check_branches
-from flexnsa.checks.primitives import check_type
 from flexnsa.config import NSAConfig
 from flexnsa.layers.config import BranchOptions
+from flexnsa.primitives import check_type
 from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.choice import LAYERS
 from flexnsa.transformers.classes import converted_class, converted_config, dense_class

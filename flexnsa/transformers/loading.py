@@ -15,7 +15,7 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from flexnsa.checks.primitives import check_type
+from flexnsa.primitives import check_type
 from flexnsa.transformers.choice import NAME, chosen, towers
 
 OPTIONS = "flexnsa"

@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from flexnsa.checks.primitives import check_choice, describe
+from flexnsa.primitives import check_choice, describe
 from flexnsa.transformers.mask_functions import MaskFunction, is_local, make_padding_mask
 from flexnsa.transformers.padding import Rows
 

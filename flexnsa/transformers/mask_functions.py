@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import masking_utils
 
-from flexnsa.checks.primitives import describe
+from flexnsa.primitives import describe
 
 MaskFunction = Callable[..., Any]
 

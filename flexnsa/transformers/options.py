@@ -8,10 +8,9 @@ from typing import Any
 
 from flexnsa.attention.dispatch import IMPLEMENTATIONS
 from flexnsa.checks.calls import check_branches, check_recompute
-from flexnsa.checks.primitives import check_choice, check_number, check_positive_number, check_type, describe
-from flexnsa.config import INDEX_FIELDS, NSAConfig
-from flexnsa.geometry import BRANCHES
+from flexnsa.config import BRANCHES, INDEX_FIELDS, NSAConfig
 from flexnsa.layers.config import BranchOptions
+from flexnsa.primitives import check_choice, check_number, check_positive_number, check_type, describe
 from flexnsa.transformers.local_layers import check_local
 from flexnsa.transformers.rotary import STYLES
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexnsa.checks.primitives import describe, may_look
 from flexnsa.packing import document_ids_from_starts
+from flexnsa.primitives import describe, may_look
 from flexnsa.transformers.mask_functions import NEW, VALID, read_mask
 
 Gaps = Literal["keep", "cut", "refuse"]

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from flexnsa.checks.primitives import describe
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.masks.document import document_positions, first_tokens
+from flexnsa.primitives import describe
 from flexnsa.transformers.choice import NAME
 from flexnsa.transformers.local_layers import LOCAL, PLAIN, attend_as, layer_type, local_attention
 from flexnsa.transformers.options import DropInOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexnsa.checks.calls import check_no_indexer
-from flexnsa.geometry import BRANCHES
+from flexnsa.config import BRANCHES
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.compression import LinearCompressor, MeanCompressor, MLPCompressor
 from flexnsa.transformers.attention import ConvertedAttention

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from flexnsa.checks.primitives import describe
 from flexnsa.layers.projection import is_dense
 from flexnsa.layers.rope import apply_rope
+from flexnsa.primitives import describe
 from flexnsa.transformers.cache import FlexNSACache
 from flexnsa.transformers.local_layers import layer_type
 from flexnsa.transformers.rotary import STYLES, Rotary

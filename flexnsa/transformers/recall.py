@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import given
-from flexnsa.checks.primitives import check_integers, describe
 from flexnsa.functional.selection_loss import selection_recall
 from flexnsa.layers.layouts import RowKeys
 from flexnsa.layers.projection import weight_of
+from flexnsa.primitives import check_integers, describe
 from flexnsa.transformers.attention import ConvertedAttention
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flexnsa.attention.interface import given
-from flexnsa.checks.primitives import describe
 from flexnsa.layers.rope import RopeTables
+from flexnsa.primitives import describe
 
 STYLES = ("halves", "interleaved", "repeated", "none")
 """Channels that are rotated together, of the ``R`` that are rotated, and where the model's tables have their angles:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from flexnsa.checks.primitives import check_int, describe
+from flexnsa.primitives import check_int, describe
 from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.options import LayerOptions
 

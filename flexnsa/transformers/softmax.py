@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexnsa.attention.dispatch import attend, choose_implementation
 from flexnsa.attention.interface import Call, Implementation, Keys
-from flexnsa.geometry import BRANCHES
+from flexnsa.config import BRANCHES
 from flexnsa.layers.sinks import returns_lse, with_sinks
 from flexnsa.masks.user_mods import ScoreMod
 from flexnsa.positions import Positions

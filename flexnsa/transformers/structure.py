@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.attention.interface import given
-from flexnsa.checks.primitives import describe
 from flexnsa.layers.projection import is_dense
+from flexnsa.primitives import describe
 
 SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
 

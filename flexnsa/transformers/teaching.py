@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from flexnsa.checks.primitives import check_positive_number, describe
 from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.optim import index_parameters
+from flexnsa.primitives import check_positive_number, describe
 
 
 @dataclass(slots=True)

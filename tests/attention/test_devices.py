@@ -16,7 +16,7 @@ from flexnsa import (
     selected_attention,
     sliding_window_attention,
 )
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.lm import DecoderConfig, DecoderLM, DecodingSession
 from tests.support.inputs import SMALL
 

@@ -22,7 +22,7 @@ from flexnsa.attention import compilation
 from flexnsa.attention.dispatch import FLEX
 from flexnsa.attention.flex import branches as flex
 from flexnsa.attention.interface import BranchOutput, Call
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.positions import Positions
 from tests.support.dense import dense_attention, visible_keys
 from tests.support.inputs import SMALL, make_inputs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flexnsa
 from flexnsa import NSAConfig, block_shares, select_blocks, selection_recall
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from tests.support.inputs import SMALL
 from tests.support.scorers import FP32, FP64, INDEX, TWO_HEADS, configs, make
 

@@ -72,11 +72,11 @@ def test_whole_sequences_go_to(sizes: list[str], expected: list[str]) -> None:
     plan = Plan(
         queries, keys, 4 * group, 4, (dk, dv), DTYPES[dtype], DEVICES[device], has_positions, block_size=block_size
     )
-    interval = "gluon" if plan.on_hopper else "triton"
+    interval = "gluon" if plan.in_gluon else "triton"
     joins = [name for name in ("forward", "backward") if getattr(plan, f"joins_{name}")]
     assert expected == [
         interval if plan.compressed_in_triton else "flex",
-        "gluon" if plan.selected_on_hopper else "triton",
+        "gluon" if plan.selected_in_gluon else "triton",
         interval,
         "query" if plan.score_alone else "tile",
         ",".join(joins) or "-",
@@ -139,7 +139,7 @@ def test_offsets_of_a_chunk_have_64_bits_where_its_rows_are_far_apart() -> None:
 
 def test_versions_of_triton_that_are_not_known_leave_gluon_out_with_a_warning() -> None:
     plan = Plan(8192, 511, 64, 4, (64, 64), torch.bfloat16, DEVICES["H100"])
-    unknown = mock.patch("flexnsa.attention.plan._triton_version", return_value="4.0.0")
+    unknown = mock.patch("flexnsa.attention.plan.triton_version", return_value="4.0.0")
     with unknown, pytest.warns(UserWarning, match=r"^triton: expected .*got 4\.0"):
-        assert not plan.on_hopper
-    assert plan.on_hopper
+        assert not plan.in_gluon
+    assert plan.in_gluon

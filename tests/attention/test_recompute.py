@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from benchmarks.harness.memory import saved_for_backward
 from flexnsa import NativeSparseAttention, NSAAux, native_sparse_attention
 from flexnsa.attention import dispatch as implementations
-from flexnsa.geometry import BRANCHES
+from flexnsa.config import BRANCHES
 from flexnsa.mods import soft_cap
 from tests.support.inputs import SMALL, Inputs, attend, make_inputs
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexnsa import NSAConfig, check_block_indices, select_blocks, selected_attention
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from tests.support.inputs import SMALL, attend, attend_with_aux, make_inputs
 
 impls = pytest.mark.parametrize("impl", ["reference", "sdpa"])

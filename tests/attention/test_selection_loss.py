@@ -12,7 +12,7 @@ from torch import Tensor
 import flexnsa
 from flexnsa import NSAConfig, block_shares, select_blocks, selection_loss, selection_recall
 from flexnsa.attention.shares import CHUNK_SCORES
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from tests.support import literal
 from tests.support.comparison import assert_as_exact_as_plain
 from tests.support.inputs import SMALL

@@ -16,7 +16,7 @@ from flexnsa import (
     selected_attention,
     sliding_window_attention,
 )
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from tests.support import literal
 from tests.support.inputs import SMALL, Inputs, attend, make_inputs
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexnsa import NativeSparseAttention
 from flexnsa.checkpointing import keep_selection
-from flexnsa.geometry import BRANCHES
+from flexnsa.config import BRANCHES
 from flexnsa.lm import DecoderConfig, DecoderLM
 from tests.support.inputs import SMALL
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexnsa import NSAConfig
 from flexnsa.cache.steps import ReadCounter
-from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.config import BRANCHES, num_compressed
 from flexnsa.lm import DecoderConfig, DenseAttention
 from flexnsa.lm.estimate import estimate_decoding
 from tests.support.decoding import BRANCH_SETS, CONFIGS, decode, make_layer, tokens

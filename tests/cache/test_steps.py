@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from tests.support.comparison import rms
 from tests.support.decoding import BRANCH_SETS, CONFIGS, assert_equal_to_whole, chunks_of, decode, make_layer, tokens
 from tests.support.inputs import SMALL

@@ -21,8 +21,7 @@ from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import selection as triton_select
 from flexnsa.attention.triton import selection_loss as triton_selection_loss
 from flexnsa.attention.triton import step as triton_step
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.operators import OpaqueOperator
 from flexnsa.positions import Positions
 from tests.emitted.calls import BRANCHES, arguments, attention, cached_attention

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from flexnsa.attention.dispatch import FLEX
 from flexnsa.attention.interface import Call, Implementation
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.masks.user_mods import ScoreMod
 from flexnsa.positions import Positions
 from tests.support.inputs import SMALL

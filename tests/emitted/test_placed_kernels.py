@@ -11,7 +11,7 @@ from torch import Tensor
 from flexnsa.attention.dispatch import FLEX
 from flexnsa.attention.flex import branches
 from flexnsa.attention.interface import Call
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.positions import Positions
 from tests.emitted.calls import BRANCHES, TWO_BLOCKS
 from tests.emitted.emit import emit

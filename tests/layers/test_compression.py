@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexnsa import LinearCompressor, MeanCompressor, MLPCompressor, NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.layers.compression import as_phi, average_blocks, average_cached_blocks
 from flexnsa.layers.joint_compression import compress_both
 from tests.support.inputs import SMALL

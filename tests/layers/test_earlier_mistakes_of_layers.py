@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexnsa import NativeSparseAttention
 from flexnsa.attention.interface import Implementation, Keys
-from flexnsa.layers import core
+from flexnsa.layers import forward
 from tests.support.inputs import SMALL
 
 
@@ -52,14 +52,14 @@ def test_compressed_keys_are_turned_at_their_first_token() -> None:
 def captured_inputs(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor]:
     """What the layer attends with."""
     captured: dict[str, Tensor] = {}
-    attend = core.attend
+    attend = forward.attend
 
     def spy(implementation: Implementation, q: Tensor, keys: Keys, *rest: Any, **options: Any) -> Any:
         captured.update(q=q, **{field.name: getattr(keys, field.name) for field in fields(keys)})
         return attend(implementation, q, keys, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "attend", spy)
+        patch.setattr(forward, "attend", spy)
         layer(x)
     return captured
 

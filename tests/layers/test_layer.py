@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.harness.memory import saved_for_backward
 from flexnsa import NativeSparseAttention
-from flexnsa.geometry import BRANCHES
+from flexnsa.config import BRANCHES
 from flexnsa.layers import projection
 from flexnsa.layers.gating import Gate
 from flexnsa.layers.layouts import RowKeys

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals, interval_block_mask, tiles_touched
 from flexnsa.masks.window import window_intervals

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.masks.compressed import compressed_mask
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.selected import selected_mask

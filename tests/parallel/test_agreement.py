@@ -15,13 +15,12 @@ import pytest
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from flexnsa.errors import RanksDifferError
 from flexnsa.lm import Corpus, DecoderLM, Trainer, run
 from flexnsa.lm.cli import main, train
 from flexnsa.lm.cli import options as cli_options
 from flexnsa.lm.cli.train import MAY_DIFFER, agreed_options, model_config, train_config
 from flexnsa.lm.parallel import Ranks, joined_ranks
-from flexnsa.lm.parallel.agreement import REFUSED, flat, require_same, require_same_in_store
+from flexnsa.lm.parallel.agreement import REFUSED, RanksDifferError, flat, require_same, require_same_in_store
 from tests.parallel.conftest import RunOnce
 from tests.parallel.processes import run_together
 from tests.parallel.steps import CPU, MODEL, TRAINING, corpus, make_trainer

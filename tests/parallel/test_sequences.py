@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.lm.parallel import Ranks
 from flexnsa.parallel.chunks import check_chunks
 from tests.parallel.conftest import RunOnce

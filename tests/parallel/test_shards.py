@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexnsa.errors import FileError
+from flexnsa.files import FileError
 from flexnsa.lm import Trainer
 from flexnsa.lm.checkpoint.checksum import sealed, unsealed
 from flexnsa.lm.parallel import Ranks

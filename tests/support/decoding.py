@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSACache, NSAConfig
-from flexnsa.geometry import BRANCHES
+from flexnsa.config import BRANCHES
 from tests.support.inputs import SMALL
 
 BRANCH_SETS = [BRANCHES, ("cmp",), ("slc",), ("win",)]

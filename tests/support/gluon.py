@@ -276,7 +276,7 @@ def hopper_on_a_cpu() -> Iterator[Mapping[str, Program]]:
             for kernel, program in _translate(module, parts, found, language).items():
                 stack.enter_context(mock.patch.object(module, kernel, program))
                 programs[kernel] = program
-        stack.enter_context(mock.patch.object(Plan, "on_hopper", property(lambda plan: not plan.has_positions)))
+        stack.enter_context(mock.patch.object(Plan, "in_gluon", property(lambda plan: not plan.has_positions)))
         yield programs
 
 

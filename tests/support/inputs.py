@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NSAAux, NSAConfig, native_sparse_attention
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 
 SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)
 """The proportions of the paper's configuration, a quarter of its size."""

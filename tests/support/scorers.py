@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NSAConfig
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from tests.support.inputs import SMALL, TINY
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16

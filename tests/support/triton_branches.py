@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import Call, Implementation, Keys
-from flexnsa.geometry import BRANCHES, num_compressed
+from flexnsa.config import BRANCHES, num_compressed
 from flexnsa.positions import Positions
 from tests.support.gluon import hopper_on_a_cpu
 from tests.support.triton_cases import CASES, Case

@@ -16,7 +16,7 @@ from flexnsa import NativeSparseAttention, NSACache, NSAConfig
 from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
 from flexnsa.attention.interface import given
 from flexnsa.attention.step import StepInputs
-from flexnsa.geometry import BRANCHES
+from flexnsa.config import BRANCHES
 
 DIM = 24
 SMALLEST = NSAConfig(

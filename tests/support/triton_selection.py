@@ -11,8 +11,7 @@ from torch import Tensor
 
 from flexnsa.attention.interface import Call
 from flexnsa.attention.plan import STEP_TOKENS
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_blocks, num_compressed
+from flexnsa.config import NSAConfig, num_blocks, num_compressed
 from flexnsa.positions import Positions
 from tests.support.inputs import spread
 

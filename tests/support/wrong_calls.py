@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexnsa import NSAConfig
-from flexnsa.checks.primitives import describe
+from flexnsa.primitives import describe
 from tests.support.inputs import SMALL
 from tests.support.right_calls.call import Call, near, shift
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexnsa.attention.footprint import AttentionSizes, Footprint
-from flexnsa.geometry import num_blocks
+from flexnsa.config import num_blocks
 from flexnsa.masks.intervals import DENSE_TILE
 
 

@@ -21,8 +21,7 @@ from flexnsa.attention.scoring import block_scores
 from flexnsa.attention.sdpa import branches
 from flexnsa.attention.sdpa.selected_few import gather_keys, selected_keys
 from flexnsa.attention.selection import top_blocks
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import blocks_within
+from flexnsa.config import NSAConfig, blocks_within
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.window import window_intervals

@@ -92,12 +92,12 @@ class IntervalInputs(NamedTuple):
         """Make rows contiguous."""
         return self._replace(q=with_rows(self.q), k=with_rows(self.k), v=with_rows(self.v))
 
-    def run_on_hopper(self, of_queries: Tensor) -> bool:
+    def run_in_gluon(self, of_queries: Tensor) -> bool:
         """Return whether Gluon kernels run; they also read or write ``of_queries (B, Hq, T, Dv)``."""
         plan = Plan.of(self.q, self.k, self.v, has_positions=self.token is not None)
-        return plan.on_hopper and can_copy(self.q, self.k, self.v, of_queries)
+        return plan.in_gluon and can_copy(self.q, self.k, self.v, of_queries)
 
-    def arguments(self, *, on_hopper: bool) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
+    def arguments(self, *, in_gluon: bool) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
         """Return what describes the positions and the shape of a launch; Gluon kernels take no positions."""
         from flexnsa.attention.tiles.device import padded
 
@@ -105,7 +105,7 @@ class IntervalInputs(NamedTuple):
         dk, dv = q.shape[-1], v.shape[-1]
         shape: dict[str, object] = {"G": q.shape[1] // k.shape[1], "DK": dk, "DV": dv}
         shape |= {"LENGTH": self.length, "STRIDE": self.stride, "WINDOW": self.window}
-        if on_hopper:
+        if in_gluon:
             return (), shape
         shape |= {"BDK": padded(dk), "BDV": padded(dv), "PRECISION": precision()}
         return position_arguments(q, *positions), shape | {"HAS_POSITIONS": self.token is not None}
@@ -128,12 +128,12 @@ def attend_to_intervals(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
     out, lse = empty_outputs(inputs.q, inputs.v.shape[-1])
     inputs = inputs.with_rows()
     q, k, v = inputs[:3]
-    on_hopper = inputs.run_on_hopper(out)
+    in_gluon = inputs.run_in_gluon(out)
     tiles = HOPPER_FORWARD
-    if not on_hopper:
+    if not in_gluon:
         tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], windowed=inputs.window > 0)
-    forward, _, _ = _kernels(on_hopper=on_hopper)
-    where, shape = inputs.arguments(on_hopper=on_hopper)
+    forward, _, _ = _kernels(in_gluon=in_gluon)
+    where, shape = inputs.arguments(in_gluon=in_gluon)
     batch, heads, num_queries, _ = q.shape
     forward[(cdiv(num_queries, tiles.queries), batch * heads)](
         q, k, v, *where, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
@@ -169,14 +169,14 @@ def gradient_of_queries(inputs: IntervalInputs, stats: Tensor, grad_out: Tensor)
 
     q, k, v = inputs[:3]
     dq = torch.empty_like(q)
-    on_hopper = inputs.run_on_hopper(grad_out)
-    tiles, _ = _backward_tiles(inputs, on_hopper=on_hopper)
-    _, kernel, _ = _kernels(on_hopper=on_hopper)
-    where, shape = inputs.arguments(on_hopper=on_hopper)
+    in_gluon = inputs.run_in_gluon(grad_out)
+    tiles, _ = _backward_tiles(inputs, in_gluon=in_gluon)
+    _, kernel, _ = _kernels(in_gluon=in_gluon)
+    where, shape = inputs.arguments(in_gluon=in_gluon)
     batch, heads, num_queries, _ = q.shape
     kernel[(cdiv(num_queries, tiles.queries), batch * heads)](
         q, k, v, *where, stats, grad_out, dq, *_strides(stats, grad_out, q, k, v), *dq.stride()[:3],
-        heads, num_queries, k.shape[2], inputs.scale, **shape, **_options(tiles, on_hopper=on_hopper),
+        heads, num_queries, k.shape[2], inputs.scale, **shape, **_options(tiles, in_gluon=in_gluon),
     )  # fmt: skip
     return dq
 
@@ -189,10 +189,10 @@ def gradients_of_keys(inputs: IntervalInputs, stats: Tensor, grad_out: Tensor) -
 
     q, k, v = inputs[:3]
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    on_hopper = inputs.run_on_hopper(grad_out)
-    _, tiles = _backward_tiles(inputs, on_hopper=on_hopper)
-    _, _, kernel = _kernels(on_hopper=on_hopper)
-    where, shape = inputs.arguments(on_hopper=on_hopper)
+    in_gluon = inputs.run_in_gluon(grad_out)
+    _, tiles = _backward_tiles(inputs, in_gluon=in_gluon)
+    _, _, kernel = _kernels(in_gluon=in_gluon)
+    where, shape = inputs.arguments(in_gluon=in_gluon)
     (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
     key_tiles, group = cdiv(num_keys, tiles.keys), heads // k.shape[1]
     summed = heads_of_program(group, key_tiles * batch * heads, tiles.num_warps, multiprocessors(q))
@@ -202,11 +202,11 @@ def gradients_of_keys(inputs: IntervalInputs, stats: Tensor, grad_out: Tensor) -
         for x in (dk, dv)
     ]
     # With heads of 128 the copies of the kernel for Hopper begin late.
-    late = {"LATE": max(q.shape[-1], v.shape[-1]) > 64} if on_hopper else {}
+    late = {"LATE": max(q.shape[-1], v.shape[-1]) > 64} if in_gluon else {}
     kernel[(key_tiles, batch * heads // summed)](
         q, k, v, *where, stats, grad_out, *parts, *_strides(stats, grad_out, q, k, v),
         *parts[0].stride()[:3], *parts[1].stride()[:3], heads // summed, num_queries, num_keys, inputs.scale,
-        **shape, **late, HEADS=summed, **_options(tiles, on_hopper=on_hopper),
+        **shape, **late, HEADS=summed, **_options(tiles, in_gluon=in_gluon),
     )  # fmt: skip
     if summed < group:
         add_parts(parts, dk, dv)
@@ -218,26 +218,26 @@ def _strides(stats: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -
     return *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], stats.stride(-1), *grad_out.stride()[:3]
 
 
-def _backward_tiles(inputs: IntervalInputs, *, on_hopper: bool) -> tuple[Tiles, Tiles]:
+def _backward_tiles(inputs: IntervalInputs, *, in_gluon: bool) -> tuple[Tiles, Tiles]:
     """Return the tiles for the gradient of queries and for the gradients of keys."""
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.intervals import backward_tiles, hopper_tiles
 
     q, windowed, placed = inputs.q, inputs.window > 0, inputs.token is not None
     dims = q.shape[-1], inputs.v.shape[-1]
-    if on_hopper:
+    if in_gluon:
         return hopper_tiles(*dims, windowed=windowed)
     return backward_tiles(device_of(q), q.dtype, *dims, windowed=windowed, placed=placed)
 
 
-def _options(tiles: Tiles, *, on_hopper: bool) -> dict[str, int]:
+def _options(tiles: Tiles, *, in_gluon: bool) -> dict[str, int]:
     """Return the launch options of a backward kernel; one for Hopper has buffers of its own for stages."""
-    return {"BM": tiles.queries, "BN": tiles.keys, **tiles.options("BUFFERS" if on_hopper else "num_stages")}
+    return {"BM": tiles.queries, "BN": tiles.keys, **tiles.options("BUFFERS" if in_gluon else "num_stages")}
 
 
-def _kernels(*, on_hopper: bool) -> tuple[Kernel, Kernel, Kernel]:
+def _kernels(*, in_gluon: bool) -> tuple[Kernel, Kernel, Kernel]:
     """Return what computes the output, the gradient of queries, and the gradients of keys and values."""
-    if on_hopper:
+    if in_gluon:
         from flexnsa.attention.triton.kernels.hopper import intervals_bwd, intervals_fwd
 
         backward = intervals_bwd.hopper_backward_queries, intervals_bwd.hopper_backward_keys

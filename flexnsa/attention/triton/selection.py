@@ -19,8 +19,7 @@ from flexnsa.attention.interface import Call, given
 from flexnsa.attention.plan import Plan
 from flexnsa.attention.scoring import group_probabilities
 from flexnsa.attention.selection import select_in_chunks, select_with_mod
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import blocks_within, num_blocks
+from flexnsa.config import NSAConfig, blocks_within, num_blocks
 from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions, tensors_of
 
@@ -180,13 +179,13 @@ def launch_selection(
     if lse is None:
         lse = log_sum_exp(q, k_cmp, positions, config=config, scale=scale)
 
-    plan = list(chunks(num_queries, batch * kv_heads, width, config))
+    parts = list(chunks(num_queries, batch * kv_heads, width, config))
     band = Band.of(config)
-    cells = max((rows * width for _, rows, width in plan), default=0) * batch * kv_heads
+    cells = max((rows * width for _, rows, width in parts), default=0) * batch * kv_heads
     own = torch.empty(cells, dtype=torch.float32, device=q.device)
     passed = torch.empty_like(own) if any(band.passed) else own
     out = q.new_empty(batch, kv_heads, num_queries, config.num_selected_blocks, dtype=torch.int32)
-    for first_row, num_rows, chunk_width in plan:
+    for first_row, num_rows, chunk_width in parts:
         scores = Scores(own, passed, num_rows, chunk_width, band)
         if Plan.of(q, k_cmp).score_alone:
             importance_few(q, k_cmp, lse.contiguous(), positions, scores, config=config, scale=scale)

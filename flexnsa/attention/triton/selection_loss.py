@@ -17,8 +17,7 @@ from flexnsa.attention.interface import Call, Scorer
 from flexnsa.attention.plan import Plan
 from flexnsa.attention.selection_loss import differentiate_by_results, selection_loss_by
 from flexnsa.attention.selection_loss import selection_loss as by_products
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import num_blocks
+from flexnsa.config import NSAConfig, num_blocks
 from flexnsa.operators import opaque_operator
 
 SCRATCH_SUMS = 2**26

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from flexnsa.errors import FileError
-from flexnsa.files import named
+from flexnsa.files import FileError, named
 from flexnsa.lm.checkpoint.log import LOG_NAME, is_log
 
 LOCK_NAME = ".flexnsa.lock"

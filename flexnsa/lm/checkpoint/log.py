@@ -6,8 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from flexnsa.errors import FileError, FileWarning
-from flexnsa.files import named, read_whole, write_whole
+from flexnsa.files import FileError, FileWarning, named, read_whole, write_whole
 from flexnsa.lm.checkpoint.checksum import sealed, unsealed
 
 LOG_NAME = "log.jsonl"

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.errors import FileError
-from flexnsa.files import replaced, temporary_of, write_whole
+from flexnsa.files import FileError, replaced, temporary_of, write_whole
 from flexnsa.lm.checkpoint.checksum import checksum_of, sealed, unsealed
 from flexnsa.lm.checkpoint.whole_file import REMEDY, Stored
 from flexnsa.lm.parallel.ranks import Ranks

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from flexnsa.errors import FileError
-from flexnsa.files import replaced
+from flexnsa.files import FileError, replaced
 from flexnsa.layers.sharding import write
 from flexnsa.lm.checkpoint.checksum import FIELD, ZEROS, check, seal
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from flexnsa.checks.primitives import check_int, check_positive_int, check_positive_number
 from flexnsa.files import write_whole
 from flexnsa.lm.cli.generate import check_device, load_model
 from flexnsa.lm.cli.options import add_device_option, output_file, output_folder, require
@@ -28,6 +27,7 @@ from flexnsa.lm.diagnosis.recipe import Recipe, axis_of, default_axes, take_step
 from flexnsa.lm.diagnosis.selection import report_selection
 from flexnsa.lm.measure.table import Report
 from flexnsa.lm.parallel.joining import PARALLEL
+from flexnsa.primitives import check_int, check_positive_int, check_positive_number
 
 _OF_RUNS = ("steps", "eval_every", "checkpoint_every")
 """Fields of training that have no meaning in a case."""

@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from flexnsa.errors import FileError, FileWarning, RanksDifferError
+from flexnsa.files import FileError, FileWarning
+from flexnsa.lm.parallel.agreement import RanksDifferError
 
 _TOO_LARGE = (
     "can't allocate memory",

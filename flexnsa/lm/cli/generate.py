@@ -12,14 +12,14 @@ from typing import Protocol
 
 import torch
 
-from flexnsa.checks.primitives import check_positive_int
-from flexnsa.errors import FileError
+from flexnsa.files import FileError
 from flexnsa.lm.cli.options import add_config_options, add_device_option, config_options, require, utf8
 from flexnsa.lm.data.tokenizer import TextTokenizer
 from flexnsa.lm.generation.sampling import Sampling
 from flexnsa.lm.generation.steps import STEPS
 from flexnsa.lm.model.decoder import DecoderLM
 from flexnsa.lm.training.model_file import read_model_and_tokenizer
+from flexnsa.primitives import check_positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

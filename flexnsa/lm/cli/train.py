@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from flexnsa.checks.primitives import check_positive_int
 from flexnsa.config import NSAConfig
 from flexnsa.lm.cli.options import (
     add_checkpointing_option,
@@ -43,6 +42,7 @@ from flexnsa.lm.parallel.ranks import Ranks
 from flexnsa.lm.training.checkpoint import configs_of_run
 from flexnsa.lm.training.config import TRAIN_PRESETS, TrainConfig
 from flexnsa.lm.training.run import Watcher, require_one_run, run
+from flexnsa.primitives import check_positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.errors import FileError
-from flexnsa.files import write_whole
+from flexnsa.files import FileError, write_whole
 from flexnsa.lm.data.rows import Tokens, document_bounds
 
 FILE_NAME = "tokenizer.json"

@@ -14,13 +14,6 @@ from flexnsa.attention.dispatch import choose_implementation, prepare_mods
 from flexnsa.attention.interface import Call, given
 from flexnsa.cache.steps import Step
 from flexnsa.checks.calls import check_document_ids
-from flexnsa.checks.primitives import (
-    check_heads,
-    check_layer_input,
-    check_positive_int,
-    check_positive_number,
-    check_type,
-)
 from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Heads
 from flexnsa.layers.forward import WholeStep, check_call, run_layer
@@ -32,6 +25,13 @@ from flexnsa.lm.dense.step import attend_cached, compiled_place
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
 from flexnsa.positions import Positions
+from flexnsa.primitives import (
+    check_heads,
+    check_layer_input,
+    check_positive_int,
+    check_positive_number,
+    check_type,
+)
 
 
 @dataclass(frozen=True, slots=True)

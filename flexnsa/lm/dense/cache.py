@@ -7,8 +7,8 @@ from torch import Tensor
 
 from flexnsa.cache.step_cache import StepCache
 from flexnsa.cache.steps import BufferSizes
-from flexnsa.checks.primitives import check_positive_int
 from flexnsa.config import NSAConfig
+from flexnsa.primitives import check_positive_int
 
 
 class DenseCache(StepCache):

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
-from flexnsa.errors import FileWarning
-from flexnsa.files import read_whole, write_whole
+from flexnsa.files import FileWarning, read_whole, write_whole
 from flexnsa.lm.checkpoint.checksum import sealed, unsealed
 from flexnsa.lm.measure.table import Report, format_table
 from flexnsa.lm.training.trainer import Trainer

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from flexnsa.checks.primitives import check_choice
 from flexnsa.config import NSAConfig
 from flexnsa.lm.data.corpus import Corpus, read_corpus
 from flexnsa.lm.data.tokenizer import TextTokenizer
@@ -25,6 +24,7 @@ from flexnsa.lm.parallel.ranks import Ranks
 from flexnsa.lm.training.checks import check_training
 from flexnsa.lm.training.config import TrainConfig
 from flexnsa.lm.training.trainer import Trainer
+from flexnsa.primitives import check_choice
 
 _NOT_AXES = ("stages", "model", "training", "nsa", "text", "device", "leave_out", "reduce_dtype", "context_parallel")
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from flexnsa.attention.interface import given
 from flexnsa.attention.selection_loss import found_and_best
-from flexnsa.checks.primitives import check_type
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.layouts import RowKeys, RowLayout
 from flexnsa.layers.rope import apply_rope
 from flexnsa.lm.measure.table import Report, format_table
 from flexnsa.lm.model.decoder import DecoderLM
+from flexnsa.primitives import check_type
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flexnsa.checks.primitives import check_choice, check_positive_int, check_type
 from flexnsa.lm.estimate.work import FOOTPRINTS, Work, layer_weights, parameter_count
 from flexnsa.lm.model.config import DecoderConfig
+from flexnsa.primitives import check_choice, check_positive_int, check_type
 
 Precision = Literal["fp32", "bf16"]
 IMPLEMENTATIONS = tuple(FOOTPRINTS)

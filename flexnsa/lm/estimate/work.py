@@ -15,11 +15,11 @@ from flexnsa.attention.shares import CHUNK_SCORES
 from flexnsa.attention.tiles.device import HOPPER, Device
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
 from flexnsa.attention.triton.selection_loss import scratch_bytes
-from flexnsa.checks.primitives import check_type
-from flexnsa.geometry import gated_branches, num_compressed
+from flexnsa.config import gated_branches, num_compressed
 from flexnsa.layers.indexer import SAMPLED_QUERIES
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.loss import rows_at_once
+from flexnsa.primitives import check_type
 
 FOOTPRINTS = {"sdpa": SDPA, "flex": FLEX, "triton": TRITON}
 """The implementations whose memory is known in closed form."""

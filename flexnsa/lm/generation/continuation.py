@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flexnsa.checks.primitives import check_int, check_positive_int, check_seed
 from flexnsa.lm.generation.language_model import LanguageModel, check_prompts
 from flexnsa.lm.generation.sampling import check_finite
 from flexnsa.lm.generation.steps import GROUP, Drawn
 from flexnsa.lm.generation.stopping import OnToken, Row, Stops, StopTokens, check_on_token, check_stops
+from flexnsa.primitives import check_int, check_positive_int, check_seed
 
 
 class TokenSource(Protocol):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.checks.primitives import check_choice, check_positive_int, check_type
 from flexnsa.lm.generation.continuation import check_request, continue_prompts
 from flexnsa.lm.generation.language_model import LanguageModel, check_model, last_logits
 from flexnsa.lm.generation.sampling import Sampling
@@ -16,6 +15,7 @@ from flexnsa.lm.generation.session import DecodingSession
 from flexnsa.lm.generation.steps import Drawn, Draws
 from flexnsa.lm.generation.stopping import OnToken, StopTokens
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.primitives import check_choice, check_positive_int, check_type
 
 
 def generate_tokens(

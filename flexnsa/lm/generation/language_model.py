@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flexnsa.checks.primitives import check_integers, check_tokens, describe
+from flexnsa.primitives import check_integers, check_tokens, describe
 
 
 class LanguageModel(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexnsa.checks.primitives import check_number, check_positive_int, check_tensor, check_type, describe
+from flexnsa.primitives import check_number, check_positive_int, check_tensor, check_type, describe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexnsa.checks.primitives import check_choice
 from flexnsa.lm.generation.sampling import Sampling
+from flexnsa.primitives import check_choice
 
 GROUP = 8
 """Largest number of tokens of a sequence that are drawn before the host reads them."""

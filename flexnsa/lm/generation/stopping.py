@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 
-from flexnsa.checks.primitives import describe
+from flexnsa.primitives import describe
 
 OnToken = Callable[[int, int], object]
 """Called with the index of a sequence and a token, as soon as the token is known not to be part of a stop."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from flexnsa.cache.bounds import is_run_once
 from flexnsa.cache.documents import check_pack
 from flexnsa.cache.rows import RowCache
-from flexnsa.checks.primitives import check_lengths, describe, may_look
 from flexnsa.layers.projection import weight_of
+from flexnsa.primitives import check_lengths, describe, may_look
 
 
 def check_caches(caches: Any, layers: Sequence[Any], tokens: Tensor, lengths: Tensor | None, *, packed: bool) -> None:

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from flexnsa.checks.calls import check_branches
-from flexnsa.checks.primitives import check_choice, check_head_counts, check_int, check_positive_int, check_type
 from flexnsa.config import NSAConfig
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.presets import PAPER, text
 from flexnsa.lm.model.layer_ranges import layer_range
+from flexnsa.primitives import check_choice, check_head_counts, check_int, check_positive_int, check_type
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

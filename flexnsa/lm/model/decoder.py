@@ -15,7 +15,6 @@ from flexnsa.attention.interface import given
 from flexnsa.cache.cache import NSACache
 from flexnsa.checkpointing import keep_selection
 from flexnsa.checks.calls import check_document_ids
-from flexnsa.checks.primitives import check_lengths, check_tensor, check_tokens, check_type, describe
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.forward import SparseLayer
 from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection, warn_untaught
@@ -30,6 +29,7 @@ from flexnsa.lm.model.head_loss import head_cross_entropy
 from flexnsa.loss import check_targets
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.operators import in_transform
+from flexnsa.primitives import check_lengths, check_tensor, check_tokens, check_type, describe
 
 
 class TaughtOutput(NamedTuple):

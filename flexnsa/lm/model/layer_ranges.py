@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from flexnsa.checks.primitives import describe
+from flexnsa.primitives import describe
 
 _RANGE, _EVERY = re.compile(r"(\d{1,9}):(\d{1,9})"), re.compile(r"every:([1-9]\d{0,8})")
 

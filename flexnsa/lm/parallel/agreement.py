@@ -9,10 +9,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flexnsa.errors import RanksDifferError
-
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+
+class RanksDifferError(ValueError):
+    """The ranks of a training run were given different values; the message names the first, with each rank's value."""
 
 
 REFUSED = "refused"

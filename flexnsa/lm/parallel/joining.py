@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import flexnsa
-from flexnsa.errors import RanksDifferError
-from flexnsa.lm.parallel.agreement import REFUSED, flat, require_same_in_store
+from flexnsa.lm.parallel.agreement import REFUSED, RanksDifferError, flat, require_same_in_store
 from flexnsa.lm.parallel.ranks import Ranks
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexnsa.errors import FileError
+from flexnsa.files import FileError
 from flexnsa.lm.checkpoint import shards, whole_file
 from flexnsa.lm.checkpoint.whole_file import REMEDY, Stored
 from flexnsa.lm.model.config import DecoderConfig

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from flexnsa.checks.primitives import (
+from flexnsa.optim import COMPRESSOR_LR, INDEXER_LR
+from flexnsa.primitives import (
     check_choice,
     check_int,
     check_number,
@@ -17,7 +18,6 @@ from flexnsa.checks.primitives import (
     check_type,
     describe,
 )
-from flexnsa.optim import COMPRESSOR_LR, INDEXER_LR
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from flexnsa.errors import FileError
-from flexnsa.files import write_whole
+from flexnsa.files import FileError, write_whole
 from flexnsa.lm.checkpoint import whole_file
 from flexnsa.lm.checkpoint.shards import SUFFIX
 from flexnsa.lm.data.tokenizer import FILE_NAME, TextTokenizer, require_tokenizer

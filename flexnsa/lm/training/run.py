@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from flexnsa.errors import FileError
+from flexnsa.files import FileError
 from flexnsa.lm.checkpoint.lock import locked
 from flexnsa.lm.checkpoint.log import LOG_NAME, JSONLog
 from flexnsa.lm.data.tokenizer import FILE_NAME

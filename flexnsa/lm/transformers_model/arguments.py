@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexnsa.checks.primitives import (
+from flexnsa.packing import IGNORED
+from flexnsa.primitives import (
     check_int,
     check_integers,
     check_tensor,
@@ -16,7 +17,6 @@ from flexnsa.checks.primitives import (
     describe,
     may_look,
 )
-from flexnsa.packing import IGNORED
 
 
 def check_inputs(input_ids: Any, inputs_embeds: Any, embedding: Tensor) -> Tensor:

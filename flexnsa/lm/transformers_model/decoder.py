@@ -20,7 +20,6 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from flexnsa.cache.cache import NSACache
-from flexnsa.checks.primitives import describe, may_look
 from flexnsa.layers.compression import MLPCompressor
 from flexnsa.layers.indexer import SelectionLoss, check_selection
 from flexnsa.layers.projection import weight_of
@@ -30,6 +29,7 @@ from flexnsa.lm.training.model_file import read_model, save_model
 from flexnsa.lm.transformers_model.arguments import check_inputs, check_of_tokens, check_wishes
 from flexnsa.lm.transformers_model.config import FlexNSAConfig
 from flexnsa.packing import IGNORED
+from flexnsa.primitives import describe, may_look
 from flexnsa.transformers.cache import FlexNSACache, FlexNSACacheLayer, choose_cache, layer_of
 from flexnsa.transformers.converted import CachedGeneration
 from flexnsa.transformers.mask_functions import make_padding_mask

@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationMixin
 
 from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.checkpointing import keep_selection
-from flexnsa.geometry import BRANCHES
+from flexnsa.config import BRANCHES
 from flexnsa.layers.compression import average_blocks
 from flexnsa.optim import index_parameters
 from flexnsa.transformers import FlexNSACache, convert, to_dense

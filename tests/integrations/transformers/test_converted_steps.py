@@ -9,7 +9,7 @@ import torch
 
 from flexnsa import NSAConfig
 from flexnsa.cache.steps import ReadCounter
-from flexnsa.geometry import num_compressed
+from flexnsa.config import num_compressed
 from flexnsa.transformers import FlexNSACache
 from tests.integrations.transformers.families import FEW, converted, tokens
 

@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from flexnsa.errors import FileError
+from flexnsa.files import FileError
 from flexnsa.lm import Corpus, Sampling, TextTokenizer, TrainConfig, Trainer, preset, read_corpus
 from flexnsa.lm.cli import main
 from flexnsa.lm.cli.generate import TokenizerSpelling

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexnsa.errors import FileError
+from flexnsa.files import FileError
 from flexnsa.lm import PRESETS, TRAIN_PRESETS
 from flexnsa.lm.cli import main
 from flexnsa.lm.cli.train import add_recipe_options, model_config, train_config

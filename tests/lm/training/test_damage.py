@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from flexnsa.errors import FileError, FileWarning
+from flexnsa.files import FileError, FileWarning
 from flexnsa.lm.checkpoint import shards, whole_file
 from flexnsa.lm.checkpoint.checksum import sealed, unsealed
 from flexnsa.lm.checkpoint.log import JSONLog, read_log

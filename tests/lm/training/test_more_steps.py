@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexnsa.errors import FileError
+from flexnsa.files import FileError
 from flexnsa.lm import DecoderConfig, DecoderLM, TrainConfig, Trainer, Watcher, read_corpus, run
 from flexnsa.lm.checkpoint.log import read_log
 from flexnsa.lm.cli import main

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from flexnsa import NSAConfig
-from flexnsa.errors import FileError
+from flexnsa.files import FileError
 from flexnsa.lm import DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus, run
 from flexnsa.lm.checkpoint import whole_file
 from flexnsa.lm.checkpoint.checksum import sealed

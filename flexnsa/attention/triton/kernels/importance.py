@@ -22,8 +22,7 @@ from flexnsa.attention.tiles.scoring import HOPPER_IMPORTANCE, importance_tiles
 from flexnsa.attention.triton.kernels.typed import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
 from flexnsa.attention.triton.operators import position_arguments
-from flexnsa.config import NSAConfig
-from flexnsa.geometry import overlap_band
+from flexnsa.config import NSAConfig, overlap_band
 from flexnsa.positions import Positions, tensors_of
 
 
@@ -97,11 +96,11 @@ def importance(
     shape: dict[str, object] = {"KV_HEADS": kv_heads, "GROUP": q_heads // kv_heads, "HEAD_DIM": head_dim}
     shape |= {"LENGTH": config.compress_block_size, "STRIDE": config.compress_stride, "RATIO": ratio}
     shape |= {"OWN": band.own, "PASSED": band.passed, "HAS_PASSED": any(band.passed)}
-    on_hopper = None if tiles else _hopper_tiles(q, k_cmp, band, ratio, placed=positions is not None)
-    tiles = tiles or on_hopper or importance_tiles(device_of(q), q.dtype, head_dim, len(band.own))
+    in_gluon = None if tiles else _hopper_tiles(q, k_cmp, band, ratio, placed=positions is not None)
+    tiles = tiles or in_gluon or importance_tiles(device_of(q), q.dtype, head_dim, len(band.own))
     shape |= {"BLOCK_T": tiles.queries, "BLOCK_J": tiles.keys}
     grid = (batch * kv_heads * cdiv(scores.num_rows, tiles.queries) * cdiv(scores.width, tiles.keys),)
-    if on_hopper:
+    if in_gluon:
         from flexnsa.attention.triton.kernels.hopper.importance import hopper_importance
 
         hopper_importance[grid](
@@ -119,7 +118,7 @@ def importance(
 def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, ratio: int, *, placed: bool) -> Tiles | None:
     """Return the tiles of the kernel for Hopper, if it runs: where no key counts for an earlier block than its own."""
     plan = Plan.of(q, k_cmp, has_positions=placed)
-    if (band.first, len(band.own)) != (0, ratio) or not plan.on_hopper or not can_copy(q, k_cmp):
+    if (band.first, len(band.own)) != (0, ratio) or not plan.in_gluon or not can_copy(q, k_cmp):
         return None
     return HOPPER_IMPORTANCE.get((q.shape[-1], ratio))
 

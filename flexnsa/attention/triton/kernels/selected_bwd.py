@@ -107,7 +107,7 @@ def backward(
     parities = (0, 1) if has_positions else (0,)
     wide = is_wide(q, group, chunk) or is_wide(grad_out, group, chunk)
     plan = Plan.of(q, k, v, has_positions=has_positions, block_size=size)
-    on_hopper = plan.selected_on_hopper and not wide and can_copy(q, k, v, grad_out)
+    in_gluon = plan.selected_in_gluon and not wide and can_copy(q, k, v, grad_out)
     queries = (selection.block_indices, *selection.positions())
     for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
@@ -115,7 +115,7 @@ def backward(
         sums = (dk, dv, dk_shared, dv_shared)
         read = *strides_of_groups(q, kv_heads), *k.stride()[:3], *v.stride()[:3], *strides_of_groups(grad_out, kv_heads)
         tensors = (lists.order, lists.replicas, part, *sums, *read, *sizes, *tables)
-        if on_hopper:
+        if in_gluon:
             from flexnsa.attention.triton.kernels.hopper.selected_bwd import hopper_backward_parts
 
             hopper_backward_parts[(num_replicas, heads)](

@@ -105,7 +105,7 @@ def forward(
     has_positions, wide = selection.token is not None, is_wide(q, group, chunk)
     shape |= {"HAS_POSITIONS": has_positions}
     plan = Plan.of(q, k, v, has_positions=has_positions, block_size=selection.block_size)
-    on_hopper = plan.selected_on_hopper and not wide and can_copy(q, k, v)
+    in_gluon = plan.selected_in_gluon and not wide and can_copy(q, k, v)
     queries = (selection.block_indices, *selection.positions())
     total, gates, cmp, win, win_lse, k_win, v_win = gated or GatedBranches(out, lse, out)
     sums = cmp, out if win is None else win, gates, total, *strides_of_groups(total, kv_heads), gates.stride(-1)
@@ -114,7 +114,7 @@ def forward(
         tensors = lists.order, lists.replicas, part_out, part_lse
         read = *strides_of_groups(q, kv_heads), *k.stride()[:3], *v.stride()[:3]
         tables = *lists.replicas.shape[2:5:2], scale * LOG2_E
-        if on_hopper:
+        if in_gluon:
             from flexnsa.attention.triton.kernels.hopper.selected_fwd import hopper_forward_parts
 
             registers = HOPPER_REGISTERS[64 if max(dk, dv) <= 64 else 128]

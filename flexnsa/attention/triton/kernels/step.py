@@ -21,7 +21,7 @@ from flexnsa.attention.triton.kernels.step_importance import importance_of_score
 from flexnsa.attention.triton.kernels.top_blocks import check_width, write_top_blocks
 from flexnsa.attention.triton.operators import precision
 from flexnsa.attention.triton.selection import aligned
-from flexnsa.geometry import gated_branches, num_blocks
+from flexnsa.config import gated_branches, num_blocks
 from flexnsa.positions import Positions
 
 
@@ -191,7 +191,7 @@ def compress(inputs: StepInputs, scratch: StepScratch) -> None:
 
 def attend(inputs: StepInputs, scratch: StepScratch, out: Tensor, blocks: Tensor) -> None:
     """Attend from tokens that are stored; write the heads' outputs and the selected blocks."""
-    _attend_dense(inputs, scratch)
+    _attend_intervals(inputs, scratch)
     if "slc" in inputs.k:
         _select(*_score(inputs, scratch), blocks)
         _attend_selected(inputs, scratch, blocks)
@@ -206,11 +206,11 @@ def _score(inputs: StepInputs, scratch: StepScratch) -> tuple[StepInputs, StepSc
     of_scorer = StepScratch.of(scorer)
     place(scorer, of_scorer)
     compress(scorer, of_scorer)
-    _attend_dense(scorer, of_scorer)
+    _attend_intervals(scorer, of_scorer)
     return scorer, of_scorer
 
 
-def _attend_dense(inputs: StepInputs, scratch: StepScratch) -> None:
+def _attend_intervals(inputs: StepInputs, scratch: StepScratch) -> None:
     """Attend to the compressed tokens and to the window."""
     buffers, tiles, config = inputs.buffers, scratch.tiles, inputs.config
     cmp = tiles.cmp if "k_cmp" in buffers else 0
