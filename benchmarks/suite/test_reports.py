@@ -18,7 +18,6 @@ from benchmarks.suite.summary import summary
 
 TICKS = itertools.count()
 NEEDED = {
-    "kernels.select_blocks": "triton",
     "transformers.decoding": "transformers",
     "transformers.teaching": "transformers",
     "transformers.up_training": "transformers",
