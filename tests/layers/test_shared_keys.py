@@ -116,8 +116,3 @@ def test_a_model_learns_what_its_config_says() -> None:
     tokens = torch.randint(256, (1, 60))
     model(tokens, targets=tokens).backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
-
-
-def test_a_config_of_before_has_keys_and_numbers_of_its_own() -> None:
-    values = {name: x for name, x in config().to_dict().items() if name not in ("shared_keys", "begin_as_mean")}
-    assert DecoderConfig.from_dict(values) == config()

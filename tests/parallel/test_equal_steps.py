@@ -59,9 +59,10 @@ def test_compiled_layers_take_the_same_steps_and_are_one_graph(
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_every_parameter_gets_a_gradient_on_every_step(results: Results, parallel: str, size: int) -> None:
-    assert {case: results(parallel, size)[case]["without gradient"] for case in CASES} == {
-        case: set() for case in CASES
-    }
+    without = {case: results(parallel, size)[case]["without gradient"] for case in CASES}
+    # In the rows of the first stages all blocks are forced, so there is no score to teach.
+    without["stages"] = {name for name in without["stages"] if ".indexer." not in name}
+    assert without == {case: set() for case in CASES}
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])

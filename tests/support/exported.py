@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
 
+from tests.support.comparison import largest
+
 LENGTHS = (64, 79, 80, 1000)
 MOST_GRAPHS = {"automatic": 2, "dynamic": 2, "marked": 1}
 """``automatic`` begins with one for its first length; ``dynamic=True`` makes its first one again, for its numbers."""
@@ -46,7 +48,8 @@ def assert_few_graphs_serve_all(
             for x in given.values():
                 torch._dynamo.mark_dynamic(x, 1)
         for x, plain in zip(_gradients(compiled, given), want, strict=True):
-            torch.testing.assert_close(x, plain)
+            # A sum of many terms is rounded by the size of these, which the largest element tells.
+            torch.testing.assert_close(x, plain, rtol=1.3e-6, atol=1e-5 * max(1.0, largest(plain)))
     assert graphs.frame_count <= MOST_GRAPHS[how] + more
 
 
