@@ -81,7 +81,7 @@ def attention_forward(
         kwargs |= {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q}
         return attend_locally(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     _check(module, dropout, kwargs)
-    shape = len(key), query.shape[2], key.shape[2]
+    shape = key.shape[0], query.shape[2], key.shape[2]  # len() would make a constant of it in an export
     rows = Rows.of(attention_mask, position_ids, cu_seq_lens_q, shape)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, their norms return float32
     softmax = Softmax(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))

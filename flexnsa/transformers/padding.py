@@ -125,7 +125,7 @@ class Rows:
         """Move the new tokens of ``x (B or 1, ...)`` to the front of dimension ``dim``, and padding after them."""
         if self.first is None:
             return x
-        return _roll_rows(x.expand(len(self.first), *x.shape[1:]), self._padding, dim=dim)
+        return _roll_rows(x.expand(self.first.shape[0], *x.shape[1:]), self._padding, dim=dim)
 
     def restore(self, x: Tensor, *, dim: int) -> Tensor:
         """Undo :meth:`align`."""
