@@ -129,7 +129,7 @@ def attend_locally(
         ValueError: the mask is another one, or the layer's attention cannot do what the model asks for.
     """
     config: Any = module.config
-    name, shape = local_attention(config), (len(query), query.shape[2], key.shape[2])
+    name, shape = local_attention(config), (query.shape[0], query.shape[2], key.shape[2])
     documents = Rows.of(None, kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), shape).documents
     if name in PLAIN:
         _check_mask(attention_mask, query, key)
