@@ -85,6 +85,10 @@ class OpaqueOperator(Generic[P, T]):
             return self._operator(*_fields(args, self._records))
         return self._operator(*args, **kwargs)
 
+    def run(self, *args: Any) -> T:
+        """Call the function on the arguments of the schema, not through the operator."""
+        return self.function(*self._nested(args))  # pyright: ignore[reportCallIssue]  (as the schema has it)
+
     def _prototype(self, function: Callable[P, T], hints: dict[str, Any]) -> Callable[P, T]:
         """Return a function whose signature is that of the schema."""
         if not any(self._records):

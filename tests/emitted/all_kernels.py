@@ -86,7 +86,7 @@ def _own(attend: Callable[[Shape], None], shape: Shape) -> list[tuple[str, Resou
     for module in (triton_select, triton_selected, triton_intervals, triton_selection_loss, triton_step, few_rows):
         for operator in vars(module).values():
             if isinstance(operator, OpaqueOperator):  # on fakes, too, run what runs on a device
-                torch.library.register_fake(operator.name, operator.function, allow_override=True)
+                torch.library.register_fake(operator.name, operator.run, allow_override=True)
     with FakeTensorMode(), torch.device("cuda"), compiling_launches() as found:
         attend(shape)
     return [(needed.kernel, needed) for needed in found]
