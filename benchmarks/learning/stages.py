@@ -207,7 +207,7 @@ def _by_position(bits: Tensor) -> list[float]:
 
 def copies_from(point: Point) -> int | None:
     """Return the step at which bytes 4k to 8k first cost less than bytes 512 to 1k: when copying has begun."""
-    return next((step for step, _, *bits in point["looks"] if len(bits) > 4 and bits[4] < bits[1]), None)
+    return next((step for step, _, *bits in point["looks"] if step and len(bits) > 4 and bits[4] < bits[1]), None)
 
 
 def work(job: Job, report: Report) -> None:
@@ -225,8 +225,9 @@ def table(points: Sequence[Point], rows: str = "report 32k") -> str:
         of = {point["seed"]: point for point in ended if (point["model"], point["lr"]) == (model, lr)}
         bits = [of[seed][rows]["mean"] for seed in sorted(of)]
         each = " ".join(f"{seed}: {of[seed][rows]['mean']:.4f}" for seed in sorted(of))
-        lines.append([f"{model}, {lr:g}", f"{statistics.fmean(bits):.4f}", standard_error(bits), each])
-    return format_table([rows, "mean", "s.e.", "by seed"], lines)
+        begins = " ".join(f"{seed}: {copies_from(of[seed])}" for seed in sorted(of))
+        lines.append([f"{model}, {lr:g}", f"{statistics.fmean(bits):.4f}", standard_error(bits), each, begins])
+    return format_table([rows, "mean", "s.e.", "by seed", "step from which it copies"], lines)
 
 
 def standard_error(values: Sequence[float]) -> str:

@@ -230,9 +230,12 @@ class SparseLayer(nn.Module):
         cache, and ranks of context parallelism, attend sparsely all the same.
 
         Raises:
+            TypeError: they are no sequence.
             ValueError: the selected branch is not among them, or the layer lacks one.
         """
         has = self.attention().branches
+        if isinstance(branches, str) or not isinstance(branches, Sequence | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"branches: expected a sequence of names, or None, got {describe(branches)}")
         if branches is not None and not {"slc"} <= {*branches} <= {*has}:
             raise ValueError(f"branches: expected slc and others of {tuple(has)}, or None, got {tuple(branches)}")
         self.dense_branches = None if branches is None else tuple(branches)
@@ -261,7 +264,8 @@ class SparseLayer(nn.Module):
         v_dim, in_place = max(v.shape[-1] for v in heads.v.values()), cached and returns_lse(by.sinks, heads.q)
         implementation = choose_implementation(by.impl, heads.q, modded=modded, cached=in_place, v_dim=v_dim)
         if self.dense_branches is not None and isinstance(source, RowKeys):
-            implementation, by = with_all_tokens(implementation), by._replace(branches=self.dense_branches)
+            implementation = with_all_tokens(implementation, needs_lse=by.sinks is not None)
+            by = by._replace(branches=self.dense_branches)
         implementation = with_sinks(implementation, by.sinks)
         checked = by.check_parameters and not (cached or torch.compiler.is_compiling())
         implementation.check(x=x, **(dict(self.named_parameters()) if checked else {}))

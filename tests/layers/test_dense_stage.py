@@ -78,3 +78,36 @@ def test_a_cache_is_read_sparsely() -> None:
 def test_branches_that_a_layer_lacks_are_named(branches: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="branches: expected slc and others of"):
         layer().attend_densely(branches)
+
+
+@pytest.mark.parametrize("branches", ["slc", 3])
+def test_branches_that_are_no_sequence_are_named(branches: Any) -> None:
+    with pytest.raises(TypeError, match="branches: expected a sequence of names"):
+        layer().attend_densely(branches)
+
+
+def test_sinks_take_their_share_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, (sparse, dense) = torch.randn(1, 64, 32, dtype=torch.float64), (layer(), layer())
+    for module in (sparse, dense):
+        described = module.attention()._replace(sinks=torch.full((4,), 0.7, dtype=torch.float64))
+        monkeypatch.setattr(module, "attention", lambda described=described: described)
+    dense.attend_densely(("cmp", "slc", "win"))
+    assert_close(dense(x), sparse(x))
+
+
+def test_inductor_compiles_it_and_what_follows() -> None:
+    torch.manual_seed(0)
+    module = NativeSparseAttention(32, 4, 2, 16)
+    compiled = torch.compile(module, fullgraph=True)
+    for branches, length in ((("slc",), 96), (None, 64)):
+        module.attend_densely(branches)
+        x = torch.randn(2, length, 32)
+        results = []
+        for called in (module, compiled):
+            selection = SelectionLoss(num_queries=16, seed=0, step=0)
+            out = called(x, selection=selection)
+            loss = out.sin().sum() + selection.total
+            grads = torch.autograd.grad(loss, [*module.parameters()], allow_unused=True, materialize_grads=True)
+            results.append((out.detach(), *grads))
+        for expected, found in zip(*results, strict=True):
+            assert_close(found, expected, rtol=1.3e-6, atol=1e-5 * max(1.0, expected.abs().max().item()))
