@@ -58,7 +58,9 @@ ROWS = {"32k": (32768, 64), "8k": (8192, 128)}
 
 DENSE_FIRST = {"nsa": None, "nsa, dense first": ("slc",), "nsa, all branches dense first": ("cmp", "slc", "win")}
 """Branches of NSA in a dense stage as long as the first stage; None without one."""
-MODELS = (*DENSE_FIRST, "dense", "dense wide")
+SHARED_INDEX = {f"nsa, shared index {layers}": layers for layers in (2, 3, 6)}
+"""Layers of NSA for each indexer, where they are several."""
+MODELS = (*DENSE_FIRST, *SHARED_INDEX, "dense", "dense wide")
 
 
 def config_of(name: str, *, tiny: bool) -> DecoderConfig:
@@ -66,8 +68,8 @@ def config_of(name: str, *, tiny: bool) -> DecoderConfig:
     config = preset("text-125m", checkpointing=False)
     if tiny:
         config = replace(config, dim=64, num_layers=2, num_heads=6, num_kv_heads=1, head_dim=8)
-    if name in DENSE_FIRST:
-        return config
+    if name in DENSE_FIRST or name in SHARED_INDEX:
+        return replace(config, share_index=SHARED_INDEX.get(name, 1))
     layers = config.num_layers * (WIDE if name == "dense wide" else 12) // 12
     return replace(config, attention="dense", num_layers=layers)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from flexnsa.checks.calls import check_branches
 from flexnsa.config import NSAConfig
-from flexnsa.layers.config import LayerConfig
+from flexnsa.layers.config import LayerConfig, leaders_of
 from flexnsa.layers.presets import PAPER, text
 from flexnsa.lm.model.layer_ranges import layer_range
 from flexnsa.primitives import check_choice, check_head_counts, check_int, check_positive_int, check_type
@@ -23,6 +23,8 @@ class DecoderConfig(LayerConfig):
         attention: ``nsa``, or ``dense`` for the baseline, which only has the sizes of the heads and ``rope_base``.
         checkpointing: recompute layers in backward: ``none`` (or False), ``all`` (or True), those of a half-open
             range, ``0:6`` (or ``(0, 6)``), or ``every:2``, the first of two.
+        share_index: layers for each indexer: of ``k``, the first has it, and the others attend to the blocks that it
+            chose. Or the number of the layer whose index it reads, for each layer.
 
     Raises:
         TypeError: a size is not an int.
@@ -33,6 +35,7 @@ class DecoderConfig(LayerConfig):
     vocab_size: int = 256
     attention: Literal["nsa", "dense"] = "nsa"
     checkpointing: bool | tuple[int, int] | str = False
+    share_index: int | tuple[int, ...] = field(default=1, metadata={"needs": ("slc",)})
 
     def __post_init__(self) -> None:
         LayerConfig.__post_init__(self)
@@ -40,6 +43,15 @@ class DecoderConfig(LayerConfig):
         check_positive_int("vocab_size", self.vocab_size)
         check_choice("attention", self.attention, ("nsa", "dense"))
         layer_range("checkpointing", self.checkpointing, self.num_layers)
+        if isinstance(self.share_index, list):  # lists have no hash
+            object.__setattr__(self, "share_index", tuple(self.share_index))
+        leaders_of(self.share_index, self.num_layers, self.nsa)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """For each layer the number of the layer whose index it reads; with dense attention each its own."""
+        shared = self.share_index if self.attention == "nsa" else 1
+        return leaders_of(shared, self.num_layers, self.nsa)
 
     def is_checkpointed(self, layer: int) -> bool:
         """Return whether the layer, counted from 0, is recomputed in backward."""
