@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tables import __main__ as tables
 from flexnsa.lm.cli import COMMANDS, parser_for
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +69,22 @@ def test_commands_exist(page: Path) -> None:
         assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file(), name
     for path in re.findall(r"(?:pytest|python) ([\w/]+\.py)", text):
         assert (ROOT / path).is_file()
+
+
+def test_tables_are_what_was_recorded() -> None:
+    tables.main(["--check"])
+    shown = re.findall(r"<!-- table: (.*) -->", "".join(page.read_text() for page in tables.PAGES))
+    assert sorted(shown) == sorted(tables.TABLES)
+
+
+def test_a_table_that_is_not_what_was_recorded_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text((ROOT / "docs/learning.md").read_text().replace("0.7351", "0.7350"))
+    monkeypatch.setattr(tables, "PAGES", [page])
+    with pytest.raises(SystemExit, match=r"page\.md: equal seconds at 32k"):
+        tables.main(["--check"])
+    tables.main([])
+    assert page.read_text() == (ROOT / "docs/learning.md").read_text()
 
 
 @pytest.mark.parametrize("page", [PAGES[0], ROOT / "docs" / "performance.md"], ids=lambda page: page.stem)
