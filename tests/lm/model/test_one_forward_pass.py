@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
 from flexnsa import mods
-from flexnsa.attention import selection
 from flexnsa.attention.dispatch import IMPLEMENTATIONS, SDPA
 from flexnsa.attention.interface import BranchOutput, Call
 from flexnsa.functional import calls as functional_calls
@@ -62,21 +61,6 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     monkeypatch.setitem(IMPLEMENTATIONS, "sdpa", replace(SDPA, select=select_at_random, selected=selected))
     return blocks
-
-
-def test_checkpointed_layers_score_no_block_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    scored = counted(monkeypatch, selection, "group_probabilities")
-    calls = []
-    for checkpointing in (False, True, (1, 2)):
-        scored.clear()
-        train(checkpointing)
-        calls.append(len(scored))
-    monkeypatch.setattr(decoder, "keep_selection", noop_context_fn)
-    scored.clear()
-    train(True)
-    assert calls[0] > 0
-    assert calls == [calls[0]] * 3
-    assert len(scored) == 2 * calls[0]
 
 
 @pytest.mark.parametrize("kept", [True, False])
