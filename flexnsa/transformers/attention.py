@@ -170,9 +170,9 @@ class ConvertedAttention(SparseLayer):
 
         return run
 
-    def project(self, x: Tensor) -> Heads:
-        """Project to the heads of all branches, and their gates."""
-        branches = self.options.branches
+    def project(self, x: Tensor, *, rows: bool = False) -> Heads:
+        """Project to the heads of the branches, in a dense stage of its own, and their gates."""
+        branches = self.dense_branches if rows and self.dense_branches else self.options.branches
         q, *keys = project(x, [self.q_proj, *(self._map("k", tag) for tag in branches)])
         v = project(x, [self._map("v", tag) for tag in branches])
         values = {tag: split_heads(one, self.num_kv_heads) for tag, one in zip(branches, v, strict=True)}
