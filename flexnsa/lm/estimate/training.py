@@ -60,6 +60,8 @@ def estimate_training(
     check_type("fused_norm", fused_norm, bool)
     check_type("optimizer", optimizer, bool)
     check_type("compiled", compiled, bool)
+    if len({*config.leaders}) < config.num_layers:
+        raise ValueError(f"share_index: expected 1, as all layers are taken to be alike, got {config.share_index}")
     work = Work(config, batch_size, seq_len, 2 if precision == "bf16" else 4, impl, fused_norm, compiled)
     parameters = 4 * parameter_count(config)
     moments = 2 * parameters if optimizer else 0
