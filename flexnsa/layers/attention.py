@@ -20,14 +20,7 @@ from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.forward import Attention, LossOverRanks, SparseLayer, WholeStep, check_call, run_layer
 from flexnsa.layers.gating import Gate
-from flexnsa.layers.indexer import (
-    Indexer,
-    SelectionLoss,
-    SharedIndex,
-    check_follows,
-    check_index,
-    check_selection,
-)
+from flexnsa.layers.indexer import Indexer, SelectionLoss, SharedIndex, check_index, check_selection
 from flexnsa.layers.layouts import LayoutSizes, RowLayout, check_layout, row_layout, step_layout
 from flexnsa.layers.presets import describe_layer
 from flexnsa.layers.projection import computed_dtype, project_named, split_heads, weight_of
@@ -109,7 +102,9 @@ class NativeSparseAttention(SparseLayer):
         self.shared_keys = built_from.shared_keys
         self.recompute = built_from.recompute
         self.impl = impl
-        check_follows(follows, config)
+        check_type("follows", follows, bool)
+        if follows and config.index_heads is None:
+            raise ValueError("follows: expected False without an indexer (index_heads of the config), got True")
         self.follows = follows
         self.lay_out = row_layout  # another one where ranks share the tokens of a row
         self.losses_over: tuple[LossOverRanks, ...] = ()  # groups of ranks that share its heads or tokens

@@ -302,13 +302,6 @@ def check_index(layer: Following, x: Tensor, index: SharedIndex | None, *, taugh
         raise ValueError("index: expected that of a layer in training with a selection loss, got one without queries")
 
 
-def check_follows(follows: bool, config: NSAConfig) -> None:
-    """Check that a layer that follows another has the sizes of an indexer: those of the other's."""
-    check_type("follows", follows, bool)
-    if follows and config.index_heads is None:
-        raise ValueError("follows: expected False without an indexer (index_heads of the config), got True")
-
-
 def check_selection(selection: object, has_indexer: bool) -> None:
     """Check that ``selection`` is a loss, and that there is an indexer that it can teach."""
     check_type("selection", selection, SelectionLoss)

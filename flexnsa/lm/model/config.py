@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from flexnsa.checks.calls import check_branches
 from flexnsa.config import NSAConfig
-from flexnsa.layers.config import LayerConfig, leaders_of
+from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.presets import PAPER, text
-from flexnsa.lm.model.layer_ranges import layer_range
+from flexnsa.lm.model.layer_ranges import layer_range, leaders_of
 from flexnsa.primitives import check_choice, check_head_counts, check_int, check_positive_int, check_type
 
 
