@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +164,7 @@ class NativeSparseAttention(SparseLayer):
         selection: SelectionLoss | None = None,
         index: SharedIndex | None = None,
         return_index: bool = False,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, SharedIndex | None]:
         """Attend within each sequence of ``x (B, S, dim)``, or within each document of packed sequences.
 
         Args:

@@ -191,6 +191,15 @@ def test_compiled_layers_give_the_loss_and_every_gradient_of_eager_ones() -> Non
         torch.testing.assert_close(learn(compiled, drawn(length)), learn(eager, drawn(length)), rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_compiled_whole_takes_steps_without_leaving_its_graph() -> None:
+    model, x = build().eval(), drawn(42)
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        caches = model.new_caches(2, 42)
+        got = torch.cat([step(part, caches=caches) for part in x.split([40, 1, 1], 1)], 1)
+        torch.testing.assert_close(got, model(x), rtol=0, atol=2e-6)
+
+
 def test_followers_have_no_indexer_and_no_index_keys_as_estimated() -> None:
     alone, shared = build(share_index=1), build()
     assert len(shared.indexers()) == 2

@@ -55,9 +55,10 @@ class DecoderLM(nn.Module):
         super().__init__()
         check_type("config", config, DecoderConfig)
         self.config = config
+        self.leaders = config.leaders
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, follows=leader != number) for number, leader in enumerate(config.leaders)
+            DecoderLayer(config, follows=leader != number) for number, leader in enumerate(self.leaders)
         )
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -203,14 +204,14 @@ class DecoderLM(nn.Module):
             elif self.indexers():
                 warn_untaught()  # here too, because compiled layers do not
         x = tokens if tokens.dim() == 3 else self.embedding(tokens)
-        leaders, shared = self.config.leaders, dict[int, SharedIndex]()
-        for number, (layer, leader) in enumerate(zip(self.layers, leaders, strict=True)):
+        shared: dict[int, SharedIndex] = {}
+        for number, (layer, leader) in enumerate(zip(self.layers, self.leaders, strict=True)):
             if states is not None:
                 states.append(x)
             told = options | {"layout": layouts[number]}
             if leader != number:
                 told["index"] = shared[leader]
-            elif leader in leaders[number + 1 :]:
+            elif leader in self.leaders[number + 1 :]:
                 told["return_index"] = True
             if caches is not None:
                 out = layer(x, cache=caches[number], lengths=lengths, **told)
@@ -239,7 +240,7 @@ class DecoderLM(nn.Module):
     def indexers_by_layer(self) -> list[Indexer]:
         """List the indexers that choose the layers' blocks, one for each layer: its own or that of another layer."""
         layers = [layer.attention for layer in cast("Iterable[DecoderLayer]", self.layers)]
-        leaders = [layers[leader] for leader in self.config.leaders]
+        leaders = [layers[leader] for leader in self.leaders]
         return [layer.indexer for layer in leaders if isinstance(layer, NativeSparseAttention) and layer.indexer]
 
     def _check(self, tokens: Tensor, caches: Any, lengths: Tensor | None, document_ids: Tensor | None) -> None:
