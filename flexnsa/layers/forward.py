@@ -79,7 +79,7 @@ class Layer(Protocol[C, L]):
 class LossOverRanks(Protocol):
     """A group of ranks that share a layer: each compares a part of its queries or heads."""
 
-    def share(self, sample: QuerySample, own: Positions) -> QuerySample:
+    def share(self, sample: QuerySample, local: Positions) -> QuerySample:
         """Return the part of a sample that this rank compares, given the positions of its own queries."""
         ...
 
