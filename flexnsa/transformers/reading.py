@@ -253,9 +253,6 @@ def _rotates(rotary: Rotary, dense: Any, call: Call, reading: Reading) -> bool:
 def _close(got: Tensor, want: Tensor, rounding: float = 1.0) -> bool:
     if got.shape != want.shape:
         return False
-    return bool((got - want).abs().max() <= rounding * _tolerance(want) * want.abs().max())
-
-
-def _tolerance(x: Tensor) -> float:
-    eps = max(torch.finfo(dtype).eps for dtype in (x.dtype, torch.float32))
-    return TOLERANCE * (eps / torch.finfo(torch.float32).eps) ** 0.5
+    step, finest = (torch.finfo(dtype).eps for dtype in (want.dtype, torch.float32))
+    tolerance = rounding * TOLERANCE * max(1.0, step / finest) ** 0.5
+    return bool((got - want).abs().max() <= tolerance * want.abs().max())
