@@ -37,7 +37,6 @@ def not_installed(package: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark that ``argv`` names; without a name, print them all."""
     name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     benchmarks = listed()
     if name in benchmarks:

@@ -91,7 +91,6 @@ def growth_bytes(num_steps: int) -> int:
 
 
 def table(points: list[Point]) -> str:
-    """One line a context."""
     header = ["context", "keys read", "dense", "MB read", "dense", "fewer"]
     header += ["layer ms", "dense", "dense folded", "ratio", "to folded"]
     header += ["attention ms", "dense", "dense folded", "ratio", "to folded"]
@@ -108,7 +107,6 @@ def table(points: list[Point]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, record."""
     parser = options.parser(__doc__, device=False, contexts=[1024 * 2**power for power in range(7)], rounds=30)
     parser.add_argument("--impl", choices=("sdpa", "flex"), default="sdpa", help="default: %(default)s")
     parser.add_argument("--compile", action="store_true", help="the NSA layer as one graph, never compiled twice")

@@ -103,7 +103,6 @@ class Inputs:
 
 @contextmanager
 def applied(variant: Variant) -> Iterator[None]:
-    """Let the operator run by a variant."""
     with ExitStack() as stack:
         for name in ("forward", "backward"):
             choose, changes = getattr(tiles, f"{name}_tiles"), getattr(variant, name)
@@ -204,12 +203,10 @@ def _token_and_start(x: Inputs) -> tuple[Tensor | None, Tensor | None]:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Any:
-    """FlexAttention's form of the branch."""
     return branches.selected(q, k, v, block_indices, call)
 
 
 def measure_flex(shape: Shape) -> dict[str, Any]:
-    """Time and memory of FlexAttention, layout changes included."""
     # By default a compiled backward pass reuses the memory of what was saved, so it runs only once.
     with functorch.patch(donated_buffer=False):
         return times_of(Inputs(shape), flex, brief=False)

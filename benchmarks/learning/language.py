@@ -132,7 +132,6 @@ SIZES = {
 
 
 def training_of(job: Job) -> TrainConfig:
-    """Return the training config of a job."""
     changes = {"steps": job["steps"], "seed": job["seed"], "compressor_lr": MODELS[job["model"]].compressor_rate}
     return replace(SIZES[job["size"]].training, **changes)
 
@@ -143,7 +142,6 @@ def state_name(job: Job) -> str:
 
 
 def work(job: Job, report: Report) -> None:
-    """Train one model with one seed."""
     size, device = SIZES[job["size"]], job["device"]
     folder = Path(job["folder"])
     corpus, _ = read_text([], folder / "text.pt")
@@ -163,7 +161,6 @@ def work(job: Job, report: Report) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train each model with every seed, record whatever they report, print how they compare."""
     parser = options.parser(__doc__, json=options.RESULTS / "language.json", deadline=1e9)
     parser.add_argument("--size", choices=SIZES, help="default: m7c-125m on a GPU, else tiny")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[DENSE, "NSA"], help="default: dense NSA")
