@@ -70,23 +70,16 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = unsealed(line)
-            _check_step(record.get("step"), before=records[-1]["step"] if records else -1)
+            step, before = record.get("step"), records[-1]["step"] if records else -1
+            if not isinstance(step, int) or step <= before:
+                raise ValueError(f"expected a step after {before}, got {step!r}")
         except ValueError as error:
             raise _not_a_log(path, number, error) from error
         records.append(record)
-    if not _is_unfinished(unfinished):
+    # It may be the first part of a line: after its closing brace only the newline can be damaged.
+    if not (unfinished.startswith(_START) or _START.startswith(unfinished)) or b"}" in unfinished[:-1]:
         raise _not_a_log(path, len(lines) + 1, "it has no end")
     return records
-
-
-def _check_step(step: Any, before: int) -> None:
-    if not isinstance(step, int) or step <= before:
-        raise ValueError(f"expected a step after {before}, got {step!r}")
-
-
-def _is_unfinished(line: bytes) -> bool:
-    """Return whether this may be the first part of a line: after its closing brace only the newline can be damaged."""
-    return (line.startswith(_START) or _START.startswith(line)) and b"}" not in line[:-1]
 
 
 def _not_a_log(path: Path, number: int, why: object) -> FileError:

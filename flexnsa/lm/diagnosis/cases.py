@@ -97,7 +97,11 @@ def run_case(
     endings: dict[int, _Ending] = {}
     with started(_run_rank, jobs, seconds=seconds, preload=modules, variables=environments) as group:
         for rank, message in group.messages():
-            endings.setdefault(rank, _death(message.exitcode) if isinstance(message, Died) else message)
+            if isinstance(message, Died):
+                code = message.exitcode
+                status = f"died of {signal.Signals(-code).name}" if code < 0 else f"left with status {code}"
+                message = _Ending(status, time=0.0)
+            endings.setdefault(rank, message)
             if endings[rank].reason:
                 group.end_within(GRACE_SECONDS)
         running = {rank: process.pid or 0 for rank, process in enumerate(group.processes) if rank not in endings}
@@ -116,11 +120,6 @@ def _outcome(endings: dict[int, _Ending], places: dict[int, str], limit: float, 
     if places:
         return Outcome("over time", f"after {limit:g} s {where}", seconds, {})
     return Outcome("passed", "", seconds, endings[0].values or {})
-
-
-def _death(exitcode: int) -> _Ending:
-    status = f"died of {signal.Signals(-exitcode).name}" if exitcode < 0 else f"left with status {exitcode}"
-    return _Ending(status, time=0.0)
 
 
 def _run_rank(

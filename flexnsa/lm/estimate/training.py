@@ -57,9 +57,8 @@ def estimate_training(
     check_positive_int("batch_size", batch_size)
     check_choice("precision", precision, ("fp32", "bf16"))
     check_choice("impl", impl, IMPLEMENTATIONS)
-    check_type("fused_norm", fused_norm, bool)
-    check_type("optimizer", optimizer, bool)
-    check_type("compiled", compiled, bool)
+    for name, flag in {"fused_norm": fused_norm, "optimizer": optimizer, "compiled": compiled}.items():
+        check_type(name, flag, bool)
     work = Work(config, batch_size, seq_len, 2 if precision == "bf16" else 4, impl, fused_norm, compiled)
     parameters = 4 * parameter_count(config)
     moments = 2 * parameters if optimizer else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -158,7 +158,8 @@ class Trainer:
     def _finish(self, teaching: Teaching, own_loss: Tensor) -> Tensor:
         """Clip the gradients, of indexers apart; return loss and norm of both, fp64 ``(2, 2)``, or ``(1, 2)``."""
         own = index_parameters(self.model)
-        norms = [self._clip(_without(self.parameters.values(), own))]
+        apart = set(own)
+        norms = [self._clip([parameter for parameter in self.parameters.values() if parameter not in apart])]
         losses = teaching.finish(self.ranks, own_loss)
         norms += [self._clip(own)] if own else []
         return torch.stack((losses, torch.stack(norms)), dim=1)
@@ -219,11 +220,6 @@ class Trainer:
     def _check(self) -> None:
         for check in self.checks:
             check()
-
-
-def _without(parameters: Iterable[nn.Parameter], others: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    left_out = set(others)
-    return [parameter for parameter in parameters if parameter not in left_out]
 
 
 def draw_step(rows: PackedDocuments | Windows, config: TrainConfig, step: int) -> Batch:
