@@ -85,10 +85,10 @@ def _keeping(attention: property) -> property:
     set_all: Any = attention.fset
 
     def choose(config: Any, choice: Choice) -> None:
-        kept = None if isinstance(choice, str) else chosen(config)
-        if isinstance(choice, dict) and isinstance(kept, dict):
-            choice = kept | choice
-        set_all(config, choice or kept)
+        saved = None if isinstance(choice, str) else chosen(config)
+        if isinstance(choice, dict) and isinstance(saved, dict):
+            choice = saved | choice
+        set_all(config, choice or saved)
 
     return property(attention.fget, choose, attention.fdel, attention.__doc__)
 
@@ -151,19 +151,11 @@ def _added(saved: Any, options: Any) -> dict[str, Any]:
 
 
 def _check_used(config: Any) -> None:
-    """Check that options are those of an attention that the model is to use.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Check that options are those of an attention that the model is to use."""
     if chosen(config) is None and not hasattr(config, "has_nsa_layers"):
         expected = f"attn_implementation={NAME!r} with options, or a converted model"
-        raise ValueError(f"{OPTIONS}: expected {expected}, got a {type(config).__name__} with {_attention_of(config)}")
-
-
-def _attention_of(config: Any) -> str:
-    """Return the attention that a config asks for, in words."""
-    return repr(config._attn_implementation) if config._attn_implementation else "the default attention"
+        attention = repr(config._attn_implementation) if config._attn_implementation else "the default attention"
+        raise ValueError(f"{OPTIONS}: expected {expected}, got a {type(config).__name__} with {attention}")
 
 
 def share_options() -> None:

@@ -27,12 +27,12 @@ class JSONLog:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         records = read_log(path) if path.exists() else []
-        kept = [record for record in records if record["step"] < resume_step]
-        missing = kept[-1]["step"] + 1 if kept else 0
+        earlier = [record for record in records if record["step"] < resume_step]
+        missing = earlier[-1]["step"] + 1 if earlier else 0
         if path.exists() and missing < resume_step:
             words = f"lacks the steps from {missing} to {resume_step - 1}, after which the run goes on"
             warnings.warn(f"{path}: {words}", FileWarning, stacklevel=2)
-        write_whole(path, b"".join(map(_line, kept)))
+        write_whole(path, b"".join(map(_line, earlier)))
         self._path = path
         self._file = path.open("ab", buffering=0)
 

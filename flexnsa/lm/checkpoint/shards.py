@@ -125,9 +125,9 @@ def _check_files(folder: Path, expected: Mapping[str, str], ranks: Ranks) -> Non
     """Compare files with their checksums, a part of them on each rank."""
 
     def find_damaged() -> list[str]:
-        own = sorted(expected)[ranks.rank :: ranks.world_size]
-        there = _checksums(folder, [name for name in own if (folder / name).is_file()])
-        return [name for name in own if there.get(name) != expected[name]]
+        local_names = sorted(expected)[ranks.rank :: ranks.world_size]
+        there = _checksums(folder, [name for name in local_names if (folder / name).is_file()])
+        return [name for name in local_names if there.get(name) != expected[name]]
 
     damaged = [name for part in ranks.on_all(find_damaged) for name in part]
     if damaged:

@@ -126,11 +126,11 @@ def text_files(root: Path, leave_out: Path | None = None) -> list[Path]:
     Raises:
         ValueError: a run writes to the folder itself, or it is the one to leave out.
     """
-    place, own = root.resolve(), None if leave_out is None else leave_out.resolve()
+    place, left_out_folder = root.resolve(), None if leave_out is None else leave_out.resolve()
 
     @cache
     def is_left_out(folder: Path) -> bool:
-        return folder == own or is_of_a_run(folder)
+        return folder == left_out_folder or is_of_a_run(folder)
 
     def is_kept(file: Path) -> bool:
         below = file.relative_to(root)

@@ -110,15 +110,15 @@ def run_case(
 
 
 def _outcome(endings: dict[int, _Ending], places: dict[int, str], limit: float, seconds: float) -> Outcome:
-    where = "; ".join(f"rank {rank} in {place}" for rank, place in places.items())
+    stuck = "; ".join(f"rank {rank} in {place}" for rank, place in places.items())
     failed = {rank: ending for rank, ending in endings.items() if ending.reason}
     seconds = round(seconds, 2)
     if failed:
         # Blame killed ranks first (time 0), otherwise the earliest failure.
         first = min(failed, key=lambda rank: failed[rank].time)
-        return Outcome("failed", f"rank {first}: {failed[first].reason}" + (f"; {where}" if where else ""), seconds, {})
+        return Outcome("failed", f"rank {first}: {failed[first].reason}" + (f"; {stuck}" if stuck else ""), seconds, {})
     if places:
-        return Outcome("over time", f"after {limit:g} s {where}", seconds, {})
+        return Outcome("over time", f"after {limit:g} s {stuck}", seconds, {})
     return Outcome("passed", "", seconds, endings[0].values or {})
 
 

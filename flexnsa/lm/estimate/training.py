@@ -95,7 +95,7 @@ def _peak_backward(work: Work, held: list[int], layer: int) -> int:
     for index, saved in enumerate(held):
         gradients = (len(held) - 1 - index) * layer_gradients + head_gradients
         # A checkpointed layer keeps its input during recomputation
-        own = layer + (saved if work.config.is_checkpointed(index) else 0)
-        moments.append(below + gradients + own + excess)
+        activations = layer + (saved if work.config.is_checkpointed(index) else 0)
+        moments.append(below + gradients + activations + excess)
         below += saved
     return max(moments)

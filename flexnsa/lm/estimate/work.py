@@ -299,8 +299,8 @@ class Work:
         backward = [tag for tag in ("slc", "win", "cmp") if tag in config.branches]  # the selected branch runs last
         for tag in backward:
             again = tag in config.recompute
-            own = sizes.outputs + self.rebuilt(tag) if again else 0
-            moments.append(above + own + self.footprint(tag).backward(tag, sizes))
+            outputs = sizes.outputs + self.rebuilt(tag) if again else 0
+            moments.append(above + outputs + self.footprint(tag).backward(tag, sizes))
             # Its output and its gradient are freed. The gradient of q stays; those of other branches add to it
             above += (sizes.queries if tag == backward[0] else 0) - (0 if again else 2 * sizes.outputs)
         return moments
