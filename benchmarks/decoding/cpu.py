@@ -100,8 +100,8 @@ def table(points: list[Point]) -> str:
         cells += [f"{size / 1e6:.2f}" for size in (point.bytes_read, point.dense_bytes_read)]
         cells.append(f"{point.dense_bytes_read / point.bytes_read:.1f}x")
         for ms in (point.layer_ms, point.attention_ms):
-            own, dense, folded = ms.values()
-            cells += [f"{own:.2f}", f"{dense:.2f}", f"{folded:.2f}", f"{dense / own:.1f}x", f"{folded / own:.1f}x"]
+            nsa, dense, folded = ms.values()
+            cells += [f"{nsa:.2f}", f"{dense:.2f}", f"{folded:.2f}", f"{dense / nsa:.1f}x", f"{folded / nsa:.1f}x"]
         rows.append(cells)
     return format_table(header, rows)
 

@@ -193,13 +193,10 @@ def measure_ours(shape: Shape, variant: Variant, *, brief: bool = False) -> dict
         if not brief:
             capacity = selected.capacity_of(shape.q_heads // shape.kv_heads, x.qkv[0].element_size())
             sizes = 1.0, shape.block_size, selected.CHUNK, capacity
-            selection = selected.SelectedInputs(*x.qkv, x.block_indices, *_token_and_start(x), *sizes).selection()
+            token, start = (None, None) if x.positions is None else (x.positions.token, x.positions.start)
+            selection = selected.SelectedInputs(*x.qkv, x.block_indices, token, start, *sizes).selection()
             point["lists"] = milliseconds(lambda: selected_lists.build_lists(selection, selected.CHUNK, capacity))
     return point
-
-
-def _token_and_start(x: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if x.positions is None else (x.positions.token, x.positions.start)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Any:
