@@ -42,7 +42,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write all tables, or check them; exit with status 1 if a table is not what was recorded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, and exit with status 1 if a table differs")
     arguments = parser.parse_args(argv)
