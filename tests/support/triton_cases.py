@@ -220,7 +220,7 @@ CASES = {
     ),
     "tiles-of-64-rows-fp16-chunks-and-copies": Case(
         group=4,
-        documents=(333,),
+        documents=(205,),
         block_size=64,
         dims=(128, 128),
         dtype=FP16,
