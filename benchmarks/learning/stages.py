@@ -56,8 +56,13 @@ ROWS = {"32k": (32768, 64), "8k": (8192, 128)}
 """Tokens and number of the sequences on which results are measured."""
 
 
-DENSE_FIRST = {"nsa": None, "nsa, dense first": ("slc",), "nsa, all branches dense first": ("cmp", "slc", "win")}
-"""Branches of NSA in a dense stage as long as the first stage; None without one."""
+DENSE_FIRST: dict[str, tuple[tuple[str, ...] | None, int]] = {
+    "nsa": (None, 0),
+    "nsa, dense first": (("slc",), 1),
+    "nsa, all branches dense first": (("cmp", "slc", "win"), 1),
+    "nsa, dense to 8k": (("slc",), 2),
+}
+"""Branches of NSA in a dense stage, and how many stages it takes."""
 MODELS = (*DENSE_FIRST, "dense", "dense wide")
 
 
@@ -150,7 +155,8 @@ class StagedRun:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = factor * rate
         if first:
-            self.model.attend_densely(DENSE_FIRST.get(self.job["model"]) if stage == 0 else None)
+            branches, stages = DENSE_FIRST.get(self.job["model"], (None, 0))
+            self.model.attend_densely(branches if stage < stages else None)
         batch = drawn(self.text["train"], length, self.tokens // length, self.job["seed"], self.step).to(self.device)
         start = time.perf_counter()
         selection = None
