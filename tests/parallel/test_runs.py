@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from flexnsa.lm.checkpoint.lock import locked
-from flexnsa.lm.checkpoint.log import read_log
 from flexnsa.lm.cli import main
 from flexnsa.lm.diagnosis.watchdog import STALLED
+from tests.lm.training.runs import curve
 from tests.parallel.processes import LIMIT, Group, run_together, started
 
 STEPS = 60
@@ -29,7 +29,6 @@ OPTIONS = (
 ).split()
 SECONDS = 20
 """Of the watchdog."""
-CLOCK = {"tokens_per_second", "peak_mib"}
 
 
 def train(*options: str) -> None:
@@ -227,11 +226,3 @@ def test_what_is_wrong_is_named_before_processes_wait_for_each_other(
 
 def _must_not_run(*_: Any, **__: Any) -> None:
     raise AssertionError("a process group was made")
-
-
-def curve(folder: Path, name: str = "log.jsonl") -> list[dict[str, float]]:
-    """Return the whole lines of a log, which may be under way, without what depends on the clock."""
-    file = folder / name
-    if not file.exists():
-        return []
-    return [{key: x for key, x in record.items() if key not in CLOCK} for record in read_log(file)]
