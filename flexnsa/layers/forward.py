@@ -68,7 +68,7 @@ class Layer(Protocol[C, L]):
         ...
 
     def project(self, x: Tensor, *, rows: bool = False) -> Heads:
-        """Project to heads, not yet rotated; ``rows``: of whole sequences, which a dense stage concerns."""
+        """Project to heads, not yet rotated. In a dense stage whole sequences (``rows``) need only its branches."""
         ...
 
     def whole_step(self, x: Tensor, cache: C, mods: Mods) -> WholeStep | None:
