@@ -219,7 +219,6 @@ def copies_from(point: Point) -> int | None:
 
 
 def work(job: Job, report: Report) -> None:
-    """Train one model with one seed, and measure it."""
     run = StagedRun(job, report)
     run.train(job["until"] - (0 if job["tiny"] else 45))
     run.measure()
@@ -239,7 +238,6 @@ def table(points: Sequence[Point], rows: str = "report 32k") -> str:
 
 
 def standard_error(values: Sequence[float]) -> str:
-    """Return the standard error of a mean of several values."""
     return f"{statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else "-"
 
 
@@ -252,7 +250,6 @@ def job_of(text: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train the jobs side by side, record whatever they report, and print how they compare."""
     parser = options.parser(__doc__, json=options.RESULTS / "stages.json", seconds=400.0, deadline=590.0, tiny=False)
     parser.add_argument(
         "--job", type=job_of, action="append", default=[], help="MODEL:LR:SEED; several are run at once"

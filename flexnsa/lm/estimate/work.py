@@ -299,8 +299,8 @@ class Work:
         backward = [tag for tag in ("slc", "win", "cmp") if tag in config.branches]  # the selected branch runs last
         for tag in backward:
             again = tag in config.recompute
-            own = sizes.outputs + self.rebuilt(tag) if again else 0
-            moments.append(above + own + self.footprint(tag).backward(tag, sizes))
+            outputs = sizes.outputs + self.rebuilt(tag) if again else 0
+            moments.append(above + outputs + self.footprint(tag).backward(tag, sizes))
             # Its output and its gradient are freed. The gradient of q stays; those of other branches add to it
             above += (sizes.queries if tag == backward[0] else 0) - (0 if again else 2 * sizes.outputs)
         return moments
@@ -334,7 +334,7 @@ def parameter_count(config: DecoderConfig) -> int:
     weights, indexers = layer_weights(config), len({*config.leaders})
     followers = config.num_layers - indexers
     layers = config.num_layers * sum(weights.values()) - followers * weights.get("indexer", 0)
-    return _embedding(config) + layers + config.dim
+    return 2 * config.vocab_size * config.dim + layers + config.dim
 
 
 def v_dim(config: DecoderConfig) -> int:
@@ -371,10 +371,6 @@ def compressor_maps(config: DecoderConfig) -> int:
     widening = 4 if config.compression == "mlp" else 1
     dims = (config.head_dim, v_dim(config))
     return widening * config.nsa.compress_block_size * sum(dim * dim for dim in dims)
-
-
-def _embedding(config: DecoderConfig) -> int:
-    return 2 * config.vocab_size * config.dim
 
 
 def _compressor_weights(config: DecoderConfig) -> int:

@@ -208,16 +208,16 @@ class DecoderLM(nn.Module):
         for number, (layer, leader) in enumerate(zip(self.layers, self.leaders, strict=True)):
             if states is not None:
                 states.append(x)
-            told = options | {"layout": layouts[number]}
+            layer_options = options | {"layout": layouts[number]}
             if leader != number:
-                told["index"] = shared[leader]
+                layer_options["index"] = shared[leader]
             elif leader in self.leaders[number + 1 :]:
-                told["return_index"] = True
+                layer_options["return_index"] = True
             if caches is not None:
-                out = layer(x, cache=caches[number], lengths=lengths, **told)
+                out = layer(x, cache=caches[number], lengths=lengths, **layer_options)
             else:
                 checkpointed = self.training and self.config.is_checkpointed(number)
-                out = self._run_layer(layer, x, checkpointed=checkpointed, **told)
+                out = self._run_layer(layer, x, checkpointed=checkpointed, **layer_options)
             if isinstance(out, LayerOutput):
                 if out.loss is not None:
                     given(selection).add(out.loss, given(out.weight))
