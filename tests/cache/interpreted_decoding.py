@@ -89,13 +89,13 @@ def run_follower() -> dict[str, Tensor]:
             NativeSparseAttention(32, 4, 2, 16, config=config, branches=branches, follows=follows)
             for follows in (False, True)
         ]
-        x, (leader, follower) = torch.randn(2, 40, 32), layers
+        x, (leader, follower) = torch.randn(1, 40, 32), layers
         with torch.no_grad():
             leader.impl = follower.impl = "reference"
             whole = follower(x, index=leader(x, return_index=True)[1])
             leader.impl = follower.impl = "triton"
-            caches, out = [layer.new_cache(2, 40) for layer in layers], list[Tensor]()
-            for part in x.split(1, 1):
+            caches, out = [layer.new_cache(1, 40) for layer in layers], list[Tensor]()
+            for part in x.split([33, *[1] * 7], 1):
                 _, index = leader(part, cache=caches[0], return_index=True)
                 out.append(follower(part, cache=caches[1], index=index))
         found |= {f"{name}, whole": whole, f"{name}, steps": torch.cat(out, 1)}
