@@ -23,7 +23,8 @@ def on_gpu(results: Results) -> Figure:
     for settings, record in records.items():
         for point in record.points():
             if "tokens_per_s" in point:
-                curves = models.setdefault(f"{point['model']}, {settings}, {SETTINGS[settings].upper()}", {name: {} for name in NAMES})
+                title = f"{point['model']}, {settings}, {SETTINGS[settings].upper()}"
+                curves = models.setdefault(title, {name: {} for name in NAMES})
                 curves[point["attention"]][point["seq_len"]] = point["tokens_per_s"]
     models = {name: curves for name, curves in models.items() if _ratios(curves)}
     if not models:
@@ -48,7 +49,8 @@ def _ratios(curves: Curves) -> dict[int, float]:
 
 def _headline(models: dict[str, Curves]) -> str:
     longest = [max(_ratios(curves).items())[1] for curves in models.values()]
-    return f"At the greatest length NSA trains {min(longest):.1f} to {max(longest):.1f} times as fast as dense attention"
+    times = f"{min(longest):.1f} to {max(longest):.1f} times"
+    return f"At the greatest length NSA trains {times} as fast as dense attention"
 
 
 def _panel(ax: Axes, curves: Curves) -> None:

@@ -73,9 +73,10 @@ class Lists:
 
     Args:
         order: int32 ``(B, Hkv, T * n)``: the pairs of one chunk after the other, by key tile, then by query.
-        replicas: int32 ``(B, Hkv, chunks * 5, V)``, five rows a chunk. For each replica: its key tile; the number of its
-            queries, 0 for unused replicas at the end; the start of its queries in the chunk's order; its index among
-            the replicas of key tiles with several, or -1; and their number for the first replica of such a tile, else 0.
+        replicas: int32 ``(B, Hkv, chunks * 5, V)``, five rows a chunk. For each replica: its key tile; the number of
+            its queries, 0 for unused replicas at the end; the start of its queries in the chunk's order; its index
+            among the replicas of key tiles with several, or -1; and their number for the first replica of such a tile,
+            else 0.
         chunk: queries per chunk.
         capacity: upper bound of the queries of a replica.
     """
