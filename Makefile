@@ -40,7 +40,7 @@ torchtitan: .venv/.torchtitan  ## run the tests that need torchtitan; no GPU nee
 # vLLM pins other versions of torch and transformers, so that it has an environment of its own, and its type hints a run.
 vllm: .vllm/.installed .venv/.installed  ## run the tests that need vLLM, and check the type hints of what is built on it
 	OMP_NUM_THREADS=1 .vllm/bin/python -m pytest -p no:warnings tests/integrations/vllm
-	$(BIN)/pyright --pythonpath .vllm/bin/python flexnsa/vllm tests/integrations/vllm
+	$(BIN)/pyright -p .ci/vllm_types.json --pythonpath $(CURDIR)/.vllm/bin/python
 
 lint: .venv/.installed  ## check style and formatting
 	$(BIN)/ruff check .

@@ -7,9 +7,8 @@ requests with the same prefix share full pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import gcd
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from flexnsa.vllm.batch import Batch
 
@@ -124,19 +124,10 @@ class PagedBuffer(AttentionLayerBase):
             raise ValueError(f"block_size: expected a multiple of the stride {tokens_per_state}, got {self.page_size}")
         if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
             window = None  # that manager knows one window for all buffers; without any, all keep all tokens
-        spec: Callable[..., AttentionSpec] = FullAttentionSpec
-        kind: dict[str, int] = {}
-        if window is not None:
-            spec, kind = SlidingWindowSpec, {"sliding_window": window}
-        self.spec = spec(
-            block_size=self.page_size,
-            num_kv_heads=num_kv_heads,
-            head_size=sum(widths),
-            head_size_v=0,
-            dtype=vllm_config.model_config.dtype,
-            tokens_per_state=tokens_per_state,
-            **kind,
-        )
+        sizes: dict[str, Any] = {"block_size": self.page_size, "tokens_per_state": tokens_per_state}
+        sizes |= {"num_kv_heads": num_kv_heads, "head_size": sum(widths), "head_size_v": 0}
+        sizes["dtype"] = vllm_config.model_config.dtype
+        self.spec = FullAttentionSpec(**sizes) if window is None else SlidingWindowSpec(sliding_window=window, **sizes)
         self.kv_cache = torch.empty(0)
         vllm_config.compilation_config.static_forward_context[prefix] = self
 

@@ -185,7 +185,7 @@ class Decoder(nn.Module):
         self.tables = torch.stack(rope_tables(token, config.head_dim, config.rope_base))
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.dim, prefix=f"{prefix}.embedding")
         names = (f"{prefix}.layers.{index}" for index in range(config.num_layers))
-        self.layers = nn.ModuleList(DecoderLayer(config, self.tables, vllm_config, name) for name in names)
+        self.layers: Any = nn.ModuleList(DecoderLayer(config, self.tables, vllm_config, name) for name in names)
         self.norm = RMSNorm(config.dim, eps=1e-6)
         self.head = ParallelLMHead(config.vocab_size, config.dim, prefix=f"{prefix}.head")
 
@@ -220,7 +220,7 @@ class FlexNSAForCausalLM(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states ``(T, dim)`` of tokens at ``positions (T,)``."""
-        x = self.model.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        x: Tensor = self.model.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         for layer in self.model.layers:
             x = layer(x, positions)
         return self.model.norm(x)
@@ -231,10 +231,12 @@ class FlexNSAForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a checkpoint; the projections of a layer's input are parts of one matrix."""
-        parameters, loaded = dict(self.named_parameters()), set[str]()
+        parameters: dict[str, Any] = dict(self.named_parameters())
+        loaded: set[str] = set()
         for name, weight in weights:
             layer, _, part = name.removesuffix(".weight").partition(".attention.")
-            parts = [*self.model.get_submodule(f"{layer}.attention"[6:]).parts] if part else []
+            attention: Any = self.get_submodule(f"{layer}.attention") if part else None
+            parts = [*attention.parts] if part else []
             if part in parts:
                 name = f"{layer}.attention.project.weight"
                 parameters[name].weight_loader(parameters[name], weight, parts.index(part))

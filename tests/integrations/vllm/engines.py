@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.metrics.reader import Counter, Gauge
 
 from tests.integrations.vllm.references import NEW_TOKENS, Answer
 
@@ -41,11 +42,10 @@ def engine(folder: Path, **options: Any) -> Iterator[LLM]:
 def ask(llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> tuple[list[Answer], int]:
     """Return what follows prompts that arrive together, and how many of their tokens were cached."""
     sampling = SamplingParams(temperature=0, max_tokens=new_tokens, logprobs=1, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     answers, cached = [], 0
-    for prompt, out in zip(
-        prompts, llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False), strict=True
-    ):
-        new = out.outputs[0]
+    for prompt, out in zip(prompts, outputs, strict=True):
+        new: Any = out.outputs[0]
         logs = [step[token].logprob for step, token in zip(new.logprobs, new.token_ids, strict=True)]
         answers.append(Answer(prompt, list(new.token_ids), logs))
         cached += out.num_cached_tokens or 0
@@ -54,4 +54,4 @@ def ask(llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> tup
 
 def metrics(llm: LLM) -> dict[str, float]:
     """Return the engine's counters by their names."""
-    return {x.name.removeprefix("vllm:"): x.value for x in llm.get_metrics() if hasattr(x, "value")}
+    return {x.name.removeprefix("vllm:"): x.value for x in llm.get_metrics() if isinstance(x, Counter | Gauge)}

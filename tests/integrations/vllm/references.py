@@ -51,7 +51,7 @@ def make_reference(folder: Path, fields: dict[str, Any]) -> Reference:
     for seed in range(10):
         torch.manual_seed(seed)
         model = FlexNSAForCausalLM(FlexNSAConfig(**SIZES, **fields, max_position_embeddings=2048)).eval()
-        _draw_weights(model)
+        draw_weights(model)
         prompts = [torch.randint(256, (length,)) for length in PROMPT_LENGTHS]
         prompts.append(torch.cat((prompts[0][:500], prompts[2][:60])))  # a prefix in common
         answers = [answer(model, prompt) for prompt in prompts]
@@ -63,7 +63,7 @@ def make_reference(folder: Path, fields: dict[str, Any]) -> Reference:
 
 
 @torch.no_grad()
-def _draw_weights(model: torch.nn.Module) -> None:
+def draw_weights(model: torch.nn.Module) -> None:
     """Draw weights so large that attention, selection and indexer decide which tokens follow."""
     for name, weight in model.named_parameters():
         if "norm" not in name:
