@@ -38,7 +38,7 @@ from benchmarks.learning.packages import (
 )
 from benchmarks.learning.reading import bits_of_bytes
 from benchmarks.learning.workers import Job, Point, Report, places, run_jobs
-from flexnsa import SelectionLoss
+from flexnsa import NativeSparseAttention, SelectionLoss
 from flexnsa.lm import Batch, DecoderConfig, DecoderLM, preset
 from flexnsa.lm.measure.table import format_table
 from flexnsa.optim import index_parameters, parameter_groups
@@ -56,8 +56,15 @@ ROWS = {"32k": (32768, 64), "8k": (8192, 128)}
 """Tokens and number of the sequences on which results are measured."""
 
 
-DENSE_FIRST = {"nsa": None, "nsa, dense first": ("slc",), "nsa, all branches dense first": ("cmp", "slc", "win")}
-"""Branches of NSA in a dense stage as long as the first stage; None without one."""
+DENSE_FIRST: dict[str, tuple[tuple[str, ...] | None, int]] = {
+    "nsa": (None, 0),
+    "nsa, dense first": (("slc",), 1),
+    "nsa, all branches dense first": (("cmp", "slc", "win"), 1),
+    "nsa, dense to 8k": (("slc",), 2),
+    "nsa, dense first, silent": (("slc",), 1),
+    "nsa, dense to 8k, silent": (("slc",), 2),
+}
+"""Branches of NSA in a dense stage, and how many stages it takes; silent: others begin with values of 0 after it."""
 MODELS = (*DENSE_FIRST, "dense", "dense wide")
 
 
@@ -84,6 +91,16 @@ def read_text(cache: Path, *, tiny: bool) -> dict[str, Any]:
         cache.parent.mkdir(parents=True, exist_ok=True)
         torch.save({part: joined(of) for part, of in parts.items()} | {"sizes": sizes}, cache)
     return torch.load(cache)
+
+
+def silence(model: nn.Module) -> None:
+    """Begin the window with the keys of the selected branch, and it and the compressed branch with values of 0."""
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, NativeSparseAttention):
+                layer.get_parameter("w_k_win.weight").copy_(layer.get_parameter("w_k_slc.weight"))
+                layer.get_parameter("w_v_win.weight").zero_()
+                layer.get_parameter("w_v_cmp.weight").zero_()
 
 
 def rows_of(text: Tensor, starts: Sequence[int], length: int) -> Batch:
@@ -150,7 +167,10 @@ class StagedRun:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = factor * rate
         if first:
-            self.model.attend_densely(DENSE_FIRST.get(self.job["model"]) if stage == 0 else None)
+            branches, stages = DENSE_FIRST.get(self.job["model"], (None, 0))
+            self.model.attend_densely(branches if stage < stages else None)
+            if stage == stages and "silent" in self.job["model"]:
+                silence(self.model)
         batch = drawn(self.text["train"], length, self.tokens // length, self.job["seed"], self.step).to(self.device)
         start = time.perf_counter()
         selection = None

@@ -218,7 +218,7 @@ class NativeSparseAttention(SparseLayer):
         """Project new tokens, and return the arguments of a kernel that computes the whole step."""
         if lengths is not None:
             check_lengths(lengths, x)
-        modules = self._maps(), self.gate, self._compressors(), self.indexer
+        modules = self._maps(self.branches), self.gate, self._compressors(), self.indexer
         return step_inputs(x, cache, lengths, *modules, rope_base=self.rope_base)
 
     @property
@@ -249,13 +249,12 @@ class NativeSparseAttention(SparseLayer):
         """Lay out tokens that follow a cache."""
         return step_layout(step, head_dim=self.head_dim, rope_base=self.rope_base, dtype=x.dtype)
 
-    def project(self, x: Tensor) -> Heads:
-        """Project to the heads of all branches, and their gates."""
-        projected = project_named(x, self._maps())
+    def project(self, x: Tensor, *, rows: bool = False) -> Heads:
+        """Project to the heads of the branches, in a dense stage of its own, and their gates."""
+        branches = self.dense_branches if rows and self.dense_branches else self.branches
+        projected = project_named(x, self._maps(branches))
         q = split_heads(projected["q"], self.num_heads)
-        k, v = (
-            {tag: split_heads(projected[f"{kind}_{tag}"], self.num_kv_heads) for tag in self.branches} for kind in "kv"
-        )
+        k, v = ({tag: split_heads(projected[f"{kind}_{tag}"], self.num_kv_heads) for tag in branches} for kind in "kv")
         index = None if self.indexer is None else self.indexer(x, q, k["slc"])
         return Heads(q, k, v, self.gate(x, projected["gate"]), index)
 
@@ -279,7 +278,7 @@ class NativeSparseAttention(SparseLayer):
         take_step = implementation.step
         if take_step is None or modded:
             return None
-        if not takes_step(x, cache, self._maps().values(), self.gate, self._compressors(), self.indexer):
+        if not takes_step(x, cache, self._maps(self.branches).values(), self.gate, self._compressors(), self.indexer):
             return None
         return lambda lengths: take_step(self.step_inputs(x, cache, lengths))[0]
 
@@ -287,9 +286,9 @@ class NativeSparseAttention(SparseLayer):
         index = None if self.indexer is None else self.indexer.phi
         return Compressors(getattr(self, "phi_k", None), getattr(self, "phi_v", None), index)
 
-    def _maps(self) -> dict[str, nn.Linear]:
+    def _maps(self, branches: Sequence[str]) -> dict[str, nn.Linear]:
         """Name the maps of the input; one may have two names."""
-        kinds = [f"{kind}_{tag}" for kind in "kv" for tag in self.branches]
+        kinds = [f"{kind}_{tag}" for kind in "kv" for tag in branches]
         owners = {} if hasattr(self, "w_k_cmp") else {"k_cmp": "k_slc"}
         maps = {name: cast("nn.Linear", self.get_submodule(f"w_{owners.get(name, name)}")) for name in ("q", *kinds)}
         return maps | {"gate": self.gate.linear}  # last, because its columns are of no round number

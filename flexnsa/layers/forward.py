@@ -67,8 +67,8 @@ class Layer(Protocol[C, L]):
         """Lay out tokens ``x (B, T, dim)`` that follow a cache."""
         ...
 
-    def project(self, x: Tensor) -> Heads:
-        """Project to heads, not yet rotated."""
+    def project(self, x: Tensor, *, rows: bool = False) -> Heads:
+        """Project to heads, not yet rotated; ``rows``: of whole sequences, which a dense stage concerns."""
         ...
 
     def whole_step(self, x: Tensor, cache: C, mods: Mods) -> WholeStep | None:
@@ -126,7 +126,7 @@ def run_layer(
         layout = layer.row_layout(x, document_ids) if layout is None else layout
         if selection is not None and layout.source is not None and not losses_over:
             raise ValueError("layout: expected one of whole rows, of which alone the layer has the loss, got a part")
-        heads = layer.project(x) if heads is None else heads
+        heads = layer.project(x, rows=layout.source is None) if heads is None else heads
         out, read = layer.attend(x, heads, layout, layout.source or RowKeys(), mods, cached=False)
         return _join(_teach(layer, x, out, read, selection, losses_over))
     cached = not (is_packed(document_ids, layout) or cache.takes_rows(x.shape[1]))
@@ -244,7 +244,7 @@ class SparseLayer(nn.Module):
         """Describe the layer as it is now."""
         raise NotImplementedError
 
-    def project(self, x: Tensor) -> Heads:
+    def project(self, x: Tensor, *, rows: bool = False) -> Heads:
         """Project; see :class:`Layer`. A layer that has more to project gives its heads to :func:`run_layer`."""
         raise NotImplementedError
 

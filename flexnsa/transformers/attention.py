@@ -165,9 +165,9 @@ class ConvertedAttention(SparseLayer):
         factor = 1.0 if self.gate is None else GATE_LIMIT
         return lambda lengths: take_step(self.step_inputs(x, cache, lengths))[0] * factor
 
-    def project(self, x: Tensor) -> Heads:
-        """Project to the heads of all branches, and their gates."""
-        branches = self.options.branches
+    def project(self, x: Tensor, *, rows: bool = False) -> Heads:
+        """Project to the heads of the branches, in a dense stage of its own, and their gates."""
+        branches = self.dense_branches if rows and self.dense_branches else self.options.branches
         q, *keys = project(x, [self.q_proj, *(self._map("k", tag) for tag in branches)])
         v = project(x, [self._map("v", tag) for tag in branches])
         values = {tag: split_heads(one, self.num_kv_heads) for tag, one in zip(branches, v, strict=True)}

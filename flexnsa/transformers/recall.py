@@ -39,7 +39,7 @@ def recall(model: Any, input_ids: Tensor) -> Tensor:
     def compare(layer: ConvertedAttention, _: Any, options: dict[str, Any]) -> None:
         x = options["hidden_states"]
         layout = layer.row_layout(x, None)
-        _, read = layer.attend(x, layer.project(x), layout, RowKeys(), (None, None), cached=False)
+        _, read = layer.attend(x, layer.project(x, rows=True), layout, RowKeys(), (None, None), cached=False)
         keys, blocks = given(read.keys.k_slc), given(read.block_indices)
         found.append(selection_recall(read.q, keys, blocks, config=layer.options.sizes, scale=layer.scaling))
 

@@ -140,7 +140,7 @@ class DenseAttention(nn.Module):
             rope_tables(step.positions.token, self.head_dim, self.rope_base, dtype=dtype), step.positions
         )
 
-    def project(self, x: Tensor) -> Heads:
+    def project(self, x: Tensor, *, rows: bool = False) -> Heads:  # noqa: ARG002
         """Project to heads: of one branch, without a gate."""
         k, v = (split_heads(linear(x), self.num_kv_heads) for linear in (self.w_k, self.w_v))
         return Heads(split_heads(self.w_q(x), self.num_heads), {"all": k}, {"all": v}, {})
