@@ -30,8 +30,11 @@ from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables
 from flexnsa.vllm.attention import NewTokens, PagedAttention
 from flexnsa.vllm.unsupported import refuse_options
 
-SERVED = frozenset(field.name for field in fields(LayerConfig)) | {"num_layers", "vocab_size"}
-"""Fields of a checkpoint's config that this model knows."""
+SERVED = (
+    *("dim", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "num_layers", "vocab_size", "nsa", "branches"),
+    *("compression", "gate", "rope_base", "shared_keys", "begin_as_mean", "index_rank", "impl", "recompute"),
+)
+"""Fields of a checkpoint's config that this model knows; any other has to have its default."""
 
 
 class _Plain(TypedDict):
