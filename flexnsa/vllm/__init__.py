@@ -1,6 +1,10 @@
 """A plugin of vLLM that serves checkpoints of flexnsa: ``pip install 'flexnsa[vllm]'``, then ``vllm serve FOLDER``."""
 
-MODELS = {"FlexNSAForCausalLM": "flexnsa.vllm.decoder:FlexNSAForCausalLM"}
+CONVERTED = tuple(f"FlexNSA{dense}ForCausalLM" for dense in ("Llama", "Mistral", "Qwen2", "Qwen3"))
+MODELS = {
+    "FlexNSAForCausalLM": "flexnsa.vllm.decoder:FlexNSAForCausalLM",
+    **{name: f"flexnsa.vllm.converted:{name}" for name in CONVERTED},
+}
 """Where models are, by the names of their classes in a checkpoint."""
 OPERATOR = "flexnsa::paged_attention"
 

@@ -7,7 +7,7 @@ the library's attention for whole sequences takes them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from vllm.forward_context import get_forward_context
 from flexnsa.attention.dispatch import attend, choose_implementation
 from flexnsa.attention.interface import Call, Keys, Scorer, given
 from flexnsa.config import BRANCHES, NSAConfig
+from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.core import Compressors
 from flexnsa.operators import opaque_operator
 from flexnsa.vllm.batch import Batch, last_tokens
@@ -27,26 +28,6 @@ Rotation = Callable[[Tensor, Tensor], Tensor]
 """``(x (K, H, D), positions (K,))``: rotate heads by their positions."""
 
 
-class NewTokens(NamedTuple):
-    """What a layer projects its new tokens to.
-
-    Args:
-        q: ``(T, Hq, Dk)``, rotated.
-        k: by branch, ``(T, Hkv, Dk)``; that of ``cmp`` is not rotated.
-        v: by branch, ``(T, Hkv, Dv)``.
-        gates: by branch, ``(T, Hq)``; a branch that has none has weight 1.
-        q_index: index queries ``(T, Hkv * H, Dk)``, rotated, if the layer has an indexer.
-        k_index: raw index keys ``(T, Hkv, Dk)``, not rotated.
-    """
-
-    q: Tensor
-    k: Mapping[str, Tensor]
-    v: Mapping[str, Tensor]
-    gates: Mapping[str, Tensor]
-    q_index: Tensor | None = None
-    k_index: Tensor | None = None
-
-
 class PagedAttention(nn.Module):
     """Keeps keys and values of a layer in paged buffers, and attends to them.
 
@@ -55,15 +36,11 @@ class PagedAttention(nn.Module):
 
     Args:
         prefix: a unique name.
-        sizes: of the branches.
-        branches: of the layer.
-        gated: those that have a gate.
+        config: of the layer; ``impl`` is that of prompts.
+        gated: branches that have a gate.
         num_kv_heads: on this rank.
-        dims: ``(Dk, Dv)``.
-        scale: factor on the scores.
         compressors: of the layer.
         rotate: what rotates compressed keys.
-        impl: as in :func:`flexnsa.native_sparse_attention`, of prompts.
         vllm_config: of the model.
 
     Raises:
@@ -73,23 +50,19 @@ class PagedAttention(nn.Module):
     def __init__(
         self,
         prefix: str,
-        *,
-        sizes: NSAConfig,
-        branches: Sequence[str],
+        config: LayerConfig,
         gated: Sequence[str],
         num_kv_heads: int,
-        dims: tuple[int, int],
-        scale: float,
         compressors: Compressors,
         rotate: Rotation,
-        impl: str,
         vllm_config: VllmConfig,
     ) -> None:
         super().__init__()
-        self.name, self.v_dim, self.impl = f"{prefix}.paged", dims[1], impl
+        sizes, dims = config.nsa, (config.head_dim, config.v_head_dim or config.head_dim)
+        self.name, self.v_dim, self.impl = f"{prefix}.paged", dims[1], config.impl
         self.compressors, self.rotate = compressors, rotate
         indexed, dk = compressors.phi_index is not None, dims[0]
-        ordered, of_gates = (tuple(tag for tag in BRANCHES if tag in tags) for tags in (branches, gated))
+        ordered, of_gates = (tuple(tag for tag in BRANCHES if tag in tags) for tags in (config.branches, gated))
         kinds: dict[str, NSAConfig] = {}
         if "cmp" in ordered or ("slc" in ordered and not indexed):
             kinds["cmp"] = sizes
@@ -110,19 +83,35 @@ class PagedAttention(nn.Module):
             )
             for name in (*kinds, *(tag for tag in ("slc", "win") if tag in ordered), *(["tail"] if kinds else []))
         }
-        self.layer = PagedLayer(sizes, ordered, of_gates, kinds, buffers, num_kv_heads, scale)
+        self.layer = PagedLayer(sizes, ordered, of_gates, kinds, buffers, num_kv_heads, dims[0] ** -0.5)
         vllm_config.compilation_config.static_forward_context[self.name] = self
 
-    def forward(self, new: NewTokens) -> Tensor:
-        """Store the new tokens and return the heads' outputs ``(T, Hq, Dv)``."""
-        layer, out = self.layer, new.q.new_empty(*new.q.shape[:2], self.v_dim)
-        stored = [torch.cat((new.k[tag], new.v[tag]), -1) for tag in ("slc", "win") if tag in layer.branches]
+    def forward(
+        self,
+        q: Tensor,
+        k: Mapping[str, Tensor],
+        v: Mapping[str, Tensor],
+        gates: Mapping[str, Tensor],
+        q_index: Tensor | None = None,
+        k_index: Tensor | None = None,
+    ) -> Tensor:
+        """Store what new tokens are projected to, and return the heads' outputs ``(T, Hq, Dv)``.
+
+        Args:
+            q: ``(T, Hq, Dk)``, rotated.
+            k: by branch, ``(T, Hkv, Dk)``; that of ``cmp`` is not rotated.
+            v: by branch, ``(T, Hkv, Dv)``.
+            gates: by branch, ``(T, Hq)``; a branch that has none has weight 1.
+            q_index: index queries ``(T, Hkv * H, Dk)``, rotated, if the layer has an indexer.
+            k_index: raw index keys ``(T, Hkv, Dk)``, not rotated.
+        """
+        layer, out = self.layer, q.new_empty(*q.shape[:2], self.v_dim)
+        stored = [torch.cat((k[tag], v[tag]), -1) for tag in ("slc", "win") if tag in layer.branches]
         if layer.kinds:
-            raw = [new.k["cmp"]] if "cmp" in layer.kinds else []
-            raw += [new.v["cmp"]] if "cmp" in layer.branches else []
-            stored.append(torch.cat([*raw, *([] if new.k_index is None else [new.k_index])], -1))
-        gates = [new.gates[tag] for tag in layer.gated]
-        _paged_attention(new.q, new.q_index, stored, gates, out, self.name)
+            raw = [k["cmp"]] if "cmp" in layer.kinds else []
+            raw += [v["cmp"]] if "cmp" in layer.branches else []
+            stored.append(torch.cat([*raw, *([] if k_index is None else [k_index])], -1))
+        _paged_attention(q, q_index, stored, [gates[tag] for tag in layer.gated], out, self.name)
         return out
 
     def run(
@@ -221,11 +210,9 @@ def _paged_attention(
 ) -> None:
     """Store what is kept of new tokens, and attend from them.
 
-    Args:
-        q: ``(T, Hq, Dk)``, rotated.
-        q_index: as in :class:`NewTokens`.
+    Args are as of :meth:`PagedAttention.forward`, but for these:
         stored: ``(T, Hkv, width)`` for each buffer of tokens, in the order of :class:`PagedAttention`.
-        gates: ``(T, Hq)`` for each gated branch.
+        gates: for each gated branch.
         out: ``(T, Hq, Dv)``; written to.
         layer: the name of a :class:`PagedAttention`.
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from vllm.v1.attention.backend import AttentionMetadata
 from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.positions import Positions
 
-T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Located(NamedTuple):
@@ -28,6 +29,19 @@ class Packed(NamedTuple):
 
     entries: Located
     starts: Tensor
+
+
+def once(method: Method) -> Method:
+    """Have a method of :class:`Batch` compute what it returns once for all layers of a pass."""
+
+    @wraps(method)
+    def kept(self: Any, *args: Any) -> Any:
+        key = (method.__name__, *args)
+        if key not in self._made:
+            self._made[key] = method(self, *args)
+        return self._made[key]
+
+    return cast("Method", kept)
 
 
 @dataclass
@@ -53,12 +67,6 @@ class Batch(AttentionMetadata):
     num_decodes: int
     _made: dict[object, object] = field(default_factory=dict)
 
-    def once(self, key: object, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns, made once for all layers of a pass."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]  # pyright: ignore[reportReturnType]
-
     @property
     def num_decode_tokens(self) -> int:
         """New tokens of the requests that decode."""
@@ -70,28 +78,25 @@ class Batch(AttentionMetadata):
         return int(self.host_starts[-1])
 
     @property
+    @once
     def stored_slots(self) -> Tensor:
         """The slots of the new tokens; padding is stored where no request reads."""
-        return self.once("slots", lambda: self.slots.clamp_min(0))
+        return self.slots.clamp_min(0)
 
     @property
+    @once
     def tokens(self) -> Located:
         """Locate the new tokens, padding included: the request and the position of each."""
-        return self.once("tokens", self._locate_tokens)
-
-    def _locate_tokens(self) -> Located:
         token = torch.arange(len(self.slots), dtype=self.starts.dtype, device=self.starts.device)
         request = torch.searchsorted(self.starts[1:], token, right=True).clamp_max(len(self.lengths) - 1)
         return Located(request, token - self.starts[request + 1] + self.lengths[request])
 
+    @once
     def completed(self, sizes: NSAConfig) -> Located:
         """Locate the blocks of ``compress_block_size`` tokens that the new tokens complete, by their last tokens.
 
         There may be spare entries, whose last token is -1.
         """
-        return self.once(("completed", sizes), lambda: self._completed(sizes))
-
-    def _completed(self, sizes: NSAConfig) -> Located:
         request, position = self.tokens
         beyond = position - (sizes.compress_block_size - 1)
         ends = (beyond >= 0) & (beyond % sizes.compress_stride == 0) & (self.slots >= 0)
@@ -108,14 +113,12 @@ class Batch(AttentionMetadata):
         return int(self.host_lengths[: self.num_decodes].max())
 
     @property
+    @once
     def decodes(self) -> tuple[Tensor, Tensor]:
         """Where the new tokens of requests that decode are in the batch, and their positions, each int64 ``(R, T)``.
 
         A request with fewer than ``T`` new tokens has others in the place of what it lacks.
         """
-        return self.once("decodes", self._locate_decodes)
-
-    def _locate_decodes(self) -> tuple[Tensor, Tensor]:
         count = int(self.host_starts[: self.num_decodes + 1].diff().max())
         first, end = self.starts[: self.num_decodes, None], self.starts[1 : self.num_decodes + 1, None]
         row = first + torch.arange(count, dtype=torch.int64, device=self.starts.device)
@@ -123,25 +126,15 @@ class Batch(AttentionMetadata):
         return row.clamp_max(len(self.slots) - 1), position
 
     @property
+    @once
     def decoded_rows(self) -> Tensor:
         """Which entry of :attr:`decodes` each new token of requests that decode is, int64 ``(T,)``."""
-        return self.once("decoded_rows", self._locate_rows)
-
-    def _locate_rows(self) -> Tensor:
         token = torch.arange(self.num_decode_tokens, device=self.starts.device)
         request = self.tokens.request[: len(token)]
         return request * self.decodes[0].shape[1] + token - self.starts[request]
 
-    def pack(self, count: Callable[[Tensor, Tensor], Tensor], key: object) -> Packed:
-        """Pack entries of the requests that do not decode.
-
-        Args:
-            count: how many entries requests have, given their lengths and new tokens.
-            key: names what is packed.
-        """
-        return self.once(("pack", key), lambda: self._pack(count))
-
     def _pack(self, count: Callable[[Tensor, Tensor], Tensor]) -> Packed:
+        """Pack entries of the requests that do not decode, as many as their lengths and new tokens give."""
         of = slice(self.num_decodes, None)
         total = int(count(self.host_lengths[of], self.host_starts[of].diff()).sum())
         ends = count(self.lengths[of], self.starts[of].diff()).cumsum(0)
@@ -150,10 +143,12 @@ class Batch(AttentionMetadata):
         request = torch.searchsorted(ends, entry, right=True).clamp_max(len(ends) - 1)
         return Packed(Located(request + self.num_decodes, entry - starts[request]), starts)
 
+    @once
     def pack_tokens(self) -> Packed:
         """Pack all tokens of the requests that do not decode."""
-        return self.pack(lambda lengths, _: lengths, "tokens")
+        return self._pack(lambda lengths, _: lengths)
 
+    @once
     def pack_compressed(self, sizes: NSAConfig) -> Packed:
         """Pack their compressed tokens."""
 
@@ -161,28 +156,25 @@ class Batch(AttentionMetadata):
             beyond = lengths - sizes.compress_block_size
             return (beyond // sizes.compress_stride + 1).clamp_min(0)
 
-        return self.pack(count, sizes)
+        return self._pack(count)
 
+    @once
     def pack_window(self, size: int) -> Packed:
         """Pack the tokens that their new tokens see in a window; each request's are its last ones."""
-        return self.pack(lambda lengths, new: torch.minimum(lengths, new + size - 1), ("window", size))
+        return self._pack(lambda lengths, new: torch.minimum(lengths, new + size - 1))
 
+    @once
     def positions(self, sizes: NSAConfig) -> Positions:
         """Locate the new tokens of requests that do not decode among all tokens and compressed tokens of these."""
-        return self.once(("positions", sizes), lambda: self._positions(sizes))
-
-    def _positions(self, sizes: NSAConfig) -> Positions:
         request, token = (x[self.num_decode_tokens : self.num_tokens] for x in self.tokens)
         request = request - self.num_decodes
         start, cmp_start = (packed.starts[request] for packed in (self.pack_tokens(), self.pack_compressed(sizes)))
         longest = int(self.host_lengths[self.num_decodes :].max())
         return _as_positions(start + token, start, cmp_start, longest)
 
+    @once
     def window_positions(self, size: int) -> Positions:
         """Locate them among the tokens of :meth:`pack_window`."""
-        return self.once(("window_positions", size), lambda: self._window_positions(size))
-
-    def _window_positions(self, size: int) -> Positions:
         request, token = (x[self.num_decode_tokens : self.num_tokens] for x in self.tokens)
         first = self.lengths - torch.minimum(self.lengths, self.starts.diff() + size - 1)
         start = self.pack_window(size).starts[request - self.num_decodes] - first[request]

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from flexnsa import NSAConfig
 from flexnsa.lm.transformers_model import FlexNSAConfig, FlexNSAForCausalLM
+from flexnsa.transformers import convert
 
 SIZES = {"dim": 64, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 256}
 NSA = {"num_selected_blocks": 4, "window_size": 64}
@@ -24,6 +27,29 @@ MODELS: dict[str, dict[str, Any]] = {
     "slc_win": {"nsa": NSA | INDEX, "branches": ["slc", "win"], "gate": "residual"},
 }
 """Fields of the decoder. Prompts of more than 4 blocks of 64 tokens are attended to sparsely."""
+DENSE = {
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 256,
+    "max_position_embeddings": 2048,
+    "eos_token_id": None,
+}
+STRETCHED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+CONVERTED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, {"attention_bias": True, "rope_parameters": STRETCHED}, {"config": NSAConfig(**NSA)}),
+    "mistral": (
+        MistralForCausalLM,
+        {"sliding_window": None, "tie_word_embeddings": True},
+        {"config": NSAConfig(**NSA), "branches": ("slc",)},
+    ),
+    "qwen2": (Qwen2ForCausalLM, {}, {"config": NSAConfig(**NSA, **INDEX), "branches": ("slc", "win")}),
+    "qwen3": (Qwen3ForCausalLM, {}, {"config": NSAConfig(**NSA, **INDEX), "index_rank": 4}),
+}
+"""Classes of dense models, what their configs have besides :data:`DENSE`, and arguments of ``convert``."""
 PROMPT_LENGTHS, NEW_TOKENS = (700, 33, 401, 522, 5), 24
 ROUNDING = 1e-3
 """Other weights are drawn if fp32 and fp64 differ by more: two blocks then have nearly the same score."""
@@ -46,20 +72,28 @@ class Reference:
     answers: list[Answer]
 
 
-def make_reference(folder: Path, fields: dict[str, Any]) -> Reference:
+def make_model(name: str) -> Any:
+    """Make a model of :data:`MODELS` or :data:`CONVERTED`."""
+    if name in MODELS:
+        return FlexNSAForCausalLM(FlexNSAConfig(**SIZES, **MODELS[name], max_position_embeddings=2048)).eval()
+    dense, sizes, options = CONVERTED[name]
+    return convert(dense(dense.config_class(**DENSE, **sizes)).eval(), **options)
+
+
+def make_reference(folder: Path, name: str) -> Reference:
     """Draw a model whose answers do not depend on rounding, save it, and have it answer prompts."""
     for seed in range(10):
         torch.manual_seed(seed)
-        model = FlexNSAForCausalLM(FlexNSAConfig(**SIZES, **fields, max_position_embeddings=2048)).eval()
+        model = make_model(name)
         draw_weights(model)
         prompts = [torch.randint(256, (length,)) for length in PROMPT_LENGTHS]
         prompts.append(torch.cat((prompts[0][:500], prompts[2][:60])))  # a prefix in common
         answers = [answer(model, prompt) for prompt in prompts]
         model.save_pretrained(folder)
-        exact = FlexNSAForCausalLM.from_pretrained(folder).eval().double()
+        exact = type(model).from_pretrained(folder).eval().double()
         if max(_rounding(exact, each) for each in answers) < ROUNDING:
             return Reference(folder, answers)
-    raise AssertionError(f"no weights for which fp32 and fp64 agree: {fields}")
+    raise AssertionError(f"no weights for which fp32 and fp64 agree: {name}")
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.vllm.engines import ask, engine, metrics
-from tests.integrations.vllm.references import MODELS, Answer, Reference
+from tests.integrations.vllm.references import CONVERTED, MODELS, Answer, Reference
 
 TOLERANCE = 1e-5
 """Of a logarithm of a probability, in fp32."""
@@ -30,7 +30,7 @@ def check(said: Reference, **options: Any) -> None:
         assert_equal(ask(llm, [x.prompt for x in said.answers])[0], said.answers)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *CONVERTED])
 def test_every_kind_of_model_in_pages_of_16(reference: Ask, name: str) -> None:
     check(reference(name))
 
@@ -38,14 +38,14 @@ def test_every_kind_of_model_in_pages_of_16(reference: Ask, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("index", {"block_size": 32}),
         ("index", {"block_size": 128}),
         ("index", SPLIT),
         ("paper", SPLIT | {"block_size": 64}),
+        ("qwen3", SPLIT | {"enforce_eager": False}),
         ("index", {"max_num_batched_tokens": 37, "max_num_seqs": 3}),
         ("index", SPLIT | {"disable_hybrid_kv_cache_manager": True}),
     ],
-    ids=["pages of 32", "pages of 128", "chunks", "chunks, pages of 64", "chunks of 37", "no hybrid manager"],
+    ids=["pages of 128", "chunks", "chunks, pages of 64", "compiled", "chunks of 37", "no hybrid manager"],
 )
 def test_pages_and_chunks(reference: Ask, name: str, options: dict[str, Any]) -> None:
     check(reference(name), **options)
@@ -79,7 +79,7 @@ def test_rejected_drafts_are_forgotten(reference: Ask, monkeypatch: pytest.Monke
     assert count["spec_decode_num_draft_tokens"] > count["spec_decode_num_accepted_tokens"]
 
 
-@pytest.mark.parametrize("name", ["paper", "rank"])
+@pytest.mark.parametrize("name", ["rank", "qwen3"])
 def test_two_ranks_share_the_heads(reference: Ask, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     check(reference(name), **SPLIT, tensor_parallel_size=2)

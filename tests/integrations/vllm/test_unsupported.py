@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexnsa.transformers  # noqa: F401  (registers the attention)
+from flexnsa import NSAConfig
+from flexnsa.lm import DecoderConfig
+from flexnsa.vllm.unsupported import refuse_fields, refuse_layers
 from tests.integrations.vllm.engines import engine
-from tests.integrations.vllm.references import Reference
+from tests.integrations.vllm.references import INDEX, NSA, SIZES, Reference
 
 
 @pytest.mark.parametrize(
@@ -30,6 +35,35 @@ from tests.integrations.vllm.references import Reference
 def test_options_of_the_engine(reference: Callable[[str], Reference], options: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message), engine(reference("paper").folder, **options):
         pass
+
+
+def test_fields_of_a_decoder_that_are_not_served_yet() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Later(DecoderConfig):
+        share_index: int | tuple[int, ...] = 1
+
+    fields: dict[str, Any] = SIZES | {"nsa": NSAConfig(**NSA, **INDEX)}
+    refuse_fields(Later(**fields))
+    shared = Later(**fields, share_index=2)
+    with pytest.raises(ValueError, match="share_index: expected 1 of a model in vLLM, got 2"):
+        refuse_fields(shared)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected 'full_attention'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: expected 'default' or"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: expected 1.0"),
+        ({"flexnsa": {"rotary": "interleaved"}}, "rotary: expected 'halves'"),
+        ({"flexnsa": {"softcap": 30.0}}, "softcap: expected None"),
+        ({"flexnsa": {"opening": -1.0}}, "opening: expected at least 0"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_layers_of_converted_models(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        refuse_layers(SimpleNamespace(**fields))
 
 
 def test_a_dense_model_with_the_attention_of_flexnsa(tmp_path: Path) -> None:
