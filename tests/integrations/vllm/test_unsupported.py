@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +12,9 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexnsa.transformers  # noqa: F401  (registers the attention)
-from flexnsa import NSAConfig
-from flexnsa.lm import DecoderConfig
-from flexnsa.vllm.unsupported import refuse_fields, refuse_layers
+from flexnsa.vllm.unsupported import refuse_layers
 from tests.integrations.vllm.engines import engine
-from tests.integrations.vllm.references import INDEX, NSA, SIZES, Reference
+from tests.integrations.vllm.references import Reference
 
 
 @pytest.mark.parametrize(
@@ -28,25 +25,14 @@ from tests.integrations.vllm.references import INDEX, NSA, SIZES, Reference
         ({"model_impl": "transformers"}, "model_impl: expected 'auto' or 'vllm'"),
         ({"pipeline_parallel_size": 2}, "[Pp]ipeline"),
         ({"enable_lora": True}, "LoRA"),
+        ({"hf_overrides": {"share_index": 2}}, "share_index: expected 1 of a model in vLLM, got 2"),
         ({"hf_overrides": {"tie_word_embeddings": True}}, "tie_word_embeddings: expected False"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_options_of_the_engine(reference: Callable[[str], Reference], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(Exception, match=message), engine(reference("paper").folder, **options):
+    with pytest.raises(Exception, match=message), engine(reference("index").folder, **options):
         pass
-
-
-def test_fields_of_a_decoder_that_are_not_served_yet() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Later(DecoderConfig):
-        share_index: int | tuple[int, ...] = 1
-
-    fields: dict[str, Any] = SIZES | {"nsa": NSAConfig(**NSA, **INDEX)}
-    refuse_fields(Later(**fields))
-    shared = Later(**fields, share_index=2)
-    with pytest.raises(ValueError, match="share_index: expected 1 of a model in vLLM, got 2"):
-        refuse_fields(shared)
 
 
 @pytest.mark.parametrize(
