@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -99,22 +100,23 @@ class Attention(nn.Module):
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         """Map ``(T, dim)``, new tokens of all requests of a batch."""
-        x = hidden_states
-        rows = dict(zip(self.parts, self.project(x).split([*self.parts.values()], -1), strict=True))
+        rows = dict(zip(self.parts, self.project(hidden_states).split([*self.parts.values()], -1), strict=True))
         q = rows.pop("w_q").unflatten(-1, (self.num_heads, -1))
         q = q if self.q_norm is None else self.q_norm(q)
         gates = self.weigh(rows.pop("gate.linear").unflatten(-1, (self.num_heads, -1))) if self.gated else {}
         heads = {name[2:]: row.unflatten(-1, (self.num_kv_heads, -1)) for name, row in rows.items()}
         k = {name[2:]: x if self.k_norm is None else self.k_norm(x) for name, x in heads.items() if name[0] == "k"}
         v = {name[2:]: x for name, x in heads.items() if name[0] == "v"}
-        q_index = k_index = None
+        turned, k_index = {"q": q} | {tag: k[tag] for tag in ("slc", "win") if tag in k}, None
         if self.indexer is not None:
-            of_q, of_k = self.indexer(x[None], q.transpose(0, 1)[None], k["slc"].transpose(0, 1)[None])
-            q_index, k_index = self.rotate(of_q[0].transpose(0, 1), positions), of_k[0].transpose(0, 1)
+            of_q, of_k = self.indexer(hidden_states[None], q.transpose(0, 1)[None], k["slc"].transpose(0, 1)[None])
+            turned["q_index"], k_index = of_q[0].transpose(0, 1), of_k[0].transpose(0, 1)
         if "cmp" not in k and "slc" in k:
             k["cmp"] = k["slc"]
-        k |= {tag: self.rotate(k[tag], positions) for tag in ("slc", "win") if tag in k}
-        out = self.attend(self.rotate(q, positions), k, v, gates, q_index, k_index)
+        joint = self.rotate(torch.cat([*turned.values()], 1), positions)  # one call is faster, for a single token
+        turned = dict(zip(turned, joint.split([x.shape[1] for x in turned.values()], 1), strict=True))
+        q, q_index = turned.pop("q"), turned.pop("q_index", None)
+        out = self.attend(q, k | turned, v, gates, q_index, k_index)
         return self.w_o(out.flatten(1))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
