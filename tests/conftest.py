@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".compiled"))
 
 EMITTED = Path(__file__).parent / "emitted"
-INTEGRATIONS = {"transformers": "Hugging Face transformers", "torchtitan": "torchtitan"}
+INTEGRATIONS = {"transformers": "Hugging Face transformers", "torchtitan": "torchtitan", "vllm": "vLLM"}
 """Packages by the name of their tests' folder and of the target of make that runs these."""
 
 

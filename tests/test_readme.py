@@ -21,7 +21,7 @@ PAGES = [
     *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
 ]
 # Those of these pages need packages of their own, and run with their tests.
-WITH_SAMPLES = [page for page in PAGES if page.stem not in ("transformers", "torchtitan")]
+WITH_SAMPLES = [page for page in PAGES if page.stem not in ("transformers", "torchtitan", "vllm")]
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 

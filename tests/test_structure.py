@@ -37,7 +37,7 @@ FLOORS = (
     "flexnsa/layers flexnsa/checkpointing flexnsa/loss",
     "flexnsa/__init__ flexnsa/optim",
     # layers on several ranks, and in models of others
-    "flexnsa/parallel flexnsa/transformers flexnsa/torchtitan",
+    "flexnsa/parallel flexnsa/transformers flexnsa/torchtitan flexnsa/vllm",
     # the language model
     "flexnsa/lm/generation flexnsa/lm/dense flexnsa/lm/measure",
     "flexnsa/lm/model",

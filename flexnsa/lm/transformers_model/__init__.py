@@ -8,4 +8,9 @@ from flexnsa.lm.transformers_model.decoder import FlexNSAForCausalLM
 AutoConfig.register(FlexNSAConfig.model_type, FlexNSAConfig)
 AutoModelForCausalLM.register(FlexNSAConfig, FlexNSAForCausalLM)
 
-__all__ = ["FlexNSAConfig", "FlexNSAForCausalLM"]
+
+def register() -> None:
+    """Do no more: the import has registered the classes. As a plugin of vLLM it runs in each of its processes."""
+
+
+__all__ = ["FlexNSAConfig", "FlexNSAForCausalLM", "register"]

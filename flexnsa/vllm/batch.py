@@ -1,0 +1,202 @@
+"""The requests of a batch: where their new tokens and pages are, and what follows from it, once for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionMetadata
+
+from flexnsa.config import NSAConfig, num_compressed
+from flexnsa.positions import Positions
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Located(NamedTuple):
+    """Which request each of ``K`` entries belongs to, int ``(K,)``, and its number within that, counted from 0."""
+
+    request: Tensor
+    number: Tensor
+
+
+class Packed(NamedTuple):
+    """Entries of several requests, one request after the other: ``entries``, and where each request starts."""
+
+    entries: Located
+    starts: Tensor
+
+
+def once(method: Method) -> Method:
+    """Have a method of :class:`Batch` compute what it returns once for all layers of a pass."""
+
+    @wraps(method)
+    def kept(self: Any, *args: Any) -> Any:
+        key = (method.__name__, *args)
+        if key not in self._made:
+            self._made[key] = method(self, *args)
+        return self._made[key]
+
+    return cast("Method", kept)
+
+
+@dataclass
+class Batch(AttentionMetadata):
+    """The metadata of a group of buffers.
+
+    Args:
+        block_table: int32 ``(R, P)``, the pages of each request.
+        slots: int64 ``(T,)``, where the new tokens are stored: ``page * page_size + place``; -1 for padding.
+        starts: int32 ``(R + 1,)``, the first new token of each request in the batch, and the end of the last.
+        lengths: int32 ``(R,)``, tokens of each request, the new ones included.
+        host_starts: ``starts`` on the host.
+        host_lengths: ``lengths`` on the host, or more for a request that decodes.
+        num_decodes: requests that decode, the first ones. They have at most a few new tokens each.
+    """
+
+    block_table: Tensor
+    slots: Tensor
+    starts: Tensor
+    lengths: Tensor
+    host_starts: Tensor
+    host_lengths: Tensor
+    num_decodes: int
+    _made: dict[object, object] = field(default_factory=dict)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """New tokens of the requests that decode."""
+        return int(self.host_starts[self.num_decodes])
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens, without padding."""
+        return int(self.host_starts[-1])
+
+    @property
+    @once
+    def stored_slots(self) -> Tensor:
+        """The slots of the new tokens; padding is stored where no request reads."""
+        return self.slots.clamp_min(0)
+
+    @property
+    @once
+    def tokens(self) -> Located:
+        """Locate the new tokens, padding included: the request and the position of each."""
+        token = torch.arange(len(self.slots), dtype=self.starts.dtype, device=self.starts.device)
+        request = torch.searchsorted(self.starts[1:], token, right=True).clamp_max(len(self.lengths) - 1)
+        return Located(request, token - self.starts[request + 1] + self.lengths[request])
+
+    @once
+    def completed(self, sizes: NSAConfig) -> Located:
+        """Locate the blocks of ``compress_block_size`` tokens that the new tokens complete, by their last tokens.
+
+        There may be spare entries, whose last token is -1.
+        """
+        request, position = self.tokens
+        beyond = position - (sizes.compress_block_size - 1)
+        ends = (beyond >= 0) & (beyond % sizes.compress_stride == 0) & (self.slots >= 0)
+        if ends.device.type == "cpu":
+            token = ends.nonzero()[:, 0]
+            return Located(request[token], position[token])
+        most = len(ends) // sizes.compress_stride + len(self.lengths)
+        token = torch.nonzero_static(ends, size=most, fill_value=-1)[:, 0]
+        return Located(request[token], position[token].where(token >= 0, -1))
+
+    @property
+    def longest_decode(self) -> int:
+        """Upper bound of the tokens of a request that decodes."""
+        return int(self.host_lengths[: self.num_decodes].max())
+
+    @property
+    @once
+    def decodes(self) -> tuple[Tensor, Tensor]:
+        """Where the new tokens of requests that decode are in the batch, and their positions, each int64 ``(R, T)``.
+
+        A request with fewer than ``T`` new tokens has others in the place of what it lacks.
+        """
+        count = int(self.host_starts[: self.num_decodes + 1].diff().max())
+        first, end = self.starts[: self.num_decodes, None], self.starts[1 : self.num_decodes + 1, None]
+        row = first + torch.arange(count, dtype=torch.int64, device=self.starts.device)
+        position = (row - end + self.lengths[: self.num_decodes, None]).clamp_min(0)
+        return row.clamp_max(len(self.slots) - 1), position
+
+    @property
+    @once
+    def decoded_rows(self) -> Tensor:
+        """Which entry of :attr:`decodes` each new token of requests that decode is, int64 ``(T,)``."""
+        token = torch.arange(self.num_decode_tokens, device=self.starts.device)
+        request = self.tokens.request[: len(token)]
+        return request * self.decodes[0].shape[1] + token - self.starts[request]
+
+    def _pack(self, count: Callable[[Tensor, Tensor], Tensor]) -> Packed:
+        """Pack entries of the requests that do not decode, as many as their lengths and new tokens give."""
+        of = slice(self.num_decodes, None)
+        total = int(count(self.host_lengths[of], self.host_starts[of].diff()).sum())
+        ends = count(self.lengths[of], self.starts[of].diff()).cumsum(0)
+        starts = torch.nn.functional.pad(ends[:-1], (1, 0))
+        entry = torch.arange(total, device=ends.device)
+        request = torch.searchsorted(ends, entry, right=True).clamp_max(len(ends) - 1)
+        return Packed(Located(request + self.num_decodes, entry - starts[request]), starts)
+
+    @once
+    def pack_tokens(self) -> Packed:
+        """Pack all tokens of the requests that do not decode."""
+        return self._pack(lambda lengths, _: lengths)
+
+    @once
+    def pack_compressed(self, sizes: NSAConfig) -> Packed:
+        """Pack their compressed tokens."""
+
+        def count(lengths: Tensor, _: Tensor) -> Tensor:
+            beyond = lengths - sizes.compress_block_size
+            return (beyond // sizes.compress_stride + 1).clamp_min(0)
+
+        return self._pack(count)
+
+    @once
+    def pack_window(self, size: int) -> Packed:
+        """Pack the tokens that their new tokens see in a window; each request's are its last ones."""
+        return self._pack(lambda lengths, new: torch.minimum(lengths, new + size - 1))
+
+    @once
+    def positions(self, sizes: NSAConfig) -> Positions:
+        """Locate the new tokens of requests that do not decode among all tokens and compressed tokens of these."""
+        request, token = (x[self.num_decode_tokens : self.num_tokens] for x in self.tokens)
+        request = request - self.num_decodes
+        start, cmp_start = (packed.starts[request] for packed in (self.pack_tokens(), self.pack_compressed(sizes)))
+        longest = int(self.host_lengths[self.num_decodes :].max())
+        return _as_positions(start + token, start, cmp_start, longest)
+
+    @once
+    def window_positions(self, size: int) -> Positions:
+        """Locate them among the tokens of :meth:`pack_window`."""
+        request, token = (x[self.num_decode_tokens : self.num_tokens] for x in self.tokens)
+        first = self.lengths - torch.minimum(self.lengths, self.starts.diff() + size - 1)
+        start = self.pack_window(size).starts[request - self.num_decodes] - first[request]
+        return _as_positions(start + token, start, torch.zeros_like(start), None)
+
+
+def _as_positions(token: Tensor, start: Tensor, cmp_start: Tensor, longest: int | None) -> Positions:
+    rows = (x.to(torch.int32)[None] for x in (token, start, cmp_start))
+    return Positions(*rows, consecutive=False, longest=longest)
+
+
+def last_tokens(number: Tensor, sizes: NSAConfig) -> Tensor:
+    """Return the last tokens of compressed tokens, given the numbers of these."""
+    return number * sizes.compress_stride + sizes.compress_block_size - 1
+
+
+def first_state(sizes: NSAConfig) -> int:
+    """Return the state of compressed token 0, of those that are counted by their last tokens."""
+    return sizes.compress_block_size // sizes.compress_stride - 1
+
+
+def count_pages(length: int, sizes: NSAConfig, page_size: int) -> int:
+    """Return how many pages the compressed tokens of ``length`` tokens reach into, at least one."""
+    states = num_compressed(length, sizes) + first_state(sizes)
+    return max(1, -(-states * sizes.compress_stride // page_size))

@@ -1,0 +1,108 @@
+"""Converted models in vLLM: its own classes of the dense ones, whose attention becomes that of NSA layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.utils import WeightsMapper
+
+from flexnsa.layers.config import LayerConfig
+from flexnsa.layers.presets import GATE_LIMIT
+from flexnsa.transformers.options import LayerOptions
+from flexnsa.vllm.layer import Attention
+from flexnsa.vllm.unsupported import refuse_layers, refuse_options
+
+NAMES = {"q_proj": "w_q", "k_proj": "w_k", "v_proj": "w_v", "o_proj": "w_o", "compress": "phi", "gate": "gate.linear"}
+"""How parameters of a converted layer begin, and those of the library's own."""
+
+
+class ConvertedAttention(Attention):
+    """Attention of a :class:`flexnsa.transformers.attention.ConvertedAttention`.
+
+    Args:
+        dense: vLLM's layer, which it replaces.
+        options: how to attend.
+        tables: as of :class:`Attention`.
+        vllm_config: of the model.
+    """
+
+    def __init__(self, dense: Any, options: LayerOptions, tables: Tensor, vllm_config: VllmConfig) -> None:
+        name, branches = dense.attn.layer_name, options.branches
+        del vllm_config.compilation_config.static_forward_context[name]  # else vLLM keeps pages for it
+        gated = branches if len(branches) > 1 else ()
+        super().__init__(
+            LayerConfig(
+                dim=dense.hidden_size,
+                num_heads=dense.total_num_heads,
+                num_kv_heads=dense.total_num_kv_heads,
+                head_dim=dense.head_dim,
+                nsa=options.sizes,
+                compression="linear",
+                branches=branches,
+                impl=options.impl,
+                index_rank=options.index_rank,
+            ),
+            tables,
+            vllm_config,
+            name.rpartition(".")[0],
+            gated,
+            (bool(gated) or dense.qkv_proj.bias is not None, dense.o_proj.bias is not None),
+        )
+        self.q_norm, self.k_norm = (getattr(dense, norm, None) for norm in ("q_norm", "k_norm"))
+        self.limits = {tag: GATE_LIMIT * (1.0 if tag == "slc" else options.opening) for tag in gated}
+
+    def weigh(self, logits: Tensor) -> dict[str, Tensor]:
+        """Map ``(T, Hq, branches)`` to the gates ``(T, Hq)`` of each branch."""
+        return {tag: gate * self.limits[tag] for tag, gate in super().weigh(logits).items()}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load parameters by their names in a checkpoint of a converted model."""
+        return super().load_weights(WeightsMapper(orig_to_new_prefix=NAMES).apply(weights))
+
+
+class Converted:
+    """Mixin of vLLM's classes.
+
+    Raises:
+        ValueError: the checkpoint or the engine has an option that cannot be served.
+    """
+
+    model: Any
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        config = vllm_config.model_config.hf_config
+        refuse_options(vllm_config)
+        refuse_layers(config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # pyright: ignore[reportCallIssue]
+        rotary, options = self.model.layers[0].self_attn.rotary_emb, LayerOptions.of(config)
+        tables = torch.stack(rotary._compute_cos_sin_cache().chunk(2, -1))
+        for layer in self.model.layers:
+            layer.self_attn = ConvertedAttention(layer.self_attn, options, tables, vllm_config)
+        # vLLM would take keys of each branch for those of its own layers.
+        stacked = self.model.hf_to_vllm_mapper.orig_to_new_stacked.items()
+        own = {old: new for old, new in stacked if new[0] != ".qkv_proj"}
+        self.model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_stacked=own)
+
+
+class FlexNSALlamaForCausalLM(Converted, LlamaForCausalLM):
+    """A converted Llama."""
+
+
+class FlexNSAMistralForCausalLM(Converted, MistralForCausalLM):
+    """A converted Mistral."""
+
+
+class FlexNSAQwen2ForCausalLM(Converted, Qwen2ForCausalLM):
+    """A converted Qwen2."""
+
+
+class FlexNSAQwen3ForCausalLM(Converted, Qwen3ForCausalLM):
+    """A converted Qwen3."""

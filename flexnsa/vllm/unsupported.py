@@ -1,0 +1,96 @@
+"""What vLLM cannot do with NSA, refused by name before a model is loaded: nothing falls back to dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from vllm.config import ModelConfig, VllmConfig
+
+from flexnsa.transformers.choice import NAME
+from flexnsa.transformers.classes import PREFIX
+from flexnsa.transformers.local_layers import layer_types
+from flexnsa.transformers.options import LayerOptions
+
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary tables that vLLM computes as transformers does, whatever the length of a sequence."""
+SERVED = (
+    *("dim", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "num_layers", "vocab_size", "nsa", "branches"),
+    *("compression", "gate", "rope_base", "shared_keys", "begin_as_mean", "index_rank", "impl", "recompute"),
+)
+"""Fields of the decoder's config that are known here; any other, ``share_index`` for one, has to have its default."""
+
+
+def refuse_fields(config: Any) -> None:
+    """Check that a :class:`flexnsa.lm.DecoderConfig` asks for nothing that is not served.
+
+    Raises:
+        ValueError: a field does.
+    """
+    for field in fields(config):
+        if field.name not in SERVED and field.default is not MISSING:
+            _refuse_others(field.name, getattr(config, field.name), field.default)
+
+
+def refuse_options(vllm_config: VllmConfig) -> None:
+    """Check the options of an engine.
+
+    Raises:
+        ValueError: one of them asks for what the paged buffers of NSA cannot do.
+    """
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    for name, value, served in (
+        ("kv_cache_dtype", cache.cache_dtype, "auto"),
+        ("quantization", vllm_config.model_config.quantization, None),
+        ("kv_transfer_config", vllm_config.kv_transfer_config, None),
+        ("lora_config", vllm_config.lora_config, None),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
+    ):
+        _refuse_others(name, value, served)
+
+
+def refuse_layers(config: Any) -> None:
+    """Check the config of a converted model.
+
+    Raises:
+        ValueError: its layers attend or rotate in a way that vLLM's classes, or the paged buffers, do not have.
+    """
+    options, rope = LayerOptions.of(config), getattr(config, "rope_parameters", None) or {}
+    for kind in layer_types(config):
+        _refuse_others("layer_types", kind, "full_attention")
+    _refuse_others("rope_type", rope.get("rope_type", "default"), *ROPES)
+    _refuse_others("rotary", options.rotary, "halves")
+    _refuse_others("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+    _refuse_others("softcap", options.softcap, None)
+    if options.opening < 0:
+        raise ValueError(f"opening: expected at least 0 of a model in vLLM, got {options.opening}")
+
+
+def _refuse_others(name: str, value: object, *served: object) -> None:
+    if value not in served:
+        raise ValueError(f"{name}: expected {' or '.join(map(repr, served))} of a model in vLLM, got {value!r}")
+
+
+def refuse_models(inspect: Callable[..., Any], served: Collection[str]) -> Callable[..., Any]:
+    """Return vLLM's ``inspect`` of a model's class so that it refuses models which would silently be dense."""
+
+    def checked(architectures: str | Sequence[str], model_config: ModelConfig) -> Any:
+        names = [architectures] if isinstance(architectures, str) else architectures
+        attention = getattr(model_config.hf_config, "_attn_implementation", None)
+        if attention == NAME or (isinstance(attention, dict) and NAME in attention.values()):
+            expected = "a model whose layers are NSA (flexnsa.transformers.convert)"
+            raise ValueError(f"attn_implementation: expected {expected} in vLLM, got {attention!r}")
+        for name in names:
+            if not name.startswith(PREFIX):
+                continue
+            if name not in served:
+                raise ValueError(f"architectures: expected one of {', '.join(sorted(served))} in vLLM, got {name!r}")
+            if model_config.model_impl not in ("auto", "vllm"):
+                raise ValueError(
+                    f"model_impl: expected 'auto' or 'vllm' of a model with NSA, got {model_config.model_impl!r}"
+                )
+        return inspect(architectures, model_config)
+
+    return checked

@@ -1,0 +1,85 @@
+"""vLLM answers as transformers' ``generate`` of the same checkpoint does, however it splits, pages and shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.integrations.vllm.engines import ask, engine, metrics
+from tests.integrations.vllm.references import CONVERTED, MODELS, Answer, Reference
+
+TOLERANCE = 1e-5
+"""Of a logarithm of a probability, in fp32."""
+SPLIT = {"max_num_batched_tokens": 96, "max_num_seqs": 4}
+"""A chunk of a prompt may end inside a page, a compressed block and a selected one."""
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+Ask = Callable[[str], Reference]
+
+
+def assert_equal(found: list[Answer], expected: list[Answer]) -> None:
+    assert [x.tokens for x in found] == [x.tokens for x in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logs == pytest.approx(other.logs, rel=0, abs=TOLERANCE)
+
+
+def check(said: Reference, **options: Any) -> None:
+    with engine(said.folder, **options) as llm:
+        assert_equal(ask(llm, [x.prompt for x in said.answers])[0], said.answers)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *CONVERTED])
+def test_every_kind_of_model_in_pages_of_16(reference: Ask, name: str) -> None:
+    check(reference(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("index", {"block_size": 128}),
+        ("index", SPLIT),
+        ("paper", SPLIT | {"block_size": 64}),
+        ("qwen3", SPLIT | {"enforce_eager": False}),
+        ("index", {"max_num_batched_tokens": 37, "max_num_seqs": 3}),
+        ("index", SPLIT | {"disable_hybrid_kv_cache_manager": True}),
+    ],
+    ids=["pages of 128", "chunks", "chunks, pages of 64", "compiled", "chunks of 37", "no hybrid manager"],
+)
+def test_pages_and_chunks(reference: Ask, name: str, options: dict[str, Any]) -> None:
+    check(reference(name), **options)
+
+
+@pytest.mark.parametrize(("name", "block_size"), [("index", 16), ("rank", 32)])
+def test_prefixes_are_cached(reference: Ask, name: str, block_size: int) -> None:
+    said = reference(name)
+    with engine(said.folder, **SPLIT, enable_prefix_caching=True, block_size=block_size) as llm:
+        assert_equal(ask(llm, [x.prompt for x in said.answers])[0], said.answers)
+        found, cached = ask(llm, [x.prompt for x in said.answers])
+        assert_equal(found, said.answers)
+        assert cached > 1500  # of 2,221
+
+
+def test_preempted_requests_begin_again(reference: Ask) -> None:
+    said = reference("index")
+    tight = {"max_num_seqs": 6, "num_gpu_blocks_override": 112, "scheduler_reserve_full_isl": False}
+    with engine(said.folder, **SPLIT | tight) as llm:
+        assert_equal(ask(llm, [x.prompt for x in said.answers])[0], said.answers)
+        assert metrics(llm)["num_preemptions"] > 0
+
+
+def test_rejected_drafts_are_forgotten(reference: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In a process of its own: where numba is imported, which n-grams need, vLLM 0.32 starts no second engine.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    said = reference("index")
+    with engine(said.folder, speculative_config=DRAFTS) as llm:
+        assert_equal(ask(llm, [x.prompt for x in said.answers])[0], said.answers)
+        count = metrics(llm)
+    assert count["spec_decode_num_draft_tokens"] > count["spec_decode_num_accepted_tokens"]
+
+
+@pytest.mark.parametrize("name", ["rank", "qwen3"])
+def test_two_ranks_share_the_heads(reference: Ask, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    check(reference(name), **SPLIT, tensor_parallel_size=2)
