@@ -5,7 +5,7 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-quick examples test emitted transformers transformers-common torchtitan lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots versions dist ci clean
+.PHONY: help demo demo-quick examples test emitted transformers transformers-common torchtitan lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots tables versions dist ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -90,6 +90,9 @@ record: .venv/.installed  ## measure what the plots show of a CPU: memory, throu
 
 plots: .venv/.installed  ## draw every figure whose measurements are recorded in benchmarks/results
 	$(BIN)/python -m plots
+
+tables: .venv/.installed  ## write the tables of docs and README from the measurements recorded in benchmarks/results
+	$(BIN)/python -m benchmarks tables
 
 versions:  ## run the CPU parity tests with other versions of torch, those of transformers with the lowest, kernels with each Triton
 	$(PYTHON) .ci/versions.py .versions 2.11.0 2.13.0 newest 2.13.0+transformers==5.10.1 $(addprefix 2.13.0+triton==,3.6.0 3.8.0 3.9.0)

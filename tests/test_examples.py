@@ -17,6 +17,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "pack": {"lengths": (40, 1, 70)},
     "own_mod": {"seq_len": 320, "passage": 160},
     "decode": {"prompt_len": 100, "new_tokens": 4, "chunk": 40},
+    "serve": {},
     "generate": {"prompt_len": 40, "new_tokens": 12, "batch_size": 2},
 }
 

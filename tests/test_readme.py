@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
-from math import log
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.tables import __main__ as tables
 from flexnsa.lm.cli import COMMANDS, parser_for
 
 ROOT = Path(__file__).parents[1]
@@ -21,13 +20,6 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
 ]
-BRANDS = {
-    "flexnsa": "NSA with compression",
-    "cuDNN": "cuDNN SDPA",
-    "FlashAttention-2": "flash SDPA",
-    "FlexAttention": "dense Flex",
-}
-
 # Those of these pages need packages of their own, and run with their tests.
 WITH_SAMPLES = [page for page in PAGES if page.stem not in ("transformers", "torchtitan")]
 
@@ -70,108 +62,20 @@ def test_commands_exist(page: Path) -> None:
         assert (ROOT / path).is_file()
 
 
-@pytest.mark.parametrize("page", [PAGES[0], ROOT / "docs" / "performance.md"], ids=lambda page: page.stem)
-def test_the_table_of_the_h200_is_what_was_recorded(page: Path) -> None:
-    recorded = {
-        (point["name"], point["seq_len"]): point
-        for point in json.loads((ROOT / "benchmarks/results/attention_h200.json").read_text())["points"]
-        if point["kind"] == "whole"
-    }
-    rows = re.findall(r"^\| \W*(flexnsa|dense, \w[\w-]+)\W* \| (.*? GiB) \|$", page.read_text(), re.MULTILINE)
-    assert len(rows) == len(BRANDS)
-    for label, cells in rows:
-        name = BRANDS[label.removeprefix("dense, ")]
-        *times, memory = cells.split(" | ")
-        points = [recorded[name, 1024 * k] for k in (8, 16, 32, 64)]
-        if page == PAGES[0]:
-            assert times == [f"{point['forward_ms'] + point['backward_ms']:.1f}" for point in points]
-        else:
-            assert times == [f"{point['forward_ms']:.1f} / {point['backward_ms']:.1f}" for point in points]
-        assert memory == f"{points[-1]['peak_mib'] / 1024:.1f} GiB"
+def test_tables_are_what_was_recorded() -> None:
+    tables.main(["--check"])
+    shown = re.findall(r"<!-- table: (.*) -->", "".join(page.read_text() for page in tables.PAGES))
+    assert sorted(shown) == sorted(tables.TABLES)
 
 
-def test_the_table_of_training_is_what_was_recorded() -> None:
-    content = json.loads((ROOT / "benchmarks/results/training_h200.json").read_text())
-    recorded = {(point["model"], point["attention"], point["seq_len"]): point for point in content["points"]}
-    page = (ROOT / "docs" / "performance.md").read_text()
-    rows = re.findall(
-        r"^\| (?:.*, NSA|dense baseline|NSA / dense|NSA / dense, steps as CUDA graphs) \| (.*) \|$", page, re.MULTILINE
-    )
-    expected = []
-    for model in ("m7c-125m", "16 heads of 128"):
-        nsa, dense = ([recorded[model, kind, 1024 * k] for k in (4, 8, 16, 32, 64)] for kind in ("nsa", "dense"))
-        expected += [
-            [f"{x['tokens_per_s'] / 1e3:.0f}, {x['peak_mib'] / 1024:.1f}" for x in row] for row in (nsa, dense)
-        ]
-        expected += [[f"{x['tokens_per_s'] / y['tokens_per_s']:.2f}" for x, y in zip(nsa, dense, strict=True)]]
-        expected += [[f"{y['graph_step_ms'] / x['graph_step_ms']:.2f}" for x, y in zip(nsa, dense, strict=True)]]
-    assert [cells.split(" | ") for cells in rows] == expected
-    own, dense = (f"{recorded['m7c-125m', kind, 8192]['first_step_s']:.0f}" for kind in ("nsa", "dense"))
-    compiler = f"{content['import_compiler_s']:.0f}"
-    first = f"with empty caches {own} s (`m7c-125m` at 8k), dense {dense}, after {compiler} to import the compiler"
-    assert first in " ".join(page.split())
-
-
-KERNELS = {
-    "selected: `hopper_forward_parts`": ["hopper_forward_parts"],
-    "`hopper_combine`: joins parts, the window, the gated sum; before without the sum": ["hopper_combine"],
-    "`hopper_backward_parts`": ["hopper_backward_parts"],
-    "`hopper_sum_slots`: sums parts, with the gradients of queries from the other branches": ["hopper_sum_slots"],
-    "compressed: `hopper_forward`": ["hopper_forward"],
-    "`hopper_backward_queries`, and `hopper_backward_keys` also of the window": [
-        "hopper_backward_queries",
-        "hopper_backward_keys",
-    ],
-    "gates: `gated_stats`; before with the sum": ["gated_stats"],
-    "importance and top-n": ["hopper_importance", "top_blocks_kernel"],
-}
-"""Rows of the table of kernels, and the recorded ones that they sum."""
-
-
-def test_the_table_of_kernels_is_what_was_recorded() -> None:
-    points = json.loads((ROOT / "benchmarks/results/training_h200.json").read_text())["points"]
-    point = next(x for x in points if (x["model"], x["attention"], x["seq_len"]) == ("m7c-125m", "nsa", 8192))
-    took = {name: ms for name, ms, _ in point["longest_kernels"]}
-    page = (ROOT / "benchmarks/results/speed.md").read_text()
-    assert f"milliseconds in one step of {point['step_ms']:.0f}" in page
-    shown = {cells[0]: cells[-1] for cells in (row.strip("| ").split(" | ") for row in page.splitlines())}
-    assert {label: shown[label] for label in KERNELS} == {
-        label: f"{sum(took[name] for name in names):.1f}" for label, names in KERNELS.items()
-    }
-
-
-def test_the_table_of_training_on_two_gpus_is_what_was_recorded() -> None:
-    points = json.loads((ROOT / "benchmarks/results/ranks_h100.json").read_text())["points"]
-    nsa, dense = ([x["tokens_per_s"] for x in points if x["attention"] == kind] for kind in ("nsa", "dense"))
-    expected = [[f"{x / 1e3:.0f}" for x in row] for row in (nsa, dense)]
-    expected += [[f"{x / y:.2f}" for x, y in zip(nsa, dense, strict=True)]]
-    page = (ROOT / "docs" / "distributed.md").read_text()
-    rows = re.findall(r"^\| (?:NSA|dense baseline|NSA / dense) \| (.*) \|$", page, re.MULTILINE)
-    assert [cells.split(" | ") for cells in rows] == expected
-
-
-def test_the_times_of_models_of_transformers_are_what_was_recorded() -> None:
-    text = (ROOT / "docs" / "transformers.md").read_text()
-    words = " ".join(text.split())
-    content = json.loads((ROOT / "benchmarks/results/transformers_decoding_h200.json").read_text())
-    points = {(point["name"], point["context"] // 1024): point for point in content["points"]}
-    names = dict.fromkeys(name for name, _ in points)
-    cells = {name: [points[name, k] for k in (32, 64)] for name in names}
-    rows = [
-        f"| {name} | " + " | ".join(f"{x['token_ms']:.1f} / {x['first_ms']:,.0f}" for x in cells[name]) + " |"
-        for name in names
-    ]
-    assert "\n".join(rows) in text
-    served = json.loads((ROOT / "benchmarks/results/transformers_serving_h200.json").read_text())["points"]
-    rate = {(x["name"], x["way"]): f"{x['tokens_per_second']:.0f}" for x in served if "seconds" in x}
-    paged, whole = (rate["drop-in", way] for way in ("continuous batching", "static batch"))
-    assert f"of the drop-in gives {paged} tokens per second, `generate` {whole} (converted:" in words
-    assert f"(converted: {rate['converted', 'static batch']}), dense `generate_batch` " in words
-    assert f"dense `generate_batch` {rate['dense', 'continuous batching']} (" in words
-    runs = json.loads((ROOT / "benchmarks/results/up_training_h200.json").read_text())["points"]
-    last = {run["name"]: run["held_out"][-1][1] / log(2) for run in runs}
-    three, slc, dense = (f"{last[name]:.3f}" for name in ("three branches", "selected branch", "dense"))
-    assert f"the three branches have {three}, the selected branch alone {slc}, dense attention {dense}" in words
+def test_a_table_that_is_not_what_was_recorded_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text((ROOT / "docs/learning.md").read_text().replace("0.7351", "0.7350"))
+    monkeypatch.setattr(tables, "PAGES", [page])
+    with pytest.raises(SystemExit, match=r"page\.md: equal seconds at 32k"):
+        tables.main(["--check"])
+    tables.main([])
+    assert page.read_text() == (ROOT / "docs/learning.md").read_text()
 
 
 def anchors(text: str) -> set[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Inputs = tuple[Tensor, Tensor, Tensor, *tuple[object, ...]]
+"""The named tuple of an operator that begins with q, k and v."""
+
 
 def empty_outputs(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Allocate out, in the memory order of q, and lse."""
@@ -22,21 +25,32 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return dq, dk, dv
 
 
-def empty_contiguous_outputs(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def fake_gradients(
+    grad_out: Tensor,  # noqa: ARG001
+    grad_lse: Tensor | None,  # noqa: ARG001
+    inputs: Inputs,
+    *_: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Call :func:`empty_gradients` with the arguments of a backward operator."""
+    return empty_gradients(*inputs[:3])
+
+
+def empty_contiguous_outputs(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Allocate out, and lse in fp32 or wider."""
-    out = q.new_empty(*q.shape[:3], v.shape[-1])
-    return out, q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    q, _, v = inputs[:3]
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(
+        q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
+    )
 
 
 def empty_contiguous_gradients(
     grad_out: Tensor,  # noqa: ARG001
     grad_lse: Tensor | None,  # noqa: ARG001
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: object,
+    inputs: Inputs,
+    *_: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the gradients of q, k and v."""
+    q, k, v = inputs[:3]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from flexnsa.attention.scoring import block_scores, group_probabilities
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
 from flexnsa.config import NSAConfig, blocks_within, num_compressed
 from flexnsa.operators import opaque_operator
-from flexnsa.positions import Positions, positions_of
+from flexnsa.positions import Positions, positions_of, tensors_of
 
 Probabilities = Callable[[Tensor, Tensor, Tensor | None, Positions, Call], Tensor]
 """``(q, k_cmp, lse, positions, call)``: ``p_cmp`` summed over each group, ``(B, Hkv, T, N)``."""
@@ -60,15 +61,52 @@ def all_blocks(positions: Positions, config: NSAConfig) -> Tensor | None:
     return block.where(block <= current, -1)
 
 
+class SelectionInputs(NamedTuple):
+    """Queries ``(B, Hq, T, D)``, compressed keys ``(B, Hkv, N, D)``, and the call that they belong to.
+
+    ``lse (B, Hq, T)`` is that of the compressed branch, natural log, or None. The positions are int ``(B or 1, T)``, or
+    None for one whole sequence from token 0.
+    """
+
+    q: Tensor
+    k_cmp: Tensor
+    lse: Tensor | None
+    token: Tensor | None
+    start: Tensor | None
+    cmp_start: Tensor | None
+    sizes: Sequence[int]
+    scale: float
+    aligned: bool
+    longest: int | None
+
+    @classmethod
+    def of(cls, q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> SelectionInputs:
+        """Write the call, which has no mod, as an operator takes it; nothing here has a gradient."""
+        positions, tensors = call.positions, (q.detach(), k_cmp.detach(), None if lse is None else lse.detach())
+        about = (True, None) if positions is None else (positions.aligned, positions.longest)
+        return cls(*tensors, *tensors_of(positions), call.config.to_ints(), call.scale, *about)
+
+    @property
+    def call(self) -> Call:
+        """Undo :meth:`of`."""
+        token, start, cmp_start, positions = self.token, self.start, self.cmp_start, None
+        if token is not None and start is not None and cmp_start is not None:
+            positions = Positions(token, start, cmp_start, aligned=self.aligned, longest=self.longest)
+        return Call(NSAConfig.from_ints(self.sizes), self.scale, positions=positions)
+
+    def empty_blocks(self) -> Tensor:
+        """Allocate the selected blocks."""
+        n = NSAConfig.from_ints(self.sizes).num_selected_blocks
+        return self.q.new_empty(*self.k_cmp.shape[:2], self.q.shape[2], n, dtype=torch.int32)
+
+
 def select_in_chunks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> Tensor:
     """Score and choose the blocks of every query, int32 ``(B, Hkv, T, n)``, without a gradient.
 
     One opaque operator to the compiler: its loop neither unrolls nor breaks the graph, and a checkpointing policy can
     save its result instead of selecting again.
     """
-    positions = positions_of(q, call.positions)
-    q, k_cmp, lse = q.detach(), k_cmp.detach(), None if lse is None else lse.detach()
-    return _select_in_chunks(q, k_cmp, lse, *positions.tensors, call.config.to_ints(), call.scale)
+    return _select_in_chunks(SelectionInputs.of(q, k_cmp, lse, call))
 
 
 def select_with_mod(
@@ -97,49 +135,26 @@ def select_with_mod(
 
 
 @opaque_operator("select_in_chunks")
-def _select_in_chunks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor | None,
-    token: Tensor,
-    start: Tensor,
-    cmp_start: Tensor,
-    config: Sequence[int],
-    scale: float,
-) -> Tensor:
-    call = Call(NSAConfig.from_ints(config), scale)
-    every = all_blocks(Positions(token, start, cmp_start), call.config)
+def _select_in_chunks(inputs: SelectionInputs) -> Tensor:
+    q, k_cmp, lse, *_ = inputs
+    call = inputs.call
+    positions = positions_of(q, call.positions)
+    every = all_blocks(positions, call.config)
     if every is not None:
         return every[:, None].repeat(q.shape[0] // len(every), k_cmp.shape[1], 1, 1)
-    chosen = token.new_empty(*k_cmp.shape[:2], q.shape[2], call.config.num_selected_blocks)
+    chosen = inputs.empty_blocks()
 
-    def select(q: Tensor, k_cmp: Tensor, chosen: Tensor, *others: Tensor) -> None:
-        token, start, cmp_start = (x[:, 0] for x in others[:3])
-        here, lse = Positions(token, start, cmp_start), [x.flatten(1, 2) for x in others[3:]]
+    def select(q: Tensor, k_cmp: Tensor, chosen: Tensor, *rest: Tensor) -> None:
+        here, lse = Positions(*(x[:, 0] for x in rest[:3])), [x.flatten(1, 2) for x in rest[3:]]
         chosen.copy_(_select(q.flatten(1, 2), k_cmp, lse[0] if lse else None, here, call, group_probabilities, CHUNK))
 
-    per_token, per_head = (
-        repeated(k_cmp, token, start, cmp_start),
-        grouped(k_cmp, *(x for x in (q, lse) if x is not None)),
-    )
-    views = (next(per_head), k_cmp, chosen, *per_token, *per_head)
+    by_group = grouped(k_cmp, *(x for x in (q, lse) if x is not None))
+    views = (next(by_group), k_cmp, chosen, *repeated(k_cmp, *positions.tensors), *by_group)
     run_heads_in_threads(select, views, heads_at_once(q, k_cmp, CHUNK))
     return chosen
 
 
-@_select_in_chunks.register_fake
-def _(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor | None,  # noqa: ARG001
-    token: Tensor,
-    start: Tensor,  # noqa: ARG001
-    cmp_start: Tensor,  # noqa: ARG001
-    config: Sequence[int],
-    scale: float,  # noqa: ARG001
-) -> Tensor:
-    num_selected_blocks = NSAConfig.from_ints(config).num_selected_blocks
-    return token.new_empty(q.shape[0], k_cmp.shape[1], q.shape[2], num_selected_blocks)
+_select_in_chunks.register_fake(SelectionInputs.empty_blocks)
 
 
 @opaque_operator("selection_with_mod")

@@ -42,66 +42,90 @@ def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weigh
         return (compared.kl * weights).sum(), weights.sum()
 
 
+class SelectionLossInputs(NamedTuple):
+    """What a selection loss compares, without a score_mod; see ``flexnsa.attention.interface.SelectionLossSum``.
+
+    Queries ``q (B, Hq, m, D)`` of a few tokens and keys ``k (B, Hkv, S, D)`` of the selected branch, the scorer's
+    ``q_index (B, Hkv * H, m, D)`` and ``k_index (B, Hkv, N, D)``, and the positions of both, int ``(B or 1, m)``.
+    """
+
+    q: Tensor
+    k: Tensor
+    q_index: Tensor
+    k_index: Tensor
+    token: Tensor
+    start: Tensor
+    cmp_start: Tensor
+    index_token: Tensor
+    index_start: Tensor
+    index_cmp_start: Tensor
+    aligned: bool
+    sizes: Sequence[int]
+    index_sizes: Sequence[int]
+    scale: float
+    index_scale: float
+    by_mass: bool
+
+    @property
+    def call(self) -> Call:
+        """The call of the selected branch."""
+        where = Positions(self.token, self.start, self.cmp_start, consecutive=False, aligned=self.aligned)
+        return Call(NSAConfig.from_ints(self.sizes), self.scale, positions=where)
+
+    @property
+    def index_call(self) -> Call:
+        """The call of the scorer."""
+        tensors = self.index_token, self.index_start, self.index_cmp_start
+        where = Positions(*tensors, consecutive=False, aligned=self.aligned)
+        return Call(NSAConfig.from_ints(self.index_sizes), self.index_scale, positions=where)
+
+
+LossAndGradients = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The sum of the divergences and its weight, and the gradients of the sum in ``q_index`` and ``k_index``."""
+LossOperator = OpaqueOperator[[SelectionLossInputs], LossAndGradients]
+
+
 def selection_loss_by(
-    operator: OpaqueOperator[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+    operator: OpaqueOperator[..., LossAndGradients],
     q: Tensor,
     k: Tensor,
     scorer: Scorer,
     call: Call,
     query_weights: str,
 ) -> tuple[Tensor, Tensor]:
-    """Sum the divergences by an operator with the arguments of ``_selection_loss``, without a score_mod."""
+    """Sum the divergences by an operator of :class:`SelectionLossInputs`, without a score_mod."""
     positions, of_scorer = positions_of(q, call.positions), positions_of(scorer.q, scorer.call.positions)
     where = *positions.tensors, *of_scorer.tensors, positions.aligned
     numbers = call.config.to_ints(), scorer.call.config.to_ints(), call.scale, scorer.call.scale
     tensors = q.detach(), k.detach(), scorer.q, scorer.k
-    total, weight, _, _ = operator(*tensors, *where, *numbers, query_weights == "mass")
+    total, weight, _, _ = operator(SelectionLossInputs(*tensors, *where, *numbers, query_weights == "mass"))
     return total, weight
 
 
 @opaque_operator("selection_loss")
-def _selection_loss(
-    q: Tensor,
-    k: Tensor,
-    q_index: Tensor,
-    k_index: Tensor,
-    token: Tensor,
-    start: Tensor,
-    cmp_start: Tensor,
-    index_token: Tensor,
-    index_start: Tensor,
-    index_cmp_start: Tensor,
-    aligned: bool,
-    sizes: Sequence[int],
-    index_sizes: Sequence[int],
-    scale: float,
-    index_scale: float,
-    by_mass: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _selection_loss(inputs: SelectionLossInputs) -> LossAndGradients:
     """Sum the divergences at a few queries, and differentiate the sum, in chunks of queries.
 
-    Returns:
-        The sum and its weight, and the gradients of the sum in ``q_index`` and ``k_index``. So backward is a product
-        with a number, and keeps neither scores nor queries.
+    So backward is a product with a number, and keeps neither scores nor queries.
     """
-    call, index_config = Call(NSAConfig.from_ints(sizes), scale), NSAConfig.from_ints(index_sizes)
-    index_call = Call(index_config, index_scale)
+    q, k, q_index, k_index, *_ = inputs
+    call, index_call = inputs.call, inputs.index_call
+    where, index_where = positions_of(q, call.positions), positions_of(q_index, index_call.positions)
     wide = torch.promote_types(q_index.dtype, torch.float32)
     total, weight = (torch.zeros((), dtype=wide, device=q.device) for _ in range(2))
     dq, dk = (x.new_zeros(x.shape, dtype=wide) for x in (q_index, k_index))
     chunk = queries_at_once(q, k)
     for at in range(0, q.shape[2], chunk):
         part = slice(at, at + chunk)
-        positions = Positions(token, start, cmp_start, consecutive=False, aligned=aligned).at(part)
-        of_scorer = Positions(index_token, index_start, index_cmp_start, consecutive=False, aligned=aligned).at(part)
+        positions, of_scorer = where.at(part), index_where.at(part)
         own = q_index[:, :, part].to(wide)
         log_true = log_shares_at_once(q[:, :, part], k, positions, call)
         log_probs = log_probabilities(own, k_index, of_scorer, index_call)
-        compared, log_score = _compare(log_true, log_probs, positions, of_scorer, call.config, index_config)
-        weights = weigh(compared.mass, by_mass)
+        compared, log_score = _compare(log_true, log_probs, positions, of_scorer, call.config, index_call.config)
+        weights = weigh(compared.mass, inputs.by_mass)
         total, weight = total + (compared.kl * weights).sum(), weight + weights.sum()
         slope = (compared.score - compared.true) * weights[..., None]  # in the log of the score of each block
-        d_scores = index_scale * differentiate(log_probs, log_score, slope, of_scorer, index_config)
+        d_scores = index_call.scale * differentiate(log_probs, log_score, slope, of_scorer, index_call.config)
         d_scores = d_scores.flatten(2, 3)  # (B, Hkv, H * m, N)
         d_own = torch.unflatten(d_scores @ k_index.to(wide), 2, (-1, own.shape[2]))
         dq[:, :, part] = d_own.flatten(1, 2)
@@ -109,16 +133,10 @@ def _selection_loss(
     return total, weight, dq, dk
 
 
-def _empty_results(
-    q: Tensor,
-    k: Tensor,  # noqa: ARG001
-    q_index: Tensor,
-    k_index: Tensor,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(q_index.dtype, torch.float32)
-    total, weight = (q.new_empty((), dtype=wide) for _ in range(2))
-    dq, dk = (x.new_empty(x.shape, dtype=wide) for x in (q_index, k_index))
+def _empty_results(inputs: SelectionLossInputs) -> LossAndGradients:
+    wide = torch.promote_types(inputs.q_index.dtype, torch.float32)
+    total, weight = (inputs.q.new_empty((), dtype=wide) for _ in range(2))
+    dq, dk = (x.new_empty(x.shape, dtype=wide) for x in (inputs.q_index, inputs.k_index))
     return total, weight, dq, dk
 
 
@@ -136,7 +154,7 @@ class _Context(Protocol):
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor, *tuple[object, ...]]
 
 
-def _save_gradients(ctx: _Context, inputs: _Inputs, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def _save_gradients(ctx: _Context, inputs: _Inputs, output: LossAndGradients) -> None:
     _, _, q_index, _, *others = inputs
     _, weight, dq, dk = output
     ctx.mark_non_differentiable(weight, dq, dk)
@@ -149,7 +167,7 @@ def _scale_gradients(ctx: _Context, grad: Tensor, *_: Tensor) -> tuple[Tensor | 
     return None, None, dq, dk, *(None,) * ctx.others
 
 
-def differentiate_by_results(operator: OpaqueOperator[..., tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
+def differentiate_by_results(operator: LossOperator) -> None:
     """Tell PyTorch what an operator like ``_selection_loss`` returns: the last two results are its gradients."""
     operator.register_fake(_empty_results)
     operator.register_autograd(_scale_gradients, setup_context=_save_gradients)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexnsa.attention.plan import Plan, can_copy, choose_name, fits_one_step, is_wide
+from flexnsa.attention.plan import Plan, can_copy, fits_one_step, is_wide
 from flexnsa.attention.tiles.device import AMPERE, HOPPER, Device
 
 DEVICES = {"H100": Device(0, HOPPER), "A100": Device(0, AMPERE), "CPU": torch.device("cpu")}
@@ -93,14 +93,6 @@ def test_queries_on_a_cache_go_to(sizes: list[str], expected: list[str]) -> None
         "whole" if plan.share_keys else "flex",
         "gathered" if plan.are_gathered else "blocks",
     ]
-
-
-def test_auto_is_the_fastest_implementation_that_takes_the_call() -> None:
-    def auto(*, is_cuda: bool = True, modded: bool = False, largest_dim: int = 256) -> str:
-        return choose_name("auto", is_cuda=is_cuda, modded=modded, largest_dim=largest_dim)
-
-    assert (auto(), auto(modded=True), auto(largest_dim=257), auto(is_cuda=False)) == ("triton", "flex", "flex", "sdpa")
-    assert choose_name("reference", is_cuda=True, modded=True, largest_dim=1) == "reference"
 
 
 def test_one_step_has_few_tokens_heads_of_256_and_programs_for_all() -> None:

@@ -7,21 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexnsa import NSAConfig, check_block_indices, select_blocks, selected_attention
+from flexnsa import NSAConfig, check_block_indices, select_blocks
 from flexnsa.config import num_compressed
-from tests.support.inputs import SMALL, attend, attend_with_aux, make_inputs
+from tests.support.inputs import SMALL, attend, make_inputs
 
 impls = pytest.mark.parametrize("impl", ["reference", "sdpa"])
-
-
-@impls
-def test_equal_inputs_tie_to_the_lower_index(impl: str) -> None:
-    """All keys alike: inner blocks score the same, block 0 less (its overlap starts inside the sequence)."""
-    config = replace(SMALL, num_init_blocks=0, num_local_blocks=1, num_selected_blocks=4)
-    q, k_cmp = torch.zeros(1, 4, 160, 16), torch.zeros(1, 2, num_compressed(160, config), 16)
-    blocks = select_blocks(q, k_cmp, config=config, impl=impl)
-    last = blocks[0, :, 159]  # ten blocks; the last is forced, and 1, 2, 3 are the first of the equals 1..8
-    assert last.tolist() == [[1, 2, 3, 9]] * 2
 
 
 @impls
@@ -92,18 +82,6 @@ def test_selection_is_not_differentiated(impl: str) -> None:
     assert (torch.autograd.grad(out.sum(), x.k_cmp, allow_unused=True, materialize_grads=True)[0] == 0).all()
 
 
-@impls
-def test_given_blocks_are_used(impl: str) -> None:
-    x = make_inputs(77)
-    blocks = torch.full((1, 2, 77, 4), -1, dtype=torch.int32)
-    blocks[..., 0] = 0
-    _, aux = attend_with_aux(x, block_indices=blocks, impl=impl)
-    assert aux.block_indices is not None
-    expected, _ = selected_attention(x.q, x.k, x.v, blocks, config=SMALL, impl="reference")
-    assert torch.equal(aux.block_indices, blocks)
-    torch.testing.assert_close(aux.out_slc, expected)
-
-
 CHECKED = NSAConfig(compress_block_size=4, compress_stride=2, select_block_size=4, num_selected_blocks=4, window_size=4)
 
 
@@ -123,14 +101,9 @@ def test_indices_out_of_order_or_range_fail_the_check(row: list[int]) -> None:
 
 @impls
 def test_selection_does_not_see_future_compressed_tokens(impl: str) -> None:
-    """A softmax over all compressed tokens let the future into the scores; a prefix then selected other blocks."""
+    """A softmax over all compressed tokens let the future into the scores; a loud one then swallowed the past."""
     x = make_inputs(150)
     whole = select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl)
-    for length in (17, 64, 100, 149):
-        prefix = select_blocks(
-            x.q[:, :, :length], x.k_cmp[:, :, : num_compressed(length, SMALL)], config=SMALL, impl=impl
-        )
-        assert torch.equal(prefix, whole[:, :, :length])
     loud = x.k_cmp.clone()
-    loud[:, :, num_compressed(100, SMALL) :] *= 1e4  # would swallow the whole softmax
+    loud[:, :, num_compressed(100, SMALL) :] *= 1e4
     assert torch.equal(select_blocks(x.q, loud, config=SMALL, impl=impl)[:, :, :100], whole[:, :, :100])

@@ -144,22 +144,6 @@ class TestWhoSeesWhom:
 
 
 @impls
-@pytest.mark.parametrize("seq_len", [25, 2 * 24 + 1, 3 * 24 + 5])
-def test_window_beyond_its_size_reads_neither_the_future_nor_nothing(impl: str, seq_len: int) -> None:
-    """A window indexed after truncation: early tokens read the future and late ones nothing.
-
-    Values are their own positions and keys are equal, so the output is the mean position of what was read.
-    """
-    q, k = torch.zeros(1, 2, seq_len, 16), torch.zeros(1, 1, seq_len, 16)
-    v = torch.arange(seq_len, dtype=torch.float32).view(1, 1, -1, 1).expand(1, 1, -1, 8)
-    out, lse = sliding_window_attention(q, k, v, config=SMALL, impl=impl)
-    for t in range(seq_len):
-        first = max(0, t - SMALL.window_size + 1)
-        torch.testing.assert_close(out[0, :, t], torch.full((2, 8), (first + t) / 2))
-        torch.testing.assert_close(lse[0, :, t], torch.full((2,), float(t - first + 1)).log())
-
-
-@impls
 @pytest.mark.parametrize("branches", [("cmp",), ("slc",), ("win",), ("cmp", "win"), ("win", "slc", "cmp")])
 def test_branches_left_out_are_those_with_a_shut_gate(impl: str, branches: tuple[str, ...]) -> None:
     x = make_inputs(77)

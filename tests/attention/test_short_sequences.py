@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flexnsa import native_sparse_attention, select_blocks, selected_attention, sliding_window_attention
-from flexnsa.attention.sdpa import flash
-from flexnsa.attention.sdpa.flash import flash_attention, flash_attention_backward
-from flexnsa.attention.sdpa.interval import attend_by_products, differentiate_by_products
+from flexnsa.attention.sdpa import interval
+from flexnsa.attention.sdpa.chunks import IntervalInputs
+from flexnsa.attention.sdpa.interval import attend_to_intervals, differentiate_intervals
+from flexnsa.attention.sdpa.products import attend_by_products, differentiate_by_products
 from tests.support.comparison import assert_as_exact_as_plain
 from tests.support.inputs import SMALL, Inputs, attend, attend_with_aux, make_inputs
 
@@ -30,7 +31,7 @@ calls = pytest.mark.parametrize("short", [0, BORDERS[-1]], ids=["chunks", "one c
 def test_results_and_gradients(
     length: int, group: int, dtype: torch.dtype, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash, "SHORT", short)
+    monkeypatch.setattr(interval, "SHORT", short)
     drawn = make_inputs(length, group=group, batch=2, value_dim=24, dtype=torch.float32)
     exact_inputs = drawn.to(torch.float64)
     blocks = select_blocks(exact_inputs.q, exact_inputs.k_cmp, config=SMALL, impl="reference")
@@ -51,7 +52,7 @@ def test_results_and_gradients(
 @lengths
 @pytest.mark.parametrize("branch", ["slc", "win"])
 def test_gradients_of_lse(length: int, branch: str, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "SHORT", short)
+    monkeypatch.setattr(interval, "SHORT", short)
     x = make_inputs(length).to(torch.float64)
     blocks = select_blocks(x.q, x.k_cmp, config=SMALL)
 
@@ -151,18 +152,16 @@ def test_products_and_the_fused_kernel_agree(threads: int, negative: bool, age: 
     x = make_inputs(70, kv_heads=1, group=6, value_dim=24, batch=2)
     token = torch.arange(70)[None].int()
     lo, hi = (token - age).clamp_min(0), (token - 5).clamp_min(0)
-    problem = (x.q, x.k, x.v, lo, hi)
-    numbers = (-0.3 if negative else 0.25, 16)
+    inputs = IntervalInputs(x.q, x.k, x.v, lo, hi, -0.3 if negative else 0.25, 16)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        fused, plain = flash_attention(*problem, *numbers), attend_by_products(*problem, *numbers)
+        fused, plain = attend_to_intervals(inputs), attend_by_products(inputs)
         torch.testing.assert_close(fused, plain)
         for grad_lse in (None, torch.randn_like(plain[1])):
             upstream = (torch.randn_like(plain[0]), grad_lse)
             got, expected = (
-                function(*upstream, *problem, *plain, *numbers)
-                for function in (flash_attention_backward, differentiate_by_products)
+                function(*upstream, inputs, *plain) for function in (differentiate_intervals, differentiate_by_products)
             )
             torch.testing.assert_close(got, expected)
     finally:
@@ -179,6 +178,7 @@ def test_a_wider_selection_changes_nothing() -> None:
 def test_gradients_through_the_log_sum_exp_are_laid_out_as_compiled_code_expects(length: int) -> None:
     q, k, v = torch.randn(1, 4, length, 16), torch.randn(1, 2, length, 16), torch.randn(1, 2, length, 16)
     lo, hi = torch.zeros(1, length, dtype=torch.int32), torch.arange(1, length + 1, dtype=torch.int32)[None]
-    out, lse = flash_attention(q, k, v, lo, hi, 0.25, 64)
-    grads = flash_attention_backward(torch.ones_like(out), torch.ones_like(lse), q, k, v, lo, hi, out, lse, 0.25, 64)
+    inputs = IntervalInputs(q, k, v, lo, hi, 0.25, 64)
+    out, lse = attend_to_intervals(inputs)
+    grads = differentiate_intervals(torch.ones_like(out), torch.ones_like(lse), inputs, out, lse)
     assert [x.stride() for x in grads] == [x.stride() for x in (q, k, v)]

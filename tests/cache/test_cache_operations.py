@@ -59,15 +59,6 @@ def test_rows_cropped_to_nothing_begin_anew() -> None:
     assert_equal_to_whole(decode(layer, x[:, 2:40], [5, *[1] * 33], cache), layer(x[:, :40])[:, 2:])
 
 
-def test_reset_is_a_fresh_cache() -> None:
-    layer = make_layer()
-    x = tokens(2, 60)
-    cache = layer.new_cache(2, 60)
-    decode(layer, -x, [60], cache)
-    cache.reset()
-    assert_equal_to_whole(decode(layer, x, [25, *[1] * 35], cache), layer(x))
-
-
 def test_reorder_moves_rows_with_all_they_hold() -> None:
     layer = make_layer()
     x = tokens(3, 70)

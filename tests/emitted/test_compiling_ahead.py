@@ -17,8 +17,7 @@ from triton import language as tl
 from triton.compiler import CompiledKernel
 
 from flexnsa import NativeSparseAttention, SelectionLoss
-from flexnsa.attention.triton.kernels.kernel import Kernel
-from flexnsa.attention.triton.kernels.typed import jit
+from flexnsa.attention.triton.kernels.kernel import Kernel, jit
 from tests.emitted.emit import emit
 
 OF_A_LAYER = {

@@ -113,13 +113,6 @@ def test_too_few_tokens_give_nothing_and_no_error(kind: type[MeanCompressor]) ->
     assert all(tensor.grad is None or (tensor.grad == 0).all() for tensor in tensors)
 
 
-@pytest.mark.parametrize("kind", [LinearCompressor, MLPCompressor])
-def test_order_within_a_block_matters(kind: type[nn.Module]) -> None:
-    x = torch.randn(1, 2, 8, 6)
-    compressor = kind(2, 6, config=SMALL)
-    assert not torch.allclose(compressor(x), compressor(x.flip(2)))
-
-
 @compressors
 def test_reset_parameters_after_the_meta_device(kind: type[MeanCompressor]) -> None:
     with torch.device("meta"):

@@ -98,13 +98,6 @@ def test_what_compresses_nothing_cannot_begin_as_the_mean(make: Callable[..., ob
         make(begin_as_mean=True, branches=("slc", "win"))
 
 
-@pytest.mark.parametrize("make", [layer, config])
-@pytest.mark.parametrize("name", ["shared_keys", "begin_as_mean"])
-def test_options_are_true_or_false(name: str, make: Callable[..., object]) -> None:
-    with pytest.raises(TypeError, match=f"{name}: expected bool, got 'yes'"):
-        make(**{name: "yes"})
-
-
 def test_a_model_learns_what_its_config_says() -> None:
     model = DecoderLM(config(shared_keys=True, begin_as_mean=True))
     keys = torch.randn(1, 2, 40, 8)

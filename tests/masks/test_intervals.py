@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals, interval_block_mask, tiles_touched
 from flexnsa.masks.window import window_intervals
 from flexnsa.positions import Positions
-from tests.support.block_masks import mask_bytes, pairs_by_columns, pairs_by_rows
+from tests.support.block_masks import pairs_by_columns, pairs_by_rows
 
 TILES = [(128, 128), (32, 16), (16, 48)]
 
@@ -76,16 +74,3 @@ def test_full_tiles_are_found() -> None:
         assert mask.full_q_num_blocks is not None
         assert mask.full_kv_num_blocks[0, 0].tolist() == full
         assert mask.full_q_num_blocks.sum() == sum(full)
-
-
-@pytest.mark.parametrize("branch", ["cmp", "win"])
-def test_bytes_are_linear_in_the_sequence(branch: str) -> None:
-    config = NSAConfig()
-
-    def size(seq_len: int) -> int:
-        positions = Positions.of_sequence(seq_len)
-        if branch == "win":
-            return mask_bytes(window_mask(window_intervals(positions, config), seq_len, 512, (128, 128)))
-        return mask_bytes(interval_block_mask(compressed_intervals(positions, config), seq_len // 16, widths=None))
-
-    assert math.log2(size(2**18) / size(2**17)) <= 1.05

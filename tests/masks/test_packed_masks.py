@@ -15,18 +15,19 @@ CONFIG = NSAConfig()
 
 
 def sizes(document_ids: torch.Tensor) -> list[int]:
-    """Bytes of the masks of the three branches; each query selects the block that it stands in."""
+    """Bytes of the masks of the three branches, and of selected tokens; each query selects the block it stands in."""
     positions = document_positions(document_ids, CONFIG)
     seq_len = document_ids.shape[1]
     blocks = torch.full((1, 1, seq_len, CONFIG.num_selected_blocks), -1, dtype=torch.int32)
     blocks[..., 0] = (positions.token - positions.start) // CONFIG.select_block_size
     num_keys = num_compressed(seq_len, CONFIG)
+    selected = selected_mask(blocks, positions, seq_len, rows=16, config=CONFIG)
     masks = [
         compressed_mask(positions, seq_len, num_keys, CONFIG, document_ids.device),
         window_mask(positions, seq_len, seq_len, CONFIG, document_ids.device),
-        selected_mask(blocks, positions, seq_len, rows=16, config=CONFIG).block_mask,
+        selected.block_mask,
     ]
-    return [mask_bytes(mask) for mask in masks]
+    return [*(mask_bytes(mask) for mask in masks), selected.tokens.untyped_storage().nbytes()]
 
 
 def packs(seq_len: int) -> list[torch.Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +10,7 @@ from flexnsa.config import NSAConfig
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.selected import SelectedMask, selected_mask
 from flexnsa.positions import Positions
-from tests.support.block_masks import mask_bytes, pairs_by_columns, pairs_by_rows
+from tests.support.block_masks import pairs_by_columns, pairs_by_rows
 
 CONFIG = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4)
 
@@ -121,15 +119,3 @@ def test_lists_name_queries_in_order() -> None:
     assert mask.q_indices is not None
     used = torch.arange(1, mask.q_indices.shape[-1]) < mask.q_num_blocks[..., None]
     assert (mask.q_indices.diff(dim=-1) > 0)[used].all()
-
-
-def test_bytes_are_linear_in_the_sequence() -> None:
-    config = NSAConfig()
-
-    def size(seq_len: int) -> int:
-        blocks = torch.arange(seq_len)[:, None] // 64 - torch.arange(16).flip(0)
-        blocks = torch.where(blocks < 0, -1, blocks).sort(-1, descending=False).values.int()
-        selected = selected_mask(blocks[None, None], None, seq_len, rows=16, config=config)
-        return mask_bytes(selected.block_mask) + selected.tokens.untyped_storage().nbytes()
-
-    assert math.log2(size(2**15) / size(2**14)) <= 1.05

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda data: data[:-1],
+    "cut in the middle": lambda data: data[: len(data) // 2],
+    "cut in its first part": lambda data: data[:20],
+    "empty": lambda _: b"",
+    "twice": lambda data: data + data,
+    "longer": lambda data: data + b"\0",
+    "zeros": lambda data: bytes(len(data)),
+}
 
 
 def flip(path: Path, place: int, bit: int = 0) -> None:

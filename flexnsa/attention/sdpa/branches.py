@@ -17,9 +17,10 @@ from torch import Tensor
 from flexnsa.attention.interface import BranchOutput, Call, Compressed
 from flexnsa.attention.plan import Plan
 from flexnsa.attention.sdpa import score_mod
+from flexnsa.attention.sdpa.chunks import IntervalInputs
 from flexnsa.attention.sdpa.interval import interval_attention
-from flexnsa.attention.sdpa.selected import key_major_attention
-from flexnsa.attention.sdpa.selected_few import gathered_attention
+from flexnsa.attention.sdpa.selected import selected_attention
+from flexnsa.attention.sdpa.selected_few import SelectedInputs, gathered_attention
 from flexnsa.attention.selection import select_in_chunks, select_with_mod
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.user_mods import compressed_positions, token_positions
@@ -36,13 +37,9 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
     visible = compressed_intervals(positions, call.config)
     if call.score_mod is not None:
         key_positions = functools.partial(compressed_positions, config=call.config)
-        attended = score_mod.interval_attention(
-            q, k_cmp, v_cmp, visible, positions, key_positions, call.score_mod, call.scale
-        )
-    else:
-        attended = interval_attention(q, k_cmp, v_cmp, visible.lo, visible.hi, call.scale, COMPRESSED_CHUNK)
-    out, lse = attended
-    return Compressed(out, lse)
+        return Compressed(*score_mod.attend_to_intervals(q, k_cmp, v_cmp, visible, positions, key_positions, call))
+    inputs = IntervalInputs(q, k_cmp, v_cmp, visible.lo, visible.hi, call.scale, COMPRESSED_CHUNK)
+    return Compressed(*interval_attention(inputs))
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
@@ -50,19 +47,20 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     positions = positions_of(q, call.window_positions)
     visible = window_intervals(positions, call.config)
     if call.score_mod is not None:
-        return score_mod.interval_attention(q, k, v, visible, positions, token_positions, call.score_mod, call.scale)
-    return BranchOutput(*interval_attention(q, k, v, visible.lo, visible.hi, call.scale, WINDOW_CHUNK))
+        return score_mod.attend_to_intervals(q, k, v, visible, positions, token_positions, call)
+    inputs = IntervalInputs(q, k, v, visible.lo, visible.hi, call.scale, WINDOW_CHUNK)
+    return BranchOutput(*interval_attention(inputs))
 
 
 def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
     """Attend to the past tokens of the selected blocks (section 3.3.2)."""
-    positions, size = positions_of(q, call.positions), call.config.select_block_size
     if call.score_mod is not None:
-        return score_mod.selected_attention(q, k, v, block_indices, positions, call.score_mod, call.scale, size)
+        return score_mod.attend_to_blocks(q, k, v, block_indices, call)
+    token, start, _ = positions_of(q, call.positions).tensors
+    inputs = SelectedInputs(q, k, v, block_indices, token, start, call.scale, call.config.select_block_size)
     # Gathering is no operator: a compiler would trace it, and make a second graph for few queries.
-    gathers = not torch.compiler.is_compiling() and Plan.of(q, k, has_mod=call.score_mod is not None).are_gathered
-    attention = gathered_attention if gathers else key_major_attention
-    return BranchOutput(*attention(q, k, v, block_indices, positions.token, positions.start, call.scale, size))
+    gathers = not torch.compiler.is_compiling() and Plan.of(q, k).are_gathered
+    return BranchOutput(*(gathered_attention if gathers else selected_attention)(inputs))
 
 
 def select(

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 ALIGNED = 16
 """A chunk reads a multiple of this number of keys; score rows of odd length cost a tenth of the time."""
+
+
+class IntervalInputs(NamedTuple):
+    """Queries ``(B, Hq, T, Dk)``, keys and values ``(B, Hkv, S, D)``, and the keys ``[lo, hi)`` that each query sees.
+
+    Neither bound, int ``(B or 1, T)``, decreases along ``T``. At most ``chunk_size`` queries have scores at a time, on
+    each thread.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lo: Tensor
+    hi: Tensor
+    scale: float
+    chunk_size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from flexnsa.attention.interface import BranchOutput
+from flexnsa.attention.interface import BranchOutput, Call, given
 from flexnsa.attention.sdpa.selected_few import gather_keys, selected_keys
 from flexnsa.masks.intervals import Intervals
-from flexnsa.masks.user_mods import ScoreMod, apply_score_mod, query_positions, token_positions
+from flexnsa.masks.user_mods import apply_score_mod, query_positions, token_positions
 from flexnsa.operators import in_transform
-from flexnsa.positions import Positions
+from flexnsa.positions import Positions, positions_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,17 +30,16 @@ GATHERED_NUMBERS = 2**24
 """Keys times dimensions that a chunk of the selected branch gathers: 64 MB in fp32."""
 
 
-def interval_attention(
+def attend_to_intervals(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     visible: Intervals,
     positions: Positions,
     key_positions: Callable[[Tensor, Positions], Tensor],
-    score_mod: ScoreMod,
-    scale: float,
+    call: Call,
 ) -> BranchOutput:
-    """Attend to an interval of keys.
+    """Attend to the interval of keys that is ``visible`` to each query.
 
     Args:
         q: ``(B, Hq, T, Dk)``.
@@ -49,11 +48,7 @@ def interval_attention(
         visible: the interval of each query.
         positions: of the queries.
         key_positions: locates keys by number in the document of each query.
-        score_mod: in token positions.
-        scale: factor on the scores.
-
-    Returns:
-        ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
+        call: with a score_mod.
     """
 
     def chunk(queries: slice) -> BranchOutput:
@@ -64,27 +59,19 @@ def interval_attention(
         key = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=k.device).view(1, 1, 1, -1)
         seen = (lo <= key) & (key < hi)
         arguments = (q[:, :, queries], k[:, :, keys], v[:, :, keys], seen, query_positions(here))
-        return _run(_attend, *arguments, key_positions(key, here), score_mod, scale)
+        return _run(_attend, *arguments, key_positions(key, here), call)
 
     return _uncompiled(_in_chunks)(chunk, q.shape[2], INTERVAL_CHUNK)
 
 
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    positions: Positions,
-    score_mod: ScoreMod,
-    scale: float,
-    block_size: int,
-) -> BranchOutput:
-    """Attend to the past tokens of the selected blocks, gathered for each query; see :func:`interval_attention`."""
+def attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
+    """Attend to the past tokens of the selected blocks, gathered for each query."""
+    positions, block_size = positions_of(q, call.positions), call.config.select_block_size
 
     def attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, here: Positions) -> BranchOutput:
         key, seen = selected_keys(chosen, here.token, here.start, block_size)
         keys, kv_idx = gather_keys(k, v, key, seen), token_positions(key, here)
-        return _attend(q, *keys, seen, query_positions(here), kv_idx, score_mod, scale)
+        return _attend(q, *keys, seen, query_positions(here), kv_idx, call)
 
     def chunk(queries: slice) -> BranchOutput:
         return _run(attend, q[:, :, queries], k, v, block_indices[:, :, queries], positions.at(queries))
@@ -93,16 +80,7 @@ def selected_attention(
     return _uncompiled(_in_chunks)(chunk, q.shape[2], max(1, GATHERED_NUMBERS // numbers))
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor,
-    query: Tensor,
-    key: Tensor,
-    score_mod: ScoreMod,
-    scale: float,
-) -> BranchOutput:
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, query: Tensor, key: Tensor, call: Call) -> BranchOutput:
     """Attend from ``q (B, Hq, C, D)`` to keys ``(B, Hkv, K, D)``, or to each query's own, ``(B, Hkv, C, K, D)``.
 
     ``visible`` and the positions ``key`` are ``(B or 1, Hkv or 1, C, K)``, the positions ``query`` ``(B or 1, C)``.
@@ -112,10 +90,10 @@ def _attend(
     group = q.shape[1] // heads
     keys = "bksd" if k.dim() == 4 else "bkcsd"
     with torch.autocast(q.device.type, enabled=False):
-        grouped = torch.unflatten(q.to(dtype) * scale, 1, (heads, group))
+        grouped = torch.unflatten(q.to(dtype) * call.scale, 1, (heads, group))
         scores = torch.einsum(f"bkgcd,{keys}->bkgcs", grouped, k.to(dtype)).flatten(1, 2)
         visible, key = (x if x.shape[1] == 1 else x.repeat_interleave(group, dim=1) for x in (visible, key))
-        scores = apply_score_mod(score_mod, scores, query, key).masked_fill(~visible, -torch.inf)
+        scores = apply_score_mod(given(call.score_mod), scores, query, key).masked_fill(~visible, -torch.inf)
         # Shifted by a constant near lse, the sum of a row is 1 but for rounding; that of a row that sees nothing is 0,
         # and a shift that is finite keeps it from being NaN.
         shift = scores.detach().logsumexp(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)

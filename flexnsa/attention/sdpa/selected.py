@@ -17,7 +17,9 @@ from torch import Tensor
 
 from flexnsa.attention.operators import empty_contiguous_gradients, empty_contiguous_outputs
 from flexnsa.attention.scoring import LOG2_E
-from flexnsa.attention.sdpa.flash import flash_attention, flash_attention_backward, takes
+from flexnsa.attention.sdpa.chunks import IntervalInputs
+from flexnsa.attention.sdpa.interval import attend_to_intervals, differentiate_intervals, takes
+from flexnsa.attention.sdpa.selected_few import SelectedInputs, first_keys
 from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
 from flexnsa.operators import opaque_operator
 
@@ -42,11 +44,11 @@ class _Tile:
 
 def _tiles(block_indices: Tensor, token: Tensor, start: Tensor, num_keys: int, block_size: int) -> Iterator[_Tile]:
     """Sort a head's (block, query) pairs ``(T, n)`` by block; queries stay in order within a block."""
-    first = _first_keys(block_indices, start[:, None], block_size)
+    first = first_keys(block_indices, start[:, None], block_size)
     first = first.masked_fill((block_indices < 0) | (first > token[:, None]), num_keys)  # padding and the future last
     first, order = first.flatten().sort(stable=True)
-    found = cast("tuple[Tensor, Tensor]", first.unique_consecutive(return_counts=True))  # pyright: ignore[reportUnknownMemberType]
-    blocks = cast("list[list[int]]", torch.stack(found, 1).tolist())  # pyright: ignore[reportUnknownMemberType]
+    counted = cast("tuple[Tensor, Tensor]", first.unique_consecutive(return_counts=True))  # pyright: ignore[reportUnknownMemberType]
+    blocks = cast("list[list[int]]", torch.stack(counted, 1).tolist())  # pyright: ignore[reportUnknownMemberType]
     rows = order.div_(block_indices.shape[-1], rounding_mode="floor")
     stop = 0
     for key, count in blocks:
@@ -58,11 +60,6 @@ def _tiles(block_indices: Tensor, token: Tensor, start: Tensor, num_keys: int, b
             tile_rows = rows[at + offset : min(at + offset + MAX_ROWS, stop)]
             # Queries ascend, so those inside the block come first, at most one per token.
             yield _Tile(keys, tile_rows, min(max(0, block_size - offset), len(tile_rows)))
-
-
-def _first_keys(block_indices: Tensor, start: Tensor, block_size: int) -> Tensor:
-    """Return the first key of each block."""
-    return block_indices * block_size + start
 
 
 class _Rows:
@@ -114,7 +111,7 @@ def _scores(q: Tensor, k: Tensor, tile: _Tile, token: Tensor, workspace: Tensor)
 
 def _references(q: Tensor, k: Tensor, block_indices: Tensor, start: Tensor, block_size: int) -> Tensor:
     """Return the score of each query ``(G, T, D)`` for the first key of its first block, ``(G, T)``."""
-    first = _first_keys(block_indices[:, 0], start, block_size).clamp(0, len(k) - 1)
+    first = first_keys(block_indices[:, 0], start, block_size).clamp(0, len(k) - 1)
     return torch.einsum("gtd,td->gt", q.to(k.dtype), k[first, : q.shape[-1]])
 
 
@@ -136,39 +133,27 @@ def _add_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(torch.bmm(left.mT, right).sum(0))
 
 
-def _whole_past(
-    k: Tensor, block_indices: Tensor, token: Tensor, start: Tensor, block_size: int
-) -> tuple[Tensor, Tensor] | None:
-    """Return the keys ``[lo, hi)`` of each query if it selected all blocks of its past, where ``flash`` takes k."""
+def _whole_past(inputs: SelectedInputs) -> IntervalInputs | None:
+    """Return what attends to intervals if each query selected all blocks of its past, and its kernel takes the keys."""
+    q, k, v, block_indices, token, start, scale, block_size = inputs
     if not takes(k):
         return None
     block = torch.arange(block_indices.shape[-1], dtype=token.dtype)
     current = (token - start)[..., None] // block_size
     every = (current < len(block)).all() and (block_indices == block.where(block <= current, -1)[:, None]).all()
-    return (start.clamp_min(0), token + 1) if every else None
+    return IntervalInputs(q, k, v, start.clamp_min(0), token + 1, scale, WHOLE_PAST_CHUNK) if every else None
 
 
 @opaque_operator("selected_attention")
-def key_major_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, token: Tensor, start: Tensor, scale: float, block_size: int
-) -> tuple[Tensor, Tensor]:
+def selected_attention(inputs: SelectedInputs) -> tuple[Tensor, Tensor]:
     """Attend to the past tokens of the selected blocks.
-
-    Args:
-        q: ``(B, Hq, T, Dk)``.
-        k: ``(B, Hkv, S, Dk)``.
-        v: ``(B, Hkv, S, Dv)``.
-        block_indices: int32 ``(B, Hkv, T, n)``, ascending, padded with -1.
-        token: int ``(B or 1, T)``, never decreasing: each query's own token among the keys.
-        start: int ``(B or 1, T)``: the first key of the query's block 0.
-        scale: factor on the scores.
-        block_size: keys per block.
 
     Returns:
         ``out (B, Hq, T, Dv)`` in the dtype of q and ``lse (B, Hq, T)``, fp32 or wider; 0 and ``-inf`` without a key.
     """
-    if (past := _whole_past(k, block_indices, token, start, block_size)) is not None:
-        return flash_attention(q, k, v, *past, scale, WHOLE_PAST_CHUNK)
+    if (past := _whole_past(inputs)) is not None:
+        return attend_to_intervals(past)
+    q, k, v, block_indices, token, start, scale, block_size = inputs
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(q.shape[:3], dtype=dtype)
@@ -196,21 +181,11 @@ def key_major_attention(
 
 @opaque_operator("selected_attention_backward")
 def _selected_attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    token: Tensor,
-    start: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    block_size: int,
+    grad_out: Tensor, grad_lse: Tensor | None, inputs: SelectedInputs, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if (past := _whole_past(k, block_indices, token, start, block_size)) is not None:
-        return flash_attention_backward(grad_out, grad_lse, q, k, v, *past, out, lse, scale, WHOLE_PAST_CHUNK)
+    if (past := _whole_past(inputs)) is not None:
+        return differentiate_intervals(grad_out, grad_lse, past, out, lse)
+    q, k, v, block_indices, token, start, scale, block_size = inputs
     dtype = lse.dtype
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -246,6 +221,6 @@ def _selected_attention_backward(
     return grad_q, grad_k, grad_v
 
 
-key_major_attention.register_fake(empty_contiguous_outputs)
+selected_attention.register_fake(empty_contiguous_outputs)
 _selected_attention_backward.register_fake(empty_contiguous_gradients)
-key_major_attention.register_backward(_selected_attention_backward)
+selected_attention.register_backward(_selected_attention_backward)

@@ -6,18 +6,34 @@ but less than a loop over blocks costs for a few, as in decoding. No other keys 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, token: Tensor, start: Tensor, scale: float, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """Attend to the past tokens of the selected blocks.
+class SelectedInputs(NamedTuple):
+    """Queries ``(B, Hq, T, Dk)``, keys and values ``(B, Hkv, S, D)``, and the blocks that each query selected.
 
-    Arguments and result are those of :func:`flexnsa.attention.sdpa.selected.key_major_attention`.
+    ``block_indices`` is int32 ``(B, Hkv, T, n)``, ascending, padded with -1; a block has ``block_size`` keys. The
+    positions are int ``(B or 1, T)``: ``token``, the query's own among the keys, never decreases along ``T``, and
+    ``start`` is the first key of its block 0.
     """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    block_indices: Tensor
+    token: Tensor
+    start: Tensor
+    scale: float
+    block_size: int
+
+
+def gathered_attention(inputs: SelectedInputs) -> tuple[Tensor, Tensor]:
+    """As :func:`flexnsa.attention.sdpa.selected.selected_attention`."""
+    q, k, v, block_indices, token, start, scale, block_size = inputs
     key, visible = selected_keys(block_indices, token, start, block_size)
     q_BKTGD = torch.unflatten(q, 1, (k.shape[1], -1)).transpose(2, 3)
     with torch.autocast(q.device.type, enabled=False):
@@ -47,7 +63,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> t
 
 def selected_keys(block_indices: Tensor, token: Tensor, start: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """List the keys of the selected blocks and which of them the query sees, each ``(B, Hkv, T, n * l')``."""
-    first = block_indices * block_size + start[:, None, :, None]
+    first = first_keys(block_indices, start[:, None, :, None], block_size)
     key = first[..., None] + torch.arange(block_size, dtype=first.dtype, device=first.device)
     visible = (block_indices >= 0)[..., None] & (key <= token[:, None, :, None, None])
     return key.flatten(-2).long(), visible.flatten(-2)
+
+
+def first_keys(block_indices: Tensor, start: Tensor, block_size: int) -> Tensor:
+    """Return the first key of each block."""
+    return block_indices * block_size + start

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flexnsa.attention.tiles.device import cdiv, padded
+from flexnsa.config import NSAConfig
 
 PROGRAMS = 4
 """Programs per multiprocessor, so that some load while others compute."""
@@ -30,7 +31,6 @@ class StepTiles:
         block_keys: keys per tile in a selected block.
         rows: (query, head) rows per program of the dense branches.
         group_rows: heads per program of the selected branch.
-        num_warps: warps per program.
     """
 
     cmp: int
@@ -40,22 +40,20 @@ class StepTiles:
     block_keys: int
     rows: int
     group_rows: int
-    num_warps: int
 
 
 def step_tiles(
     multiprocessors: int,
     dtype: torch.dtype,
-    *,
     heads: int,
     group: int,
     num_tokens: int,
     dims: tuple[int, int],
     num_keys: tuple[int, int],
-    num_selected: int,
-    block_size: int,
+    config: NSAConfig,
 ) -> StepTiles:
     """Return the tiles for ``B * Hkv = heads``, each with ``num_keys`` of the compressed branch and the window."""
+    num_selected = config.num_selected_blocks
     row_bytes = sum(map(padded, dims)) * dtype.itemsize
     keys = min(64, max(16, 1 << (TILE_BYTES // row_bytes).bit_length() - 1))
     rows = min(padded(num_tokens * group), MOST_ROWS)
@@ -69,8 +67,7 @@ def step_tiles(
         slc=cdiv(num_selected, per_program),
         win=win,
         keys=keys,
-        block_keys=min(keys, padded(block_size)),
+        block_keys=min(keys, padded(config.select_block_size)),
         rows=rows,
         group_rows=min(padded(group), MOST_ROWS),
-        num_warps=4,
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flexnsa.attention.footprint import AttentionSizes, Footprint
+from flexnsa.attention.tiles.selected import max_replicas, max_shared, num_key_tiles
 from flexnsa.attention.triton.selected import capacity_of, chunk_of, sizes_of_parts
-from flexnsa.attention.triton.selected_sizes import max_replicas, max_shared, num_key_tiles
 
 
 def _saved(tag: str, sizes: AttentionSizes) -> int:

@@ -185,7 +185,7 @@ def gradients_of_keys(inputs: IntervalInputs, stats: Tensor, grad_out: Tensor) -
     """Return the gradients of k and v, in their memory order; arguments as of :func:`gradient_of_queries`."""
     from flexnsa.attention.tiles.device import cdiv, multiprocessors
     from flexnsa.attention.tiles.intervals import heads_of_program
-    from flexnsa.attention.triton.kernels.gradient_parts import add_parts
+    from flexnsa.attention.triton.kernels.intervals import add_parts
 
     q, k, v = inputs[:3]
     dk, dv = torch.empty_like(k), torch.empty_like(v)

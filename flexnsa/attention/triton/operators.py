@@ -41,7 +41,7 @@ def require_device(x: Tensor, name: str = "q") -> None:
 def _is_interpreted() -> bool:
     if find_spec("triton") is None:
         return False
-    from flexnsa.attention.triton.kernels.typed import is_interpreted
+    from flexnsa.attention.triton.kernels.kernel import is_interpreted
 
     return is_interpreted()
 

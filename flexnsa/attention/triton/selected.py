@@ -16,8 +16,8 @@ from flexnsa.attention.interface import BranchOutput, Call
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
 from flexnsa.attention.plan import LARGEST_DIM, LEAST_DIM
 from flexnsa.attention.tiles.device import cdiv
+from flexnsa.attention.tiles.selected import Part, is_whole, num_key_tiles
 from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of, with_positive_scale
-from flexnsa.attention.triton.selected_sizes import Part, is_whole, num_key_tiles
 from flexnsa.config import NSAConfig
 from flexnsa.operators import opaque_operator
 

@@ -9,7 +9,7 @@ needs all scores of a query, and writing and reading them once costs little next
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from flexnsa.attention.compilation import compile_once
 from flexnsa.attention.interface import Call, given
 from flexnsa.attention.plan import Plan
 from flexnsa.attention.scoring import group_probabilities
-from flexnsa.attention.selection import select_in_chunks, select_with_mod
+from flexnsa.attention.selection import SelectionInputs, select_in_chunks, select_with_mod
 from flexnsa.config import NSAConfig, blocks_within, num_blocks
 from flexnsa.operators import opaque_operator
-from flexnsa.positions import Positions, tensors_of
+from flexnsa.positions import Positions
 
 SCRATCH_BYTES = 256 * 2**20
 MANY_PROGRAMS = 4096
@@ -65,46 +65,16 @@ def select(
 
 def select_blocks_triton(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> Tensor:
     """Select by the Triton kernels; arguments and result as of :func:`select`."""
-    positions = call.positions
-    about = (True, None) if positions is None else (positions.aligned, positions.longest)
-    lse, where = None if lse is None else lse.detach(), tensors_of(positions)
-    return _select_blocks_triton(q.detach(), k_cmp.detach(), lse, *where, call.config.to_ints(), call.scale, *about)
+    return _select_blocks_triton(SelectionInputs.of(q, k_cmp, lse, call))
 
 
 @opaque_operator("select_blocks_triton", launches_kernels=True)
-def _select_blocks_triton(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor | None,
-    token: Tensor | None,
-    start: Tensor | None,
-    cmp_start: Tensor | None,
-    config: Sequence[int],
-    scale: float,
-    is_aligned: bool,
-    longest: int | None,
-) -> Tensor:
-    positions = None
-    if token is not None and start is not None and cmp_start is not None:
-        positions = Positions(token, start, cmp_start, aligned=is_aligned, longest=longest)
-    return launch_selection(q, k_cmp, lse, positions, config=NSAConfig.from_ints(config), scale=scale)
+def _select_blocks_triton(inputs: SelectionInputs) -> Tensor:
+    call = inputs.call
+    return launch_selection(*inputs[:3], call.positions, config=call.config, scale=call.scale)
 
 
-@_select_blocks_triton.register_fake
-def _(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor | None,  # noqa: ARG001
-    token: Tensor | None,  # noqa: ARG001
-    start: Tensor | None,  # noqa: ARG001
-    cmp_start: Tensor | None,  # noqa: ARG001
-    config: Sequence[int],
-    scale: float,  # noqa: ARG001
-    is_aligned: bool,  # noqa: ARG001
-    longest: int | None,  # noqa: ARG001
-) -> Tensor:
-    num_selected_blocks = NSAConfig.from_ints(config).num_selected_blocks
-    return q.new_empty(q.shape[0], k_cmp.shape[1], q.shape[2], num_selected_blocks, dtype=torch.int32)
+_select_blocks_triton.register_fake(SelectionInputs.empty_blocks)
 
 
 def aligned(width: int) -> int:

@@ -8,14 +8,17 @@ does. Nothing but these log-sum-exps, a number for each query, head and block, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import Call, Scorer
 from flexnsa.attention.plan import Plan
-from flexnsa.attention.selection_loss import differentiate_by_results, selection_loss_by
+from flexnsa.attention.selection_loss import (
+    LossAndGradients,
+    SelectionLossInputs,
+    differentiate_by_results,
+    selection_loss_by,
+)
 from flexnsa.attention.selection_loss import selection_loss as by_products
 from flexnsa.config import NSAConfig, num_blocks
 from flexnsa.operators import opaque_operator
@@ -44,40 +47,23 @@ def scratch_bytes(batch: int, heads: int, kv_heads: int, queries: int, seq_len: 
 
 
 @opaque_operator("selection_loss_triton", launches_kernels=True)
-def selection_loss_triton(
-    q: Tensor,
-    k: Tensor,
-    q_index: Tensor,
-    k_index: Tensor,
-    token: Tensor,
-    start: Tensor,
-    cmp_start: Tensor,  # noqa: ARG001  (of keys that nobody scores here)
-    index_token: Tensor,
-    index_start: Tensor,
-    index_cmp_start: Tensor,
-    aligned: bool,  # noqa: ARG001  (kernels read where blocks start)
-    sizes: Sequence[int],
-    index_sizes: Sequence[int],
-    scale: float,
-    index_scale: float,
-    by_mass: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sum the divergences at a few queries, and differentiate the sum; see ``flexnsa.attention.selection_loss``."""
+def selection_loss_triton(inputs: SelectionLossInputs) -> LossAndGradients:
+    """Sum the divergences at a few queries, and differentiate the sum."""
     from flexnsa.attention.triton.kernels.selection_loss import KeyGrid, Scored, compare, gradients
 
-    config, index_config = NSAConfig.from_ints(sizes), NSAConfig.from_ints(index_sizes)
+    q, k, q_index, k_index, token, start, _, *index_where = inputs[:10]
+    config, index_config = NSAConfig.from_ints(inputs.sizes), NSAConfig.from_ints(inputs.index_sizes)
     (batch, heads, num_queries, _), width = q.shape, num_blocks(k.shape[2], config)
     rows = max(1, SCRATCH_SUMS // (batch * heads * width))
     size = config.select_block_size
     index_grid = KeyGrid(index_config.compress_block_size, index_config.compress_stride, size)
     # Without compression a key is a token, and the first key of a document its first token.
     token_grid, where = KeyGrid(1, 1, size), (token, start, start)
-    index_where = index_token, index_start, index_cmp_start
 
-    def compute(part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        true = Scored.of(q, k, part, where, token_grid, scale)
-        scored = Scored.of(q_index, k_index, part, index_where, index_grid, index_scale)
-        compared = compare(true, scored, width, config, by_mass=by_mass)
+    def compute(part: slice) -> LossAndGradients:
+        true = Scored.of(q, k, part, where, token_grid, inputs.scale)
+        scored = Scored.of(q_index, k_index, part, index_where, index_grid, inputs.index_scale)
+        compared = compare(true, scored, width, config, by_mass=inputs.by_mass)
         return compared.losses.sum(), compared.weights.sum(), *gradients(scored, compared, width)
 
     parts = [compute(slice(at, at + rows)) for at in range(0, num_queries, rows)]

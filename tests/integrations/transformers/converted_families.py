@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from flexnsa import NSAConfig
-from flexnsa.transformers import FlexNSACache, convert
+from flexnsa.transformers import convert
 from tests.integrations.transformers.families import FEW, alive
 from tests.integrations.transformers.tiny_models import tiny_model
 
@@ -46,11 +43,3 @@ def few_blocks(kind: str) -> Any:
     model = dense_model(kind)
     model.config._experts_implementation = "eager"  # the others take no float64
     return alive(convert(model.double(), NSAConfig(**FEW)))
-
-
-def in_steps(model: Any, x: Tensor) -> Tensor:
-    """Return the logits of 60 tokens: of most of them, of a few, and then one by one."""
-    cache, out = FlexNSACache(model.config), []
-    for start, end in ((0, 45), (45, 52), *((t, t + 1) for t in range(52, x.shape[1]))):
-        out.append(model(input_ids=x[:, start:end], past_key_values=cache, use_cache=True).logits)
-    return torch.cat(out, 1)

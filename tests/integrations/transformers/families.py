@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -35,6 +37,8 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "initializer_range": 0.2,
 }
+WIDE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
+"""Sizes of which quantised weights are multiples."""
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
@@ -67,6 +71,7 @@ FEW = {
     "window_size": 12,
 }
 """Of 64 tokens a query sees 32, and chooses 2 blocks of the 6 that are not forced."""
+CHOICE: dict[str, Any] = {"attn_implementation": "flexnsa", "flexnsa": FEW}
 ALL = FEW | {"num_selected_blocks": 64}
 """Every block of up to 512 tokens is selected."""
 INDEX: dict[str, Any] = {"index_heads": 3, "index_block_size": 4, "index_stride": 4}
@@ -114,6 +119,22 @@ def pad_left(rows: list[Tensor]) -> dict[str, Tensor]:
     for row, (one, real) in zip(rows, zip(ids, mask, strict=True), strict=True):
         one[length - len(row) :], real[length - len(row) :] = row, 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def in_steps(model: Any, x: Tensor, *ends: int, cache: Any = None) -> Tensor:
+    """Return the logits of tokens on a cache: as many at a time as reach each of the ends, and then one by one."""
+    out, first = [], 0
+    for last in (*ends, *range(ends[-1] + 1, x.shape[1] + 1)):
+        told = model(input_ids=x[:, first:last], past_key_values=cache, use_cache=True)
+        cache, first = told.past_key_values, last
+        out.append(told.logits)
+    return torch.cat(out, 1)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Make one of as many words as models have tokens."""
+    words: Any = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
 
 
 def converted(family: str, options: dict[str, Any], **changes: Any) -> Any:

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from flexnsa.transformers.choice import NAME, towers
 from flexnsa.transformers.dropin import attention_forward
 from flexnsa.transformers.local_layers import FULL, layer_type
 from flexnsa.transformers.unsupported import attention_modules
-from tests.integrations.transformers.families import ALL, tokens
+from tests.integrations.transformers.families import ALL, in_steps, tokens
 from tests.integrations.transformers.tiny_models import tiny_model
 
 LENGTH, CUT, PADDING, NEW_TOKENS = 40, 25, 11, 5
@@ -81,16 +80,6 @@ def apart(rows: int) -> Result:
     return call
 
 
-def in_chunks(model: Any) -> Tensor:
-    """Return the logits of three chunks that follow each other on a cache."""
-    out, cache, parts = [], None, (0, 17, 31, LENGTH)
-    for first, last in pairwise(parts):
-        result = model(input_ids=tokens(1, LENGTH)[:, first:last], past_key_values=cache, use_cache=True)
-        cache = result.past_key_values
-        out.append(result.logits)
-    return torch.cat(out, 1)
-
-
 def generated(**options: Any) -> Result:
     """Return a call of greedy ``generate`` on a batch of which one sequence is padded, with all logits."""
     greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -109,7 +98,7 @@ CALLS: dict[str, Result] = {
     "right padding": right_padded,
     "packed": packed(1),
     "packed rows": packed(2),
-    "chunks": in_chunks,
+    "chunks": lambda model: in_steps(model, tokens(1, LENGTH), 17, 31, LENGTH),
     "generate": generated(),
     "static cache": generated(cache_implementation="static", disable_compile=True),
 }

@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import CompileConfig
 
 from flexnsa.transformers import FlexNSACache, cuda_graphs
 from tests.integrations.transformers import families
-from tests.integrations.transformers.families import FEW, INDEX, own, pad_left, tokens
+from tests.integrations.transformers.families import FEW, INDEX, ROPES, own, pad_left, tokens
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 63}
 
@@ -207,3 +207,31 @@ def test_angles_that_depend_on_how_far_a_row_has_come_are_not_captured(replays: 
 
 def test_on_a_cpu_nothing_is_captured(model: Any) -> None:
     assert not cuda_graphs.can_capture(model)
+
+
+LONG = GREEDY | {"max_new_tokens": 40, "eos_token_id": [*range(3, 8)]}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["three branches", "selected branch", "given frequencies", "own decoder"])
+def test_graphs_give_the_tokens_of_steps_that_are_called(kind: str) -> None:
+    few = FEW | {"select_block_size": 16}  # the smallest tile of tensor cores
+    options = few | {"branches": ["slc"]} if kind == "selected branch" else few
+    turning = {"rope_parameters": ROPES["llama3"]} if kind == "given frequencies" else {}
+    model = (own(nsa=few) if kind == "own decoder" else families.converted("qwen3", options, **turning)).float().cuda()
+    rows = {name: x.cuda() for name, x in pad_left([tokens(50), tokens(31), tokens(9)]).items()}
+    caches = [FlexNSACache(model.config, 64) for _ in range(2)]  # which grow on the way
+    got, want = (
+        model.generate(**rows, **LONG, past_key_values=cache, disable_compile=called)
+        for cache, called in zip(caches, (False, True), strict=True)
+    )
+    assert torch.equal(got, want)
+    assert caches[0].captured is not None
+    assert caches[1].captured is None
+    more = torch.cat((got, tokens(3, 7).cuda()), dim=1)
+    mask = torch.cat((rows["attention_mask"], torch.ones(3, more.shape[1] - 50).cuda()), dim=1)
+    got, want = (
+        model.generate(more, **LONG, attention_mask=mask, past_key_values=cache, disable_compile=called)
+        for cache, called in zip(caches, (False, True), strict=True)
+    )
+    assert torch.equal(got, want)

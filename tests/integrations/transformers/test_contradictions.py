@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.testing import assert_close
 
 from flexnsa.lm.transformers_model import FlexNSAForCausalLM
 from flexnsa.transformers import FlexNSACache
-from tests.integrations.transformers.families import ALL, FEW, converted, own, sparse, tokens
+from tests.integrations.transformers.families import ALL, FEW, INDEXED, converted, own, sparse, tokens
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 MODELS: dict[str, Any] = {"converted": lambda: converted("llama", FEW), "own decoder": own}
@@ -80,34 +78,22 @@ def test_converted_layers_attend_as_the_config_says_now(tmp_path: Path) -> None:
     assert_close(model(x).logits, more(x).logits)
     model.save_pretrained(tmp_path)
     assert_close(type(model).from_pretrained(tmp_path)(x).logits, more(x).logits)
-    for name, value in {"compress_stride": 8, "compress_block_size": 16, "branches": ["slc"]}.items():
-        other = converted("llama", FEW)
-        other.config.flexnsa[name] = value
-        with pytest.raises(ValueError, match=f"config.flexnsa: expected {name}=.*, for which layers were made, got"):
-            other(x)
 
 
-class Packed(nn.Linear):
-    """A map whose weight is kept as bytes, as quantized ones are."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
-        self.bias, self.dtype = linear.bias, linear.weight.dtype
-        self.weight = nn.Parameter(linear.weight.detach().mul(100).round().to(torch.int8), requires_grad=False)
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (its name in the base class)
-        return F.linear(input, self.weight.to(self.dtype) / 100, self.bias)
-
-
-def test_a_cache_keeps_what_is_computed_however_weights_are_kept() -> None:
-    """It had the dtype of the weights, and so whole numbers only."""
-    model = converted("qwen2", FEW)
-    for layer in model.model.layers:
-        for name, module in [*layer.self_attn.named_children()]:
-            if "_proj" in name:
-                layer.self_attn.add_module(name, Packed(module))
-    x = tokens(1, 40)
-    assert torch.equal(model.generate(x, **GREEDY), model.generate(x, **GREEDY, use_cache=False))
+@pytest.mark.parametrize(
+    "name", ["compress_stride", "compress_block_size", "index_heads", "index_stride", "index_rank"]
+)
+def test_what_layers_were_made_for_stays(name: str) -> None:
+    model = converted("llama", INDEXED)
+    model.config.flexnsa[name] = value = {"index_heads": 1, "index_rank": 3, "index_stride": 2}.get(
+        name, 2 * INDEXED[name]
+    )
+    message = f"config.flexnsa: expected {name}=.*, for which layers were made, got {value}"
+    with pytest.raises(ValueError, match=message):
+        model(tokens(1, 9))
+    model.config.flexnsa = INDEXED | {"branches": ["slc"]}
+    with pytest.raises(ValueError, match=r"config.flexnsa: expected branches=.*, for which layers were made, got"):
+        model(tokens(1, 9))
 
 
 def test_a_vocabulary_that_has_grown_is_written_and_read(tmp_path: Path) -> None:

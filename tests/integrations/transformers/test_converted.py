@@ -1,4 +1,4 @@
-"""Converted models and the library's own decoder: where they begin, and one model however it is called."""
+"""Converted models and the library's own decoder: where they begin, and what their caches can do."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache, GenerationMixin
 
-from flexnsa import NSAConfig, SelectionLoss
-from flexnsa.checkpointing import keep_selection
+from flexnsa import NSAConfig
 from flexnsa.config import BRANCHES
 from flexnsa.layers.compression import average_blocks
-from flexnsa.optim import index_parameters
 from flexnsa.transformers import FlexNSACache, convert, to_dense
 from tests.integrations.transformers.families import (
     ALL,
@@ -27,20 +24,13 @@ from tests.integrations.transformers.families import (
     alive,
     converted,
     dense,
-    own,
+    in_steps,
     pad_left,
     tokens,
 )
+from tests.integrations.transformers.test_one_model import EVERY_KIND, GREEDY, gradients
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 63}
-
-
-MODELS: dict[str, Any] = {
-    "three branches": lambda: converted("qwen3", FEW),
-    "selected branch": lambda: converted("qwen3", FEW | {"branches": ["slc"]}),
-    "indexer": lambda: converted("qwen3", INDEXED),
-    "own decoder": own,
-}
+MODELS = {name: make for name, make in EVERY_KIND.items() if "drop-in" not in name}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -104,7 +94,7 @@ def test_positions_are_turned_as_in_the_dense_model(rope: str) -> None:
     assert torch.equal(same.generate(x[:, :30], **GREEDY), model.generate(x[:, :30], **GREEDY))
     if rope not in ("dynamic", "longrope"):  # these turn tokens by how many there are
         three = alive(convert(model, NSAConfig(**FEW | INDEX)))
-        assert_close(_in_steps(three, x, FlexNSACache(three.config)), three(x, use_cache=False).logits)
+        assert_close(in_steps(three, x, 29, 41), three(x, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
@@ -150,15 +140,6 @@ def test_it_begins_with_the_selected_branch_and_a_fiftieth_of_the_others() -> No
 
 
 @torch.no_grad()
-def test_steps_on_a_cache_see_what_whole_rows_see(few: Any) -> None:
-    x = tokens(2, 64)
-    want = few(x, use_cache=False).logits
-    assert_close(_in_steps(few, x, FlexNSACache(few.config, 64)), want)
-    assert_close(_in_steps(few, x, FlexNSACache(few.config, 1)), want)  # it grows
-    assert_close(_in_steps(few, x, None), want)
-
-
-@torch.no_grad()
 def test_a_cache_forgets_selects_and_repeats_rows(few: Any) -> None:
     x, more = tokens(3, 40), torch.full((3, 1), 7)
     cache: Any = FlexNSACache(few.config, max_rewind=8)
@@ -177,19 +158,6 @@ def test_a_cache_forgets_selects_and_repeats_rows(few: Any) -> None:
     assert_close(few(x[[1]].expand(4, -1), past_key_values=cache).logits, few(x[[1]]).logits.expand(4, -1, -1))
     with pytest.raises(ValueError, match="past_key_values: expected a cache of 3 rows, got 4"):
         few(x, past_key_values=cache)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 8}, {"num_beams": 2}]
-)
-def test_rows_of_a_padded_batch_are_continued_as_if_alone(few: Any, options: dict[str, Any]) -> None:
-    rows = [tokens(50), tokens(33), tokens(4)]
-    batch = few.generate(**pad_left(rows), **GREEDY, **options)
-    beams = {"num_beams": 2} if "num_beams" in options else {}
-    for row, got in zip(rows, batch, strict=True):
-        alone = few.generate(row[None], **GREEDY, **beams, use_cache=False)[0, len(row) :]
-        assert torch.equal(got[50 : 50 + len(alone)], alone)
 
 
 @torch.no_grad()
@@ -219,32 +187,18 @@ def test_a_second_turn_goes_on_where_the_first_ended(few: Any) -> None:
     assert torch.equal(few.generate(**whole, **GREEDY, past_key_values=cache), few.generate(**whole, **GREEDY))
 
 
-@pytest.mark.parametrize("context", [{}, {"context_fn": keep_selection}])
-def test_activations_are_computed_again_in_backward_if_asked(few: Any, context: dict[str, Any]) -> None:
-    x = tokens(2, 50)
-    want = _gradients(few, few, x)
-    assert all(gradient.abs().max() > 0 for gradient in want)
-    few.gradient_checkpointing_enable({"use_reentrant": False, **context})
-    got = _gradients(few, few, x)
-    few.gradient_checkpointing_disable()
-    for one, plain in zip(got, want, strict=True):
-        assert_close(one, plain)
-
-
 @pytest.mark.parametrize("options", [FEW, INDEXED], ids=["means", "indexer"])
-def test_compiled_as_one_graph_it_has_the_same_gradients(options: dict[str, Any]) -> None:
+def test_compiled_as_one_graph_it_has_the_samegradients(options: dict[str, Any]) -> None:
     few = converted("llama", options, num_hidden_layers=1).train()
     x = tokens(2, 40)
-    want = _gradients(few, few, x)
-    got = _gradients(few, torch.compile(few, fullgraph=True), x)
+    want = gradients(few, few, x)
+    got = gradients(few, torch.compile(few, fullgraph=True), x)
     for one, plain in zip(got, want, strict=True):
         assert_close(one, plain)
 
 
 def test_what_a_cache_cannot_do_is_refused(few: Any) -> None:
     x = tokens(1, 20)
-    with pytest.raises(ValueError, match=r"use_cache: expected torch.no_grad\(\)"):
-        few(x, use_cache=True)
     with pytest.raises(ValueError, match=r"past_key_values: expected torch.no_grad\(\)"):
         few(x, past_key_values=FlexNSACache(few.config))
     assert few(x).past_key_values is None
@@ -277,32 +231,12 @@ def test_only_dense_models_are_converted_and_only_selected_branches_go_back() ->
         to_dense(convert(dense("llama"), NSAConfig()))
 
 
-def _gradients(few: Any, model: Any, x: Tensor) -> list[Tensor]:
-    """Differentiate as in training: what an indexer learns too."""
-    few.zero_grad()
-    selection = SelectionLoss(num_queries=20) if index_parameters(few) else None
-    model.train()
-    loss = model(x, labels=x, use_cache=False, selection=selection).loss
-    (loss if selection is None else loss + selection.total).backward()
-    few.eval()
-    return [parameter.grad for parameter in few.parameters()]
-
-
 def _settings(module: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if not isinstance(value, dict)}
 
 
 def _memory(model: Any) -> set[int]:
     return {x.data_ptr() for x in (*model.parameters(), *model.buffers())}
-
-
-def _in_steps(model: Any, x: Tensor, cache: Any) -> Tensor:
-    logits = []
-    for start, end in ((0, 29), (29, 41), *((t, t + 1) for t in range(41, x.shape[1]))):
-        out = model(x[:, start:end], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        logits.append(out.logits)
-    return torch.cat(logits, 1)
 
 
 def _frozen(model: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""``attn_implementation="flexnsa"``: dense while all blocks are selected, and one model however it is called."""
+"""``attn_implementation="flexnsa"``: dense while all blocks are selected."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
-from transformers import CompileConfig, StaticCache
+from transformers import CompileConfig
 from transformers.masking_utils import create_causal_mask
 
 from flexnsa.attention.dispatch import attend
 from flexnsa.transformers import softmax
 from tests.integrations.transformers.families import ALL, FAMILIES, FEW, dense, pad_left, sparse, tokens
+from tests.integrations.transformers.test_one_model import THREE
 
-THREE = FEW | {"branches": ["cmp", "slc", "win"], "gates": [0.3, 1.0, 0.2]}
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
 
@@ -107,58 +107,6 @@ def test_options_are_read_from_the_config_and_default_to_the_selected_branch() -
     ):
         with pytest.raises(ValueError, match=message):
             sparse("llama", options)(x)
-
-
-@torch.no_grad()
-def test_steps_on_a_cache_see_what_whole_rows_see(few: Any) -> None:
-    x = tokens(2, 64)
-    want = few(x, use_cache=False).logits
-    for cache in (None, StaticCache(few.config, max_cache_len=80)):
-        got = []
-        for start, end in ((0, 29), (29, 41), *((t, t + 1) for t in range(41, 64))):
-            out = few(x[:, start:end], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            got.append(out.logits)
-        assert_close(torch.cat(got, 1), want)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 8}, {"num_beams": 2}]
-)
-def test_rows_of_a_padded_batch_are_continued_as_if_alone(few: Any, options: dict[str, Any]) -> None:
-    rows = [tokens(50), tokens(33), tokens(4)]
-    compiled = {"disable_compile": True} if options else {}
-    batch = few.generate(**pad_left(rows), **GREEDY, **options, **compiled)
-    for row, got in zip(rows, batch, strict=True):
-        alone = few.generate(
-            row[None], **GREEDY, **({"num_beams": 2} if "num_beams" in options else {}), use_cache=False
-        )
-        assert torch.equal(got[-12:], alone[0, -12:])
-
-
-@torch.no_grad()
-def test_drafts_are_taken_back(few: Any) -> None:
-    x = tokens(1, 10).repeat(1, 5)
-    options = GREEDY | {"eos_token_id": 63}
-    assert torch.equal(few.generate(x, **options, prompt_lookup_num_tokens=4), few.generate(x, **options))
-
-
-def test_activations_are_computed_again_in_backward_if_asked(few: Any) -> None:
-    x = tokens(2, 50)
-
-    def gradients() -> list[Tensor | None]:
-        few.train()
-        few.zero_grad()
-        few(x, labels=x, use_cache=False).loss.backward()
-        return [parameter.grad for parameter in few.parameters()]
-
-    want = gradients()
-    few.gradient_checkpointing_enable()
-    for got, plain in zip(gradients(), want, strict=True):
-        assert plain is not None
-        assert plain.abs().max() > 0
-        assert_close(got, plain)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -9,31 +9,22 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, pipeline
 
 from flexnsa import NSAConfig
 from flexnsa.transformers import convert
-from tests.integrations.transformers.families import ALL, FEW, INDEXED, converted, dense, own, sparse, tokens
-
-SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
-CHOICE: dict[str, Any] = {"attn_implementation": "flexnsa", "flexnsa": FEW}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense model with a tokenizer, and the same converted."""
-    path = tmp_path_factory.mktemp("models")
-    model = dense("llama", **SIZES).float()
-    model.save_pretrained(path / "dense")
-    convert(model, NSAConfig(**ALL), branches=["slc"]).save_pretrained(path / "converted")
-    words: Any = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", clean_up_tokenization_spaces=False).save_pretrained(
-        path / "dense"
-    )
-    return path
-
+from tests.integrations.transformers.families import (
+    ALL,
+    CHOICE,
+    FEW,
+    INDEXED,
+    WIDE,
+    converted,
+    own,
+    sparse,
+    tokens,
+)
 
 WAYS: dict[str, Callable[[Path], Any]] = {
     "from_pretrained": lambda path: AutoModelForCausalLM.from_pretrained(path, **CHOICE),
@@ -59,7 +50,7 @@ def _filled(model: Any, path: Path) -> Any:
 @torch.no_grad()
 @pytest.mark.parametrize("way", WAYS)
 def test_options_are_given_when_a_model_is_loaded_and_saved_with_it(way: str, folder: Path, tmp_path: Path) -> None:
-    x, want = tokens(1, 70), sparse("llama", FEW, **SIZES).float()
+    x, want = tokens(1, 70), sparse("llama", FEW, **WIDE).float()
     model = WAYS[way](folder / "dense")
     assert model.config.flexnsa == FEW
     assert_close(model(x).logits, want(x).logits)

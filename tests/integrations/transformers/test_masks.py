@@ -40,18 +40,14 @@ def make_mask(create: Callable[..., Any], config: Any, *, padded: bool = False, 
     return create(config, inputs_embeds=embeds, attention_mask=mask, past_key_values=None, **options)
 
 
+causal = masks.create_causal_mask
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = {
-    "prefix": (masks.create_causal_mask, {}, {"block_sequence_ids": BLOCKS}, "block_sequence_ids"),
-    "union": (masks.create_causal_mask, {}, {"or_mask_function": own_function}, "attention_mask"),
-    "intersection": (masks.create_causal_mask, {}, {"and_mask_function": own_function}, "attention_mask"),
-    "union with blocks": (
-        masks.create_causal_mask,
-        {},
-        {"or_mask_function": masks.blockwise_overlay(BLOCKS)},
-        "block_sequence_ids",
-    ),
+    "prefix": (causal, {}, {"block_sequence_ids": BLOCKS}, "block_sequence_ids"),
+    "union": (causal, {}, {"or_mask_function": own_function}, "attention_mask"),
+    "intersection": (causal, {}, {"and_mask_function": own_function}, "attention_mask"),
+    "union with blocks": (causal, {}, {"or_mask_function": masks.blockwise_overlay(BLOCKS)}, "block_sequence_ids"),
     "documents of its own": (
-        masks.create_causal_mask,
+        causal,
         {},
         {"and_mask_function": masks.packed_sequence_mask_function(IDS)},
         "attention_mask",
@@ -60,13 +56,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str
     "long window": (masks.create_sliding_window_causal_mask, {"sliding_window": 99}, {}, "sliding_window"),
     "chunked": (masks.create_chunked_causal_mask, {"attention_chunk_size": 8}, {}, "attention_chunk_size"),
     "both ways": (masks.create_bidirectional_mask, {}, {}, "is_causal"),
-    "both ways by config": (masks.create_causal_mask, {"is_causal": False}, {}, "is_causal"),
-    "both ways, sliding": (
-        masks.create_bidirectional_sliding_window_mask,
-        {"sliding_window": 8},
-        {},
-        "sliding_window",
-    ),
+    "both ways by config": (causal, {"is_causal": False}, {}, "is_causal"),
+    "both ways, sliding": (masks.create_bidirectional_sliding_window_mask, {"sliding_window": 8}, {}, "sliding_window"),
 }
 
 
@@ -85,7 +76,7 @@ def test_masks_that_are_not_causal_are_refused(padded: bool, positions: Any, cas
 
 @pytest.mark.parametrize("make", [sparse, converted])
 def test_masks_that_are_causal_are_taken(make: Callable[..., Any]) -> None:
-    config, create = make("llama", FEW).config, masks.create_causal_mask
+    config, create = make("llama", FEW).config, causal
     assert make_mask(create, config) is None
     assert make_mask(create, config, position_ids=torch.arange(LENGTH)[None]) is None
     mask = make_mask(create, config, padded=True, position_ids=torch.tensor([[*range(12), *range(8)]]))
@@ -109,10 +100,10 @@ def test_masks_are_read_inside_of_a_compiler() -> None:
 
     @torch.compile(fullgraph=True, backend="eager")
     def compiled(position_ids: Tensor | None, **options: Any) -> Any:
-        return make_mask(masks.create_causal_mask, config, position_ids=position_ids, **options)
+        return make_mask(causal, config, position_ids=position_ids, **options)
 
     assert compiled(None) is None
-    want = make_mask(masks.create_causal_mask, config, position_ids=positions)
+    want = make_mask(causal, config, position_ids=positions)
     assert torch.equal(compiled(positions), want)
     for options in ({"block_sequence_ids": BLOCKS}, {"or_mask_function": own_function}):
         for position_ids in (None, positions):

@@ -28,7 +28,7 @@ from flexnsa import NSAConfig
 from flexnsa.transformers import convert
 from flexnsa.transformers.dropin import attention_forward
 from flexnsa.transformers.local_layers import FULL, layer_type, local_attention
-from tests.integrations.transformers.families import FEW, SIZES, pad_left, tokens
+from tests.integrations.transformers.families import FEW, SIZES, in_steps, pad_left, tokens
 from tests.integrations.transformers.loops import attend_in_loops
 from tests.integrations.transformers.multimodal import VISION, llava, page
 
@@ -115,12 +115,7 @@ def test_a_mixed_model_is_saved_and_loaded(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_steps_on_a_cache_see_what_whole_sequences_see(kind: str) -> None:
     model, x = mixed(kind), tokens(1, 60)
-    cache, got = None, []
-    for start, end in ((0, 50), *((t, t + 1) for t in range(50, 60))):
-        out = model(x[:, start:end], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        got.append(out.logits)
-    assert_close(torch.cat(got, 1), model(x, use_cache=False).logits, **ROUNDING)
+    assert_close(in_steps(model, x, 50), model(x, use_cache=False).logits, **ROUNDING)
 
 
 @torch.no_grad()

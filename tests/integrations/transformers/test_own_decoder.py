@@ -177,17 +177,14 @@ def test_targets_that_are_shifted_already_take_the_place_of_labels() -> None:
             assert_close(got, want, check_dtype=False, atol=1e-6, rtol=0)
 
 
-def test_hidden_states_are_what_goes_into_each_layer_and_what_predicts_tokens() -> None:
+def test_hidden_states_are_those_of_each_row_alone_and_the_last_predict_tokens() -> None:
     model, rows = own(num_layers=3), [tokens(40), tokens(23)]
     told = model(**pad_left(rows), output_hidden_states=True)
-    states, want = told.hidden_states, [model.model.embedding(rows[0][None])]
-    for layer in model.model.layers:
-        want.append(layer(want[-1]))
-    want[-1] = model.model.norm(want[-1])
-    assert_close([state[:1] for state in states], want)
-    assert_close(model.model.head(states[-1])[1, 17:], told.logits[1, 17:])
-    alone = model(rows[1][None], output_hidden_states=True).hidden_states
-    assert_close([state[1:, 17:] for state in states], list(alone))
+    assert len(told.hidden_states) == 1 + 3
+    assert_close(model.model.head(told.hidden_states[-1])[1, 17:], told.logits[1, 17:])
+    for index, row in enumerate(rows):
+        alone = model(row[None], output_hidden_states=True).hidden_states
+        assert_close([state[[index], 40 - len(row) :] for state in told.hidden_states], list(alone))
     assert model(tokens(1, 9)).hidden_states is None
 
 
@@ -212,7 +209,6 @@ def test_hidden_states_can_be_had_however_the_model_is_called(mode: str) -> None
     [
         ({"inputs_embeds": torch.ones(1, 9, 48)}, "inputs_embeds: expected either these or input_ids"),
         ({"skip_logits": True}, "skip_logits: expected False without labels, got True"),
-        ({"output_attentions": True}, "output_attentions: expected None or False of FlexNSAForCausalLM"),
         ({"attention_mask": torch.ones(1, 1, 9, 9)}, r"attention_mask: expected \(1, 9\)"),
         ({"attention_mask": torch.ones(1, 8)}, r"attention_mask: expected \(1, 9\)"),
     ],

@@ -93,18 +93,6 @@ def test_a_document_of_a_pack_is_not_gone_on_with_as_if_it_were_alone() -> None:
         model(tokens(1, 1), position_ids=torch.tensor([[15]]), past_key_values=cache)
 
 
-@torch.no_grad()
-def test_without_the_import_a_saved_model_is_refused(tmp_path: Path) -> None:
-    model = sparse("llama", FEW)
-    model(tokens(1, 8))
-    model.save_pretrained(tmp_path)
-    code = f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode != 0
-    assert "ValueError" in result.stderr
-    assert "flexnsa" in result.stderr.splitlines()[-1]
-
-
 def test_the_import_wraps_no_more_of_transformers_than_the_page_says() -> None:
     program = """
 from transformers import PreTrainedConfig, PreTrainedModel

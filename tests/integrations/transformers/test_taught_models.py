@@ -74,25 +74,17 @@ def test_the_loss_teaches_the_indexers_and_nothing_else(model: Any) -> None:
     assert_close(torch.autograd.grad(loss, others), torch.autograd.grad(untaught, others))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_teach_what_they_teach_alone(model: Any, side: str) -> None:
+@pytest.mark.parametrize("kind", ["left", "right", "packed"])
+def test_rows_that_are_padded_or_packed_teach_what_they_teach_alone(model: Any, kind: str) -> None:
     rows = [tokens(60), tokens(37), tokens(5)]
-    batch = pad_left(rows)
-    if side == "right":
-        for row, one in enumerate(rows):
-            batch["input_ids"][row] = torch.nn.functional.pad(one, (0, 60 - len(one)))
-            batch["attention_mask"][row] = batch["attention_mask"][row].flip(0)
-    got = learned(model, teach(model, batch["input_ids"], attention_mask=batch["attention_mask"])[0])
+    batch: dict[str, Any] = pad_left(rows)
+    if kind == "right":
+        batch = {name: x.flip(1) for name, x in pad_left([row.flip(0) for row in rows]).items()}
+    elif kind == "packed":
+        collated: Any = DataCollatorWithFlattening()([{"input_ids": row.tolist()} for row in rows])
+        batch = {name: collated[name] for name in ("input_ids", "position_ids")}
+    got = learned(model, teach(model, batch.pop("input_ids"), **batch)[0])
     alone = [learned(model, teach(model, row[None])[0]) for row in rows]
-    for value, *want in zip(got, *alone, strict=True):
-        assert_close(value, torch.stack(want).sum(0))
-
-
-def test_packed_documents_teach_what_they_teach_alone(model: Any) -> None:
-    documents = [tokens(40), tokens(3), tokens(61)]
-    batch: Any = DataCollatorWithFlattening()([{"input_ids": document.tolist()} for document in documents])
-    got = learned(model, teach(model, batch["input_ids"], position_ids=batch["position_ids"])[0])
-    alone = [learned(model, teach(model, document[None])[0]) for document in documents]
     for value, *want in zip(got, *alone, strict=True):
         assert_close(value, torch.stack(want).sum(0))
 
@@ -235,16 +227,6 @@ WRONG: list[tuple[str, Any]] = [
 def test_a_wrong_argument_is_named(message: str, call: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call()
-
-
-@pytest.mark.parametrize(("name", "value"), {"index_heads": 1, "index_stride": 2, "index_rank": 3}.items())
-def test_an_indexer_stays_as_it_was_made(name: str, value: int) -> None:
-    model = converted("llama", INDEXED)
-    model.config.flexnsa[name] = value
-    with pytest.raises(
-        ValueError, match=f"config.flexnsa: expected {name}=.*, for which layers were made, got {value}"
-    ):
-        model(tokens(1, 9))
 
 
 def _count(module: nn.Module) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import random
 import re
 import shutil
 import sys
@@ -24,7 +23,6 @@ from flexnsa.lm import Corpus, Sampling, TextTokenizer, TrainConfig, Trainer, pr
 from flexnsa.lm.cli import main
 from flexnsa.lm.cli.generate import TokenizerSpelling
 from flexnsa.lm.diagnosis import recipe as recipe_module
-from flexnsa.lm.training.checkpoint import load_checkpoint, save_checkpoint
 from flexnsa.lm.training.model_file import read_model
 from flexnsa.lm.transformers_model import FlexNSAForCausalLM
 from tests.lm.cli.tiny_run import contents, train
@@ -86,16 +84,6 @@ def test_no_token_crosses_the_blank_lines_where_packing_cuts(folder: Path, corpu
     assert all(first[1] == second[0] for first, second in pairwise(tokens.documents))
 
 
-def test_rows_follow_from_seed_and_step(corpus: Corpus) -> None:
-    for pack in (False, True):
-        rows = corpus.tokens("train").rows(24, pack)
-        first, again = (rows.draw(random.Random("7/3"), 2) for _ in range(2))
-        assert first.tokens.dtype == torch.int64
-        assert torch.equal(first.tokens, again.tokens)
-        ids = first.document_ids
-        assert (ids is None) != pack
-
-
 @pytest.mark.parametrize("pack", [False, True])
 def test_bits_are_counted_by_bytes_of_text(folder: Path, corpus: Corpus, pack: bool) -> None:
     """Of a model that knows nothing: as many bits as its tokens have, over the bytes that they stand for."""
@@ -153,11 +141,10 @@ def test_a_flipped_bit_of_a_checkpoint_is_refused_and_named(folder: Path, tmp_pa
     run = shutil.copytree(folder / "run", tmp_path / "run")
     file = run / "checkpoint.safetensors"
     whole = file.read_bytes()
-    for place in places(file, 4):
-        flip(file, place, place % 8)
-        with pytest.raises(FileError, match=rf"^{file}: not a whole safetensors file "):
-            FlexNSAForCausalLM.from_run(run)
-        file.write_bytes(whole)
+    flip(file, len(whole) // 4)
+    with pytest.raises(FileError, match=rf"^{file}: not a whole safetensors file "):
+        FlexNSAForCausalLM.from_run(run)
+    file.write_bytes(whole)
     model: Any = FlexNSAForCausalLM.from_run(run)
     (tmp_path / "own").mkdir()
     model.save_run(tmp_path / "own" / "model.safetensors")
@@ -175,16 +162,6 @@ def test_an_outcome_of_another_tokenizer_under_the_same_path_is_not_taken(tmp_pa
         recorded.append(recipe_module.Recipe(model=model, training=TrainConfig(), text=text, tokenizer=file).record())
     changed = {name for name in recorded[0] if recorded[0][name] != recorded[1][name]}
     assert changed == {"tokenizer_sha256"}
-
-
-def test_steps_go_on_as_if_never_stopped(folder: Path, corpus: Corpus, tmp_path: Path) -> None:
-    config = TrainConfig(batch_size=1, seq_len=24, eval_sequences=1)
-    whole, half, rest = (Trainer(read_model(folder / "run"), corpus, config) for _ in range(3))
-    want = [whole.train_step() for _ in range(4)]
-    assert [half.train_step() for _ in range(2)] == want[:2]
-    save_checkpoint(tmp_path / "checkpoint.safetensors", half)
-    load_checkpoint(tmp_path / "checkpoint.safetensors", rest)
-    assert [rest.train_step() for _ in range(2)] == want[2:]
 
 
 def generate(folder: Path, *options: str) -> None:

@@ -26,7 +26,7 @@ from transformers import (
 
 from flexnsa.transformers import DropInOptions
 from flexnsa.transformers.classes import FlexNSALlamaConfig
-from tests.integrations.transformers.families import FEW, SIZES, dense, tokens
+from tests.integrations.transformers.families import FEW, SIZES, dense, sparse, tokens
 from tests.integrations.transformers.multimodal import attentions, choice_of, llava, page, paths, shape_of, small_config
 
 TEXT: dict[str, str] = {"text_config": "flexnsa"}
@@ -267,9 +267,14 @@ def test_a_tower_that_is_not_causal_is_refused() -> None:
         llava().set_attn_implementation("flexnsa")
 
 
-def test_without_the_import_a_model_with_such_a_tower_is_refused(tmp_path: Path) -> None:
-    saved(few_llava(), tmp_path)
-    code = f"import transformers; transformers.AutoModelForImageTextToText.from_pretrained({str(tmp_path)!r})"
+@pytest.mark.parametrize(
+    ("make", "auto"),
+    [(few_llava, "ImageTextToText"), (lambda: sparse("llama", FEW), "CausalLM")],
+    ids=["tower", "whole"],
+)
+def test_without_the_import_a_saved_model_is_refused(make: Callable[[], Any], auto: str, tmp_path: Path) -> None:
+    saved(make(), tmp_path)
+    code = f"import transformers; transformers.AutoModelFor{auto}.from_pretrained({str(tmp_path)!r})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert "ValueError" in result.stderr

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
@@ -24,7 +22,17 @@ from transformers import (
 from flexnsa import SelectionLoss
 from flexnsa.optim import index_parameters
 from flexnsa.transformers import TeachSelection, UpTraining
-from tests.integrations.transformers.families import FEW, INDEX, INDEXED, alive, converted, own, sparse, tokens
+from tests.integrations.transformers.families import (
+    FEW,
+    INDEX,
+    INDEXED,
+    alive,
+    converted,
+    own,
+    sparse,
+    tokenizer,
+    tokens,
+)
 from tests.integrations.transformers.test_mixed_layers import mixed
 
 datasets = pytest.importorskip("datasets", reason="pip install '.[hf-tests]'")
@@ -45,11 +53,6 @@ def options(out: Path, **others: Any) -> dict[str, Any]:
     given = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "logging_steps": 1}
     given |= {"output_dir": str(out), "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     return given | {"lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 0.0, **others}
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words: Any = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
 
 
 def sft(model: Any, out: Path, **others: Any) -> Any:

@@ -44,7 +44,6 @@ def trainer(
     steps: int,
     batch: int = 8,
     schedule: bool = False,
-    compressor_lr: float = 0.1,
     **options: Any,
 ) -> Any:
     """Set up training of a model in float32."""
@@ -62,7 +61,7 @@ def trainer(
     )
     callbacks: Any = [UpTraining(opening_steps=4, frozen_steps=2)] if schedule else []
     model = MODELS[name]().float()
-    optimizer = torch.optim.AdamW(parameter_groups(model, lr=arguments.learning_rate, compressor_lr=compressor_lr))
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=arguments.learning_rate))
     return Trainer(model=model, args=arguments, train_dataset=Text(), callbacks=callbacks, optimizers=(optimizer, None))
 
 

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,15 +44,9 @@ def test_it_prints_the_prompt_and_what_the_model_adds(
         assert printed.err.startswith("40 bytes in ")
 
 
-def test_a_model_of_kernels_that_the_device_has_not_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_model_of_kernels_that_the_device_has_not_is_refused_in_one_line(tmp_path: Path, refused: Callable[..., str]):
     save_model(tmp_path / "checkpoint.safetensors", DecoderLM(replace(CONFIG, impl="triton")))
-    with pytest.raises(SystemExit) as left:
-        generate(tmp_path, "--max-new-tokens 4")
-    said = capsys.readouterr().err
-    assert left.value.code == 2
-    assert said.count("\n") == 1
+    said = refused(generate, tmp_path, "--max-new-tokens 4")
     assert "impl='triton', expected a CUDA device, got --device cpu" in said
 
 
@@ -116,8 +111,5 @@ def test_it_streams(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
         ("--device abacus", "argument --device: expected a device such as cpu or cuda:0, got 'abacus'"),
     ],
 )
-def test_wrong_options_are_named(options: str, message: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as leaving:
-        generate(checkpoint, options)
-    assert leaving.value.code == 2
-    assert message in capsys.readouterr().err
+def test_wrong_options_are_named(options: str, message: str, checkpoint: Path, refused: Callable[..., str]):
+    assert message in refused(generate, checkpoint, options)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tiny_run import SPOILT, SPOILT_FOR_TRAINING, contents, train, write_text
 
+from flexnsa.files import FileWarning
+from flexnsa.lm.checkpoint.checksum import unsealed
 from flexnsa.lm.cli import main
 
 
@@ -49,17 +51,34 @@ def test_generation_names_the_checkpoint(how: str, text: Path, refused: Callable
     assert str(file) in line
 
 
-@pytest.mark.parametrize("content", [b"", b"{}\n", b"\xff\xfe\n", b'{"step": 0}\nnotes', b'[{"step": 0}]\n'])
-def test_a_log_that_is_none_is_named_and_left(text: Path, refused: Callable[..., str], content: bytes) -> None:
+def test_a_damaged_log_is_named_and_left(text: Path, refused: Callable[..., str]) -> None:
     file = text.parent / "run" / "log.jsonl"
-    file.write_bytes(content)
-    if not content:  # begins anew, as the log of a checkpoint that came from elsewhere
-        train(file.parent, text)
-        return
-    before = contents(text.parent)
-    line = refused(train, file.parent, text)
-    assert f"{file}: line " in line
-    assert contents(text.parent) == before
+    whole = file.read_bytes()
+    second = whole.index(b"\n") + 1
+    for data, line in ((whole[:second] + whole[second:].replace(b"1", b"3", 1), 2), (whole + whole, 3)):
+        file.write_bytes(data)
+        before = contents(text.parent)
+        said = refused(train, file.parent, text)
+        assert f"error: {file}: line {line} is no record of a training step; " in said
+        assert contents(text.parent) == before
+
+
+def test_a_damaged_record_of_the_environment_is_written_anew(text: Path) -> None:
+    run = text.parent / "run"
+    file = run / "environment.json"
+    whole = file.read_bytes()
+    flipped = whole[:50] + bytes([whole[50] ^ 128]) + whole[51:]
+    for damaged in (flipped, b"\xff\n", whole[:-9], b""):
+        file.write_bytes(whole + damaged)
+        (run / "checkpoint.safetensors").unlink()  # else there is nothing left to do
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(run, text)
+        said = [str(warning.message) for warning in caught if warning.category is FileWarning]
+        assert said == [f"{file}: damaged, and written anew without its damaged lines"] * (damaged != b"")
+        lines = file.read_bytes().splitlines()
+        assert lines[0] == whole.strip()
+        assert [unsealed(line)["gpus"] for line in lines] == [[], []]
 
 
 def test_another_text_is_named(text: Path, refused: Callable[..., str]) -> None:
@@ -67,28 +86,6 @@ def test_another_text_is_named(text: Path, refused: Callable[..., str]) -> None:
     line = refused(train, text.parent / "run", text)
     assert "text_sha256: expected " in line
     assert str(text.parent / "run" / "checkpoint.safetensors") in line
-
-
-def test_an_output_folder_that_is_a_file_is_left(text: Path, refused: Callable[..., str]) -> None:
-    before = contents(text.parent)
-    for name in (text, text / "below"):
-        line = refused(main, ["train", "--out", str(name)])
-        assert f"argument --out: expected a folder, got '{name}', but '{text}' is a file" in line
-    assert contents(text.parent) == before
-
-
-def test_a_full_disk_names_the_file(
-    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(_descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(SystemExit) as leaving:
-        train(text.parent / "new", text)
-    assert leaving.value.code == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.endswith(f"error: {text.parent / 'new' / 'checkpoint.safetensors'}: No space left on device")
 
 
 def test_training_that_diverges_says_so(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from flexnsa.lm.checkpoint import whole_file
 from flexnsa.lm.cli import main
+from tests.support.damage import DAMAGES
 
 SIZES = (
     "--dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 --batch-size 1 --seq-len 24 "
@@ -45,14 +46,20 @@ def _header(**changes: object) -> Callable[[Path], None]:
     return spoil
 
 
-def _tensor(name: str, tensor: torch.Tensor | None) -> Callable[[Path], None]:
+def with_tensor(name: str, tensor: torch.Tensor | None) -> Callable[[Path], None]:
+    """Have a file hold another tensor of a name, or none of a name with this in it."""
+
     def spoil(file: Path) -> None:
         with safe_open(file, framework="pt") as opened:
             header, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        kept = {key: value for key, value in tensors.items() if key != name}
+        kept = {key: value for key, value in tensors.items() if name not in key}
         whole_file.save(file, kept if tensor is None else kept | {name: tensor}, header)
 
     return spoil
+
+
+def _damaged(damage: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(damage(file.read_bytes()))
 
 
 def _folder(file: Path) -> None:
@@ -61,9 +68,7 @@ def _folder(file: Path) -> None:
 
 
 SPOILT: dict[str, Callable[[Path], object]] = {
-    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-100]),
-    "cut in its header": lambda file: file.write_bytes(file.read_bytes()[:100]),
-    "empty": lambda file: file.write_bytes(b""),
+    **{how: _damaged(damage) for how, damage in DAMAGES.items()},
     "garbage": lambda file: file.write_bytes(bytes(range(256)) * 8),
     "pickled": lambda file: torch.save({"model": torch.zeros(3)}, file),
     "foreign": lambda file: save_file({"weight": torch.zeros(3)}, file),
@@ -72,10 +77,10 @@ SPOILT: dict[str, Callable[[Path], object]] = {
     "of no JSON": _header(model="{"),
     "of a number for a model": _header(model=5),
     "of half a model": _header(model={"dim": 16}),
-    "without the head": _tensor("model.head.weight", None),
-    "of another shape": _tensor("model.head.weight", torch.zeros(2, 2)),
-    "of another kind": _tensor("model.head.weight", torch.zeros(256, 16, dtype=torch.int64)),
-    "with more than the model": _tensor("model.tail.weight", torch.zeros(2)),
+    "without the head": with_tensor("model.head.weight", None),
+    "of another shape": with_tensor("model.head.weight", torch.zeros(2, 2)),
+    "of another kind": with_tensor("model.head.weight", torch.zeros(256, 16, dtype=torch.int64)),
+    "with more than the model": with_tensor("model.tail.weight", torch.zeros(2)),
 }
 """Damages of ``checkpoint.safetensors`` for every command that reads it."""
 
@@ -85,6 +90,6 @@ SPOILT_FOR_TRAINING: dict[str, Callable[[Path], object]] = SPOILT | {
     "of a step before the first": _header(step=-1),
     "without the text's fingerprint": _header(corpus=None),
     "of another way of training": _header(training={"lr": 3}),
-    "without a moment": _tensor("optimizer.head.weight.exp_avg", None),
-    "without the state of the draws": _tensor("rng.cpu", None),
+    "without a moment": with_tensor("optimizer.head.weight.exp_avg", None),
+    "without the state of the draws": with_tensor("rng.cpu", None),
 }

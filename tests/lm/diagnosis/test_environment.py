@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,9 @@ def test_gpus_are_counted_by_kind_and_listed() -> None:
     assert re.search(r"^GPU 1 +NVIDIA H200, 139.8 GiB, 132 multiprocessors of 9.0$", report.table, re.MULTILINE)
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["diagnose", "environment", "--json", str(tmp_path)])
-    assert left.value.code == 2
-    assert f"argument --json: expected a file, got '{tmp_path}', which is a folder" in capsys.readouterr().err
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, refused: Callable[..., str]) -> None:
+    said = refused(main, ["diagnose", "environment", "--json", str(tmp_path)])
+    assert f"argument --json: expected a file, got '{tmp_path}', which is a folder" in said
 
 
 def test_every_start_of_a_run_adds_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

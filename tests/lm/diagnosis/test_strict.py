@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from flexnsa import NativeSparseAttention
 from flexnsa.attention.dispatch import IMPLEMENTATIONS
 from flexnsa.lm import Trainer, run
-from flexnsa.lm.cli import main
 from flexnsa.lm.diagnosis import strict
 from flexnsa.lm.diagnosis.non_finite import failing_branch
 from flexnsa.lm.model.decoder import DecoderLayer
 from flexnsa.lm.parallel import Ranks, joined_ranks
+from tests.lm.cli.tiny_run import train, write_text
 from tests.parallel.processes import run_together
 from tests.parallel.steps import CPU, make_trainer, parameters
 from tests.support.inputs import SMALL
@@ -189,18 +189,11 @@ def test_nothing_is_written_after_it(tmp_path: Path) -> None:
 def test_the_command_names_it_in_one_line_with_a_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "text").write_text("def f():\n    return 1\n\n" * 40)
-    sizes = "--dim 16 --num-layers 2 --num-heads 2 --num-kv-heads 1 --head-dim 8 --batch-size 1 --seq-len 24"
-    options = [*sizes.split(), "--text", str(tmp_path / "text"), "--eval-sequences", "1", "--device", "cpu"]
     monkeypatch.setattr(DecoderLayer, "forward", lambda _self, x, **_options: x / 0)
     with pytest.raises(SystemExit) as left:
-        main(["train", *options, "--out", str(tmp_path / "run"), "--strict"])
+        train(tmp_path / "run", write_text(tmp_path / "text"), "--strict")
     assert left.value.code == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("in forward, layer 0, row 0, token 0")
-    with pytest.raises(SystemExit) as left:
-        main(["train", *options, "--out", str(tmp_path / "run"), "--strict", "--compile"])
-    assert left.value.code == 2
-    assert "argument --strict: expected no --compile with it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("parallel", "step", "passes"), [("ddp", 0, 0), ("ddp", 0, 1), ("fsdp2", 1, 1)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,15 +15,15 @@ GREEDY = Sampling(temperature=0)
 LENGTHS = torch.tensor([17, 1, 9])
 
 
-def make_model(attention: str = "nsa") -> DecoderLM:
+def make_model(attention: Any = "nsa", nsa: NSAConfig = SIZES) -> DecoderLM:
     """A model whose predictions are not all alike: large embeddings and logits."""
     torch.manual_seed(1)
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 6}
-    model = DecoderLM(DecoderConfig(dim=32, num_layers=2, **heads, nsa=SIZES, attention=attention)).eval()  # pyright: ignore[reportArgumentType]
-    with torch.no_grad():
-        model.head.weight.mul_(20)
-        for layer in model.layers:
-            layer.get_submodule("attention.w_o").weight.mul_(8)  # pyright: ignore[reportCallIssue, reportOperatorIssue]
+    heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 6}
+    config = DecoderConfig(dim=32, num_layers=2, **heads, nsa=nsa, attention=attention)
+    model = DecoderLM(config).eval().requires_grad_(False)
+    model.head.weight.mul_(20)
+    for layer in model.layers:
+        layer.get_submodule("attention.w_o").weight.mul_(8)  # pyright: ignore[reportCallIssue, reportOperatorIssue]
     return model
 
 

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from flexnsa.lm import DecoderConfig, DecoderLM, DecodingSession, Sampling
-from tests.support.inputs import SMALL
+from flexnsa.lm import DecodingSession
+from tests.lm.model.sessions import GREEDY, make_model, prompts
 
 KINDS = ["nsa", "dense"]
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-def make_model(attention: Any, dtype: torch.dtype = torch.float32) -> DecoderLM:
-    torch.manual_seed(0)
-    config = DecoderConfig(
-        dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, attention=attention, nsa=SMALL
-    )
-    return DecoderLM(config).to(dtype).requires_grad_(False)
-
-
-def prompts() -> Tensor:
-    return torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("attention", KINDS)
 def test_steps_under_autocast_are_as_near_as_whole_rows(attention: str, dtype: torch.dtype) -> None:
-    model, x = make_model(attention), prompts()
+    model, x = make_model(attention), prompts(2, 20)
     exact = model.double()(x)
     model.float()
     with torch.autocast("cpu", dtype):
@@ -46,16 +31,16 @@ def test_steps_under_autocast_are_as_near_as_whole_rows(attention: str, dtype: t
 def test_generate_and_a_session_run_under_autocast(attention: str) -> None:
     model = make_model(attention)
     with torch.autocast("cpu", torch.bfloat16):
-        session = DecodingSession(model, 2, 30, sampling=Sampling(temperature=0.0))
-        drawn = session.generate(prompts(), 5)
-        assert model.generate(prompts(), 5, sampling=Sampling(temperature=0.0)) == drawn
+        session = DecodingSession(model, 2, 30, sampling=GREEDY)
+        drawn = session.generate(prompts(2, 20), 5)
+        assert model.generate(prompts(2, 20), 5, sampling=GREEDY) == drawn
     assert [len(row) for row in drawn] == [5, 5]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("attention", KINDS)
 def test_without_autocast_a_cache_is_of_the_dtype_of_the_weights(attention: str, dtype: torch.dtype) -> None:
-    model = make_model(attention, dtype)
+    model = make_model(attention).to(dtype)
     assert {cache.dtype for cache in model.new_caches(2, 20)} == {dtype}
     if dtype == torch.float64:  # which autocast leaves alone
         with torch.autocast("cpu", torch.bfloat16):
@@ -69,5 +54,5 @@ def test_a_cache_made_without_autocast_is_named_under_it(attention: str, length:
     caches = model.new_caches(2, 20)
     expected = r"^cache: expected dtype=torch.bfloat16, as the layer has it, got torch.float32"
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=expected):
-        model(prompts()[:, :length], caches=caches)
+        model(prompts(2, 20)[:, :length], caches=caches)
     assert all(cache.is_empty for cache in caches)

@@ -13,8 +13,9 @@ from flexnsa.lm import Sampling
 from tests.lm.model.sessions import make_model, prompts
 
 LOGITS = [-math.inf, 0.0, 3.0, -math.inf, 1.0, 2.0, -math.inf]
-OPTIONS: list[dict[str, Any]] = [{}, {"top_k": 2}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.9}]
-TEMPERATURES = [5e-324, 1e-3, 1.0, 50.0, 1e30, math.inf]
+OPTIONS: list[dict[str, Any]] = [{}, {"top_k": 2}, {"top_k": 5}, {"top_k": 9}, {"top_k": 3, "top_p": 0.9}]
+OPTIONS += [{"top_p": 5e-324}, {"top_p": 0.6}, {"top_p": 1.0}]
+TEMPERATURES = [0.0, 5e-324, 1e-40, 1e-3, 1.0, 50.0, 1e30, math.inf]
 
 
 def frequencies(sampling: Sampling, dtype: torch.dtype, count: int = 4000) -> Tensor:
@@ -25,7 +26,7 @@ def frequencies(sampling: Sampling, dtype: torch.dtype, count: int = 4000) -> Te
 def probabilities(temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
     """The likeliest tokens by their logits, as Python's numbers have them."""
     ranked = sorted((x for x in LOGITS if x != -math.inf), reverse=True)
-    weights = [math.exp((x - ranked[0]) / temperature) if x < ranked[0] else 1.0 for x in ranked]
+    weights = [math.exp((x - ranked[0]) / max(temperature, 5e-324)) if x < ranked[0] else 1.0 for x in ranked]
     weights = [x / sum(weights) for x in weights[:top_k]] if top_k is None else weights[:top_k]
     total, kept = sum(weights), list[float]()
     for weight in weights:
@@ -36,9 +37,7 @@ def probabilities(temperature: float, top_k: int | None, top_p: float | None) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(
-    "options", [{}, {"top_k": 2}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.9}], ids=str
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_frequencies_are_those_of_what_is_allowed(
     temperature: float, options: dict[str, Any], dtype: torch.dtype
@@ -49,7 +48,7 @@ def test_frequencies_are_those_of_what_is_allowed(
     assert found[expected == 0].max() == 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, *TEMPERATURES])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("largest", [math.inf, -math.inf, math.nan])
 def test_a_largest_logit_that_is_not_finite_is_refused(largest: float, temperature: float) -> None:
     logits = torch.tensor([[-math.inf, largest, -math.inf]])

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
 from flexnsa import mods
-from flexnsa.attention import selection
 from flexnsa.attention.dispatch import IMPLEMENTATIONS, SDPA
 from flexnsa.attention.interface import BranchOutput, Call
 from flexnsa.functional import calls as functional_calls
@@ -64,38 +63,16 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return blocks
 
 
-def test_checkpointed_layers_score_no_block_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    scored = counted(monkeypatch, selection, "group_probabilities")
-    calls = []
-    for checkpointing in (False, True, (1, 2)):
-        scored.clear()
-        train(checkpointing)
-        calls.append(len(scored))
-    monkeypatch.setattr(decoder, "keep_selection", noop_context_fn)
-    scored.clear()
-    train(True)
-    assert calls[0] > 0
-    assert calls == [calls[0]] * 3
-    assert len(scored) == 2 * calls[0]
-
-
+@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("name", MODS)
-def test_a_layer_runs_again_with_the_blocks_that_it_selected(name: str, used: list[Tensor]) -> None:
-    train(True, **MODS[name])
-    forward, again = used[:LAYERS], used[LAYERS:]
-    assert len(again) == LAYERS
-    for first, second in zip(forward, reversed(again), strict=True):
-        assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("name", MODS)
-def test_without_keeping_them_it_would_select_others(
-    name: str, used: list[Tensor], monkeypatch: pytest.MonkeyPatch
+def test_a_layer_runs_again_with_the_blocks_that_it_selected_if_they_are_kept(
+    name: str, kept: bool, used: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder, "keep_selection", noop_context_fn)
+    if not kept:
+        monkeypatch.setattr(decoder, "keep_selection", noop_context_fn)
     train(True, **MODS[name])
-    forward, again = used[:LAYERS], used[LAYERS:]
-    assert not any(torch.equal(first, second) for first, second in zip(forward, reversed(again), strict=True))
+    pairs = zip(used[:LAYERS], reversed(used[LAYERS:]), strict=True)
+    assert [torch.equal(first, again) for first, again in pairs] == [kept] * LAYERS
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

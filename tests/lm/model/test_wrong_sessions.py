@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.lm import DecodingSession, Sampling, generate_tokens
-from tests.lm.model.sessions import LENGTHS, make_model, prompts
+from tests.lm.model.sessions import make_model, prompts
 
 
 def generate(sampling: dict[str, Any] | None = None, **options: Any) -> None:
@@ -36,8 +36,6 @@ def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
         ({"seed": 10**20}, "seed: expected at most"),
         ({"stop_tokens": [()]}, "stop_tokens: expected at least one token in a sequence"),
-        ({"lengths": torch.tensor([0, 3, 3])}, "lengths: expected 1 .. 17"),
-        ({"lengths": torch.tensor([18, 3, 3])}, "lengths: expected 1 .. 17"),
         ({"steps": "graph"}, "steps: expected 'compiled' or 'eager' on cpu, got 'graph'"),
         ({"steps": "graph", "mask_mod": near}, "steps: expected 'compiled' or 'eager' with mask_mod, got 'graph'"),
         ({"steps": "fast"}, "steps: expected one of 'auto', 'graph', 'compiled', 'eager', got 'fast'"),
@@ -60,7 +58,6 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         (lambda session: session.step(9), "count: expected at most 8, got 9"),
         (lambda session: session.prefill(prompts(2)), "prompts: expected 3 rows, as the session has, got a tensor"),
         (lambda session: session.generate(prompts(2), 3), "prompts: expected 3 rows, as the session has"),
-        (lambda session: session.prefill(prompts(), LENGTHS - 1), "lengths: expected 1 .. 17"),
         (lambda session: session.set_active([True]), "active: expected one for each of 3 rows, got 1"),
         (lambda session: session.set_active([2, 0, 1]), "active: expected bool, got 2"),
         (lambda session: session.set_active(True), "active: expected Sequence, got True"),

@@ -18,6 +18,7 @@ from flexnsa.lm.cli import main
 from flexnsa.lm.parallel import Ranks
 from flexnsa.lm.training.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint, save_checkpoint
 from tests.lm.cli.tiny_run import SIZES, train, write_text
+from tests.lm.training.runs import Sharded
 from tests.parallel.processes import started
 from tests.parallel.steps import make_trainer
 
@@ -132,19 +133,17 @@ def test_a_matrix_names_the_file(text: Path, tmp_path: Path, capsys: pytest.Capt
     assert "/case.json: " in line
 
 
-def test_a_header_of_shards_that_does_not_fit_names_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("ranks", "owner", "name"), [(Ranks, os, "fsync"), (Sharded, shards, "sealed")])
+def test_a_checkpoint_that_does_not_fit_is_named(
+    ranks: type[Ranks], owner: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Sharded(Ranks):
-        sharded = True
-
-    trainer = make_trainer(Sharded())
+    trainer = make_trainer(ranks())
     path = checkpoint_path(tmp_path, trainer)
 
     def full(*_: object, **__: object) -> bytes:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shards, "sealed", full)
+    monkeypatch.setattr(owner, name, full)
     with pytest.raises(OSError, match="No space left") as met:
         save_checkpoint(path, trainer)
     assert met.value.filename == str(path)

@@ -14,9 +14,9 @@ import torch
 
 from flexnsa.files import FileError
 from flexnsa.lm import DecoderConfig, DecoderLM, TrainConfig, Trainer, Watcher, read_corpus, run
-from flexnsa.lm.checkpoint.log import read_log
 from flexnsa.lm.cli import main
 from flexnsa.lm.training.checkpoint import newest_checkpoint, read_checkpoint
+from tests.lm.training.runs import curve, train
 from tests.parallel.processes import run_together
 from tests.support.inputs import TINY
 
@@ -25,10 +25,6 @@ BEGUN = TrainConfig(
     steps=8, batch_size=2, seq_len=40, warmup_steps=2, eval_every=5, eval_sequences=4, checkpoint_every=3
 )
 LONGER = replace(BEGUN, steps=12)
-SIZES = (
-    "--pack --device cpu --attention dense --dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 "
-    "--batch-size 2 --seq-len 32 --warmup-steps 2 --eval-sequences 2 --checkpoint-every 3"
-)
 
 
 class Killed(BaseException):
@@ -69,7 +65,7 @@ def test_more_steps_follow_the_schedule_of_their_number_and_keep_what_is_done(
     text_folder: Path, begun: Callable[[str, int], Path], done: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = begun("run", done)
-    before = _curve(folder)
+    before = curve(folder)
     capsys.readouterr()
     run(_trainer(text_folder, LONGER), folder)
     said = [line for line in "".join(capsys.readouterr()).splitlines() if "goes on" in line]
@@ -78,8 +74,8 @@ def test_more_steps_follow_the_schedule_of_their_number_and_keep_what_is_done(
     assert said[0].endswith(
         f"step {done} goes on by the schedule of 12 steps in place of 8: its learning rate is {rate}"
     )
-    assert _curve(folder)[:done] == before[:done]
-    rates = [record["lr"] for record in _curve(folder)]
+    assert curve(folder)[:done] == before[:done]
+    rates = [record["lr"] for record in curve(folder)]
     assert rates == [*map(BEGUN.learning_rate, range(done)), *map(LONGER.learning_rate, range(done, 12))]
     header, _ = read_checkpoint(newest_checkpoint(folder) or folder)
     assert (header["step"], header["training"]["steps"]) == (12, 12)
@@ -97,10 +93,10 @@ def test_they_are_the_same_bit_for_bit_wherever_they_are_interrupted(
     run(_trainer(text_folder, LONGER), whole)
     with suppress(Killed):
         run(_trainer(text_folder, LONGER), interrupted, watchers=[after(done + at, end)])
-    assert len(_curve(interrupted)) == done + at
+    assert len(curve(interrupted)) == done + at
     last = _trainer(text_folder, LONGER)
     run(last, interrupted)
-    assert _curve(interrupted) == _curve(whole)
+    assert curve(interrupted) == curve(whole)
     _, expected = read_checkpoint(newest_checkpoint(whole) or whole)
     for name, parameter in last.model.named_parameters():
         assert torch.equal(parameter, expected[f"model.{name}"])
@@ -112,9 +108,9 @@ def test_fewer_steps_than_were_planned_are_taken_if_they_are_not_fewer_than_are_
 ) -> None:
     folder = begun("run", 5)
     run(_trainer(text_folder, replace(BEGUN, steps=steps)), folder)
-    assert len(_curve(folder)) == steps
+    assert len(curve(folder)) == steps
     run(_trainer(text_folder, BEGUN), folder)  # and the others after that
-    assert [record["step"] for record in _curve(folder)] == list(range(8))
+    assert [record["step"] for record in curve(folder)] == list(range(8))
 
 
 @pytest.mark.parametrize("done", [5, 8])
@@ -138,7 +134,7 @@ def test_the_command_goes_on_and_its_run_is_read_as_any_other(
     for steps in ("2", "5"):
         _train(text_folder, tmp_path / "run", "--steps", steps)
     assert "step 2 goes on by the schedule of 5 steps in place of 2" in "".join(capsys.readouterr())
-    assert [record["step"] for record in read_log(tmp_path / "run" / "log.jsonl")] == list(range(5))
+    assert [record["step"] for record in curve(tmp_path / "run")] == list(range(5))
     main(["generate", "--checkpoint", str(tmp_path / "run"), "--prompt", "def", "--max-new-tokens", "2"])
     with pytest.raises(SystemExit) as left:
         _train(text_folder, tmp_path / "run", "--steps", "4")
@@ -152,22 +148,15 @@ def test_processes_go_on_as_one_does(text_folder: Path, tmp_path: Path, parallel
         _train(text_folder, tmp_path / "one", "--steps", steps)
         options = ("--steps", steps, "--parallel", parallel)
         run_together(2, tmp_path / "output", _train, text_folder, tmp_path / "two", *options)
-    for one, other in zip(_curve(tmp_path / "one"), _curve(tmp_path / "two"), strict=True):
+    for one, other in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
         assert other == pytest.approx(one, rel=1e-5)
-    assert math.isclose(_curve(tmp_path / "two")[4]["lr"], replace(BEGUN, steps=5).learning_rate(4))
+    assert math.isclose(curve(tmp_path / "two")[4]["lr"], replace(BEGUN, steps=5).learning_rate(4))
 
 
 def _train(text: Path, out: Path, *options: str) -> None:
-    main(["train", *SIZES.split(), "--text", str(text), "--out", str(out), *options])
+    train("--pack", "--warmup-steps", "2", "--checkpoint-every", "3", "--text", text, "--out", out, *options)
 
 
 def _trainer(text_folder: Path, config: TrainConfig) -> Trainer:
     torch.manual_seed(0)
     return Trainer(DecoderLM(MODEL), read_corpus(text_folder), config)
-
-
-def _curve(folder: Path) -> list[dict[str, float]]:
-    """Return the log without what depends on the clock."""
-    clock = ("tokens_per_second", "peak_mib")
-    records = read_log(folder / "log.jsonl")
-    return [{name: x for name, x in record.items() if name not in clock} for record in records]

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexnsa.lm import TrainConfig
 from flexnsa.lm.data.rows import Batch, PackedDocuments, Windows, document_bounds
+from flexnsa.lm.training.trainer import draw_step
 
 TEXT = (
     b"import os\n\n\ndef f():\n    return 1\n\n    # more\n"
@@ -36,15 +38,18 @@ def test_documents_end_with_their_blank_lines_or_their_file() -> None:
 
 
 @pytest.mark.parametrize("rows", [Windows, PackedDocuments])
-def test_rows_follow_from_the_draws_alone(rows: type[Windows] | type[PackedDocuments]) -> None:
+def test_seed_and_step_alone_decide_what_a_step_learns_from(rows: type[Windows] | type[PackedDocuments]) -> None:
     source = rows(_tensor(TEXT * 20), 64)
-    first = source.draw(random.Random("0/3"), 4)
+
+    def drawn(seed: int, step: int) -> Batch:
+        return draw_step(source, TrainConfig(seed=seed, batch_size=4), step)
+
+    first = drawn(seed=0, step=3)
     assert first.tokens.shape == first.targets.shape == (4, 64)
     assert first.tokens.dtype == first.targets.dtype == torch.int64
-    source.draw(random.Random("0/4"), 4)
-    assert torch.equal(first.tokens, source.draw(random.Random("0/3"), 4).tokens)
-    for other in ("0/4", "1/3"):
-        assert not torch.equal(first.tokens, source.draw(random.Random(other), 4).tokens)
+    for other in (drawn(seed=0, step=4), drawn(seed=1, step=3)):
+        assert not torch.equal(first.tokens, other.tokens)
+    assert torch.equal(first.tokens, drawn(seed=0, step=3).tokens)
     assert torch.equal(source.spread(5).tokens, source.spread(5).tokens)
 
 

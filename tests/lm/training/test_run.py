@@ -1,6 +1,5 @@
 """Runs that are stopped, killed and started again have the same results, bit for bit."""
 
-import os
 import signal
 import sys
 from dataclasses import replace
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from tqdm import tqdm
 
 from flexnsa import NSAConfig
@@ -18,8 +16,9 @@ from flexnsa.lm.checkpoint import whole_file
 from flexnsa.lm.checkpoint.checksum import sealed
 from flexnsa.lm.checkpoint.lock import locked
 from flexnsa.lm.checkpoint.log import JSONLog, read_log
-from flexnsa.lm.cli import main
 from flexnsa.lm.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from tests.lm.cli.tiny_run import with_tensor
+from tests.lm.training.runs import curve, train
 from tests.parallel.processes import started
 from tests.support.inputs import TINY
 from tests.support.sharing import share_keys
@@ -48,7 +47,7 @@ def test_resumed_run_equals_uninterrupted_run(text_folder: Path, tmp_path: Path,
     resumed = _trainer(text_folder, seed=99, pack=pack, nsa=nsa)  # other weights, which the checkpoint must replace
     run(resumed, tmp_path / "resumed")
 
-    assert _curve(tmp_path / "resumed") == _curve(tmp_path / "whole")
+    assert curve(tmp_path / "resumed") == curve(tmp_path / "whole")
     for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -88,29 +87,29 @@ def test_what_has_learned_apart_is_not_put_into_one_place(text_folder: Path, tmp
     assert all(torch.equal(old, new) for old, new in zip(before, shared.parameters.values(), strict=True))
 
 
-def test_killed_process_goes_on_to_the_same_curve(text_folder: Path, tmp_path: Path):
+def test_killed_process_goes_on_to_the_samecurve(text_folder: Path, tmp_path: Path):
     options = ["--steps", "200", "--checkpoint-every", "7", "--eval-every", "50"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     with started(1, tmp_path / "output", _train, text_folder, killed, *options) as group:
-        group.wait_until(lambda: _steps(killed) >= 10)  # and is killed
-    kept = _curve(killed)
+        group.wait_until(lambda: len(curve(killed)) >= 10)  # and is killed
+    kept = curve(killed)
     assert 10 <= len(kept) < 200
 
     for folder in (killed, whole):
         _train(text_folder, folder, *options)
-    assert len(_curve(killed)) == 200
-    assert _curve(killed) == _curve(whole)
-    assert _curve(killed)[: len(kept)] == kept
+    assert len(curve(killed)) == 200
+    assert curve(killed) == curve(whole)
+    assert curve(killed)[: len(kept)] == kept
 
 
 def test_sigterm_ends_with_a_checkpoint_of_the_last_logged_step(text_folder: Path, tmp_path: Path):
     options = (tmp_path / "run", "--steps", "100000", "--checkpoint-every", "50000")
     with started(1, tmp_path / "output", _train, text_folder, *options) as group:
-        group.wait_until(lambda: _steps(tmp_path / "run") >= 3)
+        group.wait_until(lambda: len(curve(tmp_path / "run")) >= 3)
         group.processes[0].terminate()
         assert group.wait() == [128 + signal.SIGTERM]
     header, _ = read_checkpoint(tmp_path / "run" / "checkpoint.safetensors")
-    assert header["step"] == len(_curve(tmp_path / "run"))
+    assert header["step"] == len(curve(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("place", ["train_step", "log", "save_checkpoint", "set_postfix_str", "update"])
@@ -139,7 +138,7 @@ def test_a_signal_anywhere_in_a_step_ends_with_a_checkpoint_of_that_step(
     assert run(trainer, tmp_path / "run") == number
     assert signal.getsignal(number) == before
     assert trainer.step == step
-    assert len(_curve(tmp_path / "run")) == step
+    assert len(curve(tmp_path / "run")) == step
     assert read_checkpoint(tmp_path / "run" / "checkpoint.safetensors")[0]["step"] == step
 
 
@@ -149,10 +148,7 @@ def test_incomplete_checkpoint_is_refused_and_leaves_the_trainer_alone(text_fold
     trainer = _trainer(text_folder)
     trainer.train_step()
     save_checkpoint(path, trainer)
-    with safe_open(path, framework="pt") as file:
-        header = file.metadata()
-        kept = {name: file.get_tensor(name) for name in file.keys() if lost not in name}  # noqa: SIM118 - not a dict
-    whole_file.save(path, kept, header)
+    with_tensor(lost, None)(path)
     fresh = _trainer(text_folder, seed=1)
     before = [parameter.clone() for parameter in fresh.model.parameters()]
     with pytest.raises(FileError, match=rf"{path}: expected \S*{lost}\S* to be .* got none; "):
@@ -170,34 +166,12 @@ def test_flex_does_not_train_on_a_cpu(text_folder: Path):
 def test_second_process_in_a_folder_is_told_of_the_first(text_folder: Path, tmp_path: Path):
     options = (tmp_path / "run", "--steps", "100000", "--checkpoint-every", "5")
     with started(1, tmp_path / "output", _train, text_folder, *options) as group:
-        group.wait_until(lambda: _steps(tmp_path / "run") >= 6)
+        group.wait_until(lambda: len(curve(tmp_path / "run")) >= 6)
         first = group.processes[0].pid
         with pytest.raises(FileError, match=rf"^{tmp_path / 'run'}: process {first} is training here; "):
             run(_trainer(text_folder), tmp_path / "run")
     with locked(tmp_path / "run"):  # a lock dies with its process
         pass
-
-
-def test_failed_write_leaves_the_previous_checkpoint(
-    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path = tmp_path / "checkpoint.safetensors"
-    trainer = _trainer(text_folder)
-    trainer.train_step()
-    save_checkpoint(path, trainer)
-    before = path.read_bytes()
-    trainer.train_step()
-
-    def fail(_descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(path, trainer)
-    assert path.read_bytes() == before
-    monkeypatch.undo()
-    save_checkpoint(path, trainer)
-    assert read_checkpoint(path)[0]["step"] == 2
 
 
 @pytest.mark.parametrize(
@@ -267,19 +241,5 @@ def _trainer_of_shared_keys(folder: Path) -> Trainer:
     return Trainer(share_keys(trainer.model), trainer.corpus, TRAINING)
 
 
-def _curve(folder: Path) -> list[dict[str, float]]:
-    """The log without what depends on the clock."""
-    return [
-        {key: value for key, value in record.items() if key not in ("tokens_per_second", "peak_mib")}
-        for record in read_log(folder / "log.jsonl")
-    ]
-
-
-def _steps(folder: Path) -> int:
-    return len(_curve(folder)) if (folder / "log.jsonl").exists() else 0
-
-
 def _train(text_folder: Path, out: Path, *options: str) -> None:
-    sizes = "--dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 --batch-size 1 --seq-len 32"
-    command = f"train --pack --device cpu --attention dense --eval-sequences 2 {sizes}"
-    main([*command.split(), "--text", str(text_folder), "--out", str(out), *options])
+    train("--pack", "--text", text_folder, "--out", out, *options)

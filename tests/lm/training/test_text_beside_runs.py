@@ -10,19 +10,10 @@ import pytest
 
 from flexnsa.lm.checkpoint.lock import LOCK_NAME
 from flexnsa.lm.checkpoint.log import read_log
-from flexnsa.lm.cli import main
 from flexnsa.lm.data.corpus import read_corpus, text_files
 from flexnsa.lm.diagnosis.cases import run_case
+from tests.lm.training.runs import train
 from tests.parallel.processes import run_together
-
-SIZES = (
-    "--device cpu --attention dense --dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 "
-    "--batch-size 2 --seq-len 32 --eval-sequences 2"
-)
-
-
-def train(*options: str) -> None:
-    main(["train", *SIZES.split(), *options])
 
 
 @pytest.mark.parametrize("place", ["run", "runs/a/b", "notes", "link", "new-link/run"])
@@ -32,7 +23,7 @@ def test_a_run_below_its_text_goes_on(text_folder: Path, place: str, capsys: pyt
     (text_folder / "link").symlink_to(text_folder / "notes")
     (text_folder / "new-link").symlink_to(text_folder / "notes")
     for steps in ("2", "4"):
-        train("--text", str(text_folder), "--out", str(text_folder / place), "--steps", steps)
+        train("--text", text_folder, "--out", text_folder / place, "--steps", steps)
     assert len(read_log(text_folder / place / "log.jsonl")) == 4
     assert "error" not in capsys.readouterr().err
 
@@ -103,7 +94,7 @@ def test_the_folder_of_a_run_is_refused_as_text(
     make(tmp_path / "run")
     with pytest.raises(ValueError, match=r"^text: expected a folder to which no run writes, got '.*run'; "):
         read_corpus(tmp_path / "run")
-    said = refused(train, "--text", str(tmp_path / "run"), "--out", str(tmp_path / "another"))
+    said = refused(train, "--text", tmp_path / "run", "--out", tmp_path / "another")
     assert "argument --text: expected a folder to which no run writes" in said
 
 

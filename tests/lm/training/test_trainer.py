@@ -10,7 +10,6 @@ import torch
 from flexnsa import NSAConfig
 from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus
 from flexnsa.lm.data.rows import Batch
-from flexnsa.lm.training.trainer import draw_step
 from flexnsa.optim import index_parameters
 from tests.support.inputs import TINY
 
@@ -56,18 +55,6 @@ def test_packed_loss_is_the_sum_over_documents_alone(text_folder: Path, attentio
             count += 1
     assert count > 2
     assert trainer.loss(batch).item() == pytest.approx(alone, rel=1e-6)
-
-
-def test_seed_and_step_alone_decide_what_a_step_learns_from(text_folder: Path):
-    rows = read_corpus(text_folder).tokens("train").rows(24, pack=False)
-
-    def drawn(seed: int, step: int) -> torch.Tensor:
-        return draw_step(rows, TrainConfig(seed=seed), step).tokens
-
-    first = drawn(seed=0, step=3)
-    assert torch.equal(first, drawn(seed=0, step=3))
-    assert not torch.equal(first, drawn(seed=1, step=3))
-    assert not torch.equal(first, drawn(seed=0, step=4))
 
 
 def test_gradient_is_clipped_and_its_norm_reported(text_folder: Path, monkeypatch: pytest.MonkeyPatch):

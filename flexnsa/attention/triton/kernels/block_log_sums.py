@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.typed import jit
+from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible
 
 
@@ -34,36 +34,12 @@ def log_of(top, total):
 
 @jit(do_not_specialize=["num_rows", "num_keys", "width"])
 def block_log_sums(
-    q_ptr,
-    k_ptr,
-    token_ptr,
-    start_ptr,
-    first_key_ptr,
-    weighted_ptr,
-    plain_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_t,
-    k_stride_b,
-    k_stride_h,
-    k_stride_n,
-    num_rows,
-    num_keys,
-    width,
-    scale_log2,
-    KV_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    STEP: tl.constexpr,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    BW: tl.constexpr,
+    q_ptr, k_ptr, token_ptr, start_ptr, first_key_ptr, weighted_ptr, plain_ptr,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_n, num_rows, num_keys, width, scale_log2,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    STEP: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr,
     BD: tl.constexpr,
-):
+):  # fmt: skip
     """Sum the keys of ``BJ`` blocks for a tile of queries, head by head; blocks without a visible key stay unwritten.
 
     ``weighted`` counts each key of a block with its weight, ``plain`` the block's first ``STEP`` keys once, so that

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.typed import jit
+from flexnsa.attention.triton.kernels.kernel import jit
 
 
 @jit(do_not_specialize=["num_rows"])

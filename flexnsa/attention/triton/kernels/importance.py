@@ -19,7 +19,7 @@ from flexnsa.attention.plan import Plan, can_copy
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import HOPPER_IMPORTANCE, importance_tiles
-from flexnsa.attention.triton.kernels.typed import jit
+from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
 from flexnsa.attention.triton.operators import position_arguments
 from flexnsa.config import NSAConfig, overlap_band
@@ -153,44 +153,14 @@ def add_heads(
 
 @jit(do_not_specialize=["first_row", "num_rows", "num_keys", "width"])
 def importance_kernel(
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    token_ptr,
-    start_ptr,
-    cmp_start_ptr,
-    position_stride_b,
-    own_ptr,
-    passed_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_t,
-    k_stride_b,
-    k_stride_h,
-    k_stride_n,
-    lse_stride_b,
-    lse_stride_h,
-    first_row,
-    num_rows,
-    num_keys,
-    width,
-    scale_log2,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    RATIO: tl.constexpr,
-    FIRST: tl.constexpr,
-    NUM_OFFSETS: tl.constexpr,
-    OWN: tl.constexpr,
-    PASSED: tl.constexpr,
-    HAS_PASSED: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_J: tl.constexpr,
+    q_ptr, k_ptr, lse_ptr, token_ptr, start_ptr, cmp_start_ptr, position_stride_b, own_ptr, passed_ptr,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_n, lse_stride_b, lse_stride_h,
+    first_row, num_rows, num_keys, width, scale_log2,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    RATIO: tl.constexpr, FIRST: tl.constexpr, NUM_OFFSETS: tl.constexpr, OWN: tl.constexpr, PASSED: tl.constexpr,
+    HAS_PASSED: tl.constexpr, HAS_POSITIONS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """Score one tile of queries against one tile of blocks of one kv head."""
     num_tiles_j = tl.cdiv(width, BLOCK_J)
     num_tiles_t = tl.cdiv(num_rows, BLOCK_T)

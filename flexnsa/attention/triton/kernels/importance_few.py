@@ -14,7 +14,7 @@ from torch import Tensor
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.kernels.importance import Scores
-from flexnsa.attention.triton.kernels.typed import jit
+from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
 from flexnsa.attention.triton.operators import position_arguments
 from flexnsa.config import NSAConfig
@@ -35,81 +35,28 @@ def importance_few(
     scale: float,
 ) -> None:
     """Fill ``scores`` with the importance of blocks for all queries; arguments as of ``importance``."""
-    batch, q_heads, num_queries, head_dim = q.shape
-    kv_heads, num_keys = k_cmp.shape[1:3]
-    group, band = q_heads // kv_heads, scores.band
+    (batch, q_heads, num_queries, head_dim), (kv_heads, num_keys) = q.shape, k_cmp.shape[1:3]
+    group, band, ratio = q_heads // kv_heads, scores.band, config.select_block_size // config.compress_stride
     importance_few_kernel[(batch * kv_heads * num_queries * cdiv(scores.width, BLOCK_J),)](
-        q,
-        k_cmp,
-        lse,
-        *position_arguments(q, *tensors_of(positions)),
-        scores.own,
-        scores.passed,
-        *q.stride()[:3],
-        *k_cmp.stride()[:3],
-        *lse.stride()[:2],
-        num_queries,
-        num_keys,
-        scores.width,
-        scale * LOG2_E,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        LENGTH=config.compress_block_size,
-        STRIDE=config.compress_stride,
-        RATIO=config.select_block_size // config.compress_stride,
-        FIRST=band.first,
-        NUM_OFFSETS=len(band.own),
-        OWN=band.own,
-        PASSED=band.passed,
-        HAS_PASSED=any(band.passed),
-        HAS_POSITIONS=positions is not None,
-        BLOCK_G=padded(group),
-        BLOCK_J=BLOCK_J,
-        BLOCK_D=padded(head_dim),
-        num_warps=8 if q.dtype == torch.float32 else 1,
-    )
+        q, k_cmp, lse, *position_arguments(q, *tensors_of(positions)), scores.own, scores.passed,
+        *q.stride()[:3], *k_cmp.stride()[:3], *lse.stride()[:2], num_queries, num_keys, scores.width, scale * LOG2_E,
+        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, LENGTH=config.compress_block_size,
+        STRIDE=config.compress_stride, RATIO=ratio, FIRST=band.first, NUM_OFFSETS=len(band.own), OWN=band.own,
+        PASSED=band.passed, HAS_PASSED=any(band.passed), HAS_POSITIONS=positions is not None, BLOCK_G=padded(group),
+        BLOCK_J=BLOCK_J, BLOCK_D=padded(head_dim), num_warps=8 if q.dtype == torch.float32 else 1,
+    )  # fmt: skip
 
 
 @jit(do_not_specialize=["num_rows", "num_keys", "width"])
 def importance_few_kernel(
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    token_ptr,
-    start_ptr,
-    cmp_start_ptr,
-    position_stride_b,
-    own_ptr,
-    passed_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_t,
-    k_stride_b,
-    k_stride_h,
-    k_stride_n,
-    lse_stride_b,
-    lse_stride_h,
-    num_rows,
-    num_keys,
-    width,
-    scale_log2,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    RATIO: tl.constexpr,
-    FIRST: tl.constexpr,
-    NUM_OFFSETS: tl.constexpr,
-    OWN: tl.constexpr,
-    PASSED: tl.constexpr,
-    HAS_PASSED: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_J: tl.constexpr,
+    q_ptr, k_ptr, lse_ptr, token_ptr, start_ptr, cmp_start_ptr, position_stride_b, own_ptr, passed_ptr,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_n, lse_stride_b, lse_stride_h,
+    num_rows, num_keys, width, scale_log2,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    RATIO: tl.constexpr, FIRST: tl.constexpr, NUM_OFFSETS: tl.constexpr, OWN: tl.constexpr, PASSED: tl.constexpr,
+    HAS_PASSED: tl.constexpr, HAS_POSITIONS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """Score a tile of blocks for one query and one kv head."""
     num_tiles = tl.cdiv(width, BLOCK_J)
     first_block = tl.program_id(0) % num_tiles * BLOCK_J

@@ -1,4 +1,4 @@
-"""Kernels that compile while PyTorch traces the operators which launch them."""
+"""Triton's ``jit``, typed: its kernels compile while PyTorch traces the operators which launch them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module
 from inspect import signature
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ THREADS = 8
 MOST_LAUNCHES = 4096
 """Launches of a kernel that are remembered at a time: lengths that change with every call must not fill the memory."""
 Grid = tuple[int, ...]
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class Compiled(Protocol):
@@ -150,3 +151,25 @@ def _threads() -> ThreadPoolExecutor:
     # Compilers import Gluon when they run. An import on two threads at a time may fail, so it comes before.
     import_module("triton.experimental.gluon")
     return ThreadPoolExecutor(THREADS, thread_name_prefix="flexnsa-compile")
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def jit(function: F, /) -> F: ...
+    @overload
+    def jit(*, do_not_specialize: list[str]) -> Callable[[Callable[..., object]], Kernel]: ...
+    def jit(*arguments: object, **options: object) -> object:
+        """Compile a function that kernels call or, with ``do_not_specialize``, a kernel."""
+else:
+    import triton
+
+    def jit(*arguments, **options):  # noqa: D103
+        return triton.jit(*arguments) if arguments else lambda function: Kernel(triton.jit(**options)(function))
+
+
+def is_interpreted() -> bool:
+    """Return whether kernels run in Triton's interpreter, which accepts CPU tensors."""
+    from triton import knobs  # pyright: ignore[reportMissingTypeStubs]
+
+    return knobs.runtime.interpret

@@ -10,7 +10,7 @@ from torch import Tensor
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import log_sum_exp_tiles
-from flexnsa.attention.triton.kernels.typed import jit
+from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions, runs
 from flexnsa.attention.triton.operators import position_arguments, with_positive_scale
 from flexnsa.config import NSAConfig
@@ -35,57 +35,22 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions | None, *, config
     out = torch.empty(batch, q_heads, num_queries, dtype=torch.float32, device=q.device)
     tiles = log_sum_exp_tiles(device_of(q), q.dtype, head_dim)
     log_sum_exp_kernel[(batch * q_heads * cdiv(num_queries, tiles.queries),)](
-        q,
-        k_cmp,
-        *position_arguments(q, *tensors_of(positions)),
-        out,
-        *q.stride()[:3],
-        *k_cmp.stride()[:3],
-        num_queries,
-        k_cmp.shape[2],
-        scale * LOG2_E,
-        Q_HEADS=q_heads,
-        GROUP=q_heads // k_cmp.shape[1],
-        HEAD_DIM=head_dim,
-        LENGTH=config.compress_block_size,
-        STRIDE=config.compress_stride,
-        HAS_POSITIONS=positions is not None,
-        BLOCK_T=tiles.queries,
-        BLOCK_N=tiles.keys,
-        BLOCK_D=padded(head_dim),
-        **tiles.options(),
-    )
+        q, k_cmp, *position_arguments(q, *tensors_of(positions)), out, *q.stride()[:3], *k_cmp.stride()[:3],
+        num_queries, k_cmp.shape[2], scale * LOG2_E,
+        Q_HEADS=q_heads, GROUP=q_heads // k_cmp.shape[1], HEAD_DIM=head_dim, LENGTH=config.compress_block_size,
+        STRIDE=config.compress_stride, HAS_POSITIONS=positions is not None,
+        BLOCK_T=tiles.queries, BLOCK_N=tiles.keys, BLOCK_D=padded(head_dim), **tiles.options(),
+    )  # fmt: skip
     return out
 
 
 @jit(do_not_specialize=["num_queries", "num_keys"])
 def log_sum_exp_kernel(
-    q_ptr,
-    k_ptr,
-    token_ptr,
-    start_ptr,
-    cmp_start_ptr,
-    position_stride_b,
-    out_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_t,
-    k_stride_b,
-    k_stride_h,
-    k_stride_n,
-    num_queries,
-    num_keys,
-    scale_log2,
-    Q_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q_ptr, k_ptr, token_ptr, start_ptr, cmp_start_ptr, position_stride_b, out_ptr,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_n, num_queries, num_keys, scale_log2,
+    Q_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Compute the log-sum-exp of one tile of queries of one head, with a running maximum over its visible keys."""
     num_tiles = tl.cdiv(num_queries, BLOCK_T)
     first_row = tl.program_id(0) % num_tiles * BLOCK_T

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexnsa.attention.operators import with_rows
 from flexnsa.attention.tiles.device import cdiv, padded
-from flexnsa.attention.triton.kernels.typed import jit
+from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.operators import strides_of_groups
 
 ROWS = 32

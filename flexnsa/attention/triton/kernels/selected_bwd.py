@@ -22,8 +22,9 @@ from flexnsa.attention.plan import Plan, can_copy, is_wide
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, padded
 from flexnsa.attention.tiles.intervals import hopper_tiles
-from flexnsa.attention.tiles.selected import columns, of_group
-from flexnsa.attention.triton.kernels.gradient_parts import add_parts
+from flexnsa.attention.tiles.selected import SLOTS, SUM_ROWS, columns, max_replicas, max_shared, of_group
+from flexnsa.attention.triton.kernels.intervals import add_parts
+from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selected_lists import Lists, Selection
 from flexnsa.attention.triton.kernels.selected_pairs import (
     first_key,
@@ -34,10 +35,8 @@ from flexnsa.attention.triton.kernels.selected_pairs import (
     row_of_tile,
     sees,
 )
-from flexnsa.attention.triton.kernels.typed import jit
 from flexnsa.attention.triton.kernels.visible import load_positions
 from flexnsa.attention.triton.operators import strides_of_groups
-from flexnsa.attention.triton.selected_sizes import SLOTS, SUM_ROWS, max_replicas, max_shared
 
 SHARED_ROWS = 8
 """Keys of a program that sums replicas: many programs, because each waits for memory."""

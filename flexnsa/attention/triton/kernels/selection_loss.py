@@ -16,8 +16,8 @@ from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, device_of, multiprocessors, padded
 from flexnsa.attention.tiles.scoring import selection_loss_tiles
 from flexnsa.attention.triton.kernels.block_log_sums import block_log_sums, log_of
+from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selection_loss_bwd import key_gradients, query_gradients
-from flexnsa.attention.triton.kernels.typed import jit
 from flexnsa.attention.triton.kernels.visible import count_visible
 from flexnsa.config import NSAConfig
 
@@ -199,36 +199,12 @@ def normalised(ptr, head, block, lse, seen, HEADS: tl.constexpr, stride_h):
 
 @jit(do_not_specialize=["num_rows", "width"])
 def compare_blocks(
-    true_ptr,
-    weighted_ptr,
-    plain_ptr,
-    token_ptr,
-    start_ptr,
-    index_token_ptr,
-    index_start_ptr,
-    loss_ptr,
-    weight_ptr,
-    slope_ptr,
-    log_score_ptr,
-    lse_ptr,
-    pull_ptr,
-    num_rows,
-    width,
-    KV_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    INDEX_HEADS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    STEP: tl.constexpr,
-    FIRST: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_INIT: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    BY_MASS: tl.constexpr,
-    BH: tl.constexpr,
-    BI: tl.constexpr,
-    BM: tl.constexpr,
-):
+    true_ptr, weighted_ptr, plain_ptr, token_ptr, start_ptr, index_token_ptr, index_start_ptr, loss_ptr, weight_ptr,
+    slope_ptr, log_score_ptr, lse_ptr, pull_ptr, num_rows, width,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    STEP: tl.constexpr, FIRST: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    BY_MASS: tl.constexpr, BH: tl.constexpr, BI: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
     """Compare the true shares of one query's blocks with their scores; logarithms have base 2.
 
     ``slope`` is the derivative of the weighted divergence in the log of each block's score. Of each index head, ``lse``

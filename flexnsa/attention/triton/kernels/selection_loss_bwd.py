@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from flexnsa.attention.triton.kernels.block_log_sums import shared_strides
-from flexnsa.attention.triton.kernels.typed import jit
+from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible
 
 
@@ -64,40 +64,12 @@ def block_gradients(
 
 @jit(do_not_specialize=["num_rows", "num_keys", "width", "splits"])
 def query_gradients(
-    q_ptr,
-    k_ptr,
-    token_ptr,
-    start_ptr,
-    first_key_ptr,
-    slope_ptr,
-    log_score_ptr,
-    lse_ptr,
-    pull_ptr,
-    out_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_t,
-    k_stride_b,
-    k_stride_h,
-    k_stride_n,
-    num_rows,
-    num_keys,
-    width,
-    splits,
-    scale,
-    KV_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    STEP: tl.constexpr,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    BW: tl.constexpr,
+    q_ptr, k_ptr, token_ptr, start_ptr, first_key_ptr, slope_ptr, log_score_ptr, lse_ptr, pull_ptr, out_ptr,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_n, num_rows, num_keys, width, splits, scale,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    STEP: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr,
     BD: tl.constexpr,
-):
+):  # fmt: skip
     """Sum over one split of the blocks, for a tile of queries of one index head; ``out (splits, B * Hkv * H, m, D)``.
 
     A key belongs to the last block for which it counts: ``BW`` keys of ``BJ`` blocks are a tile.
@@ -154,38 +126,11 @@ def query_gradients(
 
 @jit(do_not_specialize=["num_rows", "num_keys", "width"])
 def key_gradients(
-    q_ptr,
-    k_ptr,
-    token_ptr,
-    start_ptr,
-    first_key_ptr,
-    slope_ptr,
-    log_score_ptr,
-    lse_ptr,
-    pull_ptr,
-    out_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_t,
-    k_stride_b,
-    k_stride_h,
-    k_stride_n,
-    num_rows,
-    num_keys,
-    width,
-    scale,
-    KV_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    STEP: tl.constexpr,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BT: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-):
+    q_ptr, k_ptr, token_ptr, start_ptr, first_key_ptr, slope_ptr, log_score_ptr, lse_ptr, pull_ptr, out_ptr,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_n, num_rows, num_keys, width, scale,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    STEP: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """Sum over all queries and index heads, for a tile of keys; ``out (B * Hkv, N, D)``."""
     first = tl.program_id(0) * BN
     key = first + tl.arange(0, BN)

@@ -15,9 +15,8 @@ from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.step import StepInputs
 from flexnsa.attention.tiles.device import cdiv, multiprocessors, padded
 from flexnsa.attention.tiles.step import StepTiles, step_tiles
-from flexnsa.attention.triton.kernels import step_attend, step_compress, step_merge, step_place
+from flexnsa.attention.triton.kernels import step_attend, step_compress, step_place
 from flexnsa.attention.triton.kernels.importance import Band, Scores
-from flexnsa.attention.triton.kernels.step_importance import importance_of_scores
 from flexnsa.attention.triton.kernels.top_blocks import check_width, write_top_blocks
 from flexnsa.attention.triton.operators import precision
 from flexnsa.attention.triton.selection import aligned
@@ -81,17 +80,8 @@ class StepScratch:
         dv = next(iter(inputs.v.values())).shape[2] // kv_heads
         slots = {name.partition("_")[2]: buffer.shape[2] - 1 for name, buffer in buffers.items()}
         counts = slots.get("cmp", 0), slots.get("win", 0)
-        tiles = step_tiles(
-            multiprocessors(q),
-            q.dtype,
-            heads=batch * kv_heads,
-            group=group,
-            num_tokens=num_tokens,
-            dims=(dk, dv),
-            num_keys=counts,
-            num_selected=inputs.config.num_selected_blocks,
-            block_size=inputs.config.select_block_size,
-        )
+        heads, config = batch * kv_heads, inputs.config
+        tiles = step_tiles(multiprocessors(q), q.dtype, heads, group, num_tokens, (dk, dv), counts, config)
         rows = tiles.cmp + tiles.slc + tiles.win, batch, inputs.num_heads, num_tokens
         width = aligned(counts[0]) if "slc" in inputs.k and inputs.index is None else 0
         new = partial(torch.empty, dtype=torch.float32, device=q.device)
@@ -113,6 +103,8 @@ class StepScratch:
         )
 
 
+WARPS = 4
+"""Warps of a program that attends."""
 BLOCK_J = 16
 """Blocks whose importance a program sums: few, so that there are many programs."""
 SCORES = 2048
@@ -156,13 +148,9 @@ def compress(inputs: StepInputs, scratch: StepScratch) -> None:
     widths = [0 if phi.weight is None else phi.weight.shape[0] for phi in (phi_k, phi_v)]
     hidden = [inputs.q.new_empty(num_rows, width) for width in widths]
     tails = [buffers["k_tail"], buffers["v_tail" if makes_values else "k_tail"]]
-    sizes = {
-        "HKV": scratch.kv_heads,
-        "E": blocks,
-        "LENGTH": config.compress_block_size,
-        "STRIDE": config.compress_stride,
-    }
-    sizes |= {"DK": scratch.dk, "DV": scratch.dv, "K_WIDTH": widths[0], "V_WIDTH": widths[1], "BM": 16}
+    sizes = {"HKV": scratch.kv_heads, "E": blocks, "DK": scratch.dk, "DV": scratch.dv, "BM": 16}
+    sizes |= {"LENGTH": config.compress_block_size, "STRIDE": config.compress_stride}
+    sizes |= {"K_WIDTH": widths[0], "V_WIDTH": widths[1]}
     counts = num_rows, scratch.num_tokens, scratch.slots["tail"]
     if max(widths):
         firsts = [
@@ -225,7 +213,7 @@ def _attend_intervals(inputs: StepInputs, scratch: StepScratch) -> None:
         scratch.scores.shape[-1], inputs.scale * LOG2_E,
         **_dims(scratch), LENGTH=config.compress_block_size, STRIDE=config.compress_stride, WINDOW=config.window_size,
         CMP_SPLITS=tiles.cmp, WIN_SPLITS=tiles.win, HAS_CMP=cmp > 0, HAS_SCORES=scratch.scores.shape[-1] > 0,
-        HAS_V_CMP="v_cmp" in buffers, BR=tiles.rows, BN=tiles.keys, num_warps=tiles.num_warps,
+        HAS_V_CMP="v_cmp" in buffers, BR=tiles.rows, BN=tiles.keys, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -238,7 +226,7 @@ def _select(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -> None:
     passed = torch.empty_like(own) if any(band.passed) else own
     ratio = config.select_block_size // config.compress_stride
     group, offsets = padded(scratch.group, least=1), padded(len(band.own), least=1)
-    importance_of_scores[(cdiv(width, BLOCK_J), scratch.batch * scratch.kv_heads * scratch.num_tokens)](
+    step_attend.importance_of_scores[(cdiv(width, BLOCK_J), scratch.batch * scratch.kv_heads * scratch.num_tokens)](
         scratch.scores, scratch.top, scratch.total, scratch.where, own, passed,
         scratch.heads, scratch.num_tokens, scratch.scores.shape[-1], width,
         HKV=scratch.kv_heads, G=scratch.group, LENGTH=config.compress_block_size, STRIDE=config.compress_stride,
@@ -260,7 +248,7 @@ def _attend_selected(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -
         scratch.heads, scratch.num_tokens, scratch.slots["slc"], scratch.first_split("slc"), inputs.scale * LOG2_E,
         **_dims(scratch), BLOCK=config.select_block_size, SELECTED=config.num_selected_blocks,
         PER_PROGRAM=cdiv(config.num_selected_blocks, tiles.slc), BR=tiles.group_rows, BN=tiles.block_keys,
-        num_warps=tiles.num_warps,
+        num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -275,7 +263,7 @@ def _merge(inputs: StepInputs, scratch: StepScratch, out: Tensor) -> None:
         branches |= {name: scratch.first_split(tag), f"{name}_SPLITS": splits, f"{name}_GATE": order.get(tag, -1)}
     splits = tiles.cmp + tiles.win + tiles.slc
     rows = padded(splits, least=1)
-    step_merge.merge[(scratch.batch * scratch.num_tokens, inputs.num_heads)](
+    step_attend.merge[(scratch.batch * scratch.num_tokens, inputs.num_heads)](
         scratch.part, scratch.top, scratch.total, gates, scratch.where, inputs.lengths, inputs.reached, out,
         scratch.batch, scratch.num_tokens, gates.stride(1),
         HQ=inputs.num_heads, DV=scratch.dv, GATE=inputs.gate, COLUMNS=len(columns), SPLITS=splits, **branches,

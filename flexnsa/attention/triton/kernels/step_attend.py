@@ -2,14 +2,16 @@
 """Attention of a few queries to a cache: a program processes a split of their keys, for all heads of a group.
 
 It stores *partial outputs*: for each query and head the output over these keys only, before division by the sum of
-probabilities, with that sum and the largest score (base 2). The kernel ``merge`` joins them.
+probabilities, with that sum and the largest score (base 2). Those of the compressed branch also tell the importance of
+blocks. The kernel ``merge`` joins all of them into the output of the step.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.typed import jit
+from flexnsa.attention.triton.kernels.kernel import jit
+from flexnsa.attention.triton.kernels.visible import count_visible
 
 
 @jit
@@ -45,16 +47,15 @@ def join(s, v, top, total, acc, HAS_V: tl.constexpr, PRECISION: tl.constexpr):
 @jit
 def store_partial(
     top, total, acc, split, r, num_rows, bh, num_heads, num_tokens, part_ptr, top_ptr, total_ptr,
-    G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, HAS_V: tl.constexpr,
+    G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     """Store partial outputs as ``(splits, B, Hq, T)``."""
     at = split.to(tl.int64) * num_heads * num_tokens + (bh * G + r % G) * num_tokens + r // G
     inside = r < num_rows
     tl.store(top_ptr + at, top, mask=inside)
     tl.store(total_ptr + at, total, mask=inside)
-    if HAS_V:
-        d = tl.arange(0, BDV)
-        tl.store(part_ptr + at[:, None] * DV + d[None, :], acc, mask=inside[:, None] & (d < DV)[None, :])
+    d = tl.arange(0, BDV)
+    tl.store(part_ptr + at[:, None] * DV + d[None, :], acc, mask=inside[:, None] & (d < DV)[None, :])
 
 
 @jit(do_not_specialize=["num_heads", "num_tokens", "cmp_size", "win_size", "score_width"])
@@ -82,8 +83,8 @@ def attend_dense(
     n = tl.arange(0, BN)
     if HAS_CMP:
         if split < CMP_SPLITS:
-            visible = tl.maximum(token + (1 + STRIDE - LENGTH), 0) // STRIDE
-            most = tl.maximum(last + (1 + STRIDE - LENGTH), 0) // STRIDE
+            visible = count_visible(token, LENGTH, STRIDE)
+            most = count_visible(last, LENGTH, STRIDE)
             chunk = tl.cdiv(tl.cdiv(most, CMP_SPLITS), BN) * BN
             k_ptr = k_cmp_ptr + bh * (cmp_size + 1) * DK
             v_ptr = v_cmp_ptr + bh * (cmp_size + 1) * DV
@@ -119,9 +120,8 @@ def attend_dense(
             v = load_keys(v_ptr, slot, inside, DV, BDV)
             top, total, acc = join(tl.where(shown, s, float("-inf")), v, top, total, acc, True, PRECISION)
     store_partial(
-        top, total, acc, split, r, num_rows, bh, num_heads, num_tokens, part_ptr, top_ptr, total_ptr,
-        G, DV, BDV, True,
-    )  # fmt: skip
+        top, total, acc, split, r, num_rows, bh, num_heads, num_tokens, part_ptr, top_ptr, total_ptr, G, DV, BDV
+    )
 
 
 @jit(do_not_specialize=["num_heads", "num_tokens", "slc_size", "first_split"])
@@ -159,5 +159,122 @@ def attend_selected(
                 top, total, acc = join(tl.where(inside[None, :], s, float("-inf")), v, top, total, acc, True, PRECISION)
     store_partial(
         top, total, acc, first_split + tl.program_id(0), r, num_tokens * G, bh, num_heads, num_tokens,
-        part_ptr, top_ptr, total_ptr, G, DV, BDV, True,
+        part_ptr, top_ptr, total_ptr, G, DV, BDV,
     )  # fmt: skip
+
+
+@jit(do_not_specialize=["num_heads", "num_tokens", "score_width", "width"])
+def importance_of_scores(
+    score_ptr, top_ptr, total_ptr, where_ptr, own_ptr, passed_ptr, num_heads, num_tokens, score_width, width,
+    HKV: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, RATIO: tl.constexpr,
+    SPLITS: tl.constexpr, FIRST: tl.constexpr, NUM_OFFSETS: tl.constexpr, OWN: tl.constexpr, PASSED: tl.constexpr,
+    HAS_PASSED: tl.constexpr, BG: tl.constexpr, BP: tl.constexpr, BJ: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Sum the probabilities of a tile of blocks over the heads of a group (NSA paper, Eq. 9 and 10).
+
+    The output is the input of :func:`flexnsa.attention.triton.kernels.top_blocks.top_blocks_kernel`. Scores are loaded
+    as ``(head, block, offset)``, so that a thread has whole blocks of all heads.
+    """
+    row = tl.program_id(1).to(tl.int64)  # (B, Hkv, T)
+    bh = row // num_tokens
+    t = row % num_tokens
+    token = tl.load(where_ptr + bh // HKV * num_tokens + t)
+    visible = count_visible(token, LENGTH, STRIDE)
+    first_block = tl.program_id(0) * BJ
+    if first_block * RATIO + FIRST < visible:
+        g = tl.arange(0, BG)
+        o = tl.arange(0, BO)
+        block = first_block + tl.arange(0, BJ)
+        key = block[:, None] * RATIO + (FIRST + o)[None, :]
+        shown = (o < NUM_OFFSETS)[None, :] & (key >= 0) & (key < visible)
+        row_of_head = ((bh * num_tokens + t) * G + g)[:, None, None] * score_width
+        inside = (g < G)[:, None, None] & shown[None, :, :]
+        s = tl.load(score_ptr + row_of_head + key[None, :, :], mask=inside, other=float("-inf"))
+
+        p = tl.arange(0, BP)
+        known = (g < G)[:, None] & (p < SPLITS)[None, :]
+        at = (bh * G + g)[:, None] * num_tokens + t + p[None, :].to(tl.int64) * num_heads * num_tokens
+        tops = tl.load(top_ptr + at, mask=known, other=float("-inf"))
+        totals = tl.load(total_ptr + at, mask=known, other=0.0)
+        top = tl.max(tops, 1)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.exp2(tops - top[:, None]) * totals, 1)
+        lse = top + tl.log2(tl.where(total == 0.0, 1.0, total))
+
+        share = tl.sum(tl.exp2(s - lse[:, None, None]), 0)  # 0 for masked keys
+        of_own = tl.zeros([BO], tl.float32)
+        of_passed = tl.zeros([BO], tl.float32)
+        for i in tl.static_range(NUM_OFFSETS):  # pyright: ignore[reportGeneralTypeIssues]
+            of_own = tl.where(o == i, OWN[i] + 0.0, of_own)
+            of_passed = tl.where(o == i, PASSED[i] + 0.0, of_passed)
+        cell = row * tl.multiple_of(width, 16) + block
+        tl.store(own_ptr + cell, tl.sum(share * of_own[None, :], 1), mask=block < width)
+        if HAS_PASSED:
+            tl.store(passed_ptr + cell, tl.sum(share * of_passed[None, :], 1), mask=block < width)
+
+
+@jit
+def weights_of(p, tops, totals, gate, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Return the weights of the partial outputs from ``FIRST`` to ``FIRST + COUNT``; those of the others are 0.
+
+    A missing branch leaves its partial outputs uninitialised; they are masked, because 0 * NaN is NaN.
+    """
+    inside = (p >= FIRST) & (p < FIRST + COUNT)
+    tops = tl.where(inside, tops, float("-inf"))
+    totals = tl.where(inside, totals, 0.0)
+    top = tl.max(tops, 0)
+    share = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(share * totals, 0)
+    return share * (gate / tl.where(total == 0.0, 1.0, total))
+
+
+@jit(do_not_specialize=["batch", "num_tokens", "gate_st"])
+def merge(
+    part_ptr, top_ptr, total_ptr, gate_ptr, where_ptr, lengths_ptr, reached_ptr, out_ptr, batch, num_tokens, gate_st,
+    HQ: tl.constexpr, DV: tl.constexpr, GATE: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    CMP: tl.constexpr, CMP_SPLITS: tl.constexpr, CMP_GATE: tl.constexpr,
+    SLC: tl.constexpr, SLC_SPLITS: tl.constexpr, SLC_GATE: tl.constexpr,
+    WIN: tl.constexpr, WIN_SPLITS: tl.constexpr, WIN_GATE: tl.constexpr,
+    BP: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """Sum the branches of a query and head, weighted by their gates, and update the length of the sequence.
+
+    ``gate (B * T, Hq * COLUMNS)`` holds the logits of the gates. The gate index of a missing branch is -1, that of a
+    branch without a gate ``COLUMNS``. No load depends on another: with so few programs latency is not hidden.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    b = row // num_tokens
+    t = row % num_tokens
+    p = tl.arange(0, BP)
+    d = tl.arange(0, BDV)
+    cell = p * (batch.to(tl.int64) * HQ * num_tokens) + (b * HQ + h) * num_tokens + t
+    part = tl.load(
+        part_ptr + cell[:, None] * DV + d[None, :], mask=(p < SPLITS)[:, None] & (d < DV)[None, :], other=0.0
+    )
+    tops = tl.load(top_ptr + cell, mask=p < SPLITS, other=float("-inf"))
+    totals = tl.load(total_ptr + cell, mask=p < SPLITS, other=0.0)
+    lane = tl.arange(0, 4)
+    logit = tl.load(gate_ptr + row * gate_st + h * COLUMNS + lane, mask=lane < COLUMNS, other=float("-inf"))
+    lost = tl.load(where_ptr + batch * num_tokens + row)
+
+    logit = logit.to(tl.float32)
+    if GATE == "softmax":
+        gates = tl.exp(logit - tl.max(logit, 0))
+        gates = gates / tl.sum(gates, 0)
+    else:
+        gates = tl.where(lane < COLUMNS, tl.sigmoid(logit), 1.0)
+    weights = tl.zeros([BP], tl.float32)
+    if CMP_GATE >= 0:
+        weights += weights_of(p, tops, totals, tl.sum(tl.where(lane == CMP_GATE, gates, 0.0), 0), CMP, CMP_SPLITS)
+    if SLC_GATE >= 0:
+        weights += weights_of(p, tops, totals, tl.sum(tl.where(lane == SLC_GATE, gates, 0.0), 0), SLC, SLC_SPLITS)
+    if WIN_GATE >= 0:
+        weights += weights_of(p, tops, totals, tl.sum(tl.where(lane == WIN_GATE, gates, 0.0), 0), WIN, WIN_SPLITS)
+    out = tl.sum(tl.where((weights == 0.0)[:, None], 0.0, weights[:, None] * part), 0)
+    out = tl.where(lost != 0, float("nan"), out)
+    tl.store(out_ptr + (row * HQ + h) * DV + d, out.to(out_ptr.dtype.element_ty), mask=d < DV)
+    if (h == 0) & (t == num_tokens - 1):
+        length = tl.load(where_ptr + row) + 1
+        tl.store(lengths_ptr + b, length)
+        tl.store(reached_ptr + b, tl.maximum(tl.load(reached_ptr + b), length))

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.step_place import angles
-from flexnsa.attention.triton.kernels.typed import jit
+from flexnsa.attention.triton.kernels.visible import count_visible
 
 
 @jit
@@ -16,9 +17,9 @@ def completed(m, lengths_ptr, where_ptr, num_rows, num_tokens, HKV: tl.constexpr
     inside = m < num_rows
     b = m // (HKV * E)
     before = tl.load(lengths_ptr + b, mask=inside, other=0)
-    after = tl.load(where_ptr + b * num_tokens + num_tokens - 1, mask=inside, other=-1) + 1
-    block = tl.maximum(before + (STRIDE - LENGTH), 0) // STRIDE + m // HKV % E
-    complete = inside & (block < tl.maximum(after + (STRIDE - LENGTH), 0) // STRIDE)
+    last = tl.load(where_ptr + b * num_tokens + num_tokens - 1, mask=inside, other=-1)
+    block = count_visible(before - 1, LENGTH, STRIDE) + m // HKV % E
+    complete = inside & (block < count_visible(last, LENGTH, STRIDE))
     return (b * HKV + m % HKV).to(tl.int64), block, complete
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexnsa.attention.tiles.device import padded
 from flexnsa.attention.triton.kernels.importance import Scores
-from flexnsa.attention.triton.kernels.typed import jit
+from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
 from flexnsa.attention.triton.operators import position_arguments
 from flexnsa.config import NSAConfig
@@ -60,49 +60,23 @@ def write_top_blocks(
     batch, kv_heads, num_queries, num_selected = out.shape
     block_j = padded(scores.width, least=1)
     top_blocks_kernel[(batch * kv_heads * scores.num_rows,)](
-        scores.own,
-        scores.passed,
-        *position_arguments(out, *tensors_of(positions)[:2]),
-        out,
-        first_row,
-        scores.num_rows,
-        num_queries,
-        scores.width,
-        KV_HEADS=kv_heads,
-        LENGTH=config.compress_block_size,
-        STRIDE=config.compress_stride,
-        BLOCK_SIZE=config.select_block_size,
-        FIRST=scores.band.first,
-        HAS_PASSED=any(scores.band.passed),
-        HAS_POSITIONS=positions is not None,
-        NUM_INIT=config.num_init_blocks,
-        NUM_LOCAL=config.num_local_blocks,
-        NUM_SELECTED=num_selected,
-        BLOCK_J=block_j,
-        BLOCK_N=padded(num_selected, least=1),
-        LEVELS=3 if block_j >= LONG else 1,
-        num_warps=num_warps or min(max(block_j // 1024, 1), 32),
-    )
+        scores.own, scores.passed, *position_arguments(out, *tensors_of(positions)[:2]), out,
+        first_row, scores.num_rows, num_queries, scores.width,
+        KV_HEADS=kv_heads, LENGTH=config.compress_block_size, STRIDE=config.compress_stride,
+        BLOCK_SIZE=config.select_block_size, FIRST=scores.band.first, HAS_PASSED=any(scores.band.passed),
+        HAS_POSITIONS=positions is not None, NUM_INIT=config.num_init_blocks, NUM_LOCAL=config.num_local_blocks,
+        NUM_SELECTED=num_selected, BLOCK_J=block_j, BLOCK_N=padded(num_selected, least=1),
+        LEVELS=3 if block_j >= LONG else 1, num_warps=num_warps or min(max(block_j // 1024, 1), 32),
+    )  # fmt: skip
 
 
 @jit
 def choose(
-    own_ptr,
-    passed_ptr,
-    out_ptr,
-    current,
-    visible,
-    LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    FIRST: tl.constexpr,
-    HAS_PASSED: tl.constexpr,
-    NUM_INIT: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    BLOCK_J: tl.constexpr,
+    own_ptr, passed_ptr, out_ptr, current, visible,
+    LENGTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, HAS_PASSED: tl.constexpr,
+    NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr, NUM_SELECTED: tl.constexpr, BLOCK_J: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Store the best of blocks ``0 .. current``, at most ``BLOCK_J`` of them, in ascending order."""
     # Blocks without a visible key were never written: their importance is zero.
     block = tl.arange(0, BLOCK_J)
@@ -139,30 +113,11 @@ def choose(
 
 @jit(do_not_specialize=["first_row", "num_rows", "num_queries", "width"])
 def top_blocks_kernel(
-    own_ptr,
-    passed_ptr,
-    token_ptr,
-    start_ptr,
-    position_stride_b,
-    out_ptr,
-    first_row,
-    num_rows,
-    num_queries,
-    width,
-    KV_HEADS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    FIRST: tl.constexpr,
-    HAS_PASSED: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    NUM_INIT: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
+    own_ptr, passed_ptr, token_ptr, start_ptr, position_stride_b, out_ptr, first_row, num_rows, num_queries, width,
+    KV_HEADS: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr,
+    HAS_PASSED: tl.constexpr, HAS_POSITIONS: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
     """Select the blocks of one query, for one kv head, by a search no larger than its number of blocks requires."""
     local_row = tl.program_id(0) % num_rows
     head = (tl.program_id(0) // num_rows).to(tl.int64)

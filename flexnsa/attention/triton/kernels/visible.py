@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from flexnsa.attention.triton.kernels.typed import jit
+from flexnsa.attention.triton.kernels.kernel import jit
 
 
 @jit
@@ -24,7 +24,7 @@ def load_positions(token_ptr, start_ptr, t, num_queries, HAS_POSITIONS: tl.const
 @jit
 def count_visible(age, LENGTH: tl.constexpr, STRIDE: tl.constexpr):
     """Return how many compressed tokens a query sees, ``age`` tokens into its document: ``i * d + l - 1 <= age``."""
-    return tl.maximum(age + 1 + STRIDE - LENGTH, 0) // STRIDE
+    return tl.maximum(age + (1 + STRIDE - LENGTH), 0) // STRIDE
 
 
 @jit

@@ -1,0 +1,1 @@
+"""The tables of pages, written from what is recorded in ``benchmarks/results``."""

@@ -1,0 +1,32 @@
+"""Runs of a small dense model by the command, what their logs say, and ranks that write shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flexnsa.lm.checkpoint.log import read_log
+from flexnsa.lm.cli import main
+from flexnsa.lm.parallel import Ranks
+
+SIZES = (
+    "--device cpu --attention dense --dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 "
+    "--batch-size 2 --seq-len 32 --eval-sequences 2"
+)
+
+
+class Sharded(Ranks):
+    """One rank, which holds all shards."""
+
+    sharded = True
+
+
+def train(*options: str | Path) -> None:
+    main(["train", *SIZES.split(), *map(str, options)])
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    """Return the log without what depends on the clock; nothing before there is one."""
+    path = folder / "log.jsonl"
+    clock = ("tokens_per_second", "peak_mib")
+    records = read_log(path) if path.exists() else []
+    return [{name: x for name, x in record.items() if name not in clock} for record in records]

@@ -1,0 +1,125 @@
+"""What pages say in sentences is what was recorded; their tables are written from the recordings."""
+
+from __future__ import annotations
+
+from math import log
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.tables import text
+from benchmarks.tables.points import points_by, read_record
+
+ROOT = Path(__file__).parents[1]
+LOSS_KERNELS = ("block_log_sums", "compare_blocks", "query_gradients", "key_gradients")
+
+
+def test_the_seconds_of_a_step_are_what_was_recorded() -> None:
+    points = points_by("stages_h100", "model", lr=8e-4, seed=0)
+    first, plain, dense = (0.15 * 330 / points[name]["steps"][0] for name in ("nsa, dense first", "nsa", "dense"))
+    step = f"A step then takes {first:.3f} s in place of {plain:.3f}, a dense one {dense:.3f}."
+    assert step in words_of("docs/learning.md")
+
+
+def test_what_the_page_says_of_text_125m_is_what_was_recorded() -> None:
+    page = words_of("docs/learning.md")
+    points = read_record("training_indexer_h200")["points"]
+    own, without, dense, own_far, without_far, dense_far = (point["step_ms"] for point in points)
+    assert f"**A step of text-125m takes {own:.0f} ms at 8k and {own_far:.0f} at 32k**" in page
+    assert f", dense {dense:.0f} and {dense_far:.0f} (" in page
+    assert f"Without indexer: {without:.0f} and {without_far:.0f}." in page
+    assert not any("commit" in point for point in points)
+    loss = sum(ms for name, ms, _ in points[0]["longest_kernels"] if name in LOSS_KERNELS)
+    assert f"Of {own:.0f} ms the selection loss takes {loss:.0f}." in page
+    runs = text.runs_of("m7c-125m")
+    seeds = runs[2000, text.DEFAULT]
+    worst = min(fmean(layer) for run in seeds for layer in run["selection"][-1][1])
+    assert f"the worst layers of text-125m find {worst:.3f}" in page
+    ended = [run for run in seeds if "bits with best blocks" in run["finals"]]
+    lost = text.mean_of(ended, "bits with own blocks") - text.mean_of(ended, "bits with best blocks")
+    assert f"With the best blocks it would have {lost:.3f} bits less" in page
+    assert f"by {text.gap(runs[2000, 'NSA'], runs[2000, 'dense'])} bits" in page
+
+
+def test_what_the_page_says_of_teaching_is_what_was_recorded() -> None:
+    page, record = words_of("docs/learning.md"), read_record("teaching_h200")
+    sizes, nsa, training = (record["setting"][name] for name in ("sizes", "nsa", "training"))
+    base = f"{sizes['rope_parameters']['rope_theta']:.0e}".replace("e+0", "e")
+    model = f"{sizes['num_hidden_layers']} layers of {sizes['hidden_size']}, `rope_theta={base}`"
+    runs = {run["name"]: run for run in record["points"]}
+    last = {name: run["held_out"][-1][1] for name, run in runs.items()}
+    dense, untaught, best, own = (last[name] for name in ("pretraining", "means of keys", "best blocks", "taught"))
+    start = f"in sequences of {training['seq_len']:,} bytes has {dense:.4f} nats per byte."
+    assert f"A dense Llama ({model}) that learned Python source code {start}" in page
+    blocks = f"{nsa['num_selected_blocks']} blocks of {nsa['select_block_size']}"
+    assert (
+        f"Reading {blocks}, it has {untaught:.4f} if means of keys choose them, {best:.4f} with the best ones" in page
+    )
+    taught, before = runs["taught"], runs["means of keys"]["recall"]
+    took = f"{taught['steps']} steps ({taught['seconds']:.0f} s on an H200; {100 * taught['share_of_parameters']:.1f} %"
+    assert f"and {own:.4f} with indexers, which learned alone for {took} more parameters)" in page
+    assert f"Blocks found rise from {before['mean']:.3f} to {taught['recall']['mean']:.3f}." in page
+    names = {name: [f"{name}, all weights, seed {seed}" for seed in (2, 3)] for name in ("taught", "dense")}
+    ends = {name: [f"{last[run]:.4f}" for run in of_seeds] for name, of_seeds in names.items()}
+    assert len(runs) == 4 + 2 * len(ends), "all that was recorded is told"
+    told = f"taught models have {both(ends['taught'])}, dense ones {both(ends['dense'])}"
+    assert f"After {training['steps']} steps of all weights, two seeds, {told}" in page
+
+
+def test_the_first_step_takes_what_was_recorded() -> None:
+    points = points_by("training_h200", "attention", model="m7c-125m", seq_len=8192)
+    nsa, dense = (f"{points[kind]['first_step_s']:.0f}" for kind in ("nsa", "dense"))
+    compiler = f"{read_record('training_h200')['import_compiler_s']:.0f}"
+    first = f"with empty caches {nsa} s (`m7c-125m` at 8k), dense {dense}, after {compiler} to import the compiler"
+    assert first in words_of("docs/performance.md")
+
+
+KERNELS = {
+    "selected: `hopper_forward_parts`": ["hopper_forward_parts"],
+    "`hopper_combine`: joins parts, the window, the gated sum; before without the sum": ["hopper_combine"],
+    "`hopper_backward_parts`": ["hopper_backward_parts"],
+    "`hopper_sum_slots`: sums parts, with the gradients of queries from the other branches": ["hopper_sum_slots"],
+    "compressed: `hopper_forward`": ["hopper_forward"],
+    "`hopper_backward_queries`, and `hopper_backward_keys` also of the window": [
+        "hopper_backward_queries",
+        "hopper_backward_keys",
+    ],
+    "gates: `gated_stats`; before with the sum": ["gated_stats"],
+    "importance and top-n": ["hopper_importance", "top_blocks_kernel"],
+}
+"""Rows of the table of kernels, and the recorded ones that they sum."""
+
+
+def test_the_table_of_kernels_is_what_was_recorded() -> None:
+    point = points_by("training_h200", "attention", model="m7c-125m", seq_len=8192)["nsa"]
+    took = {name: ms for name, ms, _ in point["longest_kernels"]}
+    page = (ROOT / "benchmarks/results/speed.md").read_text()
+    assert f"milliseconds in one step of {point['step_ms']:.0f}" in page
+    shown = {cells[0]: cells[-1] for cells in (row.strip("| ").split(" | ") for row in page.splitlines())}
+    assert {label: shown[label] for label in KERNELS} == {
+        label: f"{sum(took[name] for name in names):.1f}" for label, names in KERNELS.items()
+    }
+
+
+def test_the_times_of_models_of_transformers_are_what_was_recorded() -> None:
+    words = words_of("docs/transformers.md")
+    served = read_record("transformers_serving_h200")["points"]
+    rate = {(x["name"], x["way"]): f"{x['tokens_per_second']:.0f}" for x in served if "seconds" in x}
+    paged, whole = (rate["drop-in", way] for way in ("continuous batching", "static batch"))
+    assert f"of the drop-in gives {paged} tokens per second, `generate` {whole} (converted:" in words
+    assert f"(converted: {rate['converted', 'static batch']}), dense `generate_batch` " in words
+    assert f"dense `generate_batch` {rate['dense', 'continuous batching']} (" in words
+    runs = points_by("up_training_h200", "name")
+    names = ("three branches", "selected branch", "dense")
+    three, slc, dense = (f"{runs[name]['held_out'][-1][1] / log(2):.3f}" for name in names)
+    assert f"the three branches have {three}, the selected branch alone {slc}, dense attention {dense}" in words
+
+
+def words_of(page: str) -> str:
+    """Return a page without its line breaks."""
+    return " ".join((ROOT / page).read_text().split())
+
+
+def both(seeds: list[str]) -> str:
+    """Join what two seeds have."""
+    first, second = seeds
+    return f"{first} and {second}"
