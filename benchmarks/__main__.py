@@ -22,13 +22,13 @@ def listed() -> dict[str, str]:
 
     Modules are read and not imported, because some need what is not on every machine.
     """
-    found = {}
+    benchmarks = {}
     for file in sorted(HERE.glob("*/*.py")):
         module = ast.parse(file.read_text())
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body):
             name = file.parent.name if file.stem == "__main__" else f"{file.parent.name}.{file.stem}"
-            found[name] = (ast.get_docstring(module) or "").partition("\n")[0]
-    return found
+            benchmarks[name] = (ast.get_docstring(module) or "").partition("\n")[0]
+    return benchmarks
 
 
 def not_installed(package: str) -> str:
@@ -37,7 +37,6 @@ def not_installed(package: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark that ``argv`` names; without a name, print them all."""
     name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     benchmarks = listed()
     if name in benchmarks:

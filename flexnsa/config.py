@@ -102,6 +102,11 @@ class NSAConfig:
         index = {"index_block_size": 8, "index_stride": 8, "index_heads": num_heads // num_kv_heads}
         return cls(**index | sizes)
 
+    @property
+    def strides_per_block(self) -> int:
+        """Compressed tokens that begin in a selection block, ``l' / d``."""
+        return self.select_block_size // self.compress_stride
+
     def _index_sizes(self) -> tuple[int, int]:
         length = self.compress_block_size if self.index_block_size is None else self.index_block_size
         return length, self.compress_stride if self.index_stride is None else self.index_stride
@@ -177,6 +182,5 @@ def overlap_band(config: NSAConfig) -> tuple[int, tuple[int, ...]]:
     block ``j``, for every ``j``. For ``l, d, l'`` of 32, 16, 64 that is ``(-1, (1, 2, 2, 2, 1))``.
     """
     length = config.compress_block_size // config.compress_stride
-    block = config.select_block_size // config.compress_stride
-    offsets = range(1 - length, block)
-    return offsets[0], tuple(min(o + length, block) - max(o, 0) for o in offsets)
+    offsets = range(1 - length, config.strides_per_block)
+    return offsets[0], tuple(min(o + length, config.strides_per_block) - max(o, 0) for o in offsets)

@@ -52,8 +52,8 @@ def linear_cross_entropy(
         raise ValueError(f"weight: expected dtype {hidden.dtype}, as hidden has, got {weight.dtype}")
     row_targets = targets.flatten()
     rows = hidden.reshape(len(row_targets), hidden.shape[-1])
-    wanted = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
-    total, *_ = _loss_and_gradients(rows, weight, row_targets, ignore_index, dtype, *wanted)
+    needs_grad = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
+    total, *_ = _loss_and_gradients(rows, weight, row_targets, ignore_index, dtype, *needs_grad)
     return reduced(total, row_targets != ignore_index, reduction)
 
 
@@ -179,14 +179,14 @@ def _(grad_loss: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:  # noq
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.dtypes = [x.dtype for x in inputs[:2]]
-    ctx.wanted = inputs[-2:]
+    ctx.needs_grad = inputs[-2:]
     ctx.set_materialize_grads(False)  # the gradients are outputs too, but never used: materialising zeros costs memory
     ctx.save_for_backward(*output[1:])
 
 
 def _backward(ctx: Any, grad_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    saved = zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True)
-    grads = (_scaled(grad_loss, gradient, dtype) if wanted else None for gradient, dtype, wanted in saved)
+    saved = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_grad, strict=True)
+    grads = (_scaled(grad_loss, gradient, dtype) if needs_grad else None for gradient, dtype, needs_grad in saved)
     return (*grads, None, None, None, None, None)
 
 

@@ -151,14 +151,14 @@ class OpaqueOperator(Generic[P, T]):
             saved = ctx.saved_tensors  # read once: under activation checkpointing a second read raises
             results = saved[-len(grads) :]
             pairs = list(zip(grads, results, strict=True))[:differentiable]
-            first, *others = (grad for grad, x in pairs if x.is_floating_point())
+            first, *rest = (grad for grad, x in pairs if x.is_floating_point())
             first = torch.zeros_like(results[0]) if first is None else first
             inputs = *saved[: -len(grads)], *ctx.numbers
             if any(self._records):
-                found = backward(first, *others, *self._nested(inputs), *results)
+                gradients = backward(first, *rest, *self._nested(inputs), *results)
             else:
-                found = backward(first, *others, *saved, *ctx.numbers)
-            return *found, *(None,) * (len(inputs) - len(found))
+                gradients = backward(first, *rest, *saved, *ctx.numbers)
+            return *gradients, *(None,) * (len(inputs) - len(gradients))
 
         self.register_autograd(differentiate, setup_context=save)
 

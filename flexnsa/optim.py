@@ -62,7 +62,7 @@ def parameter_groups(
         rate = lr * relative.get(parameter, 1.0)
         decay = weight_decay if parameter.dim() >= 2 and parameter not in embeddings else 0.0
         groups.setdefault((rate, decay), []).append(parameter)
-    return [{"params": found, "lr": rate, "weight_decay": decay} for (rate, decay), found in groups.items()]
+    return [{"params": parameters, "lr": rate, "weight_decay": decay} for (rate, decay), parameters in groups.items()]
 
 
 def index_parameters(model: nn.Module) -> list[nn.Parameter]:

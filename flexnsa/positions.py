@@ -66,8 +66,8 @@ class Positions:
         """Keep the queries at increasing ``tokens``, int ``(T,)`` or ``(B, T)``; requires one query for every token."""
         rows = max(len(self.token), tokens.shape[0] if tokens.dim() == 2 else 1)
         index = torch.atleast_2d(tokens.to(torch.int64)).expand(rows, -1)
-        kept = self.map(lambda x: x.expand(rows, -1).gather(1, index))
-        return replace(kept, consecutive=False)
+        gathered = self.map(lambda x: x.expand(rows, -1).gather(1, index))
+        return replace(gathered, consecutive=False)
 
 
 def tensors_of(positions: Positions | None) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:

@@ -137,10 +137,10 @@ def check_tensor(
         raise ValueError(f"{name}: expected shape {_show(shape)}, got {tuple(value.shape)}")
     if like is not None and value.device != like.device:
         raise ValueError(f"{name}: expected device {like.device}, as {as_of} has, got {value.device}")
-    wanted = dtype if dtype is not None or like is None else like.dtype
-    if wanted is not None and value.dtype != wanted:
-        raise ValueError(f"{name}: expected dtype {wanted}, got {value.dtype}")
-    if wanted is None:
+    expected = dtype if dtype is not None or like is None else like.dtype
+    if expected is not None and value.dtype != expected:
+        raise ValueError(f"{name}: expected dtype {expected}, got {value.dtype}")
+    if expected is None:
         check_floating(name, value)
 
 

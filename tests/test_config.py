@@ -33,17 +33,3 @@ def test_is_a_hashable_value() -> None:
 def test_changes_are_refused(call: Callable[[], object], error: type[Exception]) -> None:
     with pytest.raises(error):
         call()
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"num_selected_blocks": 3},  # all of them forced
-        {"num_init_blocks": 0, "num_local_blocks": 0, "num_selected_blocks": 1},
-        {"compress_block_size": 64, "select_block_size": 32},  # a compressed token longer than a block
-        {"compress_block_size": 1, "compress_stride": 1, "select_block_size": 1, "window_size": 1},
-    ],
-)
-def test_accepts_every_size_that_fits(sizes: dict[str, int]) -> None:
-    config = NSAConfig(**sizes)
-    assert all(getattr(config, name) == value for name, value in sizes.items())

@@ -16,13 +16,8 @@ GRIDS = [(32, 16, 64), (8, 4, 16), (4, 4, 8), (16, 4, 8), (16, 8, 8), (12, 4, 16
 
 
 def grid(length: int, stride: int, block: int) -> NSAConfig:
-    return NSAConfig(
-        compress_block_size=length,
-        compress_stride=stride,
-        select_block_size=block,
-        num_selected_blocks=3,
-        window_size=5,
-    )
+    sizes = {"compress_block_size": length, "compress_stride": stride, "select_block_size": block}
+    return NSAConfig(**sizes, num_selected_blocks=3, window_size=5)
 
 
 def test_branches_come_in_the_order_of_the_gates() -> None:
@@ -49,10 +44,6 @@ def test_blocks_within_bounds_every_sequence_of_as_many_compressed_tokens(sizes:
     for seq_len in range(1, 100):
         bound = blocks_within(num_compressed(seq_len, config), config)
         assert num_blocks(seq_len, config) <= bound <= num_blocks(seq_len, config) + 1, seq_len
-
-
-def test_overlap_band_of_the_paper() -> None:
-    assert overlap_band(NSAConfig()) == (-1, (1, 2, 2, 2, 1))
 
 
 @pytest.mark.parametrize("sizes", GRIDS)

@@ -42,7 +42,6 @@ def ratios(points: Sequence[dict[str, Any]], baseline: str, ours: str = "NSA") -
 
 
 def table(points: Sequence[dict[str, Any]]) -> str:
-    """A line of each length."""
     against = {name: ratios(points, name) for name in BASELINES}
     rows = []
     for length in sorted({point["seq_len"] for point in points}):
@@ -54,7 +53,6 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, record after every length, print."""
     parser = options.parser(
         __doc__,
         json=options.RESULTS / "cpu_throughput.json",

@@ -114,7 +114,6 @@ def report(record: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the tables of each file."""
     default = [RESULTS / f"{name}.json" for name in ("attention_h200", "h200", "memory_training", "cpu_throughput")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="*", default=default, help="default: those that are recorded")

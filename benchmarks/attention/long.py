@@ -67,8 +67,8 @@ def run(
     upstream = torch.zeros_like(x["q"])
     upstream[:, :, rows] = setting.random(1, setting.num_heads, queries, setting.head_dim)
     started = time.perf_counter()
-    given = {"config": setting.config, "impl": setting.impl, "recompute": recompute}
-    out, aux = native_sparse_attention(**x, **given, return_aux=True)
+    settings = {"config": setting.config, "impl": setting.impl, "recompute": recompute}
+    out, aux = native_sparse_attention(**x, **settings, return_aux=True)
     blocks = aux.block_indices
     assert blocks is not None
     blocks = blocks[:, :, rows].clone()
@@ -83,10 +83,10 @@ def run(
     for name in ("q", "gates"):
         point[f"other rows of d{name} are 0"] = not bool((gradients[name].any(-1) & others).any())
         gradients[name] = gradients[name][:, :, rows]
-    kept = {f"d{name}": gradient for name, gradient in gradients.items()}
-    kept |= {name: x[name].detach() for name in KEYS}
-    kept |= {name: x[name].detach()[:, :, rows] for name in ("q", "gates")}
-    return kept | {
+    tensors = {f"d{name}": gradient for name, gradient in gradients.items()}
+    tensors |= {name: x[name].detach() for name in KEYS}
+    tensors |= {name: x[name].detach()[:, :, rows] for name in ("q", "gates")}
+    return tensors | {
         "rows": rows,
         "blocks": blocks,
         "out": out.detach()[:, :, rows],
@@ -104,14 +104,14 @@ def compare(setting: Setting, tensors: dict[str, Tensor]) -> dict[str, Any]:
     same = 0
     for head in range(setting.num_kv_heads):
         heads = slice(head * groups, (head + 1) * groups)
-        own = {name: tensors[name][:, heads].double().requires_grad_() for name in ("q", "gates")}
-        own |= {name: tensors[name][:, head : head + 1].double().requires_grad_() for name in KEYS}
+        inputs = {name: tensors[name][:, heads].double().requires_grad_() for name in ("q", "gates")}
+        inputs |= {name: tensors[name][:, head : head + 1].double().requires_grad_() for name in KEYS}
         blocks = tensors["blocks"][:, head : head + 1]
-        keys = Keys(own["k_cmp"], own["v_cmp"], own["k"], own["v"], own["k_win"], own["v_win"])
-        same += int((REFERENCE.select(own["q"], own["k_cmp"], call, None, None) == blocks).all(-1).sum())
-        out, _ = attend(REFERENCE, own["q"], keys, by_branch(own["gates"]), call, block_indices=blocks)
+        keys = Keys(inputs["k_cmp"], inputs["v_cmp"], inputs["k"], inputs["v"], inputs["k_win"], inputs["v_win"])
+        same += int((REFERENCE.select(inputs["q"], inputs["k_cmp"], call, None, None) == blocks).all(-1).sum())
+        out, _ = attend(REFERENCE, inputs["q"], keys, by_branch(inputs["gates"]), call, block_indices=blocks)
         upstream = tensors["upstream"][:, heads].double()
-        exact = dict(zip(own, torch.autograd.grad(out, list(own.values()), upstream), strict=True))
+        exact = dict(zip(inputs, torch.autograd.grad(out, list(inputs.values()), upstream), strict=True))
         results = {"out": (out.detach(), tensors["out"][:, heads])}
         for name, gradient in exact.items():
             part = heads if name in ("q", "gates") else slice(head, head + 1)

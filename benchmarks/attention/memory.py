@@ -86,7 +86,6 @@ def _pairs(length: int, setting: Setting) -> int:
 
 
 def table(points: Sequence[dict[str, Any]]) -> str:
-    """A line of each point."""
     rows = []
     for point in points:
         cells = [f"{point[quantity]:,.1f}" if quantity in point else "-" for quantity in ("inputs_mib", *QUANTITIES)]
@@ -95,7 +94,6 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, record after every point, print."""
     parser = options.parser(
         __doc__,
         json=options.RESULTS / "memory_training.json",

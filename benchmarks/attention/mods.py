@@ -25,7 +25,7 @@ def variants(setting: Setting) -> dict[str, Maker]:
     """Name attention with each mod."""
     slopes = mods.alibi_slopes(setting.num_heads, setting.device)
     capped = mods.soft_cap(30.0)
-    given: dict[str, dict[str, Any]] = {
+    arguments: dict[str, dict[str, Any]] = {
         "no mod": {},
         "soft_cap": {"score_mod": capped},
         "alibi": {"score_mod": mods.alibi(slopes)},
@@ -38,11 +38,11 @@ def variants(setting: Setting) -> dict[str, Maker]:
 
     def maker(name: str) -> Maker:
         def make(setting: Setting, length: int) -> Workload:
-            return dataclasses.replace(nsa(setting, length, **given[name]), name=name)
+            return dataclasses.replace(nsa(setting, length, **arguments[name]), name=name)
 
         return make
 
-    return {name: maker(name) for name in given}
+    return {name: maker(name) for name in arguments}
 
 
 def table(points: Sequence[dict[str, Any]]) -> str:

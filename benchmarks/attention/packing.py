@@ -62,7 +62,6 @@ Run = Callable[[Tensor], Tensor]
 
 
 def pack(documents: Documents) -> tuple[nn.Module, Run]:
-    """One row of all documents."""
     layer = documents.layer()
     lengths = torch.tensor(documents.lengths)
     document_ids = torch.arange(len(lengths)).repeat_interleave(lengths)[None].to(documents.device)
@@ -71,7 +70,6 @@ def pack(documents: Documents) -> tuple[nn.Module, Run]:
 
 
 def loop(documents: Documents) -> tuple[nn.Module, Run]:
-    """One document after the other."""
     layer = documents.layer()
     attend = documents.compile(layer, dynamic=True)
     return layer, lambda x: torch.cat([attend(document) for document in x.split(documents.lengths, dim=1)], dim=1)
@@ -166,7 +164,6 @@ def draw_lengths(count: int, longest: int) -> tuple[int, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, record."""
     parser = options.parser(__doc__, seconds=600, rounds=7)
     parser.add_argument("--documents", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--longest", type=int, help="tokens; default: 1024 on a CPU, 8192 on CUDA")

@@ -91,7 +91,6 @@ def growth_bytes(num_steps: int) -> int:
 
 
 def table(points: list[Point]) -> str:
-    """One line a context."""
     header = ["context", "keys read", "dense", "MB read", "dense", "fewer"]
     header += ["layer ms", "dense", "dense folded", "ratio", "to folded"]
     header += ["attention ms", "dense", "dense folded", "ratio", "to folded"]
@@ -101,14 +100,13 @@ def table(points: list[Point]) -> str:
         cells += [f"{size / 1e6:.2f}" for size in (point.bytes_read, point.dense_bytes_read)]
         cells.append(f"{point.dense_bytes_read / point.bytes_read:.1f}x")
         for ms in (point.layer_ms, point.attention_ms):
-            own, dense, folded = ms.values()
-            cells += [f"{own:.2f}", f"{dense:.2f}", f"{folded:.2f}", f"{dense / own:.1f}x", f"{folded / own:.1f}x"]
+            nsa, dense, folded = ms.values()
+            cells += [f"{nsa:.2f}", f"{dense:.2f}", f"{folded:.2f}", f"{dense / nsa:.1f}x", f"{folded / nsa:.1f}x"]
         rows.append(cells)
     return format_table(header, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, record."""
     parser = options.parser(__doc__, device=False, contexts=[1024 * 2**power for power in range(7)], rounds=30)
     parser.add_argument("--impl", choices=("sdpa", "flex"), default="sdpa", help="default: %(default)s")
     parser.add_argument("--compile", action="store_true", help="the NSA layer as one graph, never compiled twice")

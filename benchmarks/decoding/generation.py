@@ -31,7 +31,6 @@ from flexnsa.lm.measure.memory import MIB
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, record."""
     arguments = parse(argv)
     recording = options.open_recording(arguments, __doc__, keep=True)
     session = Session(published(arguments.device), recording, arguments.seconds)
@@ -49,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options."""
     parser = options.parser(
         __doc__,
         json=options.RESULTS / "generation.json",
@@ -107,7 +105,6 @@ def measure(key: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any
 
 
 def _timed(action: Any, cuda: bool) -> tuple[Any, float]:
-    """Return the result of an action and the seconds that it takes."""
     start = time.perf_counter()
     result = action()
     if cuda:

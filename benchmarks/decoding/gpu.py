@@ -84,7 +84,6 @@ def race(session: Session, batch: int, contexts: Sequence[int]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check, measure, print, record."""
     parser = options.parser(
         __doc__,
         json=options.RESULTS / "decode_gpu.json",

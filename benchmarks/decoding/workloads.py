@@ -24,7 +24,6 @@ Timed = Callable[[], object]
 
 
 def place(setting: Setting, layer: nn.Module) -> Any:
-    """Put a layer on the device, frozen."""
     return layer.to(setting.device, setting.dtype).requires_grad_(False)
 
 

@@ -71,7 +71,6 @@ QUICK = Size(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the three parts and draw their results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks demo", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="train and measure less, for a first look and for CI")
     parser.add_argument("--out", type=output_folder, default="demo", help="folder of the picture; default: %(default)s")

@@ -19,7 +19,6 @@ COLOURS = {"NSA": BLUE, "dense": ORANGE, "dense, wide": AMBER, "flash SDPA": ORA
 
 
 def draw(path: Path, twins: Sequence[TwinResult], parity: Sequence[ParityRow], points: Sequence[Point]) -> None:
-    """Write the picture as a PNG."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

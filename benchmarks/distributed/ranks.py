@@ -69,9 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         measure(arguments)
         return
     until = time.time() + arguments.deadline
-    given = sys.argv[1:] if argv is None else list(argv)
+    # Without the name by which the runner was told to start this.
+    arguments_of_ranks = [word for word in (sys.argv[1:] if argv is None else argv) if word != "distributed.ranks"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
-    command = [*launcher, "-m", "benchmarks", "distributed.ranks", *_own(given), "--until", str(until)]
+    command = [*launcher, "-m", "benchmarks", "distributed.ranks", *arguments_of_ranks, "--until", str(until)]
     process = subprocess.Popen(command, start_new_session=True)
     try:
         status = process.wait(max(1.0, until - time.time()))
@@ -84,11 +85,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     points = json.loads(arguments.json.read_text())["points"]
     if not all(point.get("holds") for point in points if point["kind"] == "check"):
         raise SystemExit("a check does not hold")
-
-
-def _own(given: Sequence[str]) -> list[str]:
-    """Leave out the name by which the runner was told to start this."""
-    return [word for word in given if word != "distributed.ranks"]
 
 
 def measure(arguments: argparse.Namespace) -> None:

@@ -128,7 +128,6 @@ def draw_heads(setting: Setting, length: int) -> dict[str, Tensor]:
 
 
 def keys_of(inputs: dict[str, Tensor]) -> list[Tensor]:
-    """Keys and values."""
     return [x for name, x in inputs.items() if name not in ("q", "gates")]
 
 

@@ -34,7 +34,6 @@ second process that does the same work unobserved: it adds the libraries' own bu
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure row by row, each point in its own process; the file is whole after every point."""
     groups = list(dict.fromkeys(row.group for row in ROWS.values()))
     parser = options.parser(__doc__, json=Path("runs/earlier_nsa.json"), seconds=600)
     parser.add_argument(

@@ -27,9 +27,9 @@ def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:
 @torch.no_grad()
 def rows_selected_alike(setting: Setting, q: torch.Tensor, k_cmp: torch.Tensor) -> float:
     """Share of rows that the implementation selects as the formula does in float64; near-ties are left to rounding."""
-    own = select_blocks(q, k_cmp, config=setting.config, impl=setting.impl)
+    blocks = select_blocks(q, k_cmp, config=setting.config, impl=setting.impl)
     exact = select_blocks(q.double(), k_cmp.double(), config=setting.config, impl="reference")
-    return (own == exact).all(-1).float().mean().item()
+    return (blocks == exact).all(-1).float().mean().item()
 
 
 def check(setting: Setting) -> list[dict[str, Any]]:

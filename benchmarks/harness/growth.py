@@ -70,12 +70,12 @@ def crossover(ratios: Curve) -> float | None:
 def curves(points: Sequence[dict[str, Any]], quantities: Iterable[str]) -> dict[str, dict[str, dict[int, float]]]:
     """Return recorded points by ``name``, then by quantity: values by ``seq_len``, where there are any."""
     quantities = tuple(quantities)
-    found: dict[str, dict[str, dict[int, float]]] = {}
+    values: dict[str, dict[str, dict[int, float]]] = {}
     for point in sorted(points, key=lambda point: point["seq_len"]):
         for quantity in quantities:
             if point.get(quantity):
-                found.setdefault(point["name"], {}).setdefault(quantity, {})[point["seq_len"]] = point[quantity]
-    return found
+                values.setdefault(point["name"], {}).setdefault(quantity, {})[point["seq_len"]] = point[quantity]
+    return values
 
 
 def growth(curve: Curve) -> dict[str, Any]:

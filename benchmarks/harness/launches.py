@@ -65,5 +65,5 @@ def kernel_times(events: Iterable[DeviceEvent]) -> list[KernelTime]:
         on_device = event.device_type == DeviceType.CUDA and not event.is_user_annotation
         if on_device and not event.name.startswith(COPIES):
             times.setdefault(event.name, []).append(event.time_range.elapsed_us())
-    found = [KernelTime(name, sum(each) / 1e3, len(each)) for name, each in times.items()]
-    return sorted(found, key=lambda kernel: kernel.ms, reverse=True)
+    kernels = [KernelTime(name, sum(each) / 1e3, len(each)) for name, each in times.items()]
+    return sorted(kernels, key=lambda kernel: kernel.ms, reverse=True)

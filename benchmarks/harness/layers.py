@@ -15,7 +15,6 @@ PEER = "native-sparse-attention-pytorch"
 
 
 def nsa_layer(setting: Setting, length: int) -> Workload:
-    """Ours."""
     layer = NativeSparseAttention(*setting.heads, config=setting.config, impl=setting.impl)
     return _workload("NSA layer", layer, setting, length)
 

@@ -73,7 +73,6 @@ def errors(
 
 
 def random_inputs(device: str) -> dict[str, Tensor]:
-    """Draw the tensors that NSA takes, in fp64."""
     draws = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

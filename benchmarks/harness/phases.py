@@ -30,7 +30,6 @@ def compression_phase(setting: Setting, length: int) -> Workload:
 
 
 def compressed_phase(setting: Setting, length: int) -> Workload:
-    """The compressed branch."""
     inputs = dense_inputs(setting, length, num_compressed(length, setting.config))
     options = {"config": setting.config, "impl": setting.impl}
     call = setting.compile(lambda q, k, v: compressed_attention(q, k, v, **options)[0])
@@ -92,7 +91,6 @@ def lists_phase(setting: Setting, length: int) -> Workload:
 
 
 def selected_phase(setting: Setting, length: int) -> Workload:
-    """The selected branch, its mask included."""
     inputs = dense_inputs(setting, length)
     options = {"config": setting.config, "impl": setting.impl}
     call = setting.compile(lambda q, k, v, blocks: selected_attention(q, k, v, blocks, **options)[0])
@@ -119,7 +117,6 @@ def fla_selected(setting: Setting, length: int) -> Workload:
 
 
 def window_phase(setting: Setting, length: int) -> Workload:
-    """The sliding window."""
     inputs = dense_inputs(setting, length)
     options = {"config": setting.config, "impl": setting.impl}
     call = setting.compile(lambda q, k, v: sliding_window_attention(q, k, v, **options)[0])
@@ -127,7 +124,6 @@ def window_phase(setting: Setting, length: int) -> Workload:
 
 
 def gate_phase(setting: Setting, length: int) -> Workload:
-    """The gated sum of the branches."""
     inputs = (
         setting.draw(setting.num_heads, length, 3),
         *(setting.draw(setting.num_heads, length) for _ in range(3)),

@@ -33,7 +33,8 @@ class Recording:
             return
         if keep and path.exists():
             earlier = json.loads(path.read_text())
-            points = _with_commit(earlier, self.content["environment"]["commit"])
+            commit, now = (content["environment"]["commit"] for content in (earlier, self.content))
+            points = [point if commit == now else {"commit": commit} | point for point in earlier["points"]]
             self.content = earlier | self.content | {"points": points}
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -83,9 +84,3 @@ def _encode_lines(value: Any) -> str:
     if not (isinstance(value, list) and value and isinstance(value[0], dict)):
         return json.dumps(value, separators=(",", ":"))
     return "[\n" + ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in value) + "\n]"
-
-
-def _with_commit(earlier: dict[str, Any], now: str | None) -> list[dict[str, Any]]:
-    """Return the points of an earlier recording, with its commit where that differs."""
-    commit = earlier["environment"]["commit"]
-    return [point if commit == now else {"commit": commit} | point for point in earlier["points"]]

@@ -73,7 +73,8 @@ class Session:
                     times[name].append(taken)
         for name, rows in times.items():
             if rows:
-                points[name].update(_summary(rows))
+                passes = map(statistics.median, zip(*rows, strict=True))
+                points[name].update(zip(("forward_ms", "backward_ms"), passes, strict=False), rounds=len(rows))
             print(_line(points[name]), flush=True)
         self.recording.save()
 
@@ -117,11 +118,6 @@ def _memory(workload: Workload, upstream: Tensor | None) -> dict[str, float]:
         "saved_mib": probe.at["forward"] / MIB,
         "peak_mib": max(probe.peak.values()) / MIB,
     }
-
-
-def _summary(rows: list[list[float]]) -> Point:
-    medians = zip(("forward_ms", "backward_ms"), map(statistics.median, zip(*rows, strict=True)), strict=False)
-    return dict(medians) | {"rounds": len(rows)}
 
 
 def _line(point: Point) -> str:

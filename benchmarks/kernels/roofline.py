@@ -59,7 +59,6 @@ def points(record: dict[str, Any], peak: Peak) -> list[Point]:
 
 
 def sizes_of(setting: dict[str, Any], seq_len: int) -> AttentionSizes:
-    """Read the sizes of a recorded setting."""
     dim, dtype = setting["head_dim"], getattr(torch, setting["dtype"])
     heads = {"num_heads": setting["num_heads"], "num_kv_heads": setting["num_kv_heads"]}
     config, batch = NSAConfig(**setting["config"]), setting["batch"]

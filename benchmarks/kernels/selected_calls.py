@@ -103,7 +103,6 @@ class Inputs:
 
 @contextmanager
 def applied(variant: Variant) -> Iterator[None]:
-    """Let the operator run by a variant."""
     with ExitStack() as stack:
         for name in ("forward", "backward"):
             choose, changes = getattr(tiles, f"{name}_tiles"), getattr(variant, name)
@@ -194,22 +193,17 @@ def measure_ours(shape: Shape, variant: Variant, *, brief: bool = False) -> dict
         if not brief:
             capacity = selected.capacity_of(shape.q_heads // shape.kv_heads, x.qkv[0].element_size())
             sizes = 1.0, shape.block_size, selected.CHUNK, capacity
-            selection = selected.SelectedInputs(*x.qkv, x.block_indices, *_token_and_start(x), *sizes).selection()
+            token, start = (None, None) if x.positions is None else (x.positions.token, x.positions.start)
+            selection = selected.SelectedInputs(*x.qkv, x.block_indices, token, start, *sizes).selection()
             point["lists"] = milliseconds(lambda: selected_lists.build_lists(selection, selected.CHUNK, capacity))
     return point
 
 
-def _token_and_start(x: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if x.positions is None else (x.positions.token, x.positions.start)
-
-
 def flex(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> Any:
-    """FlexAttention's form of the branch."""
     return branches.selected(q, k, v, block_indices, call)
 
 
 def measure_flex(shape: Shape) -> dict[str, Any]:
-    """Time and memory of FlexAttention, layout changes included."""
     # By default a compiled backward pass reuses the memory of what was saved, so it runs only once.
     with functorch.patch(donated_buffer=False):
         return times_of(Inputs(shape), flex, brief=False)

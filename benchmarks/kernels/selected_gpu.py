@@ -103,7 +103,6 @@ def tune(record: Record, deadline: Deadline, shapes: list[Shape]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=400)

@@ -54,7 +54,6 @@ def arguments(setting: Setting, config: NSAConfig, batch: int, length: int) -> d
 
 
 def differentiated(x: dict[str, Any], impl: str) -> list[Tensor]:
-    """The loss, and its gradients."""
     loss = selection_loss(**x, impl=impl)
     return [loss.detach(), *torch.autograd.grad(loss, [x[name] for name in ("k_cmp", "q_index") if name in x])]
 
@@ -84,7 +83,6 @@ def measure_decoding(session: Session, setting: Setting, length: int, point: Poi
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, record."""
     lengths = [8192, 32768, 65536]
     parser = options.parser(
         __doc__, json=options.RESULTS / "selection_loss.json", seconds=230, lengths=lengths, tiny=False

@@ -55,7 +55,6 @@ def habits(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> Measu
 
 @torch.no_grad()
 def mean_gates(model: DecoderLM, tokens: Tensor, precision: torch.autocast) -> list[list[float]]:
-    """Return the mean gate of each branch, by layer."""
     with precision:
         return [
             [round(gate, 3) for gate in gates_of(layer, x).float().mean((0, 1, 2)).tolist()]
@@ -144,7 +143,6 @@ def _visible(length: int, config: NSAConfig, device: torch.device) -> Tensor:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Average tensors that are nested alike."""
     if isinstance(values[0], dict):
         return {name: _mean([value[name] for value in values]) for name in values[0]}
     return torch.stack([value.double().cpu() for value in values]).mean(0)

@@ -1,4 +1,4 @@
-"""Bits per byte of real text at 8,192 tokens: NSA and its dense baseline at equal tokens and at equal time.
+"""Bits per byte of real text at 8,192 tokens: NSA and its dense baseline at equal tokens.
 
     python -m benchmarks learning.language --size m7c-125m --deadline 440   # on two GPUs; on one, start it twice
     python -m benchmarks learning.language --size small --deadline 440      # three seeds, side by side
@@ -6,11 +6,7 @@
 
 All learn the Python sources of the machine, the same rows in the same order with the same schedule, and are asked for
 bytes of packages that none has seen. ``--models`` takes NSA of other sizes, too, with keys that branches share.
-Losses at equal tokens are those after the last step. For equal time the slower one's loss is read off where the faster
-one ended, between its looks at held-out rows: its learning rate has not come all the way down there. Seconds are those
-of training alone, where no other training is on the GPU.
-
-``learning.stages`` compares models at 32k, where sequences have to grow.
+Seconds are those of training alone. ``learning.stages`` compares models after equal seconds, at 32k.
 
 When the time is up every run writes down where it is, and the same command resumes there. What is recorded whole
 is not run again.
@@ -21,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -132,7 +127,6 @@ SIZES = {
 
 
 def training_of(job: Job) -> TrainConfig:
-    """Return the training config of a job."""
     changes = {"steps": job["steps"], "seed": job["seed"], "compressor_lr": MODELS[job["model"]].compressor_rate}
     return replace(SIZES[job["size"]].training, **changes)
 
@@ -143,7 +137,6 @@ def state_name(job: Job) -> str:
 
 
 def work(job: Job, report: Report) -> None:
-    """Train one model with one seed."""
     size, device = SIZES[job["size"]], job["device"]
     folder = Path(job["folder"])
     corpus, _ = read_text([], folder / "text.pt")
@@ -163,7 +156,6 @@ def work(job: Job, report: Report) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train each model with every seed, record whatever they report, print how they compare."""
     parser = options.parser(__doc__, json=options.RESULTS / "language.json", deadline=1e9)
     parser.add_argument("--size", choices=SIZES, help="default: m7c-125m on a GPU, else tiny")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[DENSE, "NSA"], help="default: dense NSA")
@@ -228,35 +220,17 @@ def table(points: Sequence[Point]) -> str:
     rows = []
     for (size, model, seed, steps, text), point in ended.items():
         bits, baseline = point["finals"]["bits"], ended.get((size, DENSE, seed, steps, text))
-        row = [size, model, str(seed), str(steps), f"{bits['mean']:.4f}", f"{point['seconds']:.0f}", "-", "-"]
+        row = [size, model, str(seed), str(steps), f"{bits['mean']:.4f}", f"{point['seconds']:.0f}", "-"]
         if baseline is not None and model != DENSE:
             gaps = [a - b for a, b in zip(bits["groups"], baseline["finals"]["bits"]["groups"], strict=True)]
             row[6] = f"{fmean(gaps):+.4f} +- {stdev(gaps) / len(gaps) ** 0.5:.4f}"
-            at, own, dense = equal_time(point, baseline)
-            alone = point["side_by_side"] == baseline["side_by_side"] == 1
-            row[7] = f"{own - dense:+.4f} at {at:.0f} s" if alone else "-"
         rows.append(row)
-    headings = ["size", "model", "seed", "steps", "bits", "seconds", "- dense, rows' s.e.", "at equal time"]
+    headings = ["size", "model", "seed", "steps", "bits", "seconds", "- dense, rows' s.e."]
     return format_table(headings, rows)
-
-
-def equal_time(nsa: Point, dense: Point) -> tuple[float, float, float]:
-    """Return the seconds after which the faster run ended, and both held-out losses then."""
-    at = min(nsa["held_out"][-1][1], dense["held_out"][-1][1])
-    return at, _loss_at(nsa, at), _loss_at(dense, at)
 
 
 def _key(point: Point) -> tuple[Any, ...]:
     return tuple(point[name] for name in KEY)
-
-
-def _loss_at(point: Point, seconds: float) -> float:
-    """Read a loss off between two looks."""
-    looks = point["held_out"]
-    for (_, early, before), (_, late, after) in pairwise(looks):
-        if early <= seconds <= late and early < late:
-            return before + (after - before) * (seconds - early) / (late - early)
-    return looks[-1][2]
 
 
 def _line(point: Point) -> str:

@@ -127,7 +127,6 @@ def _long_lines(file: bytes) -> list[int]:
 
 
 def joined(packages: Iterable[Package]) -> Tensor:
-    """Return the bytes of all files, one after the other."""
     return torch.frombuffer(bytearray().join(text for package in packages for text in package.files), dtype=torch.uint8)
 
 

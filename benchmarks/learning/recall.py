@@ -32,7 +32,6 @@ from flexnsa.lm.measure.table import format_table
 
 
 def work(job: Job, report: Report) -> None:
-    """Train one variant with one seed."""
     size = SIZES[job["size"]]
     if job["device"] == "cpu":
         torch.set_num_threads(1)
@@ -66,7 +65,6 @@ def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def table(points: Sequence[dict[str, Any]], plan: Plan) -> str:
-    """A line of each run: recall of its maps, means over depths."""
     columns = [(kind, str(seq_len)) for kind in KINDS for seq_len in plan.map_lengths]
     rows = []
     for point in points:
@@ -79,7 +77,6 @@ def table(points: Sequence[dict[str, Any]], plan: Plan) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train every variant with every seed, record those that come to their end, print."""
     parser = options.parser(__doc__, json=options.RESULTS / "recall.json", deadline=1e9)
     parser.add_argument("--size", choices=SIZES, help="default: gpu on a GPU, else cpu")
     known = dict.fromkeys(variant for size in SIZES.values() for variant in size.variants)

@@ -38,7 +38,7 @@ from benchmarks.learning.packages import (
 )
 from benchmarks.learning.reading import bits_of_bytes
 from benchmarks.learning.workers import Job, Point, Report, places, run_jobs
-from flexnsa import NativeSparseAttention, SelectionLoss
+from flexnsa import SelectionLoss
 from flexnsa.lm import Batch, DecoderConfig, DecoderLM, preset
 from flexnsa.lm.measure.table import format_table
 from flexnsa.optim import index_parameters, parameter_groups
@@ -61,10 +61,8 @@ DENSE_FIRST: dict[str, tuple[tuple[str, ...] | None, int]] = {
     "nsa, dense first": (("slc",), 1),
     "nsa, all branches dense first": (("cmp", "slc", "win"), 1),
     "nsa, dense to 8k": (("slc",), 2),
-    "nsa, dense first, silent": (("slc",), 1),
-    "nsa, dense to 8k, silent": (("slc",), 2),
 }
-"""Branches of NSA in a dense stage, and how many stages it takes; silent: others begin with values of 0 after it."""
+"""Branches of NSA in a dense stage, and how many stages it takes."""
 MODELS = (*DENSE_FIRST, "dense", "dense wide")
 
 
@@ -91,16 +89,6 @@ def read_text(cache: Path, *, tiny: bool) -> dict[str, Any]:
         cache.parent.mkdir(parents=True, exist_ok=True)
         torch.save({part: joined(of) for part, of in parts.items()} | {"sizes": sizes}, cache)
     return torch.load(cache)
-
-
-def silence(model: nn.Module) -> None:
-    """Begin the window with the keys of the selected branch, and it and the compressed branch with values of 0."""
-    with torch.no_grad():
-        for layer in model.modules():
-            if isinstance(layer, NativeSparseAttention):
-                layer.get_parameter("w_k_win.weight").copy_(layer.get_parameter("w_k_slc.weight"))
-                layer.get_parameter("w_v_win.weight").zero_()
-                layer.get_parameter("w_v_cmp.weight").zero_()
 
 
 def rows_of(text: Tensor, starts: Sequence[int], length: int) -> Batch:
@@ -169,8 +157,6 @@ class StagedRun:
         if first:
             branches, stages = DENSE_FIRST.get(self.job["model"], (None, 0))
             self.model.attend_densely(branches if stage < stages else None)
-            if stage == stages and "silent" in self.job["model"]:
-                silence(self.model)
         batch = drawn(self.text["train"], length, self.tokens // length, self.job["seed"], self.step).to(self.device)
         start = time.perf_counter()
         selection = None
@@ -231,7 +217,6 @@ def copies_from(point: Point) -> int | None:
 
 
 def work(job: Job, report: Report) -> None:
-    """Train one model with one seed, and measure it."""
     run = StagedRun(job, report)
     run.train(job["until"] - (0 if job["tiny"] else 45))
     run.measure()
@@ -251,7 +236,6 @@ def table(points: Sequence[Point], rows: str = "report 32k") -> str:
 
 
 def standard_error(values: Sequence[float]) -> str:
-    """Return the standard error of a mean of several values."""
     return f"{statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else "-"
 
 
@@ -264,7 +248,6 @@ def job_of(text: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train the jobs side by side, record whatever they report, and print how they compare."""
     parser = options.parser(__doc__, json=options.RESULTS / "stages.json", seconds=400.0, deadline=590.0, tiny=False)
     parser.add_argument(
         "--job", type=job_of, action="append", default=[], help="MODEL:LR:SEED; several are run at once"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks.learning.habits import block_habits, first_that_chooses, head_entropies
-from benchmarks.learning.language import KEY, MODELS, SIZES, equal_time, is_whole, main, state_name
+from benchmarks.learning.language import KEY, MODELS, SIZES, is_whole, main, state_name
 from benchmarks.learning.language_run import LanguageRun, final_names
 from benchmarks.learning.packages import read_packages, read_text, split_packages
 from benchmarks.learning.reading import bits_of_bytes, blocks_chosen, choices, drawn_blocks, forced_blocks
@@ -207,13 +207,6 @@ def test_habits_are_those_of_blocks_that_are_known() -> None:
     q, k_cmp = torch.zeros(1, 2, 32, 8), torch.randn(1, 1, 8, 8)
     even = torch.tensor([(token + 1) // 4 for token in range(12, 32)]).double().log2().mean()
     torch.testing.assert_close(head_entropies(q, k_cmp, config), even.float().expand(2))
-
-
-def test_at_equal_time_the_slower_one_is_read_between_its_looks() -> None:
-    slow = {"held_out": [[0, 0.0, 8.0], [10, 10.0, 4.0], [20, 20.0, 3.0]]}
-    fast = {"held_out": [[0, 0.0, 8.0], [10, 7.0, 4.5], [20, 15.0, 3.2]]}
-    assert equal_time(slow, fast) == pytest.approx((15.0, 3.5, 3.2))
-    assert equal_time(fast, slow) == pytest.approx((15.0, 3.2, 3.5))
 
 
 @pytest.mark.parametrize("option", ["--steps", "--side-by-side"])

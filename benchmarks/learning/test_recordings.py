@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ def test_text_that_is_recorded_is_what_would_be_run() -> None:
     record = json.loads((RESULTS / "language_h200.json").read_text())
     for name in {point["model"] for point in record["points"]}:
         recorded = asdict(language.Model()) | record["setting"]["models"][name]  # what was not there yet was not used
-        assert recorded == _as_recorded(asdict(language.MODELS[name])), name
+        assert recorded == json.loads(json.dumps(asdict(language.MODELS[name]))), name
     for name, size in record["setting"]["sizes"].items():
         now = language.SIZES[name]
         model = size["model"] | {"nsa": NSAConfig(**size["model"]["nsa"])}
@@ -47,7 +46,3 @@ def test_the_preset_for_text_is_the_best_nsa_that_is_recorded() -> None:
     training = replace(size.training, steps=2000, compressor_lr=model.compressor_rate)
     looks = {"eval_sequences": training.eval_sequences, "checkpoint_every": training.checkpoint_every}
     assert completed(replace(TRAIN_PRESETS["text-125m"], **looks)) == training
-
-
-def _as_recorded(values: dict[str, Any]) -> Any:
-    return json.loads(json.dumps(values))

@@ -24,7 +24,6 @@ def selected(problem: Problem) -> Workload:
 
 
 def whole(problem: Problem) -> Workload:
-    """Its public function, gates given."""
     parallel_nsa = attribute("fla.ops.nsa", "parallel_nsa")
     config = problem.setting.config
 

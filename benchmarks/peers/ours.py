@@ -13,7 +13,6 @@ from flexnsa import MeanCompressor, NSAConfig, native_sparse_attention, selected
 
 
 def selected(problem: Problem) -> Workload:
-    """The selected branch, given its blocks."""
     setting = problem.setting
 
     def attend(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor) -> Tensor:

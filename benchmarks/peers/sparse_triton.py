@@ -11,7 +11,6 @@ OPS = "native_sparse_attention.ops"
 
 
 def selected(problem: Problem) -> Workload:
-    """Its top-k sparse attention."""
     attention, ends = attribute(OPS, "topk_sparse_attention"), problem.ends()
     blocks, size = problem.block_indices[0].contiguous(), problem.setting.config.select_block_size
 

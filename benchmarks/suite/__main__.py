@@ -12,7 +12,6 @@ import pytest
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run pytest on the benchmarks; options are its own."""
     raise SystemExit(pytest.main(["benchmarks", *(sys.argv[1:] if argv is None else argv)]))
 
 

@@ -64,9 +64,9 @@ def _against(
     line: Line, lines: dict[tuple[Any, ...], Line], work: str, quantity: str, baselines: Sequence[str]
 ) -> list[str]:
     """Return how many times our value each baseline's is, at the same shape."""
-    own, shape = _value(line, work, quantity), _key(_any(line))[1:]
+    ours, shape = _value(line, work, quantity), _key(_any(line))[1:]
     theirs = [_value(lines.get((name, *shape), {}), work, quantity) for name in baselines]
-    return [_number(value / own if own and value else None, ".2f") for value in theirs]
+    return [_number(value / ours if ours and value else None, ".2f") for value in theirs]
 
 
 def _time_line(line: Line, lines: dict[tuple[Any, ...], Line], baselines: Sequence[str]) -> list[str]:
@@ -90,8 +90,8 @@ def _phase_line(line: Line, lines: dict[tuple[Any, ...], Line]) -> list[str]:
     point, cells = _any(line), []
     whole = lines.get(("NSA with compression", *_key(point)[1:]), {})
     for work in ("forward", "forward_backward"):
-        own, all_of_it = _value(line, work, "seconds"), _value(whole, work, "seconds")
-        cells += [_number(own and own * 1e3), _number(own / all_of_it if own and all_of_it else None, ".0%")]
+        ours, all_of_it = _value(line, work, "seconds"), _value(whole, work, "seconds")
+        cells += [_number(ours and ours * 1e3), _number(ours / all_of_it if ours and all_of_it else None, ".0%")]
     return [*_shape(line), *cells, _number(point.get("peak_mib")), point.get("label", "")]
 
 

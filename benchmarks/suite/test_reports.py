@@ -122,7 +122,7 @@ def test_options_have_one_name_everywhere(
     printed = capsys.readouterr().out
     assert f"usage: python -m benchmarks {name}" in printed
     assert ("--out" in printed) == (name == "demo"), "all but the demo, which draws a picture, write one file"
-    assert "--json JSON" in printed or name in ("attention.exponents", "demo")
+    assert "--json JSON" in printed or name in ("attention.exponents", "demo", "tables")
     if "--device" in printed:
         assert "CUDA if there is one" in printed
 

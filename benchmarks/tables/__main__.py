@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.harness.options import RESULTS
 from benchmarks.tables import recall, speed, text
+from flexnsa.files import write_whole
 
 TABLES = recall.TABLES | speed.TABLES | text.TABLES
 """What returns the rows of a table, its header first, by name."""
@@ -27,6 +28,8 @@ def fill(text: str) -> tuple[str, list[str]]:
     stale = []
 
     def write(marked: re.Match[str]) -> str:
+        if marked["name"] not in TABLES:
+            raise ValueError(f"table: expected one of {', '.join(TABLES)}, got {marked['name']!r}")
         rows = markdown(TABLES[marked["name"]]())
         if rows != marked["rows"]:
             stale.append(marked["name"])
@@ -42,7 +45,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write all tables, or check them; exit with status 1 if a table is not what was recorded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, and exit with status 1 if a table differs")
     arguments = parser.parse_args(argv)
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         text, stale = fill(page.read_text())
         differ += [f"{page}: {name}" for name in stale]
         if stale and not arguments.check:
-            page.write_text(text)
+            write_whole(page, text)
     if differ and arguments.check:
         raise SystemExit("\n".join([*differ, "These tables are not what was recorded: make tables writes them."]))
     print("\n".join(differ) or "All tables are what was recorded.")

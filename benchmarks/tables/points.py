@@ -14,7 +14,6 @@ Rows = list[list[str]]
 
 
 def read_record(name: str) -> dict[str, Any]:
-    """Return a recording."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -25,7 +24,6 @@ def points_by(recording: str, *fields: str, **values: Any) -> dict[Any, Point]:
 
 
 def cells(values: Iterable[float], spec: str) -> list[str]:
-    """Write numbers."""
     return [format(value, spec) for value in values]
 
 

@@ -48,7 +48,6 @@ def bits_by_seed(seeds: list[Point], count: int) -> list[str]:
 
 
 def seconds(seeds: list[Point]) -> str:
-    """Write the mean seconds of training."""
     return f"{fmean(run['seconds'] for run in seeds):.0f}"
 
 

@@ -123,7 +123,6 @@ def measure(config: DecoderConfig, length: int, arguments: argparse.Namespace) -
 
 
 def _seconds_of(step: Callable[[], object], *, cuda: bool) -> float:
-    """Time a step until the device has done it."""
     start = time.perf_counter()
     step()
     if cuda:

@@ -69,7 +69,6 @@ class Stamps:
 
 
 def make(name: str, sizes: dict[str, Any], device: str) -> Any:
-    """Make a model in bf16, with attention of this name."""
     torch.manual_seed(0)
     torch.backends.cuda.enable_cudnn_sdp(name != "dense without cuDNN")
     with torch.device(device):
@@ -112,7 +111,6 @@ def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, tokens: i
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what there is time for."""
     arguments = parse(argv)
     recording = options.open_recording(arguments, __doc__, keep=True)
     sizes, begin = TINY if arguments.tiny else SIZES, time.monotonic()
@@ -135,7 +133,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options."""
     parser = options.parser(__doc__, contexts=[32_768, 65_536], deadline=240, tiny=False)
     parser.add_argument("--names", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS, help="default: all")
     parser.add_argument("--batch", type=int, default=1, help="rows; default: %(default)s")

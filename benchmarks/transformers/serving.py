@@ -68,7 +68,6 @@ def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, longest: 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what there is time for."""
     parser = options.parser(__doc__, contexts=[32_768], deadline=540, tiny=False)
     parser.add_argument("--names", nargs="+", default=["dense", "drop-in", "converted"], help="default: %(default)s")
     parser.add_argument("--requests", type=int, default=32, help="default: %(default)s")

@@ -67,7 +67,6 @@ class UpTraining(Run):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train what there is time for."""
     arguments = parse(argv)
     end = time.monotonic() + arguments.deadline
     recording = options.open_recording(arguments, __doc__, keep=True)
@@ -115,7 +114,6 @@ def note_recall(run: Run, rows: Rows, recording: Recording) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options."""
     parser = options.parser(__doc__, json=options.RESULTS / "teaching.json", deadline=480, tiny=False)
     parser.add_argument("--first-steps", type=int, default=1200, help="of the dense model alone; default: %(default)s")
     parser.add_argument("--teaching-steps", type=int, default=300, help="of indexers alone; default: %(default)s")

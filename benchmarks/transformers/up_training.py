@@ -150,7 +150,6 @@ class Rows:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train what there is time for."""
     arguments = parse(argv)
     end = time.monotonic() + arguments.deadline
     recording = options.open_recording(arguments, __doc__, keep=True)
@@ -177,7 +176,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options."""
     parser = options.parser(__doc__, json=options.RESULTS / "up_training.json", deadline=480, tiny=False)
     parser.add_argument("--first-steps", type=int, default=600, help="of the dense model alone; default: %(default)s")
     parser.add_argument("--steps", type=int, default=300, help="of each implementation; default: %(default)s")

@@ -187,14 +187,14 @@ def attend(
     Returns:
         ``out (B, Hq, T, Dv)`` in the dtype of q, and the results of the branches.
     """
-    read = {
+    of_branch = {
         "cmp": {"k_cmp": keys.k_cmp, "v_cmp": keys.v_cmp},
         "slc": {"k": keys.k_slc, "v": keys.v_slc},
         "win": {"k_win": keys.k_win, "v_win": keys.v_win},
     }
     implementation.check(q=q)
     for tag in branches:
-        implementation.check(**read[tag])
+        implementation.check(**of_branch[tag])
     outputs: dict[str, Tensor] = {}
     products: dict[str, Tensor] = {}
 

@@ -94,7 +94,11 @@ class Compressed(NamedTuple):
 
 
 CompressedBranch = Callable[[Tensor, Tensor, Tensor, Call], Compressed]
-"""``(q, k_cmp, v_cmp, call)``: attend to the compressed tokens that are complete (NSA paper, section 3.3.1)."""
+"""``(q, k_cmp, v_cmp, call)``: attend to the compressed tokens that are complete (NSA paper, section 3.3.1).
+
+Every branch takes queries ``(B, Hq, T, Dk)``, keys ``(B, Hkv, S or N, Dk)`` and values ``(B, Hkv, S or N, Dv)`` of one
+dtype; ``Hkv`` divides ``Hq``.
+"""
 
 Selector = Callable[[Tensor, Tensor, Call, Tensor | None, Tensor | None], Tensor]
 """``(q, k_cmp, call, lse, importance)``: choose ``n`` blocks for each query, int32 ``(B, Hkv, T, n)`` (NSA paper, Eq. 8
@@ -102,10 +106,14 @@ to 12), without a gradient. The last two come from the same implementation's com
 """
 
 SelectedBranch = Callable[[Tensor, Tensor, Tensor, Tensor, Call], BranchOutput]
-"""``(q, k, v, block_indices, call)``: attend to the past tokens of the selected blocks (NSA paper, section 3.3.2)."""
+"""``(q, k, v, block_indices, call)``: attend to the past tokens of the selected blocks, int32 ``(B, Hkv, T, n)``,
+ascending, padded right with -1 (NSA paper, section 3.3.2).
+"""
 
 WindowBranch = Callable[[Tensor, Tensor, Tensor, Call], BranchOutput]
-"""``(q, k, v, call)``: attend to the last ``w`` tokens, at ``call.window_positions`` (NSA paper, section 3.3.3)."""
+"""``(q, k, v, call)``: attend to the last ``w`` tokens, the query's own included, at ``call.window_positions`` (NSA
+paper, section 3.3.3).
+"""
 
 GatedSum = Callable[[Tensor, Keys, Tensor, Tensor, Compressed, Call, bool], tuple[Tensor, Tensor, Tensor]]
 """``(q, keys, gates, block_indices, compressed, call, by_token)``: attend to selected blocks and, if it has keys, to

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.attention.interface import Call
+from flexnsa.attention.scoring import columns_of_blocks
 from flexnsa.attention.shares import at_columns, grouped_products
 from flexnsa.config import NSAConfig, overlap_band
 from flexnsa.masks.compressed import compressed_intervals
-from flexnsa.masks.user_mods import apply_score_mod, compressed_positions, query_positions
+from flexnsa.masks.user_mods import compressed_positions, modify_groups
 from flexnsa.positions import Positions
 
 
@@ -21,12 +22,10 @@ def log_probabilities(q: Tensor, k: Tensor, positions: Positions, call: Call) ->
     """Return the log of the scorer's softmax over its visible keys (Eq. 8), ``(B, Hkv, H, m, N)``."""
     scores = grouped_products(q, k, call.scale)
     key = torch.arange(k.shape[2], dtype=torch.int32, device=q.device)
-    visible = compressed_intervals(positions, call.config)
-    hidden = ((key < visible.lo[..., None]) | (key >= visible.hi[..., None]))[:, None, None]
+    hidden = compressed_intervals(positions, call.config).hide(key)[:, None, None]
     if call.score_mod is not None:
         kv_idx = compressed_positions(key.view(1, 1, 1, -1), positions, call.config)
-        modified = apply_score_mod(call.score_mod, scores.flatten(1, 2), query_positions(positions), kv_idx)
-        scores = torch.unflatten(modified, 1, scores.shape[1:3])
+        scores = modify_groups(call.score_mod, scores, positions, kv_idx)
         hidden = hidden | (scores == -torch.inf)
     hidden = hidden.expand_as(scores)
     # A row without a key gets any finite normaliser: the gradient of a log-sum-exp of nothing is NaN.
@@ -35,18 +34,9 @@ def log_probabilities(q: Tensor, k: Tensor, positions: Positions, call: Call) ->
     return (scores - lse).masked_fill(hidden, -torch.inf)
 
 
-def _columns_of_blocks(num_keys: int, positions: Positions, blocks: int, config: NSAConfig) -> Tensor:
-    """Return the scorer's keys that overlap blocks, in their order, ``(B, m, C)``; ``num_keys`` for what is none."""
-    first, weights = overlap_band(config)
-    step = config.select_block_size // config.compress_stride
-    own = torch.arange(first, first + (blocks - 1) * step + len(weights), device=positions.token.device)
-    columns = own + positions.cmp_start[..., None]
-    return columns.where((own >= 0) & (columns < num_keys), num_keys)
-
-
 def _slices_of_blocks(blocks: int, config: NSAConfig) -> Iterator[tuple[slice, float]]:
     """Yield which columns are the blocks' keys at each offset of their band, and the log of its weight (Eq. 9)."""
-    step = config.select_block_size // config.compress_stride
+    step = config.strides_per_block
     for offset, weight in enumerate(overlap_band(config)[1]):
         yield slice(offset, offset + (blocks - 1) * step + 1, step), log(weight)
 
@@ -56,7 +46,7 @@ def log_scores(log_probs: Tensor, positions: Positions, blocks: int, config: NSA
 
     The scores of other blocks are finite and undefined.
     """
-    probs = at_columns(log_probs, _columns_of_blocks(log_probs.shape[-1], positions, blocks, config))
+    probs = at_columns(log_probs, columns_of_blocks(log_probs.shape[-1], positions, blocks, config))
     terms = [probs[..., columns] + weight for columns, weight in _slices_of_blocks(blocks, config)]
     of_block = torch.stack(terms, -1).movedim(2, -1).flatten(-2)  # (B, Hkv, m, M, keys of a block)
     scored = (of_block > -torch.inf).any(-1)
@@ -67,12 +57,12 @@ def differentiate(
     log_probs: Tensor, log_score: Tensor, slope: Tensor, positions: Positions, config: NSAConfig
 ) -> Tensor:
     """Return the derivatives in the scaled products ``(B, Hkv, H, m, N)``, given those in the log of the scores."""
-    columns = _columns_of_blocks(log_probs.shape[-1], positions, log_score.shape[-1], config)
+    columns = columns_of_blocks(log_probs.shape[-1], positions, log_score.shape[-1], config)
     probs = at_columns(log_probs, columns)
     in_columns = torch.zeros_like(probs)
-    for where, weight in _slices_of_blocks(log_score.shape[-1], config):
-        share = (probs[..., where] + weight - log_score[:, :, None]).exp()  # of a key in the score of its block
-        in_columns[..., where] += share * slope[:, :, None]
+    for at_offset, weight in _slices_of_blocks(log_score.shape[-1], config):
+        share = (probs[..., at_offset] + weight - log_score[:, :, None]).exp()  # of a key in the score of its block
+        in_columns[..., at_offset] += share * slope[:, :, None]
     index = columns.to(torch.int64)[:, None, None].expand_as(in_columns)
     of_keys = F.pad(torch.zeros_like(log_probs), (0, 1)).scatter_add_(-1, index, in_columns)[..., :-1]
     return of_keys - log_probs.exp() * of_keys.sum(-1, keepdim=True)

@@ -223,7 +223,7 @@ def _can_copy(x: Tensor) -> bool:
     return (x.storage_offset() | batch | head | row) % ALIGNMENT == 0 and row < 2**31 // HOPPER_ROWS
 
 
-def is_wide(x: Tensor, group: int, chunk: int) -> bool:
+def needs_int64(x: Tensor, group: int, chunk: int) -> bool:
     """Return whether the rows of one chunk of a group are too far apart for 32-bit offsets."""
     return min(chunk, x.shape[2]) * x.stride(2) + group * x.stride(1) >= 2**31
 

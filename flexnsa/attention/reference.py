@@ -76,11 +76,11 @@ def _score_compressed(q: Tensor, k_cmp: Tensor, call: Call) -> tuple[Tensor, Ten
     Visible are those of the own document whose last token is not in the future.
     """
     config, positions = call.config, positions_of(q, call.positions)
-    own = torch.arange(k_cmp.shape[2], device=q.device) - positions.cmp_start[..., None]
+    key = torch.arange(k_cmp.shape[2], device=q.device) - positions.cmp_start[..., None]
     query = (positions.token - positions.start)[..., None]
-    last_token = own * config.compress_stride + config.compress_block_size - 1
+    last_token = key * config.compress_stride + config.compress_block_size - 1
     scores = _modified(call.score_mod, _scores(q, k_cmp, call.scale), query, last_token)
-    return scores, ((own >= 0) & (last_token <= query))[:, None]
+    return scores, ((key >= 0) & (last_token <= query))[:, None]
 
 
 def _score_tokens(q: Tensor, k: Tensor, positions: Positions | None, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,8 +128,8 @@ def _overlap_weights(num_keys: int, num_blocks: int, config: NSAConfig, like: Te
 
 def _of_own_document(x: Tensor, positions: Positions) -> Tensor:
     """Move columns ``(B, H, T, N)`` so that the first is the first key of each query's document; 0 after the last."""
-    own = torch.arange(x.shape[3], device=x.device) + positions.cmp_start[..., None]
-    index = own.clamp(max=x.shape[3])[:, None].expand_as(x).to(torch.int64)
+    column = torch.arange(x.shape[3], device=x.device) + positions.cmp_start[..., None]
+    index = column.clamp(max=x.shape[3])[:, None].expand_as(x).to(torch.int64)
     return torch.nn.functional.pad(x, (0, 1)).gather(-1, index)
 
 
@@ -181,14 +181,14 @@ def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weigh
     probs, _ = _softmax(scores, visible)
     visible = (visible & (scores != -torch.inf)).to(probs.dtype)
     weights = _overlap_weights(scorer.k.shape[2], blocks, scorer.call.config, probs)
-    where = positions_of(scorer.q, scorer.call.positions)
-    score, scored = (_of_own_document(x, where) @ weights for x in (probs, visible))
+    positions = positions_of(scorer.q, scorer.call.positions)
+    score, scored = (_of_own_document(x, positions) @ weights for x in (probs, visible))
     score, scored = (torch.unflatten(x, 1, (k.shape[1], -1)).sum(2) for x in (score, scored))
 
     j, current = torch.arange(blocks, device=q.device), query.div(config.select_block_size, rounding_mode="floor")
     free = (j >= config.num_init_blocks) & (j <= current - config.num_local_blocks)
-    kept = (scored > 0) & free[:, None]
-    true, score = (x.where(kept, 0) for x in (true, score))
+    compared = (scored > 0) & free[:, None]
+    true, score = (x.where(compared, 0) for x in (true, score))
     mass = true.sum(-1, keepdim=True)
     ratio = (true / mass).where(true > 0, 1) / (score / score.sum(-1, keepdim=True)).where(true > 0, 1)
     kl = ((true / mass) * ratio.log()).where(true > 0, 0).sum(-1)

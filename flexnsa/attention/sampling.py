@@ -37,13 +37,13 @@ def sampled_tokens(
     """
     sequence_ids = sequence_ids.to(torch.int64)
     length = (torch.full_like(sequence_ids, seq_len) if lengths is None else lengths.to(torch.int64))[:, None]
-    own = length.clamp_max(num_queries)
+    count = length.clamp_max(num_queries)
     slot = torch.arange(min(num_queries, seq_len) + 1, device=sequence_ids.device)
-    edges = slot * length // own.clamp_min(1)
+    edges = slot * length // count.clamp_min(1)
     first, size = edges[:, :-1], edges.diff().clamp_min(1)
     of_run = _mixed(_mixed(torch.zeros_like(sequence_ids) + seed) ^ step)
     drawn = first + _mixed(_mixed(of_run ^ sequence_ids)[:, None] ^ first) % size
-    return drawn.where(slot[:-1] < own, -1)
+    return drawn.where(slot[:-1] < count, -1)
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -92,9 +92,9 @@ class Sample:
 
     def positions(self, whole: Positions) -> Positions:
         """Locate the tokens; -1 precedes its sequence, so it sees no key."""
-        kept = whole.at_tokens(self.tokens.clamp_min(0))
-        token = kept.token.where(self.tokens >= 0, kept.start - 1)
-        return Positions(token, kept.start, kept.cmp_start, consecutive=False, aligned=kept.aligned)
+        sampled = whole.at_tokens(self.tokens.clamp_min(0))
+        token = sampled.token.where(self.tokens >= 0, sampled.start - 1)
+        return Positions(token, sampled.start, sampled.cmp_start, consecutive=False, aligned=sampled.aligned)
 
 
 def at_sample(call: Call, q: Tensor, sample: QuerySample) -> Call:

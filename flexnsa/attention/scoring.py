@@ -12,7 +12,7 @@ from torch import Tensor
 from flexnsa.attention.interface import Call
 from flexnsa.config import NSAConfig, overlap_band
 from flexnsa.masks.compressed import compressed_intervals
-from flexnsa.masks.user_mods import apply_score_mod, compressed_positions, query_positions
+from flexnsa.masks.user_mods import compressed_positions, modify_groups
 from flexnsa.positions import Positions
 
 LOG2_E = log2(e)
@@ -25,9 +25,8 @@ def group_probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions:
     ``positions`` are those of the queries ``q (B, Hq, T, Dk)``, which may be some of the call's only. ``lse`` of the
     compressed branch saves the normalisation where it is at hand.
     """
-    visible = compressed_intervals(positions, call.config)
     key = torch.arange(k_cmp.shape[2], dtype=torch.int32, device=q.device)
-    hidden = (key < visible.lo[..., None]) | (key >= visible.hi[..., None])  # (B, T, N)
+    hidden = compressed_intervals(positions, call.config).hide(key)
 
     natural = lse is None or call.score_mod is not None
     unit = 1.0 if natural else LOG2_E
@@ -37,8 +36,7 @@ def group_probabilities(q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions:
     scores = torch.unflatten(q_BKRD @ k_cmp.float().mT, 2, (group, -1))
     if call.score_mod is not None:
         kv_idx = compressed_positions(key.view(1, 1, 1, -1), positions, call.config)
-        modified = apply_score_mod(call.score_mod, scores.flatten(1, 2), query_positions(positions), kv_idx)
-        scores = torch.unflatten(modified, 1, (-1, group))
+        scores = modify_groups(call.score_mod, scores, positions, kv_idx)
     if lse is None:
         scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
         empty = (scores == -torch.inf).all(-1, keepdim=True)
@@ -59,15 +57,23 @@ def block_scores(probs: Tensor, positions: Positions | None, *, num_blocks: int,
     Without ``positions``, all sequences start at token 0, and each block's compressed tokens are at fixed columns.
     """
     first, weights = overlap_band(config)
-    step = config.select_block_size // config.compress_stride
+    step = config.strides_per_block
     width = (num_blocks - 1) * step + len(weights)
     num_keys = probs.shape[-1]
 
     if positions is None:
         banded = F.pad(probs, (-first, width + first - num_keys))
     else:
-        own = torch.arange(first, first + width, device=probs.device) + positions.cmp_start[..., None]
-        own = own.where((own >= positions.cmp_start[..., None]) & (own < num_keys), num_keys).to(torch.int64)[:, None]
-        banded = F.pad(probs, (0, 1)).gather(-1, own.expand(*probs.shape[:3], width))
+        index = columns_of_blocks(num_keys, positions, num_blocks, config).to(torch.int64)[:, None]
+        banded = F.pad(probs, (0, 1)).gather(-1, index.expand(*probs.shape[:3], width))
     blocks = (banded[..., o : o + (num_blocks - 1) * step + 1 : step] * weight for o, weight in enumerate(weights))
     return functools.reduce(Tensor.add_, blocks)
+
+
+def columns_of_blocks(num_keys: int, positions: Positions, blocks: int, config: NSAConfig) -> Tensor:
+    """Return the compressed keys that overlap blocks, in their order, ``(B, T, C)``; ``num_keys`` for what is none."""
+    first, weights = overlap_band(config)
+    stop = first + (blocks - 1) * config.strides_per_block + len(weights)
+    key = torch.arange(first, stop, device=positions.token.device)
+    columns = key + positions.cmp_start[..., None]
+    return columns.where((key >= 0) & (columns < num_keys), num_keys)

@@ -69,15 +69,15 @@ class SelectionLossInputs(NamedTuple):
     @property
     def call(self) -> Call:
         """The call of the selected branch."""
-        where = Positions(self.token, self.start, self.cmp_start, consecutive=False, aligned=self.aligned)
-        return Call(NSAConfig.from_ints(self.sizes), self.scale, positions=where)
+        positions = Positions(self.token, self.start, self.cmp_start, consecutive=False, aligned=self.aligned)
+        return Call(NSAConfig.from_ints(self.sizes), self.scale, positions=positions)
 
     @property
     def index_call(self) -> Call:
         """The call of the scorer."""
         tensors = self.index_token, self.index_start, self.index_cmp_start
-        where = Positions(*tensors, consecutive=False, aligned=self.aligned)
-        return Call(NSAConfig.from_ints(self.index_sizes), self.index_scale, positions=where)
+        positions = Positions(*tensors, consecutive=False, aligned=self.aligned)
+        return Call(NSAConfig.from_ints(self.index_sizes), self.index_scale, positions=positions)
 
 
 LossAndGradients = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -95,10 +95,10 @@ def selection_loss_by(
 ) -> tuple[Tensor, Tensor]:
     """Sum the divergences by an operator of :class:`SelectionLossInputs`, without a score_mod."""
     positions, of_scorer = positions_of(q, call.positions), positions_of(scorer.q, scorer.call.positions)
-    where = *positions.tensors, *of_scorer.tensors, positions.aligned
+    arguments = *positions.tensors, *of_scorer.tensors, positions.aligned
     numbers = call.config.to_ints(), scorer.call.config.to_ints(), call.scale, scorer.call.scale
     tensors = q.detach(), k.detach(), scorer.q, scorer.k
-    total, weight, _, _ = operator(SelectionLossInputs(*tensors, *where, *numbers, query_weights == "mass"))
+    total, weight, _, _ = operator(SelectionLossInputs(*tensors, *arguments, *numbers, query_weights == "mass"))
     return total, weight
 
 
@@ -111,32 +111,32 @@ def _selection_loss(inputs: SelectionLossInputs) -> LossAndGradients:
     q, k, q_index, k_index, *_ = inputs
     call, index_call = inputs.call, inputs.index_call
     where, index_where = positions_of(q, call.positions), positions_of(q_index, index_call.positions)
-    wide = torch.promote_types(q_index.dtype, torch.float32)
-    total, weight = (torch.zeros((), dtype=wide, device=q.device) for _ in range(2))
-    dq, dk = (x.new_zeros(x.shape, dtype=wide) for x in (q_index, k_index))
+    dtype = torch.promote_types(q_index.dtype, torch.float32)
+    total, weight = (torch.zeros((), dtype=dtype, device=q.device) for _ in range(2))
+    dq, dk = (x.new_zeros(x.shape, dtype=dtype) for x in (q_index, k_index))
     chunk = queries_at_once(q, k)
     for at in range(0, q.shape[2], chunk):
         part = slice(at, at + chunk)
         positions, of_scorer = where.at(part), index_where.at(part)
-        own = q_index[:, :, part].to(wide)
+        q_part = q_index[:, :, part].to(dtype)
         log_true = log_shares_at_once(q[:, :, part], k, positions, call)
-        log_probs = log_probabilities(own, k_index, of_scorer, index_call)
+        log_probs = log_probabilities(q_part, k_index, of_scorer, index_call)
         compared, log_score = _compare(log_true, log_probs, positions, of_scorer, call.config, index_call.config)
         weights = weigh(compared.mass, inputs.by_mass)
         total, weight = total + (compared.kl * weights).sum(), weight + weights.sum()
         slope = (compared.score - compared.true) * weights[..., None]  # in the log of the score of each block
         d_scores = index_call.scale * differentiate(log_probs, log_score, slope, of_scorer, index_call.config)
         d_scores = d_scores.flatten(2, 3)  # (B, Hkv, H * m, N)
-        d_own = torch.unflatten(d_scores @ k_index.to(wide), 2, (-1, own.shape[2]))
-        dq[:, :, part] = d_own.flatten(1, 2)
-        dk += d_scores.mT @ torch.unflatten(own, 1, (k.shape[1], -1)).flatten(2, 3)
+        d_part = torch.unflatten(d_scores @ k_index.to(dtype), 2, (-1, q_part.shape[2]))
+        dq[:, :, part] = d_part.flatten(1, 2)
+        dk += d_scores.mT @ torch.unflatten(q_part, 1, (k.shape[1], -1)).flatten(2, 3)
     return total, weight, dq, dk
 
 
 def _empty_results(inputs: SelectionLossInputs) -> LossAndGradients:
-    wide = torch.promote_types(inputs.q_index.dtype, torch.float32)
-    total, weight = (inputs.q.new_empty((), dtype=wide) for _ in range(2))
-    dq, dk = (x.new_empty(x.shape, dtype=wide) for x in (inputs.q_index, inputs.k_index))
+    dtype = torch.promote_types(inputs.q_index.dtype, torch.float32)
+    total, weight = (inputs.q.new_empty((), dtype=dtype) for _ in range(2))
+    dq, dk = (x.new_empty(x.shape, dtype=dtype) for x in (inputs.q_index, inputs.k_index))
     return total, weight, dq, dk
 
 
@@ -243,6 +243,6 @@ def found_and_best(q: Tensor, k: Tensor, block_indices: Tensor, call: Call, *, f
 
 
 def _sum_chosen(block_indices: Tensor, shares: Tensor) -> Tensor:
-    real = (block_indices >= 0) & (block_indices < shares.shape[-1])
+    valid = (block_indices >= 0) & (block_indices < shares.shape[-1])
     chosen = shares.gather(-1, block_indices.clamp(0, shares.shape[-1] - 1).to(torch.int64))
-    return chosen.masked_fill(~real, 0).sum((0, 2, 3), dtype=torch.float64)
+    return chosen.masked_fill(~valid, 0).sum((0, 2, 3), dtype=torch.float64)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexnsa.attention.interface import Call
 from flexnsa.config import num_blocks
-from flexnsa.masks.user_mods import apply_score_mod, query_positions, token_positions
+from flexnsa.masks.user_mods import modify_groups, token_positions
 from flexnsa.positions import Positions
 
 CHUNK_SCORES = {"cpu": 2**21, "cuda": 2**27}
@@ -49,16 +49,15 @@ def log_shares_at_once(q: Tensor, k: Tensor, positions: Positions, call: Call) -
     key = torch.arange(k.shape[2], dtype=torch.int32, device=k.device)
     if call.score_mod is not None:
         kv_idx = token_positions(key.view(1, 1, 1, -1), positions)
-        modified = apply_score_mod(call.score_mod, scores.flatten(1, 2), query_positions(positions), kv_idx)
-        scores = torch.unflatten(modified, 1, scores.shape[1:3])
+        scores = modify_groups(call.score_mod, scores, positions, kv_idx)
     # Nothing hides keys before a document: its blocks begin at its first token.
     scores = scores.masked_fill((key > positions.token[..., None])[:, None, None], -torch.inf)
     size, blocks = call.config.select_block_size, num_blocks(k.shape[2], call.config)
     if positions.aligned:
         scores = F.pad(scores, (0, blocks * size - k.shape[2]), value=-torch.inf)
     else:
-        own = positions.start[..., None] + torch.arange(blocks * size, device=k.device)
-        scores = at_columns(scores, own.clamp_max(k.shape[2]))
+        column = positions.start[..., None] + torch.arange(blocks * size, device=k.device)
+        scores = at_columns(scores, column.clamp_max(k.shape[2]))
     of_blocks = torch.unflatten(scores, -1, (blocks, size)).logsumexp(-1)  # which hold all visible keys
     lse = of_blocks.logsumexp(-1, keepdim=True)
     return (of_blocks - lse.masked_fill(lse == -torch.inf, 0)).logsumexp(2) - log(scores.shape[2])

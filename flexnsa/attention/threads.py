@@ -83,5 +83,5 @@ def _thread_setters() -> tuple[Callable[[int], object], ...]:
     """
     library = ctypes.CDLL(torch._C.__file__)  # pyright: ignore[reportPrivateUsage]
     names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
-    found = tuple(getattr(library, name) for name in names if hasattr(library, name))
-    return found if hasattr(library, names[0]) else ()
+    setters = tuple(getattr(library, name) for name in names if hasattr(library, name))
+    return setters if hasattr(library, names[0]) else ()

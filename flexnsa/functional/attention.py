@@ -188,8 +188,8 @@ def native_sparse_attention(
             raise ValueError(f"block_indices: expected None without the slc branch, got {describe(block_indices)}")
         block_indices = checked_selection(q, block_indices, sizes.heads, length, config)
     v_any = next((x for x in (v, v_win, v_cmp) if x is not None), None)
-    where = locate_queries(q, config, document_ids, positions, length)
-    implementation, call = prepare(q, config, scale, where, score_mod, mask_mod, impl, v_any)
+    located = locate_queries(q, config, document_ids, positions, length)
+    implementation, call = prepare(q, config, scale, located, score_mod, mask_mod, impl, v_any)
     indexer = None
     if selecting and q_index is not None and k_index is not None:
         indexer = scorer_of(q, q_index, k_index, call, index_scale, document_ids, positions, length)

@@ -41,9 +41,9 @@ def prepare(
     v: Tensor | None = None,
 ) -> tuple[Implementation, Call]:
     """Return the chosen implementation and the call that its branches share."""
-    modded = score_mod is not None or mask_mod is not None
+    has_mod = score_mod is not None or mask_mod is not None
     v_dim = 0 if v is None else v.shape[-1]
-    implementation, scale = choose_implementation(impl, q, modded=modded, v_dim=v_dim), check_scale(q, scale)
+    implementation, scale = choose_implementation(impl, q, modded=has_mod, v_dim=v_dim), check_scale(q, scale)
     mod = prepare_mods(score_mod, mask_mod, q, q.shape[1], implementation)
     return implementation, Call(config, scale, mod, positions, positions)
 
@@ -62,7 +62,7 @@ def scorer_of(
     if q_index is None:
         scale = call.scale if index_scale is None else check_scale(q, index_scale, "index_scale")
         return Scorer(q, keys, replace(call, scale=scale))
-    where = locate_queries(q_index, call.config.scoring, document_ids, tokens, length)
+    positions = locate_queries(q_index, call.config.scoring, document_ids, tokens, length)
     mod = mod_of_index_heads(call.score_mod, q.shape[1], q_index.shape[1])
     scale = check_scale(q_index, index_scale, "index_scale")
-    return Scorer(q_index, keys, Call(call.config.scoring, scale, mod, where, where))
+    return Scorer(q_index, keys, Call(call.config.scoring, scale, mod, positions, positions))

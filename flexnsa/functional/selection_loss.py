@@ -144,8 +144,8 @@ def selection_loss(
     else:
         check_integers("sequence_ids", sequence_ids, (batch,), like=q)
     q, k = q.detach(), k.detach()
-    where = locate_queries(q, config, document_ids)
-    implementation, call = prepare(q, config, scale, where, score_mod, mask_mod, impl)
+    positions = locate_queries(q, config, document_ids)
+    implementation, call = prepare(q, config, scale, positions, score_mod, mask_mod, impl)
     scorer = scorer_of(q, q_index, k_cmp, call, index_scale, document_ids)
     sample = Sample(sampled_tokens(length, num_queries, seed, step, sequence_ids))
     scorer = Scorer(sample.take(scorer.q), scorer.k, at_sample(scorer.call, scorer.q, sample))
@@ -188,10 +188,10 @@ def block_shares(
     check_type("config", config, NSAConfig)
     check_queries(q)
     _check_keys(q, k)
-    where = locate_queries(q, config, document_ids)
-    _, call = prepare(q, config, scale, where, score_mod, mask_mod, "sdpa")
+    positions = locate_queries(q, config, document_ids)
+    _, call = prepare(q, config, scale, positions, score_mod, mask_mod, "sdpa")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return log_shares(q, k, positions_of(q, where), call).exp_()
+        return log_shares(q, k, positions_of(q, positions), call).exp_()
 
 
 def selection_recall(
@@ -232,8 +232,8 @@ def selection_recall(
     check_queries(q)
     _check_keys(q, k)
     block_indices = checked_selection(q, block_indices, k.shape[1], q.shape[2], config)
-    where = locate_queries(q, config, document_ids)
-    _, call = prepare(q, config, scale, where, score_mod, mask_mod, "sdpa")
+    positions = locate_queries(q, config, document_ids)
+    _, call = prepare(q, config, scale, positions, score_mod, mask_mod, "sdpa")
     found, best = found_and_best(q, k, block_indices, call, forced=forced)
     return (found / best).float()
 

@@ -250,7 +250,7 @@ class NativeSparseAttention(SparseLayer):
         return step_layout(step, head_dim=self.head_dim, rope_base=self.rope_base, dtype=x.dtype)
 
     def project(self, x: Tensor, *, rows: bool = False) -> Heads:
-        """Project to the heads of the branches, in a dense stage of its own, and their gates."""
+        """Project to the heads of all branches, or of those of a dense stage, and to their gates."""
         branches = self.dense_branches if rows and self.dense_branches else self.branches
         projected = project_named(x, self._maps(branches))
         q = split_heads(projected["q"], self.num_heads)

@@ -68,7 +68,7 @@ class Layer(Protocol[C, L]):
         ...
 
     def project(self, x: Tensor, *, rows: bool = False) -> Heads:
-        """Project to heads, not yet rotated; ``rows``: of whole sequences, which a dense stage concerns."""
+        """Project to heads, not yet rotated. In a dense stage whole sequences (``rows``) need only its branches."""
         ...
 
     def whole_step(self, x: Tensor, cache: C, mods: Mods) -> WholeStep | None:
@@ -79,7 +79,7 @@ class Layer(Protocol[C, L]):
 class LossOverRanks(Protocol):
     """A group of ranks that share a layer: each compares a part of its queries or heads."""
 
-    def share(self, sample: QuerySample, own: Positions) -> QuerySample:
+    def share(self, sample: QuerySample, local: Positions) -> QuerySample:
         """Return the part of a sample that this rank compares, given the positions of its own queries."""
         ...
 

@@ -27,10 +27,10 @@ def cached_selected_mask(
         rows: kernel rows per query, at least the size of a head group.
         config: provides the block size.
     """
-    own = by_query(stored(token))
+    token_of = by_query(stored(token))
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
-        return kv_idx <= own(b, q_idx // rows)
+        return kv_idx <= token_of(b, q_idx // rows)
 
     return _forward_mask(
         (block_indices >= 0).sum(-1, dtype=torch.int32),

@@ -28,6 +28,10 @@ class Intervals:
     lo: Tensor
     hi: Tensor
 
+    def hide(self, key: Tensor) -> Tensor:
+        """Return which of the keys ``(K,)`` each query does not see, ``(B or 1, T, K)``."""
+        return (key < self.lo[..., None]) | (key >= self.hi[..., None])
+
 
 @dataclass(frozen=True, slots=True)
 class TileRanges:

@@ -74,6 +74,12 @@ def apply_score_mod(score_mod: ScoreMod, scores: Tensor, query: Tensor, key: Ten
     return every_row(scores, b, h, query, key[:, 0] if shared else key).to(scores.dtype)
 
 
+def modify_groups(score_mod: ScoreMod, scores: Tensor, positions: Positions, key: Tensor) -> Tensor:
+    """Call :func:`apply_score_mod` for scores ``(B, Hkv, G, T, K)`` by group of query heads."""
+    modified = apply_score_mod(score_mod, scores.flatten(1, 2), query_positions(positions), key)
+    return torch.unflatten(modified, 1, scores.shape[1:3])
+
+
 def query_positions(positions: Positions) -> Tensor:
     """Return the position of each query in its document, ``(B or 1, T)``."""
     return positions.token - positions.start
@@ -135,12 +141,12 @@ def _translated(
     groups: int,
 ) -> ScoreMod:
     """Compute head and query position from a kernel's row, and the key's position by ``key_position``."""
-    own = None if positions is None else by_query(stored(query_positions(positions)))
+    position_of = None if positions is None else by_query(stored(query_positions(positions)))
 
     def kernel_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         query = q_idx // rows
         head = h if rows == 1 else h * groups + (q_idx % rows).clamp_max(groups - 1)
-        q_position = query if own is None else own(b, query)
+        q_position = query if position_of is None else position_of(b, query)
         kv_position = key_position(b, h, query, kv_idx).clamp_min(0)
         return score_mod(score, b, head, q_position, torch.minimum(kv_position, q_position))
 

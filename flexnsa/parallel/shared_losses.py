@@ -25,7 +25,7 @@ class OverHeads:
 
     group: str
 
-    def share(self, sample: QuerySample, own: Positions) -> QuerySample:  # noqa: ARG002
+    def share(self, sample: QuerySample, local: Positions) -> QuerySample:  # noqa: ARG002
         """Return the sample: every rank compares all queries of its own heads."""
         return sample
 
@@ -43,9 +43,9 @@ class OverTokens:
 
     ranks: SharingRanks
 
-    def share(self, sample: QuerySample, own: Positions) -> QuerySample:
+    def share(self, sample: QuerySample, local: Positions) -> QuerySample:
         """Return an equal share of the sampled queries, wherever these are."""
-        return _Share.of(sample.tokens, own, self.ranks)
+        return _Share.of(sample.tokens, local, self.ranks)
 
     def add(self, loss: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums over all queries."""
@@ -68,11 +68,11 @@ class _Share(NamedTuple):
     elsewhere: Tensor
 
     @classmethod
-    def of(cls, tokens: Tensor, own: Positions, ranks: SharingRanks) -> _Share:
+    def of(cls, tokens: Tensor, local: Positions, ranks: SharingRanks) -> _Share:
         """Share out ``tokens (B, m)``, given the positions of this rank's queries."""
         # What fills the shares up stands before the sequence: a query that sees no key weighs nothing.
         tokens = F.pad(tokens, (-tokens.shape[1] % ranks.size, 0), value=-1)
-        token = own.token[0]
+        token = local.token[0]
         at = torch.searchsorted(token, tokens.to(token.dtype)).clamp_max(len(token) - 1)
         return cls(tokens.chunk(ranks.size, 1)[ranks.rank], ranks, at, token[at] != tokens)
 
@@ -82,9 +82,9 @@ class _Share(NamedTuple):
 
     def compared(self, x: Tensor) -> Tensor:
         """Exchange what :meth:`take` returned for the queries of this share."""
-        found = x.masked_fill(self.elsewhere[:, None, :, None], 0)
+        queries = x.masked_fill(self.elsewhere[:, None, :, None], 0)
         # Of each query one rank has numbers, all others 0.
-        return scatter(torch.cat(found.chunk(self.ranks.size, 2)), self.ranks.size, self.ranks.group)
+        return scatter(torch.cat(queries.chunk(self.ranks.size, 2)), self.ranks.size, self.ranks.group)
 
     def positions(self, whole: Positions) -> Positions:  # noqa: ARG002
         """Locate the queries of this share."""

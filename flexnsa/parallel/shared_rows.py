@@ -131,8 +131,8 @@ def lay_out_shared_rows(
 ) -> RowLayout:
     """Lay out the tokens of a rank as :func:`lay_out_chunks` does, of a layer that rotates in its own way."""
     check_chunks("seq_len", seq_len, 2, config, branches)
-    own = torch.arange(seq_len // 2, device=device)
-    first, second = (number * len(own) + own for number in ranks.chunks)
+    offset = torch.arange(seq_len // 2, device=device)
+    first, second = (number * len(offset) + offset for number in ranks.chunks)
     token = torch.cat([first, second])
     positions = Positions.of_queries(token)
     starts = [_block_starts(first, second, of_kind) for of_kind in config.compressed.values()]
@@ -163,7 +163,7 @@ def _among_window_keys(first: Tensor, second: Tensor, config: NSAConfig) -> Posi
     A query's start is its index among these keys minus its position in the sequence: negative if tokens are missing.
     """
     before = window_halo(config)
-    own = torch.arange(len(first), device=first.device)
-    key = torch.cat([before + own, before + len(own) + before + own]).to(torch.int32)[None]
+    offset = torch.arange(len(first), device=first.device)
+    key = torch.cat([before + offset, before + len(offset) + before + offset]).to(torch.int32)[None]
     start = key - torch.cat([first, second]).to(torch.int32)
     return Positions(key, start, torch.zeros_like(start), consecutive=False)

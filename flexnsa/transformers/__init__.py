@@ -8,13 +8,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from flexnsa.transformers.cache import FlexNSACache
-from flexnsa.transformers.choice import LAYERS, NAME, save_choice
+from flexnsa.transformers.choice import LAYERS, NAME, save_choice, share_options, take_options
 from flexnsa.transformers.classes import register_classes
 from flexnsa.transformers.conversion import convert, to_dense
 from flexnsa.transformers.converted import attend_in_dense_layers
 from flexnsa.transformers.dropin import attention_forward, make_mask
 from flexnsa.transformers.index_teaching import TAUGHT, IndexTeaching, teach_indexers
-from flexnsa.transformers.loading import share_options, take_options
 from flexnsa.transformers.local_layers import make_layer_mask
 from flexnsa.transformers.options import DropInOptions, LayerOptions
 from flexnsa.transformers.recall import recall

@@ -166,7 +166,7 @@ class ConvertedAttention(SparseLayer):
         return lambda lengths: take_step(self.step_inputs(x, cache, lengths))[0] * factor
 
     def project(self, x: Tensor, *, rows: bool = False) -> Heads:
-        """Project to the heads of the branches, in a dense stage of its own, and their gates."""
+        """Project to the heads of all branches, or of those of a dense stage, and to their gates."""
         branches = self.dense_branches if rows and self.dense_branches else self.options.branches
         q, *keys = project(x, [self.q_proj, *(self._map("k", tag) for tag in branches)])
         v = project(x, [self._map("v", tag) for tag in branches])

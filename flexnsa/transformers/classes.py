@@ -60,13 +60,13 @@ def dense_class(model: Any) -> Any:
     Raises:
         ValueError: transformers has no such causal model.
     """
-    found = getattr(type(model), "dense_class", type(model))
+    dense = getattr(type(model), "dense_class", type(model))
     config, known = getattr(model, "config", None), cast("Any", MODEL_FOR_CAUSAL_LM_MAPPING)
     text_alone = isinstance(config, PreTrainedConfig) and config.get_text_config() is config
-    if not text_alone or known.get(found.config_class, None) is not found:
+    if not text_alone or known.get(dense.config_class, None) is not dense:
         expected = "one of the causal models of text that AutoModelForCausalLM knows"
         raise ValueError(f"model: expected {expected}, got {describe(type(model).__name__)}")
-    return found
+    return dense
 
 
 @cache

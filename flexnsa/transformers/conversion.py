@@ -70,8 +70,10 @@ def convert(model: Any, config: NSAConfig, *, copy: bool = True, **options: Any)
     chosen |= {field.name: getattr(config, field.name) for field in fields(config)}
     chosen |= _read(model)
     written = {name: value for name, value in chosen.items() if value is not None}
-    if len(chosen["branches"]) > 1 or config.index_heads is not None:
-        _check_in_memory(model)
+    if len(chosen["branches"]) > 1 or config.index_heads is not None:  # new branches start from these weights
+        for name, layer in full_layers(model):
+            if any(parameter.is_meta for parameter in layer.parameters()):
+                raise ValueError(f"device_map: expected all weights in memory, got those of {name} offloaded")
     new_config = _config_of(converted_config(type(model.config)), model, flexnsa=written)
     model = deepcopy(model) if copy else model
     before = model.config, model.base_model, dict(full_layers(model))
@@ -84,13 +86,6 @@ def convert(model: Any, config: NSAConfig, *, copy: bool = True, **options: Any)
         raise
     vars(model).pop("_weight_conversions", None)  # of a checkpoint of the dense model
     return model
-
-
-def _check_in_memory(model: Any) -> None:
-    """Check that the weights that new branches start from are not offloaded."""
-    for name, layer in full_layers(model):
-        if any(parameter.is_meta for parameter in layer.parameters()):
-            raise ValueError(f"device_map: expected all weights in memory, got those of {name} offloaded")
 
 
 def _become(model: Any, model_class: Any, config: Any, layers: Mapping[str, nn.Module]) -> None:

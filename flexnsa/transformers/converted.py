@@ -261,15 +261,15 @@ def full_layers(model: Any) -> list[tuple[str, Any]]:
     """
     if "hybrid" in layer_types(model.config):
         raise ValueError("layer_types: expected layers with attention or a recurrence to convert, got 'hybrid' ones")
-    found = [
+    layers = [
         (name, module)
         for name, module in model.named_modules()
         if asks_for_attention(type(module)) and layer_type(module) in FULL and getattr(module, "is_causal", True)
     ]
-    if not found:
+    if not layers:
         expected = "layers of full causal attention that use transformers' interface"
         raise ValueError(f"model: expected {expected}, got a {type(model).__name__} without")
-    return found
+    return layers
 
 
 def rotary_of(model: Any, name: str) -> nn.Module | None:

@@ -66,12 +66,7 @@ class CapturedStep:
 
 
 class CapturedModel:
-    """A model as ``generate`` calls it: one token per sequence replays a graph, which is stored in the cache.
-
-    Args:
-        model: of transformers.
-        next_logits: computes its logits for one token per sequence.
-    """
+    """A model as ``generate`` calls it: one token per sequence replays a graph, which is stored in the cache."""
 
     def __init__(self, model: Any, next_logits: NextLogits) -> None:
         self._model, self._next_logits = model, next_logits
@@ -87,7 +82,8 @@ class CapturedModel:
             return self._model(**inputs)
         assert isinstance(tokens, Tensor)
         assert isinstance(cache, FlexNSACache)
-        place = self._weights, self._settings, _addresses(cache)
+        buffers = (x for nsa in cache.kept for x in (nsa.lengths, nsa.reached, *nsa.buffers.values()))
+        place = self._weights, self._settings, [x.data_ptr() for x in buffers]  # others with more capacity or rows
         if cache.captured is None or cache.captured.place != place:
             cache.captured = None  # frees its memory before the next is captured
             cache.captured = CapturedStep(self._next_logits, cache, place)
@@ -121,8 +117,3 @@ def _fits(tokens: Any, cache: Any, mask: Any) -> bool:
     if mask is not None and tuple(mask.shape) != (len(tokens), cache.seen + 1):
         return False  # the model raises the error
     return all(nsa.batch_size == len(tokens) and cache.seen < nsa.max_seq_len for nsa in cache.kept)
-
-
-def _addresses(cache: FlexNSACache) -> list[int]:
-    """Return the memory addresses of the cache; other sequences or more capacity have others."""
-    return [x.data_ptr() for nsa in cache.kept for x in (nsa.lengths, nsa.reached, *nsa.buffers.values())]

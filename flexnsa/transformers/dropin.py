@@ -133,11 +133,7 @@ def _attend_kept(
 
 
 def _check(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Check that the model asks for nothing that would be ignored.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Check that the model asks for nothing that would be ignored."""
     refuse_attentions(module.config, kwargs)
     for name in REFUSED:
         if kwargs.get(name) is not None:
@@ -149,11 +145,7 @@ def _check(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
 
 
 def _check_model(module: nn.Module, position_ids: Tensor | None) -> None:
-    """Check that the model makes its masks for this attention, and has a use for ``position_ids``.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that the model makes its masks for this attention, and has a use for ``position_ids``."""
     config: Any = module.config
     if position_ids is not None and not takes_positions(type(config)):
         expected = "None for a model that has no such argument"

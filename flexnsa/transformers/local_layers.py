@@ -107,23 +107,12 @@ def make_layer_mask(
 
 
 def attend_locally(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """Compute the attention of a local layer.
+    """Compute the attention of a local layer, with the signature of transformers' attention functions.
 
-    Args:
-        module: the layer.
-        query: as in transformers' attention functions, and so are ``key`` and ``value``.
-        key: see ``query``.
-        value: see ``query``.
-        attention_mask: from :func:`make_local_mask`.
-        kwargs: other arguments of the attention. ``position_ids`` and ``cu_seq_lens_q`` tell of packed documents, of
-            which transformers does not find all.
+    The mask is from :func:`make_local_mask`. ``position_ids`` and ``cu_seq_lens_q`` tell of packed documents, of which
+    transformers does not find all.
 
     Raises:
         ValueError: the mask is another one, or the layer's attention cannot do what the model asks for.

@@ -201,9 +201,9 @@ def _check_parts(mask_function: MaskFunction, *, has_additions: bool) -> None:
 
 def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
     """Yield the functions that one is composed of, itself included."""
-    kept = JOINED.get(_kind(mask_function))
-    if kept is not None:
-        made_of = getclosurevars(mask_function).nonlocals[kept]
+    variable = JOINED.get(_kind(mask_function))
+    if variable is not None:
+        made_of = getclosurevars(mask_function).nonlocals[variable]
         for part in made_of if isinstance(made_of, tuple) else (made_of,):
             yield from _parts(part)
     yield mask_function

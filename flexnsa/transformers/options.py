@@ -44,7 +44,11 @@ class DropInOptions:
         check_local(self.local)
         check_choice("impl", self.impl, ("auto", *IMPLEMENTATIONS))
         object.__setattr__(self, "branches", check_branches(self.branches))
-        object.__setattr__(self, "gates", _check_gates(self.gates))
+        if not isinstance(self.gates, list | tuple) or len(self.gates) != len(BRANCHES):
+            raise ValueError(f"gates: expected a number for each of {BRANCHES}, got {describe(self.gates)}")
+        for gate in self.gates:
+            check_number("gates", gate)
+        object.__setattr__(self, "gates", tuple(self.gates))
 
     @classmethod
     def of(cls, config: Any) -> DropInOptions:
@@ -119,11 +123,3 @@ def _read(config: Any, names: Sequence[str], of_sizes: Sequence[str]) -> dict[st
             raise ValueError(f"config.flexnsa: expected some of {', '.join((*names, *of_sizes))}, got {describe(name)}")
     sizes = NSAConfig(**{name: options[name] for name in of_sizes if name in options})
     return {"sizes": sizes} | {name: options[name] for name in names if name in options}
-
-
-def _check_gates(gates: Any) -> tuple[float, ...]:
-    if not isinstance(gates, list | tuple) or len(gates) != len(BRANCHES):
-        raise ValueError(f"gates: expected a number for each of {BRANCHES}, got {describe(gates)}")
-    for gate in gates:
-        check_number("gates", gate)
-    return tuple(gates)

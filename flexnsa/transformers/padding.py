@@ -102,7 +102,9 @@ class Rows:
             documents = None
             _check_one_document(starts, cu_seqlens)
         elif cu_seqlens is not None:
-            documents = _ids_of_one_row(cu_seqlens, batch_size, num_tokens)
+            if batch_size != 1:
+                raise ValueError(f"cu_seq_lens_q: expected one packed row, got {batch_size}")
+            documents = document_ids_from_starts("cu_seq_lens_q", cu_seqlens, num_tokens)
             documents = documents if first is None else moved.align(documents, dim=1).cummax(1).values
         elif starts is not None and not (may_look(starts) and not starts.any()):
             documents = starts.cumsum(1, dtype=torch.int32).expand(batch_size, -1)
@@ -207,12 +209,6 @@ def _check_one_document(starts: Tensor | None, cu_seqlens: Tensor | None) -> Non
     if cu_seqlens is not None or (starts is not None and may_look(starts) and starts.any()):
         name = "position_ids" if cu_seqlens is None else "cu_seq_lens_q"
         raise ValueError(f"{name}: expected one sequence a row with a cache, got several; pack with use_cache=False")
-
-
-def _ids_of_one_row(cu_seqlens: Tensor, batch_size: int, num_tokens: int) -> Tensor:
-    if batch_size != 1:
-        raise ValueError(f"cu_seq_lens_q: expected one packed row, got {batch_size}")
-    return document_ids_from_starts("cu_seq_lens_q", cu_seqlens, num_tokens)
 
 
 def _one_axis(position_ids: Tensor) -> Tensor:

@@ -69,15 +69,9 @@ def attend_to_pages(
 ) -> tuple[Tensor, Any]:
     """Attend from the new tokens of several requests to the keys that each has in a paged cache.
 
-    Args:
-        module: the layer.
-        query: ``(1, Hq, T, Dk)``, rotated.
-        key: of the new tokens, ``(1, Hkv, T, Dk)``, rotated.
-        value: ``(1, Hkv, T, Dv)``.
-        scaling: factor on the scores.
-        cache: of transformers, which stores keys and values, and returns all of the requests.
-        kwargs: other arguments of the attention: ``cu_seq_lens_q (R + 1,)``, and what the cache asks for and answers:
-            it sets ``cu_seq_lens_k (R + 1,)`` and ``max_length_k`` to those of the layer.
+    Query ``(1, Hq, T, Dk)``, key ``(1, Hkv, T, Dk)``, both rotated, and value ``(1, Hkv, T, Dv)`` are of new tokens.
+    The cache stores keys and values, and returns all of the requests. ``cu_seq_lens_q (R + 1,)`` comes from the model;
+    the cache sets ``cu_seq_lens_k (R + 1,)`` and ``max_length_k`` to those of the layer.
 
     Raises:
         ValueError: the cache would have a kernel read its pages.

@@ -20,9 +20,9 @@ def converted_plan(dense: dict[str, str] | None, *, mixed: bool) -> dict[str, st
     """Return the plan that shards converted layers, ``mixed`` with dense ones, by whole groups of heads."""
     layer = "layers.*.self_attn"
     replaced = ["o_proj", "qkv_proj", *([] if mixed else ["k_proj", "v_proj"])]
-    others = [f"{layer}.{name}" for name in replaced]
+    left_out = [f"{layer}.{name}" for name in replaced]
     plan = {f"{layer}.q_proj": "colwise", f"{layer}.o_proj": "rowwise"}
-    plan |= {name: style for name, style in (dense or {}).items() if name not in others}
+    plan |= {name: style for name, style in (dense or {}).items() if name not in left_out}
     plan |= {f"{layer}.{name[0]}_proj_{name[2:]}": "colwise" for name in KEYS}
     plan |= {f"{layer}.compress_{kind}.project": SUMMED for kind in "kv"}
     return plan | {f"{layer}.gate": "colwise"}

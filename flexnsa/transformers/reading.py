@@ -47,13 +47,13 @@ class Reading:
 @contextmanager
 def probing(model: Any) -> Iterator[Any]:
     """Evaluate a model, and leave its modules as they were: some remember the largest position that they have seen."""
-    kept = [(module, vars(module).copy(), module._buffers.copy()) for module in model.modules()]
+    states = [(module, vars(module).copy(), module._buffers.copy()) for module in model.modules()]
     devices = {x.device.index for x in model.parameters() if x.device.type == "cuda"}
     try:
         with torch.random.fork_rng([*devices]), torch.no_grad():
             yield model.eval()
     finally:
-        for module, attributes, buffers in kept:
+        for module, attributes, buffers in states:
             vars(module).clear()
             vars(module).update(attributes)
             module._buffers.clear()
@@ -101,11 +101,7 @@ class Read:
     attentions: list[tuple[Call, Reading]]
 
     def check_arguments(self) -> None:
-        """Check that the layer asks its attention for nothing that NSA has not.
-
-        Raises:
-            ValueError: it does.
-        """
+        """Check that the layer asks its attention for nothing that NSA has not."""
         dropout = getattr(self.dense, "attention_dropout", None) or getattr(self.dense.config, "attention_dropout", 0)
         if isinstance(dropout, int | float) and dropout:
             raise ValueError(f"attention_dropout: expected 0.0 of a model to convert, got {dropout}")
@@ -135,10 +131,10 @@ class Read:
         """
         for style in STYLES:
             try:
-                found = Rotary(rotary, style, layer_type(self.dense), Parts.of(self.dense).head_dim)
+                guess = Rotary(rotary, style, layer_type(self.dense), Parts.of(self.dense).head_dim)
             except ValueError:  # no such rotation
                 continue
-            if all(_rotates(found, self.dense, *attention) for attention in self.attentions):
+            if all(_rotates(guess, self.dense, *attention) for attention in self.attentions):
                 return style
         raise ValueError(
             f"{self.name}: expected queries, keys and values that q_proj, k_proj, v_proj, norms and rotary_emb "
@@ -146,11 +142,7 @@ class Read:
         )
 
     def check_same(self, layer: nn.Module) -> None:
-        """Check that a layer with the selected branch alone returns what the dense one did, whole and in steps.
-
-        Raises:
-            ValueError: it does not.
-        """
+        """Check that a layer with the selected branch alone returns what the dense one did, whole and in steps."""
         kwargs = self.call.kwargs | {"attention_mask": None}
         whole, _ = layer(**kwargs)
         x, cache = cast("Tensor", kwargs["hidden_states"]), FlexNSACache(self.dense.config)
@@ -253,9 +245,6 @@ def _rotates(rotary: Rotary, dense: Any, call: Call, reading: Reading) -> bool:
 def _close(got: Tensor, want: Tensor, rounding: float = 1.0) -> bool:
     if got.shape != want.shape:
         return False
-    return bool((got - want).abs().max() <= rounding * _tolerance(want) * want.abs().max())
-
-
-def _tolerance(x: Tensor) -> float:
-    eps = max(torch.finfo(dtype).eps for dtype in (x.dtype, torch.float32))
-    return TOLERANCE * (eps / torch.finfo(torch.float32).eps) ** 0.5
+    step, finest = (torch.finfo(dtype).eps for dtype in (want.dtype, torch.float32))
+    tolerance = rounding * TOLERANCE * max(1.0, step / finest) ** 0.5
+    return bool((got - want).abs().max() <= tolerance * want.abs().max())

@@ -34,14 +34,14 @@ def recall(model: Any, input_ids: Tensor) -> Tensor:
     if not layers or "slc" not in layers[0].options.branches:
         raise ValueError(f"model: expected a converted one with the branch slc, got {describe(type(model).__name__)}")
     check_integers("input_ids", input_ids, ("B", "S"), like=weight_of(layers[0].q_proj), as_of="the model")
-    found: list[Tensor] = []
+    recalls: list[Tensor] = []
 
     def compare(layer: ConvertedAttention, _: Any, options: dict[str, Any]) -> None:
         x = options["hidden_states"]
         layout = layer.row_layout(x, None)
         _, read = layer.attend(x, layer.project(x, rows=True), layout, RowKeys(), (None, None), cached=False)
         keys, blocks = given(read.keys.k_slc), given(read.block_indices)
-        found.append(selection_recall(read.q, keys, blocks, config=layer.options.sizes, scale=layer.scaling))
+        recalls.append(selection_recall(read.q, keys, blocks, config=layer.options.sizes, scale=layer.scaling))
 
     hooks = [layer.register_forward_pre_hook(compare, with_kwargs=True) for layer in layers]
     try:
@@ -49,4 +49,4 @@ def recall(model: Any, input_ids: Tensor) -> Tensor:
     finally:
         for hook in hooks:
             hook.remove()
-    return torch.stack(found)
+    return torch.stack(recalls)

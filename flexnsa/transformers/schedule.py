@@ -38,24 +38,14 @@ class UpTraining(TrainerCallback):
         self.opening_steps, self.frozen_steps = opening_steps, frozen_steps
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        model: Any = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Open the branches as far as the schedule says for this step."""
         opening = min(1.0, (state.global_step + 1) / max(1, self.opening_steps))
         open_branches(model, opening)
 
     def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        model: Any = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Remove the gradients of frozen parameters before the optimizer's step."""
         if state.global_step < self.frozen_steps:

@@ -20,20 +20,9 @@ SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a dense layer.
+    """The parts of a dense layer: projections, norms and sinks ``(Hq,)`` if it has them, and sizes.
 
-    Args:
-        q_proj: to the queries of all heads.
-        k_proj: to the keys.
-        v_proj: to the values.
-        o_proj: from the heads' outputs.
-        q_norm: of queries, if the layer has one.
-        k_norm: of keys.
-        sinks: ``(Hq,)``, if the layer has attention sinks.
-        num_heads: ``Hq``.
-        num_kv_heads: ``Hkv``.
-        head_dim: ``D``.
-        scale: factor on the scores.
+    ``scale`` is the factor on the scores.
     """
 
     q_proj: nn.Linear
@@ -63,7 +52,8 @@ class Parts:
         head_dim, scale, index = (getattr(dense, name, None) for name in ("head_dim", "scaling", "layer_idx"))
         if not isinstance(head_dim, int) or not isinstance(scale, int | float) or not isinstance(index, int):
             raise ValueError(f"head_dim: expected it, scaling and layer_idx, got a {type(dense).__name__} without one")
-        q, k, v = _projections(dense, head_dim)
+        is_fused = getattr(dense, FUSED, None) is not None
+        q, k, v = _split(dense, head_dim) if is_fused else [getattr(dense, name) for name in SEPARATE]
         num_heads, num_kv_heads = (each.out_features // head_dim for each in (q, k))
         if v.out_features != k.out_features or num_heads % num_kv_heads:
             expected = f"{k.out_features} outputs, those of k_proj"
@@ -119,13 +109,9 @@ def counts_tokens(module_class: type) -> bool:
     return "get_seq_length(" in inspect.getsource(inspect.unwrap(module_class.forward))
 
 
-def _projections(dense: Any, head_dim: int) -> list[Any]:
-    fused = getattr(dense, FUSED, None)
-    return [getattr(dense, name) for name in SEPARATE] if fused is None else _split(fused, dense.config, head_dim)
-
-
-def _split(fused: nn.Linear, config: Any, head_dim: int) -> list[nn.Linear]:
+def _split(dense: Any, head_dim: int) -> list[nn.Linear]:
     """Split a joint projection of queries, keys and values."""
+    fused, config = getattr(dense, FUSED), dense.config
     sizes = [count * head_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
     if type(fused) is not nn.Linear or not is_dense(fused.weight) or fused.out_features != sum(sizes):
         raise ValueError(f"{FUSED}: expected a plain projection to {sum(sizes)} features, got {describe(fused)}")

@@ -75,9 +75,9 @@ class TeachSelection(TrainerCallback):
 
     def on_init_end(
         self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,  # noqa: ARG002
-        control: TrainerControl,  # noqa: ARG002
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
         model: Any = None,
         **_: Any,
     ) -> None:
@@ -85,12 +85,7 @@ class TeachSelection(TrainerCallback):
         self._teach(model)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,  # noqa: ARG002
-        control: TrainerControl,  # noqa: ARG002
-        model: Any = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Check that there is something to teach."""
         self._teach(model)
@@ -102,12 +97,7 @@ class TeachSelection(TrainerCallback):
             raise ValueError("fp16: expected False with TeachSelection, because gradients are scaled, got True")
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        model: Any = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Tell the model the step, and the weight of each of its batches."""
         weight = self.weight / args.gradient_accumulation_steps
@@ -119,9 +109,9 @@ class TeachSelection(TrainerCallback):
 
     def on_log(
         self,
-        args: TrainingArguments,  # noqa: ARG002
+        args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
+        control: TrainerControl,
         model: Any = None,
         logs: dict[str, Any] | None = None,
         **_: Any,
@@ -140,12 +130,7 @@ class TeachSelection(TrainerCallback):
             entry |= figures
 
     def on_train_end(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,  # noqa: ARG002
-        control: TrainerControl,  # noqa: ARG002
-        model: Any = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Teach no longer."""
         for each in _hooked(model):

@@ -33,11 +33,7 @@ def refuse_models() -> None:
 
 
 def check_class(model_class: Any) -> None:
-    """Check that a class of models takes its attention from transformers' interface.
-
-    Raises:
-        ValueError: transformers says that it does not.
-    """
+    """Check that a class of models takes its attention from transformers' interface."""
     if isinstance(model_class, type) and not model_class._can_set_attn_implementation():  # pyright: ignore
         raise ValueError(
             f"attn_implementation: expected {NAME!r} of a model that takes its attention from transformers' interface, "
@@ -46,11 +42,7 @@ def check_class(model_class: Any) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Check all that a config says of whether NSA can act in its model.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Check all that a config says of whether NSA can act in its model."""
     check_class(MODEL_MAPPING.get(type(config), None))  # pyright: ignore[reportArgumentType]
     check_layer_types(config, PURPOSE)
 
@@ -84,11 +76,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def refuse_attentions(config: Any, options: Mapping[str, Any], purpose: str = PURPOSE) -> None:
-    """Check that probabilities are not asked for, by an argument or by the config: no implementation has them.
-
-    Raises:
-        ValueError: they are.
-    """
+    """Check that probabilities are not asked for, by an argument or by the config: no implementation has them."""
     if options.get("output_attentions", getattr(config, "output_attentions", False)):
         raise ValueError(f"output_attentions: expected None or False {purpose}, got True")
 

@@ -11,6 +11,11 @@ from torch import Tensor, func
 from torch.autograd import forward_ad
 
 from flexnsa import NativeSparseAttention, mods
+from flexnsa.attention.interface import Call
+from flexnsa.attention.sdpa.chunks import IntervalInputs
+from flexnsa.attention.sdpa.selected_few import SelectedInputs
+from flexnsa.attention.selection import SelectionInputs
+from flexnsa.attention.selection_loss import SelectionLossInputs
 from tests.support.inputs import SMALL, attend, make_inputs
 
 Function = Callable[[Tensor], Tensor]
@@ -138,3 +143,19 @@ def test_a_layer(cached: bool) -> None:
 
     with torch.no_grad(), pytest.raises(NotImplementedError, match="impl='reference'"):
         func.jvp(run, (x,), (tangent,))
+
+
+@pytest.mark.parametrize("name", ["interval_attention", "selected_attention", "select_in_chunks", "selection_loss"])
+def test_operators_of_named_tuples_do_what_their_schemas_say(name: str) -> None:
+    x = make_inputs(40, dtype=torch.float32)
+    token = torch.arange(40, dtype=torch.int32)[None]
+    where, call = (token, torch.zeros_like(token), torch.zeros_like(token)), Call(SMALL, 0.3)
+    blocks = (token // SMALL.select_block_size)[:, None, :, None].expand(1, 2, -1, 1).contiguous()
+    numbers = False, SMALL.to_ints(), SMALL.to_ints(), 0.3, 0.3, True
+    inputs = {
+        "interval_attention": IntervalInputs(x.q, x.k, x.v, where[1], token + 1, 0.3, 16),
+        "selected_attention": SelectedInputs(x.q, x.k, x.v, blocks, *where[:2], 0.3, SMALL.select_block_size),
+        "select_in_chunks": SelectionInputs.of(x.q, x.k_cmp, None, call),
+        "selection_loss": SelectionLossInputs(x.q.detach(), x.k.detach(), x.q, x.k_cmp, *where, *where, *numbers),
+    }
+    torch.library.opcheck(getattr(torch.ops.flexnsa, name).default, tuple(inputs[name]))

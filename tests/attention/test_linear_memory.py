@@ -44,8 +44,8 @@ def layer(seq_len: int) -> Callable[[], Tensor]:
 
 
 GROWTH: dict[str, tuple[float, Callable[[int], Callable[[], Tensor]], int]] = {
-    "sdpa": (1, lambda length: attention(length, "sdpa"), 512),
-    "a layer": (1, layer, 512),
+    "sdpa": (1, lambda length: attention(length, "sdpa"), 256),
+    "a layer": (1, layer, 256),
     "the selection loss": (1, loss, 1024),
     "the oracle": (2, lambda length: attention(length, "reference"), 512),
     "the loss of every query": (2, lambda length: loss(length, length, "reference"), 512),

@@ -77,10 +77,10 @@ GRID = [
     Case(77, 4, 16, 16, dtype=FP16),
     Case(603, 4, 64, 32, config=PAPER),
     Case(603, 6, 64, 64, dtype=BF16, config=PAPER),
-    Case(1000, 6, 16, 24, batch=2, dtype=BF16, kv_heads=1),
+    Case(521, 6, 16, 24, batch=2, dtype=BF16, kv_heads=1),
     Case(1000, 2, 64, 64, kv_heads=1),
     Case(1000, 1, 16, 16, config=ALL_BLOCKS),
-    Case(1000, 8, 16, 16, kv_heads=1),
+    Case(521, 8, 16, 16, kv_heads=1),
     Case(300, 32, 32, 32, kv_heads=1),
 ]
 

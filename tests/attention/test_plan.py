@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexnsa.attention.plan import Plan, can_copy, fits_one_step, is_wide
+from flexnsa.attention.plan import Plan, can_copy, fits_one_step, needs_int64
 from flexnsa.attention.tiles.device import AMPERE, HOPPER, Device
 
 DEVICES = {"H100": Device(0, HOPPER), "A100": Device(0, AMPERE), "CPU": torch.device("cpu")}
@@ -123,10 +123,10 @@ def test_gluon_copies_rows_that_are_aligned_and_near(rows: Tensor, expected: boo
 
 
 def test_offsets_of_a_chunk_have_64_bits_where_its_rows_are_far_apart() -> None:
-    assert not is_wide(heads(), group=4, chunk=8192)
-    assert is_wide(torch.empty(1, 16, 2**20, 128, device="meta"), group=16, chunk=8192)
-    assert is_wide(torch.empty(1, 1, 4096, 2**18, device="meta"), group=1, chunk=8192)
-    assert not is_wide(torch.empty(1, 1, 4096, 2**18, device="meta"), group=1, chunk=256)
+    assert not needs_int64(heads(), group=4, chunk=8192)
+    assert needs_int64(torch.empty(1, 16, 2**20, 128, device="meta"), group=16, chunk=8192)
+    assert needs_int64(torch.empty(1, 1, 4096, 2**18, device="meta"), group=1, chunk=8192)
+    assert not needs_int64(torch.empty(1, 1, 4096, 2**18, device="meta"), group=1, chunk=256)
 
 
 def test_versions_of_triton_that_are_not_known_leave_gluon_out_with_a_warning() -> None:

@@ -23,6 +23,7 @@ def other() -> NSACache:
 LAYER = make_layer()
 STEP = tokens(2, 3)
 WRONG_USE: list[tuple[Callable[[NSACache], object], str]] = [
+    (lambda _: LAYER(STEP, lengths=torch.tensor([1, 1])), "lengths: expected None without a cache"),
     (lambda cache: make_layer(config=CONFIGS["no overlap"])(STEP, cache=cache), "cache: expected config=NSAConfig"),
     (lambda cache: make_layer(branches=("cmp",))(STEP, cache=cache), "cache: expected branches="),
     (lambda cache: make_layer(v_head_dim=8)(STEP, cache=cache), "cache: expected v_head_dim=8, .* got 12"),

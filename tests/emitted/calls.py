@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,17 +19,16 @@ TWO_BLOCKS = replace(SMALL, num_selected_blocks=2, num_local_blocks=1)
 BRANCHES = ("cmp", "slc", "win")
 
 
-def attention(branch: str, config: NSAConfig, scale: float) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def attend(implementation: Implementation, branch: str, call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and lse of the branch, of whose tensors the last are the blocks, where it selects."""
+    names = {"cmp": "compressed", "slc": "selected", "win": "window"}
+    attended = getattr(implementation, names[branch])(*tensors, call)
+    return attended.out, attended.lse
+
+
+def attention(branch: str, config: NSAConfig, scale: float) -> Callable[..., tuple[Tensor, Tensor]]:
     """The branch of a whole sequence."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        call = Call(config, scale)
-        if blocks is not None:
-            return FLEX.selected(q, k, v, blocks, call)
-        attended = FLEX.window(q, k, v, call) if branch == "win" else FLEX.compressed(q, k, v, call)
-        return attended.out, attended.lse
-
-    return run
+    return lambda *tensors: attend(FLEX, branch, Call(config, scale), *tensors)
 
 
 def arguments(
@@ -49,21 +48,35 @@ def arguments(
     return q, k, v, blocks.expand(batch, heads, -1, -1).contiguous()
 
 
+def assert_agree(
+    got: tuple[Tensor, Tensor],
+    want: tuple[Tensor, Tensor],
+    inputs: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    *names: str,
+    tolerance: float = 1e-5,
+) -> None:
+    """Check output, lse, and the gradients of both for the inputs, relative to the largest number of each."""
+    empty = want[1] == -torch.inf
+    assert torch.equal(got[1] == -torch.inf, empty)
+    found, expected = ([out, lse.masked_fill(empty, 0.0)] for out, lse in (got, want))
+    seeds = [torch.randn_like(x) for x in found]
+    found += torch.autograd.grad(found, inputs, seeds)
+    expected += torch.autograd.grad(expected, exact, [x.double() for x in seeds])
+    for name, a, b in zip(("out", "lse", *names), found, expected, strict=True):
+        assert (a - b).abs().max() <= tolerance * b.abs().max(), name
+
+
 def cached_attention(
     implementation: Implementation, branch: str, mod: ScoreMod | None = None, config: NSAConfig = SMALL
-) -> Callable[..., tuple[Tensor, Tensor | None, Tensor]]:
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """The branch on a cache, whose queries are ``token (B, T)`` and selected the blocks ``chosen``."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor, token: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, token: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         zero = torch.zeros_like(token)
         positions = Positions(token, zero, zero)
         call = Call(config, 0.3, mod, positions, positions)
-        if branch == "slc":
-            attended = implementation.selected(q, k, v, chosen, call)
-        elif branch == "win":
-            attended = implementation.window(q, k, v, call)
-        else:
-            attended = implementation.compressed(q, k, v, call)
-        return attended.out, attended.lse, chosen  # every argument is a graph's input
+        blocks = (chosen,) if branch == "slc" else ()
+        return *attend(implementation, branch, call, q, k, v, *blocks), chosen  # every argument is a graph's input
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss
+from flexnsa.layers.layouts import RowKeys
 
 ALL = NSAConfig(
     compress_block_size=8,
@@ -57,11 +59,13 @@ def test_branches_that_are_left_out_learn_nothing_and_come_back() -> None:
         alone.gate.linear.weight.copy_(module.gate.linear.weight.unflatten(0, (4, 3))[:, 1])
     expected = module(x)
     module.attend_densely()
+    hook = module.get_submodule("w_k_win").register_forward_pre_hook(lambda *_: pytest.fail("the window is projected"))
     assert_close(module(x), alone(x))
     grads = gradients(module, x)
     assert [grads[f"w_{name}.weight"] for name in ("v_cmp", "k_win", "v_win")] == [None] * 3
     assert grads["w_v_slc.weight"] is not None
     assert any(value is not None and value.any() for name, value in grads.items() if name.startswith("indexer"))
+    hook.remove()
     module.attend_densely(None)
     assert torch.equal(module(x), expected)
 
@@ -72,6 +76,21 @@ def test_a_cache_is_read_sparsely() -> None:
         expected = module(x, cache=module.new_cache(1, 64))
         module.attend_densely()
         assert torch.equal(module(x, cache=module.new_cache(1, 64)), expected)
+
+
+class KeysOfRanks:
+    """A source of keys as ranks that share the tokens have one: here, of all tokens."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(RowKeys(), name)
+
+
+def test_ranks_that_share_tokens_attend_sparsely() -> None:
+    x, module = torch.randn(1, 96, 32, dtype=torch.float64), layer()
+    expected = module(x)
+    module.attend_densely()
+    assert not torch.allclose(module(x), expected)
+    assert torch.equal(module(x, layout=replace(module.layout(96), source=KeysOfRanks())), expected)
 
 
 @pytest.mark.parametrize("branches", [("cmp",), ("slc", "all"), ()])
@@ -99,13 +118,14 @@ def test_inductor_compiles_it_and_what_follows() -> None:
     torch.manual_seed(0)
     module = NativeSparseAttention(32, 4, 2, 16)
     compiled = torch.compile(module, fullgraph=True)
-    for branches, length in ((("slc",), 96), (None, 64)):
+    for branches, length, packed in ((("slc",), 96, False), (("slc",), 80, True), (None, 64, False)):
         module.attend_densely(branches)
         x = torch.randn(2, length, 32)
+        documents = (torch.arange(length) >= 30).long().expand(2, -1) if packed else None
         results = []
         for called in (module, compiled):
             selection = SelectionLoss(num_queries=16, seed=0, step=0)
-            out = called(x, selection=selection)
+            out = called(x, selection=selection, document_ids=documents)
             loss = out.sin().sum() + selection.total
             grads = torch.autograd.grad(loss, [*module.parameters()], allow_unused=True, materialize_grads=True)
             results.append((out.detach(), *grads))

@@ -85,7 +85,8 @@ def compare_cases(file: Path) -> None:
             config = replace(HEADS, **options)
             whole_model = learn(build(config)) if ranks.rank == 0 else None  # the same on every rank
             results[name] = whole_model, learn(parallelize_model(build(config), mesh))
-        results["shared keys"] = learn(share_keys(build(HEADS))), _spread_in_silence(share_keys(build(HEADS)), mesh)
+        shared = learn(share_keys(build(HEADS))) if ranks.rank == 0 else None
+        results["shared keys"] = shared, _spread_in_silence(share_keys(build(HEADS)), mesh)
         results["steps"] = (
             take_steps(build(HEADS), lambda model: clip_grad_norm_(model.parameters(), 0.5)),
             take_steps(parallelize_model(build(HEADS), mesh), lambda model: clip_gradients(model, 0.5)),

@@ -47,6 +47,8 @@ ON_TWO: dict[str, dict[str, Any]] = {
         "checkpointing": True,
     },
 }
+COMPILED = {"ddp": "an indexer, compiled and checkpointed", "fsdp2": "compiled and checkpointed"}
+"""What two ranks of each kind compile; those that also share tokens compile the rest."""
 
 
 def corpus() -> Corpus:
@@ -84,12 +86,12 @@ def train(ranks: Ranks, options: dict[str, Any]) -> dict[str, Any]:
     """Return the records of the steps, the validation loss, and the parameters before and after."""
     trainer = make_trainer(ranks, **options)
     before = parameters(trainer)
-    without: set[str] = set()
+    without: set[tuple[int, str]] = set()
 
     def look(*_: object) -> None:
         for name, parameter in trainer.parameters.items():
-            if parameter.grad is None or not whole(parameter.grad).any():
-                without.add(name)
+            if parameter.grad is None or not local(parameter.grad).any():
+                without.add((trainer.step, name))
 
     trainer.optimizer.register_step_pre_hook(look)
     steps = [trainer.train_step() for _ in range(trainer.config.steps)]
@@ -100,7 +102,7 @@ def train(ranks: Ranks, options: dict[str, Any]) -> dict[str, Any]:
         "bits": bits,
         "before": before,
         "after": parameters(trainer),
-        "without gradient": without,
+        "without gradient": {name for _, name in set.intersection(*ranks.gather(without))},
         "graphs": graphs,
     }
 
@@ -178,7 +180,9 @@ def reset_on_meta(ranks: Ranks) -> list[list[bool]]:
 def train_cases(file: Path, parallel: str) -> None:
     """Train in each way, resume from a checkpoint, and meet a NaN; save the results of rank 0."""
     with joined_ranks(parallel, CPU) as ranks:
-        cases = CASES | (ON_TWO if ranks.world_size == 2 else {})
+        cases = dict(CASES)
+        if ranks.world_size == 2:
+            cases |= {name: ON_TWO[name] for name in ("summed in bf16", COMPILED[parallel])}
         results: dict[str, Any] = {name: train(ranks, options) for name, options in cases.items()}
         results["going on"] = [go_on(ranks, file.parent, stages) for stages in ((), STAGES)]
         results["NaN"] = meet_a_nan(ranks)
@@ -192,6 +196,11 @@ def train_cases(file: Path, parallel: str) -> None:
 def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return copies of all parameters, whole."""
     return {name: whole(value).clone() for name, value in trainer.model.state_dict().items()}
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """Return the part of this rank of what is sharded."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from flexnsa.lm.parallel import Ranks
 from flexnsa.packing import IGNORED
 from tests.parallel.conftest import RunOnce
-from tests.parallel.steps import CASES, ON_TWO, make_trainer, train, train_cases
+from tests.parallel.steps import CASES, COMPILED, ON_TWO, make_trainer, train, train_cases
 
 TOLERANCE = 1e-5
 Results = Callable[[str, int], dict[str, Any]]
@@ -46,8 +46,7 @@ def test_any_number_of_ranks_takes_the_steps_of_one_process(
     assert_same_steps(results(parallel, size)[case], alone(case))
 
 
-@pytest.mark.parametrize("case", [case for case in ON_TWO if "compiled" in ON_TWO[case]])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("parallel", "case"), COMPILED.items())
 def test_compiled_layers_take_the_same_steps_and_are_one_graph(
     results: Results, alone: Alone, parallel: str, case: str
 ) -> None:

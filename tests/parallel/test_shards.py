@@ -16,13 +16,8 @@ from flexnsa.lm.checkpoint.checksum import sealed, unsealed
 from flexnsa.lm.parallel import Ranks
 from flexnsa.lm.training.checkpoint import checkpoint_path, load_checkpoint, newest_checkpoint, save_checkpoint
 from flexnsa.lm.training.model_file import read_model
+from tests.lm.training.runs import Sharded
 from tests.parallel.steps import make_trainer
-
-
-class Sharded(Ranks):
-    """One rank, which holds all shards."""
-
-    sharded = True
 
 
 def cut(name: str) -> Callable[[Path], None]:
@@ -40,9 +35,7 @@ def other_step(folder: Path) -> None:
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut shard": (cut("__0_0.distcp"), "not a whole checkpoint of shards .*is cut"),
     "lost shard": (lambda folder: (folder / "__0_0.distcp").unlink(), "not a whole checkpoint of shards"),
-    "cut table": (cut(".metadata"), "not a whole checkpoint of shards"),
     "lost header": (lambda folder: (folder / "header.json").unlink(), "not a whole checkpoint of shards"),
-    "no JSON": (lambda folder: (folder / "header.json").write_text("{"), "not a whole checkpoint of shards"),
     "half a header": (lambda folder: write_header(folder, {"step": 1, "files": {}}), "header lacks model"),
     "no step": (other_step, "expected a number of steps in its header, got -3"),
 }
@@ -92,24 +85,6 @@ def test_the_one_that_has_come_furthest_is_taken_and_older_shards_go(tmp_path: P
     save_checkpoint(checkpoint_path(tmp_path, sharded), sharded)
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-2.dcp"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2.dcp", "checkpoint.safetensors"]
-
-
-def test_failed_write_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_trainer(Sharded())
-    first = checkpoint_path(tmp_path, trainer)
-    save_checkpoint(first, trainer)
-    trainer.train_step()
-
-    def fail(_descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(checkpoint_path(tmp_path, trainer), trainer)
-    assert newest_checkpoint(tmp_path) == first
-    monkeypatch.undo()
-    save_checkpoint(checkpoint_path(tmp_path, trainer), trainer)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1.dcp"]
 
 
 def copies(trainer: Trainer) -> list[torch.Tensor]:

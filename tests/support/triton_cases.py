@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -129,7 +130,13 @@ class Case:
         }
 
 
+def chunks(size: int) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Limits that cut a call into chunks of so many queries."""
+    return ("CHUNK", size), ("LEAST_CHUNK", size)
+
+
 BF16, FP16 = torch.bfloat16, torch.float16
+gated = partial(Case, gates=True, window_size=24, compressed=(8, 4))
 SUM_ON_HOPPER = ("hopper_forward_parts", "hopper_backward_parts", "hopper_backward_queries", "hopper_backward_keys")
 CASES = {
     "one-token": Case(group=4, documents=(1,), num_selected=2, missing=0),
@@ -155,21 +162,14 @@ CASES = {
     "scale-of-zero": Case(group=2, documents=(90,), scale=0.0),
     "lse-alone": Case(group=2, documents=(60,), lse_only=True),
     "chunks-and-copies": Case(
-        group=4,
-        documents=(140,),
-        dims=(32, 48),
-        limits=(("CHUNK", 64), ("LEAST_CHUNK", 64), ("LIST_ROWS", 48), ("SCRATCH_BYTES", 1)),
+        group=4, documents=(140,), dims=(32, 48), limits=(*chunks(64), ("LIST_ROWS", 48), ("SCRATCH_BYTES", 1))
     ),
     "one-head-at-a-time": Case(group=2, documents=(70,), batch=2, kv_heads=3, limits=(("WORKSPACE_BYTES", 2**18),)),
     "one-row-at-a-time": Case(group=2, documents=(70,), batch=3, kv_heads=2, limits=(("WORKSPACE_BYTES", 2**20),)),
     "documents": Case(group=2, documents=(40, 3, 7, 50, 1, 33, 16, 30), kv_heads=2, dims=(32, 16)),
     "documents-bf16-g8": Case(group=8, documents=(3, 70, 64, 65, 1, 40), block_size=64, dims=(64, 64), dtype=BF16),
     "documents-garbage-chunks": Case(
-        group=6,
-        documents=(40, 70, 5, 20),
-        garbage=True,
-        batch=2,
-        limits=(("CHUNK", 64), ("LEAST_CHUNK", 64), ("LIST_ROWS", 72)),
+        group=6, documents=(40, 70, 5, 20), garbage=True, batch=2, limits=(*chunks(64), ("LIST_ROWS", 72))
     ),
     "some-of-the-tokens": Case(group=4, documents=(130,), every=3, batch=2),
     "some-tokens-of-documents": Case(
@@ -220,13 +220,13 @@ CASES = {
     ),
     "tiles-of-64-rows-fp16-chunks-and-copies": Case(
         group=4,
-        documents=(333,),
+        documents=(205,),
         block_size=64,
         dims=(128, 128),
         dtype=FP16,
         kv_heads=2,
         num_selected=3,
-        limits=(("CHUNK", 128), ("LEAST_CHUNK", 128), ("LIST_QUERIES", 16), ("LEAST_LIST_ROWS", 64)),
+        limits=(*chunks(128), ("LIST_QUERIES", 16), ("LEAST_LIST_ROWS", 64)),
     ),
     "tiles-of-64-rows-block-48": Case(
         group=3, documents=(300,), block_size=48, dims=(64, 128), dtype=BF16, num_selected=3, missing=0.4
@@ -241,50 +241,25 @@ CASES = {
     ),
     "compressed-64-one-key": Case(group=2, documents=(33,), dims=(64, 64), dtype=BF16, compressed=(32, 16)),
     "compressed-64-no-key": Case(group=2, documents=(31,), dims=(64, 64), dtype=BF16, compressed=(32, 16)),
-    "gated-128-bf16": Case(
-        group=4,
-        documents=(260,),
-        block_size=64,
-        dims=(128, 128),
-        dtype=BF16,
-        window_size=70,
-        compressed=(16, 8),
-        gates=True,
+    "gated-128-bf16": gated(
+        group=4, documents=(260,), block_size=64, dims=(128, 128), dtype=BF16, window_size=70, compressed=(16, 8)
     ),
-    "gated": Case(group=3, documents=(177,), kv_heads=2, batch=2, window_size=24, compressed=(8, 4), gates=True),
-    "gated-token-major-bf16": Case(
-        group=4,
-        documents=(150,),
-        dims=(64, 64),
-        dtype=BF16,
-        order="bthd",
-        window_size=40,
-        compressed=(8, 8),
-        gates=True,
+    "gated": gated(group=3, documents=(177,), kv_heads=2, batch=2),
+    "gated-token-major-bf16": gated(
+        group=4, documents=(150,), dims=(64, 64), dtype=BF16, order="bthd", window_size=40, compressed=(8, 8)
     ),
-    "gated-but-for-selected": Case(
-        group=2, documents=(90,), dims=(24, 40), window_size=20, compressed=(16, 8), gates=True, ungated="slc"
+    "gated-but-for-selected": gated(
+        group=2, documents=(90,), dims=(24, 40), window_size=20, compressed=(16, 8), ungated="slc"
     ),
-    "gated-documents": Case(
-        group=2, documents=(40, 3, 70, 1, 33), kv_heads=2, window_size=24, compressed=(8, 4), gates=True
+    "gated-documents": gated(group=2, documents=(40, 3, 70, 1, 33), kv_heads=2),
+    "gated-one-head-at-a-time": gated(
+        group=2, documents=(70,), batch=2, kv_heads=3, limits=(("WORKSPACE_BYTES", 2**18),)
     ),
-    "gated-one-head-at-a-time": Case(
-        group=2,
-        documents=(70,),
-        batch=2,
-        kv_heads=3,
-        window_size=24,
-        compressed=(8, 4),
-        gates=True,
-        limits=(("WORKSPACE_BYTES", 2**18),),
-    ),
-    "gated-without-window": Case(group=3, documents=(130,), kv_heads=2, compressed=(8, 4), gates=True),
-    "gated-documents-without-window": Case(group=2, documents=(40, 3, 70), compressed=(8, 4), gates=True),
-    "gated-shorter-than-a-key": Case(group=2, documents=(31,), window_size=9, compressed=(32, 16), gates=True),
-    "gated-negative-scale": Case(
-        group=2, documents=(90,), window_size=24, compressed=(8, 4), gates=True, scale=-0.3, order="sliced"
-    ),
-    "hopper": Case(
+    "gated-without-window": gated(group=3, documents=(130,), kv_heads=2, window_size=None),
+    "gated-documents-without-window": gated(group=2, documents=(40, 3, 70), window_size=None),
+    "gated-shorter-than-a-key": gated(group=2, documents=(31,), window_size=9, compressed=(32, 16)),
+    "gated-negative-scale": gated(group=2, documents=(90,), scale=-0.3, order="sliced"),
+    "hopper": gated(
         group=3,
         documents=(290,),
         kv_heads=2,
@@ -294,12 +269,11 @@ CASES = {
         dtype=BF16,
         window_size=20,
         compressed=(16, 8),
-        gates=True,
         garbage=True,
-        limits=(("CHUNK", 256), ("LEAST_CHUNK", 256), ("LIST_QUERIES", 100), ("LEAST_LIST_ROWS", 200)),
+        limits=(*chunks(256), ("LIST_QUERIES", 100), ("LEAST_LIST_ROWS", 200)),
         hopper=(*SUM_ON_HOPPER, "hopper_forward", "hopper_combine", "hopper_sum_slots"),
     ),
-    "hopper-128": Case(
+    "hopper-128": gated(
         group=4,
         documents=(260,),
         batch=2,
@@ -309,19 +283,18 @@ CASES = {
         order="bthd",
         window_size=70,
         compressed=(8, 8),
-        gates=True,
         limits=(("WORKSPACE_BYTES", 2**20),),
         hopper=(*SUM_ON_HOPPER, "hopper_forward", "hopper_sum_slots"),
     ),
-    "hopper-without-window": Case(
+    "hopper-without-window": gated(
         group=1,
         documents=(200,),
         block_size=64,
         num_selected=2,
         dims=(64, 128),
-        dtype=torch.float16,
+        dtype=FP16,
+        window_size=None,
         compressed=(16, 8),
-        gates=True,
         hopper=(*SUM_ON_HOPPER, "hopper_forward"),
     ),
     "hopper-window": Case(

@@ -45,16 +45,7 @@ ENOUGH_PROGRAMS = 2048
 
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
-    """Attend to the compressed tokens that are complete (NSA paper, section 3.3.1).
-
-    Args:
-        q: ``(B, Hq, T, Dk)``; float32, bfloat16 or float16, like all of the inputs.
-        k_cmp: ``(B, Hkv, N, Dk)``.
-        v_cmp: ``(B, Hkv, N, Dv)``.
-        call: see :class:`flexnsa.attention.interface.Call`.
-
-    Returns:
-        The output, and the log-sum-exp of the scores, which is None on a CPU, where FlexAttention cannot give it.
+    """Attend to the compressed tokens that are complete; no branch has a log-sum-exp on a CPU, nor a backward there.
 
     Raises:
         ValueError: the device has no tile for heads of this size.
@@ -66,14 +57,7 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
 
 
 def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
-    """Attend to the tokens of the selected blocks, up to the query's own (NSA paper, section 3.3.2).
-
-    Args:
-        q: ``(B, Hq, T, Dk)``.
-        k: ``(B, Hkv, S, Dk)``.
-        v: ``(B, Hkv, S, Dv)``.
-        block_indices: int32 ``(B, Hkv, T, n)``, ascending, padded right with -1.
-        call: see :func:`compressed`, also for the result.
+    """Attend to the tokens of the selected blocks, up to the query's own.
 
     Raises:
         ValueError: the device has no tile for blocks or heads of this size.
@@ -84,14 +68,7 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
-    """Attend to the last ``window_size`` tokens, the query's own included (NSA paper, section 3.3.3).
-
-    Args:
-        q: ``(B, Hq, T, Dk)``.
-        k: ``(B, Hkv, S, Dk)``.
-        v: ``(B, Hkv, S, Dv)``.
-        call: see :func:`compressed`, also for the result and the errors.
-    """
+    """Attend to the last ``window_size`` tokens; errors as of :func:`compressed`."""
     check_heads(q, v)
     mask = _interval_mask(window_mask, q, k.shape[2], call.window_positions, call.config)
     return compiled(_window, q, call.window_positions)(q, k, v, mask, call)

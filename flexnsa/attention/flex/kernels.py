@@ -161,19 +161,19 @@ def _fit_to_kernels(
             options |= {"SPARSE_Q_BLOCK_SIZE": block_size[0], "SPARSE_KV_BLOCK_SIZE": block_size[1]}
             block_size = (DENSE_TILE, DENSE_TILE)
 
-    def kept(table: Tensor | None) -> Tensor | None:
+    def stored_on_gpu(table: Tensor | None) -> Tensor | None:
         return stored(table) if table is not None and device.type == "cuda" else table
 
     fitted = BlockMask(
         lengths,
-        given(kept(mask.kv_num_blocks)),
-        given(kept(kv_indices)),
-        kept(mask.full_kv_num_blocks),
-        kept(full_kv_indices),
-        kept(mask.q_num_blocks),
-        kept(mask.q_indices),
-        kept(mask.full_q_num_blocks),
-        kept(mask.full_q_indices),
+        given(stored_on_gpu(mask.kv_num_blocks)),
+        given(stored_on_gpu(kv_indices)),
+        stored_on_gpu(mask.full_kv_num_blocks),
+        stored_on_gpu(full_kv_indices),
+        stored_on_gpu(mask.q_num_blocks),
+        stored_on_gpu(mask.q_indices),
+        stored_on_gpu(mask.full_q_num_blocks),
+        stored_on_gpu(mask.full_q_indices),
         block_size,
         mask.mask_mod,
     )

@@ -146,4 +146,4 @@ def _seen(visible: Intervals) -> tuple[slice, Tensor | None]:
     if max(lo) == first and min(hi) == last:
         return slice(first, last), None
     key = torch.arange(first, last, dtype=visible.lo.dtype, device=visible.lo.device)
-    return slice(first, last), (key < visible.lo[..., None]) | (key >= visible.hi[..., None])
+    return slice(first, last), visible.hide(key)

@@ -57,13 +57,13 @@ def dense_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, stages: in
     """
     size, generation = dtype.itemsize, device.generation
     narrow = size == 2 and max(dk, dv) <= 128
-    wanted = FORWARD[generation, size].get(dk, OTHER)
-    forward = _first_that_fits((wanted, *SMALLER[size]), _forward_bytes, device, dtype, dk, dv)
+    preferred = FORWARD[generation, size].get(dk, OTHER)
+    forward = _first_that_fits((preferred, *SMALLER[size]), _forward_bytes, device, dtype, dk, dv)
     if size > 2:
-        wanted = SMALLER_BACKWARD[-1]
+        preferred = SMALLER_BACKWARD[-1]
     else:
-        wanted = NARROW_BACKWARD._replace(stages=stages) if narrow else WIDE_BACKWARD[generation]
-    backward = _first_that_fits((wanted, *SMALLER_BACKWARD), _backward_bytes, device, dtype, dk, dv)
+        preferred = NARROW_BACKWARD._replace(stages=stages) if narrow else WIDE_BACKWARD[generation]
+    backward = _first_that_fits((preferred, *SMALLER_BACKWARD), _backward_bytes, device, dtype, dk, dv)
     warps = 8 if forward.rows >= (64 if narrow else 128) and size == 2 else 4
     return {**_forward_options(forward, warps), **_backward_options(backward, 4)}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexnsa.attention.interface import Call, Compressed, GatedSum, Keys, given
 from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
-from flexnsa.attention.plan import Plan, can_copy, is_wide
+from flexnsa.attention.plan import Plan, can_copy, needs_int64
 from flexnsa.attention.triton.intervals import (
     IntervalInputs,
     attend_to_intervals,
@@ -30,6 +30,7 @@ from flexnsa.attention.triton.selected import (
     sizes_of,
 )
 from flexnsa.operators import opaque_operator
+from flexnsa.positions import tensors_of
 
 
 def gated_sum(q: Tensor, keys: Keys, call: Call) -> GatedSum | None:
@@ -47,20 +48,7 @@ def _attend(
     call: Call,
     by_token: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend to selected blocks and, if it has keys, to the window, and add up the branches (NSA paper, Eq. 5).
-
-    Args:
-        q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
-        keys: of the branches; None for the window where there is none.
-        gates: ``(branches, B, Hq, T)``, of the compressed, the selected and the window branch; none is negative.
-        block_indices: int32 ``(B, Hkv, T, n)``.
-        compressed: output of that branch, computed without gradients.
-        call: see :class:`flexnsa.attention.interface.Call`.
-        by_token: whether the heads of a token are to lie side by side in memory.
-
-    Returns:
-        The sum ``(B, Hq, T, Dv)``, in the memory order of q unless ``by_token``; and the outputs of the selected branch
-        and the window, which have no gradients of their own. Without a window its output is empty.
+    """Compute the sum, see ``flexnsa.attention.interface.GatedSum``; without a window its output is empty.
 
     Raises:
         ValueError: there is a score_mod, or the batch has too many heads in all.
@@ -69,7 +57,6 @@ def _attend(
     config, k_slc, v_slc = call.config, given(keys.k_slc), given(keys.v_slc)
     sizes = sizes_of(q, k_slc, v_slc, block_indices, config)
     q, scale = with_positive_scale(q, call.scale)
-    where, windows = call.positions, call.window_positions
     inputs = GatedInputs(
         q,
         given(keys.k_cmp),
@@ -82,8 +69,8 @@ def _attend(
         compressed.out,
         given(compressed.lse),
         block_indices,
-        *((None, None, None) if where is None else where.tensors),
-        *((None, None) if windows is None else (windows.token, windows.start)),
+        *tensors_of(call.positions),
+        *tensors_of(call.window_positions)[:2],
         scale,
         operator.index(config.compress_block_size),
         operator.index(config.compress_stride),
@@ -126,8 +113,8 @@ class GatedInputs(NamedTuple):
     @property
     def compressed(self) -> IntervalInputs:
         """The inputs of the compressed branch."""
-        where = self.token, self.start, self.first_key
-        return IntervalInputs(self.q, self.k_cmp, self.v_cmp, *where, self.scale, self.length, self.stride, 0)
+        positions = self.token, self.start, self.first_key
+        return IntervalInputs(self.q, self.k_cmp, self.v_cmp, *positions, self.scale, self.length, self.stride, 0)
 
     @property
     def selected(self) -> SelectedInputs:
@@ -140,8 +127,8 @@ class GatedInputs(NamedTuple):
         """The inputs of the window, if there is one: a key is a token."""
         if self.k_win is None or self.v_win is None:
             return None
-        where = self.window_token, self.window_start, self.window_start
-        return IntervalInputs(self.q, self.k_win, self.v_win, *where, self.scale, 1, 1, self.window_size)
+        positions = self.window_token, self.window_start, self.window_start
+        return IntervalInputs(self.q, self.k_win, self.v_win, *positions, self.scale, 1, 1, self.window_size)
 
     @property
     def plan(self) -> Plan:
@@ -155,8 +142,8 @@ class GatedInputs(NamedTuple):
         q, k, v = self.selected[:3]
         if self.k_win is None or self.v_win is None or k.shape[2] != self.k_win.shape[2]:
             return False
-        wide = any(is_wide(x, q.shape[1] // k.shape[1], self.chunk) for x in (q, of_queries))
-        return not wide and can_copy(q, k, v, self.k_win, self.v_win, of_queries)
+        int64_offsets = any(needs_int64(x, q.shape[1] // k.shape[1], self.chunk) for x in (q, of_queries))
+        return not int64_offsets and can_copy(q, k, v, self.k_win, self.v_win, of_queries)
 
     def with_rows(self) -> GatedInputs:
         """Make rows contiguous."""

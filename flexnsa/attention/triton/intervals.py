@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call, Compressed
-from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
+from flexnsa.attention.operators import empty_outputs, fake_gradients, with_rows
 from flexnsa.attention.plan import Plan, can_copy
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.triton.operators import (
@@ -28,46 +28,25 @@ if TYPE_CHECKING:
 
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
-    """Attend to the compressed tokens that are complete (NSA paper, section 3.3.1).
-
-    Args:
-        q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
-        k_cmp: ``(B, Hkv, N, Dk)``; ``Hkv`` divides ``Hq``.
-        v_cmp: ``(B, Hkv, N, Dv)``.
-        call: see :class:`flexnsa.attention.interface.Call`.
-
-    Returns:
-        As :func:`window`.
-
-    Raises:
-        ValueError: as :func:`window`.
-    """
+    """Attend to the compressed tokens that are complete, as :func:`window`."""
     config = call.config
     sizes = operator.index(config.compress_block_size), operator.index(config.compress_stride), 0
     return Compressed(*_attend(q, k_cmp, v_cmp, call, call.positions, sizes))
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
-    """Attend to the last ``window_size`` tokens, the query's own included (NSA paper, section 3.3.3).
+    """Attend to the last ``window_size`` tokens on a CUDA device, in float32, bfloat16 or float16.
 
-    Repeated calls return equal bits, gradients included. The queries' tokens must never decrease.
-
-    Args:
-        q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
-        k: ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``.
-        v: ``(B, Hkv, S, Dv)``.
-        call: see :class:`flexnsa.attention.interface.Call`.
-
-    Returns:
-        The output in the memory order of q, and the log-sum-exp, which is differentiable too.
+    Repeated calls return equal bits, gradients included. The queries' tokens must never decrease. The output is in the
+    memory order of q, and the log-sum-exp is differentiable too.
 
     Raises:
         ValueError: there is a score_mod, or the batch has too many heads in all.
     """
     positions = call.window_positions
     # A key is a token, and the first key of a document its first token.
-    where = positions and Positions(positions.token, positions.start, positions.start)
-    return _attend(q, k, v, call, where, (1, 1, operator.index(call.config.window_size)))
+    of_keys = positions and Positions(positions.token, positions.start, positions.start)
+    return _attend(q, k, v, call, of_keys, (1, 1, operator.index(call.config.window_size)))
 
 
 class IntervalInputs(NamedTuple):
@@ -133,10 +112,10 @@ def attend_to_intervals(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
     if not in_gluon:
         tiles = forward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], windowed=inputs.window > 0)
     forward, _, _ = _kernels(in_gluon=in_gluon)
-    where, shape = inputs.arguments(in_gluon=in_gluon)
+    positions, shape = inputs.arguments(in_gluon=in_gluon)
     batch, heads, num_queries, _ = q.shape
     forward[(cdiv(num_queries, tiles.queries), batch * heads)](
-        q, k, v, *where, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        q, k, v, *positions, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         heads, num_queries, k.shape[2], inputs.scale * LOG2_E, **shape,
         BM=tiles.queries, BN=tiles.keys, **tiles.options(),
     )  # fmt: skip
@@ -172,10 +151,10 @@ def gradient_of_queries(inputs: IntervalInputs, stats: Tensor, grad_out: Tensor)
     in_gluon = inputs.run_in_gluon(grad_out)
     tiles, _ = _backward_tiles(inputs, in_gluon=in_gluon)
     _, kernel, _ = _kernels(in_gluon=in_gluon)
-    where, shape = inputs.arguments(in_gluon=in_gluon)
+    positions, shape = inputs.arguments(in_gluon=in_gluon)
     batch, heads, num_queries, _ = q.shape
     kernel[(cdiv(num_queries, tiles.queries), batch * heads)](
-        q, k, v, *where, stats, grad_out, dq, *_strides(stats, grad_out, q, k, v), *dq.stride()[:3],
+        q, k, v, *positions, stats, grad_out, dq, *_strides(stats, grad_out, q, k, v), *dq.stride()[:3],
         heads, num_queries, k.shape[2], inputs.scale, **shape, **_options(tiles, in_gluon=in_gluon),
     )  # fmt: skip
     return dq
@@ -192,7 +171,7 @@ def gradients_of_keys(inputs: IntervalInputs, stats: Tensor, grad_out: Tensor) -
     in_gluon = inputs.run_in_gluon(grad_out)
     _, tiles = _backward_tiles(inputs, in_gluon=in_gluon)
     _, _, kernel = _kernels(in_gluon=in_gluon)
-    where, shape = inputs.arguments(in_gluon=in_gluon)
+    positions, shape = inputs.arguments(in_gluon=in_gluon)
     (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
     key_tiles, group = cdiv(num_keys, tiles.keys), heads // k.shape[1]
     summed = heads_of_program(group, key_tiles * batch * heads, tiles.num_warps, multiprocessors(q))
@@ -204,7 +183,7 @@ def gradients_of_keys(inputs: IntervalInputs, stats: Tensor, grad_out: Tensor) -
     # With heads of 128 the copies of the kernel for Hopper begin late.
     late = {"LATE": max(q.shape[-1], v.shape[-1]) > 64} if in_gluon else {}
     kernel[(key_tiles, batch * heads // summed)](
-        q, k, v, *where, stats, grad_out, *parts, *_strides(stats, grad_out, q, k, v),
+        q, k, v, *positions, stats, grad_out, *parts, *_strides(stats, grad_out, q, k, v),
         *parts[0].stride()[:3], *parts[1].stride()[:3], heads // summed, num_queries, num_keys, inputs.scale,
         **shape, **late, HEADS=summed, **_options(tiles, in_gluon=in_gluon),
     )  # fmt: skip
@@ -252,14 +231,5 @@ def _(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
     return empty_outputs(inputs.q, inputs.v.shape[-1])
 
 
-@_interval_attention_backward.register_fake
-def _(
-    grad_out: Tensor,  # noqa: ARG001
-    grad_lse: Tensor | None,  # noqa: ARG001
-    inputs: IntervalInputs,
-    *_: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_gradients(*inputs[:3])
-
-
+_interval_attention_backward.register_fake(fake_gradients)
 _interval_attention.register_backward(_interval_attention_backward)

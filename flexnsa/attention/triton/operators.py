@@ -63,10 +63,10 @@ def strides_of_groups(x: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
 
 def position_arguments(unread: Tensor, *positions: Tensor | None) -> tuple[Tensor | int, ...]:
     """Return positions and their batch stride as arguments of a kernel; ``unread`` and 0 where there are none."""
-    given = [x for x in positions if x is not None]
-    if len(given) < len(positions):
+    tensors = [x for x in positions if x is not None]
+    if len(tensors) < len(positions):
         return *(unread for _ in positions), 0
-    rows = rows_of(*given)
+    rows = rows_of(*tensors)
     return *rows, rows[0].shape[1] if len(rows[0]) > 1 else 0
 
 

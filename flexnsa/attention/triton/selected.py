@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call
-from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
+from flexnsa.attention.operators import empty_gradients, empty_outputs, fake_gradients, with_rows
 from flexnsa.attention.plan import LARGEST_DIM, LEAST_DIM
 from flexnsa.attention.tiles.device import cdiv
 from flexnsa.attention.tiles.selected import Part, is_whole, num_key_tiles
 from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of, with_positive_scale
 from flexnsa.config import NSAConfig
 from flexnsa.operators import opaque_operator
+from flexnsa.positions import tensors_of
 
 if TYPE_CHECKING:
     from flexnsa.attention.triton.kernels.selected_bwd import OtherGradients, WindowQueries
@@ -43,30 +44,21 @@ FLOAT32_LIST_ROWS = 512
 
 
 def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
-    """Attend to the past tokens of the selected blocks (NSA paper, section 3.3.2).
+    """Attend to the past tokens of the selected blocks on a CUDA device, in float32, bfloat16 or float16.
 
     Products of float32 inputs are exact (IEEE) unless ``torch.set_float32_matmul_precision`` allows TensorFloat-32.
-    Repeated calls return equal bits, gradients included. The queries' tokens must increase strictly.
-
-    Args:
-        q: float32, bfloat16 or float16 ``(B, Hq, T, Dk)`` on a CUDA device.
-        k: ``(B, Hkv, S, Dk)``; ``Hkv`` divides ``Hq``.
-        v: ``(B, Hkv, S, Dv)``.
-        block_indices: int32 ``(B, Hkv, T, n)``, unique in a row; indices of no past block are ignored.
-        call: see :class:`flexnsa.attention.interface.Call`.
-
-    Returns:
-        The output in the memory order of q, and the log-sum-exp, which is differentiable too.
+    Repeated calls return equal bits, gradients included. The queries' tokens must increase strictly; blocks must be
+    unique in a row, and indices of no past block are ignored. The output is in the memory order of q, and the
+    log-sum-exp is differentiable too.
 
     Raises:
         ValueError: there is a score_mod, or the batch has too many kv heads in all.
     """
     check_call(call, "k", k)
-    positions = call.positions
-    where = (None, None) if positions is None else (positions.token, positions.start)
+    token, start, _ = tensors_of(call.positions)
     sizes = sizes_of(q, k, v, block_indices, call.config)
     q, scale = with_positive_scale(q, call.scale)
-    out, lse, _, _ = _selected_attention(SelectedInputs(q, k, v, block_indices, *where, scale, *sizes))
+    out, lse, _, _ = _selected_attention(SelectedInputs(q, k, v, block_indices, token, start, scale, *sizes))
     return BranchOutput(out, lse)
 
 
@@ -265,14 +257,5 @@ def empty_selected(inputs: SelectedInputs) -> tuple[Tensor, Tensor, Tensor, Tens
     return *empty_outputs(inputs.q, inputs.v.shape[-1]), lists.order, lists.replicas
 
 
-@_selected_attention_backward.register_fake
-def _(
-    grad_out: Tensor,  # noqa: ARG001
-    grad_lse: Tensor | None,  # noqa: ARG001
-    inputs: SelectedInputs,
-    *_: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_gradients(*inputs[:3])
-
-
+_selected_attention_backward.register_fake(fake_gradients)
 _selected_attention.register_backward(_selected_attention_backward)

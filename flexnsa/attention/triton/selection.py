@@ -43,17 +43,7 @@ def select(
     """Choose the ``n`` best blocks of each query (NSA paper, Eq. 8 to 12): two Triton kernels on CUDA.
 
     Those cannot take a score_mod: with one, products of a chunk of queries are compiled with it. On a CPU it is
-    products of a chunk in any case.
-
-    Args:
-        q: queries ``(B, Hq, T, D)``; float32, bfloat16 or float16, ``D >= 16``.
-        k_cmp: compressed keys ``(B, Hkv, N, D)`` of the same dtype.
-        call: sizes, scale, and positions of the queries.
-        lse: natural log-sum-exp of the compressed branch, float32 ``(B, Hq, T)``; computed here where None.
-        importance: not read.
-
-    Returns:
-        block_indices, int32 ``(B, Hkv, T, n)``: ascending, padded with -1.
+    products of a chunk in any case. Without ``lse`` it is computed here.
     """
     if call.score_mod is not None:
         probabilities = compile_once(group_probabilities) if q.is_cuda else group_probabilities

@@ -51,18 +51,18 @@ def selection_loss_triton(inputs: SelectionLossInputs) -> LossAndGradients:
     """Sum the divergences at a few queries, and differentiate the sum."""
     from flexnsa.attention.triton.kernels.selection_loss import KeyGrid, Scored, compare, gradients
 
-    q, k, q_index, k_index, token, start, _, *index_where = inputs[:10]
+    q, k, q_index, k_index, token, start, _, *index_positions = inputs[:10]
     config, index_config = NSAConfig.from_ints(inputs.sizes), NSAConfig.from_ints(inputs.index_sizes)
     (batch, heads, num_queries, _), width = q.shape, num_blocks(k.shape[2], config)
     rows = max(1, SCRATCH_SUMS // (batch * heads * width))
     size = config.select_block_size
     index_grid = KeyGrid(index_config.compress_block_size, index_config.compress_stride, size)
     # Without compression a key is a token, and the first key of a document its first token.
-    token_grid, where = KeyGrid(1, 1, size), (token, start, start)
+    token_grid, positions = KeyGrid(1, 1, size), (token, start, start)
 
     def compute(part: slice) -> LossAndGradients:
-        true = Scored.of(q, k, part, where, token_grid, inputs.scale)
-        scored = Scored.of(q_index, k_index, part, index_where, index_grid, inputs.index_scale)
+        true = Scored.of(q, k, part, positions, token_grid, inputs.scale)
+        scored = Scored.of(q_index, k_index, part, index_positions, index_grid, inputs.index_scale)
         compared = compare(true, scored, width, config, by_mass=inputs.by_mass)
         return compared.losses.sum(), compared.weights.sum(), *gradients(scored, compared, width)
 

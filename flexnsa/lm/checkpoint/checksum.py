@@ -41,9 +41,9 @@ def check(file: BinaryIO, head: int = _HEAD) -> None:
         ValueError: they differ, or there is no checksum.
     """
     start = _find_digits(file, head)
-    found = _crc_without_digits(file, start)
+    checksum = _crc_without_digits(file, start)
     file.seek(start)
-    if found != file.read(len(found)):
+    if checksum != file.read(len(checksum)):
         raise ValueError("its checksum disagrees with its content")
 
 
@@ -76,10 +76,10 @@ def unsealed(data: bytes) -> dict[str, Any]:
 
 def _find_digits(file: BinaryIO, head: int) -> int:
     file.seek(0)
-    found = _DIGITS.search(file.read(head))
-    if found is None:
+    digits = _DIGITS.search(file.read(head))
+    if digits is None:
         raise ValueError("its checksum is missing or damaged")
-    return found.start(1)
+    return digits.start(1)
 
 
 def _crc_without_digits(file: BinaryIO, start: int) -> bytes:

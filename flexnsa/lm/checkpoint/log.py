@@ -27,12 +27,12 @@ class JSONLog:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         records = read_log(path) if path.exists() else []
-        kept = [record for record in records if record["step"] < resume_step]
-        missing = kept[-1]["step"] + 1 if kept else 0
+        earlier = [record for record in records if record["step"] < resume_step]
+        missing = earlier[-1]["step"] + 1 if earlier else 0
         if path.exists() and missing < resume_step:
             words = f"lacks the steps from {missing} to {resume_step - 1}, after which the run goes on"
             warnings.warn(f"{path}: {words}", FileWarning, stacklevel=2)
-        write_whole(path, b"".join(map(_line, kept)))
+        write_whole(path, b"".join(map(_line, earlier)))
         self._path = path
         self._file = path.open("ab", buffering=0)
 
@@ -70,23 +70,16 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = unsealed(line)
-            _check_step(record.get("step"), before=records[-1]["step"] if records else -1)
+            step, before = record.get("step"), records[-1]["step"] if records else -1
+            if not isinstance(step, int) or step <= before:
+                raise ValueError(f"expected a step after {before}, got {step!r}")
         except ValueError as error:
             raise _not_a_log(path, number, error) from error
         records.append(record)
-    if not _is_unfinished(unfinished):
+    # It may be the first part of a line: after its closing brace only the newline can be damaged.
+    if not (unfinished.startswith(_START) or _START.startswith(unfinished)) or b"}" in unfinished[:-1]:
         raise _not_a_log(path, len(lines) + 1, "it has no end")
     return records
-
-
-def _check_step(step: Any, before: int) -> None:
-    if not isinstance(step, int) or step <= before:
-        raise ValueError(f"expected a step after {before}, got {step!r}")
-
-
-def _is_unfinished(line: bytes) -> bool:
-    """Return whether this may be the first part of a line: after its closing brace only the newline can be damaged."""
-    return (line.startswith(_START) or _START.startswith(line)) and b"}" not in line[:-1]
 
 
 def _not_a_log(path: Path, number: int, why: object) -> FileError:

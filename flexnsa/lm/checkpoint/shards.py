@@ -73,7 +73,9 @@ def save(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str], r
     except CheckpointException as error:
         raise OSError(errno.EIO, _first_reason(error), str(path)) from error
     # Each rank reads its own files, which it may still have in memory
-    parts = ranks.on_all(lambda: _checksums(temporary, [name for name in _names(temporary) if _is_of(ranks, name)]))
+    parts = ranks.on_all(
+        lambda: _checksums(temporary, [file.name for file in temporary.iterdir() if _is_of(ranks, file.name)])
+    )
     files = {name: checksum for part in parts for name, checksum in part.items()}
     ranks.on_first(finish)
 
@@ -123,9 +125,9 @@ def _check_files(folder: Path, expected: Mapping[str, str], ranks: Ranks) -> Non
     """Compare files with their checksums, a part of them on each rank."""
 
     def find_damaged() -> list[str]:
-        own = sorted(expected)[ranks.rank :: ranks.world_size]
-        there = _checksums(folder, [name for name in own if (folder / name).is_file()])
-        return [name for name in own if there.get(name) != expected[name]]
+        local_names = sorted(expected)[ranks.rank :: ranks.world_size]
+        there = _checksums(folder, [name for name in local_names if (folder / name).is_file()])
+        return [name for name in local_names if there.get(name) != expected[name]]
 
     damaged = [name for part in ranks.on_all(find_damaged) for name in part]
     if damaged:
@@ -134,10 +136,6 @@ def _check_files(folder: Path, expected: Mapping[str, str], ranks: Ranks) -> Non
 
 def _checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
     return {name: checksum_of(folder / name) for name in names}
-
-
-def _names(folder: Path) -> list[str]:
-    return [file.name for file in folder.iterdir()]
 
 
 def _is_of(ranks: Ranks, name: str) -> bool:

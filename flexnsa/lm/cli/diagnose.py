@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,12 +73,8 @@ def _add_case_options(
 ) -> None:
     """Declare the options of every command that runs cases, and what is trained.
 
-    Args:
-        parser: of the command.
-        name: of the command, and of its folder.
-        seconds: default of the time limit.
-        steps: default of the number of steps, and what it is; None without that option.
-        parallel: whether ranks can be parallel in more than one way.
+    ``steps`` has the default of that option and what it means, or is None without it; ``parallel`` says whether ranks
+    can be parallel in more than one way.
     """
     if steps is not None:
         parser.add_argument("--steps", type=int, default=steps[0], help=f"{steps[1]}; default: %(default)s")
@@ -112,14 +109,6 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     return recipe
 
 
-def _environment(_arguments: argparse.Namespace) -> Report:
-    return report_environment(describe_environment())
-
-
-def _add_gradients(parser: argparse.ArgumentParser) -> None:
-    _add_case_options(parser, "gradients", seconds=600, steps=None, parallel=False)
-
-
 def _gradients(arguments: argparse.Namespace) -> Report:
     outcome = recipe_of(arguments).run(arguments.out, trace_variants, seconds=arguments.limit)
     return report_gradients(outcome.values) if outcome.passed else _failure(outcome, arguments.out)
@@ -148,10 +137,6 @@ def _failure(outcome: Outcome, folder: Path) -> Report:
     """Report a single case that returned nothing."""
     sentence = f"{outcome.status}: {outcome.reason} (see {folder})."
     return Report(sentence=sentence, table="", record=asdict(outcome), passed=False)
-
-
-def _add_bisect(parser: argparse.ArgumentParser) -> None:
-    _add_case_options(parser, "bisect", seconds=120, steps=(2, "steps of each trial"))
 
 
 def _bisect(arguments: argparse.Namespace) -> Report:
@@ -256,16 +241,20 @@ def _selection(arguments: argparse.Namespace) -> Report:
 
 
 LOOKS = {
-    "environment": Look("software, machine, threads and variables of a run", lambda _: None, _environment),
+    "environment": Look(
+        "software, machine, threads and variables of a run",
+        lambda _: None,
+        lambda _: report_environment(describe_environment()),
+    ),
     "gradients": Look(
         "one backward pass in DDP: which gradients are missing, and in which order they arrive",
-        _add_gradients,
+        partial(_add_case_options, name="gradients", seconds=600, steps=None, parallel=False),
         _gradients,
     ),
     "soak": Look("many steps: tokens a second, and whether memory grows from one to the next", _add_soak, _soak),
     "bisect": Look(
         "a step that fails or hangs: the layer, the checkpointing and the branch that it needs for that",
-        _add_bisect,
+        partial(_add_case_options, name="bisect", seconds=120, steps=(2, "steps of each trial")),
         _bisect,
     ),
     "matrix": Look(

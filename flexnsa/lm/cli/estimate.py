@@ -60,7 +60,8 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     batch_size = training.batch_size if arguments.batch_size is None else arguments.batch_size
     precision = arguments.precision or training.precision
     config = _config(arguments)
-    impl = _implementation(arguments.impl, config)
+    largest_dim = max(config.head_dim, config.v_head_dim or 0)
+    impl = choose_name(arguments.impl, is_cuda=torch.cuda.is_available(), modded=False, largest_dim=largest_dim)
     stages = getattr(arguments, "stages", ())
     last = stages[-1][0] if stages else 2048
     seq_len = last if arguments.seq_len is None else arguments.seq_len
@@ -137,12 +138,6 @@ def _checkpointing(config: DecoderConfig) -> str:
     """Describe which layers are checkpointed."""
     count = sum(map(config.is_checkpointed, range(config.num_layers)))
     return {0: "off", config.num_layers: "on"}.get(count, f"of {count} layers")
-
-
-def _implementation(name: str, config: DecoderConfig) -> str:
-    """Return the implementation that ``"auto"`` would be here."""
-    largest_dim = max(config.head_dim, config.v_head_dim or 0)
-    return choose_name(name, is_cuda=torch.cuda.is_available(), modded=False, largest_dim=largest_dim)
 
 
 def _size(text: str) -> int:

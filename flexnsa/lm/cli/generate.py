@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -34,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=256,
         help="number of new tokens, which are bytes unless trained with --tokenizer; default: %(default)s",
     )
-    parser.add_argument("--stop", type=_characters, default="", help="characters, at any of which to end")
+    parser.add_argument(
+        "--stop", type=lambda text: [*map(utf8, text)], default="", help="characters, at any of which to end"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws; default: %(default)s")
     parser.add_argument(
         "--steps",
@@ -98,10 +99,6 @@ def check_device(model: DecoderLM, checkpoint: Path, device: torch.device) -> No
         raise FileError(f"{checkpoint}: of a model with impl='triton', expected a CUDA device, got --device {device}")
 
 
-def _characters(text: str) -> list[bytes]:
-    return [utf8(character) for character in text]
-
-
 class _StopReachedError(Exception):
     """The text before a stop has been printed."""
 
@@ -126,34 +123,8 @@ class _Stream:
         print(self.spelling.end(), flush=True)
 
 
-class Spelling(Protocol):
-    """A prompt as tokens, and the tokens after it as text, in whole characters.
-
-    Args:
-        unit: name of the tokens.
-        stop_tokens: sequences of tokens to end at.
-        stop_characters: characters of the text to end at, for tokenizers, which may spell them in several ways.
-    """
-
-    unit: str
-    stop_tokens: list[bytes]
-    stop_characters: str
-
-    def encode(self, prompt: bytes) -> list[int]:
-        """Return the prompt's tokens; :meth:`decode` continues them."""
-        ...
-
-    def decode(self, token: int) -> str:
-        """Return the characters that a token completes."""
-        ...
-
-    def end(self) -> str:
-        """Return the text of an unfinished character."""
-        ...
-
-
 class ByteSpelling:
-    """Tokens that are bytes; an unfinished character of the prompt continues in the new tokens."""
+    """A prompt as bytes, and those after it as whole characters; an unfinished one of the prompt continues in them."""
 
     unit, stop_characters = "bytes", ""
 
@@ -176,7 +147,10 @@ class ByteSpelling:
 
 
 class TokenizerSpelling:
-    """Tokens of a tokenizer. Stops are searched in the text, because a token may have them among other characters."""
+    """A prompt as tokens of a tokenizer, and those after it as whole characters.
+
+    Stops are characters of the text and no tokens, because a token may have them among other characters.
+    """
 
     unit = "tokens"
 
@@ -208,3 +182,6 @@ class TokenizerSpelling:
     def end(self) -> str:
         """Return nothing: unfinished characters are dropped."""
         return ""
+
+
+Spelling = ByteSpelling | TokenizerSpelling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import os
 import re
@@ -19,14 +20,14 @@ def add_config_options(
 ) -> None:
     """Add the option of each field, in a group of its own; see :func:`add_config_option`."""
     group = parser.add_argument_group(title)
-    for name in get_type_hints(config_class):
+    for name in _hints(config_class):
         if name not in skip:
             add_config_option(group, config_class, name)
 
 
 def add_config_option(parser: argparse._ActionsContainer, config_class: type, name: str) -> None:
     """Add ``--seq-len`` for a field ``seq_len``, and so on; an option left out leaves no trace in the namespace."""
-    hint, explanation = get_type_hints(config_class)[name], described_fields(config_class).get(name, "")
+    hint, explanation = _hints(config_class)[name], described_fields(config_class).get(name, "")
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": explanation.replace("%", "%%")}
     if hint is bool:
         parser.add_argument(option_name(name), action=argparse.BooleanOptionalAction, **options)
@@ -58,6 +59,10 @@ def _stages(text: str) -> tuple[tuple[int, float], ...]:
         raise argparse.ArgumentTypeError(f"expected such as 2048:0.25,8192:0.75, got {text!r}") from error
 
 
+_hints = functools.cache(get_type_hints)
+
+
+@functools.cache
 def described_fields(config_class: type) -> dict[str, str]:
     """Return what the docstrings of a config and of the classes below it say of each field, as plain text."""
     plain, described = re.compile(r":\w+:`~?([^`]*)`|``([^`]*)``"), dict[str, str]()

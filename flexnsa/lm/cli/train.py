@@ -186,9 +186,7 @@ def agreed_options(
 def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) -> None:
     """Declare the options; sizes that are not given come from the preset.
 
-    Args:
-        parser: of the command.
-        skip: fields of :class:`~flexnsa.lm.TrainConfig` that the command does not use, or names differently.
+    ``skip`` names fields of :class:`~flexnsa.lm.TrainConfig` that the command does not use, or names differently.
     """
     parser.add_argument("--text", type=Path, help="a text file or a folder; default: Python's standard library")
     parser.add_argument(

@@ -24,10 +24,7 @@ VALIDATION_FRACTION = 0.1
 class Corpus:
     """Text to train on and text to validate on, each uint8 ``(bytes,)``; a zero byte ends every file.
 
-    Args:
-        train: text to train on.
-        validation: text to validate on.
-        tokenized: the tokens of both parts; by default each byte is a token.
+    ``tokenized`` has the tokens of both parts; by default each byte is a token.
     """
 
     train: Tensor
@@ -129,25 +126,22 @@ def text_files(root: Path, leave_out: Path | None = None) -> list[Path]:
     Raises:
         ValueError: a run writes to the folder itself, or it is the one to leave out.
     """
-    place, own = root.resolve(), None if leave_out is None else leave_out.resolve()
+    place, left_out_folder = root.resolve(), None if leave_out is None else leave_out.resolve()
 
     @cache
     def is_left_out(folder: Path) -> bool:
-        return folder == own or is_of_a_run(folder)
+        return folder == left_out_folder or is_of_a_run(folder)
 
     def is_kept(file: Path) -> bool:
         below = file.relative_to(root)
         folders = (*(place / folder for folder in below.parents), file.resolve().parent)  # the target of a link
-        return not _is_hidden(below) and not any(map(is_left_out, folders)) and _is_text(file.read_bytes())
+        is_hidden = any(part.startswith(".") for part in below.parts)
+        return not is_hidden and not any(map(is_left_out, folders)) and _is_text(file.read_bytes())
 
     if is_left_out(place):
         remedy = "give the run a folder below it, or elsewhere"
         raise ValueError(f"text: expected a folder to which no run writes, got {str(root)!r}; {remedy}")
     return [file for file in sorted(root.rglob("*")) if file.is_file() and is_kept(file)]
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _is_text(data: bytes) -> bool:

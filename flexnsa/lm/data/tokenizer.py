@@ -113,9 +113,9 @@ def require_tokenizer(path: Path, sha256: str, owner: str) -> None:
     Raises:
         FileError: it is another, damaged, or missing.
     """
-    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-    if found != sha256:
-        there = "there is none" if found is None else f"that one's is {found}"
+    actual = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    if actual != sha256:
+        there = "there is none" if actual is None else f"that one's is {actual}"
         raise FileError(f"{path}: expected the tokenizer of {owner}, of sha256 {sha256}; {there}")
 
 
@@ -128,11 +128,11 @@ def _byte_ends(part: bytes, texts: list[str], encodings: list[Any]) -> Tensor:
     ends: list[int] = []
     num_characters = 0
     for text, encoding in zip(texts, encodings, strict=True):
-        own = [num_characters + end for _, end in encoding.offsets]
+        last_characters = [num_characters + end for _, end in encoding.offsets]
         num_characters += len(text)
-        ends += [*own[:-1], num_characters] if own else []
+        ends += [*last_characters[:-1], num_characters] if last_characters else []
     if not ends:
         return torch.zeros(0, dtype=torch.int64)
     leads = (torch.frombuffer(bytearray(part), dtype=torch.uint8) & 0xC0) != 0x80  # other bytes continue a character
-    begins = torch.cat([leads.nonzero()[:, 0], torch.tensor([len(part)])])
-    return begins[torch.tensor(ends)].cummax(0).values
+    starts = torch.cat([leads.nonzero()[:, 0], torch.tensor([len(part)])])
+    return starts[torch.tensor(ends)].cummax(0).values

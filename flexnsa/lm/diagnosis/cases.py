@@ -97,7 +97,11 @@ def run_case(
     endings: dict[int, _Ending] = {}
     with started(_run_rank, jobs, seconds=seconds, preload=modules, variables=environments) as group:
         for rank, message in group.messages():
-            endings.setdefault(rank, _death(message.exitcode) if isinstance(message, Died) else message)
+            if isinstance(message, Died):
+                code = message.exitcode
+                status = f"died of {signal.Signals(-code).name}" if code < 0 else f"left with status {code}"
+                message = _Ending(status, time=0.0)
+            endings.setdefault(rank, message)
             if endings[rank].reason:
                 group.end_within(GRACE_SECONDS)
         running = {rank: process.pid or 0 for rank, process in enumerate(group.processes) if rank not in endings}
@@ -106,21 +110,16 @@ def run_case(
 
 
 def _outcome(endings: dict[int, _Ending], places: dict[int, str], limit: float, seconds: float) -> Outcome:
-    where = "; ".join(f"rank {rank} in {place}" for rank, place in places.items())
+    stuck = "; ".join(f"rank {rank} in {place}" for rank, place in places.items())
     failed = {rank: ending for rank, ending in endings.items() if ending.reason}
     seconds = round(seconds, 2)
     if failed:
         # Blame killed ranks first (time 0), otherwise the earliest failure.
         first = min(failed, key=lambda rank: failed[rank].time)
-        return Outcome("failed", f"rank {first}: {failed[first].reason}" + (f"; {where}" if where else ""), seconds, {})
+        return Outcome("failed", f"rank {first}: {failed[first].reason}" + (f"; {stuck}" if stuck else ""), seconds, {})
     if places:
-        return Outcome("over time", f"after {limit:g} s {where}", seconds, {})
+        return Outcome("over time", f"after {limit:g} s {stuck}", seconds, {})
     return Outcome("passed", "", seconds, endings[0].values or {})
-
-
-def _death(exitcode: int) -> _Ending:
-    status = f"died of {signal.Signals(-exitcode).name}" if exitcode < 0 else f"left with status {exitcode}"
-    return _Ending(status, time=0.0)
 
 
 def _run_rank(

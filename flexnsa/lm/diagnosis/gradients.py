@@ -30,12 +30,7 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are communicated together.
-
-    Args:
-        parameters: names of their parameters.
-        bytes: communicated size.
-    """
+    """Gradients that are communicated together: the names of their parameters, and their size."""
 
     parameters: list[str]
     bytes: int

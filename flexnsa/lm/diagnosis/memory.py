@@ -67,13 +67,9 @@ def growth(values: Sequence[int]) -> float:
 
 
 def summarize(samples: Sequence[Sample], *, tokens: int, threshold: float, rank: int = 0) -> dict[str, Any]:
-    """Summarize the samples of a rank.
+    """Summarize the samples of a rank, of steps with so many ``tokens`` on all ranks.
 
-    Args:
-        samples: samples of :func:`soak`.
-        tokens: tokens of a step, on all ranks.
-        threshold: growth in MiB per step above which memory counts as growing.
-        rank: rank of the samples.
+    Memory counts as growing above ``threshold`` MiB per step.
     """
     quantities = [name for name in ("allocated", "reserved", "resident") if getattr(samples[0], name) is not None]
     slopes = {name: growth([getattr(sample, name) for sample in samples]) / MIB for name in quantities}
@@ -125,12 +121,7 @@ def compare_allocators(
 ) -> Report:
     """Take the same steps in new processes, with variables set that libraries read when they are loaded.
 
-    Args:
-        recipe: model and training.
-        folder: gets a folder for each setting.
-        settings: variables of the environment, by the name of the setting.
-        steps: number of steps under each setting.
-        seconds: time limit of each.
+    ``settings`` are variables of the environment, by a name; each gets a folder in ``folder``, and ``seconds`` of time.
     """
     outcomes = {
         name: recipe.run(folder / str(number), take_steps, steps, seconds=seconds, variables=variables)

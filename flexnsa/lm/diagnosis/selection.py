@@ -83,18 +83,14 @@ def _trace_layer(index: int, layer: NativeSparseAttention, x: Tensor, layout: Ro
     missed = ((best - chosen) / (x.shape[0] * x.shape[1])).tolist()
     kv_heads = k.shape[1]
     gates = {tag: [1.0] * kv_heads for tag in layer.branches}
-    gates |= {tag: _by_key_head(gate, kv_heads) for tag, gate in heads.gates.items()}
+    for tag, gate in heads.gates.items():  # (B, Hq, S): a mean over sequences, tokens and the query heads of a key head
+        gates[tag] = torch.unflatten(gate, 1, (kv_heads, -1)).float().mean((0, 2, 3)).tolist()
     return [
         HeadSelection(
             index, head, recall[head], with_forced[head], missed[head], {tag: gates[tag][head] for tag in gates}
         )
         for head in range(kv_heads)
     ]
-
-
-def _by_key_head(gate: Tensor, kv_heads: int) -> list[float]:
-    """Average a gate ``(B, Hq, S)`` over sequences, tokens and the query heads of each key head."""
-    return torch.unflatten(gate, 1, (kv_heads, -1)).float().mean((0, 2, 3)).tolist()
 
 
 def report_selection(model: DecoderLM, tokens: Tensor) -> Report:

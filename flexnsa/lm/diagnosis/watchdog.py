@@ -51,7 +51,7 @@ def watchdog(seconds: float) -> Watcher:
 
     @contextmanager
     def watch(trainer: Trainer, folder: Path) -> Iterator[_Watchdog]:
-        trainer.ranks.on_first(lambda: _forget_sightings(folder))
+        trainer.ranks.on_first(lambda: [file.unlink() for file in folder.glob(_file_name("*"))])  # of an earlier run
         with stacks_path(folder, trainer.ranks.rank).open("a") as stacks:
             hold(stacks)
             trainer.ranks.gather(None)  # from here on, a rank that holds no file is gone
@@ -162,8 +162,3 @@ def _read(file: Path) -> Sighting:
 
 def _file_name(rank: int | str) -> str:
     return f"stall.rank-{rank}.json"
-
-
-def _forget_sightings(folder: Path) -> None:
-    for file in folder.glob(_file_name("*")):
-        file.unlink()

@@ -42,12 +42,12 @@ def estimate_decoding(
     check_positive_int("batch_size", batch_size)
     check_choice("precision", precision, ("fp32", "bf16"))
     dense = replace(config, attention="dense")
-    own, twin = _branches(config, seq_len + 1), _branches(dense, seq_len + 1)
+    nsa, twin = _branches(config, seq_len + 1), _branches(dense, seq_len + 1)
     per_number = batch_size * config.num_layers * config.num_kv_heads * (2 if precision == "bf16" else 4)
     return DecodingEstimate(
-        cache_bytes=per_number * sum(branch.kept * branch.numbers for branch in own.values()),
-        bytes_read=per_number * sum(branch.read * branch.numbers for branch in own.values()),
-        flops=_flops(config, batch_size, own),
+        cache_bytes=per_number * sum(branch.kept * branch.numbers for branch in nsa.values()),
+        bytes_read=per_number * sum(branch.read * branch.numbers for branch in nsa.values()),
+        flops=_flops(config, batch_size, nsa),
         dense_cache_bytes=per_number * sum(branch.kept * branch.numbers for branch in twin.values()),
         dense_bytes_read=per_number * sum(branch.read * branch.numbers for branch in twin.values()),
         dense_flops=_flops(dense, batch_size, twin),

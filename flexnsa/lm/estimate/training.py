@@ -57,9 +57,8 @@ def estimate_training(
     check_positive_int("batch_size", batch_size)
     check_choice("precision", precision, ("fp32", "bf16"))
     check_choice("impl", impl, IMPLEMENTATIONS)
-    check_type("fused_norm", fused_norm, bool)
-    check_type("optimizer", optimizer, bool)
-    check_type("compiled", compiled, bool)
+    for name, flag in {"fused_norm": fused_norm, "optimizer": optimizer, "compiled": compiled}.items():
+        check_type(name, flag, bool)
     work = Work(config, batch_size, seq_len, 2 if precision == "bf16" else 4, impl, fused_norm, compiled)
     parameters = 4 * parameter_count(config)
     moments = 2 * parameters if optimizer else 0
@@ -96,7 +95,7 @@ def _peak_backward(work: Work, held: list[int], layer: int) -> int:
     for index, saved in enumerate(held):
         gradients = (len(held) - 1 - index) * layer_gradients + head_gradients
         # A checkpointed layer keeps its input during recomputation
-        own = layer + (saved if work.config.is_checkpointed(index) else 0)
-        moments.append(below + gradients + own + excess)
+        activations = layer + (saved if work.config.is_checkpointed(index) else 0)
+        moments.append(below + gradients + activations + excess)
         below += saved
     return max(moments)

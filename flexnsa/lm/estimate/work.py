@@ -299,8 +299,8 @@ class Work:
         backward = [tag for tag in ("slc", "win", "cmp") if tag in config.branches]  # the selected branch runs last
         for tag in backward:
             again = tag in config.recompute
-            own = sizes.outputs + self.rebuilt(tag) if again else 0
-            moments.append(above + own + self.footprint(tag).backward(tag, sizes))
+            outputs = sizes.outputs + self.rebuilt(tag) if again else 0
+            moments.append(above + outputs + self.footprint(tag).backward(tag, sizes))
             # Its output and its gradient are freed. The gradient of q stays; those of other branches add to it
             above += (sizes.queries if tag == backward[0] else 0) - (0 if again else 2 * sizes.outputs)
         return moments
@@ -331,7 +331,7 @@ class Work:
 def parameter_count(config: DecoderConfig) -> int:
     """Count the parameters of the model."""
     check_type("config", config, DecoderConfig)
-    return _embedding(config) + config.num_layers * sum(layer_weights(config).values()) + config.dim
+    return 2 * config.vocab_size * config.dim + config.num_layers * sum(layer_weights(config).values()) + config.dim
 
 
 def v_dim(config: DecoderConfig) -> int:
@@ -368,10 +368,6 @@ def compressor_maps(config: DecoderConfig) -> int:
     widening = 4 if config.compression == "mlp" else 1
     dims = (config.head_dim, v_dim(config))
     return widening * config.nsa.compress_block_size * sum(dim * dim for dim in dims)
-
-
-def _embedding(config: DecoderConfig) -> int:
-    return 2 * config.vocab_size * config.dim
 
 
 def _compressor_weights(config: DecoderConfig) -> int:

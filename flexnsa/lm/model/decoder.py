@@ -203,12 +203,12 @@ class DecoderLM(nn.Module):
         for index, layer in enumerate(self.layers):
             if states is not None:
                 states.append(x)
-            told = options | {"layout": layouts[index]}
+            layer_options = options | {"layout": layouts[index]}
             if caches is not None:
-                x = layer(x, cache=caches[index], lengths=lengths, **told)
+                x = layer(x, cache=caches[index], lengths=lengths, **layer_options)
             else:
                 checkpointed = self.training and self.config.is_checkpointed(index)
-                out = self._run_layer(layer, x, checkpointed=checkpointed, **told)
+                out = self._run_layer(layer, x, checkpointed=checkpointed, **layer_options)
                 if isinstance(out, TaughtOutput):
                     given(selection).add(out.loss, out.weight)
                     out = out.x

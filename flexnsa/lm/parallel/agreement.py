@@ -21,16 +21,16 @@ REFUSED = "refused"
 """Name under which a rank sends the reason why it cannot take part, in place of its values."""
 
 
-def require_same(told: Sequence[Mapping[str, Any]]) -> None:
+def require_same(values_by_rank: Sequence[Mapping[str, Any]]) -> None:
     """Check that all ranks have the same values.
 
     Args:
-        told: by rank, its values by their names. A name that a rank lacks counts as None.
+        values_by_rank: by rank, its values by their names. A name that a rank lacks counts as None.
 
     Raises:
         RanksDifferError: values differ; names the first of them, and the ranks that have each value.
     """
-    difference = _difference(told)
+    difference = _difference(values_by_rank)
     if difference:
         raise RanksDifferError(difference)
 
@@ -49,8 +49,8 @@ def require_same_in_store(store: Store, rank: int, world_size: int, values: Mapp
     """
     store.set(f"values/{rank}", json.dumps(dict(values)))
     if rank == 0:
-        told = [json.loads(store.get(f"values/{other}")) for other in range(world_size)]
-        store.set("difference", _difference(told))
+        values_by_rank = [json.loads(store.get(f"values/{other}")) for other in range(world_size)]
+        store.set("difference", _difference(values_by_rank))
     difference = store.get("difference").decode()
     store.set(f"read/{rank}", "")
     if rank == 0:  # its process may hold the store, so it leaves last
@@ -75,19 +75,19 @@ def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _difference(told: Sequence[Mapping[str, Any]]) -> str:
+def _difference(by_rank: Sequence[Mapping[str, Any]]) -> str:
     """Describe the first value that differs, or why ranks cannot take part; empty where all agree."""
-    names = dict.fromkeys(name for values in told for name in values)
-    refusals = [values[REFUSED] for values in told if REFUSED in values]
+    names = dict.fromkeys(name for values in by_rank for name in values)
+    refusals = [values[REFUSED] for values in by_rank if REFUSED in values]
     if refusals:  # a rank that cannot take part does not have all values
-        names = dict.fromkeys(name for name in names if all(name in values for values in told) and name != REFUSED)
+        names = dict.fromkeys(name for name in names if all(name in values for values in by_rank) and name != REFUSED)
     for name in names:
         ranks: dict[str, list[int]] = {}
-        for rank, values in enumerate(told):
+        for rank, values in enumerate(by_rank):
             ranks.setdefault(repr(values.get(name)), []).append(rank)
         if len(ranks) > 1:
             got = "; ".join(f"{value} on rank {', '.join(map(str, those))}" for value, those in ranks.items())
             return f"{name}: expected the same on all ranks, got {got}"
-    if len(refusals) == len(told) and len(set(refusals)) == 1:
+    if len(refusals) == len(by_rank) and len(set(refusals)) == 1:
         return refusals[0]
-    return "; ".join(f"{values[REFUSED]} on rank {rank}" for rank, values in enumerate(told) if REFUSED in values)
+    return "; ".join(f"{values[REFUSED]} on rank {rank}" for rank, values in enumerate(by_rank) if REFUSED in values)

@@ -98,13 +98,13 @@ class GroupRanks(Ranks):
 
     def on_all(self, act: Callable[[], T]) -> list[T]:
         """Call ``act`` on every rank and return all results; an OSError or a ValueError is raised on all."""
-        own: T | None = None
+        result: T | None = None
         error: Exception | None = None
         try:
-            own = act()
+            result = act()
         except (OSError, ValueError) as met:
             error = met
-        met_by_rank: list[tuple[Any, Exception | None]] = self.gather((own, error))
+        met_by_rank: list[tuple[Any, Exception | None]] = self.gather((result, error))
         for _, error in met_by_rank:
             if error is not None:
                 raise error

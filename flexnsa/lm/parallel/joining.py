@@ -105,9 +105,9 @@ def joined_ranks(
     from flexnsa.lm.parallel.data_parallel import DDPRanks, FSDP2Ranks
 
     versions = {"flexnsa": flexnsa.__version__, "torch": str(torch.__version__)}
-    own = _joining(parallel, reduce_dtype, context_parallel)
+    joining = _joining(parallel, reduce_dtype, context_parallel)
     # Before there is a group: ranks with other backends or sizes would not find each other
-    store, rank, world_size = _compared(flat({**own, "device": device.type, **versions, **(same or {})}))
+    store, rank, world_size = _compared(flat({**joining, "device": device.type, **versions, **(same or {})}))
     options: dict[str, Any] = {"store": PrefixStore("group", store), "rank": rank, "world_size": world_size}
     if device.type == "cpu":
         dist.init_process_group("gloo", **options)
@@ -139,8 +139,8 @@ def refused_together(parallel: str | None, reduce_dtype: str = "fp32", context_p
             if isinstance(error, OSError) and error.filename is not None:
                 reason = f"{error.filename}: {error.strerror}"
             try:
-                told = {**_joining(parallel, reduce_dtype, context_parallel), REFUSED: reason}
-                _compared(told, timedelta(seconds=REFUSAL_SECONDS))
+                refusal = {**_joining(parallel, reduce_dtype, context_parallel), REFUSED: reason}
+                _compared(refusal, timedelta(seconds=REFUSAL_SECONDS))
             except RanksDifferError as difference:
                 if str(difference) != reason:
                     raise difference from error

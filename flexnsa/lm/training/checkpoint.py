@@ -134,21 +134,21 @@ def read_checkpoint(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str,
     return header, tensors
 
 
-def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Check that a checkpoint has the expected tensors, with their shapes and dtypes, and no others of the model.
 
     Raises:
         FileError: one is missing, or differs.
     """
-    for name in (*expected, *(name for name in found if name.startswith("model."))):
-        there, wanted = _describe(found.get(name)), _describe(expected.get(name))
-        if there != wanted:
-            raise FileError(f"{path}: expected {name} to be {wanted}, got {there}; {REMEDY}")
+    for name in (*expected, *(name for name in tensors if name.startswith("model."))):
+        there, required = _describe(tensors.get(name)), _describe(expected.get(name))
+        if there != required:
+            raise FileError(f"{path}: expected {name} to be {required}, got {there}; {REMEDY}")
 
 
-def _check_shared(path: Path, found: Mapping[str, Tensor], trainer: Trainer) -> None:
+def _check_shared(path: Path, tensors: Mapping[str, Tensor], trainer: Trainer) -> None:
     """Check that modules that share a parameter have one state of the optimizer for it: only one could be kept."""
-    for name in found:
+    for name in tensors:
         kind, _, moment = name.partition(".")
         parameter = moment.rpartition(".")[0]
         if kind == "optimizer" and parameter not in trainer.parameters:

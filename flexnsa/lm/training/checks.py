@@ -20,13 +20,7 @@ def check_training(
 ) -> None:
     """Check that model, text, hyper-parameters and processes fit each other.
 
-    Args:
-        model: config of the model.
-        corpus: text to train on and to validate on.
-        config: hyper-parameters.
-        device: to train on.
-        world_size: number of processes.
-        context_parallel: number of processes that share the tokens of the same sequences.
+    Of ``world_size`` processes, groups of ``context_parallel`` share the tokens of the same sequences.
 
     Raises:
         ValueError: the text is shorter than a sequence, the model's attention cannot be trained on the device, or

@@ -51,11 +51,11 @@ def read_model_and_tokenizer(checkpoint: Path) -> tuple[DecoderLM, Path | None]:
 
 def _tokenizer_of(file: Path, header: dict[str, Any]) -> Path | None:
     corpus = header.get("corpus")
-    wanted = corpus.get("tokenizer_sha256") if isinstance(corpus, dict) else None
-    if wanted is None:
+    sha256 = corpus.get("tokenizer_sha256") if isinstance(corpus, dict) else None
+    if sha256 is None:
         return None
     tokenizer = file.with_name(FILE_NAME)
-    require_tokenizer(tokenizer, wanted, file.name)
+    require_tokenizer(tokenizer, sha256, file.name)
     return tokenizer
 
 

@@ -66,7 +66,7 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
         first = saved = trainer.step
         with Report(folder, trainer, log_ranks=log_ranks) as report, ExitStack() as watching:
             left = watchers if trainer.step < config.steps else ()
-            told = [watching.enter_context(watcher(trainer, folder)) for watcher in left]
+            watched = [watching.enter_context(watcher(trainer, folder)) for watcher in left]
             if planned != config.steps and first < config.steps:
                 schedule = f"step {first} goes on by the schedule of {config.steps} steps in place of {planned}"
                 report.say(f"{schedule}: its learning rate is {config.learning_rate(first):.3g}")
@@ -92,7 +92,7 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
                     save_checkpoint(checkpoint_path(folder, trainer), trainer)
                     saved = done
                 report.advance(result, measured)
-                for tell in told:
+                for tell in watched:
                     tell()
             report.check()
             # Here and not in the loop, because a signal may come between any two of its lines

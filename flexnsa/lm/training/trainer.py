@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -50,10 +50,10 @@ class StepResult:
         """
         numbers = {"loss": self.loss, "gradient norm": self.grad_norm}
         numbers |= {"selection loss": self.selection_loss, "its gradient norm": self.selection_grad_norm}
-        found = {name: number for name, number in numbers.items() if number is not None}
-        if not all(map(math.isfinite, found.values())):
-            told = ", ".join(f"{name} {number}" for name, number in found.items())
-            raise FloatingPointError(f"step {self.step}: {told}")
+        measured = {name: number for name, number in numbers.items() if number is not None}
+        if not all(map(math.isfinite, measured.values())):
+            values = ", ".join(f"{name} {number}" for name, number in measured.items())
+            raise FloatingPointError(f"step {self.step}: {values}")
 
 
 class Drawn(NamedTuple):
@@ -157,10 +157,11 @@ class Trainer:
 
     def _finish(self, teaching: Teaching, own_loss: Tensor) -> Tensor:
         """Clip the gradients, of indexers apart; return loss and norm of both, fp64 ``(2, 2)``, or ``(1, 2)``."""
-        own = index_parameters(self.model)
-        norms = [self._clip(_without(self.parameters.values(), own))]
+        of_indexers = index_parameters(self.model)
+        apart = set(of_indexers)
+        norms = [self._clip([parameter for parameter in self.parameters.values() if parameter not in apart])]
         losses = teaching.finish(self.ranks, own_loss)
-        norms += [self._clip(own)] if own else []
+        norms += [self._clip(of_indexers)] if of_indexers else []
         return torch.stack((losses, torch.stack(norms)), dim=1)
 
     def _clip(self, parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -203,27 +204,22 @@ class Trainer:
 
     def loss(self, batch: Batch, selection: SelectionLoss | None = None) -> Tensor:
         """Return the cross-entropy, in nats, summed over this rank's targets; ``selection`` gets those of indexers."""
-        own = replace(batch, tokens=self.ranks.cut(batch.tokens), targets=self.ranks.cut(batch.targets))
-        return language_loss(self._forward, own, self.config.precision, reduction="sum", selection=selection)
+        local_rows = replace(batch, tokens=self.ranks.cut(batch.tokens), targets=self.ranks.cut(batch.targets))
+        return language_loss(self._forward, local_rows, self.config.precision, reduction="sum", selection=selection)
 
     @torch.no_grad()
     def validation_bits_per_byte(self) -> float:
         """Evaluate on the validation text, always on the same sequences."""
         self.model.eval()
         batch = self.validation_rows.spread(self.config.eval_sequences)
-        own_rows = batch[self.ranks.share(len(batch))]
-        nats = sum(self.loss(part.to(self.device)).item() for part in own_rows.split(self.config.batch_size))
+        local_rows = batch[self.ranks.share(len(batch))]
+        nats = sum(self.loss(part.to(self.device)).item() for part in local_rows.split(self.config.batch_size))
         self._check()
         return self.ranks.total(nats) / self.validation_bytes / math.log(2)
 
     def _check(self) -> None:
         for check in self.checks:
             check()
-
-
-def _without(parameters: Iterable[nn.Parameter], others: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    left_out = set(others)
-    return [parameter for parameter in parameters if parameter not in left_out]
 
 
 def draw_step(rows: PackedDocuments | Windows, config: TrainConfig, step: int) -> Batch:
@@ -242,9 +238,9 @@ def language_loss(
     selection: SelectionLoss | None = None,
 ) -> Tensor:
     """Return the cross-entropy, in nats, of predicting each target from the tokens before it."""
-    told = {} if selection is None else {"selection": selection}
+    extra = {} if selection is None else {"selection": selection}
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=precision == "bf16"):
-        return model(batch.tokens, targets=batch.targets, reduction=reduction, document_ids=batch.document_ids, **told)
+        return model(batch.tokens, targets=batch.targets, reduction=reduction, document_ids=batch.document_ids, **extra)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

@@ -42,8 +42,8 @@ def check_of_tokens(tokens: Tensor, vocab_size: int, *, position_ids: Any, **lab
             continue
         check_integers(name, targets, shape)  # on any device: the loss takes them to its own
         if may_look(targets) and not ((targets == IGNORED) | ((targets >= 0) & (targets < vocab_size))).all():
-            found = f"{targets.min()} .. {targets.max()}"
-            raise ValueError(f"{name}: expected 0 .. {vocab_size - 1} or {IGNORED}, got {found}")
+            extent = f"{targets.min()} .. {targets.max()}"
+            raise ValueError(f"{name}: expected 0 .. {vocab_size - 1} or {IGNORED}, got {extent}")
 
 
 def check_wishes(logits_to_keep: Any, **flags: Any) -> None:

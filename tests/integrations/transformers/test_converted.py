@@ -13,6 +13,7 @@ from transformers import DynamicCache, GenerationMixin
 from flexnsa import NSAConfig
 from flexnsa.config import BRANCHES
 from flexnsa.layers.compression import average_blocks
+from flexnsa.layers.forward import SparseLayer
 from flexnsa.transformers import FlexNSACache, convert, to_dense
 from tests.integrations.transformers.families import (
     ALL,
@@ -57,6 +58,29 @@ def test_the_selected_branch_alone_is_the_dense_model_and_becomes_it_again(famil
         grads = {name: x.grad for name, x in other.named_parameters() if ".indexer." not in name}
         assert_close({name.replace("_proj_slc", "_proj"): x for name, x in grads.items()}, gradients)
         assert torch.equal(other.generate(**padded, **GREEDY), generated)
+
+
+def test_in_a_dense_stage_the_selected_branch_alone_is_the_dense_model() -> None:
+    model, x = dense("llama"), tokens(2, 70)
+    one, three = convert(model, NSAConfig(**FEW), branches=["slc"]), convert(model, NSAConfig(**FEW))
+    before, layers = three(x).logits, [x for x in (*one.modules(), *three.modules()) if isinstance(x, SparseLayer)]
+    assert not torch.allclose(one(x).logits, model(x).logits)  # which leaves most keys out
+    for layer in layers:
+        layer.attend_densely()
+    assert_close(one(x).logits, model(x).logits)
+    projected = [
+        x.register_forward_pre_hook(lambda *_: pytest.fail("the window is projected"))
+        for name, x in three.named_modules()
+        if name.endswith("_proj_win")
+    ]
+    three(x, labels=x).loss.backward()
+    learn = {name for name, parameter in three.named_parameters() if "_proj_" in name and parameter.grad is not None}
+    assert learn == {name for name, _ in three.named_parameters() if "_proj_slc" in name}
+    for hook in projected:
+        hook.remove()
+    for layer in layers:
+        layer.attend_densely(None)
+    assert torch.equal(three(x).logits, before)
 
 
 def test_it_is_a_copy_that_goes_on_as_the_dense_model_was() -> None:
@@ -188,7 +212,7 @@ def test_a_second_turn_goes_on_where_the_first_ended(few: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [FEW, INDEXED], ids=["means", "indexer"])
-def test_compiled_as_one_graph_it_has_the_samegradients(options: dict[str, Any]) -> None:
+def test_compiled_as_one_graph_it_has_the_same_gradients(options: dict[str, Any]) -> None:
     few = converted("llama", options, num_hidden_layers=1).train()
     x = tokens(2, 40)
     want = gradients(few, few, x)

@@ -165,13 +165,14 @@ def test_padded_and_packed_rows_teach_what_they_teach_alone(kind: str) -> None:
     model, x = released(kind), tokens(1, 37)
     if kind == "qwen4_exp":  # linear layers of transformers need kernels to tell packed documents apart
         model = released(kind, layer_types=["indexed_attention"] * 3)
-    alone, close = gradients(model, x), {"atol": 2e-6, "rtol": 2e-4}
+    close: dict[str, Any] = {"atol": 2e-6, "rtol": 2e-4}
+    alone = gradients(model, x)
     mask = torch.tensor([[0] * 11 + [1] * 37])
-    left = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+    left: dict[str, Any] = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
     assert_close(gradients(model, torch.cat([tokens(1, 11), x], 1), **left), alone, **close)
-    right = {"attention_mask": mask.flip(1)}
+    right: dict[str, Any] = {"attention_mask": mask.flip(1)}
     assert_close(gradients(model, torch.cat([x, tokens(1, 11)], 1), **right), alone, **close)
-    packed = {"position_ids": torch.arange(37).repeat(2)[None]}
+    packed: dict[str, Any] = {"position_ids": torch.arange(37).repeat(2)[None]}
     assert_close(gradients(model, torch.cat([x, x], 1), **packed), alone, **close)
 
 
@@ -181,7 +182,7 @@ def test_rows_that_a_model_is_wrong_for_are_refused() -> None:
     alone = gradients(model, x)
     right = gradients(model, torch.cat([x, tokens(1, 11)], 1), attention_mask=torch.tensor([[1] * 37 + [0] * 11]))
     assert_close(right, alone, atol=2e-6, rtol=2e-4)
-    refused: dict[str, dict[str, Tensor]] = {
+    refused: dict[str, dict[str, Any]] = {
         "attention_mask: expected padding on the right": {"attention_mask": mask},
         "attention_mask: expected no gap": {"attention_mask": mask.roll(9, 1)},
         "attention_mask: expected \\(B, S\\)": {"attention_mask": torch.ones(1, 1, 37, 37).bool()},
@@ -273,7 +274,7 @@ def test_indexers_learn(kind: str) -> None:
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Any:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -9,6 +9,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +66,28 @@ def _actions(add_arguments: Callable[[argparse.ArgumentParser], None]) -> dict[s
 
 
 def _lines() -> Iterator[str]:
-    """Return what is added to a command line: numbers together, what turns off together, every other option alone."""
+    """Return what is added to a command line: numbers together, what turns off together, what goes with all else, too.
+
+    Every other option comes alone.
+    """
     actions = {name: x for name, x in _actions(train_command.add_arguments).items() if x.dest not in OF_RUNS}
     numbers = {name: x for name, x in actions.items() if x.type in (int, float)}
     values: dict[str, str] = dict(re.findall(r"(\w+)=(\S+)", NUMBERS))
     yield " ".join(f"{name} {values[action.dest]}" for name, action in numbers.items())
     off = [name for name, action in actions.items() if action.nargs == 0 and name.startswith("--no-")]
     yield " ".join(off)
+    words: dict[str, list[str]] = {}
     for name, action in actions.items():
         if name in numbers or name in off:
             continue
         if action.nargs == 0:
             yield name
         else:
-            yield from (f"{name} {value}" for value in action.choices or VALUES[action.dest])
+            words[name] = [f"{name} {value}" for value in action.choices or VALUES[action.dest]]
+    alone = ("--branches", "--recompute", "--attention")  # which decide what else there can be
+    for name in alone:
+        yield from words.pop(name)
+    yield from (" ".join(filter(None, row)) for row in zip_longest(*words.values()))
 
 
 LINES = list(_lines())

@@ -24,9 +24,9 @@ def train(*options: str | Path) -> None:
     main(["train", *SIZES.split(), *map(str, options)])
 
 
-def curve(folder: Path) -> list[dict[str, float]]:
-    """Return the log without what depends on the clock; nothing before there is one."""
-    path = folder / "log.jsonl"
+def curve(folder: Path, name: str = "log.jsonl") -> list[dict[str, float]]:
+    """Return the whole lines of a log without what depends on the clock; nothing before there is one."""
+    path = folder / name
     clock = ("tokens_per_second", "peak_mib")
     records = read_log(path) if path.exists() else []
     return [{name: x for name, x in record.items() if name not in clock} for record in records]

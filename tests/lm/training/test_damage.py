@@ -160,3 +160,5 @@ def test_who_is_killed_in_a_checkpoint_finds_the_one_before(
     load_checkpoint(path, resumed)
     assert resumed.step == 1
     assert resumed.train_step() == wanted
+    save_checkpoint(checkpoint_path(tmp_path, resumed), resumed)
+    assert [*tmp_path.iterdir()] == [checkpoint_path(tmp_path, resumed)]  # nothing half-made stays

@@ -43,10 +43,16 @@ class Band:
     def of(cls, config: NSAConfig) -> Band:
         """Split the overlap band of ``config``."""
         first, weights = overlap_band(config)
-        ratio = config.select_block_size // config.compress_stride
+        ratio = config.strides_per_block
         if -first > ratio:
             return cls(first, weights, (0,) * len(weights))
         return cls(0, weights[-first:], (0,) * (ratio + first) + weights[:-first])
+
+    def constants(self, config: NSAConfig) -> dict[str, object]:
+        """Return sizes and weights as constants of a kernel."""
+        weights: dict[str, object] = {"OWN": self.own, "PASSED": self.passed, "HAS_PASSED": any(self.passed)}
+        sizes = {"LENGTH": config.compress_block_size, "STRIDE": config.compress_stride}
+        return weights | sizes | {"RATIO": config.strides_per_block}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +96,12 @@ def importance(
         tiles: launch parameters; None chooses by device.
     """
     (batch, q_heads, _, head_dim), (kv_heads, num_keys), band = q.shape, k_cmp.shape[1:3], scores.band
-    ratio = config.select_block_size // config.compress_stride
+    ratio = config.strides_per_block
     strides = *q.stride()[:3], *k_cmp.stride()[:3], *lse.stride()[:2]
     sizes = first_row, scores.num_rows, num_keys, scores.width, scale * LOG2_E
     shape: dict[str, object] = {"KV_HEADS": kv_heads, "GROUP": q_heads // kv_heads, "HEAD_DIM": head_dim}
-    shape |= {"LENGTH": config.compress_block_size, "STRIDE": config.compress_stride, "RATIO": ratio}
-    shape |= {"OWN": band.own, "PASSED": band.passed, "HAS_PASSED": any(band.passed)}
-    in_gluon = None if tiles else _hopper_tiles(q, k_cmp, band, ratio, placed=positions is not None)
+    shape |= band.constants(config)
+    in_gluon = None if tiles else _hopper_tiles(q, k_cmp, band, ratio, has_positions=positions is not None)
     tiles = tiles or in_gluon or importance_tiles(device_of(q), q.dtype, head_dim, len(band.own))
     shape |= {"BLOCK_T": tiles.queries, "BLOCK_J": tiles.keys}
     grid = (batch * kv_heads * cdiv(scores.num_rows, tiles.queries) * cdiv(scores.width, tiles.keys),)
@@ -115,9 +120,9 @@ def importance(
     )  # fmt: skip
 
 
-def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, ratio: int, *, placed: bool) -> Tiles | None:
+def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, ratio: int, *, has_positions: bool) -> Tiles | None:
     """Return the tiles of the kernel for Hopper, if it runs: where no key counts for an earlier block than its own."""
-    plan = Plan.of(q, k_cmp, has_positions=placed)
+    plan = Plan.of(q, k_cmp, has_positions=has_positions)
     if (band.first, len(band.own)) != (0, ratio) or not plan.in_gluon or not can_copy(q, k_cmp):
         return None
     return HOPPER_IMPORTANCE.get((q.shape[-1], ratio))

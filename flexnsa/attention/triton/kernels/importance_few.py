@@ -36,14 +36,13 @@ def importance_few(
 ) -> None:
     """Fill ``scores`` with the importance of blocks for all queries; arguments as of ``importance``."""
     (batch, q_heads, num_queries, head_dim), (kv_heads, num_keys) = q.shape, k_cmp.shape[1:3]
-    group, band, ratio = q_heads // kv_heads, scores.band, config.select_block_size // config.compress_stride
+    group, band = q_heads // kv_heads, scores.band
     importance_few_kernel[(batch * kv_heads * num_queries * cdiv(scores.width, BLOCK_J),)](
         q, k_cmp, lse, *position_arguments(q, *tensors_of(positions)), scores.own, scores.passed,
         *q.stride()[:3], *k_cmp.stride()[:3], *lse.stride()[:2], num_queries, num_keys, scores.width, scale * LOG2_E,
-        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, LENGTH=config.compress_block_size,
-        STRIDE=config.compress_stride, RATIO=ratio, FIRST=band.first, NUM_OFFSETS=len(band.own), OWN=band.own,
-        PASSED=band.passed, HAS_PASSED=any(band.passed), HAS_POSITIONS=positions is not None, BLOCK_G=padded(group),
-        BLOCK_J=BLOCK_J, BLOCK_D=padded(head_dim), num_warps=8 if q.dtype == torch.float32 else 1,
+        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, **band.constants(config), FIRST=band.first,
+        NUM_OFFSETS=len(band.own), HAS_POSITIONS=positions is not None, BLOCK_G=padded(group), BLOCK_J=BLOCK_J,
+        BLOCK_D=padded(head_dim), num_warps=8 if q.dtype == torch.float32 else 1,
     )  # fmt: skip
 
 

@@ -53,8 +53,8 @@ def forward(
         last = full if part == 0 else rest if part == 1 else end
         for key0 in tl.range(first, last, BN):
             key = key0 + tl.arange(0, BN)
-            real = (key < num_keys) | (part == 1)
-            k = load_rows(k_ptr, key, k_st, real, DK, BDK)
+            valid = (key < num_keys) | (part == 1)
+            k = load_rows(k_ptr, key, k_st, valid, DK, BDK)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if part != 1:
                 s = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), s, float("-inf"))
@@ -63,7 +63,7 @@ def forward(
             p = tl.exp2(s * qk_scale - shift[:, None])
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(p, 1)
-            v = load_rows(v_ptr, key, v_st, real, DV, BDV)
+            v = load_rows(v_ptr, key, v_st, valid, DV, BDV)
             acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
             top = new_top
 
@@ -108,13 +108,13 @@ def backward_queries(
         last = full if part == 0 else rest if part == 1 else end
         for key0 in tl.range(first, last, BN):
             key = key0 + tl.arange(0, BN)
-            real = (key < num_keys) | (part == 1)
-            k = load_rows(k_ptr, key, k_st, real, DK, BDK)
+            valid = (key < num_keys) | (part == 1)
+            k = load_rows(k_ptr, key, k_st, valid, DK, BDK)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             p = tl.exp2(s * qk_scale + shift[:, None])
             if part != 1:
                 p = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), p, 0.0)
-            v = load_rows(v_ptr, key, v_st, real, DV, BDV)
+            v = load_rows(v_ptr, key, v_st, valid, DV, BDV)
             ds = p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
             acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
     store_rows(dq_ptr + b * g_sb + h * g_sh, row, g_st, inside, acc * scale, DK, BDK)
@@ -136,9 +136,9 @@ def backward_keys(
     h = at * HEADS
     key0 = tile * BN
     key = key0 + tl.arange(0, BN)
-    real = key < num_keys
-    k = load_rows(k_ptr + b * k_sb + (h // G) * k_sh, key, k_st, real, DK, BDK)
-    v = load_rows(v_ptr + b * v_sb + (h // G) * v_sh, key, v_st, real, DV, BDV)
+    valid = key < num_keys
+    k = load_rows(k_ptr + b * k_sb + (h // G) * k_sh, key, k_st, valid, DK, BDK)
+    v = load_rows(v_ptr + b * v_sb + (h // G) * v_sh, key, v_st, valid, DV, BDV)
     token_ptr += b * p_sb
     start_ptr += b * p_sb
     first_ptr += b * p_sb
@@ -184,8 +184,8 @@ def backward_keys(
         ds = (p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])).to(q.dtype)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-    store_rows(dk_ptr + b * gk_sb + at * gk_sh, key, gk_st, real, dk * scale, DK, BDK)
-    store_rows(dv_ptr + b * gv_sb + at * gv_sh, key, gv_st, real, dv, DV, BDV)
+    store_rows(dk_ptr + b * gk_sb + at * gk_sh, key, gk_st, valid, dk * scale, DK, BDK)
+    store_rows(dv_ptr + b * gv_sb + at * gv_sh, key, gv_st, valid, dv, DV, BDV)
 
 
 def add_parts(parts: Sequence[Tensor], dk: Tensor, dv: Tensor, *, scale: float = 1.0) -> None:
@@ -214,15 +214,15 @@ def sum_parts(
     b = bh // num_heads
     h = bh % num_heads
     key = tl.program_id(0) * BN + tl.arange(0, BN)
-    real = key < num_keys
+    valid = key < num_keys
     dk = tl.zeros([BN, BDK], tl.float32)
     dv = tl.zeros([BN, BDV], tl.float32)
     for part in tl.static_range(PARTS):
         first = (bh * PARTS + part) * num_keys
-        dk += load_rows(dk_part_ptr + first * DK, key, DK, real, DK, BDK)
-        dv += load_rows(dv_part_ptr + first * DV, key, DV, real, DV, BDV)
-    store_rows(dk_ptr + b * gk_sb + h * gk_sh, key, gk_st, real, dk * scale, DK, BDK)
-    store_rows(dv_ptr + b * gv_sb + h * gv_sh, key, gv_st, real, dv, DV, BDV)
+        dk += load_rows(dk_part_ptr + first * DK, key, DK, valid, DK, BDK)
+        dv += load_rows(dv_part_ptr + first * DV, key, DV, valid, DV, BDV)
+    store_rows(dk_ptr + b * gk_sb + h * gk_sh, key, gk_st, valid, dk * scale, DK, BDK)
+    store_rows(dv_ptr + b * gv_sb + h * gv_sh, key, gv_st, valid, dv, DV, BDV)
 
 
 @jit

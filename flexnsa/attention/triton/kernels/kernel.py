@@ -59,7 +59,7 @@ class Kernel:
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self._found = dict[tuple[object, ...], tuple[Compiled, Sequence[object]]]()
+        self._cached = dict[tuple[object, ...], tuple[Compiled, Sequence[object]]]()
         self._begun = set[tuple[object, ...]]()
         self._compiling = list[Future[None]]()
 
@@ -71,36 +71,36 @@ class Kernel:
         """Return what launches the kernel."""
         return partial(self._launch, grid)
 
-    def _launch(self, grid: Grid, first: Tensor, *others: object, **options: object) -> None:
+    def _launch(self, grid: Grid, first: Tensor, *rest: object, **options: object) -> None:
         if isinstance(first, FakeTensor):
-            self.compile_ahead(grid, first, *others, **options)
+            self.compile_ahead(grid, first, *rest, **options)
             return
         if self._compiling:
             wait(self._compiling)  # what failed there fails again, here
             self._compiling.clear()
-        read = [x if type(x) is int else _read_of(x) for x in others]
-        key = (first.device, _read_of(first), *read, *options, *map(_read_of, options.values()))
-        found = self._found.get(key)
-        if found is None:
-            compiled = self.function[grid](first, *others, **options)
+        properties = [x if type(x) is int else _property_of(x) for x in rest]
+        key = (first.device, _property_of(first), *properties, *options, *map(_property_of, options.values()))
+        cached = self._cached.get(key)
+        if cached is None:
+            compiled = self.function[grid](first, *rest, **options)
             # The interpreter compiles nothing, and Triton may do it later.
             if compiled is not None and hasattr(type(compiled), "__getitem__"):
-                found = compiled, [options[name] for name in self._names if name in options]
-                if len(self._found) >= MOST_LAUNCHES:
-                    self._found.clear()
-                self._found[key] = found
+                cached = compiled, [options[name] for name in self._names if name in options]
+                if len(self._cached) >= MOST_LAUNCHES:
+                    self._cached.clear()
+                self._cached[key] = cached
         else:
-            compiled, constants = found
-            compiled[(*grid, 1, 1)[:3]](first, *others, *constants)
+            compiled, constants = cached
+            compiled[(*grid, 1, 1)[:3]](first, *rest, *constants)
         record = recorder()
-        if record is not None and found is None:
+        if record is not None and cached is None:
             record.give_up()
-        elif record is not None and found is not None:
-            record.launch(found[0][(*grid, 1, 1)[:3]], (first, *others, *found[1]))
+        elif record is not None and cached is not None:
+            record.launch(cached[0][(*grid, 1, 1)[:3]], (first, *rest, *cached[1]))
 
-    def compile_ahead(self, grid: Grid, first: Tensor, *others: object, **options: object) -> None:
+    def compile_ahead(self, grid: Grid, first: Tensor, *rest: object, **options: object) -> None:
         """Begin to compile for these arguments, unless that has begun already."""
-        args = [_Pointer(x.dtype, _address(x)) if isinstance(x, Tensor) else x for x in (first, *others)]
+        args = [_Pointer(x.dtype, _address(x)) if isinstance(x, Tensor) else x for x in (first, *rest)]
         key = (first.device, *map(_specialization, args), *options.items())
         if key not in self._begun:
             self._begun.add(key)
@@ -121,7 +121,7 @@ class _Pointer:
         return 0
 
 
-def _read_of(x: object) -> object:
+def _property_of(x: object) -> object:
     """Return what Triton reads of an argument to find a variant: equal numbers of other types have others."""
     return (x.dtype, x.data_ptr() % ALIGNMENT) if isinstance(x, Tensor) else (type(x), x)
 

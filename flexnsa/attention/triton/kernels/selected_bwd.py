@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexnsa.attention.plan import HOPPER_ROWS as ROWS
-from flexnsa.attention.plan import Plan, can_copy, is_wide
+from flexnsa.attention.plan import Plan, can_copy, needs_int64
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, padded
 from flexnsa.attention.tiles.intervals import hopper_tiles
@@ -104,16 +104,17 @@ def backward(
     has_positions = selection.token is not None
     shape: dict[str, object] = {"n": n, "G": group, "DK": d_k, "SIZE": size, "HAS_POSITIONS": has_positions}
     parities = (0, 1) if has_positions else (0,)
-    wide = is_wide(q, group, chunk) or is_wide(grad_out, group, chunk)
+    int64_offsets = needs_int64(q, group, chunk) or needs_int64(grad_out, group, chunk)
     plan = Plan.of(q, k, v, has_positions=has_positions, block_size=size)
-    in_gluon = plan.selected_in_gluon and not wide and can_copy(q, k, v, grad_out)
+    in_gluon = plan.selected_in_gluon and not int64_offsets and can_copy(q, k, v, grad_out)
     queries = (selection.block_indices, *selection.positions())
     for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
         tables = (*lists.replicas.shape[2:5:2], num_shared)
         sums = (dk, dv, dk_shared, dv_shared)
-        read = *strides_of_groups(q, kv_heads), *k.stride()[:3], *v.stride()[:3], *strides_of_groups(grad_out, kv_heads)
-        tensors = (lists.order, lists.replicas, part, *sums, *read, *sizes, *tables)
+        of_keys = *k.stride()[:3], *v.stride()[:3]
+        row_strides = *strides_of_groups(q, kv_heads), *of_keys, *strides_of_groups(grad_out, kv_heads)
+        tensors = (lists.order, lists.replicas, part, *sums, *row_strides, *sizes, *tables)
         if in_gluon:
             from flexnsa.attention.triton.kernels.hopper.selected_bwd import hopper_backward_parts
 
@@ -126,7 +127,7 @@ def backward(
                 backward_parts[(num_replicas, heads)](
                     q, k, v, grad_out, stats, *queries, *tensors, parity, scale, scale * LOG2_E,
                     **shape, DV=d_v, LOW=low, HIGH=high, BDV=padded(d_v), BN=padded(size), PRECISION=precision,
-                    WIDE=wide, **of_group(tiles, group), **tiles.options(),
+                    INT64_OFFSETS=int64_offsets, **of_group(tiles, group), **tiles.options(),
                 )  # fmt: skip
         for parity in parities:
             sum_shared[(num_replicas * (padded(size) // SHARED_ROWS), heads)](
@@ -172,7 +173,7 @@ def backward_parts(
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one replica, and the contribution of its keys to dq of its pairs."""
     bh = tl.program_id(1).to(tl.int64)
@@ -199,32 +200,32 @@ def backward_parts(
         )  # fmt: skip
         masked = needs_mask(order_ptr, token_ptr, t0, first, num_keys, n, SIZE, BN, HAS_POSITIONS)
         key = first + tl.arange(0, BN)
-        real_key = (key < first + SIZE) & (key >= 0) & (key < num_keys)
+        valid_key = (key < first + SIZE) & (key >= 0) & (key < num_keys)
         # Columns of keys and queries are in two parts, so that the tile of dq, which needs registers in addition to
         # those of dk and dv, is narrower.
         low = tl.arange(0, LOW)[None, :]
         v_col = tl.arange(0, BDV)[None, :]
         k_row = k_ptr + key.to(tl.int64)[:, None] * k_st
         v_row = v_ptr + key.to(tl.int64)[:, None] * v_st
-        k_low = tl.load(k_row + low, mask=real_key[:, None] & (low < DK), other=0.0)
+        k_low = tl.load(k_row + low, mask=valid_key[:, None] & (low < DK), other=0.0)
         dk_low = tl.zeros([BN, LOW], tl.float32)
         if HIGH > 0:
             high = LOW + tl.arange(0, HIGH)[None, :]
-            k_high = tl.load(k_row + high, mask=real_key[:, None] & (high < DK), other=0.0)
+            k_high = tl.load(k_row + high, mask=valid_key[:, None] & (high < DK), other=0.0)
             dk_high = tl.zeros([BN, HIGH], tl.float32)
-        v = tl.load(v_row + v_col, mask=real_key[:, None] & (v_col < DV), other=0.0)
+        v = tl.load(v_row + v_col, mask=valid_key[:, None] & (v_col < DV), other=0.0)
         dv = tl.zeros([BN, BDV], tl.float32)
-        key = tl.where(real_key, key, 2147483647)
+        key = tl.where(valid_key, key, 2147483647)
 
         r = tl.arange(0, BM)
         ahead = tl.load(order_ptr + tl.minimum(row_of_tile(0, r, QUERIES, SPREAD, G)[0], count - 1))
         for i in range(tl.cdiv(count, QUERIES) * SPREAD):
-            at, head, real = row_of_tile(i, r, QUERIES, SPREAD, G)
-            real = real & (at < count)
+            at, head, valid = row_of_tile(i, r, QUERIES, SPREAD, G)
+            valid = valid & (at < count)
             pair = ahead
             ahead = tl.load(order_ptr + tl.minimum(row_of_tile(i + 1, r, QUERIES, SPREAD, G)[0], count - 1))
             t = pair // n
-            if WIDE:
+            if INT64_OFFSETS:
                 q_row = (q_ptr + (t.to(tl.int64) * q_st + head.to(tl.int64) * q_sg))[:, None]
                 do_row = (do_ptr + (t.to(tl.int64) * d_st + head.to(tl.int64) * d_sg))[:, None]
             else:
@@ -237,7 +238,7 @@ def backward_parts(
             # One load of two numbers per row: Triton repeats a load of fewer elements than threads, addresses included,
             # for the layout of each use. Padding rows get values that make their probabilities 0.
             stat = stats_ptr + ((t * G + head) * 2)[:, None] + tl.arange(0, 2)[None, :]
-            lse, delta = tl.split(tl.load(stat, mask=real[:, None], other=-1e30))
+            lse, delta = tl.split(tl.load(stat, mask=valid[:, None], other=-1e30))
             s = tl.dot(k_low, tl.trans(q_low), tl.broadcast_to(lse[None, :], [BN, BM]), input_precision=PRECISION)
             if HIGH > 0:
                 s = tl.dot(k_high, tl.trans(q_high), s, input_precision=PRECISION)
@@ -255,11 +256,11 @@ def backward_parts(
             dq_row = dq_ptr + (pair.to(tl.int64) * G + head)[:, None] * DK
             dq = tl.dot(tl.trans(ds), k_low, input_precision=PRECISION) * scale
             dq = dq.to(dq_ptr.dtype.element_ty)
-            tl.store(dq_row + low, dq, mask=real[:, None] & (low < DK))
+            tl.store(dq_row + low, dq, mask=valid[:, None] & (low < DK))
             if HIGH > 0:
                 dq = tl.dot(tl.trans(ds), k_high, input_precision=PRECISION) * scale
                 dq = dq.to(dq_ptr.dtype.element_ty)
-                tl.store(dq_row + high, dq, mask=real[:, None] & (high < DK))
+                tl.store(dq_row + high, dq, mask=valid[:, None] & (high < DK))
 
         # An only replica adds to the gradients of earlier chunks; several replicas store theirs for sum_shared.
         slot = tl.load(replicas_ptr + 3 * num_replicas)
@@ -270,12 +271,12 @@ def backward_parts(
             dk_ptr = dk_shared_ptr
             dv_ptr = dv_shared_ptr
         elif HAS_POSITIONS:
-            real_key = real_key & (key <= tl.load(token_ptr + t0 + tl.load(order_ptr + count - 1) // n))
-        real_key = real_key[:, None]
-        _store(dk_ptr + to * DK + low, dk_low, real_key & (low < DK), slot)
+            valid_key = valid_key & (key <= tl.load(token_ptr + t0 + tl.load(order_ptr + count - 1) // n))
+        valid_key = valid_key[:, None]
+        _store(dk_ptr + to * DK + low, dk_low, valid_key & (low < DK), slot)
         if HIGH > 0:
-            _store(dk_ptr + to * DK + high, dk_high, real_key & (high < DK), slot)
-        _store(dv_ptr + to * DV + v_col, dv, real_key & (v_col < DV), slot)
+            _store(dk_ptr + to * DK + high, dk_high, valid_key & (high < DK), slot)
+        _store(dv_ptr + to * DV + v_col, dv, valid_key & (v_col < DV), slot)
 
 
 @jit
@@ -311,24 +312,24 @@ def sum_shared(
         slot = tl.load(replicas_ptr + 3 * num_replicas)
         row = tl.program_id(0) % (BN // ROWS) * ROWS + tl.arange(0, ROWS)
         key = first + row
-        real = (row < SIZE) & (key >= 0) & (key < num_keys)
+        valid = (row < SIZE) & (key >= 0) & (key < num_keys)
         if HAS_POSITIONS:
             final = replicas_ptr + replicas - 1
             end = tl.load(final + 2 * num_replicas) + tl.load(final + num_replicas)
             last = tl.load(order_ptr + end - tl.load(replicas_ptr + 2 * num_replicas) - 1) // n
-            real = real & (key <= tl.load(token_ptr + at + t0 + last))
-        real = real[:, None]
+            valid = valid & (key <= tl.load(token_ptr + at + t0 + last))
+        valid = valid[:, None]
         k_col = tl.arange(0, BDK)[None, :]
         v_col = tl.arange(0, BDV)[None, :]
         to = (bh * num_keys + key)[:, None]
-        dk = tl.load(dk_ptr + to * DK + k_col, mask=real & (k_col < DK), other=0.0)
-        dv = tl.load(dv_ptr + to * DV + v_col, mask=real & (v_col < DV), other=0.0)
+        dk = tl.load(dk_ptr + to * DK + k_col, mask=valid & (k_col < DK), other=0.0)
+        dv = tl.load(dv_ptr + to * DV + v_col, mask=valid & (v_col < DV), other=0.0)
         for i in range(replicas):
             part = ((bh * num_shared + slot + i) * SIZE + row)[:, None]
-            dk += tl.load(dk_shared_ptr + part * DK + k_col, mask=real & (k_col < DK), other=0.0)
-            dv += tl.load(dv_shared_ptr + part * DV + v_col, mask=real & (v_col < DV), other=0.0)
-        tl.store(dk_ptr + to * DK + k_col, dk, mask=real & (k_col < DK))
-        tl.store(dv_ptr + to * DV + v_col, dv, mask=real & (v_col < DV))
+            dk += tl.load(dk_shared_ptr + part * DK + k_col, mask=valid & (k_col < DK), other=0.0)
+            dv += tl.load(dv_shared_ptr + part * DV + v_col, mask=valid & (v_col < DV), other=0.0)
+        tl.store(dk_ptr + to * DK + k_col, dk, mask=valid & (k_col < DK))
+        tl.store(dv_ptr + to * DV + v_col, dv, mask=valid & (v_col < DV))
 
 
 @jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexnsa.attention.interface import given
 from flexnsa.attention.plan import HOPPER_ROWS as ROWS
-from flexnsa.attention.plan import Plan, can_copy, is_wide
+from flexnsa.attention.plan import Plan, can_copy, needs_int64
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, padded
 from flexnsa.attention.tiles.selected import SLOTS, SUM_ROWS, columns, max_replicas, of_group
@@ -101,17 +101,17 @@ def forward(
     num_replicas = max_replicas(selection.num_key_tiles, chunk * n, lists.capacity)
     low, high = columns(dk, halve=False)
     shape: dict[str, object] = {"n": n, "G": group, "DV": dv, "SIZE": selection.block_size, "BDV": padded(dv)}
-    has_positions, wide = selection.token is not None, is_wide(q, group, chunk)
+    has_positions, int64_offsets = selection.token is not None, needs_int64(q, group, chunk)
     shape |= {"HAS_POSITIONS": has_positions}
     plan = Plan.of(q, k, v, has_positions=has_positions, block_size=selection.block_size)
-    in_gluon = plan.selected_in_gluon and not wide and can_copy(q, k, v)
+    in_gluon = plan.selected_in_gluon and not int64_offsets and can_copy(q, k, v)
     queries = (selection.block_indices, *selection.positions())
     total, gates, cmp, win, win_lse, k_win, v_win = gated or GatedBranches(out, lse, out)
     sums = cmp, out if win is None else win, gates, total, *strides_of_groups(total, kv_heads), gates.stride(-1)
     for index in range(lists.replicas.shape[2]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
         tensors = lists.order, lists.replicas, part_out, part_lse
-        read = *strides_of_groups(q, kv_heads), *k.stride()[:3], *v.stride()[:3]
+        row_strides = *strides_of_groups(q, kv_heads), *k.stride()[:3], *v.stride()[:3]
         tables = *lists.replicas.shape[2:5:2], scale * LOG2_E
         if in_gluon:
             from flexnsa.attention.triton.kernels.hopper.selected_fwd import hopper_forward_parts
@@ -120,15 +120,15 @@ def forward(
             piece = max(PIECE, PIECE_ROWS // group)
             pieces = cdiv(lists.capacity, piece)
             hopper_forward_parts[(num_replicas * pieces, batch * kv_heads)](
-                q, k, v, *tensors, *read, *sizes, *tables,
+                q, k, v, *tensors, *row_strides, *sizes, *tables,
                 n=n, G=group, DK=dk, DV=dv, SIZE=selection.block_size, BM=ROWS, BN=ROWS,
                 PIECE=piece, PIECES=pieces, num_warps=4, maxnreg=registers,
             )  # fmt: skip
         else:
             forward_parts[(num_replicas, batch * kv_heads)](
-                q, k, v, *queries, *tensors, *read, *sizes, *tables,
+                q, k, v, *queries, *tensors, *row_strides, *sizes, *tables,
                 **shape, DK=dk, LOW=low, HIGH=high, BN=padded(selection.block_size), PRECISION=precision,
-                WIDE=wide, **of_group(tiles, group), **tiles.options(),
+                INT64_OFFSETS=int64_offsets, **of_group(tiles, group), **tiles.options(),
             )  # fmt: skip
         if window is None:
             combine[(cdiv(chunk * group, SUM_ROWS), batch * kv_heads)](
@@ -155,7 +155,7 @@ def forward_parts(
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Attend from the queries of one replica to its keys only: the normalised output and the base-2 log-sum-exp."""
     bh = tl.program_id(1).to(tl.int64)
@@ -182,28 +182,28 @@ def forward_parts(
         )  # fmt: skip
         masked = needs_mask(order_ptr, token_ptr, t0, first, num_keys, n, SIZE, BN, HAS_POSITIONS)
         key = first + tl.arange(0, BN)
-        real_key = (key < first + SIZE) & (key >= 0) & (key < num_keys)
+        valid_key = (key < first + SIZE) & (key >= 0) & (key < num_keys)
         low = tl.arange(0, LOW)[None, :]
         v_col = tl.arange(0, BDV)[None, :]
         k_row = k_ptr + key.to(tl.int64)[:, None] * k_st
         v_row = v_ptr + key.to(tl.int64)[:, None] * v_st
-        k_low = tl.trans(tl.load(k_row + low, mask=real_key[:, None] & (low < DK), other=0.0))
+        k_low = tl.trans(tl.load(k_row + low, mask=valid_key[:, None] & (low < DK), other=0.0))
         if HIGH > 0:
             high = LOW + tl.arange(0, HIGH)[None, :]
-            k_high = tl.trans(tl.load(k_row + high, mask=real_key[:, None] & (high < DK), other=0.0))
-        v = tl.load(v_row + v_col, mask=real_key[:, None] & (v_col < DV), other=0.0)
-        key = tl.where(real_key, key, 2147483647)
+            k_high = tl.trans(tl.load(k_row + high, mask=valid_key[:, None] & (high < DK), other=0.0))
+        v = tl.load(v_row + v_col, mask=valid_key[:, None] & (v_col < DV), other=0.0)
+        key = tl.where(valid_key, key, 2147483647)
 
         r = tl.arange(0, BM)
         ahead = tl.load(order_ptr + tl.minimum(row_of_tile(0, r, QUERIES, SPREAD, G)[0], count - 1))
         for i in range(tl.cdiv(count, QUERIES) * SPREAD):
-            at, head, real = row_of_tile(i, r, QUERIES, SPREAD, G)
-            real = real & (at < count)
+            at, head, valid = row_of_tile(i, r, QUERIES, SPREAD, G)
+            valid = valid & (at < count)
             pair = ahead
             # The next tile's query indices are loaded one tile early, to hide the latency of loading their rows.
             ahead = tl.load(order_ptr + tl.minimum(row_of_tile(i + 1, r, QUERIES, SPREAD, G)[0], count - 1))
             t = pair // n
-            if WIDE:
+            if INT64_OFFSETS:
                 q_row = (q_ptr + (t.to(tl.int64) * q_st + head.to(tl.int64) * q_sg))[:, None]
             else:
                 q_row = (q_ptr + (t * q_st + head * q_sg))[:, None]
@@ -221,9 +221,9 @@ def forward_parts(
             some = tl.where(total == 0.0, 1.0, total)
             o *= (1.0 / some)[:, None]
             row = pair.to(tl.int64) * G + head
-            tl.store(pl_ptr + row, tl.where(total == 0.0, float("-inf"), top + tl.log2(some)), mask=real)
+            tl.store(pl_ptr + row, tl.where(total == 0.0, float("-inf"), top + tl.log2(some)), mask=valid)
             to = po_ptr + row[:, None] * DV + v_col
-            tl.store(to, o.to(po_ptr.dtype.element_ty), mask=real[:, None] & (v_col < DV))
+            tl.store(to, o.to(po_ptr.dtype.element_ty), mask=valid[:, None] & (v_col < DV))
 
 
 @jit(do_not_specialize=["p_sb", "gates_of_branch", "kv_heads", "num_queries", "num_keys", "chunk", "index"])

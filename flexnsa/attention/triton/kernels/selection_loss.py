@@ -70,9 +70,9 @@ class Scored:
     scale: float
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, part: slice, where: Sequence[Tensor], grid: KeyGrid, scale: float) -> Self:
+    def of(cls, q: Tensor, k: Tensor, part: slice, positions: Sequence[Tensor], grid: KeyGrid, scale: float) -> Self:
         """Take a part of all queries; ``where`` has the three positions of these, ``(B or 1, m)``."""
-        token, start, first_key = (x[:, part].expand(len(q), -1).contiguous() for x in where)
+        token, start, first_key = (x[:, part].expand(len(q), -1).contiguous() for x in positions)
         return cls(q[:, :, part], k, token, start, first_key, grid, scale)
 
     @property
@@ -151,7 +151,7 @@ def gradients(scorer: Scored, compared: Compared, width: int) -> tuple[Tensor, T
     tensors, strides = scorer.inputs()
     (batch, rows), (kv_heads, num_keys, head_dim) = scorer.token.shape, scorer.k.shape[1:]
     tiles = selection_loss_tiles(device_of(scorer.q), tensors[0].dtype, head_dim)
-    read = *tensors, compared.slope, compared.log_score, compared.lse, compared.pull
+    inputs = *tensors, compared.slope, compared.log_score, compared.lse, compared.pull
     options = scorer.grid.constants | {
         "WIDTH": scorer.grid.keys_of_block, "KV_HEADS": kv_heads, "HEADS": scorer.heads, "HEAD_DIM": head_dim,
         "BD": padded(head_dim), "BT": tiles.queries, **tiles.options(),
@@ -162,13 +162,13 @@ def gradients(scorer: Scored, compared: Compared, width: int) -> tuple[Tensor, T
     keys_at_once = min(padded(scorer.grid.constants["STEP"], 1), tiles.keys)
     dq = torch.empty(splits, batch, scorer.q.shape[1], rows, head_dim, device=scorer.q.device)
     query_gradients[(cdiv(rows, tiles.queries) * splits, batch * scorer.q.shape[1])](
-        *read, dq, *strides, rows, num_keys, width, splits, scorer.scale,
+        *inputs, dq, *strides, rows, num_keys, width, splits, scorer.scale,
         **options, BJ=tiles.keys // keys_at_once, BW=keys_at_once,
     )  # fmt: skip
     dk = torch.empty(scorer.k.shape, device=scorer.k.device)
     if num_keys:
         key_gradients[(cdiv(num_keys, tiles.keys), batch * kv_heads)](
-            *read, dk, *strides, rows, num_keys, width, scorer.scale, **options, BN=tiles.keys
+            *inputs, dk, *strides, rows, num_keys, width, scorer.scale, **options, BN=tiles.keys
         )
     return dq.sum(0) if splits > 1 else dq[0], dk
 
@@ -241,9 +241,9 @@ def compare_blocks(
     score_top, score_total = top, total
     for first in range(0, current + 1, BM):
         block = first + tl.arange(0, BM)
-        kept = (block >= NUM_INIT) & (block <= current - NUM_LOCAL) & (tl.maximum(block * STEP + FIRST, 0) < visible)
-        log_true = sum_heads(normalised(true_ptr, head, block, true_lse, kept, HEADS, stride_h))
-        log_score = sum_heads(normalised(weighted_ptr, index_head, block, lse, kept, INDEX_HEADS, stride_h))
+        counted = (block >= NUM_INIT) & (block <= current - NUM_LOCAL) & (tl.maximum(block * STEP + FIRST, 0) < visible)
+        log_true = sum_heads(normalised(true_ptr, head, block, true_lse, counted, HEADS, stride_h))
+        log_score = sum_heads(normalised(weighted_ptr, index_head, block, lse, counted, INDEX_HEADS, stride_h))
         top, total = add_blocks(top, total, log_true[None, :])
         score_top, score_total = add_blocks(score_top, score_total, log_score[None, :])
     log_mass, log_norm = tl.max(log_of(top, total)), tl.max(log_of(score_top, score_total))
@@ -256,13 +256,13 @@ def compare_blocks(
     pull = index_none
     for first in range(0, current + 1, BM):
         block = first + tl.arange(0, BM)
-        kept = (block >= NUM_INIT) & (block <= current - NUM_LOCAL) & (tl.maximum(block * STEP + FIRST, 0) < visible)
-        log_true = sum_heads(normalised(true_ptr, head, block, true_lse, kept, HEADS, stride_h)) - log_mass
-        logs = normalised(weighted_ptr, index_head, block, lse, kept, INDEX_HEADS, stride_h)
-        log_score = tl.where(kept, sum_heads(logs), 0.0)
+        counted = (block >= NUM_INIT) & (block <= current - NUM_LOCAL) & (tl.maximum(block * STEP + FIRST, 0) < visible)
+        log_true = sum_heads(normalised(true_ptr, head, block, true_lse, counted, HEADS, stride_h)) - log_mass
+        logs = normalised(weighted_ptr, index_head, block, lse, counted, INDEX_HEADS, stride_h)
+        log_score = tl.where(counted, sum_heads(logs), 0.0)
         true = tl.exp2(log_true)
         divergence += tl.sum(tl.where(true > 0, true * (log_true - log_score + log_norm), 0.0))
-        slope = tl.where(kept, (tl.exp2(log_score - log_norm) - true) * weight, 0.0)
+        slope = tl.where(counted, (tl.exp2(log_score - log_norm) - true) * weight, 0.0)
         pull += tl.sum(slope[None, :] * tl.exp2(logs - log_score[None, :]), axis=1)
         cell = (batch_head * num_rows + row) * width + block
         tl.store(slope_ptr + cell, slope, mask=block <= current)

@@ -37,7 +37,7 @@ class StepScratch:
         dv: of values.
         slots: tokens or compressed tokens of a sequence that each kind of buffer holds.
         tiles: how keys are divided.
-        where: int32 ``(3, B, T)``: positions of the new tokens, whether they exceed the capacity, and 0.
+        tokens: int32 ``(3, B, T)``: positions of the new tokens, whether they exceed the capacity, and 0.
         q: rotated, ``(B, Hq, T, Dk)``.
         scores: fp32 ``(B, Hkv, T, G, N)``, powers of two, of the compressed tokens that a query sees.
         part: fp32 ``(splits, B, Hq, T, Dv)``; the splits of all branches one after the other.
@@ -53,7 +53,7 @@ class StepScratch:
     dv: int
     slots: dict[str, int]
     tiles: StepTiles
-    where: Tensor
+    tokens: Tensor
     q: Tensor
     scores: Tensor
     part: Tensor
@@ -94,7 +94,7 @@ class StepScratch:
             dv,
             slots,
             tiles,
-            where=torch.empty(3, batch, num_tokens, dtype=torch.int32, device=q.device),
+            tokens=torch.empty(3, batch, num_tokens, dtype=torch.int32, device=q.device),
             q=q.new_empty(batch, inputs.num_heads, num_tokens, dk),
             scores=new(batch, kv_heads, num_tokens, group, width),
             part=new(*rows, dv),
@@ -123,13 +123,13 @@ def place(inputs: StepInputs, scratch: StepScratch) -> None:
     rows = [_uniform(x) for x in rows]
     step_place.place[(scratch.batch * scratch.num_tokens, inputs.num_heads + 6 * scratch.kv_heads)](
         *rows, *(x.stride(1) for x in rows),
-        inputs.lengths, inputs.lengths if inputs.new_lengths is None else inputs.new_lengths, scratch.where, scratch.q,
+        inputs.lengths, inputs.lengths if inputs.new_lengths is None else inputs.new_lengths, scratch.tokens, scratch.q,
         *(buffers.get(name, q) for name in ("k_tail", "v_tail", "k_slc", "v_slc", "k_win", "v_win")),
         scratch.batch, scratch.num_tokens, inputs.max_seq_len,
         scratch.slots.get("tail", 1), scratch.slots.get("win", 1),
-        *_rope(inputs), GIVEN=inputs.frequencies is not None,
+        *_rope(inputs), HAS_FREQUENCIES=inputs.frequencies is not None,
         HQ=inputs.num_heads, HKV=scratch.kv_heads, DK=scratch.dk, DV=scratch.dv,
-        HAS_REAL=inputs.new_lengths is not None, HAS_K_RAW="k_tail" in buffers, HAS_V_RAW="v_tail" in buffers,
+        HAS_NEW_LENGTHS=inputs.new_lengths is not None, HAS_K_RAW="k_tail" in buffers, HAS_V_RAW="v_tail" in buffers,
         HAS_SLC="k_slc" in buffers, HAS_WIN="k_win" in buffers,
         BDK=padded(scratch.dk), BDV=padded(scratch.dv), HALF=padded(scratch.dk // 2, least=1),
         num_warps=1,
@@ -159,7 +159,7 @@ def compress(inputs: StepInputs, scratch: StepScratch) -> None:
             for x in (tail, _or(phi.position, tail), _or(phi.weight, tail), out)
         ]
         step_compress.map_completed[(cdiv(num_rows, 16), cdiv(max(widths), 16), 1 + makes_values)](
-            inputs.lengths, scratch.where, *firsts, *counts,
+            inputs.lengths, scratch.tokens, *firsts, *counts,
             **sizes, BN=16, BDK=padded(scratch.dk), BDV=padded(scratch.dv), PRECISION=precision(),
             num_warps=4,
         )  # fmt: skip
@@ -170,8 +170,8 @@ def compress(inputs: StepInputs, scratch: StepScratch) -> None:
         for x in (tail, middle, _or(phi.out, tail), cache)
     ]
     step_compress.finish_completed[(cdiv(num_rows, 16), 1 + makes_values)](
-        inputs.lengths, scratch.where, *lasts, *counts, scratch.slots["cmp"], *_rope(inputs),
-        GIVEN=inputs.frequencies is not None, K_KIND=phi_k.kind, V_KIND=phi_v.kind, **sizes,
+        inputs.lengths, scratch.tokens, *lasts, *counts, scratch.slots["cmp"], *_rope(inputs),
+        HAS_FREQUENCIES=inputs.frequencies is not None, K_KIND=phi_k.kind, V_KIND=phi_v.kind, **sizes,
         K_HALF=padded(cdiv(scratch.dk, 2)), V_HALF=padded(cdiv(scratch.dv, 2)), PRECISION=precision(),
         num_warps=4,
     )  # fmt: skip
@@ -208,7 +208,7 @@ def _attend_intervals(inputs: StepInputs, scratch: StepScratch) -> None:
     rows = cdiv(scratch.num_tokens * scratch.group, tiles.rows)
     keys = [buffers.get(name, scratch.q) for name in ("k_cmp", "v_cmp", "k_win", "v_win")]
     step_attend.attend_dense[(tiles.cmp + win, scratch.batch * scratch.kv_heads, rows)](
-        scratch.q, scratch.where, *keys, scratch.scores, scratch.part, scratch.top, scratch.total,
+        scratch.q, scratch.tokens, *keys, scratch.scores, scratch.part, scratch.top, scratch.total,
         scratch.heads, scratch.num_tokens, scratch.slots.get("cmp", 0), scratch.slots.get("win", 1),
         scratch.scores.shape[-1], inputs.scale * LOG2_E,
         **_dims(scratch), LENGTH=config.compress_block_size, STRIDE=config.compress_stride, WINDOW=config.window_size,
@@ -224,19 +224,16 @@ def _select(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -> None:
     check_width(width)
     own = scratch.scores.new_empty(scratch.batch, scratch.kv_heads, scratch.num_tokens, width)
     passed = torch.empty_like(own) if any(band.passed) else own
-    ratio = config.select_block_size // config.compress_stride
     group, offsets = padded(scratch.group, least=1), padded(len(band.own), least=1)
     step_attend.importance_of_scores[(cdiv(width, BLOCK_J), scratch.batch * scratch.kv_heads * scratch.num_tokens)](
-        scratch.scores, scratch.top, scratch.total, scratch.where, own, passed,
+        scratch.scores, scratch.top, scratch.total, scratch.tokens, own, passed,
         scratch.heads, scratch.num_tokens, scratch.scores.shape[-1], width,
-        HKV=scratch.kv_heads, G=scratch.group, LENGTH=config.compress_block_size, STRIDE=config.compress_stride,
-        RATIO=ratio, SPLITS=scratch.tiles.cmp,
-        FIRST=band.first, NUM_OFFSETS=len(band.own), OWN=band.own, PASSED=band.passed, HAS_PASSED=any(band.passed),
-        BG=group, BP=padded(scratch.tiles.cmp, least=1), BJ=BLOCK_J, BO=offsets,
+        HKV=scratch.kv_heads, G=scratch.group, **band.constants(config), FIRST=band.first, NUM_OFFSETS=len(band.own),
+        SPLITS=scratch.tiles.cmp, BG=group, BP=padded(scratch.tiles.cmp, least=1), BJ=BLOCK_J, BO=offsets,
         num_warps=max(1, min(16, group * offsets * BLOCK_J // SCORES)),
     )  # fmt: skip
     scores = Scores(own, passed, scratch.num_tokens, width, band)
-    positions = Positions(scratch.where[0], scratch.where[2], scratch.where[2])
+    positions = Positions(scratch.tokens[0], scratch.tokens[2], scratch.tokens[2])
     write_top_blocks(scores, positions, blocks, 0, config=config, num_warps=SELECTING_WARPS)
 
 
@@ -244,7 +241,7 @@ def _attend_selected(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -
     tiles, config, buffers = scratch.tiles, inputs.config, inputs.buffers
     queries, rows = scratch.batch * scratch.kv_heads * scratch.num_tokens, cdiv(scratch.group, tiles.group_rows)
     step_attend.attend_selected[(tiles.slc, queries, rows)](
-        scratch.q, scratch.where, blocks, buffers["k_slc"], buffers["v_slc"], scratch.part, scratch.top, scratch.total,
+        scratch.q, scratch.tokens, blocks, buffers["k_slc"], buffers["v_slc"], scratch.part, scratch.top, scratch.total,
         scratch.heads, scratch.num_tokens, scratch.slots["slc"], scratch.first_split("slc"), inputs.scale * LOG2_E,
         **_dims(scratch), BLOCK=config.select_block_size, SELECTED=config.num_selected_blocks,
         PER_PROGRAM=cdiv(config.num_selected_blocks, tiles.slc), BR=tiles.group_rows, BN=tiles.block_keys,
@@ -264,7 +261,7 @@ def _merge(inputs: StepInputs, scratch: StepScratch, out: Tensor) -> None:
     splits = tiles.cmp + tiles.win + tiles.slc
     rows = padded(splits, least=1)
     step_attend.merge[(scratch.batch * scratch.num_tokens, inputs.num_heads)](
-        scratch.part, scratch.top, scratch.total, gates, scratch.where, inputs.lengths, inputs.reached, out,
+        scratch.part, scratch.top, scratch.total, gates, scratch.tokens, inputs.lengths, inputs.reached, out,
         scratch.batch, scratch.num_tokens, gates.stride(1),
         HQ=inputs.num_heads, DV=scratch.dv, GATE=inputs.gate, COLUMNS=len(columns), SPLITS=splits, **branches,
         BP=rows, BDV=padded(scratch.dv), num_warps=min(16, max(1, rows * padded(scratch.dv) // MERGED)),

@@ -60,7 +60,7 @@ def store_partial(
 
 @jit(do_not_specialize=["num_heads", "num_tokens", "cmp_size", "win_size", "score_width"])
 def attend_dense(
-    q_ptr, where_ptr, k_cmp_ptr, v_cmp_ptr, k_win_ptr, v_win_ptr, score_ptr, part_ptr, top_ptr, total_ptr,
+    q_ptr, tokens_ptr, k_cmp_ptr, v_cmp_ptr, k_win_ptr, v_win_ptr, score_ptr, part_ptr, top_ptr, total_ptr,
     num_heads, num_tokens, cmp_size, win_size, score_width, scale_log2,
     HKV: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, CMP_SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, HAS_CMP: tl.constexpr,
@@ -74,9 +74,9 @@ def attend_dense(
     num_rows = num_tokens * G
     r = tl.program_id(2) * BR + tl.arange(0, BR)
     q = load_queries(q_ptr, r, num_rows, bh, num_tokens, G, DK, BDK)
-    token = tl.load(where_ptr + b * num_tokens + r // G, mask=r < num_rows, other=-1)
-    earliest = tl.load(where_ptr + b * num_tokens)
-    last = tl.load(where_ptr + b * num_tokens + num_tokens - 1)
+    token = tl.load(tokens_ptr + b * num_tokens + r // G, mask=r < num_rows, other=-1)
+    earliest = tl.load(tokens_ptr + b * num_tokens)
+    last = tl.load(tokens_ptr + b * num_tokens + num_tokens - 1)
     top = tl.full([BR], float("-inf"), tl.float32)
     total = tl.zeros([BR], tl.float32)
     acc = tl.zeros([BR, BDV], tl.float32)
@@ -126,7 +126,7 @@ def attend_dense(
 
 @jit(do_not_specialize=["num_heads", "num_tokens", "slc_size", "first_split"])
 def attend_selected(
-    q_ptr, where_ptr, blocks_ptr, k_ptr, v_ptr, part_ptr, top_ptr, total_ptr,
+    q_ptr, tokens_ptr, blocks_ptr, k_ptr, v_ptr, part_ptr, top_ptr, total_ptr,
     num_heads, num_tokens, slc_size, first_split, scale_log2,
     HKV: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     SELECTED: tl.constexpr, PER_PROGRAM: tl.constexpr,
@@ -139,7 +139,7 @@ def attend_selected(
     g = tl.program_id(2) * BR + tl.arange(0, BR)
     r = tl.where(g < G, t * G + g, num_tokens * G)
     q = load_queries(q_ptr, r, num_tokens * G, bh, num_tokens, G, DK, BDK)
-    token = tl.load(where_ptr + b * num_tokens + t)
+    token = tl.load(tokens_ptr + b * num_tokens + t)
     k_ptr += bh * (slc_size + 1) * DK
     v_ptr += bh * (slc_size + 1) * DV
     top = tl.full([BR], float("-inf"), tl.float32)
@@ -165,7 +165,7 @@ def attend_selected(
 
 @jit(do_not_specialize=["num_heads", "num_tokens", "score_width", "width"])
 def importance_of_scores(
-    score_ptr, top_ptr, total_ptr, where_ptr, own_ptr, passed_ptr, num_heads, num_tokens, score_width, width,
+    score_ptr, top_ptr, total_ptr, tokens_ptr, own_ptr, passed_ptr, num_heads, num_tokens, score_width, width,
     HKV: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, RATIO: tl.constexpr,
     SPLITS: tl.constexpr, FIRST: tl.constexpr, NUM_OFFSETS: tl.constexpr, OWN: tl.constexpr, PASSED: tl.constexpr,
     HAS_PASSED: tl.constexpr, BG: tl.constexpr, BP: tl.constexpr, BJ: tl.constexpr, BO: tl.constexpr,
@@ -178,7 +178,7 @@ def importance_of_scores(
     row = tl.program_id(1).to(tl.int64)  # (B, Hkv, T)
     bh = row // num_tokens
     t = row % num_tokens
-    token = tl.load(where_ptr + bh // HKV * num_tokens + t)
+    token = tl.load(tokens_ptr + bh // HKV * num_tokens + t)
     visible = count_visible(token, LENGTH, STRIDE)
     first_block = tl.program_id(0) * BJ
     if first_block * RATIO + FIRST < visible:
@@ -230,7 +230,7 @@ def weights_of(p, tops, totals, gate, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 @jit(do_not_specialize=["batch", "num_tokens", "gate_st"])
 def merge(
-    part_ptr, top_ptr, total_ptr, gate_ptr, where_ptr, lengths_ptr, reached_ptr, out_ptr, batch, num_tokens, gate_st,
+    part_ptr, top_ptr, total_ptr, gate_ptr, tokens_ptr, lengths_ptr, reached_ptr, out_ptr, batch, num_tokens, gate_st,
     HQ: tl.constexpr, DV: tl.constexpr, GATE: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
     CMP: tl.constexpr, CMP_SPLITS: tl.constexpr, CMP_GATE: tl.constexpr,
     SLC: tl.constexpr, SLC_SPLITS: tl.constexpr, SLC_GATE: tl.constexpr,
@@ -256,7 +256,7 @@ def merge(
     totals = tl.load(total_ptr + cell, mask=p < SPLITS, other=0.0)
     lane = tl.arange(0, 4)
     logit = tl.load(gate_ptr + row * gate_st + h * COLUMNS + lane, mask=lane < COLUMNS, other=float("-inf"))
-    lost = tl.load(where_ptr + batch * num_tokens + row)
+    lost = tl.load(tokens_ptr + batch * num_tokens + row)
 
     logit = logit.to(tl.float32)
     if GATE == "softmax":
@@ -275,6 +275,6 @@ def merge(
     out = tl.where(lost != 0, float("nan"), out)
     tl.store(out_ptr + (row * HQ + h) * DV + d, out.to(out_ptr.dtype.element_ty), mask=d < DV)
     if (h == 0) & (t == num_tokens - 1):
-        length = tl.load(where_ptr + row) + 1
+        length = tl.load(tokens_ptr + row) + 1
         tl.store(lengths_ptr + b, length)
         tl.store(reached_ptr + b, tl.maximum(tl.load(reached_ptr + b), length))

@@ -11,13 +11,13 @@ from flexnsa.attention.triton.kernels.visible import count_visible
 
 
 @jit
-def completed(m, lengths_ptr, where_ptr, num_rows, num_tokens, HKV: tl.constexpr, E: tl.constexpr,
+def completed(m, lengths_ptr, tokens_ptr, num_rows, num_tokens, HKV: tl.constexpr, E: tl.constexpr,
               LENGTH: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
     """Return the (batch, kv head) index, the block, and whether it is complete, for rows ``m`` of ``(B, E, Hkv)``."""
     inside = m < num_rows
     b = m // (HKV * E)
     before = tl.load(lengths_ptr + b, mask=inside, other=0)
-    last = tl.load(where_ptr + b * num_tokens + num_tokens - 1, mask=inside, other=-1)
+    last = tl.load(tokens_ptr + b * num_tokens + num_tokens - 1, mask=inside, other=-1)
     block = count_visible(before - 1, LENGTH, STRIDE) + m // HKV % E
     complete = inside & (block < count_visible(last, LENGTH, STRIDE))
     return (b * HKV + m % HKV).to(tl.int64), block, complete
@@ -52,7 +52,7 @@ def map_blocks(
 
 @jit(do_not_specialize=["num_rows", "num_tokens", "tail_size"])
 def map_completed(
-    lengths_ptr, where_ptr, k_tail_ptr, k_position_ptr, k_weight_ptr, k_hidden_ptr,
+    lengths_ptr, tokens_ptr, k_tail_ptr, k_position_ptr, k_weight_ptr, k_hidden_ptr,
     v_tail_ptr, v_position_ptr, v_weight_ptr, v_hidden_ptr, num_rows, num_tokens, tail_size,
     HKV: tl.constexpr, E: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -60,7 +60,7 @@ def map_completed(
 ):  # fmt: skip
     """Compute the first projection of the compressors, of keys (third program index 0) or values (1)."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
-    head, block, complete = completed(m, lengths_ptr, where_ptr, num_rows, num_tokens, HKV, E, LENGTH, STRIDE)
+    head, block, complete = completed(m, lengths_ptr, tokens_ptr, num_rows, num_tokens, HKV, E, LENGTH, STRIDE)
     n0 = tl.program_id(1) * BN
     if tl.max(complete.to(tl.int32)) > 0:
         if tl.program_id(2) == 0:
@@ -109,9 +109,9 @@ def part_of_block(
 @jit
 def finish_blocks(
     head, block, complete, m, tail_ptr, hidden_ptr, out_ptr, cache_ptr, tail_size, cmp_size,
-    frequency_ptr, base_high, base_low, rope_scale, GIVEN: tl.constexpr, ROTATE: tl.constexpr, KIND: tl.constexpr,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr,
+    frequency_ptr, base_high, base_low, rope_scale, HAS_FREQUENCIES: tl.constexpr, ROTATE: tl.constexpr,
+    KIND: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BM: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Complete the compression, rotate keys at the position of their block's first token, and store to the cache."""
     a, i, first = part_of_block(
@@ -128,7 +128,7 @@ def finish_blocks(
         a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
         token = (block * STRIDE)[:, None]
         pair = tl.arange(0, HALF)[None, :]
-        cos, sin = angles(token, pair, frequency_ptr, base_high, base_low, rope_scale, GIVEN, D)
+        cos, sin = angles(token, pair, frequency_ptr, base_high, base_low, rope_scale, HAS_FREQUENCIES, D)
         a, b = a * cos - b * sin, b * cos + a * sin
     tl.store(cache_ptr + slot[:, None] + i[None, :], a.to(dtype), mask=first)
     tl.store(cache_ptr + slot[:, None] + j[None, :], b.to(dtype), mask=second)
@@ -136,27 +136,27 @@ def finish_blocks(
 
 @jit(do_not_specialize=["num_rows", "num_tokens", "tail_size", "cmp_size"])
 def finish_completed(
-    lengths_ptr, where_ptr, k_tail_ptr, k_hidden_ptr, k_out_ptr, k_cache_ptr,
+    lengths_ptr, tokens_ptr, k_tail_ptr, k_hidden_ptr, k_out_ptr, k_cache_ptr,
     v_tail_ptr, v_hidden_ptr, v_out_ptr, v_cache_ptr,
     num_rows, num_tokens, tail_size, cmp_size, frequency_ptr, base_high, base_low, rope_scale,
-    GIVEN: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+    HAS_FREQUENCIES: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     HKV: tl.constexpr, E: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BM: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store compressed keys (second program index 0) or values (1) to the cache."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
-    head, block, complete = completed(m, lengths_ptr, where_ptr, num_rows, num_tokens, HKV, E, LENGTH, STRIDE)
+    head, block, complete = completed(m, lengths_ptr, tokens_ptr, num_rows, num_tokens, HKV, E, LENGTH, STRIDE)
     if tl.max(complete.to(tl.int32)) > 0:
         if tl.program_id(1) == 0:
             finish_blocks(
                 head, block, complete, m, k_tail_ptr, k_hidden_ptr, k_out_ptr, k_cache_ptr, tail_size, cmp_size,
-                frequency_ptr, base_high, base_low, rope_scale, GIVEN, True, K_KIND,
+                frequency_ptr, base_high, base_low, rope_scale, HAS_FREQUENCIES, True, K_KIND,
                 LENGTH, STRIDE, DK, K_WIDTH, BM, K_HALF, PRECISION,
             )  # fmt: skip
         else:
             finish_blocks(
                 head, block, complete, m, v_tail_ptr, v_hidden_ptr, v_out_ptr, v_cache_ptr, tail_size, cmp_size,
-                frequency_ptr, base_high, base_low, rope_scale, GIVEN, False, V_KIND,
+                frequency_ptr, base_high, base_low, rope_scale, HAS_FREQUENCIES, False, V_KIND,
                 LENGTH, STRIDE, DV, V_WIDTH, BM, V_HALF, PRECISION,
             )  # fmt: skip

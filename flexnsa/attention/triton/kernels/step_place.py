@@ -9,13 +9,13 @@ from flexnsa.attention.triton.kernels.kernel import jit
 
 
 @jit
-def angles(token, pair, frequency_ptr, base_high, base_low, scale, GIVEN: tl.constexpr, D: tl.constexpr):
+def angles(token, pair, frequency_ptr, base_high, base_low, scale, HAS_FREQUENCIES: tl.constexpr, D: tl.constexpr):
     """Return cosines and sines of some pairs of a head of size ``D`` at a token, times ``scale``, fp32.
 
     Frequencies are loaded, or computed from a base. Its ``log2`` is ``base_high + base_low``, because one fp32 number
     has too few bits. Full turns are removed in float64, so that only the fraction of a turn is rounded.
     """
-    if GIVEN:
+    if HAS_FREQUENCIES:
         frequency = tl.load(frequency_ptr + pair, mask=pair < D // 2, other=0.0).to(tl.float64)
     else:
         share = pair.to(tl.float64) / (D // 2)
@@ -48,33 +48,33 @@ def rotate(source, target, cos, sin, D: tl.constexpr, BLOCK: tl.constexpr):
 def place(
     q_ptr, k_raw_ptr, v_raw_ptr, k_slc_ptr, v_slc_ptr, k_win_ptr, v_win_ptr,
     q_st, kc_st, vc_st, ks_st, vs_st, kw_st, vw_st,
-    lengths_ptr, real_ptr, where_ptr, rotated_ptr,
+    lengths_ptr, new_lengths_ptr, tokens_ptr, rotated_ptr,
     k_tail_ptr, v_tail_ptr, k_slc_cache_ptr, v_slc_cache_ptr, k_win_cache_ptr, v_win_cache_ptr,
     batch, num_tokens, max_seq_len, tail_size, win_size, frequency_ptr, base_high, base_low, rope_scale,
-    HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HAS_REAL: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HAS_NEW_LENGTHS: tl.constexpr,
     HAS_K_RAW: tl.constexpr, HAS_V_RAW: tl.constexpr, HAS_SLC: tl.constexpr, HAS_WIN: tl.constexpr,
-    GIVEN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, HALF: tl.constexpr,
+    HAS_FREQUENCIES: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Store one head of one new token; the program of the first head also stores the token's position.
 
-    ``where`` is ``(3, B, T)``: the position, whether the token exceeded the capacity, and 0.
+    ``tokens`` is ``(3, B, T)``: the position, whether the token exceeded the capacity, and 0.
     """
     row = tl.program_id(0).to(tl.int64)
     b = row // num_tokens
     t = row % num_tokens
     before = tl.load(lengths_ptr + b)
     end = before + num_tokens
-    if HAS_REAL:
-        end = before + tl.load(real_ptr + b)
+    if HAS_NEW_LENGTHS:
+        end = before + tl.load(new_lengths_ptr + b)
     after = tl.minimum(end, max_seq_len)
     position = before + t
     token = tl.minimum(position, after - 1)  # padding has the position of the last token
     h = tl.program_id(1)
     if h == 0:
-        tl.store(where_ptr + row, token.to(tl.int32))
-        tl.store(where_ptr + batch * num_tokens + row, ((position >= after) & (position < end)).to(tl.int32))
-        tl.store(where_ptr + 2 * batch * num_tokens + row, 0)
-    cos, sin = angles(token, tl.arange(0, HALF), frequency_ptr, base_high, base_low, rope_scale, GIVEN, DK)
+        tl.store(tokens_ptr + row, token.to(tl.int32))
+        tl.store(tokens_ptr + batch * num_tokens + row, ((position >= after) & (position < end)).to(tl.int32))
+        tl.store(tokens_ptr + 2 * batch * num_tokens + row, 0)
+    cos, sin = angles(token, tl.arange(0, HALF), frequency_ptr, base_high, base_low, rope_scale, HAS_FREQUENCIES, DK)
     if h < HQ:
         rotate(q_ptr + row * q_st + h * DK, rotated_ptr + ((b * HQ + h) * num_tokens + t) * DK, cos, sin, DK, HALF)
     elif position < after:

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from flexnsa.attention.triton.kernels.gluon import async_load, barrier, gluon_jit
+from flexnsa.attention.triton.kernels.hopper.interval_keys import count_visible
 from flexnsa.attention.triton.kernels.hopper.rows import copy_layout, copy_rows, product_layout, product_with
 
 
@@ -40,7 +41,7 @@ def hopper_importance(
     row0 = first_row + tile_t * BLOCK_T
     end = first_row + num_rows
 
-    if first_block * RATIO < _count(gl.minimum(row0 + BLOCK_T, end) - 1, LENGTH, STRIDE):
+    if first_block * RATIO < count_visible(gl.minimum(row0 + BLOCK_T, end) - 1, LENGTH, STRIDE):
         k_tiles = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [pieces, PLACES * BLOCK_J, HEAD_DIM], swizzled)
         q_tiles = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, BLOCK_T, HEAD_DIM], swizzled)
         lse_tiles = gl.allocate_shared_memory(gl.float32, [4, BLOCK_T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -62,7 +63,7 @@ def hopper_importance(
         async_copy.commit_group()
 
         local_row = tile_t * BLOCK_T + gl.arange(0, BLOCK_T, of_rows)
-        visible = _count(first_row + local_row, LENGTH, STRIDE)
+        visible = count_visible(first_row + local_row, LENGTH, STRIDE)
         block = first_block + gl.arange(0, BLOCK_J, gl.SliceLayout(0, cells))
         visible = visible[:, None] - (block * RATIO)[None, :]
         own = gl.zeros([BLOCK_T, BLOCK_J], gl.float32, cells)
@@ -84,7 +85,7 @@ def hopper_importance(
 
         # One of the two loops runs, over the heads but the first; the last product of each head is summed in the next
         # iteration, and that of the last head after the loops.
-        whole = _count(row0, LENGTH, STRIDE) >= (first_block + BLOCK_J) * RATIO
+        whole = count_visible(row0, LENGTH, STRIDE) >= (first_block + BLOCK_J) * RATIO
         num_masked = gl.where(whole, 0, GROUP - 1)
         for part in gl.static_range(2):
             for i in range(0 if part == 0 else num_masked, num_masked if part == 0 else GROUP - 1):
@@ -123,12 +124,6 @@ def hopper_importance(
         gl.store(own_ptr + cell, own, mask=stored)
         if HAS_PASSED:
             gl.store(passed_ptr + cell, passed, mask=stored)
-
-
-@gluon_jit
-def _count(row, LENGTH: gl.constexpr, STRIDE: gl.constexpr):
-    """Return how many compressed tokens a query sees."""
-    return gl.maximum(row + (1 + STRIDE - LENGTH), 0) // STRIDE
 
 
 @gluon_jit

@@ -30,8 +30,14 @@ def place(LONGEST_LAST: gl.constexpr, WINDOW: gl.constexpr):
 @gluon_jit
 def keys_of(row, num_keys, LENGTH: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr):
     """Return the keys ``low .. high - 1`` that queries see, as ``keys_of`` of ``kernels/intervals.py`` does."""
-    high = gl.minimum(gl.maximum(row + (1 + STRIDE - LENGTH), 0) // STRIDE, num_keys)
+    high = gl.minimum(count_visible(row, LENGTH, STRIDE), num_keys)
     low = row * 0
     if WINDOW > 0:
         low = gl.maximum(row - (WINDOW - 1), 0)
     return low, high
+
+
+@gluon_jit
+def count_visible(row, LENGTH: gl.constexpr, STRIDE: gl.constexpr):
+    """Return how many compressed tokens a query sees."""
+    return gl.maximum(row + (1 + STRIDE - LENGTH), 0) // STRIDE

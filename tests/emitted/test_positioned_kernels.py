@@ -1,0 +1,137 @@
+"""The sm_90 kernels of queries whose positions are told, in an interpreter: packed documents, mods, and jumps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexnsa import mods
+from flexnsa.attention.dispatch import FLEX, REFERENCE
+from flexnsa.attention.flex import branches
+from flexnsa.attention.interface import Call, Implementation
+from flexnsa.config import num_compressed
+from flexnsa.masks.document import document_positions
+from flexnsa.masks.user_mods import ScoreMod, merge_mods
+from flexnsa.positions import Positions
+from tests.emitted.calls import BRANCHES, TWO_BLOCKS, assert_agree, attend
+from tests.emitted.emit import emit
+from tests.emitted.interpreted import interpreted
+from tests.support.dense import dense_attention, visible_keys
+
+PACKS = {
+    "unaligned starts": (19, 33, 17),
+    "documents of one token": (1, 1, 30, 1, 28, 1, 1),
+    "a document longer than the window": (5, 60, 4),
+}
+GROUPS, SCALE = 4, 0.3
+LENGTH, TOKENS = 300, [*range(17, 47), 100, 150, *range(270, 299)]
+
+
+def packed(
+    branch: str, implementation: Implementation = FLEX, mod: ScoreMod | None = None
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The branch as a function of its tensors, in which the mask is made too."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *blocks: Tensor) -> tuple[Tensor, Tensor]:
+        positions = document_positions(ids, TWO_BLOCKS)
+        return attend(implementation, branch, Call(TWO_BLOCKS, SCALE, mod, positions, positions), q, k, v, *blocks)
+
+    return run
+
+
+def modded(branch: str, implementation: Implementation) -> Callable[..., tuple[Tensor, Tensor]]:
+    """As :func:`packed`, of a bias by distance too."""
+
+    def run(bias: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        mod = merge_mods(mods.chain(mods.soft_cap(2.0), mods.distance_bias(bias)), mods.banned_span(0, 12))
+        return packed(branch, implementation, mod)(*tensors)
+
+    return run
+
+
+def placed(branch: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """As :func:`packed`, of queries that stand at tokens of one sequence."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *blocks: Tensor) -> tuple[Tensor, Tensor]:
+        positions = Positions.of_queries(tokens)
+        return attend(FLEX, branch, Call(TWO_BLOCKS, SCALE, None, positions, positions), q, k, v, *blocks)
+
+    return run
+
+
+def arguments(branch: str, seq_len: int, told: Tensor, token: Tensor) -> tuple[Tensor, ...]:
+    """q, k, v, what is told of the positions and, of the selected branch, block 0 and each query's own."""
+    num_keys = num_compressed(seq_len, TWO_BLOCKS) if branch == "cmp" else seq_len
+    shapes = (GROUPS, len(token), 32), (1, num_keys, 32), (1, num_keys, 16)
+    q, k, v = (torch.randn(1, *shape, requires_grad=True) for shape in shapes)
+    own = token.int() // TWO_BLOCKS.select_block_size
+    blocks = torch.stack([torch.zeros_like(own), torch.where(own > 0, own, -1)], -1)[None, None]
+    return (q, k, v, told, blocks) if branch == "slc" else (q, k, v, told)
+
+
+def documents(branch: str, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    ids = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])[None]
+    return arguments(branch, sum(lengths), ids, torch.cat([torch.arange(length) for length in lengths]))
+
+
+def in_fp64(*inputs: Tensor) -> list[Tensor]:
+    return [x.detach().double().requires_grad_() for x in inputs]
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("pack", PACKS)
+def test_packed_kernels_compute_each_document_alone(pack: str, branch: str) -> None:
+    lengths = PACKS[pack]
+    module = emit(packed(branch), lambda: documents(branch, lengths))
+    inputs = documents(branch, lengths)
+    exact = in_fp64(*inputs[:3])
+    keep = visible_keys(branch, lengths, TWO_BLOCKS, *inputs[4:])
+    got, want = interpreted(module)(*inputs), dense_attention(exact[0], exact[1], exact[2], keep, SCALE)
+    assert_agree(got, want, inputs[:3], exact, "dq", "dk", "dv")
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_one_graph_serves_every_pack(branch: str) -> None:
+    first, *others = PACKS.values()
+    total = max(map(sum, PACKS.values()))
+    filled = [(*lengths, total - sum(lengths)) if sum(lengths) < total else lengths for lengths in others]
+    whole = (*first, total - sum(first)) if sum(first) < total else first
+    more = [lambda lengths=lengths: documents(branch, lengths) for lengths in filled]
+    module = emit(packed(branch), lambda: documents(branch, whole), others=more)
+    assert module.source("backward")
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_modded_kernels_agree_with_the_oracle(branch: str) -> None:
+    def make() -> tuple[Tensor, ...]:
+        return torch.randn(GROUPS, 9, requires_grad=True), *documents(branch, (19, 1, 49))
+
+    module = emit(modded(branch, FLEX), make)
+    inputs = make()
+    exact = in_fp64(*inputs[:4])
+    got, want = interpreted(module)(*inputs), modded(branch, REFERENCE)(*exact, *inputs[4:])
+    empty = want[1] == -torch.inf
+    assert empty.any()
+    assert (got[0][empty] == 0).all()
+    assert_agree(got, want, inputs[:4], exact, "dbias", "dq", "dk", "dv")
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_queries_meet_the_keys_of_their_own_tokens(branch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of queries that jump inside a tile."""
+    monkeypatch.setattr(branches, "ENOUGH_PROGRAMS", 0)  # so that compressed keys are not repeated
+
+    def make() -> tuple[Tensor, ...]:
+        tokens = torch.tensor(TOKENS)
+        return arguments(branch, LENGTH, tokens, tokens)
+
+    module = emit(placed(branch), make)
+    inputs = make()
+    exact = in_fp64(*inputs[:3])
+    blocks = [torch.zeros(1, 1, LENGTH, 2).int().index_copy(2, inputs[3], x) for x in inputs[4:]]
+    keep = visible_keys(branch, (LENGTH,), TWO_BLOCKS, *blocks)[..., TOKENS, :]
+    got, want = interpreted(module)(*inputs), dense_attention(exact[0], exact[1], exact[2], keep, SCALE)
+    assert_agree(got, want, inputs[:3], exact, "dq", "dk", "dv")
