@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,32 +110,3 @@ def differentiate_index(
             for total, made in zip((grads[0], *grads[2:]), (dq, *others), strict=True):
                 total[:, :, part] = made
     return Sums(*sums), grads
-
-
-class WithGradient(torch.autograd.Function):
-    """A loss whose gradients in some parameters are known."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: ARG004
-        """Keep the gradients."""
-        ctx.save_for_backward(*gradients)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Scale them."""
-        return None, None, *(grad.to(x.dtype) * x for x in ctx.saved_tensors)
-
-
-@contextmanager
-def graph_of_its_own() -> Iterator[None]:
-    """Record a graph in forward, also where activation checkpointing records none, and keep what it saves.
-
-    Of parameters it keeps a copy, because FSDP frees them after their layer.
-    """
-
-    def keep(x: Tensor) -> Tensor:
-        return x.detach().clone() if x.is_leaf and x.requires_grad else x
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        yield

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from flexnsa.attached_losses import Attached, Once
 from flexnsa.attention.sampling import sampled_tokens
 from flexnsa.layers.indexer import SAMPLED_QUERIES, SelectionLoss
 from flexnsa.primitives import check_choice, check_positive_number, check_type, describe
@@ -94,9 +95,9 @@ class IndexTeaching:
         self._found: list[Tensor] = []
         self._required = {parameter: parameter.requires_grad for parameter in model.parameters()}
         self._layers: list[TaughtLayer] = []
-        released, leader = RELEASED[self._config.model_type.removesuffix("_text")], None
+        kind, leader = self._config.model_type.removesuffix("_text"), None
         for layer in indexed_layers(self._text):
-            self._layers.append(TaughtLayer(self._lesson, layer, released, leader))
+            self._layers.append(TaughtLayer(self._lesson, layer, kind, leader))
             leader = self._layers[-1].leader or leader
             parameters = self._layers[-1].parameters
             for parameter in () if any(each.requires_grad for each in parameters) else parameters:
@@ -134,7 +135,7 @@ class IndexTeaching:
             ValueError: no pass was compared since.
         """
         passes, self._passes = self._passes, []
-        losses: list[Any] = [_Once.apply(each.total, each) for each in _some(passes)]
+        losses: list[Any] = [Once.apply(each.total, each) for each in _some(passes)]
         return torch.stack(losses).mean()
 
     def uniform_loss(self) -> Tensor:
@@ -211,43 +212,12 @@ class IndexTeaching:
         self._found.append(sums[:, 3:])
         if not done.teaches:
             return out
-        once: Any = _Once.apply(done.total, done)
+        once: Any = Once.apply(done.total, done)
         attached = Attached.apply(x, self.weight * once)
         if isinstance(out, tuple):
             return attached, *out[1:]
         out[next(iter(out))] = attached
         return out
-
-
-class Attached(torch.autograd.Function):
-    """The first argument, with the gradient of the second."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor, loss: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: ARG004
-        """Return the first."""
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: ARG004
-        """Give the second a gradient of 1."""
-        return grad, grad.new_ones(())
-
-
-class _Once(torch.autograd.Function):
-    """The loss of a pass, whose gradient passes once: to the backward, or the part of one, that comes first.
-
-    What was computed last is differentiated first, so a loss that was asked for precedes what outputs carry.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, one_pass: Pass) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.one_pass = one_pass
-        return total.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        first, ctx.one_pass.taught = not ctx.one_pass.taught, True
-        return grad if first else torch.zeros_like(grad), None
 
 
 def _text_model(model: nn.Module) -> PreTrainedModel:

@@ -7,6 +7,8 @@ that the runs of a packed document can begin wherever it does. Their own modules
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -140,14 +142,9 @@ class MSA(ReleasedIndexer):
 class DSA(ReleasedIndexer):
     """deepseek_v32: tokens; positive products, summed over heads with factors of the query's input."""
 
-    neighbours = False
-    """Whether a rotated pair are neighbours, or of two halves."""
-    last = False
-    """Whether the last dims are rotated, or the first."""
-
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, **rotation: bool) -> None:
         super().__init__(module)
-        self.num_chosen = module.index_topk
+        self.num_chosen, self.rotation = module.index_topk, rotation
 
     def features(self, given: dict[str, Any], tokens: Tensor) -> Features:
         """Map, norm and rotate."""
@@ -156,17 +153,13 @@ class DSA(ReleasedIndexer):
         k = module.wk(x).to(module.k_norm.weight.dtype)
         q, k = self.queries(given, tokens), module.k_norm(k).to(x.dtype)[:, :, None]
         if getattr(module, "use_rope", True):
-            q, k = (self.rotate(*each) for each in ((q, _rope_at(rope, tokens)), (k, rope)))
+            q, k = (_rotate(*each, **self.rotation) for each in ((q, _rope_at(rope, tokens)), (k, rope)))
         weights = _wide(module.weights_proj(at.to(module.weights_proj.weight.dtype))) * module.n_heads**-0.5
         return Features(q.transpose(1, 2), k.transpose(1, 2), weights.transpose(1, 2))
 
     def queries(self, given: dict[str, Any], tokens: Tensor) -> Tensor:
         """Map the latent of the queries, ``(B, m, H, D)``."""
         return self.module.wq_b(at_tokens(given["q_resid"], tokens)).unflatten(-1, (-1, self.module.head_dim))
-
-    def rotate(self, x: Tensor, rope: tuple[Tensor, ...]) -> Tensor:
-        """Rotate the pairs of this model."""
-        return _rotate(x, rope, neighbours=self.neighbours, last=self.last)
 
     def scores(self, features: Features, visible: Tensor) -> Tensor:  # noqa: ARG002
         """Weigh the positive products of all heads."""
@@ -175,19 +168,7 @@ class DSA(ReleasedIndexer):
         return (products.relu() * features.weights[..., None]).sum(1, keepdim=True)
 
 
-class NeighbourDSA(DSA):
-    """glm_moe_dsa: rotated as neighbours."""
-
-    neighbours = True
-
-
-class LastDSA(DSA):
-    """hy_v4: the last dims are rotated."""
-
-    last = True
-
-
-class MistralDSA(NeighbourDSA):
+class MistralDSA(DSA):
     """mistral_large4: queries of the layer's input, times a factor for each head, linear in the log of the position."""
 
     def queries(self, given: dict[str, Any], tokens: Tensor) -> Tensor:
@@ -198,13 +179,13 @@ class MistralDSA(NeighbourDSA):
         return module.softmax_scaling(q.unflatten(-1, (-1, module.head_dim)), where, head_dim_first=False)
 
 
-RELEASED: dict[str, type[ReleasedIndexer]] = {
+RELEASED: dict[str, Callable[[Any], ReleasedIndexer]] = {
     "qwen4_exp": QSA,
     "minimax_m3_vl": MSA,
     "deepseek_v32": DSA,
-    "glm_moe_dsa": NeighbourDSA,
-    "hy_v4": LastDSA,
-    "mistral_large4": MistralDSA,
+    "glm_moe_dsa": partial(DSA, neighbours=True),
+    "hy_v4": partial(DSA, last=True),
+    "mistral_large4": partial(MistralDSA, neighbours=True),
 }
 """By ``model_type``. Not here: deepseek_v4, whose softmax has compressed entries and a window, and glm5_next, which is
 wrong in packed rows and cannot share an indexer."""

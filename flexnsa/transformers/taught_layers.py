@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from flexnsa.attached_losses import WithGradient, graph_of_its_own
 from flexnsa.attention.sampling import Sample
-from flexnsa.transformers.index_loss import Attention, Sums, WithGradient, differentiate_index, graph_of_its_own
-from flexnsa.transformers.released_indexers import MSA, QSA, Features, ReleasedIndexer
+from flexnsa.transformers.index_loss import Attention, Sums, differentiate_index
+from flexnsa.transformers.released_indexers import MSA, QSA, RELEASED, Features, ReleasedIndexer
 
 
 @dataclass(slots=True)
@@ -44,10 +45,10 @@ class Lesson:
 class TaughtLayer:
     """An attention layer, and the one whose indexer it teaches: itself, or its ``leader``, whose choice it reads."""
 
-    def __init__(self, lesson: Lesson, layer: Any, released: type[ReleasedIndexer], leader: TaughtLayer | None) -> None:
+    def __init__(self, lesson: Lesson, layer: Any, kind: str, leader: TaughtLayer | None) -> None:
         self.lesson, self.layer, self.given = lesson, layer, dict[str, Any]()
         self.indexer: Any = layer.indexer
-        self.released = None if self.indexer is None else released(self.indexer)
+        self.released = None if self.indexer is None else RELEASED[kind](self.indexer)
         self.leader = leader if getattr(layer, "skip_topk", False) else None
         layer.taught = self
         if self.indexer is not None:

@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
+from flexnsa.attached_losses import Attached
 from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.optim import index_parameters
 from flexnsa.primitives import check_int, check_positive_number, describe
-from flexnsa.transformers.index_teaching import Attached, IndexTeaching, teach_indexers
+from flexnsa.transformers.index_teaching import IndexTeaching, teach_indexers
 from flexnsa.transformers.taught_layers import indexed_layers
 
 
@@ -73,21 +74,13 @@ class TeachSelection(TrainerCallback):
         self.weight, self.warmup_steps, self.options = weight, warmup_steps, options
         self.teaching: IndexTeaching | None = None
 
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **_: Any,
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Let the indexers of a released model learn before there is an optimizer."""
-        self._teach(model)
+        self._teach(kw["model"])
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Check that there is something to teach."""
+        model = kw["model"]
         self._teach(model)
         if self.teaching is None and (self.warmup_steps or not index_parameters(model) or not _hooked(model)):
             if self.warmup_steps and _hooked(model):
@@ -96,29 +89,19 @@ class TeachSelection(TrainerCallback):
         if args.fp16:
             raise ValueError("fp16: expected False with TeachSelection, because gradients are scaled, got True")
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Tell the model the step, and the weight of each of its batches."""
         weight = self.weight / args.gradient_accumulation_steps
-        for each in _hooked(model):
+        for each in _hooked(kw["model"]):
             each.selection_hook = SelectionLossHook(weight, {**self.options, "step": state.global_step})
         if self.teaching is not None:
             stage = "warmup" if state.global_step < self.warmup_steps else "joint"
             self.teaching.stage, self.teaching.step, self.teaching.weight = stage, state.global_step, weight
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Log the selection loss of the last step, or that of a released model since the last log."""
         figures: dict[str, float] = {}
-        hooks = [each.selection_hook for each in _hooked(model) if each.selection_hook is not None]
+        hooks = [each.selection_hook for each in _hooked(kw["model"]) if each.selection_hook is not None]
         losses = [loss for hook in hooks for loss in hook.losses]
         if losses:
             figures["selection_loss"] = torch.stack(losses).mean().item()
@@ -126,14 +109,13 @@ class TeachSelection(TrainerCallback):
             figures["selection_loss"] = self.teaching.loss().item()
             figures["selection_loss_uniform"] = self.teaching.uniform_loss().item()
             figures["selection_recall"] = self.teaching.recall().nan_to_num(1.0).min().item()
+        logs = kw.get("logs")
         for entry in (logs, state.log_history[-1]) if logs is not None else ():
             entry |= figures
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Teach no longer."""
-        for each in _hooked(model):
+        for each in _hooked(kw["model"]):
             each.selection_hook = None
         if self.teaching is not None:
             self.teaching.remove()
