@@ -70,6 +70,7 @@ def differentiate_index(
     released: ReleasedIndexer,
     features: Features,
     attention: Attention,
+    choice: Tensor | None,
     *,
     among_chosen: bool,
     by_mass: bool,
@@ -77,7 +78,8 @@ def differentiate_index(
 ) -> tuple[Sums, list[Tensor]]:
     """Sum the divergences of units' scores from their true shares, and differentiate the sum, in chunks of queries.
 
-    Both are distributions over the units that are free, or over those that the model chooses of them.
+    Both are distributions over the units that are free, or over those that the model chooses of them. Its own
+    ``choice (B, groups, m, n)`` decides, or without one the best scores, as ties and rounding may differ.
 
     Returns:
         The sums, and the gradients of ``kl`` in the features.
@@ -94,7 +96,7 @@ def differentiate_index(
         leaves = features.take(part)
         with torch.set_grad_enabled(gradient):
             scores = released.scores(leaves, visible)
-        chosen = released.best(scores.detach(), free)
+        chosen = released.best(scores.detach(), free) if choice is None else released.chosen(choice[:, :, part], free)
         kept = chosen if among_chosen else free.expand_as(chosen)
         compared = compare(true.log(), scores.detach(), kept)
         weights = weigh(compared.mass, by_mass)

@@ -68,6 +68,12 @@ class ReleasedIndexer(ABC):
         chosen = torch.zeros_like(scores, dtype=torch.bool)
         return chosen.scatter_(-1, ranked[..., : self.num_chosen], True) & free
 
+    def chosen(self, choice: Tensor, free: Tensor) -> Tensor:
+        """Mark the free units that a model's own ``choice (B, groups, m, n)`` has, bool ``(B, groups, m, U)``."""
+        slots = choice.long().where(choice >= 0, free.shape[-1])
+        chosen = free.new_zeros(*choice.shape[:3], free.shape[-1] + 1)
+        return chosen.scatter_(-1, slots, True)[..., :-1] & free
+
 
 class QSA(ReleasedIndexer):
     """qwen4_exp: the mean key of ``size`` tokens that are complete; positive products, summed over heads."""
@@ -96,6 +102,10 @@ class QSA(ReleasedIndexer):
         first = visible.to(torch.int8).argmax(-1, keepdim=True)
         column = torch.arange(visible.shape[-1], device=visible.device)
         return visible & (column + self.size <= tokens[..., None] + 1) & ((column - first) % self.size == 0)
+
+    def chosen(self, choice: Tensor, free: Tensor) -> Tensor:
+        """Look for the first token of a run in a mask."""
+        return choice[..., : free.shape[-1]] & free
 
     def shares(self, probs: Tensor) -> Tensor:
         """Sum from every token on."""

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from flexnsa.attached_losses import WithGradient, graph_of_its_own
 from flexnsa.attention.sampling import Sample
 from flexnsa.transformers.index_loss import Attention, Sums, differentiate_index
-from flexnsa.transformers.released_indexers import MSA, QSA, RELEASED, Features, ReleasedIndexer
+from flexnsa.transformers.released_indexers import MSA, QSA, RELEASED, Features, ReleasedIndexer, at_tokens
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Pass:
 
     tokens: Tensor
     teaches: bool
-    features: dict[TaughtLayer, tuple[Features, list[nn.Parameter]]] = field(default_factory=dict)
+    features: dict[TaughtLayer, tuple[Features, list[nn.Parameter], Tensor | None]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     sums: list[Sums] = field(default_factory=list)
     total: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -95,7 +95,8 @@ class TaughtLayer:
         """Keep what the indexer is given, and choose as it does; nothing where all is attended to."""
         self.given = self._signature.bind(*args, **kwargs).arguments
         if self.lesson.stage == "joint":
-            return self._forward(*args, **kwargs)
+            self.given["choice"] = self._forward(*args, **kwargs)
+            return self.given["choice"]
         x = self.given["hidden_states"]
         if isinstance(self.released, QSA):
             return x.new_ones(1, 1, 1, 1, dtype=torch.bool)
@@ -118,8 +119,12 @@ class TaughtLayer:
             if self is leader:
                 given = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
                 learning = [parameter for parameter in self.parameters if parameter.requires_grad]
-                one_pass.features[self] = released.features(given, sample.tokens), learning
-            features, learning = one_pass.features[leader]
+                choice = given.get("choice")
+                if choice is not None:
+                    rows = choice[:, :, None] if choice.dim() == 3 else choice.transpose(1, 2)
+                    choice = at_tokens(rows, sample.tokens).transpose(1, 2)
+                one_pass.features[self] = released.features(given, sample.tokens), learning, choice
+            features, learning, choice = one_pass.features[leader]
             with torch.autocast(q.device.type, enabled=False):
                 sampled, sinks = sample.take(q.detach()), options.get("s_aux")
                 attention = Attention(sampled, k.detach(), sample.tokens, mask, options["scaling"], sinks)
@@ -127,6 +132,7 @@ class TaughtLayer:
                     released,
                     features,
                     attention,
+                    choice,
                     among_chosen=self.lesson.stage == "joint",
                     by_mass=self.lesson.by_mass,
                     gradient=one_pass.teaches,

@@ -95,8 +95,20 @@ def plain_scores(kind: str, indexer: Any, given: dict[str, Any]) -> Tensor:
     return torch.einsum("bsh,bhst->bst", weights, torch.einsum("bshd,btjd->bhst", q, k).relu() / dim**0.5)[:, None]
 
 
-def plain_loss(kind: str, indexer: Any, scores: Tensor, probs: Tensor, *, by_mass: bool) -> Tensor:
-    """Compare scores with the attention ``probs (B, Hq, S, S)`` of a layer."""
+def plain_choice(kind: str, indexer: Any, out: Tensor, scores: Tensor) -> Tensor:
+    """Read which units a model has chosen from what its indexer returned, bool like ``scores``."""
+    if kind == "qwen4_exp":
+        return out[..., :: indexer.compress_ratio][..., : scores.shape[-1]]
+    indices = out if kind == "minimax_m3_vl" else out[:, None]
+    slots = indices.long().where(indices >= 0, scores.shape[-1])
+    chosen = torch.zeros(*scores.shape[:3], scores.shape[-1] + 1, dtype=torch.bool)
+    return chosen.scatter_(-1, slots, True)[..., :-1]
+
+
+def plain_loss(
+    kind: str, indexer: Any, scores: Tensor, probs: Tensor, chosen: Tensor | None = None, *, by_mass: bool
+) -> Tensor:
+    """Compare scores with the attention ``probs (B, Hq, S, S)`` of a layer, among the ``chosen`` if they are given."""
     groups, length, units = scores.shape[1], *scores.shape[2:]
     t, unit, size = torch.arange(length)[:, None], torch.arange(units), 1
     if kind == "qwen4_exp":
@@ -110,7 +122,7 @@ def plain_loss(kind: str, indexer: Any, scores: Tensor, probs: Tensor, *, by_mas
     true = probs.unflatten(1, (groups, -1)).mean(2)
     true = F.pad(true, (0, units * size - length)) if units * size > length else true[..., : units * size]
     true = true.unflatten(-1, (units, size)).sum(-1)
-    free = free.expand_as(scores)
+    free = free.expand_as(scores) if chosen is None else free & chosen
     true = true * free
     mass = true.sum(-1)
     some = mass > 0

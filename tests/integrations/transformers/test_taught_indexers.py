@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import weakref
+from itertools import pairwise
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,17 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainingArguments
 
 from flexnsa.attention import shares
 from flexnsa.transformers import TeachSelection, teach_indexers
+from flexnsa.transformers.index_loss import Attention, differentiate_index
+from flexnsa.transformers.released_indexers import RELEASED, Features
+from flexnsa.transformers.taught_layers import indexed_layers
 from tests.integrations.transformers.families import FEW, converted, dense, tokens
-from tests.integrations.transformers.released_models import KINDS, plain_loss, plain_scores, released
+from tests.integrations.transformers.released_models import KINDS, plain_choice, plain_loss, plain_scores, released
 
 CAUSAL = tuple(kind for kind in KINDS if kind != "mistral_large4")
 ANY_START = tuple(kind for kind in KINDS if kind != "minimax_m3_vl")
@@ -66,18 +75,27 @@ def test_a_taught_model_computes_what_it_did(kind: str, attention: str) -> None:
 
 @pytest.mark.parametrize("length", [3, 37, 61])
 @pytest.mark.parametrize("weights", ["mass", "mean"])
+@pytest.mark.parametrize("stage", ["warmup", "joint"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradient_are_those_of_the_dense_formula(kind: str, weights: str, length: int) -> None:
-    """The teacher is the attention that the model itself returns."""
+def test_loss_and_gradient_are_those_of_the_dense_formula(
+    kind: str, stage: str, weights: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The teacher is the model's own attention to all past tokens, and in ``joint`` the choice is its own too."""
     model = released(kind).double()
     model.set_attn_implementation("eager")
     given: dict[Any, dict[str, Any]] = {}
     probs: list[tuple[Any, Tensor]] = []
-    with teach_indexers(model, query_weights=weights) as teaching:
-        for layer in [
-            module for module in model.modules() if hasattr(module, "indexer") and hasattr(module, "scaling")
-        ]:
-            layer.register_forward_hook(lambda layer, _, out: probs.append((layer, out[1].detach())))
+    choices: dict[Any, Tensor] = {}
+    module = sys.modules[type(model).__module__]
+    attend, ahead = module.eager_attention_forward, torch.full((length, length), -torch.inf).triu(1)
+
+    def attend_twice(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Any:
+        probs.append((layer, attend(layer, q, k, v, ahead.to(q.dtype), **options)[1].detach()))
+        return attend(layer, q, k, v, mask, **options)
+
+    monkeypatch.setattr(module, "eager_attention_forward", attend_twice)
+    with teach_indexers(model, stage, query_weights=weights) as teaching:
+        for layer in indexed_layers(model):
             if layer.indexer is not None:
                 names = [*inspect.signature(type(layer.indexer).forward).parameters][1:]
                 layer.indexer.register_forward_pre_hook(
@@ -86,6 +104,7 @@ def test_loss_and_gradient_are_those_of_the_dense_formula(kind: str, weights: st
                     ),
                     with_kwargs=True,
                 )
+                layer.indexer.register_forward_hook(lambda indexer, _, out: choices.update({indexer: out}))
         model(tokens(2, length), use_cache=False)
         loss = teaching.loss()
         loss.backward()
@@ -97,7 +116,8 @@ def test_loss_and_gradient_are_those_of_the_dense_formula(kind: str, weights: st
         if leader is not None:
             inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given[leader].items()}
             scores = plain_scores(kind, leader, inputs)
-            expected = expected + plain_loss(kind, leader, scores, attention, by_mass=weights == "mass")
+            chosen = plain_choice(kind, leader, choices[leader], scores) if stage == "joint" else None
+            expected = expected + plain_loss(kind, leader, scores, attention, chosen, by_mass=weights == "mass")
     assert len(probs) == {"qwen4_exp": 2}.get(kind, 3)
     assert_close(loss.detach().double(), expected.detach(), atol=2e-7, rtol=2e-7)
     expected.backward()
@@ -111,6 +131,46 @@ def test_chunks_of_queries_change_nothing(kind: str, monkeypatch: pytest.MonkeyP
     whole = gradients(model, x)
     monkeypatch.setitem(shares.CHUNK_SCORES, "cpu", 7 * 2 * 4 * 61)
     assert_close(gradients(model, x), whole)
+
+
+class PeakBytes(TorchDispatchMode):
+    """Note the most bytes of results that existed at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.peak, self._seen = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and (key := x.untyped_storage()._cdata) not in self._seen:
+                self._seen.add(key)
+                self.now += x.untyped_storage().nbytes()
+                weakref.finalize(x.untyped_storage(), self._free, key, x.untyped_storage().nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("kind", ["qwen4_exp", "minimax_m3_vl", "deepseek_v32"])
+def test_memory_of_a_loss_is_linear(kind: str) -> None:
+    """From 4k tokens on, as 256 queries of each sequence are compared in chunks."""
+    layer = next(layer for layer in indexed_layers(released(kind)) if layer.indexer is not None)
+    ranks, peaks = RELEASED[kind](layer.indexer), []
+    heads = 2 if kind == "minimax_m3_vl" else 4
+    for length in (4096, 8192, 16384):
+        at = torch.arange(256)[None] * (length // 256) + length // 256 - 1
+        weights = torch.rand(1, heads, 256) if kind == "deepseek_v32" else None
+        features = Features(torch.randn(1, heads, 256, 16), torch.randn(1, 1, length, 16), weights)
+        attention = Attention(torch.randn(1, 4, 256, 16), torch.randn(1, 2, length, 16), at, None, 0.25, None)
+        with PeakBytes() as memory:
+            differentiate_index(ranks, features, attention, None, among_chosen=False, by_mass=True, gradient=True)
+        peaks.append(memory.peak)
+    assert peaks[0] > 256 * 16 * 4
+    assert all(log2(after / before) <= 1.05 for before, after in pairwise(peaks))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
