@@ -11,25 +11,30 @@ from plots.records import NotRecordedError, Results
 from plots.style import figure, length_axes
 
 NAMES = {"nsa": ("NSA", BLUE), "dense": ("dense, cuDNN", ORANGE)}
+SETTINGS = {"default settings": "h100", "the paper's settings": "h200"}
+"""Each with the card that it was measured on."""
 Curves = dict[str, dict[int, float]]
 
 
 def on_gpu(results: Results) -> Figure:
     """Whole steps: forward, loss, backward and optimizer."""
-    record = results.load("training_h200.json")
+    records = {settings: results.load(f"training_{card}.json") for settings, card in SETTINGS.items()}
     models: dict[str, Curves] = {}
-    for point in record.points():
-        if "tokens_per_s" in point:
-            curves = models.setdefault(point["model"], {name: {} for name in NAMES})
-            curves[point["attention"]][point["seq_len"]] = point["tokens_per_s"]
+    for settings, record in records.items():
+        for point in record.points():
+            if "tokens_per_s" in point:
+                title = f"{point['model']}, {settings}, {SETTINGS[settings].upper()}"
+                curves = models.setdefault(title, {name: {} for name in NAMES})
+                curves[point["attention"]][point["seq_len"]] = point["tokens_per_s"]
     models = {name: curves for name, curves in models.items() if _ratios(curves)}
     if not models:
         raise NotRecordedError("The measurements hold no training of both NSA and dense attention.")
     caption = (
         "Medians of whole training steps of 65,536 tokens, bf16 under autocast, layers compiled, nothing checkpointed; "
-        f"above the lengths, how many times the tokens of its dense twin a model with NSA trains on. {record.where()}."
+        f"above the lengths, how many times the tokens of its dense twin a model with NSA trains on. "
+        f"{'; '.join(f'{settings}: {record.where()}' for settings, record in records.items())}."
     )
-    result, axes = figure(_headline(models), caption, size=(11, 4.6), columns=len(models))
+    result, axes = figure(_headline(models), caption, size=(15, 4.6), columns=len(models))
     for ax, (name, curves) in zip([axes] if len(models) == 1 else axes, models.items(), strict=True):
         _panel(ax, curves)
         ax.set_title(name)
@@ -43,9 +48,9 @@ def _ratios(curves: Curves) -> dict[int, float]:
 
 
 def _headline(models: dict[str, Curves]) -> str:
-    longest = [max(_ratios(curves).items()) for curves in models.values()]
-    times = " and ".join(f"{ratio:.1f}" for _, ratio in longest)
-    return f"At the greatest length NSA trains {times} times as fast as dense attention"
+    longest = [max(_ratios(curves).items())[1] for curves in models.values()]
+    times = f"{min(longest):.1f} to {max(longest):.1f} times"
+    return f"At the greatest length NSA trains {times} as fast as dense attention"
 
 
 def _panel(ax: Axes, curves: Curves) -> None:

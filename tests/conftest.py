@@ -28,6 +28,12 @@ INTEGRATIONS = {"transformers": "Hugging Face transformers", "torchtitan": "torc
 """Packages by the name of their tests' folder and of the target of make that runs these."""
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Have ``-n auto`` start a worker more than there are cores, as tests of several processes mostly wait."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     emitted = "selected" if _are_alone(config, EMITTED) else "deselected, they run alone: pytest tests/emitted"
     lines = [f"tests of emitted kernels: {emitted}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import log
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from benchmarks.tables import text
 from benchmarks.tables.points import points_by, read_record
@@ -18,6 +18,26 @@ def test_the_seconds_of_a_step_are_what_was_recorded() -> None:
     first, plain, dense = (0.15 * 330 / points[name]["steps"][0] for name in ("nsa, dense first", "nsa", "dense"))
     step = f"A step then takes {first:.3f} s in place of {plain:.3f}, a dense one {dense:.3f}."
     assert step in words_of("docs/learning.md")
+
+
+def test_the_difference_in_equal_seconds_is_what_was_recorded() -> None:
+    points = points_by("stages_h100", "model", "lr", "seed")
+    nsa, dense = (
+        [points[name, lr, seed]["report 32k"]["mean"] for seed in range(3)]
+        for name, lr in (("nsa, dense first", 8e-4), ("dense", 1.2e-3))
+    )
+    gaps = [one - other for one, other in zip(nsa, dense, strict=True)]
+    error = stdev(gaps) / len(gaps) ** 0.5
+    said = f"(0.0008) minus the dense model (0.0012) is {fmean(gaps):.3f} with a standard error of {error:.3f}"
+    assert said in words_of("docs/learning.md")
+
+
+def test_a_step_with_a_shared_index_takes_what_was_recorded() -> None:
+    points = points_by("decode_h100", "name", batch=1, part="layer", mode="eager")
+    alone, leads, follows = (
+        points[name]["graph_ms"]["65536"] for name in ("NSA", "NSA, default settings", "NSA, default settings, follows")
+    )
+    assert f"takes {(leads + 2 * follows) / 3 / alone:.2f} times one without an indexer" in words_of("docs/learning.md")
 
 
 def test_what_the_page_says_of_text_125m_is_what_was_recorded() -> None:

@@ -51,6 +51,7 @@ def race(session: Session, batch: int, contexts: Sequence[int]) -> None:
     makers: dict[str, Callable[[], Sparse | Dense]] = {
         "NSA": lambda: Sparse(setting, batch, capacity),
         "NSA, default settings": lambda: Sparse(setting, batch, capacity, preset="text"),
+        "NSA, default settings, follows": lambda: Sparse(setting, batch, capacity, preset="text", follows=True),
         "flash SDPA": lambda: Dense(setting, batch, capacity, folded=False),
         "flash SDPA, folded": lambda: Dense(setting, batch, capacity, folded=True),
     }

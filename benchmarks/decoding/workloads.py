@@ -16,6 +16,7 @@ from flexnsa import NativeSparseAttention
 from flexnsa.attention import dispatch as implementations
 from flexnsa.attention.dispatch import choose_implementation
 from flexnsa.attention.interface import Call, Keys
+from flexnsa.layers.indexer import SharedIndex
 from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.lm import DenseAttention
 from flexnsa.positions import Positions
@@ -31,11 +32,15 @@ class Sparse:
     """NSA's layer of a preset, and its attention alone, at any context.
 
     Attention is what follows when the new token is in the cache: scores, selection, the three branches and their sum.
+    A layer that ``follows`` gets random blocks of the context from the one that it follows, and selects none.
     """
 
-    def __init__(self, setting: Setting, batch: int, capacity: int, preset: str = "paper") -> None:
+    def __init__(
+        self, setting: Setting, batch: int, capacity: int, preset: str = "paper", *, follows: bool = False
+    ) -> None:
         self.setting = setting
         options: Any = {"config": setting.config} if preset == "paper" else {}  # the other has sizes of its own
+        options["follows"] = follows
         self.layer = place(setting, NativeSparseAttention(*setting.heads, preset=preset, impl=setting.impl, **options))
         self.cache = self.layer.new_cache(batch, capacity)
         for buffer in self.cache.buffers.values():
@@ -47,28 +52,38 @@ class Sparse:
         self.implementation = choose_implementation(setting.impl, self.q, modded=False, cached=True)
         self.scale = setting.head_dim**-0.5
         self.place: Timed = lambda: None
+        chosen = batch, setting.num_kv_heads, 1, self.layer.config.num_selected_blocks
+        self.block_indices = torch.zeros(chosen, dtype=torch.int32, device=setting.device) if follows else None
+        self.index = None if self.block_indices is None else SharedIndex(self.block_indices)
 
     def go_to(self, context: int) -> None:
         """Pretend that so many tokens are in the cache."""
         self.cache.lengths.fill_(context)
         self.token.fill_(context)
+        if self.block_indices is not None:
+            blocks = torch.arange(context // self.layer.config.select_block_size + 1, device=self.setting.device)
+            scores = torch.rand(*self.block_indices.shape[:3], len(blocks), device=self.setting.device)
+            count = min(len(blocks), self.block_indices.shape[3])
+            self.block_indices.fill_(-1)[..., :count] = scores.topk(count).indices.sort().values
         self.place()
 
     def calls(self) -> dict[str, dict[str, Timed]]:
         """What to time, by part and mode. Kernels that take a step at once leave a compiler nothing to do."""
         if self.implementation.step is not None:
-            layer = {"eager": lambda: self.layer(self.x, cache=self.cache)}
+            layer = {"eager": lambda: self.layer(self.x, cache=self.cache, index=self.index)}
             return {"layer": layer, "attention": {"eager": self._attention_at_once()}}
         layer = self.setting.compile(self.layer)
-        calls: dict[str, dict[str, Timed]] = {"layer": {"compiled": lambda: layer(self.x, cache=self.cache)}}
-        if self.layer.indexer is not None:
+        calls: dict[str, dict[str, Timed]] = {
+            "layer": {"compiled": lambda: layer(self.x, cache=self.cache, index=self.index)}
+        }
+        if self.layer.config.index_heads is not None:
             return calls
         return calls | {"attention": {"eager": self._attention, "compiled": self.setting.compile(self._attention)}}
 
     def _attention_at_once(self) -> Timed:
         from flexnsa.attention.triton.kernels.step import StepScratch, attend, place
 
-        inputs = self.layer.step_inputs(self.x, self.cache)
+        inputs = self.layer.step_inputs(self.x, self.cache, block_indices=self.block_indices)
         scratch, results = StepScratch.of(inputs), inputs.empty_results()
 
         def call() -> None:

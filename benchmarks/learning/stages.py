@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,14 +56,26 @@ ROWS = {"32k": (32768, 64), "8k": (8192, 128)}
 """Tokens and number of the sequences on which results are measured."""
 
 
-DENSE_FIRST: dict[str, tuple[tuple[str, ...] | None, int]] = {
-    "nsa": (None, 0),
-    "nsa, dense first": (("slc",), 1),
-    "nsa, all branches dense first": (("cmp", "slc", "win"), 1),
-    "nsa, dense to 8k": (("slc",), 2),
+class Variant(NamedTuple):
+    """What differs from the default preset: branches of a dense stage, how many stages it takes, layers an indexer."""
+
+    branches: tuple[str, ...] | None = None
+    stages: int = 0
+    share_index: int = 1
+
+
+NSA = {
+    "nsa": Variant(),
+    "nsa, dense first": Variant(("slc",), 1),
+    "nsa, all branches dense first": Variant(("cmp", "slc", "win"), 1),
+    "nsa, dense to 8k": Variant(("slc",), 2),
+    "nsa, shared index 2": Variant(share_index=2),
+    "nsa, shared index 3": Variant(share_index=3),
+    "nsa, shared index 6": Variant(share_index=6),
+    "nsa, dense first, shared index 3": Variant(("slc",), 1, 3),
+    "nsa, dense first, shared index 6": Variant(("slc",), 1, 6),
 }
-"""Branches of NSA in a dense stage, and how many stages it takes."""
-MODELS = (*DENSE_FIRST, "dense", "dense wide")
+MODELS = (*NSA, "dense", "dense wide")
 
 
 def config_of(name: str, *, tiny: bool) -> DecoderConfig:
@@ -71,8 +83,8 @@ def config_of(name: str, *, tiny: bool) -> DecoderConfig:
     config = preset("text-125m", checkpointing=False)
     if tiny:
         config = replace(config, dim=64, num_layers=2, num_heads=6, num_kv_heads=1, head_dim=8)
-    if name in DENSE_FIRST:
-        return config
+    if name in NSA:
+        return replace(config, share_index=NSA[name].share_index)
     layers = config.num_layers * (WIDE if name == "dense wide" else 12) // 12
     return replace(config, attention="dense", num_layers=layers)
 
@@ -155,8 +167,8 @@ class StagedRun:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = factor * rate
         if first:
-            branches, stages = DENSE_FIRST.get(self.job["model"], (None, 0))
-            self.model.attend_densely(branches if stage < stages else None)
+            by = NSA.get(self.job["model"], Variant())
+            self.model.attend_densely(by.branches if stage < by.stages else None)
         batch = drawn(self.text["train"], length, self.tokens // length, self.job["seed"], self.step).to(self.device)
         start = time.perf_counter()
         selection = None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.learning.packages import Package, halves, without_known_files
-from benchmarks.learning.stages import DENSE_FIRST, copies_from, drawn, job_of, main
+from benchmarks.learning.stages import NSA, copies_from, drawn, job_of, main
 
 LINES = [b"def function_%03d(argument): return %d\n" % (number, number) for number in range(40)]
 
@@ -53,12 +53,13 @@ def test_a_job_that_names_no_model_is_refused() -> None:
 
 def test_jobs_train_through_all_stages_and_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded = tmp_path / "stages.json"
-    jobs = [part for name in (*DENSE_FIRST, "dense") for part in ("--job", f"{name}:1e-3:0")]
+    names = (*NSA, "dense")
+    jobs = [part for name in names for part in ("--job", f"{name}:1e-3:0")]
     main(
         [*jobs, "--tiny", "--device", "cpu", "--seconds", "2", "--json", f"{recorded}", "--text", f"{tmp_path}/text.pt"]
     )
     points = {point["model"]: point for point in json.loads(recorded.read_text())["points"]}
-    assert {*points} == {*DENSE_FIRST, "dense"}
+    assert {*points} == {*names}
     for point in points.values():
         assert "label" not in point
         assert all(steps > 0 for steps in point["steps"])

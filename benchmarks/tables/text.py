@@ -120,15 +120,19 @@ def indexers() -> Rows:
 
 
 def equal_seconds() -> Rows:
-    points = points_by("stages_h100", "model", "lr", "seed")
-    ended = {key: point for key, point in points.items() if "report 32k" in point}
-    seeds = sorted({seed for *_, seed in ended})
+    cards = {
+        "": points_by("stages_h100", "model", "lr", "seed"),
+        ", H200": points_by("stages_h200", "model", "lr", "seed"),
+    }
+    seeds = range(4)
     rows = [["", "learning rate", *(f"seed {seed}" for seed in seeds), "steps at 2k, 8k, 32k"]]
-    for model, lr in sorted({key[:2] for key in ended}):
-        runs = {seed: ended[model, lr, seed] for seed in seeds if (model, lr, seed) in ended}
-        bits = [f"{runs[seed]['report 32k']['mean']:.4f}" if seed in runs else "-" for seed in seeds]
-        steps = ", ".join(map(str, runs[min(runs)]["steps"]))
-        rows.append([model.replace("nsa", "text-125m"), f"{lr:g}", *bits, steps])
+    for card, points in cards.items():
+        ended = {key: point for key, point in points.items() if "report 32k" in point}
+        for model, lr in sorted({key[:2] for key in ended}):
+            runs = {seed: ended[model, lr, seed] for seed in seeds if (model, lr, seed) in ended}
+            bits = [f"{runs[seed]['report 32k']['mean']:.4f}" if seed in runs else "-" for seed in seeds]
+            steps = ", ".join(map(str, runs[min(runs)]["steps"]))
+            rows.append([model.replace("nsa", "text-125m") + card, f"{lr:g}", *bits, steps])
     return rows
 
 

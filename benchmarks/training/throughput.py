@@ -34,6 +34,7 @@ from flexnsa.lm.measure.memory import MIB
 MODELS = {
     "m7c-125m": preset("m7c-125m", checkpointing=False),
     "text-125m": preset("text-125m"),
+    **{f"text-125m, shared index {layers}": preset("text-125m", share_index=layers) for layers in (2, 3, 6)},
     "text-125m without indexer": preset("text-125m", nsa=NSAConfig()),
     "16 heads of 128": DecoderConfig(dim=2048, num_layers=12, num_heads=16, num_kv_heads=4, head_dim=128),
     "tiny": TINY_MODEL,

@@ -16,10 +16,13 @@ StepArguments = tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None, Sequence[
 """A step as an operator takes it: lengths, reached, buffers, new_lengths, all other tensors, sizes, and factors."""
 
 
-def buffer_names(branches: Sequence[str], indexed: bool = False) -> list[str]:
-    """List the buffers that a layer needs; selection needs index keys, or compressed ones even without their branch."""
+def buffer_names(branches: Sequence[str], indexed: bool = False, follows: bool = False) -> list[str]:
+    """List the buffers that a layer needs.
+
+    Selection needs index keys, or compressed ones even without their branch, or nothing in a layer that ``follows``.
+    """
     names = ["k_index", "k_index_tail"] if indexed else []
-    if "cmp" in branches or ("slc" in branches and not indexed):
+    if "cmp" in branches or ("slc" in branches and not indexed and not follows):
         names += ["k_cmp", "k_tail"]
     if "cmp" in branches:
         names += ["v_cmp", "v_tail"]
@@ -90,6 +93,7 @@ class StepInputs:
         frequencies: ``(Dk / 2,)``, radians by which each rotary pair turns in a token.
         rope_scale: factor on everything that is rotated.
         index: of an indexer, which then scores the blocks; None where compressed keys do.
+        block_indices: int32 ``(B, Hkv, T, n)``, of the layer that this one follows; None where blocks are scored.
     """
 
     q: Tensor
@@ -111,6 +115,12 @@ class StepInputs:
     frequencies: Tensor | None = None
     rope_scale: float = 1.0
     index: IndexInputs | None = None
+    block_indices: Tensor | None = None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether blocks are scored and selected."""
+        return "slc" in self.k and self.block_indices is None
 
     @property
     def scorer(self) -> StepInputs:
@@ -132,34 +142,36 @@ class StepInputs:
         )
 
     def empty_results(self) -> tuple[Tensor, Tensor]:
-        """Allocate the heads' outputs ``(B, T, Hq * Dv)`` and the blocks that they select, if any."""
+        """Allocate the heads' outputs ``(B, T, Hq * Dv)`` and the blocks that are selected, if any."""
         (batch, num_tokens), kv_heads = self.q.shape[:2], next(iter(self.buffers.values())).shape[1]
         width = next(iter(self.v.values())).shape[-1] // kv_heads * self.num_heads
-        selected = self.config.num_selected_blocks if "slc" in self.k else 0
+        selected = self.config.num_selected_blocks if self.chooses else 0
         blocks = self.lengths.new_empty(batch, kv_heads, num_tokens, selected)
         return self.q.new_empty(batch, num_tokens, width), blocks
 
     def to_args(self) -> StepArguments:
         """Write the inputs as an operator takes them; buffers are those of the branches, in their order."""
         branches = [tag for tag in BRANCHES if tag in self.k]
-        index = self.index
+        index, blocks = self.index, self.block_indices
         phis = self.phi_k, self.phi_v, None if index is None else index.phi
         return (
             self.lengths,
             self.reached,
-            [self.buffers[name] for name in buffer_names(branches, index is not None)],
+            [self.buffers[name] for name in buffer_names(branches, index is not None, blocks is not None)],
             self.new_lengths,
             [
                 self.q,
                 self.gates,
                 *(x[tag] for tag in branches for x in (self.k, self.v)),
                 *([] if index is None else [index.q, index.k]),
+                *([] if blocks is None else [blocks]),
                 *(x for phi in phis if phi is not None for x in phi.parameters),
                 *([] if self.frequencies is None else [self.frequencies]),
             ],
             [
                 *(int(tag in branches) for tag in BRANCHES),
                 *(-1 if phi is None else list(COMPRESSORS).index(phi.kind) for phi in phis),
+                int(blocks is not None),
                 GATES.index(self.gate),
                 self.num_heads,
                 self.max_seq_len,
@@ -180,7 +192,7 @@ class StepInputs:
         factors: Sequence[float],
     ) -> StepInputs:
         """Undo :meth:`to_args`."""
-        has_branches, kinds, (gate, num_heads, max_seq_len, *config) = sizes[:3], sizes[3:6], sizes[6:]
+        has_branches, kinds, (follows, gate, num_heads, max_seq_len, *config) = sizes[:3], sizes[3:6], sizes[6:]
         branches = [tag for tag, has in zip(BRANCHES, has_branches, strict=True) if has]
         scale, rope_base, rope_scale = factors
         left = iter(tensors)
@@ -194,6 +206,7 @@ class StepInputs:
         q, gates = next(left), next(left)
         pairs = {tag: (next(left), next(left)) for tag in branches}
         of_index = [next(left) for _ in "qk" if kinds[2] >= 0]
+        block_indices = next(left) if follows else None
         phi_k, phi_v, phi_index = map(compressor, kinds)
         return cls(
             q=q,
@@ -203,7 +216,7 @@ class StepInputs:
             gate=GATES[gate],
             phi_k=phi_k,
             phi_v=phi_v,
-            buffers=dict(zip(buffer_names(branches, phi_index is not None), buffers, strict=True)),
+            buffers=dict(zip(buffer_names(branches, phi_index is not None, bool(follows)), buffers, strict=True)),
             lengths=lengths,
             reached=reached,
             new_lengths=new_lengths,
@@ -215,6 +228,7 @@ class StepInputs:
             frequencies=next(left, None),
             rope_scale=rope_scale,
             index=None if phi_index is None else IndexInputs(of_index[0], of_index[1], phi_index),
+            block_indices=block_indices,
         )
 
 

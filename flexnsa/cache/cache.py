@@ -10,6 +10,7 @@ padding. Sequences of the batch may have different lengths.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from flexnsa.cache.rows import RowCache, fix_addresses
 from flexnsa.cache.step_cache import StepCache
 from flexnsa.cache.steps import TAILS, BufferSizes, ReadCounter, Step, kind_of
 from flexnsa.checks.calls import check_branches
-from flexnsa.config import BRANCHES, NSAConfig
+from flexnsa.config import BRANCHES, INDEX_FIELDS, NSAConfig
 from flexnsa.primitives import LARGEST_SIZE, check_int, check_integers, check_positive_int, check_type
 
 
@@ -39,6 +40,7 @@ class NSACache(StepCache):
         v_head_dim: ``Dv``, by default ``head_dim``.
         config: sizes of the branches.
         branches: of the layer; the others need no memory.
+        follows: whether the layer follows another, whose blocks it attends to: it keeps no index keys.
         max_rewind: tokens that :meth:`crop` can always remove; each costs a slot of the window and of the tail.
         rope_base: of the layer.
         dtype: of the keys and values.
@@ -49,8 +51,8 @@ class NSACache(StepCache):
         ValueError: an argument is out of range; the message names it.
     """
 
-    OF_LAYER = ("config", "branches", *RowCache.OF_LAYER)
-    SHARED = ("config", "branches", "max_rewind", *RowCache.SHARED)
+    OF_LAYER = ("config", "branches", "follows", *RowCache.OF_LAYER)
+    SHARED = ("config", "branches", "follows", "max_rewind", *RowCache.SHARED)
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class NSACache(StepCache):
         v_head_dim: int | None = None,
         config: NSAConfig,
         branches: Sequence[str] = BRANCHES,
+        follows: bool = False,
         max_rewind: int = 1,
         rope_base: float = 10_000.0,
         dtype: torch.dtype | None = None,
@@ -76,9 +79,12 @@ class NSACache(StepCache):
         self.head_dim, self.v_head_dim, self.max_rewind = head_dim, v_head_dim, max_rewind
         self.config = config
         self.branches = check_branches(branches)
-        sizes = BufferSizes(max_seq_len=max_seq_len, max_rewind=max_rewind, config=config)
-        indexed = config.index_heads is not None
-        dims = {name: head_dim if name[0] == "k" else v_head_dim for name in buffer_names(self.branches, indexed)}
+        self.follows = follows
+        indexed = config.index_heads is not None and not follows
+        kept = config if indexed else replace(config, **dict.fromkeys(INDEX_FIELDS))
+        sizes = BufferSizes(max_seq_len=max_seq_len, max_rewind=max_rewind, config=kept)
+        names = buffer_names(self.branches, indexed, follows)
+        dims = {name: head_dim if name[0] == "k" else v_head_dim for name in names}
         super().__init__(sizes, batch_size, num_kv_heads, dims, rope_base=rope_base, dtype=dtype, device=device)
         self.reached = torch.zeros_like(self.lengths)
         """The largest length of each sequence since it was empty; :meth:`crop` brings no overwritten token back."""

@@ -87,7 +87,8 @@ def locate_documents(
     rows = {"slc": row, **dict.fromkeys(sizes.lookback, row)}
     blocks: dict[str, NewBlocks] = {}
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    for kind, first_tokens in block_starts.items():
+    kept = {kind: starts for kind, starts in block_starts.items() if kind in sizes.compressed}
+    for kind, first_tokens in kept.items():
         config, first = sizes.compressed[kind], first_tokens.to(torch.int64)
         start, rows[kind] = token.gather(1, first), row.gather(1, first)
         count = count_compressed(documents.lengths, config).sum()

@@ -20,7 +20,7 @@ from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.forward import Attention, LossOverRanks, SparseLayer, WholeStep, check_call, run_layer
 from flexnsa.layers.gating import Gate
-from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection
+from flexnsa.layers.indexer import Indexer, SelectionLoss, SharedIndex, check_index, check_selection
 from flexnsa.layers.layouts import LayoutSizes, RowLayout, check_layout, row_layout, step_layout
 from flexnsa.layers.presets import describe_layer
 from flexnsa.layers.projection import computed_dtype, project_named, split_heads, weight_of
@@ -41,6 +41,8 @@ class NativeSparseAttention(SparseLayer):
     ``nsa``, the sizes of the branches. Those that are None come from a preset: ``text``, what learned text best
     (docs/learning.md), which has an indexer; or ``paper``, the default where ``config`` is given. So ``config``
     alone changes gates, RoPE, compressors and the indexer too: with sizes of your own, say which ``preset`` you mean.
+    A layer that ``follows`` another has no indexer: it attends to the blocks that the other one chose, and teaches its
+    indexer.
 
     Raises:
         TypeError: an argument is not of its kind.
@@ -68,6 +70,7 @@ class NativeSparseAttention(SparseLayer):
         recompute: Sequence[str] = (),
         index_rank: int | None = None,
         preset: str | None = None,
+        follows: bool = False,
     ) -> None:
         super().__init__()
         if config is not None:
@@ -99,6 +102,10 @@ class NativeSparseAttention(SparseLayer):
         self.shared_keys = built_from.shared_keys
         self.recompute = built_from.recompute
         self.impl = impl
+        check_type("follows", follows, bool)
+        if follows and config.index_heads is None:
+            raise ValueError("follows: expected False without an indexer (index_heads of the config), got True")
+        self.follows = follows
         self.lay_out = row_layout  # another one where ranks share the tokens of a row
         self.losses_over: tuple[LossOverRanks, ...] = ()  # groups of ranks that share its heads or tokens
 
@@ -118,11 +125,11 @@ class NativeSparseAttention(SparseLayer):
         self.gate = Gate(dim, num_heads, self.branches, kind=built_from.gate)
         self.w_o = nn.Linear(num_heads * v_head_dim, dim, bias=False)
         self.indexer: Indexer | None = None
-        if config.index_heads is not None:  # last: what is drawn before does not depend on it
+        if config.index_heads is not None and not follows:  # last: what is drawn before does not depend on it
             self.indexer = Indexer(dim, num_kv_heads, head_dim, config=config, compression=compression, rank=index_rank)
 
     @classmethod
-    def of(cls, config: LayerConfig) -> Self:
+    def of(cls, config: LayerConfig, *, follows: bool = False) -> Self:
         """Build the layer that a config describes; one of a class with more fields, such as a model's, will do.
 
         Raises:
@@ -131,7 +138,7 @@ class NativeSparseAttention(SparseLayer):
         check_type("config", config, LayerConfig)
         arguments = {field.name: getattr(config, field.name) for field in fields(LayerConfig)}
         arguments["config"] = arguments.pop("nsa")
-        return cls(**arguments)
+        return cls(**arguments, follows=follows)
 
     @property
     def layer_config(self) -> LayerConfig:
@@ -155,7 +162,9 @@ class NativeSparseAttention(SparseLayer):
         lengths: Tensor | None = None,
         layout: RowLayout | None = None,
         selection: SelectionLoss | None = None,
-    ) -> Tensor:
+        index: SharedIndex | None = None,
+        return_index: bool = False,
+    ) -> Tensor | tuple[Tensor, SharedIndex | None]:
         """Attend within each sequence of ``x (B, S, dim)``, or within each document of packed sequences.
 
         Args:
@@ -170,6 +179,8 @@ class NativeSparseAttention(SparseLayer):
                 padding that the cache forgets and whose output means nothing.
             layout: of :meth:`layout`, in place of ``document_ids``: made once for the layers of a model.
             selection: gets the loss that teaches an indexer, in training; see :class:`flexnsa.SelectionLoss`.
+            index: of the same tokens in the layer that this one ``follows``; in training with the same selection loss.
+            return_index: whether to return a pair: the output, and the index that layers take which follow this one.
 
         Raises:
             TypeError: an argument is not of its kind.
@@ -181,8 +192,9 @@ class NativeSparseAttention(SparseLayer):
             check_layout(layout, x, document_ids, self.layout_sizes)
         check_call(self, x, NSACache, document_ids=document_ids, layout=layout, cache=cache, lengths=lengths)
         if selection is not None:
-            check_selection(selection, [self.indexer])
-        out = run_layer(
+            check_selection(selection, self.follows or self.indexer is not None)
+        check_index(self, x, index, taught=selection is not None and cache is None, returned=return_index)
+        out, shared = run_layer(
             self,
             x,
             mods=(score_mod, mask_mod),
@@ -192,8 +204,9 @@ class NativeSparseAttention(SparseLayer):
             lengths=lengths,
             selection=selection,
             losses_over=self.losses_over,
+            index=index,
         )
-        return self.w_o(out)
+        return (self.w_o(out), shared) if return_index else self.w_o(out)
 
     def new_cache(
         self, batch_size: int, max_seq_len: int, *, max_rewind: int = 1, dtype: torch.dtype | None = None
@@ -208,18 +221,21 @@ class NativeSparseAttention(SparseLayer):
             v_head_dim=self.v_head_dim,
             config=self.config,
             branches=self.branches,
+            follows=self.follows,
             max_rewind=max_rewind,
             rope_base=self.rope_base,
             dtype=computed_dtype(weight) if dtype is None else dtype,
             device=weight.device,
         )
 
-    def step_inputs(self, x: Tensor, cache: NSACache, lengths: Tensor | None = None) -> StepInputs:
+    def step_inputs(
+        self, x: Tensor, cache: NSACache, lengths: Tensor | None = None, block_indices: Tensor | None = None
+    ) -> StepInputs:
         """Project new tokens, and return the arguments of a kernel that computes the whole step."""
         if lengths is not None:
             check_lengths(lengths, x)
         modules = self._maps(self.branches), self.gate, self._compressors(), self.indexer
-        return step_inputs(x, cache, lengths, *modules, rope_base=self.rope_base)
+        return step_inputs(x, cache, lengths, *modules, rope_base=self.rope_base, block_indices=block_indices)
 
     @property
     def layout_sizes(self) -> LayoutSizes:
@@ -280,7 +296,7 @@ class NativeSparseAttention(SparseLayer):
             return None
         if not takes_step(x, cache, self._maps(self.branches).values(), self.gate, self._compressors(), self.indexer):
             return None
-        return lambda lengths: take_step(self.step_inputs(x, cache, lengths))[0]
+        return lambda lengths, blocks: take_step(self.step_inputs(x, cache, lengths, blocks))
 
     def _compressors(self) -> Compressors:
         index = None if self.indexer is None else self.indexer.phi

@@ -109,7 +109,7 @@ class LayerConfig(BranchOptions):
         not run again.
         """
         kept = {
-            option.name: getattr(self, option.name) and {*option.metadata["needs"]} <= {*branches}
+            option.name: getattr(self, option.name) if {*option.metadata["needs"]} <= {*branches} else option.default
             for option in fields(self)
             if "needs" in option.metadata
         }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from flexnsa.attention.interface import Call, Implementation, Keys, Scorer, given
-from flexnsa.layers.indexer import IndexHeads
+from flexnsa.layers.indexer import IndexHeads, SharedIndex
 from flexnsa.layers.joint_compression import compress_both
 from flexnsa.layers.layouts import KeySource, RowKeys, RowLayout
 from flexnsa.layers.rope import RopeTables, apply_rope
@@ -27,7 +27,7 @@ class Read:
         keys: and values of the branches.
         call: with the positions of the queries.
         block_indices: int32 ``(B, Hkv, T, n)``; None without the selected branch.
-        scorer: of an indexer, if the layer has one.
+        scorer: of the layer's indexer, or of the one that it follows and teaches.
         implementation: who computed the branches.
     """
 
@@ -75,7 +75,13 @@ class Compressors(NamedTuple):
 
 
 def collect_keys(
-    heads: Heads, layout: RowLayout, compressors: Compressors, source: KeySource, call: Call, branches: Sequence[str]
+    heads: Heads,
+    layout: RowLayout,
+    compressors: Compressors,
+    source: KeySource,
+    call: Call,
+    branches: Sequence[str],
+    index: SharedIndex | None = None,
 ) -> tuple[Tensor, Keys, Scorer | None]:
     """Rotate and compress what new tokens were projected to, and get all keys that the branches read.
 
@@ -86,9 +92,10 @@ def collect_keys(
         source: of all keys and values.
         call: what the branches share.
         branches: of the layer.
+        index: of the layer that this one follows.
 
     Returns:
-        The rotated queries, keys and values, and what scores blocks if the layer has an indexer.
+        The rotated queries, keys and values, and the scorer of :class:`Read`.
     """
     both = None
     if "cmp" in branches and isinstance(source, RowKeys) and layout.first_tokens is None:
@@ -105,8 +112,14 @@ def collect_keys(
     read: dict[str, Tensor] = {}
     if "cmp" in branches:
         read["v_cmp"] = source.of_blocks("v_cmp", heads.v["cmp"], compress_values)
-    scorer = None if heads.index is None else _scorer(heads.index, heads.q.shape[1], layout, compressors, source, call)
-    if "cmp" in branches or ("slc" in branches and scorer is None):  # which then scores blocks by means of its own keys
+    scorer = None
+    if heads.index is not None:
+        index_keys = _index_keys(heads.index, layout, compressors, source)
+        scorer = _scorer(apply_rope(heads.index.q, layout.tokens), index_keys, heads.q.shape[1], layout, call)
+    elif index is not None and index.q is not None:
+        scorer = _scorer(index.q, given(index.k), heads.q.shape[1], layout, call)
+    chooses = "slc" in branches and scorer is None and index is None  # by means of the selected branch's own keys
+    if "cmp" in branches or chooses:
         raw = heads.k["cmp" if "cmp" in branches else "slc"]
         read["k_cmp"] = source.of_blocks("k_cmp", raw, compress_keys)
     if "slc" in branches:
@@ -118,16 +131,17 @@ def collect_keys(
     return q, Keys(**read), scorer
 
 
-def _scorer(
-    index: IndexHeads, num_heads: int, layout: RowLayout, compressors: Compressors, source: KeySource, call: Call
-) -> Scorer:
-    """Rotate index queries, and compress and rotate index keys."""
+def _index_keys(index: IndexHeads, layout: RowLayout, compressors: Compressors, source: KeySource) -> Tensor:
+    """Compress and rotate index keys."""
     where, phi = given(layout.index), given(compressors.phi_index)
 
     def compress(raw: Tensor) -> Tensor:
         return apply_rope(phi(raw, where.first_tokens), where.blocks)
 
-    q, k = apply_rope(index.q, layout.tokens), source.of_blocks("k_index", index.k, compress)
-    positions = where.positions
-    mod = mod_of_index_heads(call.score_mod, num_heads, q.shape[1])
+    return source.of_blocks("k_index", index.k, compress)
+
+
+def _scorer(q: Tensor, k: Tensor, num_heads: int, layout: RowLayout, call: Call) -> Scorer:
+    """Locate the queries among index keys."""
+    positions, mod = given(layout.index).positions, mod_of_index_heads(call.score_mod, num_heads, q.shape[1])
     return Scorer(q, k, Call(call.config.scoring, call.scale, mod, positions, positions))

@@ -20,7 +20,7 @@ from flexnsa.checks.calls import check_document_ids
 from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Compressors, Heads, Read, collect_keys
 from flexnsa.layers.dense import with_all_tokens
-from flexnsa.layers.indexer import Indexer, SelectionLoss, untaught
+from flexnsa.layers.indexer import Indexer, SelectionLoss, SharedIndex, untaught
 from flexnsa.layers.layouts import KeySource, Layout, RowKeys, RowLayout
 from flexnsa.layers.rope import RopeTables, apply_rope
 from flexnsa.layers.sinks import returns_lse, with_sinks
@@ -32,10 +32,10 @@ C = TypeVar("C", bound=StepCache, contravariant=True)
 L = TypeVar("L", bound=Layout)
 
 
-WholeStep = Callable[[Tensor | None], Tensor]
-"""``(lengths)``: put tokens into a cache and attend from them, without waiting for the device.
+WholeStep = Callable[[Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
+"""``(lengths, block_indices)``: put tokens into a cache and attend from them, without waiting for the device.
 
-It returns the heads' outputs ``(B, T, Hq * Dv)``, NaN for tokens without capacity.
+It returns the heads' outputs ``(B, T, Hq * Dv)``, NaN for tokens without capacity, and the selected blocks.
 """
 
 
@@ -54,9 +54,17 @@ class Layer(Protocol[C, L]):
         ...
 
     def attend(
-        self, x: Tensor, heads: Heads, layout: L, source: KeySource, mods: Mods, *, cached: bool
+        self,
+        x: Tensor,
+        heads: Heads,
+        layout: L,
+        source: KeySource,
+        mods: Mods,
+        *,
+        cached: bool,
+        index: SharedIndex | None = None,
     ) -> tuple[Tensor, Read | None]:
-        """Rotate, and attend to the keys of the source, those of a cache if ``cached``.
+        """Rotate, and attend to the keys of the source, those of a cache if ``cached``, and to the index's blocks.
 
         Returns:
             The heads' outputs ``(B, Hq, T, Dv)``, and what was read, if it can be counted.
@@ -100,7 +108,8 @@ def run_layer(
     lengths: Tensor | None = None,
     selection: SelectionLoss | None = None,
     losses_over: Sequence[LossOverRanks] = (),
-) -> Tensor:
+    index: SharedIndex | None = None,
+) -> tuple[Tensor, SharedIndex | None]:
     """Attend from tokens that have been checked; a layer only maps what this returns to its output.
 
     There are four cases: whole sequences; whole sequences that an empty cache keeps; a few tokens that follow a cache,
@@ -117,25 +126,27 @@ def run_layer(
         lengths: int ``(B,)``, how many tokens of each sequence the cache keeps; by default all.
         selection: gets the loss that teaches the layer's indexer, in training without a cache.
         losses_over: groups of ranks that share the layer, and so its loss.
+        index: of the layer that this one follows, if it does.
 
     Returns:
-        The heads' outputs ``(B, T, Hq * Dv)``. They are NaN for tokens for which the cache has no capacity, which only
-        a compiled or captured call gets: any other one is refused.
+        The heads' outputs ``(B, T, Hq * Dv)``, and what layers that follow this one need. Outputs are NaN for tokens
+        for which the cache has no capacity, which only a compiled or captured call gets: any other one is refused.
     """
     if cache is None:
         layout = layer.row_layout(x, document_ids) if layout is None else layout
         if selection is not None and layout.source is not None and not losses_over:
             raise ValueError("layout: expected one of whole rows, of which alone the layer has the loss, got a part")
         heads = layer.project(x, rows=layout.source is None) if heads is None else heads
-        out, read = layer.attend(x, heads, layout, layout.source or RowKeys(), mods, cached=False)
-        return _join(_teach(layer, x, out, read, selection, losses_over))
+        out, read = layer.attend(x, heads, layout, layout.source or RowKeys(), mods, cached=False, index=index)
+        out, shared = _teach(layer, x, out, read, selection, losses_over)
+        return _join(out), shared
     cached = not (is_packed(document_ids, layout) or cache.takes_rows(x.shape[1]))
     take_step = layer.whole_step(x, cache, mods) if cached else None
     if take_step is not None:
         longest = cache.check_room(x.shape[1], lengths)
-        out = take_step(lengths)
+        out, blocks = take_step(lengths, None if index is None else index.block_indices)
         cache.room.longest = longest
-        return out
+        return out, None if blocks is None else SharedIndex(blocks)
     if cached:
         step = cache.begin(x.shape[1], lengths, ordered=mods != (None, None))
         layout, source = layer.step_layout(x, step), StepKeys(cache, step)
@@ -145,13 +156,13 @@ def run_layer(
         source = PrefillKeys(cache, step)
     heads = layer.project(x)
     cache.check_dtypes(heads.q, *heads.k.values(), *heads.v.values())
-    out, read = layer.attend(x, heads, layout, source, mods, cached=cached)
+    out, read = layer.attend(x, heads, layout, source, mods, cached=cached, index=index)
     if isinstance(cache, NSACache) and cache.reads is not None and read is not None:
         window_positions = step.window_positions if cached else step.positions
         call = replace(read.call, positions=step.positions, window_positions=window_positions)
         cache.reads.record(read.keys, call, read.block_indices, read.scorer)
     cache.end(step)
-    return _join(out.masked_fill(step.lost[:, None, :, None], torch.nan) if cached else out)
+    return _join(out.masked_fill(step.lost[:, None, :, None], torch.nan) if cached else out), _shared(read)
 
 
 def _teach(
@@ -161,27 +172,35 @@ def _teach(
     read: Read | None,
     selection: SelectionLoss | None,
     ranks: Sequence[LossOverRanks],
-) -> Tensor:
-    """Compare scores and true shares in training, if the layer has an indexer; return its ``out``."""
+) -> tuple[Tensor, SharedIndex | None]:
+    """Compare scores and true shares in training, if an indexer chose; return ``out``, and what others need."""
     indexer = layer.indexer
-    if indexer is None or read is None or not layer.training or not torch.is_grad_enabled():
-        return out
+    if read is None or read.scorer is None or not layer.training or not torch.is_grad_enabled():
+        return out, _shared(read)
     if selection is None:
-        return untaught(out, indexer)
-    k, scorer = given(read.keys.k_slc), given(read.scorer)
+        return out if indexer is None else untaught(out, indexer), _shared(read)
+    k, scorer = given(read.keys.k_slc), read.scorer
     sample: QuerySample = Sample(selection.tokens(x, k.shape[2]))
     for group in ranks:
         sample = group.share(sample, positions_of(read.q, read.call.positions))
-    # Index queries of the sample alone are differentiated: a few of each sequence, where all were needed to select.
-    index = indexer.queries(sample.take(x.detach()[:, None])[:, 0], sample.take(read.raw_q.detach()))
-    index = apply_rope(index, RopeTables(*(sample.take(_of_rows(table)) for table in read.tables)))
-    scorer = Scorer(sample.compared(index), scorer.k, at_sample(scorer.call, scorer.q, sample))
+    index = scorer.q  # of the same sample, where another layer's indexer chose
+    if indexer is not None:
+        # Index queries of the sample alone are differentiated: a few of each sequence, where all were needed to select.
+        index = indexer.queries(sample.take(x.detach()[:, None])[:, 0], sample.take(read.raw_q.detach()))
+        index = apply_rope(index, RopeTables(*(sample.take(_of_rows(table)) for table in read.tables)))
+        index = sample.compared(index)
+    scorer = Scorer(index, scorer.k, at_sample(scorer.call, read.q, sample))
     q, call = sample.compared(sample.take(read.q.detach())), at_sample(read.call, read.q, sample)
     parts = read.implementation.selection_loss(q, k, scorer, call, selection.query_weights)
     for group in ranks:
         parts = group.add(*parts)
     selection.add(*parts)
-    return out
+    return out, SharedIndex(given(read.block_indices), scorer.q, scorer.k)
+
+
+def _shared(read: Read | None) -> SharedIndex | None:
+    """Return what layers that follow need where nothing is taught."""
+    return None if read is None or read.block_indices is None else SharedIndex(read.block_indices)
 
 
 def _of_rows(table: Tensor) -> Tensor:
@@ -257,7 +276,15 @@ class SparseLayer(nn.Module):
         return None
 
     def attend(
-        self, x: Tensor, heads: Heads, layout: RowLayout, source: KeySource, mods: Mods, *, cached: bool
+        self,
+        x: Tensor,
+        heads: Heads,
+        layout: RowLayout,
+        source: KeySource,
+        mods: Mods,
+        *,
+        cached: bool,
+        index: SharedIndex | None = None,
     ) -> tuple[Tensor, Read]:
         """Attend from projected heads; see :class:`Layer`."""
         by, modded = self.attention(), mods != (None, None)
@@ -266,6 +293,7 @@ class SparseLayer(nn.Module):
         if self.dense_branches is not None and isinstance(source, RowKeys):
             implementation = with_all_tokens(implementation, needs_lse=by.sinks is not None)
             by = by._replace(branches=self.dense_branches)
+            _ = [table.shape for table in layout.blocks]  # so torch.compile sees them vary before a graph reads them
         implementation = with_sinks(implementation, by.sinks)
         checked = by.check_parameters and not (cached or torch.compiler.is_compiling())
         implementation.check(x=x, **(dict(self.named_parameters()) if checked else {}))
@@ -274,13 +302,14 @@ class SparseLayer(nn.Module):
             implementation.check(**{f"k_{tag}": heads.k[tag], f"v_{tag}": heads.v[tag]})
         mod = prepare_mods(*mods, x, heads.q.shape[1], implementation)
         call = Call(by.config, by.scale, mod, layout.positions, layout.window_positions)
-        q, keys, scorer = collect_keys(heads, layout, by.compressors, source, call, by.branches)
+        q, keys, scorer = collect_keys(heads, layout, by.compressors, source, call, by.branches, index)
         out, aux = attend(
             implementation,
             q,
             keys,
             heads.gates,
             call,
+            block_indices=None if index is None else index.block_indices,
             indexer=scorer,
             branches=by.branches,
             recompute=() if cached else by.recompute,

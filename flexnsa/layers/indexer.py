@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from flexnsa.config import NSAConfig
 from flexnsa.layers.compression import COMPRESSORS
 from flexnsa.layers.projection import split_heads
 from flexnsa.layers.sharding import own
-from flexnsa.primitives import check_choice, check_int, check_integers, check_positive_int, check_type
+from flexnsa.primitives import check_choice, check_int, check_integers, check_positive_int, check_type, describe
 
 SAMPLED_QUERIES = 256
 """Queries of each sequence that teach an indexer, by default."""
@@ -30,6 +30,21 @@ class IndexHeads(NamedTuple):
 
     q: Tensor
     k: Tensor
+
+
+class SharedIndex(NamedTuple):
+    """What a layer with an indexer tells the layers that follow it, which attend to its blocks and teach its indexer.
+
+    Args:
+        block_indices: int32 ``(B, Hkv, T, n)``, the blocks that it chose.
+        q: its index queries ``(B, Hkv * index_heads, m, D)``, rotated, at the tokens that its selection loss compares,
+            which those that follow compare too; None where nothing is taught.
+        k: its index keys ``(B, Hkv, N, D)``, rotated; None likewise.
+    """
+
+    block_indices: Tensor
+    q: Tensor | None = None
+    k: Tensor | None = None
 
 
 class Indexer(nn.Module):
@@ -128,10 +143,11 @@ class SelectionLoss:
     """The selection losses of one forward pass: ``loss + weight * selection.total`` teaches the indexers of a model.
 
     Give a new one to every call of a layer or of a model that has indexers. Each layer adds the divergence of its
-    scores from the true shares of blocks at a few queries, see :func:`flexnsa.selection_loss`. Which queries is a
-    function of ``seed``, ``step`` and ``sequence_ids`` alone. Nothing is added in ``eval`` or under ``torch.no_grad``,
-    nor when activation checkpointing runs a layer again. (``torch.utils.checkpoint`` has to be called with
-    ``use_reentrant=False``: the forward pass of the other one knows of no gradient.)
+    scores from the true shares of blocks at a few queries, see :func:`flexnsa.selection_loss`; a layer that follows
+    another, that of the other's scores from its own true shares. Which queries is a function of ``seed``, ``step`` and
+    ``sequence_ids`` alone. Nothing is added in ``eval`` or under ``torch.no_grad``, nor when activation checkpointing
+    runs a layer again. (``torch.utils.checkpoint`` has to be called with ``use_reentrant=False``: the forward pass of
+    the other one knows of no gradient.)
 
     Example:
         >>> selection = SelectionLoss(seed=0, step=step)
@@ -249,10 +265,47 @@ def _backward_pass() -> int:
     return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
 
 
-def check_selection(selection: object, indexers: Sequence[Indexer | None]) -> None:
+class Following(Protocol):
+    """What the check of an index asks of a layer."""
+
+    follows: bool
+    indexer: Indexer | None
+    num_kv_heads: int
+    config: NSAConfig
+    dense_branches: tuple[str, ...] | None
+    training: bool
+
+
+def check_index(layer: Following, x: Tensor, index: SharedIndex | None, *, taught: bool, returned: bool) -> None:
+    """Check that a layer has the index of ``x (B, T, dim)`` that it follows, and returns one only if it chooses.
+
+    Raises:
+        TypeError: ``index`` is no :class:`SharedIndex`, or ``returned`` no bool.
+        ValueError: it is missing, not wanted, of other tokens or of a layer that was not taught along.
+    """
+    check_type("return_index", returned, bool)
+    if returned and layer.indexer is None:
+        raise ValueError("return_index: expected False of a layer without an indexer, got True")
+    if not layer.follows:
+        if index is not None:
+            raise ValueError(f"index: expected None of a layer that follows no other, got {describe(index)}")
+        return
+    if index is None:
+        raise ValueError("index: expected that of the layer that this one follows, got None")
+    check_type("index", index, SharedIndex)
+    blocks, selected = index.block_indices, layer.config.num_selected_blocks
+    check_integers("index.block_indices", blocks, (x.shape[0], layer.num_kv_heads, x.shape[1], "n"), like=x, as_of="x")
+    if blocks.shape[3] != selected and layer.dense_branches is None:
+        got = f"{blocks.shape[3]}, as in a dense stage" if not blocks.shape[3] else blocks.shape[3]
+        raise ValueError(f"index.block_indices: expected {selected} blocks of each query, got {got}")
+    if taught and index.q is None and layer.training and torch.is_grad_enabled():
+        raise ValueError("index: expected that of a layer in training with a selection loss, got one without queries")
+
+
+def check_selection(selection: object, has_indexer: bool) -> None:
     """Check that ``selection`` is a loss, and that there is an indexer that it can teach."""
     check_type("selection", selection, SelectionLoss)
-    if not any(indexers):
+    if not has_indexer:
         raise ValueError("selection: expected None without an indexer (index_heads of the config), got a loss")
 
 

@@ -64,6 +64,7 @@ def step_inputs(
     indexer: Indexer | None,
     *,
     rope_base: float,
+    block_indices: Tensor | None = None,
 ) -> StepInputs:
     """Project the tokens, and lay out all else that the step needs."""
     rows = dict(zip(maps, project_few(x, list(maps.values())), strict=True))
@@ -84,6 +85,7 @@ def step_inputs(
         num_heads=gate.num_heads,
         scale=cache.head_dim**-0.5,
         rope_base=rope_base,
+        block_indices=block_indices,
     )
 
 
@@ -103,6 +105,7 @@ def lay_out_step(
     rope_base: float = 10_000.0,
     frequencies: Tensor | None = None,
     rope_scale: float = 1.0,
+    block_indices: Tensor | None = None,
 ) -> StepInputs:
     """Put what a layer projected beside its cache and its compressors; the names are those of the step's inputs."""
     phi_index = as_phi(compressors.phi_index)
@@ -130,6 +133,7 @@ def lay_out_step(
         max_seq_len=cache.max_seq_len,
         config=cache.config,
         index=of_index,
+        block_indices=block_indices,
     )
 
 

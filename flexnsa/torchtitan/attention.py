@@ -80,11 +80,11 @@ class NSAttention(SparseLayer, GQAttention):
         layout = self._lay_out(x, positions)
         heads, teaching = self._project(x_BLD, x), self._teaching_now()
         if teaching is None:
-            out = run_layer(self, x, heads=heads, layout=layout)
+            out, _ = run_layer(self, x, heads=heads, layout=layout)
         else:
             selection = teaching.selection(x)
             over = () if self.ranks is None else (OverTokens(self.ranks),)
-            out = run_layer(self, x, heads=heads, layout=layout, selection=selection, losses_over=over)
+            out, _ = run_layer(self, x, heads=heads, layout=layout, selection=selection, losses_over=over)
             out = teaching.attach(out, selection, x.shape[1] * layout.num_ranks)
         return self.wo(as_heads(out, x_BLD))
 

@@ -121,12 +121,12 @@ class ConvertedAttention(SparseLayer):
         if layer is None:
             packed = given_positions is not None or cu_seq_lens_q is not None  # the model's own positions never restart
             documents = rows.documents if packed else None
-            out = run_layer(self, x, mods=mods, document_ids=documents, selection=selection)
+            out, _index = run_layer(self, x, mods=mods, document_ids=documents, selection=selection)
         else:
             cache = layer.prepare(partial(self._new_cache, x), batch_size, num_tokens)
             cache.require(**self._kept(x))
             rows.check_cache(cache.lengths)
-            out = run_layer(self, x, mods=mods, cache=cache, lengths=rows.num_valid)
+            out, _index = run_layer(self, x, mods=mods, cache=cache, lengths=rows.num_valid)
             layer.seen += num_tokens
         return rows.restore(self.o_proj(out), dim=1), None
 
@@ -163,7 +163,12 @@ class ConvertedAttention(SparseLayer):
         if take_step is None or not self.takes_step(x, cache):
             return None
         factor = 1.0 if self.gate is None else GATE_LIMIT
-        return lambda lengths: take_step(self.step_inputs(x, cache, lengths))[0] * factor
+
+        def run(lengths: Tensor | None, _blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            out, blocks = take_step(self.step_inputs(x, cache, lengths))
+            return out * factor, blocks
+
+        return run
 
     def project(self, x: Tensor, *, rows: bool = False) -> Heads:
         """Project to the heads of all branches, or of those of a dense stage, and to their gates."""

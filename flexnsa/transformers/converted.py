@@ -123,7 +123,7 @@ class ConvertedModel(ConvertedPreTrainedModel):
         selection = selection if hook is None else hook.selection()
         taught = None
         if selection is not None:
-            check_selection(selection, [layer.indexer for layer in layers])
+            check_selection(selection, any(layer.indexer for layer in layers))
             taught = None if x is None else selection.of_rows(x, count_valid(attention_mask, x.shape[0]))
         out = super().forward(  # pyright: ignore
             input_ids=input_ids,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from flexnsa import NSACache
+from flexnsa import NativeSparseAttention, NSACache
+from tests.support.inputs import TINY
 from tests.support.triton_decoding import ALONE, CASES, Case, run
 
 
@@ -77,7 +79,31 @@ def run_no_numbers() -> dict[str, Tensor]:
     return {"whole": whole[:, 9:], "draft": draft, "after": after}
 
 
+def run_follower() -> dict[str, Tensor]:
+    """Run steps of a layer that attends to the blocks of another, with and without the compressed branch."""
+    found: dict[str, Tensor] = {}
+    for name, branches in (("all", ("cmp", "slc", "win")), ("two", ("slc", "win"))):
+        torch.manual_seed(0)
+        config = replace(TINY, index_heads=1)
+        layers = [
+            NativeSparseAttention(32, 4, 2, 16, config=config, branches=branches, follows=follows)
+            for follows in (False, True)
+        ]
+        x, (leader, follower) = torch.randn(1, 40, 32), layers
+        with torch.no_grad():
+            leader.impl = follower.impl = "reference"
+            whole = follower(x, index=leader(x, return_index=True)[1])
+            leader.impl = follower.impl = "triton"
+            caches, out = [layer.new_cache(1, 40) for layer in layers], list[Tensor]()
+            for part in x.split([33, *[1] * 7], 1):
+                _, index = leader(part, cache=caches[0], return_index=True)
+                out.append(follower(part, cache=caches[1], index=index))
+        found |= {f"{name}, whole": whole, f"{name}, steps": torch.cat(out, 1)}
+    return found
+
+
 OTHERS = {
+    "a layer that follows": run_follower,
     "over the end": run_over_the_end,
     "compiled": run_compiled,
     "lengths apart": run_lengths_apart,

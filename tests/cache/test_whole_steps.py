@@ -48,6 +48,12 @@ def test_tokens_without_capacity_are_nan_and_not_kept(interpret: Interpret) -> N
     assert found["lengths"] == [10, 5]
 
 
+@pytest.mark.parametrize("branches", ["all", "two"])
+def test_a_layer_that_follows_steps_by_the_blocks_of_another(branches: str, interpret: Interpret) -> None:
+    found = interpret(interpreted_decoding, "a layer that follows")
+    torch.testing.assert_close(found[f"{branches}, steps"], found[f"{branches}, whole"], rtol=0, atol=1e-5)
+
+
 def test_lengths_may_lie_apart_in_memory(interpret: Interpret) -> None:
     for given, lengths in interpret(interpreted_decoding, "lengths apart").values():
         assert lengths == given

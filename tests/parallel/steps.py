@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stages": {"stages": STAGES, "nsa": replace(TINY, index_heads=2), "pack": True, "grad_accumulation": 2},
     "shared keys": {"shared_keys": True},
     "an indexer": {"nsa": replace(TINY, index_heads=1, index_block_size=2, index_stride=2), "pack": True},
+    "a shared index": {"nsa": replace(TINY, index_heads=1), "share_index": 2, "pack": True, "grad_accumulation": 2},
     "an indexer, accumulated": {"nsa": replace(TINY, index_heads=2), "batch_size": 1, "grad_accumulation": 8},
     # A row a pass however many ranks: in bf16, a product of more rows is rounded another way.
     "mixed precision": {"precision": "bf16", "batch_size": 1, "grad_accumulation": 4},
@@ -63,7 +64,7 @@ def make_trainer(
     ranks: Ranks, *, shared_keys: bool = False, compiled: bool = False, reduce_dtype: str = "fp32", **fields: Any
 ) -> Trainer:
     """Build a trainer from fields of its two configs."""
-    of_model = ("checkpointing", "dim", "gate", "nsa")
+    of_model = ("checkpointing", "dim", "gate", "nsa", "share_index")
     model = replace(MODEL, **{name: fields.pop(name) for name in of_model if name in fields})
     config = replace(TRAINING, **fields)
     if reduce_dtype != "fp32":

@@ -14,7 +14,7 @@ from flexnsa.operators import opaque_operator
 def step(inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
     """Run a step by Triton kernels on the current stream; see :data:`flexnsa.attention.step.StepFunction`."""
     out, blocks = _decoding_step(*inputs.to_args())
-    return out, blocks if "slc" in inputs.k else None
+    return out, blocks if inputs.chooses else inputs.block_indices
 
 
 @opaque_operator("decoding_step_triton", mutates=("lengths", "reached", "buffers"))

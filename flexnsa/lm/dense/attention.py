@@ -17,6 +17,7 @@ from flexnsa.checks.calls import check_document_ids
 from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Heads
 from flexnsa.layers.forward import WholeStep, check_call, run_layer
+from flexnsa.layers.indexer import SharedIndex
 from flexnsa.layers.layouts import KeySource, LayoutSizes, check_layout, tables_of
 from flexnsa.layers.projection import computed_dtype, split_heads, weight_of
 from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables
@@ -115,7 +116,7 @@ class DenseAttention(nn.Module):
             raise ValueError(f"{', '.join(modded)}: expected None with a cache of dense attention")
         check_call(self, x, DenseCache, document_ids=document_ids, layout=layout, cache=cache, lengths=lengths)
         mods = score_mod, mask_mod
-        out = run_layer(self, x, mods=mods, document_ids=document_ids, layout=layout, cache=cache, lengths=lengths)
+        out, _ = run_layer(self, x, mods=mods, document_ids=document_ids, layout=layout, cache=cache, lengths=lengths)
         return self.w_o(out)
 
     @property
@@ -154,6 +155,7 @@ class DenseAttention(nn.Module):
         mods: Mods,
         *,
         cached: bool,
+        index: SharedIndex | None = None,  # noqa: ARG002
     ) -> tuple[Tensor, None]:
         """Attend from projected heads; see :class:`flexnsa.layers.forward.Layer`."""
         q, positions = apply_rope(heads.q, layout.tokens), layout.positions
@@ -175,12 +177,14 @@ class DenseAttention(nn.Module):
         """Return what computes one token of each sequence, on CUDA in few kernels."""
         return partial(self._take_step, x, cache) if x.shape[1] == 1 else None
 
-    def _take_step(self, x: Tensor, cache: DenseCache, lengths: Tensor | None) -> Tensor:
+    def _take_step(
+        self, x: Tensor, cache: DenseCache, lengths: Tensor | None, _blocks: Tensor | None
+    ) -> tuple[Tensor, None]:
         heads = self.project(x)
         q, k, v = heads.q, heads.k["all"], heads.v["all"]
         cache.check_dtypes(q, k, v)
         q, position = compiled_place(q, k, v, cache.k, cache.v, cache.lengths, lengths, self.rope_base)
-        return attend_cached(q, cache.k, cache.v, position).transpose(1, 2).flatten(2)
+        return attend_cached(q, cache.k, cache.v, position).transpose(1, 2).flatten(2), None
 
     def _lay_out(self, seq_len: int, document_ids: Tensor | None) -> DenseLayout:
         sizes = self.layout_sizes

@@ -116,7 +116,8 @@ class FirstNonFinite:
 
     def _looker(self, place: str) -> Callable[..., None]:
         def look_forward(_module: nn.Module, _inputs: object, output: object) -> None:
-            for x in output.values() if isinstance(output, dict) else (output,):  # a gate returns a dict
+            first = output[0] if isinstance(output, tuple) else output
+            for x in first.values() if isinstance(first, dict) else (first,):  # a gate returns a dict
                 if isinstance(x, Tensor):
                     self._look_both_ways(x, place)
 
@@ -237,6 +238,9 @@ def failing_branch(layer: NativeSparseAttention, x: Tensor, options: Mapping[str
         # Blocks are scored by the keys of the compressed branch, which is finite.
         tags = ("cmp", "slc") if tag == "slc" and "cmp" in layer.branches else (tag,)
         part = _part_of(layer, tags).to(weight_of(layer))
+        options = {name: value for name, value in options.items() if name != "return_index"}
+        if not part.follows:
+            options.pop("index", None)
         if not bool(torch.isfinite(part(x, **options)).all()):
             return tag
     return None
@@ -244,7 +248,7 @@ def failing_branch(layer: NativeSparseAttention, x: Tensor, options: Mapping[str
 
 def _part_of(layer: NativeSparseAttention, tags: tuple[str, ...]) -> NativeSparseAttention:
     """Return a layer of some branches that has the modules of ``layer``, but a fresh gate and a fresh ``w_o``."""
-    part = NativeSparseAttention.of(layer.layer_config.with_branches(tags))
+    part = NativeSparseAttention.of(layer.layer_config.with_branches(tags), follows=layer.follows and "slc" in tags)
     for name, _ in part.named_children():
         if name not in ("gate", "w_o"):
             owner = name if hasattr(layer, name) else "w_k_slc"  # whose keys the compressed branch may share

@@ -43,46 +43,47 @@ def estimate_decoding(
     check_choice("precision", precision, ("fp32", "bf16"))
     dense = replace(config, attention="dense")
     nsa, twin = _branches(config, seq_len + 1), _branches(dense, seq_len + 1)
-    per_number = batch_size * config.num_layers * config.num_kv_heads * (2 if precision == "bf16" else 4)
+    per_number = batch_size * config.num_kv_heads * (2 if precision == "bf16" else 4)
     return DecodingEstimate(
-        cache_bytes=per_number * sum(branch.kept * branch.numbers for branch in nsa.values()),
-        bytes_read=per_number * sum(branch.read * branch.numbers for branch in nsa.values()),
+        cache_bytes=per_number * sum(branch.kept * branch.numbers * branch.layers for branch in nsa.values()),
+        bytes_read=per_number * sum(branch.read * branch.numbers * branch.layers for branch in nsa.values()),
         flops=_flops(config, batch_size, nsa),
-        dense_cache_bytes=per_number * sum(branch.kept * branch.numbers for branch in twin.values()),
-        dense_bytes_read=per_number * sum(branch.read * branch.numbers for branch in twin.values()),
+        dense_cache_bytes=per_number * sum(branch.kept * branch.numbers * branch.layers for branch in twin.values()),
+        dense_bytes_read=per_number * sum(branch.read * branch.numbers * branch.layers for branch in twin.values()),
         dense_flops=_flops(dense, batch_size, twin),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """Tokens that one step reads and that the cache keeps, and the elements of each token and key head."""
+    """Tokens that one step reads and that the cache keeps, the elements of each token and key head, and the layers."""
 
     read: int
     kept: int
     numbers: int
+    layers: int
     attended: bool = True
 
 
 def _branches(config: DecoderConfig, tokens: int) -> dict[str, _Branch]:
     """Return what the last of ``tokens`` tokens reads. Every buffer of a cache has a spare slot."""
-    nsa, pair = config.nsa, config.head_dim + v_dim(config)
+    nsa, pair, layers = config.nsa, config.head_dim + v_dim(config), config.num_layers
     if config.attention == "dense":
-        return {"all": _Branch(tokens, tokens + 1, pair)}
+        return {"all": _Branch(tokens, tokens + 1, pair, layers)}
     own_block = (tokens - 1) % nsa.select_block_size + 1 if nsa.num_local_blocks else nsa.select_block_size
     selected = min(tokens, (nsa.num_selected_blocks - 1) * nsa.select_block_size + own_block)
     compressed = num_compressed(tokens, nsa)
     waiting = nsa.compress_block_size + 1  # raw tokens of an unfinished block
     branches = {
-        "cmp": _Branch(compressed, compressed + 1 + waiting, pair),
-        "slc": _Branch(selected, tokens + 1, pair),
-        "win": _Branch(min(tokens, nsa.window_size), nsa.window_size + 1, pair),
+        "cmp": _Branch(compressed, compressed + 1 + waiting, pair, layers),
+        "slc": _Branch(selected, tokens + 1, pair, layers),
+        "win": _Branch(min(tokens, nsa.window_size), nsa.window_size + 1, pair, layers),
     }
     used = {tag: branches[tag] for tag in config.branches}
     if nsa.index_heads is not None:
         keys = num_compressed(tokens, nsa.scoring)
         kept = keys + 1 + nsa.scoring.compress_block_size + 1
-        used["index"] = _Branch(keys, kept, config.head_dim, attended=False)
+        used["index"] = _Branch(keys, kept, config.head_dim, len({*config.leaders}), attended=False)
     elif "slc" in used and "cmp" not in used:  # scoring needs keys without values
         used["cmp"] = replace(branches["cmp"], numbers=config.head_dim, attended=False)
     return used

@@ -59,6 +59,8 @@ def estimate_training(
     check_choice("impl", impl, IMPLEMENTATIONS)
     for name, flag in {"fused_norm": fused_norm, "optimizer": optimizer, "compiled": compiled}.items():
         check_type(name, flag, bool)
+    if len({*config.leaders}) < config.num_layers:
+        raise ValueError(f"share_index: expected 1, as all layers are taken to be alike, got {config.share_index}")
     work = Work(config, batch_size, seq_len, 2 if precision == "bf16" else 4, impl, fused_norm, compiled)
     parameters = 4 * parameter_count(config)
     moments = 2 * parameters if optimizer else 0

@@ -331,7 +331,10 @@ class Work:
 def parameter_count(config: DecoderConfig) -> int:
     """Count the parameters of the model."""
     check_type("config", config, DecoderConfig)
-    return 2 * config.vocab_size * config.dim + config.num_layers * sum(layer_weights(config).values()) + config.dim
+    weights, indexers = layer_weights(config), len({*config.leaders})
+    followers = config.num_layers - indexers
+    layers = config.num_layers * sum(weights.values()) - followers * weights.get("indexer", 0)
+    return 2 * config.vocab_size * config.dim + layers + config.dim
 
 
 def v_dim(config: DecoderConfig) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from flexnsa.checks.calls import check_branches
@@ -47,6 +48,39 @@ def _read_range(value: Any, num_layers: int) -> range | None:
     return None
 
 
+def leaders_of(share_index: int | Sequence[int], num_layers: int, nsa: NSAConfig) -> tuple[int, ...]:
+    """Return for each layer the number of the layer whose index it reads, its own or that of one before.
+
+    Args:
+        share_index: ``k``: layers 0, ``k``, ``2k`` ... lead, and the others read the index of the nearest leader before
+            them; or the numbers to return, one for each layer, counted from 0.
+        num_layers: layers that share, in their order.
+        nsa: sizes of the layers.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: there are more or fewer numbers than layers, one is of a later layer or of one that itself reads
+            another's, or the layers have no indexer to share.
+    """
+    if isinstance(share_index, int):
+        check_positive_int("share_index", share_index)
+        leaders = tuple(number - number % share_index for number in range(num_layers))
+    else:
+        check_type("share_index", share_index, Sequence)
+        leaders = tuple(share_index)
+        for leader in leaders:
+            check_int("share_index", leader, 0)
+        if len(leaders) != num_layers:
+            raise ValueError(f"share_index: expected a number for each of {num_layers} layers, got {len(leaders)}")
+        for number, leader in enumerate(leaders):
+            if leader > number or leaders[leader] != leader:
+                expected = "its own number or that of a layer before that reads its own index"
+                raise ValueError(f"share_index: expected for layer {number} {expected}, got {leader}")
+    if leaders != tuple(range(num_layers)) and nsa.index_heads is None:
+        raise ValueError(f"share_index: expected 1 without an indexer (index_heads), got {share_index}")
+    return leaders
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig(LayerConfig):
     """Architecture of a :class:`~flexnsa.lm.DecoderLM`: the fields of its attention layers, and those of the model.
@@ -57,6 +91,8 @@ class DecoderConfig(LayerConfig):
         attention: ``nsa``, or ``dense`` for the baseline, which only has the sizes of the heads and ``rope_base``.
         checkpointing: recompute layers in backward: ``none`` (or False), ``all`` (or True), those of a half-open
             range, ``0:6`` (or ``(0, 6)``), or ``every:2``, the first of two.
+        share_index: layers for each indexer: of ``k``, the first has it, and the others attend to the blocks that it
+            chose. Or the number of the layer whose index it reads, for each layer.
 
     Raises:
         TypeError: a size is not an int.
@@ -67,6 +103,7 @@ class DecoderConfig(LayerConfig):
     vocab_size: int = 256
     attention: Literal["nsa", "dense"] = "nsa"
     checkpointing: bool | tuple[int, int] | str = False
+    share_index: int | tuple[int, ...] = field(default=1, metadata={"needs": ("slc",)})
 
     def __post_init__(self) -> None:
         LayerConfig.__post_init__(self)
@@ -74,6 +111,15 @@ class DecoderConfig(LayerConfig):
         check_positive_int("vocab_size", self.vocab_size)
         check_choice("attention", self.attention, ("nsa", "dense"))
         layer_range("checkpointing", self.checkpointing, self.num_layers)
+        if isinstance(self.share_index, list):  # lists have no hash
+            object.__setattr__(self, "share_index", tuple(self.share_index))
+        leaders_of(self.share_index, self.num_layers, self.nsa)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """For each layer the number of the layer whose index it reads; with dense attention each its own."""
+        shared = self.share_index if self.attention == "nsa" else 1
+        return leaders_of(shared, self.num_layers, self.nsa)
 
     def is_checkpointed(self, layer: int) -> bool:
         """Return whether the layer, counted from 0, is recomputed in backward."""

@@ -17,7 +17,7 @@ from flexnsa.checkpointing import keep_selection
 from flexnsa.checks.calls import check_document_ids
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.forward import SparseLayer
-from flexnsa.layers.indexer import Indexer, SelectionLoss, check_selection, warn_untaught
+from flexnsa.layers.indexer import Indexer, SelectionLoss, SharedIndex, check_selection, warn_untaught
 from flexnsa.layers.layouts import RowLayout
 from flexnsa.layers.projection import weight_of
 from flexnsa.lm.dense.attention import DenseAttention, DenseLayout
@@ -32,12 +32,13 @@ from flexnsa.operators import in_transform
 from flexnsa.primitives import check_lengths, check_tensor, check_tokens, check_type, describe
 
 
-class TaughtOutput(NamedTuple):
-    """The residual stream behind a layer, and the layer's selection loss: a sum and its weight."""
+class LayerOutput(NamedTuple):
+    """The residual stream behind a layer; its selection loss, a sum and its weight; and its index for other layers."""
 
     x: Tensor
-    loss: Tensor
-    weight: Tensor
+    loss: Tensor | None
+    weight: Tensor | None
+    shared: SharedIndex | None
 
 
 class DecoderLM(nn.Module):
@@ -54,8 +55,11 @@ class DecoderLM(nn.Module):
         super().__init__()
         check_type("config", config, DecoderConfig)
         self.config = config
+        self.leaders = config.leaders
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, follows=leader != number) for number, leader in enumerate(self.leaders)
+        )
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self._run_layer = run_layer
@@ -134,7 +138,7 @@ class DecoderLM(nn.Module):
         if targets is not None:
             check_targets(targets, tokens.shape[:2], reduction)
         if selection is not None:
-            check_selection(selection, self.indexers())
+            check_selection(selection, bool(self.indexers()))
         options: dict[str, Any] = {"document_ids": document_ids, "score_mod": score_mod, "mask_mod": mask_mod}
         x = self.norm(self._run_layers(tokens, caches, lengths, states, selection, **options))
         if states is not None:
@@ -200,19 +204,27 @@ class DecoderLM(nn.Module):
             elif self.indexers():
                 warn_untaught()  # here too, because compiled layers do not
         x = tokens if tokens.dim() == 3 else self.embedding(tokens)
-        for index, layer in enumerate(self.layers):
+        shared: dict[int, SharedIndex] = {}
+        for number, (layer, leader) in enumerate(zip(self.layers, self.leaders, strict=True)):
             if states is not None:
                 states.append(x)
-            layer_options = options | {"layout": layouts[index]}
+            layer_options = options | {"layout": layouts[number]}
+            if leader != number:
+                layer_options["index"] = shared[leader]
+            elif leader in self.leaders[number + 1 :]:
+                layer_options["return_index"] = True
             if caches is not None:
-                x = layer(x, cache=caches[index], lengths=lengths, **layer_options)
+                out = layer(x, cache=caches[number], lengths=lengths, **layer_options)
             else:
-                checkpointed = self.training and self.config.is_checkpointed(index)
+                checkpointed = self.training and self.config.is_checkpointed(number)
                 out = self._run_layer(layer, x, checkpointed=checkpointed, **layer_options)
-                if isinstance(out, TaughtOutput):
-                    given(selection).add(out.loss, out.weight)
-                    out = out.x
-                x = out
+            if isinstance(out, LayerOutput):
+                if out.loss is not None:
+                    given(selection).add(out.loss, given(out.weight))
+                if out.shared is not None:
+                    shared[number] = out.shared
+                out = out.x
+            x = out
         return x
 
     def attend_densely(self, branches: Sequence[str] | None = ("slc",)) -> None:
@@ -223,8 +235,13 @@ class DecoderLM(nn.Module):
 
     def indexers(self) -> list[Indexer]:
         """List the indexers of the layers that have one."""
-        layers = (layer.attention for layer in cast("Iterable[DecoderLayer]", self.layers))
-        return [layer.indexer for layer in layers if isinstance(layer, NativeSparseAttention) and layer.indexer]
+        return [*dict.fromkeys(self.indexers_by_layer())]
+
+    def indexers_by_layer(self) -> list[Indexer]:
+        """List the indexers that choose the layers' blocks, one for each layer: its own or that of another layer."""
+        layers = [layer.attention for layer in cast("Iterable[DecoderLayer]", self.layers)]
+        leaders = [layers[leader] for leader in self.leaders]
+        return [layer.indexer for layer in leaders if isinstance(layer, NativeSparseAttention) and layer.indexer]
 
     def _check(self, tokens: Tensor, caches: Any, lengths: Tensor | None, document_ids: Tensor | None) -> None:
         embedding = weight_of(self.embedding)
@@ -268,11 +285,11 @@ class DecoderLM(nn.Module):
 class DecoderLayer(nn.Module):
     """One pre-norm layer: attention, then a SiLU MLP four times as wide."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, *, follows: bool = False) -> None:
         super().__init__()
         self.residual_scale = (2 * config.num_layers) ** -0.5
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.attention = build_attention(config)
+        self.attention = build_attention(config, follows=follows)
         self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.mlp = MLP(config.dim)
 
@@ -285,16 +302,21 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, x: Tensor, *, sampled: Tensor | None = None, query_weights: str = "mass", **options: Any
-    ) -> Tensor | TaughtOutput:
+    ) -> Tensor | LayerOutput:
         """Map the residual stream ``(B, S, dim)`` to the next; the options are those of the attention.
 
         With ``sampled (B, m)``, queries that teach an indexer, the loss is returned too: backward may run this again.
         """
         selection = None if sampled is None else SelectionLoss.at(sampled, query_weights)
         taught = {} if selection is None else {"selection": selection}
-        x = x + self.attention(self.attention_norm(x), **taught, **options)
+        out, index = self.attention(self.attention_norm(x), **taught, **options), None
+        if isinstance(out, tuple):
+            out, index = cast("tuple[Tensor, SharedIndex]", out)
+        x = x + out
         x = x + self.mlp(self.mlp_norm(x))
-        return TaughtOutput(x, selection.sums[0], selection.weights[0]) if selection and selection.sums else x
+        if selection and selection.sums:
+            return LayerOutput(x, selection.sums[0], selection.weights[0], index)
+        return x if index is None else LayerOutput(x, None, None, index)
 
 
 def quick_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -307,7 +329,7 @@ def quick_options(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"options": {"triton.autotune_pointwise": False}}
 
 
-def run_layer(layer: Callable[..., Any], x: Tensor, *, checkpointed: bool, **options: Any) -> Tensor | TaughtOutput:
+def run_layer(layer: Callable[..., Any], x: Tensor, *, checkpointed: bool, **options: Any) -> Tensor | LayerOutput:
     """Call the layer; checkpointed, it keeps its input and its selection for backward, and computes all else anew.
 
     Transforms of ``torch.func``, which know no checkpoints, keep everything.
@@ -315,7 +337,7 @@ def run_layer(layer: Callable[..., Any], x: Tensor, *, checkpointed: bool, **opt
     if not checkpointed or in_transform():
         return layer(x, **options)
     contexts: dict[str, Any] = {"preserve_rng_state": False, "context_fn": keep_selection}
-    return cast("Tensor | TaughtOutput", checkpoint(layer, x, use_reentrant=False, **contexts, **options))
+    return cast("Tensor | LayerOutput", checkpoint(layer, x, use_reentrant=False, **contexts, **options))
 
 
 class MLP(nn.Module):
@@ -336,9 +358,9 @@ class MLP(nn.Module):
         return self.down(F.silu(self.up(x)))
 
 
-def build_attention(config: DecoderConfig) -> NativeSparseAttention | DenseAttention:
-    """Build the attention that the config names."""
+def build_attention(config: DecoderConfig, *, follows: bool = False) -> NativeSparseAttention | DenseAttention:
+    """Build the attention that the config names, of a layer that reads its own index or ``follows`` another."""
     if config.attention == "nsa":
-        return NativeSparseAttention.of(config)
+        return NativeSparseAttention.of(config, follows=follows)
     heads = (config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
     return DenseAttention(*heads, v_head_dim=config.v_head_dim, rope_base=config.rope_base)

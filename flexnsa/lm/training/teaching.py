@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flexnsa.layers.indexer import Indexer, SelectionLoss
+from flexnsa.layers.indexer import SelectionLoss
+from flexnsa.lm.model.decoder import DecoderLM
 from flexnsa.lm.parallel.ranks import Ranks
 
 
@@ -13,7 +14,9 @@ class Teaching:
     """Collects the selection losses of a step, and divides their gradients by the weight of all sampled queries.
 
     That weight is known only when the last part has been computed. So sums are differentiated, and the gradients of
-    each indexer, to which nothing else contributes, are divided afterwards.
+    each indexer, to which nothing else contributes, are divided afterwards. Those of an indexer that several layers
+    teach are divided by the mean of their weights: its loss is the sum over these layers, among which a query weighs
+    the same in all.
 
     Args:
         model: whose indexers learn, if it has any.
@@ -23,8 +26,8 @@ class Teaching:
         sequence_ids: int ``(B,)``, the indices of this rank's sequences in the batch of the step.
     """
 
-    def __init__(self, model: nn.Module, *, weight: float, seed: int, step: int, sequence_ids: Tensor) -> None:
-        self.indexers = [module for module in model.modules() if isinstance(module, Indexer)]
+    def __init__(self, model: DecoderLM, *, weight: float, seed: int, step: int, sequence_ids: Tensor) -> None:
+        self.indexers = model.indexers_by_layer()
         self.weight, self.seed, self.sequence_ids = weight, seed, sequence_ids
         # An int would be compiled anew in each step; a fill, unlike a copy from the host, does not wait for the device.
         self.step = torch.full((), step, device=sequence_ids.device)
@@ -52,8 +55,9 @@ class Teaching:
             return totals
         sums, weights = totals[1:].view(2, -1)
         weights = weights.where(weights > 0, 1)
-        for indexer, weight in zip(self.indexers, weights, strict=True):
+        for indexer in dict.fromkeys(self.indexers):
+            own = [weight for weight, each in zip(weights, self.indexers, strict=True) if each is indexer]
             for parameter in indexer.parameters():
                 if parameter.grad is not None:
-                    parameter.grad /= weight
+                    parameter.grad /= torch.stack(own).mean()
         return torch.stack((totals[0], (sums / weights).sum()))

@@ -111,7 +111,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         hook = self.selection_hook if selection is None and self.training and torch.is_grad_enabled() else None
         selection = selection if hook is None else hook.selection()
         if selection is not None:
-            check_selection(selection, self.model.indexers())
+            check_selection(selection, bool(self.model.indexers()))
         flags = {"use_cache": use_cache, "output_hidden_states": output_hidden_states, "skip_logits": skip_logits}
         check_wishes(logits_to_keep, **flags)
         shift_labels = kwargs.pop("shift_labels", None)

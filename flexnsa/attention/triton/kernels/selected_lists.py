@@ -73,9 +73,10 @@ class Lists:
 
     Args:
         order: int32 ``(B, Hkv, T * n)``: the pairs of one chunk after the other, by key tile, then by query.
-        replicas: int32 ``(B, Hkv, chunks, 5, V)``. For each replica: its key tile; the number of its queries, 0 for
-            unused replicas at the end; the start of its queries in the chunk's order; its index among the replicas of
-            key tiles with several, or -1; and their number for the first replica of such a tile, else 0.
+        replicas: int32 ``(B, Hkv, chunks * 5, V)``, five rows a chunk. For each replica: its key tile; the number of
+            its queries, 0 for unused replicas at the end; the start of its queries in the chunk's order; its index
+            among the replicas of key tiles with several, or -1; and their number for the first replica of such a tile,
+            else 0.
         chunk: queries per chunk.
         capacity: upper bound of the queries of a replica.
     """
@@ -84,6 +85,11 @@ class Lists:
     replicas: Tensor
     chunk: int
     capacity: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of chunks, and that of replicas in each."""
+        return self.replicas.shape[2] // 5, self.replicas.shape[3]
 
     def of_heads(self, part: Part) -> Lists:
         """Keep a part."""
@@ -96,7 +102,8 @@ def empty_lists(block_indices: Tensor, key_tiles: int, chunk: int, capacity: int
     """Allocate the lists; sizes may be symbolic."""
     batch, heads, num_queries, n = block_indices.shape
     num_chunks = (num_queries + chunk - 1) // chunk
-    replicas = (batch, heads, num_chunks, 5, max_replicas(key_tiles, chunk * n, capacity))
+    # Chunks are no dimension: PyTorch asks of each size whether it is 1, and a graph would serve one chunk alone.
+    replicas = (batch, heads, num_chunks * 5, max_replicas(key_tiles, chunk * n, capacity))
     order = block_indices.new_empty(batch, heads, num_queries * n, dtype=torch.int32)
     return Lists(order, block_indices.new_empty(replicas, dtype=torch.int32), chunk, capacity)
 
@@ -106,7 +113,7 @@ def build_lists(selection: Selection, chunk: int, capacity: int) -> Lists:
     batch, heads, num_queries, n = selection.block_indices.shape
     key_tiles = selection.num_key_tiles
     lists = empty_lists(selection.block_indices, key_tiles, chunk, capacity)
-    num_chunks, num_replicas = lists.replicas.shape[2], lists.replicas.shape[4]
+    num_chunks, num_replicas = lists.sizes
     words = -(-min(chunk, num_queries) // WORD)
     at_once = min(num_chunks, max(1, SCRATCH_BYTES // (8 * batch * heads * words * key_tiles)))
     before, total, begin = (lists.order.new_empty(batch * heads, at_once, n, key_tiles) for n in (words, 1, 1))

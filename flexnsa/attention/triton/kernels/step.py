@@ -83,7 +83,7 @@ class StepScratch:
         heads, config = batch * kv_heads, inputs.config
         tiles = step_tiles(multiprocessors(q), q.dtype, heads, group, num_tokens, (dk, dv), counts, config)
         rows = tiles.cmp + tiles.slc + tiles.win, batch, inputs.num_heads, num_tokens
-        width = aligned(counts[0]) if "slc" in inputs.k and inputs.index is None else 0
+        width = aligned(counts[0]) if inputs.chooses and inputs.index is None else 0
         new = partial(torch.empty, dtype=torch.float32, device=q.device)
         return cls(
             batch,
@@ -180,8 +180,11 @@ def compress(inputs: StepInputs, scratch: StepScratch) -> None:
 def attend(inputs: StepInputs, scratch: StepScratch, out: Tensor, blocks: Tensor) -> None:
     """Attend from tokens that are stored; write the heads' outputs and the selected blocks."""
     _attend_intervals(inputs, scratch)
-    if "slc" in inputs.k:
+    if inputs.chooses:
         _select(*_score(inputs, scratch), blocks)
+    elif inputs.block_indices is not None:
+        blocks = inputs.block_indices.contiguous()
+    if "slc" in inputs.k:
         _attend_selected(inputs, scratch, blocks)
     _merge(inputs, scratch, out)
 
