@@ -38,7 +38,7 @@ def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weigh
             log_true = log_shares(q, k, positions, call)
         log_probs = log_probabilities(scorer.q, scorer.k, of_scorer, scorer.call)
         compared, _ = _compare(log_true, log_probs, positions, of_scorer, call.config, scorer.call.config)
-        weights = _weights(compared.mass, query_weights == "mass")
+        weights = weigh(compared.mass, query_weights == "mass")
         return (compared.kl * weights).sum(), weights.sum()
 
 
@@ -122,7 +122,7 @@ def _selection_loss(inputs: SelectionLossInputs) -> LossAndGradients:
         log_true = log_shares_at_once(q[:, :, part], k, positions, call)
         log_probs = log_probabilities(q_part, k_index, of_scorer, index_call)
         compared, log_score = _compare(log_true, log_probs, positions, of_scorer, call.config, index_call.config)
-        weights = _weights(compared.mass, inputs.by_mass)
+        weights = weigh(compared.mass, inputs.by_mass)
         total, weight = total + (compared.kl * weights).sum(), weight + weights.sum()
         slope = (compared.score - compared.true) * weights[..., None]  # in the log of the score of each block
         d_scores = index_call.scale * differentiate(log_probs, log_score, slope, of_scorer, index_call.config)
@@ -176,7 +176,7 @@ def differentiate_by_results(operator: LossOperator) -> None:
 differentiate_by_results(_selection_loss)
 
 
-class _Compared(NamedTuple):
+class Compared(NamedTuple):
     """Two distributions over blocks, ``(B, Hkv, m, M)``, and of each query ``(B, Hkv, m)`` their divergence and mass.
 
     ``mass`` is the true share of all blocks that are compared; where it is 0, the divergence is 0, and both are 0.
@@ -188,6 +188,18 @@ class _Compared(NamedTuple):
     score: Tensor
 
 
+def compare(log_true: Tensor, log_score: Tensor, kept: Tensor) -> Compared:
+    """Compare the true shares of the blocks that are ``kept`` with their scores, by their logs ``(B, Hkv, m, M)``."""
+    log_true = log_true.masked_fill(~kept, -torch.inf)
+    log_mass = log_true.logsumexp(-1)
+    some = log_mass > -torch.inf
+    log_true = log_true - log_mass.masked_fill(~some, 0)[..., None]
+    log_score = log_score.masked_fill(~kept, -torch.inf).masked_fill(~some[..., None], 0).log_softmax(-1)
+    true, score = log_true.exp(), log_score.exp().masked_fill(~kept, 0)
+    terms = torch.where(true > 0, true * (log_true - log_score), 0)
+    return Compared(terms.sum(-1), log_mass.exp(), true, score)
+
+
 def _compare(
     log_true: Tensor,
     log_probs: Tensor,
@@ -195,25 +207,18 @@ def _compare(
     of_scorer: Positions,
     config: NSAConfig,
     index_config: NSAConfig,
-) -> tuple[_Compared, Tensor]:
-    """Compare the true shares of blocks with the scores that ``log_probs (B, Hkv, H, m, N)`` give them.
+) -> tuple[Compared, Tensor]:
+    """Compare the true shares of free blocks with the scores that ``log_probs (B, Hkv, H, m, N)`` give them.
 
     Returns:
         The comparison, and the log of the scores ``(B, Hkv, m, M)``, finite and undefined for blocks without a key.
     """
     log_sums, scored = log_scores(log_probs, of_scorer, log_true.shape[-1], index_config)
-    counted = scored & free_blocks(positions, log_true.shape[-1], config)
-    log_true = log_true.masked_fill(~counted, -torch.inf)
-    log_mass = log_true.logsumexp(-1)
-    some = log_mass > -torch.inf
-    log_true = log_true - log_mass.masked_fill(~some, 0)[..., None]
-    log_score = log_sums.masked_fill(~counted, -torch.inf).masked_fill(~some[..., None], 0).log_softmax(-1)
-    true, score = log_true.exp(), log_score.exp().masked_fill(~counted, 0)
-    terms = torch.where(true > 0, true * (log_true - log_score), 0)
-    return _Compared(terms.sum(-1), log_mass.exp(), true, score), log_sums
+    kept = scored & free_blocks(positions, log_true.shape[-1], config)
+    return compare(log_true, log_sums, kept), log_sums
 
 
-def _weights(mass: Tensor, by_mass: bool) -> Tensor:
+def weigh(mass: Tensor, by_mass: bool) -> Tensor:
     """Weigh queries by the true mass of their blocks, or all alike that have any."""
     return mass if by_mass else (mass > 0).to(mass.dtype)
 

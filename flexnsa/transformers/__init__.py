@@ -4,7 +4,7 @@ The import registers ``attn_implementation="flexnsa"`` for every causal model wi
 loaded already (``model.set_attn_implementation("flexnsa")``), and makes saved configs keep that choice.
 """
 
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from flexnsa.transformers.cache import FlexNSACache
@@ -13,10 +13,12 @@ from flexnsa.transformers.classes import register_classes
 from flexnsa.transformers.conversion import convert, to_dense
 from flexnsa.transformers.converted import attend_in_dense_layers
 from flexnsa.transformers.dropin import attention_forward, make_mask
+from flexnsa.transformers.index_teaching import TAUGHT, IndexTeaching, teach_indexers
 from flexnsa.transformers.local_layers import make_layer_mask
 from flexnsa.transformers.options import DropInOptions, LayerOptions
 from flexnsa.transformers.recall import recall
 from flexnsa.transformers.schedule import UpTraining
+from flexnsa.transformers.taught_layers import attend_taught
 from flexnsa.transformers.teaching import TeachSelection
 from flexnsa.transformers.unsupported import refuse_models
 
@@ -24,6 +26,9 @@ AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, make_mask)
 AttentionInterface.register(LAYERS, attend_in_dense_layers)
 AttentionMaskInterface.register(LAYERS, make_layer_mask)
+for plain, taught in TAUGHT.items():
+    AttentionInterface.register(taught, attend_taught)
+    AttentionMaskInterface.register(taught, ALL_MASK_ATTENTION_FUNCTIONS[plain])
 register_classes()
 save_choice()
 refuse_models()
@@ -33,10 +38,12 @@ take_options()
 __all__ = [
     "DropInOptions",
     "FlexNSACache",
+    "IndexTeaching",
     "LayerOptions",
     "TeachSelection",
     "UpTraining",
     "convert",
     "recall",
+    "teach_indexers",
     "to_dense",
 ]

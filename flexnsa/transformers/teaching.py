@@ -14,9 +14,12 @@ from torch import Tensor
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
+from flexnsa.attached_losses import Attached
 from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.optim import index_parameters
-from flexnsa.primitives import check_positive_number, describe
+from flexnsa.primitives import check_int, check_positive_number, describe
+from flexnsa.transformers.index_teaching import IndexTeaching, teach_indexers
+from flexnsa.transformers.taught_layers import indexed_layers
 
 
 @dataclass(slots=True)
@@ -38,19 +41,7 @@ class SelectionLossHook:
         if not isinstance(total, Tensor):
             return x
         self.losses.append(total.detach())
-        return _Attached.apply(x, self.weight * total)  # pyright: ignore[reportReturnType]
-
-
-class _Attached(torch.autograd.Function):
-    """The first argument, with the gradient of the second."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor, loss: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: ARG004
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: ARG004
-        return grad, grad.new_ones(())
+        return Attached.apply(x, self.weight * total)  # pyright: ignore[reportReturnType]
 
 
 class TeachSelection(TrainerCallback):
@@ -60,59 +51,80 @@ class TeachSelection(TrainerCallback):
     compared depends only on ``seed`` and the optimizer's step, so a resumed run goes on as it would have. To teach
     indexers alone, freeze all other parameters (:func:`flexnsa.optim.index_parameters` are theirs).
 
+    Models that :func:`teach_indexers` takes are taught by it, and may begin with a warm-up. Their stage depends on the
+    step alone. What a uniform guess would lose is logged as ``selection_loss_uniform``, and the recall of the worst
+    layer as ``selection_recall``. After training the model is as it was, with what its indexers have learned.
+
     Args:
         weight: of the selection loss.
+        warmup_steps: in which such a model attends densely and its indexers alone learn. With DDP, these need
+            ``ddp_find_unused_parameters=True``, Trainer's default without activation checkpointing.
         options: ``seed``, ``num_queries`` and ``query_weights`` of :class:`flexnsa.SelectionLoss`.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range; or, when training starts, the model has no indexer, or gradients are
-            scaled (``fp16=True``).
+        ValueError: an argument is out of range; or, when training starts, the model has no indexer, or is one of ours
+            with ``warmup_steps``, or gradients are scaled (``fp16=True``).
     """
 
-    def __init__(self, *, weight: float = 1.0, **options: Any) -> None:
+    def __init__(self, *, weight: float = 1.0, warmup_steps: int = 0, **options: Any) -> None:
         check_positive_number("weight", weight)
+        check_int("warmup_steps", warmup_steps, 0)
         SelectionLoss(**options)
-        self.weight, self.options = weight, options
+        self.weight, self.warmup_steps, self.options = weight, warmup_steps, options
+        self.teaching: IndexTeaching | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Let the indexers of a released model learn before there is an optimizer."""
+        self._teach(kw["model"])
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Check that there is something to teach."""
-        if not index_parameters(model) or not _hooked(model):
+        model = kw["model"]
+        self._teach(model)
+        if self.teaching is None and (self.warmup_steps or not index_parameters(model) or not _hooked(model)):
+            if self.warmup_steps and _hooked(model):
+                raise ValueError("warmup_steps: expected 0 for a model without layers to teach densely, got others")
             raise ValueError(f"model: expected one with indexers, got {describe(type(model).__name__)}")
         if args.fp16:
             raise ValueError("fp16: expected False with TeachSelection, because gradients are scaled, got True")
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Tell the model the step, and the weight of each of its batches."""
         weight = self.weight / args.gradient_accumulation_steps
-        for each in _hooked(model):
+        for each in _hooked(kw["model"]):
             each.selection_hook = SelectionLossHook(weight, {**self.options, "step": state.global_step})
+        if self.teaching is not None:
+            stage = "warmup" if state.global_step < self.warmup_steps else "joint"
+            self.teaching.stage, self.teaching.step, self.teaching.weight = stage, state.global_step, weight
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        """Log the selection loss of the last step."""
-        hooks = [each.selection_hook for each in _hooked(model) if each.selection_hook is not None]
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Log the selection loss of the last step, or that of a released model since the last log."""
+        figures: dict[str, float] = {}
+        hooks = [each.selection_hook for each in _hooked(kw["model"]) if each.selection_hook is not None]
         losses = [loss for hook in hooks for loss in hook.losses]
-        for entry in (logs, state.log_history[-1]) if losses and logs is not None else ():
-            entry["selection_loss"] = torch.stack(losses).mean().item()
+        if losses:
+            figures["selection_loss"] = torch.stack(losses).mean().item()
+        if self.teaching is not None and self.teaching.was_compared:
+            figures["selection_loss"] = self.teaching.loss().item()
+            figures["selection_loss_uniform"] = self.teaching.uniform_loss().item()
+            figures["selection_recall"] = self.teaching.recall().nan_to_num(1.0).min().item()
+        logs = kw.get("logs")
+        for entry in (logs, state.log_history[-1]) if logs is not None else ():
+            entry |= figures
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Teach no longer."""
-        for each in _hooked(model):
+        for each in _hooked(kw["model"]):
             each.selection_hook = None
+        if self.teaching is not None:
+            self.teaching.remove()
+            self.teaching = None
+
+    def _teach(self, model: Any) -> None:
+        """Attach to a model that is not ours, but has indexers."""
+        if self.teaching is None and not _hooked(model) and indexed_layers(model):
+            self.teaching = teach_indexers(model, "joint", weight=self.weight, **self.options)
 
 
 def _hooked(model: Any) -> list[Any]:

@@ -1,0 +1,81 @@
+"""Teach the indexers of a released model in transformers' Trainer: warm up, be killed, resume, and join the rest.
+
+python examples/transformers/teach_indexers.py [folder or name of a DeepSeek-V3.2, GLM-5, MiniMax-M3 or Qwen4 model]
+"""
+
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV32Config, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from flexnsa.transformers import TeachSelection
+
+
+def main(name: str | None = None, warmup: int = 60, steps: int = 80, seq_len: int = 192) -> list[float]:
+    with TemporaryDirectory() as folder:
+        try:
+            train(load(name), folder, warmup, steps, seq_len, killed=warmup // 2 + 1)
+        except KeyboardInterrupt:
+            print("killed in the warm-up")
+        trainer = train(load(name), folder, warmup, steps, seq_len, resume=True)  # its stage depends on the step alone
+        trainer.save_model(f"{folder}/taught")
+
+        # What has learned are parameters of the model's own names, which plain transformers loads.
+        model: Any = trainer.model
+        plain = AutoModelForCausalLM.from_pretrained(f"{folder}/taught").eval()
+        row = torch.arange(seq_len)[None] % 256
+        with torch.no_grad():
+            assert torch.equal(plain(row).logits, model.eval()(row).logits)
+    logged = [entry for entry in trainer.state.log_history if "selection_loss" in entry]
+    for entry in logged[:: max(1, len(logged) // 8)]:
+        stage = "warm-up" if entry["step"] <= warmup else "joint"
+        uniform, recall = entry["selection_loss_uniform"], entry["selection_recall"]
+        print(f"step {entry['step']:3} ({stage}): loss {entry['loss']:.2f}, of indexers {entry['selection_loss']:.3f}")
+        print(f"    a uniform guess has {uniform:.3f}; the worst layer recalls {recall:.3f}")
+    return [logged[at]["selection_recall"] for at in (0, -1)]
+
+
+def load(name: str | None) -> Any:
+    """Load a model, or make one of DeepSeek-V3.2's config with other sizes and random weights."""
+    if name is not None:
+        return AutoModelForCausalLM.from_pretrained(name)
+    set_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16}
+    sizes |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 32}
+    sizes |= {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    sizes |= {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 16, "initializer_range": 0.2}
+    return AutoModelForCausalLM.from_config(DeepseekV32Config(**sizes))
+
+
+class KillAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def train(
+    model: Any, folder: str, warmup: int, steps: int, seq_len: int, *, resume: bool = False, killed: int = 0
+) -> Trainer:
+    text = b"".join(file.read_bytes() for file in sorted(Path(os.__file__).parent.glob("[a-d]*.py")))
+    rows: Any = [
+        {"input_ids": row, "labels": row}
+        for row in torch.frombuffer(bytearray(text), dtype=torch.uint8).long().split(seq_len)[:-1]
+    ]
+    options = {"max_steps": steps, "save_steps": max(1, warmup // 2), "logging_steps": 1, "learning_rate": 1e-2}
+    args = TrainingArguments(folder, **options, per_device_train_batch_size=4, report_to=[], disable_tqdm=True)
+    teach = TeachSelection(warmup_steps=warmup, num_queries=64)
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[teach, KillAt(killed)])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])
