@@ -149,10 +149,9 @@ def test_flex_on_a_cpu_equals_the_oracle_alone_and_compiles_once(monkeypatch: py
         assert largest(packed - alone) <= 1e-6 * largest(alone), lengths
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "reference"])
-def test_documents_change_from_step_to_step_without_a_recompile(impl: str) -> None:
-    layer = make_layer(impl)
-    compiled = torch.compile(layer, fullgraph=True, backend="inductor" if impl == "sdpa" else "aot_eager")
+def test_documents_change_from_step_to_step_without_a_recompile() -> None:
+    layer = make_layer("sdpa")
+    compiled = torch.compile(layer, fullgraph=True)
     for seed in range(5):
         lengths = random_pack(seed, longest=100, most=149)
         ids = ids_of((*lengths, 150 - sum(lengths)))

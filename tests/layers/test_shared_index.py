@@ -196,8 +196,9 @@ def test_a_model_compiled_whole_takes_steps_without_leaving_its_graph() -> None:
     step = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         caches = model.new_caches(2, 42)
-        got = torch.cat([step(part, caches=caches) for part in x.split([40, 1, 1], 1)], 1)
-        torch.testing.assert_close(got, model(x), rtol=0, atol=2e-6)
+        model(x[:, :40], caches=caches)
+        got = torch.cat([step(x[:, [at]], caches=caches) for at in (40, 41)], 1)
+        torch.testing.assert_close(got, model(x)[:, 40:], rtol=0, atol=2e-6)
 
 
 def test_followers_have_no_indexer_and_no_index_keys_as_estimated() -> None:

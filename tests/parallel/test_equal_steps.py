@@ -15,6 +15,7 @@ from tests.parallel.conftest import RunOnce
 from tests.parallel.steps import CASES, COMPILED, ON_TWO, make_trainer, train, train_cases
 
 TOLERANCE = 1e-5
+GROUPS = [("ddp", 2), ("fsdp2", 2), ("fsdp2", 4)]
 Results = Callable[[str, int], dict[str, Any]]
 Alone = Callable[[str], dict[str, Any]]
 
@@ -38,8 +39,7 @@ def alone() -> Alone:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("parallel", "size"), GROUPS)
 def test_any_number_of_ranks_takes_the_steps_of_one_process(
     results: Results, alone: Alone, parallel: str, size: int, case: str
 ) -> None:
@@ -55,8 +55,7 @@ def test_compiled_layers_take_the_same_steps_and_are_one_graph(
     assert result["graphs"] == (2, 0)  # of training, and of validation
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("parallel", "size"), GROUPS)
 def test_every_parameter_gets_a_gradient_on_every_step(results: Results, parallel: str, size: int) -> None:
     without = {case: results(parallel, size)[case]["without gradient"] for case in CASES}
     # In the rows of the first stages all blocks are forced, so there is no score to teach.
@@ -72,15 +71,13 @@ def test_gradients_summed_in_bf16_are_rounded_and_no_more(results: Results, para
     assert rounded.grad_norm == pytest.approx(exact.grad_norm, rel=2**-8)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("parallel", "size"), GROUPS)
 def test_steps_after_a_checkpoint_are_those_without_one_bit_for_bit(results: Results, parallel: str, size: int) -> None:
     for without, after in results(parallel, size)["going on"]:
         assert without == after
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("parallel", "size"), GROUPS)
 def test_a_nan_on_one_rank_stops_all_before_the_parameters_change(results: Results, parallel: str, size: int) -> None:
     everyone = results(parallel, size)["NaN"]
     assert len(everyone) == size
