@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss
 from flexnsa.layers.layouts import RowKeys
+from flexnsa.lm import DecoderLM, preset
 
 ALL = NSAConfig(
     compress_block_size=8,
@@ -112,6 +114,17 @@ def test_sinks_take_their_share_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(module, "attention", lambda described=described: described)
     dense.attend_densely(("cmp", "slc", "win"))
     assert_close(dense(x), sparse(x))
+
+
+def test_longer_sequences_after_it_share_a_graph() -> None:
+    """What the stage itself does not read would otherwise have a constant size in the first graph that reads it."""
+    model = DecoderLM(preset("text-small", num_layers=1))
+    graphs = CompileCounterWithBackend("eager")
+    model.compile_layers(backend=graphs)
+    for length, branches in ((256, ("slc",)), (512, None), (768, None)):
+        model.attend_densely(branches)
+        model(torch.zeros(2, length, dtype=torch.int64), selection=SelectionLoss())
+    assert graphs.frame_count == 2
 
 
 def test_inductor_compiles_it_and_what_follows() -> None:
