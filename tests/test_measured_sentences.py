@@ -32,6 +32,14 @@ def test_the_difference_in_equal_seconds_is_what_was_recorded() -> None:
     assert said in words_of("docs/learning.md")
 
 
+def test_what_sharing_an_index_costs_is_what_was_recorded() -> None:
+    shared, own = (
+        points_by(f"stages_{card}", "model", lr=8e-4, seed=0)[name]["report 32k"]["positions"][-1]
+        for card, name in (("h200", "nsa, dense first, shared index 3"), ("h100", "nsa, dense first"))
+    )
+    assert f"bytes behind 24k cost {shared - own:.3f} bits more" in words_of("docs/learning.md")
+
+
 def test_a_step_with_a_shared_index_takes_what_was_recorded() -> None:
     points = points_by("decode_h100", "name", batch=1, part="layer", mode="eager")
     alone, leads, follows = (
@@ -91,6 +99,20 @@ def test_the_first_step_takes_what_was_recorded() -> None:
     compiler = f"{read_record('training_h200')['import_compiler_s']:.0f}"
     first = f"with empty caches {nsa} s (`m7c-125m` at 8k), dense {dense}, after {compiler} to import the compiler"
     assert first in words_of("docs/performance.md")
+    points = points_by("training_h100", "attention", "seq_len")
+    nsa, dense = ([x["first_step_s"] for key, x in points.items() if key[0] == kind] for kind in ("nsa", "dense"))
+    told = f"With the default settings {min(nsa):.0f} to {max(nsa):.0f} s on the host of an H100, dense"
+    assert f"{told} {min(dense):.0f} to {max(dense):.0f} (" in words_of("docs/performance.md")
+
+
+def test_what_the_readme_says_of_default_settings_is_what_was_recorded() -> None:
+    points = points_by("training_h100", "attention", seq_len=8192)
+    nsa, dense = points["nsa"], points["dense"]
+    memory = [f"{point['peak_mib'] / 1024:.1f}" for point in (nsa, dense)]
+    said = f"takes {nsa['step_ms']:.0f} ms and {memory[0]} GiB at 8k, dense {dense['step_ms']:.0f} and {memory[1]},"
+    assert said in words_of("README.md")
+    assert f"{nsa['graph_step_ms']:.0f}" == f"{dense['graph_step_ms']:.0f}"
+    assert f"both take {nsa['graph_step_ms']:.0f} ms" in words_of("README.md")
 
 
 KERNELS = {
