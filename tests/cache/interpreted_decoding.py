@@ -84,7 +84,7 @@ def run_follower() -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, branches in (("all", ("cmp", "slc", "win")), ("two", ("slc", "win"))):
         torch.manual_seed(0)
-        config = replace(TINY, index_heads=1)
+        config = replace(TINY, index_heads=1, num_selected_blocks=4)  # 3 are forced
         layers = [
             NativeSparseAttention(32, 4, 2, 16, config=config, branches=branches, follows=follows)
             for follows in (False, True)

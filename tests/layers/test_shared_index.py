@@ -30,7 +30,7 @@ MODEL = DecoderConfig(
     num_heads=2,
     num_kv_heads=1,
     head_dim=8,
-    nsa=replace(TINY, index_heads=2, index_block_size=2, index_stride=2),
+    nsa=replace(TINY, num_selected_blocks=5, index_heads=2, index_block_size=2, index_stride=2),  # 3 are forced
     share_index=2,
 )
 
@@ -145,7 +145,7 @@ def test_an_index_for_each_layer_is_what_it_was() -> None:
     assert all(torch.equal(gradients[name], same[name]) for name in gradients)
 
 
-@pytest.mark.parametrize("share", [2, 4, (0, 0, 2, 0)])
+@pytest.mark.parametrize("share", [2, 4, (0, 1, 0, 1)])
 def test_steps_prefill_and_chunks_equal_whole_rows(share: Any) -> None:
     model, x = build(share_index=share).eval(), drawn(90)
     with torch.no_grad():
@@ -154,9 +154,27 @@ def test_steps_prefill_and_chunks_equal_whole_rows(share: Any) -> None:
             caches = model.new_caches(2, 90)
             got = torch.cat([model(part, caches=caches) for part in x.split(parts, 1)], 1)
             torch.testing.assert_close(got, whole, rtol=0, atol=2e-6)
-        changed = x.clone()
+        changed, wide = x.clone(), model.double()  # fused attention in fp32 rounds the last bit by what it masks
         changed[:, 60:] = 7
-        assert torch.equal(model(changed)[:, :60], whole[:, :60])
+        assert torch.equal(wide(changed)[:, :60], wide(x)[:, :60])
+
+
+def test_a_layer_reads_the_index_of_the_layer_that_the_list_names() -> None:
+    """Layer 2 follows layer 0, though layer 1 chose after it."""
+    model, x, indices = build(share_index=(0, 1, 0, 1)).eval(), drawn(90), dict[int, SharedIndex]()
+    with torch.no_grad():
+        h: Any = model.embedding(x)
+        for number, (layer, leader) in enumerate(zip(model.layers, (0, 1, 0, 1), strict=True)):
+            modules: Any = layer
+            normed = modules.attention_norm(h)
+            if leader == number:
+                out, indices[number] = modules.attention(normed, return_index=True)
+            else:
+                out = modules.attention(normed, index=indices[leader])
+            h = h + out
+            h = h + modules.mlp(modules.mlp_norm(h))
+        torch.testing.assert_close(model.head(model.norm(h)), model(x), rtol=0, atol=1e-6)
+        assert not torch.equal(indices[0].block_indices, indices[1].block_indices)
 
 
 def test_packed_rows_equal_separate_ones() -> None:

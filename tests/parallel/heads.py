@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "window alone": {"branches": ("win",)},
     "an indexer": {"nsa": INDEXED},
     "an indexer of low rank": {"nsa": replace(INDEXED, index_heads=2), "index_rank": 3, "branches": ("slc", "win")},
-    "a shared index": {"nsa": INDEXED, "share_index": 2},
+    "a shared index": {"nsa": replace(INDEXED, num_selected_blocks=5), "share_index": 2},
     "an indexer, checkpointed": {"nsa": INDEXED, "compression": "linear", "checkpointing": True},
 }
 

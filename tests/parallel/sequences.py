@@ -142,6 +142,7 @@ def compare_compiled(file: Path, kind: str) -> None:
 
 
 INDEXED: dict[str, Any] = {"nsa": replace(TINY, index_heads=2, index_block_size=4, index_stride=2)}
+SHARED: dict[str, Any] = {"nsa": replace(INDEXED["nsa"], num_selected_blocks=5), "share_index": 2}
 TRAINED: dict[int, dict[str, tuple[type[GroupRanks], int, dict[str, Any]]]] = {
     2: {
         "fsdp2, 2": (FSDP2Ranks, 2, {"checkpointing": True}),
@@ -149,7 +150,7 @@ TRAINED: dict[int, dict[str, tuple[type[GroupRanks], int, dict[str, Any]]]] = {
         "ddp, 2": (DDPRanks, 2, {"batch_size": 2, "grad_accumulation": 2}),
         "ddp, 2, stages": (DDPRanks, 2, {"stages": ((32, 0.5), (64, 0.5))}),
         "fsdp2, 2, an indexer": (FSDP2Ranks, 2, INDEXED | {"compiled": True, "checkpointing": True}),
-        "fsdp2, 2, a shared index": (FSDP2Ranks, 2, INDEXED | {"share_index": 2, "checkpointing": True}),
+        "fsdp2, 2, a shared index": (FSDP2Ranks, 2, SHARED | {"checkpointing": True}),
         "ddp, 2, an indexer": (DDPRanks, 2, INDEXED | {"batch_size": 2, "grad_accumulation": 2}),
     },
     4: {

@@ -34,7 +34,12 @@ CASES: dict[str, dict[str, Any]] = {
     "stages": {"stages": STAGES, "nsa": replace(TINY, index_heads=2), "pack": True, "grad_accumulation": 2},
     "shared keys": {"shared_keys": True},
     "an indexer": {"nsa": replace(TINY, index_heads=1, index_block_size=2, index_stride=2), "pack": True},
-    "a shared index": {"nsa": replace(TINY, index_heads=1), "share_index": 2, "pack": True, "grad_accumulation": 2},
+    "a shared index": {
+        "nsa": replace(TINY, num_selected_blocks=5, index_heads=1),
+        "share_index": 2,
+        "pack": True,
+        "grad_accumulation": 2,
+    },
     "an indexer, accumulated": {"nsa": replace(TINY, index_heads=2), "batch_size": 1, "grad_accumulation": 8},
     # A row a pass however many ranks: in bf16, a product of more rows is rounded another way.
     "mixed precision": {"precision": "bf16", "batch_size": 1, "grad_accumulation": 4},

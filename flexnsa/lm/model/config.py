@@ -66,7 +66,8 @@ def leaders_of(share_index: int | Sequence[int], num_layers: int, nsa: NSAConfig
         check_positive_int("share_index", share_index)
         leaders = tuple(number - number % share_index for number in range(num_layers))
     else:
-        check_type("share_index", share_index, Sequence)
+        if not isinstance(share_index, Sequence):
+            raise TypeError(f"share_index: expected an int or a sequence of them, got {describe(share_index)}")
         leaders = tuple(share_index)
         for leader in leaders:
             check_int("share_index", leader, 0)

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainingArguments
 from flexnsa.attention import shares
 from flexnsa.transformers import TeachSelection, teach_indexers
 from flexnsa.transformers.index_loss import Attention, differentiate_index
-from flexnsa.transformers.released_indexers import RELEASED, Features
+from flexnsa.transformers.released_indexers import RELEASED, Features, ReleasedIndexer
 from flexnsa.transformers.taught_layers import indexed_layers
 from tests.integrations.transformers.families import FEW, converted, dense, tokens
 from tests.integrations.transformers.released_models import KINDS, plain_choice, plain_loss, plain_scores, released
@@ -123,6 +123,36 @@ def test_loss_and_gradient_are_those_of_the_dense_formula(
     expected.backward()
     for name, grad in indexers(model).items():
         assert_close(taught[name], grad, atol=2e-7 * max(1.0, grad.abs().max().item()), rtol=0)
+
+
+class Known(ReleasedIndexer):
+    """Ranks tokens by the products of the attention itself, from the best on or from the worst on."""
+
+    num_chosen = 4
+
+    def features(self, given: dict[str, Any], tokens: Tensor) -> Features:
+        raise NotImplementedError
+
+    def scores(self, features: Features, visible: Tensor) -> Tensor:  # noqa: ARG002
+        return self.module * features.q @ features.k.mT
+
+
+def test_recall_is_the_mass_of_the_chosen_over_that_of_the_best() -> None:
+    q, k = torch.randn(2, 1, 1, 20, 8, dtype=torch.float64)
+    probs = (q @ k.mT).masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)[0, 0]
+    choosing = [row[: token + 1].sort().values for token, row in enumerate(probs) if token + 1 > Known.num_chosen]
+    best, worst = sum(row[-4:].sum() for row in choosing), sum(row[:4].sum() for row in choosing)
+    for sign, mass in ((1, best), (-1, worst)):
+        sums, _ = differentiate_index(
+            Known(sign),
+            Features(q, k),
+            Attention(q, k, torch.arange(20)[None], None, 1.0, None),
+            None,
+            among_chosen=False,
+            by_mass=True,
+            gradient=False,
+        )
+        assert_close((sums.found, sums.best), (mass, best))
 
 
 @pytest.mark.parametrize("kind", KINDS)
