@@ -57,11 +57,12 @@ ROWS = {"32k": (32768, 64), "8k": (8192, 128)}
 
 
 class Variant(NamedTuple):
-    """What differs from the default preset: branches of a dense stage, how many stages it takes, layers an indexer."""
+    """What differs from the default preset: branches of a dense stage, how many stages it takes, its settings."""
 
     branches: tuple[str, ...] | None = None
     stages: int = 0
     share_index: int = 1
+    num_selected_blocks: int = 16
 
 
 NSA = {
@@ -74,6 +75,7 @@ NSA = {
     "nsa, shared index 6": Variant(share_index=6),
     "nsa, dense first, shared index 3": Variant(("slc",), 1, 3),
     "nsa, dense first, shared index 6": Variant(("slc",), 1, 6),
+    "nsa, dense first, 32 blocks": Variant(("slc",), 1, num_selected_blocks=32),
 }
 MODELS = (*NSA, "dense", "dense wide")
 
@@ -84,7 +86,9 @@ def config_of(name: str, *, tiny: bool) -> DecoderConfig:
     if tiny:
         config = replace(config, dim=64, num_layers=2, num_heads=6, num_kv_heads=1, head_dim=8)
     if name in NSA:
-        return replace(config, share_index=NSA[name].share_index)
+        by = NSA[name]
+        nsa = replace(config.nsa, num_selected_blocks=by.num_selected_blocks)
+        return replace(config, share_index=by.share_index, nsa=nsa)
     layers = config.num_layers * (WIDE if name == "dense wide" else 12) // 12
     return replace(config, attention="dense", num_layers=layers)
 
