@@ -24,8 +24,8 @@ GATES = ("sigmoid", "softmax", "residual")
 class NSAConfig:
     """Sizes of the three branches, in tokens or blocks (NSA paper, section 3.3 and table 1).
 
-    The defaults are the paper's: a layer with a config has the paper's other settings too, unless it is given
-    ``preset="text"``, and :meth:`for_text` makes the sizes that go with that.
+    The defaults are the paper's. A layer with a config has the paper's other settings, too, unless it is given
+    ``preset="text"``; :meth:`for_text` makes the sizes that go with that preset.
 
     Args:
         compress_block_size: ``l``, tokens summarised by one compressed token.
@@ -87,7 +87,7 @@ class NSAConfig:
     def for_text(cls, num_heads: int, num_kv_heads: int, **sizes: int) -> NSAConfig:
         """Return the sizes that learned text best: the paper's, with an indexer (docs/learning.md).
 
-        It scores by the queries of all heads, and by a key for every 8 tokens.
+        The indexer has an index query for each query head, and a key for every 8 tokens.
 
         Args:
             num_heads: query heads of the layer.

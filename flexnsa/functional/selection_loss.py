@@ -166,7 +166,7 @@ def block_shares(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> Tensor:
-    """Compute how much of the softmax over all visible keys each block holds: what the best choice goes by.
+    """Compute how much of the softmax over all visible keys each block holds; the best choice has the largest shares.
 
     Args:
         q: queries of the selected branch ``(B, Hq, S, Dk)``, rotated.
@@ -220,8 +220,8 @@ def selection_recall(
         mask_mod: as in :func:`block_shares`.
 
     Returns:
-        fp32 ``(Hkv,)``: the sum over sequences and queries of the one over that of the other; NaN for a head without
-        a block to choose.
+        fp32 ``(Hkv,)``: the shares of the chosen blocks, summed over sequences and queries, over those of the best;
+        NaN for a head without a block to choose.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -179,8 +179,9 @@ class NativeSparseAttention(SparseLayer):
                 padding that the cache forgets and whose output means nothing.
             layout: of :meth:`layout`, in place of ``document_ids``: made once for the layers of a model.
             selection: gets the loss that teaches an indexer, in training; see :class:`flexnsa.SelectionLoss`.
-            index: of the same tokens in the layer that this one ``follows``; in training with the same selection loss.
-            return_index: whether to return a pair: the output, and the index that layers take which follow this one.
+            index: what the layer that this one ``follows`` returned for the same tokens, in training with the same
+                selection loss.
+            return_index: return a pair: the output, and the ``index`` for layers that follow this one.
 
         Raises:
             TypeError: an argument is not of its kind.

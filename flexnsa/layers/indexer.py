@@ -143,11 +143,11 @@ class SelectionLoss:
     """The selection losses of one forward pass: ``loss + weight * selection.total`` teaches the indexers of a model.
 
     Give a new one to every call of a layer or of a model that has indexers. Each layer adds the divergence of its
-    scores from the true shares of blocks at a few queries, see :func:`flexnsa.selection_loss`; a layer that follows
-    another, that of the other's scores from its own true shares. Which queries is a function of ``seed``, ``step`` and
-    ``sequence_ids`` alone. Nothing is added in ``eval`` or under ``torch.no_grad``, nor when activation checkpointing
-    runs a layer again. (``torch.utils.checkpoint`` has to be called with ``use_reentrant=False``: the forward pass of
-    the other one knows of no gradient.)
+    scores from the true shares of blocks at a few queries, see :func:`flexnsa.selection_loss`. A layer that follows
+    another adds the divergence of the other's scores from its own true shares. ``seed``, ``step`` and ``sequence_ids``
+    alone choose the queries. Nothing is added in ``eval`` or under ``torch.no_grad``, nor when activation
+    checkpointing runs a layer again. Call ``torch.utils.checkpoint`` with ``use_reentrant=False``: otherwise it runs
+    forward under ``torch.no_grad``.
 
     Example:
         >>> selection = SelectionLoss(seed=0, step=step)

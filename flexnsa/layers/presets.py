@@ -67,9 +67,9 @@ def describe_layer(
     branches: tuple[str, ...],
     options: Mapping[str, object],
 ) -> LayerConfig:
-    """Describe a layer by the options that are not None, and by a preset; what branches leave no meaning is off in it.
+    """Describe a layer by a preset and the options that are not None; what its branches give no meaning is off.
 
-    The default is ``text``, or ``paper`` where ``options`` have ``nsa``: a config means the same as ever.
+    The default preset is ``text``, or ``paper`` where ``options`` have ``nsa``.
 
     Raises:
         TypeError: an option is not of its kind.

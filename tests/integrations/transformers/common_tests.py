@@ -1,8 +1,8 @@
 """transformers' own tests of what every model does, on the library's decoder and on a converted Llama.
 
 They are in no wheel: ``make transformers-common CHECKOUT=/path/to/transformers`` takes them from a checkout of its
-repository, of the version that is installed. Nothing else collects this file. 3 fail of the library's decoder and 6 of a
-converted Llama, all by the limits that docs/transformers.md names.
+repository, of the version that is installed. Nothing else collects this file. Of the library's decoder 3 fail and of a
+converted Llama 6, all by the limits that docs/transformers.md names.
 """
 
 from __future__ import annotations
