@@ -91,7 +91,7 @@ record: .venv/.installed  ## measure what the plots show of a CPU: memory, throu
 	$(BIN)/python -m benchmarks attention.memory --device cpu
 	$(BIN)/python -m benchmarks decoding.cpu --json benchmarks/results/decode_cpu.json
 	$(BIN)/python -m benchmarks attention.packing --device cpu --json benchmarks/results/packing_cpu.json
-	$(BIN)/python -m benchmarks earlier_nsa --device cpu --rows memory time train large-5-8192 large-5-16384 --json benchmarks/results/earlier_nsa.json
+	$(BIN)/python -m benchmarks earlier_nsa --device cpu --json benchmarks/results/earlier_nsa.json
 
 plots: .venv/.installed  ## draw every figure whose measurements are recorded in benchmarks/results
 	$(BIN)/python -m plots
