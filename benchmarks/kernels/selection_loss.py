@@ -41,16 +41,16 @@ def scorers(config: NSAConfig, group: int) -> dict[str, NSAConfig]:
     return {"compressed keys": config, **heads}
 
 
-def arguments(setting: Setting, config: NSAConfig, batch: int, length: int) -> dict[str, Any]:
+def loss_inputs(setting: Setting, config: NSAConfig, batch: int, length: int) -> dict[str, Any]:
     """Random arguments of the loss; the scorer's keys and queries are leaves."""
     heads = setting.num_heads, setting.num_kv_heads
     q, k = (setting.random(batch, count, length, setting.head_dim) for count in heads)
     keys = setting.random(batch, heads[1], num_compressed(length, config.scoring), setting.head_dim)
-    found: dict[str, Any] = {"q": q, "k": k, "k_cmp": keys.requires_grad_(), "config": config}
+    inputs: dict[str, Any] = {"q": q, "k": k, "k_cmp": keys.requires_grad_(), "config": config}
     if config.index_heads is not None:
         index_heads = heads[1] * config.index_heads
-        found["q_index"] = setting.random(batch, index_heads, length, setting.head_dim).requires_grad_()
-    return found
+        inputs["q_index"] = setting.random(batch, index_heads, length, setting.head_dim).requires_grad_()
+    return inputs
 
 
 def differentiated(x: dict[str, Any], impl: str) -> list[Tensor]:
@@ -88,31 +88,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         __doc__, json=options.RESULTS / "selection_loss.json", seconds=230, lengths=lengths, tiny=False
     )
     parser.add_argument("--tokens", type=int, default=65536, help="of a step")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     start = time.monotonic()
     torch.manual_seed(0)
-    setting = large(given.device)
-    if given.tiny:
+    setting = large(arguments.device)
+    if arguments.tiny:
         setting = replace(setting, num_heads=4, head_dim=16, dim=None, config=TINY_SIZES)
-    recording = options.open_recording(given, __doc__)
-    recording.note(setting=setting.to_dict() | {"tokens": given.tokens})
-    session = Session(setting, recording, given.seconds)
+    recording = options.open_recording(arguments, __doc__)
+    recording.note(setting=setting.to_dict() | {"tokens": arguments.tokens})
+    session = Session(setting, recording, arguments.seconds)
 
     def take(point: Point, action: Callable[[], object]) -> None:
         session.attempt(point, action)
         recording.add(point)
         print(f"{time.monotonic() - start:5.0f} s ", *(f"{key} {value}" for key, value in point.items()), flush=True)
 
-    for length in given.lengths:
+    for length in arguments.lengths:
         for name, config in scorers(setting.config, setting.num_heads // setting.num_kv_heads).items():
             point: Point = {"part": "loss", "name": name, "seq_len": length}
-            x = arguments(setting, config, max(1, given.tokens // length), length)
+            x = loss_inputs(setting, config, max(1, arguments.tokens // length), length)
             take(point, partial(measure_loss, session, x, point))
     with torch.no_grad():
         for name, config in scorers(setting.config, setting.num_heads // setting.num_kv_heads).items():
-            point = {"part": "decoding", "name": name, "seq_len": max(given.lengths)}
+            point = {"part": "decoding", "name": name, "seq_len": max(arguments.lengths)}
             indexed = replace(setting, config=config)
-            take(point, partial(measure_decoding, session, indexed, max(given.lengths), point))
+            take(point, partial(measure_decoding, session, indexed, max(arguments.lengths), point))
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def work(job: Job, report: Report) -> None:
         folder=folder / state_name(job),
         compiled=job["device"] == "cuda",
     )
-    run.resume(job["until"], lambda seen: report(point | seen))
+    run.resume(job["until"], lambda state: report(point | state))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -196,10 +196,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     jobs = [job for job in jobs if _key(job) not in whole]
 
     def report(point: Point) -> None:
-        kept = {name: value for name, value in point.items() if name not in shared}
+        recorded = {name: value for name, value in point.items() if name not in shared}
         if "label" in point:  # a run that fails keeps what it had
-            kept = next((old for old in recording.points if _key(old) == _key(point)), {}) | kept
-        recording.add(kept, KEY)
+            recorded = next((old for old in recording.points if _key(old) == _key(point)), {}) | recorded
+        recording.add(recorded, KEY)
         print(_line(point), flush=True)
 
     run_jobs(work, jobs, places(each, arguments.device), report)

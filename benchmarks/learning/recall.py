@@ -43,7 +43,7 @@ def work(job: Job, report: Report) -> None:
         run.rehearse()
         return
     report(point | run.describe())
-    run.resume(job["until"], lambda seen: report(point | seen))
+    run.resume(job["until"], lambda state: report(point | state))
 
 
 def is_whole(point: Mapping[str, Any], plan: Plan) -> bool:
@@ -137,9 +137,9 @@ def _line(point: dict[str, Any], plan: Plan) -> str:
     if not point["recall"]:
         return f"{name}: {point['parameters']:,} parameters"
     (step, seq_len), recall = plan.looks()[len(point["recall"]) - 1], point["recall"][-1]
-    found = f" ({point['found'][-1]:.1%} of blocks found)" if len(point["found"]) == len(point["recall"]) else ""
+    selected = f" ({point['found'][-1]:.1%} of blocks found)" if len(point["found"]) == len(point["recall"]) else ""
     rows = f"{name}: step {step}, sequences of {seq_len}"
-    return f"{rows}: loss {point['loss'][-1]:.3f}, recall {recall:.1%}{found}, {point['seconds']:.0f} s"
+    return f"{rows}: loss {point['loss'][-1]:.3f}, recall {recall:.1%}{selected}, {point['seconds']:.0f} s"
 
 
 if __name__ == "__main__":
