@@ -71,7 +71,6 @@ gpu: .venv/.transformers  ## all that a GPU has to show: its tests, then attenti
 	$(BIN)/python -m benchmarks decoding.gpu --json runs/gpu/decode_h200.json
 	$(BIN)/python -m benchmarks training.throughput --lengths 8192 --json runs/gpu/training_h200.json
 	$(BIN)/python -m benchmarks kernels.selected_gpu --json runs/gpu/selected_h200.json
-	$(BIN)/python -m benchmarks kernels.selection_loss --json runs/gpu/selection_loss_h200.json
 	$(BIN)/python -m benchmarks transformers.decoding --json runs/gpu/transformers_decoding_h200.json
 	$(BIN)/python -m benchmarks transformers.serving --json runs/gpu/transformers_serving_h200.json
 
