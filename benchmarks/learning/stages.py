@@ -57,12 +57,15 @@ ROWS = {"32k": (32768, 64), "8k": (8192, 128)}
 
 
 class Variant(NamedTuple):
-    """What differs from the default preset: branches of a dense stage, how many stages it takes, its settings."""
+    """What differs from the default preset: branches of a dense stage, how many stages it takes, settings."""
 
     branches: tuple[str, ...] | None = None
     stages: int = 0
     share_index: int = 1
     num_selected_blocks: int = 16
+    compression: str = "mlp"
+    taught_densely: bool = True
+    """Whether indexers learn in a dense stage."""
 
 
 NSA = {
@@ -76,6 +79,8 @@ NSA = {
     "nsa, dense first, shared index 3": Variant(("slc",), 1, 3),
     "nsa, dense first, shared index 6": Variant(("slc",), 1, 6),
     "nsa, dense first, 32 blocks": Variant(("slc",), 1, num_selected_blocks=32),
+    "nsa, dense first, means": Variant(("slc",), 1, compression="mean"),
+    "nsa, dense first, then indexers": Variant(("slc",), 1, taught_densely=False),
 }
 MODELS = (*NSA, "dense", "dense wide")
 
@@ -88,7 +93,7 @@ def config_of(name: str, *, tiny: bool) -> DecoderConfig:
     if name in NSA:
         by = NSA[name]
         nsa = replace(config.nsa, num_selected_blocks=by.num_selected_blocks)
-        return replace(config, share_index=by.share_index, nsa=nsa)
+        return replace(config, share_index=by.share_index, compression=by.compression, nsa=nsa)
     layers = config.num_layers * (WIDE if name == "dense wide" else 12) // 12
     return replace(config, attention="dense", num_layers=layers)
 
@@ -170,13 +175,13 @@ class StagedRun:
         factor = self.job["lr"] * min(1.0, (self.step + 1) / 100) * decay
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = factor * rate
+        by = NSA.get(self.job["model"], Variant())
         if first:
-            by = NSA.get(self.job["model"], Variant())
             self.model.attend_densely(by.branches if stage < by.stages else None)
         batch = drawn(self.text["train"], length, self.tokens // length, self.job["seed"], self.step).to(self.device)
         start = time.perf_counter()
         selection = None
-        if self.model.indexers():
+        if self.model.indexers() and (by.taught_densely or stage >= by.stages):
             selection = SelectionLoss(seed=self.job["seed"], step=torch.tensor(self.step, device=self.device))
         with self.precision:
             loss = self.model(batch.tokens, targets=batch.targets, **({"selection": selection} if selection else {}))
