@@ -71,7 +71,6 @@ gpu: .venv/.transformers  ## all that a GPU has to show: its tests, then attenti
 	$(BIN)/python -m benchmarks decoding.gpu --json runs/gpu/decode_h200.json
 	$(BIN)/python -m benchmarks training.throughput --lengths 8192 --json runs/gpu/training_h200.json
 	$(BIN)/python -m benchmarks kernels.selected_gpu --json runs/gpu/selected_h200.json
-	$(BIN)/python -m benchmarks kernels.selection_loss --json runs/gpu/selection_loss_h200.json
 	$(BIN)/python -m benchmarks transformers.decoding --json runs/gpu/transformers_decoding_h200.json
 	$(BIN)/python -m benchmarks transformers.serving --json runs/gpu/transformers_serving_h200.json
 
@@ -91,7 +90,7 @@ record: .venv/.installed  ## measure what the plots show of a CPU: memory, throu
 	$(BIN)/python -m benchmarks attention.memory --device cpu
 	$(BIN)/python -m benchmarks decoding.cpu --json benchmarks/results/decode_cpu.json
 	$(BIN)/python -m benchmarks attention.packing --device cpu --json benchmarks/results/packing_cpu.json
-	$(BIN)/python -m benchmarks earlier_nsa --device cpu --rows memory time train large-5-8192 large-5-16384 --json benchmarks/results/earlier_nsa.json
+	$(BIN)/python -m benchmarks earlier_nsa --device cpu --json benchmarks/results/earlier_nsa.json
 
 plots: .venv/.installed  ## draw every figure whose measurements are recorded in benchmarks/results
 	$(BIN)/python -m plots

@@ -79,9 +79,9 @@ def run(
         torch.cuda.synchronize()
         point["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
     point["first_call_s"] = time.perf_counter() - started
-    others = torch.ones(length, dtype=torch.bool, device=setting.device).index_fill(0, rows, False)
+    unchecked = torch.ones(length, dtype=torch.bool, device=setting.device).index_fill(0, rows, False)
     for name in ("q", "gates"):
-        point[f"other rows of d{name} are 0"] = not bool((gradients[name].any(-1) & others).any())
+        point[f"other rows of d{name} are 0"] = not bool((gradients[name].any(-1) & unchecked).any())
         gradients[name] = gradients[name][:, :, rows]
     tensors = {f"d{name}": gradient for name, gradient in gradients.items()}
     tensors |= {name: x[name].detach() for name in KEYS}

@@ -145,9 +145,9 @@ def scaling_table(points: list[Point]) -> str:
     ):
         rows = []
         for attention in ATTENTIONS:
-            found = {point.seq_len: getattr(point, quantity) for point in points if point.attention == attention}
-            cells = [f"{found[length]:,.{digits}f}" if length in found else "-" for length in lengths]
-            rows.append([attention, *cells, f"{fit_power_law(found.items()).exponent:.2f}"])
+            by_length = {point.seq_len: getattr(point, quantity) for point in points if point.attention == attention}
+            cells = [f"{by_length[length]:,.{digits}f}" if length in by_length else "-" for length in lengths]
+            rows.append([attention, *cells, f"{fit_power_law(by_length.items()).exponent:.2f}"])
         tables.append(format_table([title, *(f"S={length:,}" for length in lengths), "slope"], rows))
     return "\n\n".join(tables)
 
@@ -155,10 +155,10 @@ def scaling_table(points: list[Point]) -> str:
 def _measure_all(seq_lens: dict[str, tuple[int, ...]]) -> list[Point]:
     from tqdm import tqdm
 
-    wanted = [(attention, length) for attention, lengths in seq_lens.items() for length in lengths]
-    wanted.sort(key=lambda point: point[1], reverse=True)  # the longest first, so that both cores are busy to the end
+    cases = [(attention, length) for attention, lengths in seq_lens.items() for length in lengths]
+    cases.sort(key=lambda point: point[1], reverse=True)  # the longest first, so that both cores are busy to the end
     with ThreadPoolExecutor(max_workers=min(2, torch.get_num_threads())) as pool:
-        points = [pool.submit(measure, *point) for point in wanted]
+        points = [pool.submit(measure, *point) for point in cases]
         for _ in tqdm(as_completed(points), total=len(points), unit="point", leave=False):
             pass
     return sorted((point.result() for point in points), key=lambda point: point.seq_len)

@@ -103,9 +103,9 @@ def measure(arguments: argparse.Namespace) -> None:
         if arguments.train_at:
             training_speed(together, arguments.train_at, tiny=arguments.tiny)
         for length in arguments.lengths:
-            attention_speed(together, setting, length, compiled=not arguments.eager, spread=True)
+            attention_speed(together, setting, length, compiled=not arguments.eager, sharded=True)
             if length <= arguments.alone_up_to:
-                attention_speed(together, setting, length, compiled=not arguments.eager, spread=False)
+                attention_speed(together, setting, length, compiled=not arguments.eager, sharded=False)
 
 
 if __name__ == "__main__":

@@ -87,29 +87,29 @@ def _sharded(config: DecoderConfig, device: torch.device) -> tuple[DecoderLM, nn
 WAYS = {"one GPU": _whole, "DDP": _replicated, "FSDP2": _sharded}
 
 
-def attention_speed(together: Together, setting: Setting, length: int, *, compiled: bool, spread: bool) -> None:
+def attention_speed(together: Together, setting: Setting, length: int, *, compiled: bool, sharded: bool) -> None:
     """Attention from projected heads, of a sequence whose tokens are sharded over all GPUs or are on one."""
-    ranks = together.ranks.world_size if spread else 1
+    ranks = together.ranks.world_size if sharded else 1
 
     def measure() -> Point:
         torch.manual_seed(together.ranks.rank)
         torch._dynamo.reset()
-        drawn = replace(setting, device=str(together.device))
+        local_setting = replace(setting, device=str(together.device))
         layer = NativeSparseAttention(*setting.heads, config=setting.config, impl=setting.impl)
         layer = layer.to(together.device, setting.dtype)
-        if spread:
+        if sharded:
             parallelize_attention(layer, together.mesh)
-        inputs = draw_heads(drawn, length // ranks)
+        inputs = draw_heads(local_setting, length // ranks)
         attend = attention_of(layer, length // ranks)
-        attend = drawn.compile(attend) if compiled else attend
+        attend = local_setting.compile(attend) if compiled else attend
         learnt = [*inputs.values(), *layer.phi_k.parameters(), *layer.phi_v.parameters()]
         rounds = max(2, min(together.rounds, LONGEST // length))
-        found = forward_and_backward(together, lambda: [attend(inputs)], learnt, rounds)
-        if spread:
+        point = forward_and_backward(together, lambda: [attend(inputs)], learnt, rounds)
+        if sharded:
             moved = forward_and_backward(together, lambda: move_keys(layer, inputs), keys_of(inputs), rounds)
-            found |= {"gathered_mib": gathered_numbers(setting, length, ranks) * setting.dtype.itemsize / MIB}
-            found |= {f"keys_{name}": value for name, value in moved.items()}
-        return found
+            point |= {"gathered_mib": gathered_numbers(setting, length, ranks) * setting.dtype.itemsize / MIB}
+            point |= {f"keys_{name}": value for name, value in moved.items()}
+        return point
 
     together.point({"kind": "attention", "seq_len": length, "ranks": ranks, "compiled": compiled}, measure)
 
@@ -123,8 +123,8 @@ def gathered_numbers(setting: Setting, length: int, ranks: int) -> int:
 
 def draw_heads(setting: Setting, length: int) -> dict[str, Tensor]:
     """Queries, gates, and keys and values of every branch."""
-    drawn = {"q": setting.draw(setting.num_heads, length), "gates": setting.draw(setting.num_heads, length, 3)}
-    return drawn | {f"{kind}_{tag}": setting.draw(setting.num_kv_heads, length) for kind in "kv" for tag in BRANCHES}
+    heads = {"q": setting.draw(setting.num_heads, length), "gates": setting.draw(setting.num_heads, length, 3)}
+    return heads | {f"{kind}_{tag}": setting.draw(setting.num_kv_heads, length) for kind in "kv" for tag in BRANCHES}
 
 
 def keys_of(inputs: dict[str, Tensor]) -> list[Tensor]:

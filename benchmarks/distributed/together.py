@@ -72,8 +72,8 @@ class Together:
                 part()
                 stamps.append(self.clock.stamp())
             rows.append(self.clock.between(stamps))
-        own = [statistics.median(column) for column in zip(*rows, strict=True)]
-        return [max(each) for each in zip(*self.ranks.gather(own), strict=True)]
+        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+        return [max(each) for each in zip(*self.ranks.gather(medians), strict=True)]
 
     def meet(self) -> None:
         """Wait for all ranks, and for all that they have asked of their devices."""

@@ -43,7 +43,7 @@ class Session:
         except TimeoutError as error:
             point["label"] = str(error)
         except Exception as error:
-            point["label"] = " from ".join(map(_told, _causes(error)))
+            point["label"] = " from ".join(map(_message, _causes(error)))
         print(", ".join(str(value) for value in point.values()), flush=True)
         gc.collect()
         if self.clock.cuda:
@@ -136,6 +136,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _told(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error).strip() else ''}"

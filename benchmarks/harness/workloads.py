@@ -72,8 +72,9 @@ def attention_of(
         k, v, k_win, v_win, k_cmp, v_cmp = kv
         if compress is not None:
             k_cmp, v_cmp = compress[0](k_cmp), compress[1](v_cmp)
-        others = {"k_cmp": k_cmp, "v_cmp": v_cmp, "k_win": k_win, "v_win": v_win, "nonnegative_gates": True}
-        return native_sparse_attention(q, k, v, gates, **others, config=setting.config, impl=setting.impl, **options)
+        by_branch = {"k_cmp": k_cmp, "v_cmp": v_cmp, "k_win": k_win, "v_win": v_win}
+        how = {"config": setting.config, "impl": setting.impl, "nonnegative_gates": True, **options}
+        return native_sparse_attention(q, k, v, gates, **by_branch, **how)
 
     return attend
 

@@ -49,13 +49,13 @@ H200 = Peak(flops=989e12, bytes=4.8e12, exps=132 * 16 * 1.98e9, product=788e12, 
 
 def points(record: dict[str, Any], peak: Peak) -> list[Point]:
     """Join the phases of a recording with their work, one point for each pass that was timed."""
-    found = []
+    timed = []
     for phase in (point for point in record["points"] if point["kind"] == "phase"):
         for name, work in work_of(sizes_of(record["setting"], phase["seq_len"])).get(phase["name"], {}).items():
             if f"{name}_ms" in phase:
                 key = {"name": phase["name"], "pass": name, "seq_len": phase["seq_len"]}
-                found.append(key | rates(work, phase[f"{name}_ms"], peak))
-    return found
+                timed.append(key | rates(work, phase[f"{name}_ms"], peak))
+    return timed
 
 
 def sizes_of(setting: dict[str, Any], seq_len: int) -> AttentionSizes:
@@ -87,7 +87,7 @@ def rates(work: Work, milliseconds: float, peak: Peak) -> Point:
     }
 
 
-def table(found: Sequence[Point]) -> str:
+def table(passes: Sequence[Point]) -> str:
     """All passes, the lengths apart."""
     header = ("phase", "pass", "S", "ms", "TFLOP", "TFLOP/s", "of peak", "least GB", "moved GB", "GB/s", "of peak")
     header += ("exps of peak", "floor ms", "reached", "bound by")
@@ -107,7 +107,7 @@ def table(found: Sequence[Point]) -> str:
             f"{point['floor_ms'] / point['ms']:.0%}",
             point["bound"],
         )
-        for point in sorted(found, key=lambda point: point["seq_len"])
+        for point in sorted(passes, key=lambda point: point["seq_len"])
     ]
     return format_table(header, rows)
 
@@ -118,11 +118,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--phases", type=Path, default=recorded, help="a recording with phases; default: %(default)s")
     arguments = parser.parse_args(argv)
     record = json.loads(arguments.phases.read_text())
-    found = points(record, H200)
+    passes = points(record, H200)
     recording = options.open_recording(arguments, __doc__)
     recording.content |= {"environment": record["environment"], "setting": record["setting"], "peak": asdict(H200)}
-    recording.note(points=found)
-    print(table(found))
+    recording.note(points=passes)
+    print(table(passes))
     print(
         f"\npeak: {H200.flops / 1e12:.0f} TFLOP/s, {H200.bytes / 1e12:.1f} TB/s, {H200.exps / 1e12:.1f} T exps/s; "
         f"a product of PyTorch reaches {H200.product / 1e12:.0f} TFLOP/s, a copy {H200.copy / 1e12:.1f} TB/s"

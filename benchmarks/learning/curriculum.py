@@ -81,7 +81,7 @@ class Run:
             variant.rates(self.model), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=device == "cuda"
         )
         self._of_indexers = index_parameters(self.model)
-        self._others = [x for x in self.model.parameters() if x not in set(self._of_indexers)]
+        self._taught_by_text = [x for x in self.model.parameters() if x not in set(self._of_indexers)]
         self._step_on_device = torch.zeros((), dtype=torch.int64, device=device)  # that a graph reads
         self.step, self.record = 0, Record()
         self._replay: tuple[Stage, Replay] | None = None
@@ -154,7 +154,10 @@ class Run:
         with self._precision():
             loss = self.model(tokens, targets=targets, selection=selection)
         (loss if selection is None else loss + selection.total).backward()
-        for parameters in (self._of_indexers, self._others):  # apart: neither loss slows what the other one teaches
+        for parameters in (
+            self._of_indexers,
+            self._taught_by_text,
+        ):  # apart: neither loss slows what the other one teaches
             nn.utils.clip_grad_norm_(parameters, 1.0)
         self.optimizer.step()
         return loss.detach()
@@ -163,13 +166,13 @@ class Run:
         if self._replay is not None and self._replay[1].obstacle not in (None, *self.record.obstacles):
             self.record.obstacles.append(self._replay[1].obstacle)
 
-    def _rows(self, stage: Stage, step: int, *, seen: bool = True) -> Rows:
-        generator = self._generator(step, seen=seen)
+    def _rows(self, stage: Stage, step: int, *, trained_on: bool = True) -> Rows:
+        generator = self._generator(step, trained_on=trained_on)
         return training_rows(self.plan.vocabulary, stage.rows, stage.seq_len, stage.pairs, generator)
 
-    def _generator(self, step: int, *, seen: bool) -> torch.Generator:
+    def _generator(self, step: int, *, trained_on: bool) -> torch.Generator:
         """Return the generator of a step, another one for sequences that are not trained on."""
-        return torch.Generator(self.device).manual_seed(((2 * self.seed + (not seen)) << 32) + step)
+        return torch.Generator(self.device).manual_seed(((2 * self.seed + (not trained_on)) << 32) + step)
 
     def _attend_as_at(self, stage: Stage) -> None:
         plain = stage.seq_len <= self.plan.plain_up_to
@@ -190,7 +193,7 @@ class Run:
             return self.model(rows.tokens).argmax(-1) == rows.targets
 
     def _evaluate(self, stage: Stage) -> None:
-        rows = self._rows(stage, self.step, seen=False)
+        rows = self._rows(stage, self.step, trained_on=False)
         far = rows.distances >= min(self.reach, stage.seq_len // 2)
         looks = [(self.record.recall, self._answers)]
         selects = self.config.attention == "nsa" and "slc" in self.config.branches
@@ -218,23 +221,23 @@ class Run:
         """Draw the maps that there are not yet, short rows first, while there is time."""
         self._attend(self.config.nsa, self.config.impl)
         for seq_len in self.plan.map_lengths:
-            for kind, drawn in self.record.maps.items():
-                if str(seq_len) not in drawn and time.time() < until:
-                    drawn[str(seq_len)] = self._depth_map(kind, seq_len)
+            for kind, counts in self.record.maps.items():
+                if str(seq_len) not in counts and time.time() < until:
+                    counts[str(seq_len)] = self._depth_map(kind, seq_len)
                     report(self.describe())
 
     def _depth_map(self, kind: str, seq_len: int) -> list[int]:
         """Ask at the end of sequences for pairs at all depths, together or each alone in filler; count the answers."""
-        plan, found = self.plan, list[Tensor]()
+        plan, answers = self.plan, list[Tensor]()
         depths = torch.linspace(0, 1, DEPTHS, device=self.device).expand(plan.map_rows, -1)
         pairs = min(plan.map_pairs, seq_len // 16)
         if kind == "needle":
             depths, pairs = depths[: plan.map_questions(kind)].reshape(-1, 1), 0
-        generator = self._generator(seq_len, seen=False)
+        generator = self._generator(seq_len, trained_on=False)
         for part in depths.split(max(2, plan.map_tokens // seq_len)):
             rows = depth_rows(plan.vocabulary, seq_len, part, pairs, generator)
-            found.append(self._answers(rows)[:, -SLOT * part.shape[1] :: SLOT])
-        return torch.cat(found).reshape(-1, DEPTHS).sum(0).tolist()
+            answers.append(self._answers(rows)[:, -SLOT * part.shape[1] :: SLOT])
+        return torch.cat(answers).reshape(-1, DEPTHS).sum(0).tolist()
 
     def _save(self) -> None:
         state = {

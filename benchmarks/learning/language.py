@@ -14,6 +14,7 @@ is not run again.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -152,10 +153,10 @@ def work(job: Job, report: Report) -> None:
         folder=folder / state_name(job),
         compiled=job["device"] == "cuda",
     )
-    run.resume(job["until"], lambda seen: report(point | seen))
+    run.resume(job["until"], lambda state: report(point | state))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options.parser(__doc__, json=options.RESULTS / "language.json", deadline=1e9)
     parser.add_argument("--size", choices=SIZES, help="default: m7c-125m on a GPU, else tiny")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[DENSE, "NSA"], help="default: dense NSA")
@@ -172,37 +173,43 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/language"), help="of states; default: %(default)s")
     arguments = parser.parse_args(argv)
+    arguments.size = arguments.size or ("m7c-125m" if arguments.device == "cuda" else "tiny")
+    size = SIZES[arguments.size]
+    arguments.side_by_side = arguments.side_by_side or size.side_by_side
+    arguments.steps = arguments.steps or size.training.steps
+    arguments.seeds = arguments.seeds or size.seeds
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
     until = time.time() + arguments.deadline - TO_SAVE
-    cuda = arguments.device == "cuda"
-    name = arguments.size or ("m7c-125m" if cuda else "tiny")
-    size = SIZES[name]
     recording = options.open_recording(arguments, __doc__, keep=True)
     corpus, packages = read_text(arguments.text or standard_roots(), arguments.folder / "text.pt")
     bytes_of = {"train": len(corpus.train), "held_out": len(corpus.validation)}
     print(f"{bytes_of['train']:,} bytes to learn from, {bytes_of['held_out']:,} kept back", flush=True)
-    each = arguments.side_by_side or size.side_by_side
-    sizes = {name, *(point["size"] for point in recording.points)}
+    sizes = {arguments.size, *(point["size"] for point in recording.points)}
     models = {size: {"model": SIZES[size].model.to_dict(), "training": asdict(SIZES[size].training)} for size in sizes}
     setting = {"device": arguments.device, "sizes": models, "models": {name: asdict(MODELS[name]) for name in MODELS}}
     recording.note(setting=setting, text={"bytes": bytes_of} | packages)
     shared = {"device": arguments.device, "folder": arguments.folder.as_posix(), "until": until}
-    steps = arguments.steps or size.training.steps
+    each = {"side_by_side": arguments.side_by_side} | shared
     jobs = [
-        dict(zip(KEY, (name, model, seed, steps, bytes_of["train"]), strict=True)) | {"side_by_side": each} | shared
-        for seed in arguments.seeds or size.seeds
+        dict(zip(KEY, (arguments.size, model, seed, arguments.steps, bytes_of["train"]), strict=True)) | each
+        for seed in arguments.seeds
         for model in arguments.models
     ]
     whole = [_key(point) for point in recording.points if is_whole(point)]
     jobs = [job for job in jobs if _key(job) not in whole]
 
     def report(point: Point) -> None:
-        kept = {name: value for name, value in point.items() if name not in shared}
+        recorded = {name: value for name, value in point.items() if name not in shared}
         if "label" in point:  # a run that fails keeps what it had
-            kept = next((old for old in recording.points if _key(old) == _key(point)), {}) | kept
-        recording.add(kept, KEY)
+            recorded = next((old for old in recording.points if _key(old) == _key(point)), {}) | recorded
+        recording.add(recorded, KEY)
         print(_line(point), flush=True)
 
-    run_jobs(work, jobs, places(each, arguments.device), report)
+    run_jobs(work, jobs, places(arguments.side_by_side, arguments.device), report)
     print(f"\n{table(recording.points)}\n\nRecorded in {arguments.json}.")
 
 

@@ -56,18 +56,18 @@ def standard_roots() -> list[Path]:
 
 def read_packages(roots: Sequence[Path]) -> list[Package]:
     """Read the packages below folders, each file once, packages and files in the order of their names."""
-    library, found = sysconfig.get_path("stdlib"), list[tuple[str, Path]]()
+    library, paths = sysconfig.get_path("stdlib"), list[tuple[str, Path]]()
     owners = {name: min(distributions) for name, distributions in packages_distributions().items()}
     for root in roots:
         for file in sorted(root.rglob("*.py")):
             parts = file.relative_to(root).parts
             if _SKIPPED.isdisjoint(parts) and _COPIED.isdisjoint(parts[:-1]):
                 name = parts[0].removesuffix(".py")
-                found.append(("Python" if str(root) == library else owners.get(name, name), file))
+                paths.append(("Python" if str(root) == library else owners.get(name, name), file))
     with ThreadPoolExecutor(16) as pool:  # what takes long is to wait for a disk
-        texts = list(pool.map(_read, (file for _, file in found)))
+        texts = list(pool.map(_read, (file for _, file in paths)))
     packages, seen = dict[str, Package](), set[bytes]()
-    for (name, _), text in zip(found, texts, strict=True):
+    for (name, _), text in zip(paths, texts, strict=True):
         digest = hashlib.sha256(text).digest()
         if not text or digest in seen:
             continue
@@ -91,13 +91,13 @@ def split_packages(packages: Iterable[Package]) -> tuple[list[Package], list[Pac
     total = sum(package.size for package in packages)
     by_hash = sorted(packages, key=lambda package: hashlib.sha256(package.name.encode()).digest())
     small = [package for package in by_hash if package.size <= LARGEST_HELD_OUT * total]
-    kept, size = set[str](), 0
+    held_out, size = set[str](), 0
     for package in small or by_hash[:1]:
         if size < HELD_OUT * total:
-            kept.add(package.name)
+            held_out.add(package.name)
             size += package.size
-    train = [package for package in packages if package.name not in kept]
-    return train, [package for package in packages if package.name in kept]
+    train = [package for package in packages if package.name not in held_out]
+    return train, [package for package in packages if package.name in held_out]
 
 
 def without_known_files(train: Iterable[Package], held_out: Iterable[Package]) -> list[Package]:

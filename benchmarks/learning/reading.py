@@ -32,13 +32,13 @@ CHOICES = ("own", "best", "initial", "random", "forced")
 @torch.no_grad()
 def bits_of_bytes(model: DecoderLM, batch: Batch, rows: int, precision: torch.autocast) -> Tensor:
     """Return the bits that each target costs, fp32 ``(B, S)`` on the CPU; so many rows are read at once."""
-    device, found = model.embedding.weight.device, list[Tensor]()
+    device, bits = model.embedding.weight.device, list[Tensor]()
     for part in batch.split(rows):
         with precision:
             logits = model(part.tokens.to(device))
         nats = F.cross_entropy(logits.float().flatten(0, 1), part.targets.to(device).flatten(), reduction="none")
-        found.append((nats / math.log(2)).view_as(part.tokens).cpu())
-    return torch.cat(found)
+        bits.append((nats / math.log(2)).view_as(part.tokens).cpu())
+    return torch.cat(bits)
 
 
 class Reading(nn.Module):
@@ -86,14 +86,14 @@ class Reading(nn.Module):
 def blocks_chosen(model: DecoderLM, choices: list[Choose]) -> Iterator[None]:
     """Have each layer of a model of NSA read the blocks of its choice."""
     layers = [cast("DecoderLayer", layer) for layer in model.layers]
-    own = [layer.attention for layer in layers]
-    for layer, attention, choose in zip(layers, own, choices, strict=True):
+    attentions = [layer.attention for layer in layers]
+    for layer, attention, choose in zip(layers, attentions, choices, strict=True):
         assert isinstance(attention, NativeSparseAttention)
         layer.attention = cast("NativeSparseAttention", Reading(attention, choose))
     try:
         yield
     finally:
-        for layer, attention in zip(layers, own, strict=True):
+        for layer, attention in zip(layers, attentions, strict=True):
             layer.attention = attention
 
 

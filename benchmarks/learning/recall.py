@@ -12,6 +12,7 @@ and none that the file holds is done again.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import options
-from benchmarks.harness.recording import encode
+from benchmarks.harness.recording import Recording, encode
 from benchmarks.learning.curriculum import Run
 from benchmarks.learning.plan import KINDS, Plan
 from benchmarks.learning.sizes import SIZES
@@ -43,7 +44,7 @@ def work(job: Job, report: Report) -> None:
         run.rehearse()
         return
     report(point | run.describe())
-    run.resume(job["until"], lambda seen: report(point | seen))
+    run.resume(job["until"], lambda state: report(point | state))
 
 
 def is_whole(point: Mapping[str, Any], plan: Plan) -> bool:
@@ -76,7 +77,7 @@ def table(points: Sequence[dict[str, Any]], plan: Plan) -> str:
     return format_table(["model", "seed", "step", *map(" ".join, columns)], rows)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options.parser(__doc__, json=options.RESULTS / "recall.json", deadline=1e9)
     parser.add_argument("--size", choices=SIZES, help="default: gpu on a GPU, else cpu")
     known = dict.fromkeys(variant for size in SIZES.values() for variant in size.variants)
@@ -89,22 +90,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/recall"), help="of states; default: %(default)s")
     arguments = parser.parse_args(argv)
     cuda = arguments.device == "cuda"
-    name = arguments.size or ("gpu" if cuda else "cpu")
-    size = SIZES[name]
-    names = arguments.variants or list(size.variants)
-    if unknown := [variant for variant in names if variant not in size.variants]:
-        parser.error(f"--variants: expected some of {', '.join(size.variants)} with --size {name}, got {unknown[0]}")
-    recording = options.open_recording(arguments, __doc__, keep=True)
+    arguments.size = arguments.size or ("gpu" if cuda else "cpu")
+    arguments.workers = arguments.workers or (8 if cuda else 1)
+    variants = SIZES[arguments.size].variants
+    arguments.variants = arguments.variants or list(variants)
+    if unknown := [variant for variant in arguments.variants if variant not in variants]:
+        expected = f"expected some of {', '.join(variants)} with --size {arguments.size}"
+        parser.error(f"--variants: {expected}, got {unknown[0]}")
+    return arguments
+
+
+def note_setting(recording: Recording, arguments: argparse.Namespace) -> None:
+    """Note the models and the plan; exit if the file holds runs of others."""
+    size = SIZES[arguments.size]
     models = {variant: changes.configure(size.model).to_dict() for variant, changes in size.variants.items()}
-    notes = {"setting": {"device": arguments.device, "size": name, "models": models}, "plan": asdict(size.plan)}
-    notes = json.loads(encode(notes))  # as it will be read
+    setting = {"device": arguments.device, "size": arguments.size, "models": models}
+    notes = json.loads(encode({"setting": setting, "plan": asdict(size.plan)}))  # as it will be read
     if recording.points and (differing := differences(recording.content, notes)):
-        parser.error(f"--json: {arguments.json} holds runs of another setting; it differs in {'; '.join(differing)}")
+        reason = f"{arguments.json} holds runs of another setting; it differs in {'; '.join(differing)}"
+        options.parser(__doc__).error(f"--json: {reason}")
     recording.note(**notes, looks=size.plan.looks())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    size, cuda = SIZES[arguments.size], arguments.device == "cuda"
+    recording = options.open_recording(arguments, __doc__, keep=True)
+    note_setting(recording, arguments)
     whole = {(point["variant"], point["seed"]) for point in recording.points if is_whole(point, size.plan)}
-    runs = [(variant, seed) for seed in arguments.seeds for variant in names if (variant, seed) not in whole]
+    runs = [(name, seed) for seed in arguments.seeds for name in arguments.variants if (name, seed) not in whole]
     shared = {
-        "size": name,
+        "size": arguments.size,
         "device": arguments.device,
         "replayed": arguments.replayed,
         "folder": arguments.folder.as_posix(),
@@ -112,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     jobs = [{"variant": variant, "seed": seed, "rehearsal": False} | shared for variant, seed in runs]
     if cuda and runs:  # compiles, while the others are at rows that need no compiler, what they find in its cache
-        compiled = next((variant for variant, _ in runs if models[variant]["attention"] == "nsa"), runs[0][0])
-        jobs.insert(0, {"variant": compiled, "seed": -1, "rehearsal": True} | shared)
+        sparse = (name for name, _ in runs if size.variants[name].configure(size.model).attention == "nsa")
+        jobs.insert(0, {"variant": next(sparse, runs[0][0]), "seed": -1, "rehearsal": True} | shared)
 
     def report(point: dict[str, Any]) -> None:
         ended, hidden = is_whole(point, size.plan), {"rehearsal", *shared}
@@ -123,8 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             recording.add({key: value for key, value in point.items() if key not in hidden}, ("variant", "seed"))
         print(_line(point, size.plan), flush=True)
 
-    workers = places(arguments.workers or (8 if cuda else 1), arguments.device)
-    run_jobs(work, jobs, workers, report, until=shared["until"])
+    run_jobs(work, jobs, places(arguments.workers, arguments.device), report, until=shared["until"])
     stopped = ", ".join(f"{variant} with seed {seed}" for variant, seed in runs if (variant, seed) not in whole)
     print(f"\n{table(recording.points, size.plan)}\n")
     print(f"Recorded in {arguments.json}. Not at their end: {stopped or 'none'}.")
@@ -137,9 +152,9 @@ def _line(point: dict[str, Any], plan: Plan) -> str:
     if not point["recall"]:
         return f"{name}: {point['parameters']:,} parameters"
     (step, seq_len), recall = plan.looks()[len(point["recall"]) - 1], point["recall"][-1]
-    found = f" ({point['found'][-1]:.1%} of blocks found)" if len(point["found"]) == len(point["recall"]) else ""
+    selected = f" ({point['found'][-1]:.1%} of blocks found)" if len(point["found"]) == len(point["recall"]) else ""
     rows = f"{name}: step {step}, sequences of {seq_len}"
-    return f"{rows}: loss {point['loss'][-1]:.3f}, recall {recall:.1%}{found}, {point['seconds']:.0f} s"
+    return f"{rows}: loss {point['loss'][-1]:.3f}, recall {recall:.1%}{selected}, {point['seconds']:.0f} s"
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ class Replay:
         self._steps += 1
         if self._graph is None:
             return self._aside(tokens, targets)
-        for ours, given in zip(self._inputs, (tokens, targets), strict=True):
-            ours.copy_(given)
+        for static, current in zip(self._inputs, (tokens, targets), strict=True):
+            static.copy_(current)
         self._graph.replay()
         return self._loss.clone()
 

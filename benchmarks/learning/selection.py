@@ -19,7 +19,7 @@ def layer_inputs(model: DecoderLM, tokens: Tensor) -> list[tuple[NativeSparseAtt
     """Let the model read ``tokens (B, S)``; give its layers of NSA and what each got, ``(B, S, dim)``."""
     inputs: list[Tensor] = []
     layers = [layer for layer in model.modules() if isinstance(layer, NativeSparseAttention)]
-    hooks = [layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0])) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for layer in layers]
     model(tokens)
     for hook in hooks:
         hook.remove()

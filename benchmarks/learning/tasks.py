@@ -55,9 +55,9 @@ class Rows(NamedTuple):
 def training_rows(vocabulary: Vocabulary, batch: int, seq_len: int, pairs: int, generator: torch.Generator) -> Rows:
     """Draw rows of 1 to ``pairs`` pairs, the numbers of a batch evenly spread on a scale of octaves."""
     counts = torch.logspace(0, 1, batch, base=pairs, device=generator.device).round()
-    places = _random_slots(batch, seq_len // SLOT, generator)[:, : 2 * pairs].unflatten(1, (pairs, 2)).sort(2).values
+    slots = _random_slots(batch, seq_len // SLOT, generator)[:, : 2 * pairs].unflatten(1, (pairs, 2)).sort(2).values
     written = torch.arange(pairs, device=generator.device) < counts[:, None]
-    return _write(vocabulary, seq_len, places, written, generator)
+    return _write(vocabulary, seq_len, slots, written, generator)
 
 
 def depth_rows(vocabulary: Vocabulary, seq_len: int, depths: Tensor, pairs: int, generator: torch.Generator) -> Rows:
@@ -76,10 +76,10 @@ def depth_rows(vocabulary: Vocabulary, seq_len: int, depths: Tensor, pairs: int,
     written_at = (depths * (before - 1)).round().long()
     taken = torch.zeros(batch, before, device=depths.device).scatter_(1, written_at, 2.0)
     free = (torch.rand(batch, before, device=depths.device, generator=generator) + taken).argsort(1)
-    others = free[:, : 2 * pairs].unflatten(1, (pairs, 2)).sort(2).values
+    distractors = free[:, : 2 * pairs].unflatten(1, (pairs, 2)).sort(2).values
     questions = torch.arange(before, before + asked, device=depths.device).expand(batch, -1)
-    places = torch.cat([torch.stack([written_at, questions], 2), others], 1)
-    return _write(vocabulary, seq_len, places, torch.ones_like(places[..., 0], dtype=torch.bool), generator)
+    slots = torch.cat([torch.stack([written_at, questions], 2), distractors], 1)
+    return _write(vocabulary, seq_len, slots, torch.ones_like(slots[..., 0], dtype=torch.bool), generator)
 
 
 def _random_slots(batch: int, count: int, generator: torch.Generator) -> Tensor:
@@ -87,13 +87,13 @@ def _random_slots(batch: int, count: int, generator: torch.Generator) -> Tensor:
     return torch.rand(batch, count, device=generator.device, generator=generator).argsort(1)
 
 
-def _write(vocabulary: Vocabulary, seq_len: int, places: Tensor, written: Tensor, generator: torch.Generator) -> Rows:
-    """Write pairs at slots ``places (B, P, 2)``, where they are ``written (B, P)``, over filler."""
-    device, (batch, pairs, _) = generator.device, places.shape
+def _write(vocabulary: Vocabulary, seq_len: int, slots: Tensor, written: Tensor, generator: torch.Generator) -> Rows:
+    """Write pairs at ``slots (B, P, 2)``, where they are ``written (B, P)``, over filler."""
+    device, (batch, pairs, _) = generator.device, slots.shape
     keys = _random_slots(batch, vocabulary.keys, generator)[:, :pairs]
     values = vocabulary.keys + torch.randint(vocabulary.values, (batch, pairs), device=device, generator=generator)
     # What is not written goes behind the row's end, and is cut off.
-    key_at = torch.where(written[..., None], places * SLOT, seq_len)
+    key_at = torch.where(written[..., None], slots * SLOT, seq_len)
     filler = vocabulary.keys + vocabulary.values
     shape = batch, seq_len + SLOT
     tokens = torch.randint(filler, vocabulary.size, shape, device=device, generator=generator)

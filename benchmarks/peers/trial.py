@@ -59,8 +59,10 @@ def attempt(
 def difference(adapter: Adapter, problem: Problem) -> dict[str, float]:
     """Largest difference from our selected branch, as a share of the largest value: of the output and gradients."""
     eager = replace(problem, setting=replace(problem.setting, backend=None))
-    theirs, own = results(adapter, problem), results(ours.selected, eager)
-    return {name: ((theirs[name] - own[name]).abs().max() / own[name].abs().max()).item() for name in own}
+    theirs, expected = results(adapter, problem), results(ours.selected, eager)
+    return {
+        name: ((theirs[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected
+    }
 
 
 def results(adapter: Adapter, problem: Problem) -> dict[str, Tensor]:

@@ -75,8 +75,8 @@ class Case:
 def cases(extent: Extent, device: str) -> list[Case]:
     """List the points of a run, every one once, short ones first."""
     chosen = dict.fromkeys(_cases(extent, device))
-    kept = [case for case in chosen if case.name not in QUADRATIC or case.seq_len <= LONGEST_QUADRATIC[device]]
-    return sorted(kept, key=lambda case: case.seq_len)
+    affordable = [case for case in chosen if case.name not in QUADRATIC or case.seq_len <= LONGEST_QUADRATIC[device]]
+    return sorted(affordable, key=lambda case: case.seq_len)
 
 
 def _cases(extent: Extent, device: str) -> Iterator[Case]:

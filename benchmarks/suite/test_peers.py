@@ -72,9 +72,9 @@ def test_a_peer_that_follows_the_formula_in_its_own_layout_differs_in_nothing(
         stub = ModuleType(module)
         vars(stub).update(contents)
         monkeypatch.setitem(sys.modules, module, stub)
-    found = trial.difference(table.PEERS[name].selected, Problem.draw(SETTING, LENGTH))
-    assert set(found) == {"out", "dq", "dk", "dv"}
-    assert max(found.values()) < 1e-5
+    errors = trial.difference(table.PEERS[name].selected, Problem.draw(SETTING, LENGTH))
+    assert set(errors) == {"out", "dq", "dk", "dv"}
+    assert max(errors.values()) < 1e-5
 
 
 def test_what_is_wrong_shows_in_its_own_tensor() -> None:
@@ -87,9 +87,9 @@ def test_what_is_wrong_shows_in_its_own_tensor() -> None:
         )
         return changed
 
-    found = trial.difference(tenth_more, Problem.draw(SETTING, LENGTH))
-    assert found.pop("dk") == pytest.approx(0.1, rel=1e-4)
-    assert max(found.values()) == 0
+    errors = trial.difference(tenth_more, Problem.draw(SETTING, LENGTH))
+    assert errors.pop("dk") == pytest.approx(0.1, rel=1e-4)
+    assert max(errors.values()) == 0
 
 
 def test_a_trial_tells_how_far_it_got(monkeypatch: pytest.MonkeyPatch) -> None:

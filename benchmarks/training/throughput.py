@@ -134,17 +134,17 @@ def _seconds_of(step: Callable[[], object], *, cuda: bool) -> float:
 def _on_gpu(step: Callable[[], object], before: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Memory of the steps so far, kernels of another, and the time of steps that replay a captured one."""
     peak, kernels = (torch.cuda.max_memory_allocated() - before) / MIB, time_kernels(step)
-    found: dict[str, Any] = {"peak_mib": peak, "kernels_a_step": sum(kernel.launches for kernel in kernels)}
+    measured: dict[str, Any] = {"peak_mib": peak, "kernels_a_step": sum(kernel.launches for kernel in kernels)}
     if arguments.kernels:
         longest = kernels[: arguments.kernels]
-        found["longest_kernels"] = [[kernel.name, round(kernel.ms, 3), kernel.launches] for kernel in longest]
+        measured["longest_kernels"] = [[kernel.name, round(kernel.ms, 3), kernel.launches] for kernel in longest]
     torch.cuda.empty_cache()
     try:
         graph, _ = capture(step)
     except torch.OutOfMemoryError:
-        return found
+        return measured
     _, *seconds = (_seconds_of(graph.replay, cuda=True) for _ in range(arguments.steps + 1))
-    return found | {"graph_step_ms": 1e3 * statistics.median(seconds)}
+    return measured | {"graph_step_ms": 1e3 * statistics.median(seconds)}
 
 
 if __name__ == "__main__":

@@ -8,28 +8,22 @@ the mean of 8 keys; by index keys of one token, whose scores are the true shares
 selection loss has taught for ``--teaching-steps``, all else frozen. Then all weights learn, with the dense ones of the
 same start beside them, for each of ``--seeds``.
 
-``held_out`` is the loss in nats on held-out sequences after so many steps; ``recall`` the true shares of the selected
-blocks over those of the best ones, mean and least of layers and key heads. States are kept as in up_training.
+``recall`` is the true shares of the selected blocks over those of the best ones, mean and least of layers and key
+heads; :mod:`benchmarks.transformers.llama` describes the other fields.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-from benchmarks.harness import options
-from benchmarks.harness.recording import Recording
-from benchmarks.harness.setting import TINY_SIZES
-from benchmarks.transformers.up_training import FIRST, HELD_OUT_ROWS, SIZES, TINY, Rows, Run
-from flexnsa import NSAConfig, SelectionLoss
+from benchmarks.transformers.llama import Experiment, Run, parser
+from flexnsa import SelectionLoss
 from flexnsa.optim import index_parameters, parameter_groups
 from flexnsa.transformers import convert, recall
 
@@ -68,65 +62,46 @@ class UpTraining(Run):
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
-    end = time.monotonic() + arguments.deadline
-    recording = options.open_recording(arguments, __doc__, keep=True)
-    rows = Rows(arguments.seq_len, arguments.device)
-    sizes, nsa = (TINY, TINY_SIZES) if arguments.tiny else (SIZES, NSAConfig())
-    sizes: dict[str, Any] = sizes | {"rope_parameters": {"rope_type": "default", "rope_theta": arguments.rope_theta}}
-    names = ("batch", "seq_len", "lr", "warm_up", "rank", "first_steps", "teaching_steps", "steps")
-    training = {name: getattr(arguments, name) for name in names} | {"held_out_rows": HELD_OUT_ROWS}
-    recording.note(setting={"device": arguments.device, "sizes": sizes, "nsa": asdict(nsa), "training": training})
-
-    def train(kind: type[Run], name: str, model: Any, steps: int, seed: int) -> Run:
-        run = kind(name, model, steps, arguments)
-        rows.seek(seed, run.point["steps"], arguments.batch)
-        if not run.resume(rows, recording, end):
-            raise SystemExit("the deadline is over; the same command resumes here")
-        return run
+    names = ("rank", "first_steps", "teaching_steps", "steps")
+    experiment = Experiment(arguments, __doc__, **{name: getattr(arguments, name) for name in names})
 
     def sparse(tokens_of_key: int) -> Any:
-        heads = sizes["num_attention_heads"] // sizes["num_key_value_heads"]
-        indexed = replace(nsa, index_heads=heads, index_block_size=tokens_of_key, index_stride=tokens_of_key)
+        sizes = {"index_block_size": tokens_of_key, "index_stride": tokens_of_key}
+        heads = dense.config.num_attention_heads // dense.config.num_key_value_heads
+        indexed = replace(experiment.nsa, index_heads=heads, **sizes)
         return convert(dense, indexed, branches=["slc"], index_rank=arguments.rank)
 
-    torch.manual_seed(0)
-    dense = train(Run, FIRST, LlamaForCausalLM(LlamaConfig(**sizes)), arguments.first_steps, seed=1).model
+    dense = experiment.dense()
     for name, tokens_of_key in KEYS.items():
-        note_recall(train(Run, name, sparse(tokens_of_key), 0, seed=1), rows, recording)
-    taught = train(Teaching, "taught", sparse(KEYS["means of keys"]), arguments.teaching_steps, seed=1)
+        note_recall(experiment.train(Run, name, sparse(tokens_of_key), 0, seed=1), experiment)
+    taught = experiment.train(Teaching, "taught", sparse(KEYS["means of keys"]), arguments.teaching_steps, seed=1)
     counts = [sum(x.numel() for x in xs) for xs in (index_parameters(taught.model), dense.parameters())]
     taught.point["share_of_parameters"] = counts[0] / counts[1]
-    note_recall(taught, rows, recording)
+    note_recall(taught, experiment)
     starts = {"dense": (Run, dense), "taught": (UpTraining, taught.model)}
     weights = {name: {key: x.clone() for key, x in model.state_dict().items()} for name, (_, model) in starts.items()}
     for seed in arguments.seeds:
         for name, (kind, model) in starts.items():
             model.load_state_dict(weights[name])
-            train(kind, f"{name}, all weights, seed {seed}", model.requires_grad_(), arguments.steps, seed=seed)
+            name = f"{name}, all weights, seed {seed}"
+            experiment.train(kind, name, model.requires_grad_(), arguments.steps, seed=seed)
 
 
-def note_recall(run: Run, rows: Rows, recording: Recording) -> None:
+def note_recall(run: Run, experiment: Experiment) -> None:
     """Record which share of the best blocks' attention the selected ones hold."""
-    found = recall(run.model, rows.held_out[:1])
-    run.point["recall"] = {"mean": found.nanmean().item(), "least": found.nan_to_num(torch.inf).min().item()}
-    recording.add(run.point, ("name",))
+    by_head = recall(run.model, experiment.rows.held_out[:1])
+    run.point["recall"] = {"mean": by_head.nanmean().item(), "least": by_head.nan_to_num(torch.inf).min().item()}
+    experiment.recording.add(run.point, ("name",))
     print(f"{run.name}: recall {run.point['recall']}", flush=True)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = options.parser(__doc__, json=options.RESULTS / "teaching.json", deadline=480, tiny=False)
-    parser.add_argument("--first-steps", type=int, default=1200, help="of the dense model alone; default: %(default)s")
-    parser.add_argument("--teaching-steps", type=int, default=300, help="of indexers alone; default: %(default)s")
-    parser.add_argument("--steps", type=int, default=300, help="of all weights; default: %(default)s")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[2, 3], help="of these steps; default: 2 3")
-    parser.add_argument("--rope-theta", type=float, default=1e8, help="default: %(default)s")
-    parser.add_argument("--rank", type=int, default=32, help="of the indexers' changes; default: %(default)s")
-    parser.add_argument("--batch", type=int, default=4, help="rows of a step; default: %(default)s")
-    parser.add_argument("--seq-len", type=int, default=8192, help="tokens of a row; default: %(default)s")
-    parser.add_argument("--lr", type=float, default=6e-4, help="learning rate; default: %(default)s")
-    parser.add_argument("--warm-up", type=int, default=50, help="steps until it is reached; default: %(default)s")
-    parser.add_argument("--every", type=int, default=50, help="steps between looks; default: %(default)s")
-    arguments = parser.parse_args(argv)
+    made = parser(__doc__, json="teaching.json", first_steps=1200, every=50)
+    made.add_argument("--teaching-steps", type=int, default=300, help="of indexers alone; default: %(default)s")
+    made.add_argument("--seeds", type=int, nargs="+", default=[2, 3], help="of the steps of all weights; default: 2 3")
+    made.add_argument("--rope-theta", type=float, default=1e8, help="default: %(default)s")
+    made.add_argument("--rank", type=int, default=32, help="of the indexers' changes; default: %(default)s")
+    arguments = made.parse_args(argv)
     if arguments.tiny:
         arguments.first_steps, arguments.teaching_steps, arguments.steps = 6, 4, 2
         arguments.seq_len, arguments.every, arguments.rank = 256, 2, 4
