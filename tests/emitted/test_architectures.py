@@ -25,10 +25,10 @@ def kernels() -> set[str]:
 
 @pytest.mark.parametrize(
     ("target", "dtype", "forms"),
-    [("sm_86", "fp32", [1]), ("sm_90", "bf16", [0, 1]), ("sm_90", "fp32", [0]), ("sm_86", "bf16", [0])],
+    [("sm_86", "fp32", [1]), ("sm_90", "bf16", [0, 1]), ("sm_90", "fp32", [0]), ("sm_86", "bf16", [0, 1])],
 )
 def test_every_kernel_fits(target: str, dtype: str, forms: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    """Both forms of a call meet each target and each dtype, and every kernel meets each target with each dtype."""
+    """In fp32, either form of a call: of tiles that ignore limits, those in bf16 exceed sm_86 in one form alone."""
     rows = list(survey([target], [dtype], [(128, 128)], forms=forms))
     with capsys.disabled():
         print(f"\n{format_rows(rows)}")
