@@ -5,7 +5,7 @@ BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-quick examples test emitted transformers transformers-common torchtitan vllm lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots tables versions dist ci clean
+.PHONY: help demo demo-quick examples test emitted transformers transformers-common torchtitan vllm vllm-tests vllm-types lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots tables versions dist ci clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -23,7 +23,7 @@ test: .venv/.installed  ## run the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 emitted: .venv/.installed  ## compile the CUDA kernels for several GPUs and run them in an interpreter; no GPU needed
-	$(BIN)/python -m pytest -n auto --dist worksteal tests/emitted
+	$(BIN)/python -m pytest -n auto --maxschedchunk 1 tests/emitted
 
 transformers: .venv/.transformers  ## run the tests that need Hugging Face transformers
 	$(BIN)/python -m pytest -n auto --dist worksteal tests/integrations/transformers
@@ -38,8 +38,12 @@ torchtitan: .venv/.torchtitan  ## run the tests that need torchtitan; no GPU nee
 	$(BIN)/python -m pytest -n auto tests/integrations/torchtitan
 
 # vLLM pins other versions of torch and transformers, so that it has an environment of its own, and its type hints a run.
-vllm: .vllm/.installed .venv/.installed  ## run the tests that need vLLM, and check the type hints of what is built on it
+vllm: vllm-tests vllm-types  ## run the tests that need vLLM, and check the type hints of what is built on it
+
+vllm-tests: .vllm/.installed
 	OMP_NUM_THREADS=1 .vllm/bin/python -m pytest -p no:warnings -n auto --dist worksteal tests/integrations/vllm
+
+vllm-types: .vllm/.installed .venv/.installed
 	$(BIN)/pyright -p .ci/vllm_types.json --pythonpath $(CURDIR)/.vllm/bin/python
 
 lint: .venv/.installed  ## check style and formatting

@@ -128,7 +128,14 @@ def serve() -> None:
             os._exit(status)
 
 
+def import_early() -> None:
+    """Import what every module imports."""
+    from torch._inductor import select_algorithm  # noqa: F401
+    from torch._inductor.codegen import memory_planning  # noqa: F401
+
+
 if __name__ == "__main__":
+    import_early()
     turn_to_cpu()
     teach_bfloat16()
     hurry()
