@@ -83,7 +83,7 @@ RECIPE := NSA, rope 1e8, shared keys, begun as mean, indexer, residual
 gpu-learning: .venv/.transformers  ## what an indexer learns on a GPU: text at 8k and 32k, recall, a model that exists
 	mkdir -p runs/gpu
 	$(BIN)/python -m benchmarks learning.language --size m7c-125m --seeds 0 1 2 --steps 2000 --models "$(RECIPE)" --folder runs/gpu/language --json runs/gpu/language.json
-	for seed in 0 1 2 3 4; do for model in "nsa, dense first:8e-4" nsa:8e-4 dense:1.2e-3 "dense wide:1.2e-3"; do $(BIN)/python -m benchmarks learning.stages --job "$$model:$$seed" --json runs/gpu/stages.json || exit; done; done
+	for seed in 0 1 2 3 4; do for model in "nsa, dense first, then indexers:8e-4" "nsa, dense first:8e-4" dense:1.2e-3 "dense wide:1.2e-3"; do $(BIN)/python -m benchmarks learning.stages --job "$$model:$$seed" --json runs/gpu/stages.json || exit; done; done
 	$(BIN)/python -m benchmarks learning.recall --replayed --workers 3 --variants "NSA, shared keys, begun as mean, slow, indexer, residual" --folder runs/gpu/recall --json runs/gpu/recall.json
 	$(BIN)/python -m benchmarks transformers.teaching --json runs/gpu/teaching.json
 	$(BIN)/python -m benchmarks training.throughput --models text-125m "text-125m without indexer" --kernels 40 --json runs/gpu/training_indexer.json

@@ -124,15 +124,15 @@ def equal_seconds() -> Rows:
         "": points_by("stages_h100", "model", "lr", "seed"),
         ", H200": points_by("stages_h200", "model", "lr", "seed"),
     }
-    seeds = range(4)
-    rows = [["", "learning rate", *(f"seed {seed}" for seed in seeds), "steps at 2k, 8k, 32k"]]
+    seeds = range(5)
+    rows = [["", "learning rate", f"bits, seeds {seeds[0]} to {seeds[-1]}", "steps at 2k, 8k, 32k"]]
     for card, points in cards.items():
         ended = {key: point for key, point in points.items() if "report 32k" in point}
         for model, lr in sorted({key[:2] for key in ended}):
-            runs = {seed: ended[model, lr, seed] for seed in seeds if (model, lr, seed) in ended}
-            bits = [f"{runs[seed]['report 32k']['mean']:.4f}" if seed in runs else "-" for seed in seeds]
-            steps = ", ".join(map(str, runs[min(runs)]["steps"]))
-            rows.append([model.replace("nsa", "text-125m") + card, f"{lr:g}", *bits, steps])
+            runs = [ended[model, lr, seed] for seed in seeds if (model, lr, seed) in ended]
+            bits = " ".join(f"{run['report 32k']['mean']:.4f}" for run in runs)
+            steps = ", ".join(map(str, runs[0]["steps"]))
+            rows.append([model.replace("nsa", "text-125m") + card, f"{lr:g}", bits, steps])
     return rows
 
 

@@ -318,5 +318,4 @@ def warn_untaught() -> None:
 
 def untaught(out: Tensor, indexer: nn.Module) -> Tensor:
     """Give the parameters of an indexer that learns nothing a gradient of 0 through ``out``, as DDP needs."""
-    warn_untaught()
     return out + 0 * torch.stack([own(parameter).sum() for parameter in indexer.parameters()]).sum().to(out.dtype)

@@ -72,6 +72,19 @@ def test_branches_that_are_left_out_learn_nothing_and_come_back() -> None:
     assert torch.equal(module(x), expected)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_indexers_may_learn_later(whole: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """Without a selection loss training warns of indexers that learn nothing, but not in the stage."""
+    model = DecoderLM(preset("text-small", num_layers=1))
+    module = model if whole else next(part for part in model.modules() if isinstance(part, NativeSparseAttention))
+    x = torch.zeros(1, 64, dtype=torch.int64) if whole else torch.randn(1, 64, model.config.dim)
+    for branches, warned in ((("slc",), False), (None, True)):
+        module.attend_densely(branches)
+        module(x).sum().backward()
+        assert any("selection: expected a SelectionLoss" in str(each.message) for each in recwarn.list) == warned
+    assert not any(value.grad.any() for value in model.indexers()[0].parameters() if value.grad is not None)
+
+
 def test_a_cache_is_read_sparsely() -> None:
     x, module = torch.randn(1, 64, 32, dtype=torch.float64), layer().eval()
     with torch.no_grad():
@@ -116,14 +129,16 @@ def test_sinks_take_their_share_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -
     assert_close(dense(x), sparse(x))
 
 
-def test_longer_sequences_after_it_share_a_graph() -> None:
+@pytest.mark.parametrize("taught", [True, False])
+def test_longer_sequences_after_it_share_a_graph(taught: bool) -> None:
     """What the stage itself does not read would otherwise have a constant size in the first graph that reads it."""
     model = DecoderLM(preset("text-small", num_layers=1))
     graphs = CompileCounterWithBackend("eager")
     model.compile_layers(backend=graphs)
-    for length, branches in ((256, ("slc",)), (512, None), (768, None)):
+    for batch, length, branches in ((8, 256, ("slc",)), (4, 512, None), (2, 1024, None)):
         model.attend_densely(branches)
-        model(torch.zeros(2, length, dtype=torch.int64), selection=SelectionLoss())
+        selection = SelectionLoss() if taught or branches is None else None
+        model(torch.zeros(batch, length, dtype=torch.int64), selection=selection)
     assert graphs.frame_count == 2
 
 

@@ -60,6 +60,7 @@ class DenseAttention(nn.Module):
 
     cache_class = DenseCache
     indexer = None
+    dense_branches: tuple[str, ...] | None = None
 
     def __init__(
         self,

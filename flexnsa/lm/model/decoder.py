@@ -201,7 +201,7 @@ class DecoderLM(nn.Module):
                 num_ranks = max(layout.num_ranks for layout in layouts if isinstance(layout, RowLayout))
                 sampled = selection.tokens(tokens, num_ranks * tokens.shape[1])
                 options |= {"sampled": sampled, "query_weights": selection.query_weights}
-            elif self.indexers():
+            elif self.indexers() and not self._attends_densely():
                 warn_untaught()  # here too, because compiled layers do not
         x = tokens if tokens.dim() == 3 else self.embedding(tokens)
         shared: dict[int, SharedIndex] = {}
@@ -232,6 +232,9 @@ class DecoderLM(nn.Module):
         for module in self.modules():
             if isinstance(module, SparseLayer):
                 module.attend_densely(branches)
+
+    def _attends_densely(self) -> bool:
+        return all(module.dense_branches is not None for module in self.modules() if isinstance(module, SparseLayer))
 
     def indexers(self) -> list[Indexer]:
         """List the indexers of the layers that have one."""
