@@ -20,7 +20,7 @@ from flexnsa.checks.calls import check_document_ids
 from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Compressors, Heads, Read, collect_keys
 from flexnsa.layers.dense import with_all_tokens
-from flexnsa.layers.indexer import Indexer, SelectionLoss, SharedIndex, untaught, warn_untaught
+from flexnsa.layers.indexer import Indexer, SelectionLoss, SharedIndex, untaught
 from flexnsa.layers.layouts import KeySource, Layout, RowKeys, RowLayout
 from flexnsa.layers.rope import RopeTables, apply_rope
 from flexnsa.layers.sinks import returns_lse, with_sinks
@@ -179,11 +179,7 @@ def _teach(
     if read is None or read.scorer is None or not layer.training or not torch.is_grad_enabled():
         return out, _shared(read)
     if selection is None:
-        if indexer is None:
-            return out, _shared(read)
-        if layer.dense_branches is None:
-            warn_untaught()
-        return untaught(out, indexer), _shared(read)
+        return out if indexer is None else untaught(out, indexer, warned=layer.dense_branches is None), _shared(read)
     k, scorer = given(read.keys.k_slc), read.scorer
     sample: QuerySample = Sample(selection.tokens(x, k.shape[2]))
     for group in ranks:
@@ -250,9 +246,8 @@ class SparseLayer(nn.Module):
         """Begin a dense stage, or end it with None: short rows then train with the same weights as fast as dense ones.
 
         The selected branch attends to all past tokens, as if it selected all blocks. The branches that are not named
-        are left out and learn nothing. With a selection loss an indexer is
-        taught by the true shares of all blocks; without, which is faster and allowed here, it learns nothing. Calls
-        with a cache, and ranks of context parallelism, attend sparsely all the same.
+        are left out and learn nothing, nor does an indexer without a selection loss, which compares its scores with
+        the true shares of all blocks. Calls with a cache, and ranks of context parallelism, attend sparsely.
 
         Raises:
             TypeError: they are no sequence.

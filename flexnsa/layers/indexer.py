@@ -316,6 +316,8 @@ def warn_untaught() -> None:
         warnings.warn(message, stacklevel=1)  # of this line, so that it is shown once
 
 
-def untaught(out: Tensor, indexer: nn.Module) -> Tensor:
+def untaught(out: Tensor, indexer: nn.Module, *, warned: bool) -> Tensor:
     """Give the parameters of an indexer that learns nothing a gradient of 0 through ``out``, as DDP needs."""
+    if warned:
+        warn_untaught()
     return out + 0 * torch.stack([own(parameter).sum() for parameter in indexer.parameters()]).sum().to(out.dtype)
