@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,8 +34,6 @@ GROUP, KV_HEADS, LENGTH = 16, 4, 4096
 FEW, MANY = 1, 64
 """Queries of a step on a cache: those that divide the keys among programs, and those that do not."""
 
-FORMS = (0, 1)
-
 Compile = Callable[[], list[tuple[str, Resources]]]
 
 
@@ -52,20 +50,18 @@ class Shape:
         return self.dims[0] ** -0.5
 
 
-def calls(shape: Shape, forms: Sequence[int] = FORMS) -> Iterator[tuple[str, Compile]]:
-    """Name every call that attention may make, and give what compiles its kernels.
-
-    Most calls are one of two ``forms`` with the same kernels, such as those of one document and of several.
-    """
-    yield "flex slc", partial(_flex, "slc", shape)  # as its tiles depend on the size of blocks
-    yield "select few", partial(_own, _select_few, shape)  # has a kernel that no other call has
-    for form in forms:
-        yield f"flex {('cmp', 'win')[form]}", partial(_flex, ("cmp", "win")[form], shape)
-        for branch in BRANCHES:
-            queries = (FEW, MANY)[form]
+def calls(shape: Shape) -> Iterator[tuple[str, Compile]]:
+    """Name every call that attention may make, and give what compiles its kernels."""
+    for branch in BRANCHES:
+        yield f"flex {branch}", partial(_flex, branch, shape)
+        for queries in (FEW, MANY):
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
-        for function in OWN[form]:
-            yield function.__name__.removeprefix("_").replace("_", " "), partial(_own, function, shape)
+    functions = (_select, _select_of_documents, _select_few, _selected, _selected_of_documents)
+    intervals = (_compressed, _compressed_of_documents, _window, _window_of_documents)
+    sums = (_gated_sum, _gated_sum_of_small_heads, _gated_sum_of_documents, _gated_sum_without_window)
+    losses = (_selection_loss, _selection_loss_of_overlapping_keys)
+    for function in (*functions, *intervals, *sums, *losses, _decoding_step, _decoding_step_by_given_frequencies):
+        yield function.__name__.removeprefix("_").replace("_", " "), partial(_own, function, shape)
 
 
 def _flex(branch: str, shape: Shape) -> list[tuple[str, Resources]]:
@@ -231,28 +227,3 @@ def _positions(queries: int) -> Positions:
 
 def _differentiate(attended: BranchOutput) -> None:
     (attended.out.float().sum() + given(attended.lse).sum()).backward()
-
-
-OWN: tuple[tuple[Callable[[Shape], None], ...], ...] = (
-    (
-        _select,
-        _selected,
-        _compressed,
-        _window,
-        _gated_sum,
-        _gated_sum_of_small_heads,
-        _selection_loss,
-        _decoding_step,
-    ),
-    (
-        _select_of_documents,
-        _selected_of_documents,
-        _compressed_of_documents,
-        _window_of_documents,
-        _gated_sum_of_documents,
-        _gated_sum_without_window,
-        _selection_loss_of_overlapping_keys,
-        _decoding_step_by_given_frequencies,
-    ),
-)
-"""Calls of our own kernels by form."""
