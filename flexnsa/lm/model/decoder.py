@@ -200,6 +200,9 @@ class DecoderLM(nn.Module):
             if selection is not None:
                 num_ranks = max(layout.num_ranks for layout in layouts if isinstance(layout, RowLayout))
                 sampled = selection.tokens(tokens, num_ranks * tokens.shape[1])
+                if self._run_layer is not run_layer and not torch.compiler.is_compiling():
+                    # A dense stage without a loss has none, and a constant size here would make that of x constant
+                    torch._dynamo.maybe_mark_dynamic(sampled, 0)
                 options |= {"sampled": sampled, "query_weights": selection.query_weights}
             elif self.indexers() and not self._attends_densely():
                 warn_untaught()  # here too, because compiled layers do not
