@@ -63,7 +63,6 @@ class Variant(NamedTuple):
     stages: int = 0
     share_index: int = 1
     num_selected_blocks: int = 16
-    compression: str = "mlp"
     taught_densely: bool = True
     """Whether indexers learn in a dense stage."""
 
@@ -79,7 +78,6 @@ NSA = {
     "nsa, dense first, shared index 3": Variant(("slc",), 1, 3),
     "nsa, dense first, shared index 6": Variant(("slc",), 1, 6),
     "nsa, dense first, 32 blocks": Variant(("slc",), 1, num_selected_blocks=32),
-    "nsa, dense first, means": Variant(("slc",), 1, compression="mean"),
     "nsa, dense first, then indexers": Variant(("slc",), 1, taught_densely=False),
 }
 MODELS = (*NSA, "dense", "dense wide")
@@ -93,7 +91,7 @@ def config_of(name: str, *, tiny: bool) -> DecoderConfig:
     if name in NSA:
         by = NSA[name]
         nsa = replace(config.nsa, num_selected_blocks=by.num_selected_blocks)
-        return replace(config, share_index=by.share_index, compression=by.compression, nsa=nsa)
+        return replace(config, share_index=by.share_index, nsa=nsa)
     layers = config.num_layers * (WIDE if name == "dense wide" else 12) // 12
     return replace(config, attention="dense", num_layers=layers)
 

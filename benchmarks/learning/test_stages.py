@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.learning.packages import Package, halves, without_known_files
-from benchmarks.learning.stages import NSA, copies_from, drawn, job_of, main
+from benchmarks.learning.stages import NSA, StagedRun, copies_from, drawn, job_of, main
 
 LINES = [b"def function_%03d(argument): return %d\n" % (number, number) for number in range(40)]
 
@@ -49,6 +49,17 @@ def test_a_job_that_names_no_model_is_refused() -> None:
     assert job_of("nsa, dense first:8e-4:1") == {"model": "nsa, dense first", "lr": 8e-4, "seed": 1}
     with pytest.raises(ValueError, match=r"--job: expected one of nsa, .*, got 'gpt'"):
         job_of("gpt:1e-3:0")
+
+
+@pytest.mark.parametrize(("model", "taught"), [("nsa, dense first", True), ("nsa, dense first, then indexers", False)])
+def test_indexers_learn_in_a_dense_stage_unless_they_come_later(model: str, taught: bool, tmp_path: Path) -> None:
+    text = f"{tmp_path}/text.pt"
+    run = StagedRun({"model": model, "lr": 1e-3, "seed": 0, "device": "cpu", "tiny": True, "text": text}, print)
+    with_loss: list[bool] = []
+    run.model.register_forward_pre_hook(lambda *call: with_loss.append("selection" in call[2]), with_kwargs=True)
+    for share in (0.0, 0.5):
+        run.train_step(share)
+    assert with_loss == [taught, True]
 
 
 def test_jobs_train_through_all_stages_and_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,7 @@ def serve() -> None:
 
 
 def import_early() -> None:
-    """Import what every module imports."""
+    """Import what every module imports, once for all forks."""
     from torch._inductor import select_algorithm  # noqa: F401
     from torch._inductor.codegen import memory_planning  # noqa: F401
 
