@@ -124,7 +124,7 @@ def equal_seconds() -> Rows:
         "": points_by("stages_h100", "model", "lr", "seed"),
         ", H200": points_by("stages_h200", "model", "lr", "seed"),
     }
-    seeds = range(5)
+    seeds = range(10)
     rows = [["", "learning rate", f"bits, seeds {seeds[0]} to {seeds[-1]}", "steps at 2k, 8k, 32k"]]
     for card, points in cards.items():
         ended = {key: point for key, point in points.items() if "report 32k" in point}
