@@ -43,9 +43,9 @@ def deepest(call: Callable[[], Any], impl: str) -> Stack:
         if len(stack) > len(found) and any(file.startswith("attention/") for file, _ in stack):
             found = stack
 
-    def launch(self: Kernel, *args: Any, **options: Any) -> None:
+    def of_grid(self: Kernel, grid: Any) -> Callable[..., None]:
         note(sys._getframe())
-        kernel_launch(self, *args, **options)
+        return launch_of_grid(self, grid)
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
@@ -55,8 +55,8 @@ def deepest(call: Callable[[], Any], impl: str) -> Stack:
         if launches:
             note(frame)
 
-    kernel_launch = Kernel._launch
-    with mock.patch.object(Kernel, "_launch", launch):
+    launch_of_grid = Kernel.__getitem__
+    with mock.patch.object(Kernel, "__getitem__", of_grid):
         sys.setprofile(look if impl == "sdpa" else None)  # it would look at each call of the interpreter, too
         try:
             call()
