@@ -81,8 +81,8 @@ def test_what_a_dense_stage_leaves_out_stays_as_drawn_and_learns_afterwards(text
 def test_a_run_killed_at_the_edge_of_a_stage_or_inside_resumes_bit_for_bit(
     text_folder: Path, tmp_path: Path, done: int, dense: int, pack: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, killed, resumed = (
-        _trainer(text_folder, INDEXED, pack=pack, seed=seed, dense_stages=dense) for seed in (0, 0, 1)
+    whole, killed, resumed, ended = (
+        _trainer(text_folder, INDEXED, pack=pack, seed=seed, dense_stages=dense) for seed in (0, 0, 1, 1)
     )
     with suppress(Killed):
         run(killed, tmp_path / "killed", watchers=[after(done, kill)])
@@ -96,6 +96,8 @@ def test_a_run_killed_at_the_edge_of_a_stage_or_inside_resumes_bit_for_bit(
     ]
     assert said == rows
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
+    run(ended, tmp_path / "whole")
+    assert ended.validation_bits_per_byte() == whole.validation_bits_per_byte()
     for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert resumed.train_step() == whole.train_step()
