@@ -30,18 +30,16 @@ EDGES = [0, 2, 5]
 """First steps of the stages."""
 
 
-@pytest.mark.parametrize(("dense_stages", "pack", "passes"), [(0, False, 2), (1, True, 1), (2, True, 2)])
-def test_stages_are_a_loop_that_anyone_could_write(
-    text_folder: Path, dense_stages: int, pack: bool, passes: int
-) -> None:
+@pytest.mark.parametrize(("number", "pack", "passes"), [(0, False, 2), (1, True, 1), (2, True, 2)])
+def test_stages_are_a_loop_that_anyone_could_write(text_folder: Path, number: int, pack: bool, passes: int) -> None:
     options = {"pack": pack, "grad_accumulation": passes}
-    trainer = _trainer(text_folder, INDEXED, dense_stages=dense_stages, **options)
+    trainer = _trainer(text_folder, INDEXED, dense_stages=number, **options)
     other = _trainer(text_folder, INDEXED, stages=(), **options)
     model, corpus, optimizer = other.model, other.corpus, build_optimizer(other.model, other.config)
     indexers = index_parameters(model)
     others = [parameter for parameter in model.parameters() if parameter not in set(indexers)]
     for step, length in enumerate(LENGTHS):
-        dense = step < EDGES[dense_stages]
+        dense = step < EDGES[number]
         model.train().attend_densely(("slc",) if dense else None)
         stage = replace(other.config, seq_len=length, batch_size=80 // length)
         batch = draw_step(corpus.tokens("train").rows(length, pack), stage, step)
@@ -192,8 +190,6 @@ def test_an_estimate_is_of_the_largest_stage_that_selects(
     assert len(tables) == 1
 
 
-def _trainer(
-    text_folder: Path, model: DecoderConfig = MODEL, compiled: bool = False, seed: int = 0, **changes: Any
-) -> Trainer:
+def _trainer(text: Path, model: DecoderConfig = MODEL, compiled: bool = False, seed: int = 0, **changes: Any) -> Trainer:
     torch.manual_seed(seed)
-    return Trainer(DecoderLM(model), read_corpus(text_folder), replace(GROWING, **changes), compiled=compiled)
+    return Trainer(DecoderLM(model), read_corpus(text), replace(GROWING, **changes), compiled=compiled)
