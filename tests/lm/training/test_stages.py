@@ -190,6 +190,6 @@ def test_an_estimate_is_of_the_largest_stage_that_selects(
     assert len(tables) == 1
 
 
-def _trainer(text: Path, model: DecoderConfig = MODEL, compiled: bool = False, seed: int = 0, **changes: Any) -> Trainer:
+def _trainer(text: Path, model: DecoderConfig = MODEL, compiled: bool = False, seed: int = 0, **fields: Any) -> Trainer:
     torch.manual_seed(seed)
-    return Trainer(DecoderLM(model), read_corpus(text), replace(GROWING, **changes), compiled=compiled)
+    return Trainer(DecoderLM(model), read_corpus(text), replace(GROWING, **fields), compiled=compiled)
