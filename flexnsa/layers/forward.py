@@ -246,8 +246,9 @@ class SparseLayer(nn.Module):
         """Begin a dense stage, or end it with None: short rows then train with the same weights as fast as dense ones.
 
         The selected branch attends to all past tokens, as if it selected all blocks. The branches that are not named
-        are left out and learn nothing. A selection loss compares the scores of an indexer with the true shares of all
-        blocks; without one it learns nothing. Calls with a cache, and ranks of context parallelism, attend sparsely.
+        are left out and learn nothing: they get no gradient, for which DDP needs ``find_unused_parameters=True``. A
+        selection loss compares the scores of an indexer with the true shares of all blocks; without one it learns
+        nothing. Calls with a cache, and ranks of context parallelism, attend sparsely.
 
         Raises:
             TypeError: they are no sequence.

@@ -24,14 +24,14 @@ from tests.support.sharing import share_keys
 CPU = torch.device("cpu")
 MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
 TRAINING = TrainConfig(steps=4, batch_size=4, seq_len=48, warmup_steps=1, eval_sequences=4, clip=0.5)
-STAGES = ((12, 0.25), (24, 0.25), (48, 0.5))
+STAGES: dict[str, Any] = {"stages": ((12, 0.5), (24, 0.25), (48, 0.25)), "dense_stages": 1}
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "packed": {"pack": True},
     "accumulated": {"batch_size": 1, "grad_accumulation": 8, "pack": True},
     "checkpointed": {"checkpointing": True, "pack": True},
-    "stages": {"stages": STAGES, "nsa": replace(TINY, index_heads=2), "pack": True, "grad_accumulation": 2},
+    "stages": STAGES | {"nsa": replace(TINY, index_heads=2), "pack": True, "grad_accumulation": 2},
     "shared keys": {"shared_keys": True},
     "an indexer": {"nsa": replace(TINY, index_heads=1, index_block_size=2, index_stride=2), "pack": True},
     "a shared index": {
@@ -131,9 +131,9 @@ def meet_a_nan(ranks: Ranks) -> list[tuple[str, bool]]:
     return everyone
 
 
-def go_on(ranks: Ranks, folder: Path, stages: tuple[tuple[int, float], ...]) -> list[list[StepResult]]:
+def go_on(ranks: Ranks, folder: Path, **options: Any) -> list[list[StepResult]]:
     """Return steps 2 and 3, taken without a stop and by a trainer that resumes from a checkpoint."""
-    trainers = [make_trainer(ranks, dim=64, pack=True, stages=stages) for _ in range(2)]
+    trainers = [make_trainer(ranks, dim=64, pack=True, **options) for _ in range(2)]
     for _ in range(2):
         trainers[0].train_step()
     path = checkpoint_path(folder, trainers[0])
@@ -190,7 +190,7 @@ def train_cases(file: Path, parallel: str) -> None:
         if ranks.world_size == 2:
             cases |= {name: ON_TWO[name] for name in ("summed in bf16", COMPILED[parallel])}
         results: dict[str, Any] = {name: train(ranks, options) for name, options in cases.items()}
-        results["going on"] = [go_on(ranks, file.parent, stages) for stages in ((), STAGES)]
+        results["going on"] = [go_on(ranks, file.parent), go_on(ranks, file.parent, **STAGES)]
         results["NaN"] = meet_a_nan(ranks)
         if parallel == "fsdp2":
             results["buffers"], results["tied"] = build_with_buffers(ranks), build_tied(ranks)

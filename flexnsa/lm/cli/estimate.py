@@ -10,11 +10,12 @@ from fractions import Fraction
 import torch
 
 from flexnsa.attention.plan import choose_name
-from flexnsa.lm.cli.options import add_checkpointing_option, add_config_option, add_stages_option
+from flexnsa.lm.cli.options import add_checkpointing_option, add_config_option, add_stages_options
 from flexnsa.lm.estimate.decoding import DecodingEstimate, estimate_decoding
 from flexnsa.lm.estimate.training import IMPLEMENTATIONS, MemoryEstimate, estimate_training
 from flexnsa.lm.measure.table import format_table
 from flexnsa.lm.model.config import PRESETS, DecoderConfig
+from flexnsa.lm.training.checks import check_dense_stages
 from flexnsa.lm.training.config import TRAIN_PRESETS
 
 MIB = 2**20
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--preset", choices=PRESETS, default="large", help="sizes and hyper-parameters; default: %(default)s"
     )
     parser.add_argument("--seq", dest="seq_len", type=int, help="tokens of a sequence; default: 2048, or of --stages")
-    add_stages_option(parser)
+    add_stages_options(parser)
     parser.add_argument(
         "--batch", dest="batch_size", type=int, help="number of sequences; default: as the preset trains"
     )
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    """Print the estimates, and compare training, in the largest of its stages, with the budget."""
+    """Print the estimates, and compare training, in the largest of its stages that select, with the budget."""
     training = TRAIN_PRESETS[arguments.preset]
     batch_size = training.batch_size if arguments.batch_size is None else arguments.batch_size
     precision = arguments.precision or training.precision
@@ -65,10 +66,14 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     stages = getattr(arguments, "stages", ())
     last = stages[-1][0] if stages else 2048
     seq_len = last if arguments.seq_len is None else arguments.seq_len
+    dense_stages = getattr(arguments, "dense_stages", 0)
     shapes = [(batch_size, seq_len)]
-    if stages:
-        planned = replace(training, seq_len=seq_len, batch_size=batch_size, stages=stages)
-        shapes = [(stage.batch_size, stage.seq_len) for stage in planned.by_stage().values()]
+    if stages or dense_stages:
+        sizes = {"seq_len": seq_len, "batch_size": batch_size, "stages": stages, "dense_stages": dense_stages}
+        planned = replace(training, **sizes)
+        check_dense_stages(config, planned)
+        # A dense stage saves less: one branch of as many tokens
+        shapes = [(stage.batch_size, stage.seq_len) for stage in planned.by_stage().values()][dense_stages:]
     steps = {
         (rows, tokens): estimate_training(
             config,

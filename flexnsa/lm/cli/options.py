@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
+from flexnsa.lm.training.config import TrainConfig
+
 
 def add_config_options(
     parser: argparse.ArgumentParser, title: str, config_class: type, skip: tuple[str, ...] = ()
@@ -40,8 +42,8 @@ def add_config_option(parser: argparse._ActionsContainer, config_class: type, na
     parser.add_argument(option_name(name), type=kind, choices=choices, metavar=metavar, **options)
 
 
-def add_stages_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--stages``, sequences that grow; an option left out leaves no trace in the namespace."""
+def add_stages_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--stages``, sequences that grow, and ``--dense-stages``; one left out leaves no trace in the namespace."""
     parser.add_argument(
         "--stages",
         type=_stages,
@@ -50,6 +52,7 @@ def add_stages_option(parser: argparse.ArgumentParser) -> None:
         help="sequences that grow: tokens of a sequence and share of the steps of each stage, such as "
         "2048:0.15,8192:0.35,32768:0.5; a pass has as many tokens in all of them",
     )
+    add_config_option(parser, TrainConfig, "dense_stages")
 
 
 def _stages(text: str) -> tuple[tuple[int, float], ...]:

@@ -18,7 +18,7 @@ from flexnsa.lm.cli.options import (
     add_checkpointing_option,
     add_config_options,
     add_device_option,
-    add_stages_option,
+    add_stages_options,
     config_options,
     output_folder,
     require,
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; sizes that are not given come from the preset."""
     parser.add_argument("--out", type=output_folder, default="runs/train", help="folder of the log and the checkpoint")
     add_recipe_options(parser)
-    add_stages_option(parser)
+    add_stages_options(parser)
     parser.add_argument(
         "--strict", action="store_true", help="find the first value that is not finite, and name its layer; slower"
     )
@@ -209,7 +209,7 @@ def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...]
     )
     add_config_options(parser, "model", DecoderConfig, skip=("nsa", "vocab_size", "checkpointing"))
     add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig)
-    add_config_options(parser, "training", TrainConfig, skip=("pack", "stages", *skip))
+    add_config_options(parser, "training", TrainConfig, skip=("pack", "stages", "dense_stages", *skip))
 
 
 def recipe_of_options(arguments: argparse.Namespace, resumed: Path | None = None, **fields: Any) -> Recipe:

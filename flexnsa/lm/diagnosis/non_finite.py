@@ -234,7 +234,7 @@ def failing_branch(layer: NativeSparseAttention, x: Tensor, options: Mapping[str
         x: what it was called with, ``(B, S, dim)``.
         options: the keyword arguments of that call.
     """
-    for tag in layer.branches:
+    for tag in layer.dense_branches or layer.branches:
         # Blocks are scored by the keys of the compressed branch, which is finite.
         tags = ("cmp", "slc") if tag == "slc" and "cmp" in layer.branches else (tag,)
         part = _part_of(layer, tags).to(weight_of(layer))

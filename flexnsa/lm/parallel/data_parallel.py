@@ -114,9 +114,9 @@ class GroupRanks(Ranks):
 class DDPRanks(GroupRanks):
     """Every rank holds the whole model; gradients are averaged during backward."""
 
-    def wrap(self, model: DecoderLM) -> nn.Module:
+    def wrap(self, model: DecoderLM, *, some_unused: bool = False) -> nn.Module:
         """Return the model in :class:`torch.nn.parallel.DistributedDataParallel`."""
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=some_unused)
         if self.reduce_dtype == torch.bfloat16:
             # In a lambda: DDP takes the bare hook, by its name and types, for one of NCCL alone
             wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))

@@ -33,8 +33,11 @@ class Ranks:
         """Return the model that ``make`` builds, on a device and with the same parameters on all ranks."""
         return make().to(device)
 
-    def wrap(self, model: DecoderLM) -> nn.Module:
-        """Return the module to call in place of the model of :meth:`build`; its backward pass averages over ranks."""
+    def wrap(self, model: DecoderLM, *, some_unused: bool = False) -> nn.Module:  # noqa: ARG002
+        """Return the module to call in place of the model of :meth:`build`; its backward pass averages over ranks.
+
+        With ``some_unused``, some parameters get no gradient.
+        """
         return model
 
     def compile(self, model: DecoderLM, **options: Any) -> None:

@@ -103,7 +103,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> int:
     step = _step(path, header)
     if step > config.steps:
         raise FileError(f"steps: expected at least {step}, as many as {str(path)!r} has done, got {config.steps}")
-    moments = _new_moments(trainer) if step else {}
+    moments = _new_moments(trainer, stored.layout) if step else {}
     state = _state(trainer, moments)
     if "rng.cuda" not in stored.layout:  # started on another device
         state.pop("rng.cuda", None)
@@ -192,16 +192,18 @@ def _state(trainer: Trainer, moments: Moments) -> dict[str, Tensor]:
     return state
 
 
-def _new_moments(trainer: Trainer) -> Moments:
-    """Return empty state of AdamW for each parameter."""
+def _new_moments(trainer: Trainer, tensors: Mapping[str, Tensor]) -> Moments:
+    """Return empty state of AdamW for each parameter, but for what a dense stage has left out until now."""
+    learned = {name.partition(".")[2].rpartition(".")[0] for name in tensors if name.startswith("optimizer.")}
+    dense = trainer.config.dense_stages > 0
     return {
         parameter: {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, requires_grad=False),
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }
-        for parameter in trainer.parameters.values()
-        if parameter.requires_grad
+        for name, parameter in trainer.parameters.items()
+        if parameter.requires_grad and (name in learned or not (dense and ".attention." in name))
     }
 
 

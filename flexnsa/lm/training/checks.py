@@ -30,6 +30,7 @@ def check_training(
     if model.attention == "nsa" and model.impl in ("flex", "triton") and device.type == "cpu":
         lacks = "flex has no backward" if model.impl == "flex" else "triton has no kernels"
         raise ValueError(f"impl: expected 'auto' or 'sdpa' to train on a CPU, where {lacks}, got {model.impl!r}")
+    check_dense_stages(model, config, context_parallel)
     stages = config.by_stage().values() if config.stages else []
     if context_parallel > 1:
         _check_tokens(model, config, context_parallel)
@@ -43,6 +44,22 @@ def check_training(
         if count % sharing:
             groups = "processes" if context_parallel == 1 else f"groups of {context_parallel} processes"
             raise ValueError(f"{name}: expected {what} to be a multiple of {sharing} {groups}, got {count}")
+
+
+def check_dense_stages(model: DecoderConfig, config: TrainConfig, context_parallel: int = 1) -> None:
+    """Check that a model can attend densely in the stages that are to.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    reasons = {
+        f"with attention={model.attention!r}, which is dense in all stages": model.attention != "nsa",
+        f"without the selected branch, of branches={model.branches}": "slc" not in model.branches,
+        f"with context_parallel={context_parallel}, which attends sparsely": context_parallel > 1,
+    }
+    for why, holds in reasons.items():
+        if holds and config.dense_stages:
+            raise ValueError(f"dense_stages: expected 0 {why}, got {config.dense_stages}")
 
 
 def _check_tokens(model: DecoderConfig, config: TrainConfig, context_parallel: int) -> None:

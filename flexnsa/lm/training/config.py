@@ -32,6 +32,9 @@ class TrainConfig:
         stages: sequences that grow: ``(length, share)`` of each stage, its tokens of one sequence and its share of the
             steps. A pass has ``batch_size * seq_len`` tokens in all of them. The last length is ``seq_len``, at which a
             run is evaluated. Empty for one stage.
+        dense_stages: how many of the first stages are dense, fewer than all: the selected branch alone attends, to all
+            past tokens. What that leaves out, and indexers, learn nothing before they end. An evaluation attends as the
+            step before it.
         grad_accumulation: forward passes of one step on a single process. On any number of processes a step learns from
             ``batch_size * grad_accumulation`` sequences.
         lr: peak learning rate.
@@ -62,6 +65,7 @@ class TrainConfig:
     batch_size: int = 8
     seq_len: int = 512
     stages: tuple[tuple[int, float], ...] = ()
+    dense_stages: int = 0
     grad_accumulation: int = 1
     lr: float = 1e-3
     min_lr: float = 0.1
@@ -82,6 +86,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "compressor_lr", "indexer_lr")
+        may_be_zero += ("dense_stages",)
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "stages":
@@ -113,6 +118,10 @@ class TrainConfig:
         object.__setattr__(self, "stages", _pairs(self.stages))  # JSON has lists
         if self.stages:
             self._check_stages()
+        most = max(0, len(self.stages) - 1)
+        if self.dense_stages > most:
+            expected = f"at most {most}, because the last stage, of {most + 1}, selects"
+            raise ValueError(f"dense_stages: expected {expected}, got {self.dense_stages}")
 
     def _check_stages(self) -> None:
         lengths, shares = zip(*self.stages, strict=True)
@@ -137,7 +146,7 @@ class TrainConfig:
         """Return the config of each stage by its first step: its ``seq_len``, and ``batch_size`` for as many tokens."""
         tokens = self.batch_size * self.seq_len
         return {
-            start: replace(self, stages=(), seq_len=length, batch_size=tokens // length)
+            start: replace(self, stages=(), dense_stages=0, seq_len=length, batch_size=tokens // length)
             for start, (length, _) in zip(self._starts(), self.stages, strict=True)
         } or {0: self}
 
@@ -145,6 +154,11 @@ class TrainConfig:
         """Return the config of the stage of a step, counted from 0."""
         check_int("step", step, 0)
         return [config for start, config in self.by_stage().items() if start <= step][-1]
+
+    def is_dense(self, step: int) -> bool:
+        """Return whether a step, counted from 0, is of a dense stage."""
+        check_int("step", step, 0)
+        return bool(self.dense_stages) and step < self._starts()[self.dense_stages]
 
     @property
     def sequences_per_step(self) -> int:

@@ -75,7 +75,9 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
             while trainer.step < config.steps and not stopped():
                 if config.stages and trainer.step in (first, *config.by_stage()):
                     stage = config.at(trainer.step)
-                    report.say(f"step {trainer.step}: {stage.sequences_per_step} sequences of {stage.seq_len:,} tokens")
+                    how = ", attending densely" if config.is_dense(trainer.step) else ""
+                    rows = f"{stage.sequences_per_step} sequences of {stage.seq_len:,} tokens"
+                    report.say(f"step {trainer.step}: {rows}{how}")
                 start = time.perf_counter()
                 result = trainer.train_step()
                 seconds = time.perf_counter() - start
@@ -85,7 +87,8 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
                 done = trainer.step
                 if done % config.eval_every == 0 or done == config.steps:
                     measured["validation_bits_per_byte"] = bits = trainer.validation_bits_per_byte()
-                    report.say(f"step {done}: validation {bits:.4f} bits per byte")
+                    how = ", attending densely" if result.dense else ""
+                    report.say(f"step {done}: validation {bits:.4f} bits per byte{how}")
                 report.write(result, measured)
                 if done % config.checkpoint_every == 0:
                     report.check()

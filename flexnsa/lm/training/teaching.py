@@ -24,17 +24,21 @@ class Teaching:
         seed: of the run.
         step: of the run.
         sequence_ids: int ``(B,)``, the indices of this rank's sequences in the batch of the step.
+        wait: indexers learn nothing: the step is of a dense stage.
     """
 
-    def __init__(self, model: DecoderLM, *, weight: float, seed: int, step: int, sequence_ids: Tensor) -> None:
-        self.indexers = model.indexers_by_layer()
+    def __init__(
+        self, model: DecoderLM, *, weight: float, seed: int, step: int, sequence_ids: Tensor, wait: bool = False
+    ) -> None:
+        indexers = model.indexers_by_layer()
+        self.indexers, self._waiting = ([], indexers) if wait else (indexers, [])
         self.weight, self.seed, self.sequence_ids = weight, seed, sequence_ids
         # An int would be compiled anew in each step; a fill, unlike a copy from the host, does not wait for the device.
         self.step = torch.full((), step, device=sequence_ids.device)
         self._sums = torch.zeros(2, len(self.indexers), dtype=torch.float64, device=sequence_ids.device)
 
     def selection(self, rows: slice) -> SelectionLoss | None:
-        """Return the loss that a forward pass of these sequences adds to; None without indexers."""
+        """Return the loss that a forward pass of these sequences adds to; None without indexers that learn."""
         if not self.indexers:
             return None
         return SelectionLoss(seed=self.seed, step=self.step, sequence_ids=self.sequence_ids[rows])
@@ -48,7 +52,9 @@ class Teaching:
         return self.weight * sums.sum()
 
     def finish(self, ranks: Ranks, loss: Tensor) -> Tensor:
-        """Divide the gradients; return the sums over ranks of ``loss ()`` and, with indexers, their loss, in fp64."""
+        """Divide the gradients; return the sums over ranks of ``loss ()`` and, if indexers learn, theirs, in fp64."""
+        for parameter in (each for indexer in self._waiting for each in indexer.parameters()):
+            parameter.grad = None  # of 0, with which weights would decay
         own = self._sums.flatten() / ranks.context_parallel  # each rank that shares tokens has the sums of all
         totals = ranks.totals(torch.cat((loss.double().view(1), own)))
         if not self.indexers:

@@ -28,7 +28,8 @@ from flexnsa.optim import COMPRESSOR_LR, index_parameters, parameter_groups
 class StepResult:
     """Loss of a step in nats, its learning rate, and the norm of the gradient before clipping.
 
-    A model with indexers has a selection loss too, and the norm of its gradient, which reaches the indexers alone.
+    A model whose indexers learn has a selection loss too, and the norm of its gradient, which reaches them alone.
+    ``dense`` is True in a dense stage.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepResult:
     grad_norm: float
     selection_loss: float | None = None
     selection_grad_norm: float | None = None
+    dense: bool | None = None
 
     def to_dict(self) -> dict[str, float]:
         """Return what there is, by name."""
@@ -111,14 +113,25 @@ class Trainer:
             ranks.compile(model, dynamic=False)
         elif compiled:
             ranks.compile(model)
-        self._forward = ranks.wrap(model)
-        self._is_settled = False
+        self._enter(dense=config.is_dense(0))
 
     def go_by(self, config: TrainConfig) -> None:
         """Continue with another config, from the present parameters, with a new optimizer."""
         self.config = config
         self.optimizer = build_optimizer(self.model, config)
         self._drawn: Drawn | None = None
+
+    def _attend_as(self, step: int) -> None:
+        """Attend as a step does: densely, if its stage is dense."""
+        if self.config.is_dense(step) != self._dense:
+            self._enter(dense=not self._dense)
+
+    def _enter(self, *, dense: bool) -> None:
+        """Begin a dense stage or what follows it, with another set of parameters that get gradients."""
+        if self.config.dense_stages:
+            self.model.attend_densely(("slc",) if dense else None)
+        self._dense, self._is_settled = dense, False
+        self._forward = self.ranks.wrap(self.model, some_unused=dense)
 
     def configs(self) -> dict[str, Any]:
         """Return the configs that decide the results of the run, as plain values."""
@@ -133,6 +146,7 @@ class Trainer:
             FloatingPointError: loss or gradient is not finite; the parameters are unchanged.
         """
         ranks = self.ranks
+        self._attend_as(self.step)
         if self._drawn is None or self._drawn.step != self.step:
             self._drawn = self._draw(self.step)
         drawn, parts = self._drawn, self._drawn.parts
@@ -150,14 +164,14 @@ class Trainer:
         self._learn(lr, numbers)
         self._drawn = self._draw(self.step + 1)
         loss, grad_norm, *of_indexers = numbers.flatten().tolist()  # the only wait for the device
-        result = StepResult(self.step, loss, lr, grad_norm, *of_indexers)
+        result = StepResult(self.step, loss, lr, grad_norm, *of_indexers, dense=self._dense or None)
         result.require_finite()
         self.step += 1
         return result
 
     def _finish(self, teaching: Teaching, own_loss: Tensor) -> Tensor:
         """Clip the gradients, of indexers apart; return loss and norm of both, fp64 ``(2, 2)``, or ``(1, 2)``."""
-        of_indexers = index_parameters(self.model)
+        of_indexers = index_parameters(self.model) if teaching.indexers else []
         apart = set(of_indexers)
         norms = [self._clip([parameter for parameter in self.parameters.values() if parameter not in apart])]
         losses = teaching.finish(self.ranks, own_loss)
@@ -192,7 +206,7 @@ class Trainer:
         """Return what collects the selection losses of a step, of this rank's share of the sequences."""
         ids = torch.arange(drawn.share.start, drawn.share.stop, device=self.device)
         weight, seed = self.config.selection_loss_weight, self.config.seed
-        return Teaching(self.model, weight=weight, seed=seed, step=self.step, sequence_ids=ids)
+        return Teaching(self.model, weight=weight, seed=seed, step=self.step, sequence_ids=ids, wait=self._dense)
 
     def _backward(self, part: Batch, teaching: Teaching, first: int, num_targets: int) -> Tensor:
         """Run one forward and backward pass, of the rows from ``first``; return its share of the language loss."""
@@ -209,7 +223,8 @@ class Trainer:
 
     @torch.no_grad()
     def validation_bits_per_byte(self) -> float:
-        """Evaluate on the validation text, always on the same sequences."""
+        """Evaluate on the validation text, always on the same sequences, which attend as in the last step."""
+        self._attend_as(max(0, self.step - 1))
         self.model.eval()
         batch = self.validation_rows.spread(self.config.eval_sequences)
         local_rows = batch[self.ranks.share(len(batch))]

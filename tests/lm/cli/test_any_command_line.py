@@ -82,6 +82,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--seq": [*INTEGERS, LARGEST],
         "--batch": [*INTEGERS, LARGEST],
         "--stages": STAGES,
+        "--dense-stages": INTEGERS,
         "--layers": INTEGERS,
         "--precision": WORDS,
         "--checkpointing": LAYERS,

@@ -149,7 +149,7 @@ def test_the_command_trains_on_one_rank_and_on_two_alike(diagnose: Diagnose) -> 
     ("axis", "message"),
     [
         ("magic=1", "--axis: expected NAME=VALUE,VALUE with the name of an option, got 'magic=1'"),
-        ("model=x", "--axis: expected NAME=VALUE,VALUE with the name of an option, got 'model=x'"),
+        ("dense_stages=1", "--axis: expected NAME=VALUE,VALUE with the name of an option, got 'dense_stages=1'"),
         ("device=x", "--axis: expected NAME=VALUE,VALUE with the name of an option, got 'device=x'"),
         ("seq_len=x", "--axis: expected values of seq_len, int, got 'x'"),
         ("compiled=maybe", "--axis: expected values of compiled, bool, got 'maybe'"),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from flexnsa import next_token_targets
-from flexnsa.lm import DecoderConfig, DecoderLM, Sampling, generate, preset
+from flexnsa.lm import DecoderConfig, DecoderLM, Sampling, generate
 from tests.support.inputs import TINY
 
 CONFIG = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=6, nsa=TINY)
@@ -243,13 +243,6 @@ def test_hidden_states_are_what_goes_into_each_layer_and_what_the_head_is_given(
     assert_close(model.head(states[2]), logits)
     with pytest.raises(TypeError, match=r"^states: expected list, got 3 \(int\)"):
         model(x, states=3)
-
-
-def test_unknown_preset_and_flat_tokens_are_named():
-    with pytest.raises(ValueError, match=r"^preset: expected one of 'small', .* got 'huge'"):
-        preset("huge")
-    with pytest.raises(ValueError, match=r"^tokens: expected shape \(B, S\), got \(5,\)"):
-        DecoderLM(CONFIG)(torch.zeros(5, dtype=torch.int64))
 
 
 def test_generated_bytes_are_the_generated_tokens():

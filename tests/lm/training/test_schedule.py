@@ -1,5 +1,6 @@
 """The schedule, and what is no hyper-parameter."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -16,10 +17,7 @@ def test_rate_rises_to_lr_and_falls_to_min_lr():
     assert rates[60] == pytest.approx((2.0 + 0.5) / 2)
     assert rates[110] == pytest.approx(0.5)
     assert all(before >= after for before, after in pairwise(rates[10:]))
-
-
-def test_no_warmup_starts_at_lr():
-    assert TrainConfig(steps=10, warmup_steps=0, lr=1.0).learning_rate(0) == 1.0
+    assert replace(config, warmup_steps=0).learning_rate(0) == 2.0
 
 
 def test_production_preset_is_the_documented_run():
@@ -43,6 +41,7 @@ def test_production_preset_is_the_documented_run():
         ("compressor_lr", -0.1, ValueError),
         ("precision", "fp16", ValueError),
         ("grad_accumulation", True, TypeError),
+        ("dense_stages", 1, ValueError),
     ],
 )
 def test_errors_name_the_field(field: str, value: object, error: type[Exception]):

@@ -1,4 +1,4 @@
-"""Sequences that grow while a run goes on: its rows, and that it resumes wherever it was killed."""
+"""Sequences that grow while a run goes on: its rows, its dense stages, and that it resumes wherever it was killed."""
 
 from __future__ import annotations
 
@@ -9,51 +9,93 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 from torch._dynamo.utils import counters
 
-from flexnsa.lm import DecoderLM, Trainer, read_corpus, run
+from flexnsa import SelectionLoss
+from flexnsa.lm import DecoderConfig, DecoderLM, Trainer, read_corpus, run
 from flexnsa.lm.cli import main
 from flexnsa.lm.parallel import Ranks
 from flexnsa.lm.training.checkpoint import configs_of_run
 from flexnsa.lm.training.checks import check_training
-from flexnsa.lm.training.trainer import draw_step
+from flexnsa.lm.training.trainer import build_optimizer, draw_step, language_loss, set_learning_rate
+from flexnsa.optim import index_parameters
+from tests.lm.training.runs import curve
 from tests.lm.training.test_more_steps import BEGUN, MODEL, Killed, after, kill
+from tests.lm.training.test_teaching import MODEL as INDEXED
 
 GROWING = replace(BEGUN, stages=((10, 0.25), (20, 0.375), (40, 0.375)), checkpoint_every=1)
 LENGTHS = [10, 10, 20, 20, 20, 40, 40, 40]
+EDGES = [0, 2, 5]
+"""First steps of the stages."""
 
 
-@pytest.mark.parametrize(("pack", "passes"), [(False, 1), (False, 2), (True, 2)])
-def test_each_step_has_rows_of_its_stage_and_as_many_tokens(text_folder: Path, pack: bool, passes: int) -> None:
-    trainer = _trainer(text_folder, pack=pack, grad_accumulation=passes)
-    loss, read = trainer.loss, list[Tensor]()
-    trainer.loss = lambda batch, selection=None: read.append(batch.tokens) or loss(batch, selection)
+@pytest.mark.parametrize(("number", "pack", "passes"), [(0, False, 2), (1, True, 1), (2, True, 2)])
+def test_stages_are_a_loop_that_anyone_could_write(text_folder: Path, number: int, pack: bool, passes: int) -> None:
+    options = {"pack": pack, "grad_accumulation": passes}
+    trainer = _trainer(text_folder, INDEXED, dense_stages=number, **options)
+    other = _trainer(text_folder, INDEXED, stages=(), **options)
+    model, corpus, optimizer = other.model, other.corpus, build_optimizer(other.model, other.config)
+    indexers = index_parameters(model)
+    others = [parameter for parameter in model.parameters() if parameter not in set(indexers)]
     for step, length in enumerate(LENGTHS):
-        read.clear()
-        assert trainer.train_step().lr == BEGUN.learning_rate(step)
-        assert [tokens.shape for tokens in read] == [(80 // length, length)] * passes
-        alone = replace(BEGUN, seq_len=length, batch_size=80 // length, grad_accumulation=passes)
-        rows = trainer.corpus.tokens("train").rows(length, pack)
-        assert torch.equal(torch.cat(read), draw_step(rows, alone, step).tokens)
-        read.clear()
-        trainer.validation_bits_per_byte()
-        assert [tokens.shape for tokens in read] == [(2, 40)] * 2
+        dense = step < EDGES[number]
+        model.train().attend_densely(("slc",) if dense else None)
+        stage = replace(other.config, seq_len=length, batch_size=80 // length)
+        batch = draw_step(corpus.tokens("train").rows(length, pack), stage, step)
+        selection = None if dense else SelectionLoss(seed=0, step=step)
+        loss = language_loss(model, batch, "fp32", selection=selection)
+        (loss if selection is None else loss + selection.total).backward()
+        for parameter in indexers if dense else ():
+            parameter.grad = None  # of 0, with which weights would decay
+        norms = [nn.utils.clip_grad_norm_(parameters, stage.clip).item() for parameters in (others, indexers)]
+        set_learning_rate(optimizer, stage.learning_rate(step))
+        optimizer.step()
+        optimizer.zero_grad()
+        record = {"step": step, "lr": stage.learning_rate(step), "loss": loss.item(), "grad_norm": norms[0]}
+        record |= {"dense": True} if selection is None else {"selection_loss": torch.as_tensor(selection.total).item()}
+        record |= {} if dense else {"selection_grad_norm": norms[1]}
+        assert trainer.train_step().to_dict() == pytest.approx(record, rel=1e-4, abs=1e-7)
+        # An evaluation is of the last length, and attends as the step before it
+        assert trainer.validation_bits_per_byte() == pytest.approx(other.validation_bits_per_byte(), rel=1e-5)
+        for one, same in zip(trainer.model.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(one, same, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("done", "pack"), [(1, False), (2, False), (3, True), (5, True), (7, False)])
+def test_what_a_dense_stage_leaves_out_stays_as_drawn_and_learns_afterwards(text_folder: Path) -> None:
+    trainer = _trainer(text_folder, INDEXED, dense_stages=2, weight_decay=0.5)
+    read = tuple(f"attention.{name}.weight" for name in ("w_q", "w_k_slc", "w_v_slc", "w_o", "gate.linear"))
+    unread = {name for name in trainer.parameters if ".attention." in name and not name.endswith(read)}
+    for edge, left_out in ((5, unread), (8, set[str]())):
+        before = {name: parameter.clone() for name, parameter in trainer.parameters.items()}
+        while trainer.step < edge:
+            trainer.train_step()
+        assert {name for name, old in before.items() if torch.equal(old, trainer.parameters[name])} == left_out
+
+
+@pytest.mark.parametrize(
+    ("done", "dense", "pack"), [(1, 0, False), (1, 1, False), (2, 1, True), (3, 2, True), (5, 2, False), (7, 1, True)]
+)
 def test_a_run_killed_at_the_edge_of_a_stage_or_inside_resumes_bit_for_bit(
-    text_folder: Path, tmp_path: Path, done: int, pack: bool, capsys: pytest.CaptureFixture[str]
+    text_folder: Path, tmp_path: Path, done: int, dense: int, pack: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, killed, resumed = (_trainer(text_folder, pack=pack, seed=seed) for seed in (0, 0, 1))
+    whole, killed, resumed, ended = (
+        _trainer(text_folder, INDEXED, pack=pack, seed=seed, dense_stages=dense) for seed in (0, 0, 1, 1)
+    )
     with suppress(Killed):
         run(killed, tmp_path / "killed", watchers=[after(done, kill)])
     run(whole, tmp_path / "whole")
     capsys.readouterr()
     run(resumed, tmp_path / "killed")
     said = [line for line in "".join(capsys.readouterr()).splitlines() if " sequences of " in line]
-    begun = [done, *(step for step in (2, 5) if step > done)]
-    assert said == [f"step {step}: {80 // LENGTHS[step]} sequences of {LENGTHS[step]} tokens" for step in begun]
+    begun = {step: ", attending densely" * (step < EDGES[dense]) for step in (done, *EDGES) if step >= done}
+    rows = [
+        f"step {step}: {80 // LENGTHS[step]} sequences of {LENGTHS[step]} tokens{how}" for step, how in begun.items()
+    ]
+    assert said == rows
+    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
+    run(ended, tmp_path / "whole")
+    assert ended.validation_bits_per_byte() == whole.validation_bits_per_byte()
     for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert resumed.train_step() == whole.train_step()
@@ -77,11 +119,31 @@ def test_wrong_stages_are_named(stages: Any, message: str) -> None:
         replace(GROWING, stages=stages)
 
 
-@pytest.mark.parametrize(("sharing", "message"), [(1, "sequences of 16 .* got 5"), (2, "4 chunks .* got 16 tokens")])
-def test_ranks_share_every_stage_evenly(text_folder: Path, sharing: int, message: str) -> None:
-    odd, corpus = replace(GROWING, stages=((16, 0.5), (40, 0.5)), steps=2), read_corpus(text_folder)
-    with pytest.raises(ValueError, match=f"^stages: expected {message}"):
-        check_training(MODEL, corpus, odd, torch.device("cpu"), 2, sharing)
+ODD = {"stages": ((16, 0.5), (40, 0.5)), "steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("training", "model", "sharing", "message"),
+    [
+        (ODD, {}, 1, "stages: expected sequences of 16 .* got 5"),
+        (ODD, {}, 2, "stages: expected 4 chunks .* got 16 tokens"),
+        ({"dense_stages": 3}, {}, 1, "dense_stages: expected at most 2, because the last stage.* got 3"),
+        ({"dense_stages": 1}, {"attention": "dense"}, 1, "dense_stages: expected 0 with attention='dense', .* got 1"),
+        (
+            {"dense_stages": 2},
+            {"branches": ("cmp", "win")},
+            1,
+            "dense_stages: expected 0 without the selected .* got 2",
+        ),
+        ({"dense_stages": 1}, {}, 2, "dense_stages: expected 0 with context_parallel=2, .* got 1"),
+    ],
+)
+def test_stages_that_the_model_or_its_ranks_cannot_have_are_named(
+    text_folder: Path, training: dict[str, Any], model: dict[str, Any], sharing: int, message: str
+) -> None:
+    corpus = read_corpus(text_folder)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_training(replace(MODEL, **model), corpus, replace(GROWING, **training), torch.device("cpu"), 2, sharing)
 
 
 def test_layers_are_compiled_for_each_length_alone(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +153,9 @@ def test_layers_are_compiled_for_each_length_alone(text_folder: Path, monkeypatc
     many = tuple((length, 1 / 9) for length in (2, 4, 6, 8, 12, 16, 24, 32, 48))  # more than the compiler's own limit
     counters.clear()
     torch.compiler.reset()
-    plain, compiled = (_trainer(text_folder, compiled, steps=9, seq_len=48, stages=many) for compiled in (False, True))
+    plain, compiled = (
+        _trainer(text_folder, compiled=compiled, steps=9, seq_len=48, stages=many) for compiled in (False, True)
+    )
     for number in range(1, 10):
         assert compiled.train_step().loss == pytest.approx(plain.train_step().loss, rel=1e-5)
         assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (number, 0)
@@ -112,15 +176,20 @@ def test_the_command_takes_stages_and_resumes_with_them(
         assert f"argument --stages: expected {message}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("preset", "largest"), [("text-125m", 2048), ("paper", 32768)])
-def test_an_estimate_is_of_the_largest_stage(preset: str, largest: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("preset", "dense", "largest"),
+    [("text-125m", "", 2048), ("paper", "", 32768), ("text-125m", "--dense-stages 1", 32768)],
+)
+def test_an_estimate_is_of_the_largest_stage_that_selects(
+    preset: str, dense: str, largest: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     tables = set[str]()
-    for options in ("--stages 2048:0.15,32768:0.85 --batch 2", f"--seq {largest} --batch {65536 // largest}"):
+    for options in (f"--stages 2048:0.15,32768:0.85 --batch 2 {dense}", f"--seq {largest} --batch {65536 // largest}"):
         main(["estimate", "--preset", preset, "--impl", "sdpa", *options.split()])
         tables.add(capsys.readouterr().out.split("decoding one token")[0])
     assert len(tables) == 1
 
 
-def _trainer(text_folder: Path, compiled: bool = False, seed: int = 0, **changes: Any) -> Trainer:
+def _trainer(text: Path, model: DecoderConfig = MODEL, compiled: bool = False, seed: int = 0, **fields: Any) -> Trainer:
     torch.manual_seed(seed)
-    return Trainer(DecoderLM(MODEL), read_corpus(text_folder), replace(GROWING, **changes), compiled=compiled)
+    return Trainer(DecoderLM(model), read_corpus(text), replace(GROWING, **fields), compiled=compiled)
