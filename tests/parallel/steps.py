@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,7 @@ def corpus() -> Corpus:
 
 
 def make_trainer(
-    ranks: Ranks,
-    *,
-    shared_keys: bool = False,
-    compiled: tuple[int, ...] = (),
-    reduce_dtype: str = "fp32",
-    **fields: Any,
+    ranks: Ranks, *, shared_keys: bool = False, compiled: Sequence[int] = (), reduce_dtype: str = "fp32", **fields: Any
 ) -> Trainer:
     """Build a trainer from fields of its two configs; ``compiled`` are the ranks that compile its layers."""
     of_model = ("checkpointing", "dim", "gate", "nsa", "share_index")

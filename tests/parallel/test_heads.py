@@ -12,6 +12,7 @@ from tests.parallel.conftest import RunOnce
 from tests.parallel.heads import CASES, ON_FOUR, compare_cases
 
 Results = Callable[[int], dict[str, Any]]
+OTHERS = ("shared keys", "an indexer that is not taught")
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +22,7 @@ def results(run_once: RunOnce) -> Results:
 
 
 @pytest.mark.parametrize(
-    ("size", "case"),
-    [
-        (size, case)
-        for size, cases in ((2, CASES), (4, ON_FOUR))
-        for case in (*cases, "shared keys", "an indexer that is not taught")
-    ],
+    ("size", "case"), [(2, case) for case in (*CASES, *OTHERS)] + [(4, case) for case in (*ON_FOUR, *OTHERS)]
 )
 def test_logits_and_all_gradients_are_those_of_the_whole_model(results: Results, size: int, case: str) -> None:
     one, spread = results(size)[case]
