@@ -49,14 +49,16 @@ def select(layer: NativeSparseAttention, x: Tensor, **given: Any) -> Tensor:
     return read.block_indices
 
 
-def test_an_untaught_indexer_scores_by_the_mean_of_the_layers_keys() -> None:
-    layer, x = make(), tokens(2, 150)
+@pytest.mark.parametrize("index_heads", [1, 2])
+def test_an_untaught_indexer_scores_by_the_means_of_the_layers_queries_and_keys(index_heads: int) -> None:
+    config = replace(INDEXED, index_heads=index_heads)
+    layer, x = make(config=config), tokens(2, 150)
     heads, layout = layer.project(x), layer.layout(150)
-    k = average_blocks(heads.k["slc"], None, INDEXED.scoring)
     assert layout.index is not None
-    k_index = apply_rope(k, layout.index.blocks)
+    k_index = apply_rope(average_blocks(heads.k["slc"], None, config.scoring), layout.index.blocks)
+    q_index = apply_rope(heads.q.unflatten(1, (2 * index_heads, -1)).mean(2), layout.tokens)
     q = apply_rope(heads.q, layout.tokens)
-    expected = select_blocks(q, None, q_index=q, k_index=k_index, config=INDEXED)
+    expected = select_blocks(q, None, q_index=q_index, k_index=k_index, config=config)
     assert (select(layer, x) == expected).float().mean() > 0.999  # another order of sums may break a tie
 
 

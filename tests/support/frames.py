@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention
+from flexnsa.attention.triton.kernels.kernel import Kernel
 from tests.support.inputs import SMALL
 
 LIBRARY = Path(__file__).parents[2] / "flexnsa"
@@ -35,24 +37,31 @@ def deepest(call: Callable[[], Any], impl: str) -> Stack:
     """Give the deepest stack at a launch of attention."""
     found: Stack = []
 
-    def look(frame: FrameType, event: str, argument: Any) -> None:
+    def note(frame: FrameType) -> None:
         nonlocal found
-        code = frame.f_code
-        if event == "call" and impl == "triton":
-            launches = code.co_name == "_launch" and code.co_filename.endswith("kernels/kernel.py")
-        elif event == "call":
-            launches = code.co_name == "__call__" and str(frame.f_locals.get("self")).startswith(FLASH)
-        else:
-            launches = event == "c_call" and impl == "sdpa" and getattr(argument, "__name__", "") in PRODUCTS
-        stack = _frames(frame) if launches else []
+        stack = _frames(frame)
         if len(stack) > len(found) and any(file.startswith("attention/") for file, _ in stack):
             found = stack
 
-    sys.setprofile(look)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    def launch(self: Kernel, *args: Any, **options: Any) -> None:
+        note(sys._getframe())
+        kernel_launch(self, *args, **options)
+
+    def look(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            launches = frame.f_code.co_name == "__call__" and str(frame.f_locals.get("self")).startswith(FLASH)
+        else:
+            launches = event == "c_call" and getattr(argument, "__name__", "") in PRODUCTS
+        if launches:
+            note(frame)
+
+    kernel_launch = Kernel._launch
+    with mock.patch.object(Kernel, "_launch", launch):
+        sys.setprofile(look if impl == "sdpa" else None)  # it would look at each call of the interpreter, too
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
     return found
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from flexnsa.lm.estimate.work import FOOTPRINTS, Work, layer_weights, parameter_count
+from flexnsa.lm.estimate.work import FOOTPRINTS, Work, parameter_count
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.primitives import check_choice, check_positive_int, check_type
 
@@ -15,7 +15,7 @@ IMPLEMENTATIONS = tuple(FOOTPRINTS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one training step; ``saved_by`` splits the bytes that one layer saves for backward."""
+    """Bytes of one training step; ``saved_by`` splits the bytes that the first layer saves for backward."""
 
     parameters: int
     optimizer: int
@@ -59,45 +59,41 @@ def estimate_training(
     check_choice("impl", impl, IMPLEMENTATIONS)
     for name, flag in {"fused_norm": fused_norm, "optimizer": optimizer, "compiled": compiled}.items():
         check_type(name, flag, bool)
-    if len({*config.leaders}) < config.num_layers:
-        raise ValueError(f"share_index: expected 1, as all layers are taken to be alike, got {config.share_index}")
     work = Work(config, batch_size, seq_len, 2 if precision == "bf16" else 4, impl, fused_norm, compiled)
     parameters = 4 * parameter_count(config)
     moments = 2 * parameters if optimizer else 0
-    saved_by = work.saved_by()
-    layer = sum(saved_by.values())
-    held = [work.checkpoint() if config.is_checkpointed(index) else layer for index in range(config.num_layers)]
+    layers = [replace(work, follows=leader != index) for index, leader in enumerate(config.leaders)]
+    again = [config.is_checkpointed(index) for index in range(config.num_layers)]
+    held = [layer.checkpoint() if twice else layer.saved() for layer, twice in zip(layers, again, strict=True)]
     # Checkpointed layers share tables that they do not save
-    tables = work.rotary_tables()
-    saved = sum(held) + work.saved_outside() + (tables if layer in held else 0)
-    kept = saved + (0 if layer in held else tables)
+    saved = sum(held) + work.saved_outside() + (0 if all(again) else work.rotary_tables())
+    kept = saved + (work.rotary_tables() if all(again) else 0)
     # Autocast keeps its casts to the end of forward, also of checkpointed layers
-    cached = work.autocast_cache() * sum(map(config.is_checkpointed, range(config.num_layers)))
+    cached = work.autocast_cache() * sum(again)
     return MemoryEstimate(
         parameters=parameters,
         optimizer=2 * parameters,
         saved=saved,
-        saved_by=saved_by,
+        saved_by=work.saved_by(),
         after_forward=parameters + kept,
-        peak_forward=moments + parameters + kept + cached + work.forward_excess(held[-1] == layer),
-        peak_training=moments + parameters + _peak_backward(work, held, layer),
+        peak_forward=moments + parameters + kept + cached + work.forward_excess(not again[-1]),
+        peak_training=moments + parameters + _peak_backward(layers, held, again),
     )
 
 
-def _peak_backward(work: Work, held: list[int], layer: int) -> int:
+def _peak_backward(layers: list[Work], held: list[int], again: list[bool]) -> int:
     """Return the largest of the moments of backward that can be the peak: in each layer, and before the last.
 
     From layer to layer, saved activations are freed and gradients of weights are added.
     """
-    layer_gradients = 4 * sum(layer_weights(work.config).values())
-    head_gradients = 4 * work.config.dim * (work.config.vocab_size + 1)
-    outside = work.saved_outside() + work.rotary_tables()
-    moments = [sum(held) + outside + work.head_excess() + head_gradients]
-    below, excess = work.embedded() + work.rotary_tables(), max(work.backward_excess())
-    for index, saved in enumerate(held):
-        gradients = (len(held) - 1 - index) * layer_gradients + head_gradients
+    work = layers[0]
+    head = 4 * work.config.dim * (work.config.vocab_size + 1)
+    moments = [sum(held) + work.saved_outside() + work.rotary_tables() + work.head_excess() + head]
+    below, gradients = work.embedded() + work.rotary_tables(), head + 4 * sum(sum(x.weights.values()) for x in layers)
+    for layer, saved, twice in zip(layers, held, again, strict=True):
+        gradients -= 4 * sum(layer.weights.values())
         # A checkpointed layer keeps its input during recomputation
-        activations = layer + (saved if work.config.is_checkpointed(index) else 0)
-        moments.append(below + gradients + activations + excess)
+        activations = layer.saved() + (saved if twice else 0)
+        moments.append(below + gradients + activations + max(layer.backward_excess()))
         below += saved
     return max(moments)

@@ -34,7 +34,11 @@ JOINED = ("queries", "keys and values", "gates")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Sizes of one step; methods return bytes. ``activation`` is the size of an element of a projection's output."""
+    """Sizes of one step; methods return bytes.
+
+    ``activation`` is the size of an element of a projection's output. A layer ``follows`` if it has no indexer of its
+    own: the blocks that it attends to are another's tensor.
+    """
 
     config: DecoderConfig
     batch: int
@@ -43,6 +47,17 @@ class Work:
     impl: str
     fused_norm: bool
     compiled: bool = False
+    follows: bool = False
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """The number of parameters of one layer, by their function."""
+        return layer_weights(self.config) | ({"indexer": 0} if self.follows else {})
+
+    @property
+    def indices(self) -> int:
+        """The block indices that a layer chose itself."""
+        return 0 if self.follows else self.sizes.indices
 
     @property
     def residual(self) -> int:
@@ -114,7 +129,11 @@ class Work:
     def checkpoint(self) -> int:
         """Return what a checkpointed layer saves: its input, and the selection, which is not recomputed."""
         selecting = self.config.attention == "nsa" and "slc" in self.config.branches
-        return self.residual + (self.sizes.indices + self.loss_gradients() if selecting else 0)
+        return self.residual + (self.indices + self.loss_gradients() if selecting else 0)
+
+    def saved(self) -> int:
+        """Return what one layer saves."""
+        return sum(self.saved_by().values())
 
     def saved_by(self) -> dict[str, int]:
         """Return what one layer saves, by function."""
@@ -138,7 +157,7 @@ class Work:
 
     def cast(self, *names: str) -> int:
         """Return the copies that autocast makes of the named weights; none in fp32."""
-        weights = layer_weights(self.config)
+        weights = self.weights
         return 2 * sum(weights.get(name, 0) for name in names) if self.activation == 2 else 0
 
     def joined(self) -> int:
@@ -168,8 +187,8 @@ class Work:
     def indexer(self) -> int:
         """Return what compresses index keys, the sampled queries' inputs, and the gradients of the selection loss."""
         config, count = self.config, self.index_keys()
-        if not count:
-            return 0
+        if not count or self.follows:
+            return self.loss_gradients()
         nsa, sizes = config.nsa.scoring, self.sizes
         parts = nsa.compress_block_size // nsa.compress_stride
         per_key = sizes.per_head(config.num_kv_heads, config.head_dim, 1)
@@ -203,7 +222,7 @@ class Work:
     def attention(self) -> int:
         """Return q, and what each branch saves besides."""
         again = sum(self.rebuilt(tag) for tag in self.config.recompute)
-        return self.attention_of_forward() - again
+        return self.attention_of_forward() - again - (self.sizes.indices - self.indices)
 
     def attention_of_forward(self) -> int:
         """Return q, and the inputs and outputs of each branch, saved or not."""
@@ -263,7 +282,7 @@ class Work:
     def backward_excess(self) -> list[int]:
         """Return the possible peaks of a layer's backward above what the layer saved."""
         config, sizes = self.config, self.sizes
-        weights = {name: 4 * size for name, size in layer_weights(config).items()}
+        weights = {name: 4 * size for name, size in self.weights.items()}
         above = self.residual  # gradient of the layer's output
         wide = 4 * self.residual * self.activation // 4
         matrix = weights["MLP"] // 2

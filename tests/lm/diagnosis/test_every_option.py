@@ -9,7 +9,6 @@ import argparse
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -151,7 +150,6 @@ def test_an_estimate_counts_the_parameters_of_every_option(line: str) -> None:
     parser = argparse.ArgumentParser()
     train_command.add_arguments(parser)
     config = model_config(parser.parse_args([*SIZES.split(), *line.split()]))
-    config = replace(config, share_index=1)  # no memory is estimated of layers that share one
     estimate = estimate_training(config, seq_len=24, batch_size=1, impl="sdpa", fused_norm=False, optimizer=True)
     assert estimate.parameters == sum(4 * parameter.numel() for parameter in DecoderLM(config).parameters())
 

@@ -37,6 +37,8 @@ MODELS = {
     "tiny, checkpointed and run again": (replace(TINY, checkpointing=True, recompute=("win",)), 256),
     "tiny, an indexer": (replace(TINY, nsa=INDEXED), 256),
     "tiny, an indexer of low rank, linear": (replace(TINY, nsa=INDEXED, index_rank=4, compression="linear"), 1024),
+    "tiny, a shared index": (replace(TINY, nsa=INDEXED, share_index=2), 256),
+    "tiny, a shared index, checkpointed": (replace(TINY, nsa=INDEXED, share_index=3, checkpointing="1:3"), 256),
     "tiny, an indexer, blocks alone": (replace(TINY, nsa=INDEXED, compression="mean", branches=("slc",)), 256),
     "large, window run again": (preset("large", num_layers=1, recompute=("win",)), 512),
     "large, branches run again": (preset("large", num_layers=1, recompute=("cmp", "slc", "win")), 1024),
