@@ -23,7 +23,8 @@ LIMIT = 300.0
 PRELOAD = (
     "flexnsa.lm.cli.train",
     "flexnsa.lm.parallel.data_parallel",
-    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "pytest",  # which modules with tests import
     "torch._dynamo.backends.debugging",  # what compiles takes seconds of every rank
     "torch._inductor.compile_fx",
 )

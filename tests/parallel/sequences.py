@@ -46,8 +46,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
 }
 MODS = {"score_mod": "plain", "an indexer, score_mod": "an indexer"}
-COMPILED = {"compiled": "plain", "an indexer, compiled": "an indexer"}
-"""Layers that are given mods, and that are compiled, by the name of the case."""
+"""Layers that are given mods, by the name of the case."""
 
 
 def relative(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
@@ -129,13 +128,13 @@ def compare_layers(mesh: DeviceMesh) -> dict[str, Any]:
     return results
 
 
-def compare_compiled(file: Path, kind: str) -> None:
+def compare_compiled(file: Path) -> None:
     """Save what rank 0 has seen of a compiled layer, and how many graphs and graph breaks there were."""
     with joined_ranks("ddp", CPU) as ranks:
         mesh = init_device_mesh("cpu", (ranks.world_size,))
-        layer = spread_layer(mesh, kind)
+        layer = spread_layer(mesh, "an indexer")
         layer.compile(backend="aot_eager", fullgraph=True)
-        results: dict[str, Any] = {"layer": compare(mesh, kind, layer)}
+        results: dict[str, Any] = {"layer": compare(mesh, "an indexer", layer)}
         results["graphs"] = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
         if ranks.rank == 0:
             torch.save(results, file)
@@ -146,17 +145,15 @@ SHARED: dict[str, Any] = {"nsa": replace(INDEXED["nsa"], num_selected_blocks=5),
 TRAINED: dict[int, dict[str, tuple[type[GroupRanks], int, dict[str, Any]]]] = {
     2: {
         "fsdp2, 2": (FSDP2Ranks, 2, {"checkpointing": True}),
-        "fsdp2, 2, compiled": (FSDP2Ranks, 2, {"compiled": True, "checkpointing": True}),
+        "fsdp2, 2, compiled": (FSDP2Ranks, 2, {"compiled": (0, 1), "checkpointing": True}),
         "ddp, 2": (DDPRanks, 2, {"batch_size": 2, "grad_accumulation": 2}),
         "ddp, 2, stages": (DDPRanks, 2, {"stages": ((32, 0.5), (64, 0.5))}),
-        "fsdp2, 2, an indexer": (FSDP2Ranks, 2, INDEXED | {"compiled": True, "checkpointing": True}),
+        "fsdp2, 2, an indexer": (FSDP2Ranks, 2, INDEXED | {"checkpointing": True}),
         "fsdp2, 2, a shared index": (FSDP2Ranks, 2, SHARED | {"checkpointing": True}),
         "ddp, 2, an indexer": (DDPRanks, 2, INDEXED | {"batch_size": 2, "grad_accumulation": 2}),
     },
     4: {
-        "fsdp2, 4": (FSDP2Ranks, 4, {}),
         "fsdp2, 2 of 4": (FSDP2Ranks, 2, {}),
-        "ddp, 2 of 4": (DDPRanks, 2, {}),
         "fsdp2, 4, an indexer": (FSDP2Ranks, 4, INDEXED),
         "ddp, 2 of 4, an indexer": (DDPRanks, 2, INDEXED),
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,19 @@ CASES: dict[str, dict[str, Any]] = {
     # A row a pass however many ranks: in bf16, a product of more rows is rounded another way.
     "mixed precision": {"precision": "bf16", "batch_size": 1, "grad_accumulation": 4},
 }
+ON_FOUR = ("packed", "accumulated", "stages")
+"""The cases that four ranks train in, too."""
 ON_TWO: dict[str, dict[str, Any]] = {
     "summed in bf16": {"reduce_dtype": "bf16"},
-    "compiled and checkpointed": {"compiled": True, "checkpointing": True},
+    "compiled and checkpointed": {"compiled": (0,), "checkpointing": True},
     "an indexer, compiled and checkpointed": {
         "nsa": replace(TINY, index_heads=1, index_block_size=2, index_stride=2),
-        "compiled": True,
+        "compiled": (0,),
         "checkpointing": True,
     },
 }
 COMPILED = {"ddp": "an indexer, compiled and checkpointed", "fsdp2": "compiled and checkpointed"}
-"""What two ranks of each kind compile; those that also share tokens compile the rest."""
+"""What rank 0 of each kind compiles beside one that does not; those that share tokens compile the rest, together."""
 
 
 def corpus() -> Corpus:
@@ -66,9 +69,9 @@ def corpus() -> Corpus:
 
 
 def make_trainer(
-    ranks: Ranks, *, shared_keys: bool = False, compiled: bool = False, reduce_dtype: str = "fp32", **fields: Any
+    ranks: Ranks, *, shared_keys: bool = False, compiled: Sequence[int] = (), reduce_dtype: str = "fp32", **fields: Any
 ) -> Trainer:
-    """Build a trainer from fields of its two configs."""
+    """Build a trainer from fields of its two configs; ``compiled`` are the ranks that compile its layers."""
     of_model = ("checkpointing", "dim", "gate", "nsa", "share_index")
     model = replace(MODEL, **{name: fields.pop(name) for name in of_model if name in fields})
     config = replace(TRAINING, **fields)
@@ -81,7 +84,7 @@ def make_trainer(
         return share_keys(made) if shared_keys else made
 
     trainer = Trainer(ranks.build(make, CPU), corpus(), config, ranks=ranks)
-    if compiled:
+    if ranks.rank in compiled:
         counters.clear()
         torch.compiler.reset()
         ranks.compile(trainer.model, backend="aot_eager")
@@ -186,10 +189,8 @@ def reset_on_meta(ranks: Ranks) -> list[list[bool]]:
 def train_cases(file: Path, parallel: str) -> None:
     """Train in each way, resume from a checkpoint, and meet a NaN; save the results of rank 0."""
     with joined_ranks(parallel, CPU) as ranks:
-        cases = dict(CASES)
-        if ranks.world_size == 2:
-            cases |= {name: ON_TWO[name] for name in ("summed in bf16", COMPILED[parallel])}
-        results: dict[str, Any] = {name: train(ranks, options) for name, options in cases.items()}
+        names = (*CASES, "summed in bf16", COMPILED[parallel]) if ranks.world_size == 2 else ON_FOUR
+        results: dict[str, Any] = {name: train(ranks, (CASES | ON_TWO)[name]) for name in names}
         results["going on"] = [go_on(ranks, file.parent), go_on(ranks, file.parent, **STAGES)]
         results["NaN"] = meet_a_nan(ranks)
         if parallel == "fsdp2":

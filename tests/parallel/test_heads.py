@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.parallel.conftest import RunOnce
-from tests.parallel.heads import CASES, compare_cases
+from tests.parallel.heads import CASES, ON_FOUR, compare_cases
 
 Results = Callable[[int], dict[str, Any]]
+OTHERS = ("shared keys", "an indexer that is not taught")
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +21,9 @@ def results(run_once: RunOnce) -> Results:
     return lambda size: run_once(size, compare_cases)
 
 
-@pytest.mark.parametrize("case", [*CASES, "shared keys", "an indexer that is not taught"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "case"), [(2, case) for case in (*CASES, *OTHERS)] + [(4, case) for case in (*ON_FOUR, *OTHERS)]
+)
 def test_logits_and_all_gradients_are_those_of_the_whole_model(results: Results, size: int, case: str) -> None:
     one, spread = results(size)[case]
     assert one.keys() == spread.keys()

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flexnsa.config import num_compressed
 from flexnsa.lm.parallel import Ranks
 from flexnsa.parallel.chunks import check_chunks
 from tests.parallel.conftest import RunOnce
 from tests.parallel.sequences import (
-    COMPILED,
     LAYERS,
     MODS,
     ROW,
@@ -30,7 +30,6 @@ from tests.support.inputs import SMALL
 
 SIZES = [2, 4]
 Results = Callable[[int], dict[str, Any]]
-Compiled = Callable[[int, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -39,32 +38,27 @@ def results(run_once: RunOnce) -> Results:
 
 
 @pytest.fixture(scope="module")
-def compiled(run_once: RunOnce) -> Compiled:
-    return lambda size, case: run_once(size, compare_compiled, COMPILED[case])
-
-
-@pytest.fixture(scope="module")
 def trained(run_once: RunOnce) -> Results:
     return lambda size: run_once(size, train_all)
 
 
-@pytest.mark.parametrize(
-    ("size", "case"),
-    [(size, case) for size in SIZES for case in (*LAYERS, *MODS, "layout")] + [(2, case) for case in COMPILED],
-)
-def test_output_and_every_gradient_are_those_of_whole_rows(
-    results: Results, compiled: Compiled, size: int, case: str
-) -> None:
-    one, spread = compiled(size, case)["layer"] if case in COMPILED else results(size)["layers"][case]
+@pytest.mark.parametrize("case", [*LAYERS, *MODS, "layout"])
+@pytest.mark.parametrize("size", SIZES)
+def test_output_and_every_gradient_are_those_of_whole_rows(results: Results, size: int, case: str) -> None:
+    assert_same(*results(size)["layers"][case])
+
+
+def test_a_compiled_layer_is_that_of_whole_rows_and_its_collectives_are_in_one_graph(run_once: RunOnce) -> None:
+    compiled = run_once(2, compare_compiled)
+    assert_same(*compiled["layer"])
+    assert compiled["graphs"] == (1, 0)
+
+
+def assert_same(one: dict[str, Tensor], spread: dict[str, Tensor]) -> None:
     assert one.keys() == spread.keys()
     for name, want in one.items():
         want = want.expand_as(spread[name])  # every rank has the whole selection loss
         torch.testing.assert_close(spread[name], want, rtol=0, atol=1e-5 * want.abs().max().item())
-
-
-@pytest.mark.parametrize("case", COMPILED)
-def test_collectives_are_in_one_graph(compiled: Compiled, case: str) -> None:
-    assert compiled(2, case)["graphs"] == (1, 0)
 
 
 @pytest.mark.parametrize("size", SIZES)
