@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ hypothesis.settings.load_profile("ci")
 
 # The tests' operations are so small that a second thread costs more than it brings, many times more on a busy machine.
 torch.set_num_threads(1)
+
+# A full collection looks at a million objects of what was imported, and finds next to nothing: one in ten is enough.
+gc.set_threshold(700, 10, 100)
 
 # What was compiled once need not be again, by this worker, another one or a later run: Inductor goes by contents.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".compiled"))

@@ -7,6 +7,7 @@ Every kernel is emitted and compiled for each architecture, and what it takes is
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import sys
@@ -49,7 +50,8 @@ def survey(
     targets: Sequence[str], dtypes: Sequence[str], dims: Sequence[tuple[int, int]], processes: int = 1
 ) -> Iterator[Row]:
     """Compile every kernel, each architecture and dtype in a process of its own."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # which has imported what all need, and no GPU
+    context.set_forkserver_preload(["tests.emitted.all_kernels"])
     with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
         tasks = [(target, dtype, tuple(dims)) for target in targets for dtype in dtypes]
         for (target, dtype, _), rows in zip(tasks, pool.map(_compile_all, *zip(*tasks, strict=True)), strict=True):
@@ -62,6 +64,7 @@ def _compile_all(name: str, dtype: str, dims: Sequence[tuple[int, int]]) -> list
     from tests.emitted.pretended_gpu import pretend
 
     target, rows = TARGETS[name], list[Row]()
+    gc.set_threshold(700, 10, 100)  # among all that a compiler keeps there is little to collect
     pretend(target)
     for dk, dv in dims:
         size = str(dk) if dk == dv else f"{dk}/{dv}"

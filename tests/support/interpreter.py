@@ -75,16 +75,16 @@ def teach_bfloat16() -> None:
     )
 
     def widened(handle: Any) -> Any:
-        if handle.dtype.scalar != tl.bfloat16:
+        if handle.dtype.name != "bf16":
             return handle
         bits = np.ascontiguousarray(handle.data).astype(np.uint32) << 16
         return TensorHandle(bits.view(np.float32), tl.float32)
 
     def cast(self: Any, source: Any, target: Any) -> Any:
-        kinds = (source.dtype.scalar, target.scalar)
-        if kinds == (tl.bfloat16, tl.float32):
+        kinds = (source.dtype.name, target.scalar.name)
+        if kinds == ("bf16", "fp32"):
             return widened(source)
-        if kinds == (tl.float32, tl.bfloat16):
+        if kinds == ("fp32", "bf16"):
             rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16)
             return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
         return cast_impl(self, source, target)
@@ -93,7 +93,7 @@ def teach_bfloat16() -> None:
         return create_dot(self, widened(a), widened(b), *rest)
 
     def binary(self: Any, left: Any, right: Any, operation: Any) -> Any:
-        if left.dtype.scalar == tl.bfloat16:
+        if left.dtype.name == "bf16":
             raise NotImplementedError(f"bfloat16 {operation.__name__} in the interpreter")
         return binary_op(self, left, right, operation)
 
@@ -102,12 +102,15 @@ def teach_bfloat16() -> None:
 
 
 def hurry() -> None:
-    """Halve the time: look for no overflow, and turn ``triton.language`` to the interpreter once instead of always."""
+    """Take a fifth of the time: look for no overflow, turn ``triton.language`` to the interpreter once, and replay."""
     from triton.runtime import interpreter
+
+    from tests.support.replay import patch_attr
 
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    patch_lang, patched = interpreter._patch_lang, set[int]()
+    patch_lang, patched, get_np_dtype = interpreter._patch_lang, set[int](), interpreter._get_np_dtype
+    np_dtypes = dict[str, np.dtype[Any]]()
 
     def patch_once(kernel: Any) -> Any:
         if id(kernel.__globals__) not in patched:
@@ -115,7 +118,13 @@ def hurry() -> None:
             patch_lang(kernel)
         return interpreter._LangPatchScope()
 
-    setattr(interpreter, "_patch_lang", patch_once)  # noqa: B010
+    def np_dtype(dtype: Any) -> np.dtype[Any]:
+        if dtype.name not in np_dtypes:
+            np_dtypes[dtype.name] = get_np_dtype(dtype)
+        return np_dtypes[dtype.name]
+
+    interpreter.__dict__.update(_patch_lang=patch_once, _patch_attr=patch_attr, _get_np_dtype=np_dtype)
+    setattr(interpreter.TensorHandle, "__post_init__", lambda handle: None)  # noqa: ARG005, B010
 
 
 if __name__ == "__main__":
