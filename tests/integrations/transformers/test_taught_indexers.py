@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from itertools import pairwise
 from math import log2
 from pathlib import Path
@@ -17,10 +16,9 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainingArguments
 
+from benchmarks.harness.memory import AllocatorProbe
 from flexnsa.attention import shares
 from flexnsa.transformers import TeachSelection, teach_indexers
 from flexnsa.transformers.index_loss import Attention, differentiate_index
@@ -163,28 +161,6 @@ def test_chunks_of_queries_change_nothing(kind: str, monkeypatch: pytest.MonkeyP
     assert_close(gradients(model, x), whole)
 
 
-class PeakBytes(TorchDispatchMode):
-    """Note the most bytes of results that existed at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now, self.peak, self._seen = 0, 0, set[int]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and (key := x.untyped_storage()._cdata) not in self._seen:
-                self._seen.add(key)
-                self.now += x.untyped_storage().nbytes()
-                weakref.finalize(x.untyped_storage(), self._free, key, x.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _free(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
-
-
 @pytest.mark.parametrize("kind", ["qwen4_exp", "minimax_m3_vl", "deepseek_v32"])
 def test_memory_of_a_loss_is_linear(kind: str) -> None:
     """From 4k tokens on, as 256 queries of each sequence are compared in chunks."""
@@ -196,9 +172,10 @@ def test_memory_of_a_loss_is_linear(kind: str) -> None:
         weights = torch.rand(1, heads, 256) if kind == "deepseek_v32" else None
         features = Features(torch.randn(1, heads, 256, 16), torch.randn(1, 1, length, 16), weights)
         attention = Attention(torch.randn(1, 4, 256, 16), torch.randn(1, 2, length, 16), at, None, 0.25, None)
-        with PeakBytes() as memory:
+        with AllocatorProbe() as memory:
             differentiate_index(ranks, features, attention, None, among_chosen=False, by_mass=True, gradient=True)
-        peaks.append(memory.peak)
+            memory.mark("loss")
+        peaks.append(memory.peak["loss"])
     assert peaks[0] > 256 * 16 * 4
     assert all(log2(after / before) <= 1.05 for before, after in pairwise(peaks))
 
