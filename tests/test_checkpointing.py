@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flexnsa import NativeSparseAttention
 from flexnsa.checkpointing import SELECTION_OPERATORS, keep_selection
 from flexnsa.mods import soft_cap
 from tests.support.inputs import SMALL
-
-
-class CountOperators(TorchDispatchMode):
-    """Count the operators that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+from tests.support.operators import Operators
 
 
 def gradients(layer: torch.nn.Module, x: torch.Tensor, compiled: bool = False, **options) -> list[torch.Tensor]:
@@ -51,7 +38,7 @@ def test_selection_runs_once_where_plain_checkpointing_runs_it_twice(mods: dict[
     calls = []
     options: tuple[dict[str, Any], ...] = ({"context_fn": keep_selection}, {"determinism_check": "default"})
     for option in options:
-        with CountOperators() as counted:
+        with Operators() as ran:
             gradients(layer, x, **option, **mods)
-        calls.append(sum(counted.calls[name] for name in SELECTION_OPERATORS))
+        calls.append(sum(len(ran.calls[name.split(".")[1]]) for name in SELECTION_OPERATORS))
     assert calls == [1, 2]

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexnsa import NativeSparseAttention
 from flexnsa.functional import block_importance
 from tests.support.inputs import SMALL
+from tests.support.operators import Operators
 
 SEQ_LEN, PREFILL = 160, 140
-
-
-class Operators(TorchDispatchMode):
-    """Keep the arguments of the operators of this package by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[str, list[tuple[Any, ...]]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "flexnsa":
-            self.calls.setdefault(func.overloadpacket.__name__, []).append(args)
-        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

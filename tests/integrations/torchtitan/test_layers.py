@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from flexnsa import SelectionLoss
@@ -20,6 +18,7 @@ from flexnsa.torchtitan.teaching import Teaching
 from tests.integrations.torchtitan.configs import VOCAB
 from tests.integrations.torchtitan.models import built, layers_of, positions_of, teach
 from tests.integrations.torchtitan.runs import FEW, INDEXER, config_of
+from tests.support.operators import Operators
 
 KINDS: dict[str, dict[str, Any]] = {
     "three branches": FEW,
@@ -163,24 +162,12 @@ def test_new_branches_start_as_the_dense_ones(family: str) -> None:
     assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
 
 
-class Calls(TorchDispatchMode):
-    """Counts the calls of operators that select blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counted = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counted[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("kind", "times"), [(SelectiveAC, 2), (KeepingSelection, 1)])
 def test_a_checkpointed_layer_keeps_its_selection(kind: Any, times: int) -> None:
     model = built("llama", **INDEXER).train()
     teach(model)
     kind.Config().build().apply(model)
-    with Calls() as calls:
+    with Operators() as ran:
         model(draw(128), positions=positions_of(128)).sum().backward()
-    for name in ("flexnsa.select_in_chunks.default", "flexnsa.selection_loss.default"):
-        assert calls.counted[name] == times * len(layers_of(model)), name
+    for name in ("select_in_chunks", "selection_loss"):
+        assert len(ran.calls[name]) == times * len(layers_of(model)), name
