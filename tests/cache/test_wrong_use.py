@@ -27,6 +27,7 @@ WRONG_USE: list[tuple[Callable[[NSACache], object], str]] = [
     (lambda cache: make_layer(config=CONFIGS["no overlap"])(STEP, cache=cache), "cache: expected config=NSAConfig"),
     (lambda cache: make_layer(branches=("cmp",))(STEP, cache=cache), "cache: expected branches="),
     (lambda cache: make_layer(v_head_dim=8)(STEP, cache=cache), "cache: expected v_head_dim=8, .* got 12"),
+    (lambda cache: make_layer(rope_base=1e6)(STEP, cache=cache), "cache: expected rope_base=1000000.0, .* got 10000.0"),
     (lambda _: LAYER(STEP, cache={}), "cache: expected NSACache, got"),  # pyright: ignore[reportArgumentType]
     (lambda cache: LAYER(STEP[:, :0], cache=cache), r"x: expected no empty dimension, got \(2, 0, 32\)"),
     (lambda cache: LAYER(STEP, cache=cache, lengths=torch.tensor([1.5, 1])), "lengths: expected dtype torch.int32"),
@@ -59,6 +60,7 @@ WRONG_USE: list[tuple[Callable[[NSACache], object], str]] = [
     (lambda cache: cache.insert(0, LAYER.new_cache(1, 9, dtype=torch.float64)), "other: expected dtype=torch.float32"),
     (lambda cache: cache.insert(0, make_layer(branches=("cmp",)).new_cache(1, 9)), "other: expected branches="),
     (lambda cache: cache.insert(0, make_layer(v_head_dim=8).new_cache(1, 9)), "other: expected v_head_dim=12"),
+    (lambda cache: cache.insert(0, make_layer(rope_base=1e6).new_cache(1, 9)), "other: expected rope_base=10000.0"),
     (lambda cache: cache.grow(0), "max_seq_len: expected at least 1, got 0"),
     (lambda cache: cache.grow(2**31), "max_seq_len: expected at most"),
     (lambda cache: cache.grow(50.0), "max_seq_len: expected an int, got 50.0"),  # pyright: ignore[reportArgumentType]

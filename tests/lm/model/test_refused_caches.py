@@ -222,17 +222,6 @@ def test_a_call_that_a_hook_ends_half_way_leaves_an_empty_cache_empty(kind: str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_of_keys_that_were_rotated_otherwise_is_refused_by_name(kind: str) -> None:
-    layer, other = (attention_of(make_model(kind, rope_base=base), 0) for base in (1e4, 1e6))
-    x, cache = torch.randn(2, 12, 32), other.new_cache(2, 30)
-    other(x, cache=cache)
-    with pytest.raises(ValueError, match=r"^cache: expected rope_base=10000.0, as the layer has it, got 1000000.0"):
-        layer(x[:, :1], cache=cache)
-    with pytest.raises(ValueError, match=r"^other: expected rope_base=10000.0, as this cache has it, got 1000000.0"):
-        layer.new_cache(2, 30).insert(0, cache, 1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_rows_may_come_from_one_row(kind: str) -> None:
     """Sequences that share caches on purpose still do: beams of one sequence, and a prefix of many."""
     model = make_model(kind)
