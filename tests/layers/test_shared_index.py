@@ -17,7 +17,6 @@ from flexnsa.layers.layouts import RowKeys
 from flexnsa.layers.rope import apply_rope
 from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.estimate.decoding import estimate_decoding
-from flexnsa.lm.estimate.training import estimate_training
 from flexnsa.lm.estimate.work import parameter_count
 from flexnsa.optim import index_parameters
 from tests.support.decoding import taught, tokens
@@ -248,10 +247,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no queries": (
         lambda: make(follows=True)(tokens(1, 20), index=_index(), selection=SelectionLoss()),
         "index: expected that of a layer in training",
-    ),
-    "memory of training": (
-        lambda: estimate_training(MODEL, seq_len=64, batch_size=1, impl="sdpa"),
-        "share_index: expected 1",
     ),
 }
 

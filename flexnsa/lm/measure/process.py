@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import multiprocessing
 import os
@@ -110,7 +109,6 @@ def _begin(
     sender: Connection, variables: Mapping[str, str], target: Callable[..., object], arguments: tuple[Any, ...]
 ) -> None:
     os.environ.update(variables)
-    gc.freeze()  # what was imported stays: looking through it at every collection takes longer than a small job
     target(sender, *arguments)
 
 

@@ -146,11 +146,11 @@ def test_stages_that_the_model_or_its_ranks_cannot_have_are_named(
         check_training(replace(MODEL, **model), corpus, replace(GROWING, **training), torch.device("cpu"), 2, sharing)
 
 
+@torch._dynamo.config.patch(recompile_limit=2)  # the compiler's own limit, but for time's sake
 def test_layers_are_compiled_for_each_length_alone(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one graph for several lengths, a resumed run would have another one."""
     quick = {"backend": "eager"}
     monkeypatch.setattr(Ranks, "compile", lambda _, model, **options: model.compile_layers(**quick, **options))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)  # the compiler's own limit, but for time's sake
     many = tuple((length, 1 / 4) for length in (2, 8, 24, 48))
     counters.clear()
     torch.compiler.reset()
