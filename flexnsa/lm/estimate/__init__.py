@@ -5,8 +5,8 @@ Activations count once, however many operations read them.
 """
 
 from flexnsa.lm.estimate.decoding import DecodingEstimate, estimate_decoding
+from flexnsa.lm.estimate.parameters import parameter_count
 from flexnsa.lm.estimate.training import IMPLEMENTATIONS, MemoryEstimate, estimate_training
-from flexnsa.lm.estimate.work import parameter_count
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flexnsa.config import num_compressed
+from flexnsa.lm.estimate.parameters import layer_weights, v_dim
 from flexnsa.lm.estimate.training import Precision
-from flexnsa.lm.estimate.work import DENSE, LINEAR, layer_weights, v_dim
+from flexnsa.lm.estimate.work import DENSE, LINEAR
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.primitives import check_choice, check_positive_int, check_type
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flexnsa.lm.estimate.work import FOOTPRINTS, Work, parameter_count
+from flexnsa.lm.estimate.parameters import parameter_count
+from flexnsa.lm.estimate.work import FOOTPRINTS, Work
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.primitives import check_choice, check_positive_int, check_type
 

@@ -101,16 +101,18 @@ def test_parameters_are_counted(name: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_shared_keys_save_is_estimated_to_the_byte(precision: Precision) -> None:
-    own, shared = TINY, replace(TINY, shared_keys=True)
-    measured, estimated = (
-        [saved(config) for config in (own, shared)]
-        for saved in (
-            lambda config: measure(config, 256, precision)["saved"],
-            lambda config: estimate_training(config, seq_len=256, precision=precision).saved,
-        )
-    )
-    assert measured[0] - measured[1] == estimated[0] - estimated[1]
+@pytest.mark.parametrize(
+    ("own", "change", "tolerance"),
+    [(TINY, {"shared_keys": True}, 0), (replace(TINY, nsa=INDEXED), {"share_index": 3}, 0.03)],
+    ids=["keys", "index"],
+)
+def test_what_sharing_saves_is_estimated(
+    own: DecoderConfig, change: dict[str, Any], tolerance: float, precision: Precision
+) -> None:
+    configs = own, replace(own, **change)
+    before, after = (measure(config, 256, precision)["saved"] for config in configs)
+    more, less = (estimate_training(config, seq_len=256, precision=precision).saved for config in configs)
+    assert more - less == pytest.approx(before - after, rel=tolerance, abs=0)
 
 
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
