@@ -145,10 +145,9 @@ SHARED: dict[str, Any] = {"nsa": replace(INDEXED["nsa"], num_selected_blocks=5),
 TRAINED: dict[int, dict[str, tuple[type[GroupRanks], int, dict[str, Any]]]] = {
     2: {
         "fsdp2, 2": (FSDP2Ranks, 2, {"checkpointing": True}),
-        "fsdp2, 2, compiled": (FSDP2Ranks, 2, {"compiled": (0, 1), "checkpointing": True}),
         "ddp, 2": (DDPRanks, 2, {"batch_size": 2, "grad_accumulation": 2}),
         "ddp, 2, stages": (DDPRanks, 2, {"stages": ((32, 0.5), (64, 0.5))}),
-        "fsdp2, 2, an indexer": (FSDP2Ranks, 2, INDEXED | {"checkpointing": True}),
+        "fsdp2, 2, an indexer, compiled": (FSDP2Ranks, 2, INDEXED | {"compiled": (0, 1), "checkpointing": True}),
         "fsdp2, 2, a shared index": (FSDP2Ranks, 2, SHARED | {"checkpointing": True}),
         "ddp, 2, an indexer": (DDPRanks, 2, INDEXED | {"batch_size": 2, "grad_accumulation": 2}),
     },
