@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from flexnsa.lm.measure.memory import peak_resident_bytes, resident_bytes
@@ -79,26 +80,27 @@ class AllocatorProbe:
 
 @dataclass
 class SavedBytes:
-    """Bytes of the storages that autograd holds, by address."""
+    """Bytes of the storages that autograd holds. Weak references tell them apart: a freed address is used again."""
 
-    storages: dict[int, int] = field(default_factory=dict)
+    storages: dict[StorageWeakRef, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """Total bytes, each storage once."""
-        return sum(self.storages.values())
+        """Bytes held now, each storage once: read it while the result of the computation lives."""
+        return sum(nbytes for storage, nbytes in self.storages.items() if not storage.expired())
 
 
 @contextmanager
 def saved_for_backward(leave_out: Iterator[Tensor] | list[Tensor]) -> Iterator[SavedBytes]:
     """Collect what autograd saves inside the context, except the storages of the given tensors."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in leave_out}
+    known = {StorageWeakRef(tensor.untyped_storage()) for tensor in leave_out}
     saved = SavedBytes()
 
     def remember(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved.storages[storage.data_ptr()] = storage.nbytes()
+        reference = StorageWeakRef(storage)
+        if reference not in known:
+            saved.storages[reference] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):

@@ -17,7 +17,7 @@ from tests.support.inputs import SMALL, attend, make_inputs
 def bytes_saved(run: Callable[[], Tensor]) -> int:
     """Bytes of the distinct storages that autograd keeps for the backward pass."""
     with saved_for_backward([]) as saved:
-        run()
+        _out = run()
     return saved.total
 
 

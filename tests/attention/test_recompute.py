@@ -87,7 +87,7 @@ def test_saved_bytes_fall_by_what_the_branches_give(recompute: tuple[str, ...]) 
     saved = {}
     for tags in ((), recompute):
         with saved_for_backward(list(x.named().values())) as held:
-            attend(x, recompute=tags)
+            _out = attend(x, recompute=tags)
         saved[tags] = held.total
     rows = x.q.shape[:3].numel()
     given = 4 * rows * (x.v.shape[-1] + 1)  # output and log-sum-exp, fp32
@@ -98,7 +98,7 @@ def test_saved_bytes_fall_by_what_the_branches_give(recompute: tuple[str, ...]) 
 def test_recomputing_all_branches_saves_inputs_and_the_selection() -> None:
     x = inputs()
     with saved_for_backward(list(x.named().values())) as held:
-        attend(x, recompute=BRANCHES)
+        _out = attend(x, recompute=BRANCHES)
     assert held.total == 4 * 2 * 2 * 100 * SMALL.num_selected_blocks
 
 
@@ -139,7 +139,7 @@ def test_a_compiled_layer_keeps_less_too(recompute: tuple[str, ...]) -> None:
     for tags in ((), recompute):
         layer = NativeSparseAttention(32, 6, 2, 8, config=SMALL, recompute=tags)
         with saved_for_backward(list(layer.parameters())) as held:
-            torch.compile(layer, fullgraph=True, backend=PARTITIONED)(x)
+            _out = torch.compile(layer, fullgraph=True, backend=PARTITIONED)(x)
         kept[tags] = held.total
     given = 4 * 2 * 6 * 100 * (8 + 1)
     assert kept[()] - kept[recompute] >= 0.95 * len(recompute) * given

@@ -121,7 +121,7 @@ def test_projections_as_one_product_keep_no_more_for_backward(
     for project in (projection.project, together):
         monkeypatch.setattr(projection, "project", project)
         with saved_for_backward(list(layer.parameters())) as saved:
-            layer(x)
+            _out = layer(x)
         kept.append(saved.total)
     rows = 6 * 8 + len(branches) * (2 * 2 * 8 + 6)  # of the weights, which stand below each other for it
     assert kept[1] <= kept[0] + 4 * rows * 32
