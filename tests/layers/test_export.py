@@ -67,12 +67,16 @@ def test_one_program_serves_two_compressed_tokens_and_more() -> None:
         torch.testing.assert_close(exported(x), layer(x))
 
 
-@pytest.mark.parametrize(("how", "backend"), [("automatic", "eager"), ("dynamic", "eager"), ("marked", "aot_eager")])
-def test_few_graphs_of_a_layer_serve_every_length(how: str, backend: str) -> None:
+@pytest.mark.filterwarnings("ignore:selection")
+@pytest.mark.parametrize(
+    ("how", "backend", "preset"),
+    [("automatic", "eager", "paper"), ("dynamic", "eager", "paper"), ("marked", "inductor", "text")],
+)
+def test_few_graphs_of_a_layer_serve_every_length(how: str, backend: str, preset: str) -> None:
     """The tracer alone decides how many; a backend that asks more of a length fails where lengths are marked."""
-    assert_few_graphs_serve_all(NativeSparseAttention(**SIZES, preset="paper"), _rows, how, backend=backend)
+    assert_few_graphs_serve_all(NativeSparseAttention(**SIZES, preset=preset), _rows, how, backend=backend)
 
 
 @pytest.mark.filterwarnings("ignore:selection")
 def test_one_graph_of_a_model_serves_every_length() -> None:
-    assert_few_graphs_serve_all(_decoder(), _tokens, "marked", backend="inductor")
+    assert_few_graphs_serve_all(_decoder(), _tokens, "marked", backend="eager")
