@@ -203,7 +203,7 @@ def test_checkpoints_and_a_dense_stage_change_what_they_should() -> None:
 
 def test_compiled_layers_give_the_loss_and_every_gradient_of_eager_ones() -> None:
     eager, compiled = (build(num_layers=2, branches=("slc",)) for _ in range(2))
-    compiled.compile_layers()
+    compiled.compile_layers(dynamic=True)
     for length in (79, 95):
         torch.testing.assert_close(learn(compiled, drawn(length)), learn(eager, drawn(length)), rtol=1e-4, atol=1e-5)
 
