@@ -23,14 +23,13 @@ from flexnsa.attention.dispatch import FLEX
 from flexnsa.attention.flex import branches as flex
 from flexnsa.attention.interface import BranchOutput, Call
 from flexnsa.config import num_compressed
-from flexnsa.positions import Positions
 from tests.support.dense import dense_attention, visible_keys
 from tests.support.inputs import SMALL, make_inputs
 
 AWKWARD = (1000, 77, 25, 24, 16, 8, 7, 1)
 """The longest first: it is compiled for its length, the next for any, and most others need no compilation."""
 BRANCHES = ("cmp", "slc", "win")
-SCALE = 0.3
+SCALE = -0.3
 
 
 @pytest.fixture(autouse=True)
@@ -49,25 +48,25 @@ def inputs(branch: str, batch: int, heads: int, groups: int, seq_len: int, dims:
     return tuple(torch.randn(shape, dtype=dtype) for shape in shapes)
 
 
-def random_blocks(batch: int, heads: int, token: Tensor, start: Tensor) -> Tensor:
-    """Up to ``n`` random blocks of each query's document, among them the query's own."""
+def random_blocks(batch: int, heads: int, seq_len: int) -> Tensor:
+    """Up to ``n`` random blocks for each query, among them its own."""
     size, most = SMALL.select_block_size, SMALL.num_selected_blocks
-    own = (token - start) // size
+    own = torch.arange(seq_len) // size
     candidates = torch.arange(int(own.max()) + most)
-    rank = torch.rand(batch, heads, len(token), len(candidates)) + (candidates == own[:, None]).float()
+    rank = torch.rand(batch, heads, seq_len, len(candidates)) + (candidates == own[:, None]).float()
     rank = rank.masked_fill(candidates > own[:, None], -1.0)
     best, blocks = rank.topk(most, -1)
     blocks = torch.where(best < 0, len(candidates), blocks).sort(-1).values
     return torch.where(blocks == len(candidates), -1, blocks).int()
 
 
-def dense(branch: str, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], blocks: Tensor) -> Tensor:
-    visible = visible_keys(branch, lengths, SMALL, blocks if branch == "slc" else None)
+def dense(branch: str, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
+    visible = visible_keys(branch, (q.shape[2],), SMALL, blocks if branch == "slc" else None)
     return dense_attention(q.double(), k.double(), v.double(), visible, SCALE)[0]
 
 
-def run(branch: str, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, positions: Positions | None = None) -> Tensor:
-    call = Call(SMALL, SCALE, positions=positions, window_positions=positions)
+def run(branch: str, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
+    call = Call(SMALL, SCALE)
     if branch == "slc":
         out, lse = FLEX.selected(q, k, v, blocks, call)
     elif branch == "win":
@@ -81,9 +80,8 @@ def run(branch: str, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, positions:
 
 def check(branch: str, groups: int, seq_len: int, dtype: torch.dtype = torch.float32) -> None:
     q, k, v = inputs(branch, 2, 2, groups, seq_len, (32, 16), dtype)
-    token, start = torch.arange(seq_len), torch.zeros(seq_len, dtype=torch.long)
-    blocks = random_blocks(2, 2, token, start)
-    want = dense(branch, q, k, v, (seq_len,), blocks)
+    blocks = random_blocks(2, 2, seq_len)
+    want = dense(branch, q, k, v, blocks)
     tolerance = 3e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(run(branch, q, k, v, blocks), want, atol=tolerance, rtol=tolerance)
 
@@ -96,18 +94,6 @@ def test_awkward_lengths(branch: str) -> None:
 
 def test_bf16_group_that_is_not_a_power_of_two() -> None:
     check("slc", groups=6, seq_len=50, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("branch", ["slc", "win"])
-def test_documents_that_start_anywhere(branch: str) -> None:
-    lengths = (10, 3, 57, 1, 30)
-    token = torch.arange(sum(lengths))
-    start = torch.cat([torch.full((length,), sum(lengths[:i])) for i, length in enumerate(lengths)])
-    positions = Positions(*(x.int()[None] for x in (token, start, torch.zeros_like(token))))
-    q, k, v = inputs(branch, 2, 2, 2, len(token), (32, 16), torch.float32)
-    blocks = random_blocks(2, 2, token, start)
-    want = dense(branch, q, k, v, lengths, blocks)
-    torch.testing.assert_close(run(branch, q, k, v, blocks, positions), want, atol=3e-6, rtol=3e-6)
 
 
 def test_a_few_lengths_compile_what_all_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,12 +129,11 @@ def test_all_branches_in_one_graph() -> None:
         )
         return cmp.out + slc.out + win.out
 
-    token, start = torch.arange(150), torch.zeros(150, dtype=torch.long)
     q, k, v = inputs("slc", 1, 2, 2, 150, (32, 16), torch.float32)
     _, k_cmp, v_cmp = inputs("cmp", 1, 2, 2, 150, (32, 16), torch.float32)
-    blocks = random_blocks(1, 2, token, start)
+    blocks = random_blocks(1, 2, 150)
     keys = {"cmp": (k_cmp, v_cmp), "slc": (k, v), "win": (k, v)}
-    want = sum(dense(b, q, *keys[b], (150,), blocks) for b in BRANCHES)
+    want = sum(dense(b, q, *keys[b], blocks) for b in BRANCHES)
     out = torch.compile(layer, fullgraph=True)(q, k, v, k_cmp, v_cmp, blocks)
     torch.testing.assert_close(out.double(), want, atol=5e-6, rtol=5e-6)
 

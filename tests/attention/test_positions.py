@@ -65,33 +65,25 @@ def test_outputs_and_gradients_equal_those_of_all_queries(impl: str, place: str)
         torch.testing.assert_close(one, at(two, tokens) if name in OF_QUERIES else two)
 
 
-def test_flex_on_cpu_equals_the_call_of_all_queries() -> None:
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_flex_on_cpu_equals_the_call_of_all_queries(branch: str) -> None:
     torch._dynamo.reset()
-    # Twice as far apart: the keys of a tile of queries are then more tiles than those of neighbours would be.
-    tokens, x = 2 * PLACES["of each row its own"], make_inputs(2 * LENGTH, batch=2, dtype=torch.float32)
-    whole, aux = attend_with_aux(x, impl="sdpa")
-    out, own = attend_with_aux(x.replace(q=at(x.q, tokens), gates=at(x.gates, tokens)), impl="flex", positions=tokens)
-    torch.testing.assert_close(out, at(whole, tokens))
-    assert own.block_indices is not None
-    assert aux.block_indices is not None
-    assert torch.equal(own.block_indices, at(aux.block_indices, tokens))
-
-
-@pytest.mark.parametrize("branch", ["cmp", "win"])
-def test_flex_on_cpu_stays_correct_after_other_lengths(branch: str) -> None:
-    torch._dynamo.reset()
-    # The first queries lie further apart than neighbours whose windows a tile of queries would read.
     for length, tokens in (
-        (600, torch.tensor([3, 300, 599])),
+        # Far apart: the keys of a tile of queries are then more tiles than those of neighbours would be.
+        (2 * LENGTH, 2 * PLACES["of each row its own"]),
         (100, torch.arange(20, 84)),
         (150, torch.arange(30, 70)),
     ):
         x = make_inputs(length, batch=2, dtype=torch.float32)
-        options: dict[str, Any] = {"document_ids": (torch.arange(length) // 37).expand(2, -1), "branches": (branch,)}
-        whole, _ = attend_with_aux(x, impl="sdpa", **options)
+        ids = torch.bucketize(torch.arange(length), torch.tensor([10, 13, 70, 71]), right=True).expand(2, -1)
+        options: dict[str, Any] = {"document_ids": ids, "branches": (branch,)}
+        whole, aux = attend_with_aux(x, impl="sdpa", **options)
         queries = x.replace(q=at(x.q, tokens), gates=at(x.gates, tokens))
-        out, _ = attend_with_aux(queries, impl="flex", positions=tokens, **options)
+        out, own = attend_with_aux(queries, impl="flex", positions=tokens, **options)
         torch.testing.assert_close(out, at(whole, tokens))
+        if branch == "slc":
+            assert aux.block_indices is not None
+            torch.testing.assert_close(own.block_indices, at(aux.block_indices, tokens))
 
 
 def test_gradients_of_chunks_sum_to_those_of_the_sequence() -> None:
