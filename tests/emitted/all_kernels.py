@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -50,18 +50,26 @@ class Shape:
         return self.dims[0] ** -0.5
 
 
-def calls(shape: Shape) -> Iterator[tuple[str, Compile]]:
-    """Name every call that attention may make, and give what compiles its kernels."""
+def calls(shape: Shape, packed: Sequence[bool] = (False, True)) -> Iterator[tuple[str, Compile]]:
+    """Name every call that attention may make, of packed documents or not, and give what compiles its kernels."""
     for branch in BRANCHES:
         yield f"flex {branch}", partial(_flex, branch, shape)
         for queries in (FEW, MANY):
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
-    functions = (_select, _select_of_documents, _select_few, _selected, _selected_of_documents)
-    intervals = (_compressed, _compressed_of_documents, _window, _window_of_documents)
-    sums = (_gated_sum, _gated_sum_of_small_heads, _gated_sum_of_documents, _gated_sum_without_window)
+    for has_documents in packed:
+        for function in (_select, _selected, _compressed, _window, _gated_sum):
+            name = _name(function) + " of documents" * has_documents
+            yield name, partial(_own, partial(function, packed=has_documents), shape)
+    if shape.dtype == torch.bfloat16:  # in fp32 small heads have the kernels of large ones
+        yield _name(_gated_sum_of_small_heads), partial(_own, _gated_sum_of_small_heads, shape)
     losses = (_selection_loss, _selection_loss_of_overlapping_keys)
-    for function in (*functions, *intervals, *sums, *losses, _decoding_step, _decoding_step_by_given_frequencies):
-        yield function.__name__.removeprefix("_").replace("_", " "), partial(_own, function, shape)
+    steps = (_decoding_step, _decoding_step_by_given_frequencies)
+    for function in (_select_few, _gated_sum_without_window, *losses, *steps):
+        yield _name(function), partial(_own, function, shape)
+
+
+def _name(function: Callable[..., None]) -> str:
+    return function.__name__.removeprefix("_").replace("_", " ")
 
 
 def _flex(branch: str, shape: Shape) -> list[tuple[str, Resources]]:
@@ -92,65 +100,44 @@ def _own(attend: Callable[[Shape], None], shape: Shape) -> list[tuple[str, Resou
     return [(needed.kernel, needed) for needed in found]
 
 
-def _select(shape: Shape, queries: int = LENGTH, positions: Positions | None = None) -> None:
+def _select(shape: Shape, queries: int = LENGTH, packed: bool = False) -> None:
     q = torch.empty(1, KV_HEADS * GROUP, queries, shape.dims[0], dtype=shape.dtype)
     k_cmp = q.new_empty(1, KV_HEADS, num_compressed(LENGTH, CONFIG), shape.dims[0])
-    triton_select.select(q, k_cmp, Call(CONFIG, shape.scale, positions=positions), None, None)
-
-
-def _select_of_documents(shape: Shape) -> None:
-    _select(shape, positions=_positions(LENGTH))
+    triton_select.select(q, k_cmp, _call(shape, packed, queries), None, None)
 
 
 def _select_few(shape: Shape) -> None:
-    _select(shape, FEW, _positions(FEW))
+    _select(shape, FEW, packed=True)
 
 
-def _selected(shape: Shape, positions: Positions | None = None) -> None:
+def _selected(shape: Shape, packed: bool = False) -> None:
     q, k, v = _whole_sequence(shape)
     blocks = torch.empty(1, KV_HEADS, LENGTH, CONFIG.num_selected_blocks, dtype=torch.int32)
-    _differentiate(triton_selected.selected(q, k, v, blocks, Call(CONFIG, shape.scale, positions=positions)))
+    _differentiate(triton_selected.selected(q, k, v, blocks, _call(shape, packed)))
 
 
-def _selected_of_documents(shape: Shape) -> None:
-    _selected(shape, _positions(LENGTH))
+def _window(shape: Shape, packed: bool = False) -> None:
+    _differentiate(triton_intervals.window(*_whole_sequence(shape), _call(shape, packed)))
 
 
-def _window(shape: Shape, positions: Positions | None = None) -> None:
-    call = Call(CONFIG, shape.scale, window_positions=positions)
-    _differentiate(triton_intervals.window(*_whole_sequence(shape), call))
-
-
-def _window_of_documents(shape: Shape) -> None:
-    _window(shape, _positions(LENGTH))
-
-
-def _compressed(shape: Shape, positions: Positions | None = None) -> None:
+def _compressed(shape: Shape, packed: bool = False) -> None:
     q, k, v = _whole_sequence(shape)
     k_cmp, v_cmp = (x[:, :, : num_compressed(LENGTH, CONFIG)] for x in (k, v))
-    out, lse, _ = triton_intervals.compressed(q, k_cmp, v_cmp, Call(CONFIG, shape.scale, positions=positions))
+    out, lse, _ = triton_intervals.compressed(q, k_cmp, v_cmp, _call(shape, packed))
     _differentiate(BranchOutput(out, lse))
 
 
-def _compressed_of_documents(shape: Shape) -> None:
-    _compressed(shape, _positions(LENGTH))
-
-
-def _gated_sum(shape: Shape, positions: Positions | None = None, branches: int = 3) -> None:
+def _gated_sum(shape: Shape, packed: bool = False, branches: int = 3) -> None:
     q, k, v = _whole_sequence(shape)
     k_cmp, v_cmp = (x[:, :, : num_compressed(LENGTH, CONFIG)] for x in (k, v))
     keys = Keys(k_cmp, v_cmp, *(k, v) * (branches - 1))
     gates = torch.empty(branches, *q.shape[:3], dtype=shape.dtype, requires_grad=True)
     blocks = torch.empty(1, KV_HEADS, LENGTH, CONFIG.num_selected_blocks, dtype=torch.int32)
     branch = torch.empty(*q.shape[:3], v.shape[-1], dtype=shape.dtype), torch.empty(q.shape[:3])
-    call = Call(CONFIG, shape.scale, positions=positions, window_positions=positions)
+    call = _call(shape, packed)
     attend = given(triton_gated.gated_sum(q, keys, call))
     out, _, _ = attend(q, keys, gates, blocks, Compressed(*branch), call, True)
     out.float().sum().backward()
-
-
-def _gated_sum_of_documents(shape: Shape) -> None:
-    _gated_sum(shape, _positions(LENGTH))
 
 
 def _gated_sum_of_small_heads(shape: Shape) -> None:
@@ -218,6 +205,11 @@ def _decoding_step(shape: Shape, frequencies: Tensor | None = None) -> None:
 def _whole_sequence(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     (dk, dv), new = shape.dims, partial(torch.empty, dtype=shape.dtype, requires_grad=True)
     return new(1, KV_HEADS * GROUP, LENGTH, dk), new(1, KV_HEADS, LENGTH, dk), new(1, KV_HEADS, LENGTH, dv)
+
+
+def _call(shape: Shape, packed: bool, queries: int = LENGTH) -> Call:
+    positions = _positions(queries) if packed else None
+    return Call(CONFIG, shape.scale, positions=positions, window_positions=positions)
 
 
 def _positions(queries: int) -> Positions:

@@ -47,19 +47,23 @@ class Row:
 
 
 def survey(
-    targets: Sequence[str], dtypes: Sequence[str], dims: Sequence[tuple[int, int]], processes: int = 1
+    targets: Sequence[str],
+    dtypes: Sequence[str],
+    dims: Sequence[tuple[int, int]],
+    processes: int = 1,
+    packed: Sequence[bool] = (False, True),
 ) -> Iterator[Row]:
     """Compile every kernel, each architecture and dtype in a process of its own."""
     context = multiprocessing.get_context("forkserver")  # which has imported what all need, and no GPU
     context.set_forkserver_preload(["tests.emitted.all_kernels"])
     with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
-        tasks = [(target, dtype, tuple(dims)) for target in targets for dtype in dtypes]
-        for (target, dtype, _), rows in zip(tasks, pool.map(_compile_all, *zip(*tasks, strict=True)), strict=True):
+        tasks = [(target, dtype, dims, packed) for target in targets for dtype in dtypes]
+        for (target, dtype, *_), rows in zip(tasks, pool.map(_compile_all, *zip(*tasks, strict=True)), strict=True):
             print(f"{target} {dtype}: {sum(row.is_good for row in rows)} of {len(rows)} are good", file=sys.stderr)
             yield from rows
 
 
-def _compile_all(name: str, dtype: str, dims: Sequence[tuple[int, int]]) -> list[Row]:
+def _compile_all(name: str, dtype: str, dims: Sequence[tuple[int, int]], packed: Sequence[bool]) -> list[Row]:
     from tests.emitted.all_kernels import Shape, calls
     from tests.emitted.pretended_gpu import pretend
 
@@ -68,7 +72,7 @@ def _compile_all(name: str, dtype: str, dims: Sequence[tuple[int, int]]) -> list
     pretend(target)
     for dk, dv in dims:
         size = str(dk) if dk == dv else f"{dk}/{dv}"
-        for call, compile_kernels in calls(Shape((dk, dv), DTYPES[dtype])):
+        for call, compile_kernels in calls(Shape((dk, dv), DTYPES[dtype]), packed):
             try:
                 kernels = compile_kernels()
             except Exception as error:  # whatever a compiler says is the finding

@@ -23,10 +23,11 @@ def kernels() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("target", ["sm_86", "sm_90"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_kernel_fits(target: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = list(survey([target], [dtype], [(128, 128)]))
+    packed = (False, True) if dtype == "bf16" else (target == "sm_90",)  # in fp32 both take as much shared memory
+    rows = list(survey([target], [dtype], [(128, 128)], packed=packed))
     with capsys.disabled():
         print(f"\n{format_rows(rows)}")
     assert all(row.is_good for row in rows)
