@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
+# Where it is set, as in some containers, every process of the tests would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-quick examples test emitted transformers transformers-common torchtitan vllm vllm-tests vllm-types lint format types bench bench-smoke bench-gpu gpu gpu-learning record plots tables versions dist ci clean
 
