@@ -1,7 +1,4 @@
-"""What version 0.1 computed of ten attention calls and of layers is still what is computed, in fp64, to twelve digits.
-
-Bit for bit, and in fp32, only two checkouts on one machine can be compared: ``bits.py``.
-"""
+"""What version 0.1 computed of ten attention calls and of layers is still what is computed, in fp64, to 12 digits."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.parallel import joined_ranks
 from flexnsa.optim import parameter_groups
 from flexnsa.parallel.tensor_parallel import clip_gradients, parallelize_attention, parallelize_model
-from tests.parallel.steps import CPU, MODEL, whole
+from tests.parallel.steps import CPU, MODEL, messages, whole
 from tests.support.decoding import taught
 from tests.support.inputs import TINY
 from tests.support.sharing import share_keys
@@ -122,10 +122,4 @@ def _refusals(mesh: Any) -> dict[str, str]:
         "again": lambda: parallelize_model(torch.nn.Sequential(spread), mesh),
         "mods": lambda: spread(torch.randn(1, 20, 16), score_mod=lambda score, *_: score),
     }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except (TypeError, ValueError) as error:
-            said[name] = str(error)
-    return said
+    return messages(calls)

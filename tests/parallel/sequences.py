@@ -19,7 +19,7 @@ from flexnsa.lm import DecoderLM
 from flexnsa.lm.parallel import joined_ranks
 from flexnsa.lm.parallel.data_parallel import DDPRanks, FSDP2Ranks, GroupRanks
 from flexnsa.parallel.context_parallel import parallelize_attention, parallelize_model, shard, unshard
-from tests.parallel.steps import CPU, MODEL, train
+from tests.parallel.steps import CPU, MODEL, messages, train
 from tests.support.decoding import taught
 from tests.support.inputs import SMALL, TINY
 
@@ -196,13 +196,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "model": lambda: parallelize_model(cast("DecoderLM", "layer"), mesh),
         "no layer": lambda: parallelize_model(torch.nn.Linear(2, 2), mesh),
     }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except (TypeError, ValueError) as error:
-            said[name] = str(error)
-    return said
+    return messages(calls)
 
 
 def compare_sequences(file: Path) -> None:

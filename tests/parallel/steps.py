@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,3 +213,14 @@ def local(value: torch.Tensor) -> torch.Tensor:
 def whole(value: torch.Tensor) -> torch.Tensor:
     """Gather what is sharded."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def messages(calls: dict[str, Callable[[], object]]) -> dict[str, str]:
+    """Return the errors that calls raise for their arguments, by name."""
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            said[name] = str(error)
+    return said

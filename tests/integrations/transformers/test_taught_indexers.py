@@ -71,9 +71,13 @@ def test_a_taught_model_computes_what_it_did(kind: str, attention: str) -> None:
     assert not any("forward" in vars(module) or "taught" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("length", [3, 37, 61])
-@pytest.mark.parametrize("weights", ["mass", "mean"])
-@pytest.mark.parametrize("stage", ["warmup", "joint"])
+@pytest.mark.parametrize(
+    ("stage", "weights", "length"),
+    [
+        *(("warmup", "mass", 3), ("warmup", "mean", 37), ("warmup", "mass", 61)),
+        *(("joint", "mean", 3), ("joint", "mass", 37), ("joint", "mean", 61)),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradient_are_those_of_the_dense_formula(
     kind: str, stage: str, weights: str, length: int, monkeypatch: pytest.MonkeyPatch
