@@ -96,9 +96,9 @@ def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> Nat
     """Change a layer in place to take the tokens of its rank, ``(B, S / R, dim)``, and to return their outputs.
 
     Its input is what :func:`shard` returns: chunks of at least ``w - 1`` and ``l - d`` tokens, in multiples of ``d``,
-    with an indexer also by the sizes of its keys. Mods see positions in the whole sequence. Calls with packed
-    documents, whose blocks may start anywhere, or with a cache raise ``ValueError``. Gradients of parameters are those
-    of the rank's tokens only.
+    with an indexer also by the sizes of its keys. Mods see positions in the whole sequence. ``document_ids`` of packed
+    documents are those of the rank's tokens, from :func:`shard`; with them all keys that are compressed are gathered,
+    too. A call with a cache raises ``ValueError``. Gradients of parameters are those of the rank's tokens only.
 
     Args:
         layer: with any branches, compression and implementation.

@@ -6,7 +6,7 @@ gradients are those of one process once they are summed over ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -86,9 +86,14 @@ class _Share(NamedTuple):
         # Of each query one rank has numbers, all others 0.
         return scatter(torch.cat(queries.chunk(self.ranks.size, 2)), self.ranks.size, self.ranks.group)
 
-    def positions(self, whole: Positions) -> Positions:  # noqa: ARG002
-        """Locate the queries of this share."""
-        return Positions.of_queries(self.tokens)
+    def positions(self, whole: Positions) -> Positions:
+        """Locate the queries of this share, given the positions of this rank's own."""
+        located = Positions.of_queries(self.tokens)
+        if whole.aligned:
+            return located
+        starts = torch.stack((whole.start, whole.cmp_start), -1)[:, None]
+        start, cmp_start = self.compared(self.take(starts))[:, 0].unbind(-1)
+        return replace(located, start=start, cmp_start=cmp_start, aligned=False)
 
 
 def _added(loss: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:

@@ -14,13 +14,14 @@ those of its chunks. The picture shows rank 0 of two, and the keys and values th
     compressed branch         the compressed tokens of all ranks, in the order of the sequence
 
 There is nothing before chunk 0 and after the last chunk. These halos are zeros, which no query sees. Index keys are
-compressed and gathered in the same way, with halos of their own sizes.
+compressed and gathered in the same way, with halos of their own sizes. Blocks of packed documents may start anywhere:
+then each rank gathers what is compressed, and compresses the whole row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,12 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexnsa.attention.interface import given
 from flexnsa.cache.steps import kind_of
 from flexnsa.config import NSAConfig, num_compressed
-from flexnsa.layers.layouts import BlockLayout, LayoutSizes, Rotate, RowLayout, tables_of
+from flexnsa.layers.layouts import BlockLayout, LayoutSizes, Rotate, RowLayout, lay_out_rows, tables_of
 from flexnsa.layers.rope import RopeTables
 from flexnsa.parallel.chunks import block_halo, check_chunks, window_halo
 from flexnsa.parallel.collectives import gather
 from flexnsa.positions import Positions
-from flexnsa.primitives import check_type, describe
+from flexnsa.primitives import check_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,10 @@ class SharingRanks:
     def chunks(self) -> tuple[int, int]:
         """The indices of this rank's chunks."""
         return self.rank, 2 * self.size - 1 - self.rank
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Gather ``x (B, T, ...)``, of the tokens of each rank, in the order of the sequence."""
+        return torch.cat(self.gather(x.chunk(2, 1)), 1)
 
     def gather(self, pair: Sequence[Tensor]) -> list[Tensor]:
         """Gather one tensor per chunk from all ranks, in the order of the chunks."""
@@ -106,22 +111,29 @@ class SharedKeys:
         return every[:, :, : num_compressed(new.shape[2] * self.ranks.size, sizes)]
 
 
+class SharedPackKeys(SharedKeys):
+    """The keys that queries of packed documents read."""
+
+    def of_blocks(self, name: str, new: Tensor, compress: Callable[[Tensor], Tensor]) -> Tensor:
+        """Gather the tokens of all ranks, and compress the whole row."""
+        return compress(self.of_tokens(name, new))
+
+
 def lay_out_chunks(
     seq_len: int, document_ids: Tensor | None, sizes: LayoutSizes, *, ranks: SharingRanks, branches: Sequence[str]
 ) -> RowLayout:
     """Return the layout of the ``seq_len`` tokens of a rank, as :func:`flexnsa.layers.layouts.row_layout`."""
-    if document_ids is not None:
-        got = describe(document_ids)
-        raise ValueError(f"document_ids: expected None of a layer whose tokens are spread over ranks, got {got}")
 
     def rotate(*positions: Tensor) -> list[RopeTables]:
         return [tables_of(x, sizes) for x in positions]
 
-    return lay_out_shared_rows(seq_len, given(sizes.config), rotate, sizes.device, ranks, branches, sizes)
+    ids = None if document_ids is None else ranks.whole(document_ids)
+    return lay_out_shared_rows(seq_len, ids, given(sizes.config), rotate, sizes.device, ranks, branches, sizes)
 
 
 def lay_out_shared_rows(
     seq_len: int,
+    document_ids: Tensor | None,
     config: NSAConfig,
     rotate: Rotate,
     device: torch.device,
@@ -129,11 +141,17 @@ def lay_out_shared_rows(
     branches: Sequence[str],
     sizes: LayoutSizes | None = None,
 ) -> RowLayout:
-    """Lay out the tokens of a rank as :func:`lay_out_chunks` does, of a layer that rotates in its own way."""
+    """Lay out the tokens of a rank as :func:`lay_out_chunks` does, of a layer that rotates in its own way.
+
+    ``document_ids (B, S)`` are those of whole rows.
+    """
     check_chunks("seq_len", seq_len, 2, config, branches)
     offset = torch.arange(seq_len // 2, device=device)
     first, second = (number * len(offset) + offset for number in ranks.chunks)
     token = torch.cat([first, second])
+    if document_ids is not None:
+        whole = lay_out_rows(seq_len * ranks.size, document_ids, config, rotate, device, sizes)
+        return _of_chunks(whole, token, _among_window_keys(first, second, config), SharedPackKeys(ranks, config))
     positions = Positions.of_queries(token)
     starts = [_block_starts(first, second, of_kind) for of_kind in config.compressed.values()]
     tokens, *tables = rotate(token, *starts)
@@ -147,6 +165,20 @@ def lay_out_shared_rows(
         sizes=sizes,
         index=index[0] if index else None,
         num_ranks=ranks.size,
+    )
+
+
+def _of_chunks(whole: RowLayout, token: Tensor, window: Positions, source: SharedPackKeys) -> RowLayout:
+    """Return the layout of the tokens ``(T,)`` of a rank, given that of whole rows."""
+    positions, index = given(whole.positions).at_tokens(token), whole.index
+    return replace(
+        whole,
+        tokens=RopeTables(*(table.index_select(-2, token) for table in whole.tokens)),
+        positions=positions,
+        window_positions=replace(window, start=window.start + positions.start),
+        source=source,
+        index=None if index is None else index._replace(positions=given(index.positions).at_tokens(token)),
+        num_ranks=source.ranks.size,
     )
 
 

@@ -106,12 +106,12 @@ class NSAttention(SparseLayer, GQAttention):
         return Heads(q, k, v, self._gates(x), index)
 
     def row_layout(self, x: Tensor, document_ids: Tensor | None) -> RowLayout:
-        """Lay out whole sequences, rows packed with documents, or the tokens of a rank of context parallelism."""
+        """Lay out rows, packed with the documents ``document_ids (B, S)``, or the tokens that this rank has of them."""
         sizes = self.options.sizes
         if self.ranks is None:
             return lay_out_rows(x.shape[1], document_ids, sizes, self._tabulate, x.device)
-        branches = self.options.branches
-        return lay_out_shared_rows(x.shape[1], sizes, self._tabulate, x.device, self.ranks, branches)
+        of_ranks = self.ranks, self.options.branches
+        return lay_out_shared_rows(x.shape[1], document_ids, sizes, self._tabulate, x.device, *of_ranks)
 
     def _lay_out(self, x: Tensor, positions: Tensor | None) -> RowLayout:
         """Lay out the tokens at these positions in their documents."""
@@ -120,7 +120,8 @@ class NSAttention(SparseLayer, GQAttention):
             if positions is not None:
                 _check_one_document(positions, layout)
             return layout
-        return self.row_layout(x, document_ids_from_position_ids(positions))
+        whole = positions if self.ranks is None else self.ranks.whole(positions)
+        return self.row_layout(x, document_ids_from_position_ids(whole))
 
     def attention(self) -> Attention:
         """Describe the layer as it is now; see :class:`flexnsa.layers.forward.SparseLayer`."""

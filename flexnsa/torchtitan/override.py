@@ -145,7 +145,7 @@ def _(part: BaseCheckpointManager.Config, name: str, plan: Plan) -> BaseCheckpoi
 
 
 @adapted.register
-def _(part: ParallelismConfig, name: str, plan: Plan) -> ParallelismConfig:
+def _(part: ParallelismConfig, name: str, plan: Plan) -> ParallelismConfig:  # noqa: ARG001
     shares_tokens = part.context_parallel_degree > 1
     backends = ("partial_dtensor",) if shares_tokens else ("partial_dtensor", "spmd_types")
     if part.spmd_backend not in backends:
@@ -157,10 +157,6 @@ def _(part: ParallelismConfig, name: str, plan: Plan) -> ParallelismConfig:
         balancer = part.context_parallel_load_balancer
         if balancer != "headtail":
             raise ValueError(f"{name}.context_parallel_load_balancer: expected 'headtail', got {balancer!r}")
-        if plan.options.packed:
-            raise ValueError(
-                "packed: expected False with context parallelism, which takes one document a row, got True"
-            )
     return part
 
 

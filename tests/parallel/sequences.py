@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexnsa import NativeSparseAttention, SelectionLoss
-from flexnsa.layers.layouts import RowLayout
 from flexnsa.lm import DecoderLM
 from flexnsa.lm.parallel import joined_ranks
 from flexnsa.lm.parallel.data_parallel import DDPRanks, FSDP2Ranks, GroupRanks
@@ -47,6 +46,11 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 MODS = {"score_mod": "plain", "an indexer, score_mod": "an indexer"}
 """Layers that are given mods, by the name of the case."""
+PACKED = {f"{name}, packed": name for name in LAYERS if name not in ("long blocks", "residual gates, recomputed")}
+"""Layers that are given documents."""
+LENGTHS = torch.tensor([[1, 90, 3, 70, 92], [7, 241, 5, 2, 1]])
+DOCUMENTS = torch.stack([torch.arange(5).repeat_interleave(row) for row in LENGTHS])
+"""Of both rows: some are shorter than a block, one is in all chunks."""
 
 
 def relative(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
@@ -105,13 +109,16 @@ def spread_layer(mesh: DeviceMesh, kind: str) -> NativeSparseAttention:
 
 
 def compare(
-    mesh: DeviceMesh, kind: str, spread: NativeSparseAttention, layout: RowLayout | None = None, **mods: Any
+    mesh: DeviceMesh, kind: str, spread: NativeSparseAttention, *, packed: bool = False, **options: Any
 ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
     """Return what is learnt from whole sequences, on rank 0 alone, and from those of the ranks."""
     draws = torch.Generator().manual_seed(1)
     x, upstream = (torch.randn(2, ROW, 48, generator=draws) for _ in range(2))
-    one = learn(make_layer(**LAYERS[kind]), x, upstream, **mods) if mesh.get_rank() == 0 else None
-    found = learn(spread, shard(x, mesh), shard(upstream, mesh), layout=layout, **mods)
+    ids = {"document_ids": DOCUMENTS} if packed else {}
+    whole = {name: option for name, option in options.items() if name != "layout"} | ids
+    one = learn(make_layer(**LAYERS[kind]), x, upstream, **whole) if mesh.get_rank() == 0 else None
+    options |= {name: shard(of_rows, mesh) for name, of_rows in ids.items()}
+    found = learn(spread, shard(x, mesh), shard(upstream, mesh), **options)
     return one, of_all_ranks(found, mesh)
 
 
@@ -120,8 +127,10 @@ def compare_layers(mesh: DeviceMesh) -> dict[str, Any]:
     results: dict[str, Any] = {name: compare(mesh, name, spread_layer(mesh, name)) for name in LAYERS}
     for name, kind in MODS.items():
         results[name] = compare(mesh, kind, spread_layer(mesh, kind), score_mod=relative)
+    for name, kind in PACKED.items():
+        results[name] = compare(mesh, kind, spread_layer(mesh, kind), packed=True)
     layer, own = spread_layer(mesh, "plain"), shard(torch.zeros(2, ROW, 48), mesh)
-    results["layout"] = compare(mesh, "plain", make_layer(**LAYERS["plain"]), layer.layout(own.shape[1]))
+    results["layout"] = compare(mesh, "plain", make_layer(**LAYERS["plain"]), layout=layer.layout(own.shape[1]))
     with Volume() as volume, torch.no_grad():
         make_layer()(own, layout=layer.layout(own.shape[1]))
     results["volume"] = volume.numbers
@@ -134,7 +143,7 @@ def compare_compiled(file: Path) -> None:
         mesh = init_device_mesh("cpu", (ranks.world_size,))
         layer = spread_layer(mesh, "an indexer")
         layer.compile(backend="aot_eager", fullgraph=True)
-        results: dict[str, Any] = {"layer": compare(mesh, "an indexer", layer)}
+        results: dict[str, Any] = {"layer": compare(mesh, "an indexer", layer, packed=True)}
         results["graphs"] = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
         if ranks.rank == 0:
             torch.save(results, file)
@@ -145,15 +154,15 @@ SHARED: dict[str, Any] = {"nsa": replace(INDEXED["nsa"], num_selected_blocks=5),
 TRAINED: dict[int, dict[str, tuple[type[GroupRanks], int, dict[str, Any]]]] = {
     2: {
         "fsdp2, 2": (FSDP2Ranks, 2, {"checkpointing": True}),
-        "ddp, 2": (DDPRanks, 2, {"batch_size": 2, "grad_accumulation": 2}),
+        "ddp, 2": (DDPRanks, 2, {"batch_size": 2, "grad_accumulation": 2, "pack": True}),
         "ddp, 2, stages": (DDPRanks, 2, {"stages": ((32, 0.5), (64, 0.5))}),
         "fsdp2, 2, an indexer, compiled": (FSDP2Ranks, 2, INDEXED | {"compiled": (0, 1), "checkpointing": True}),
-        "fsdp2, 2, a shared index": (FSDP2Ranks, 2, SHARED | {"checkpointing": True}),
+        "fsdp2, 2, a shared index": (FSDP2Ranks, 2, SHARED | {"checkpointing": True, "pack": True}),
         "ddp, 2, an indexer": (DDPRanks, 2, INDEXED | {"batch_size": 2, "grad_accumulation": 2}),
     },
     4: {
         "fsdp2, 2 of 4": (FSDP2Ranks, 2, {}),
-        "fsdp2, 4, an indexer": (FSDP2Ranks, 4, INDEXED),
+        "fsdp2, 4, an indexer": (FSDP2Ranks, 4, INDEXED | {"pack": True}),
         "ddp, 2 of 4, an indexer": (DDPRanks, 2, INDEXED),
     },
 }
@@ -176,9 +185,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
     layer = parallelize_attention(make_layer(), mesh)
     indexed = parallelize_attention(make_layer(**LAYERS["an indexer"]), mesh)
     coarse = parallelize_attention(make_layer(config=replace(SMALL, index_heads=1, index_stride=8)), mesh)
-    ids = torch.zeros(1, 64, dtype=torch.int64)
     calls = {
-        "documents": lambda: layer(torch.randn(1, 64, 48), document_ids=ids),
         "cache": lambda: layer(torch.randn(1, 64, 48), cache=layer.new_cache(1, 64)),
         "short chunks": lambda: layer(torch.randn(1, 40, 48)),
         "index keys cut": lambda: coarse(torch.randn(1, 56, 48)),

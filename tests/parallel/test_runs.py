@@ -189,14 +189,13 @@ WRONG: dict[str, tuple[str, dict[str, str], str]] = {
     "logs of one": ("--log-ranks", {}, "--log-ranks: expected --parallel with it"),
     "no divisor": ("--parallel fsdp2 --context-parallel 3", {}, "--context-parallel: expected a divisor of the 2"),
     "tokens of one": ("--context-parallel 2", {}, "--context-parallel: expected --parallel with it"),
-    "documents cut": ("--parallel fsdp2 --context-parallel 2", {}, "pack: expected False with context_parallel"),
     "short chunks": (
-        "--parallel fsdp2 --context-parallel 2 --no-pack",
+        "--parallel fsdp2 --context-parallel 2",
         {},
         "--seq-len: expected 4 chunks of at least 63 tokens, in multiples of compress_stride=8, got 32 tokens",
     ),
     "looks at rows": (
-        "--parallel ddp --context-parallel 2 --no-pack --strict",
+        "--parallel ddp --context-parallel 2 --strict",
         {},
         "--strict: expected no --context-parallel with it",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +36,14 @@ class Batch:
         """Count the sequences."""
         return len(self.tokens)
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Apply one function to all tensors."""
+        ids = None if self.document_ids is None else change(self.document_ids)
+        return Batch(change(self.tokens), change(self.targets), ids)
+
     def __getitem__(self, rows: slice) -> Batch:
         """Return some of the sequences."""
-        ids = None if self.document_ids is None else self.document_ids[rows]
-        return Batch(self.tokens[rows], self.targets[rows], ids)
+        return self.map(lambda x: x[rows])
 
     def split(self, num_rows: int) -> list[Batch]:
         """Cut into batches of ``num_rows`` sequences; the last may be smaller."""
@@ -47,8 +51,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Move to a device, without waiting for the copy."""
-        ids = None if self.document_ids is None else _moved(self.document_ids, device)
-        return Batch(_moved(self.tokens, device), _moved(self.targets, device), ids)
+        return self.map(lambda x: _moved(x, device))
 
 
 def _moved(x: Tensor, device: torch.device) -> Tensor:

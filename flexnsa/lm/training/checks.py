@@ -66,8 +66,6 @@ def _check_tokens(model: DecoderConfig, config: TrainConfig, context_parallel: i
     """Check that processes can share the tokens of sequences."""
     if model.attention != "nsa":
         raise ValueError(f"attention: expected 'nsa' with context_parallel, got {model.attention!r}")
-    if config.pack:
-        raise ValueError("pack: expected False with context_parallel, because documents begin anywhere, got True")
     name = "stages" if config.stages else "seq_len"
     for stage in config.by_stage().values():
         check_chunks(name, stage.seq_len, 2 * context_parallel, model.nsa, model.branches)

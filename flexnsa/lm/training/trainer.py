@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -218,7 +218,7 @@ class Trainer:
 
     def loss(self, batch: Batch, selection: SelectionLoss | None = None) -> Tensor:
         """Return the cross-entropy, in nats, summed over this rank's targets; ``selection`` gets those of indexers."""
-        local_rows = replace(batch, tokens=self.ranks.cut(batch.tokens), targets=self.ranks.cut(batch.targets))
+        local_rows = batch.map(self.ranks.cut)
         return language_loss(self._forward, local_rows, self.config.precision, reduction="sum", selection=selection)
 
     @torch.no_grad()

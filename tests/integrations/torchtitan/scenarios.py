@@ -68,7 +68,7 @@ SAME: dict[str, Scenario] = {
     "debug, tensor parallel": Scenario(2, degree(tensor=2), "debug"),
     "norms, tensor parallel": Scenario(2, (*degree(tensor=2), "--parallelism.no-enable-sequence-parallel"), "norms"),
     "replicated": Scenario(2, (*rows(2), "--parallelism.data_parallel_replicate_degree=2")),
-    "context parallel": Scenario(2, degree(context=2), "whole rows"),
+    "context parallel": Scenario(2, degree(context=2)),
     "pipeline": Scenario(2, (*degree(pipeline=2), f"{PIPELINE}=1F1B")),
     "stages without NSA": Scenario(2, (*degree(pipeline=2), f"{PIPELINE}=Interleaved1F1B"), "chosen"),
     "FSDP2 and tensor parallel": Scenario(4, (*rows(2), *degree(tensor=2))),

@@ -196,10 +196,6 @@ WRONG_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
         ("--parallelism.spmd_backend=spmd_types", "--debug.spmd_typechecking"),
         "debug.spmd_typechecking: expected False, as NSA's operators have no such types, got True",
     ),
-    "packed": (
-        ("--parallelism.context_parallel_degree=2",),
-        "packed: expected False with context parallelism, which takes one document a row, got True",
-    ),
     "balancer": (
         ("--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_load_balancer=ptrr"),
         "parallelism.context_parallel_load_balancer: expected 'headtail', got 'ptrr'",
