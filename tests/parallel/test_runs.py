@@ -120,7 +120,7 @@ def test_other_numbers_of_processes_and_other_ways_go_on_to_the_same_curve(
 def test_processes_that_share_tokens_take_the_curve_of_one(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = "--no-pack --window-size 4 --compress-block-size 8 --compress-stride 4 --select-block-size 8"
+    sizes = "--window-size 4 --compress-block-size 8 --compress-stride 4 --select-block-size 8"
     options = (*sizes.split(), "--text", str(text), "--out")
     monkeypatch.setattr(sys, "stderr", (tmp_path / "stderr").open("w"))
     train(*options, str(tmp_path / "whole"), "--steps", "12")
