@@ -34,8 +34,8 @@ INTEGRATIONS = {"transformers": "Hugging Face transformers", "torchtitan": "torc
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Have ``-n auto`` start a worker more than there are cores, as tests of several processes mostly wait."""
-    return (os.cpu_count() or 1) + 1
+    """Have ``-n auto`` start two workers more than there are cores, as tests of several processes mostly wait."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

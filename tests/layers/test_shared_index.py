@@ -209,6 +209,7 @@ def test_compiled_layers_give_the_loss_and_every_gradient_of_eager_ones() -> Non
 
 
 def test_a_model_compiled_whole_takes_steps_without_leaving_its_graph() -> None:
+    torch.compiler.reset()  # which sizes vary is remembered from other models
     model, x = build(num_layers=2).eval(), drawn(42)
     step = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():

@@ -46,7 +46,10 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 MODS = {"score_mod": "plain", "an indexer, score_mod": "an indexer"}
 """Layers that are given mods, by the name of the case."""
-PACKED = {f"{name}, packed": name for name in LAYERS if name not in ("long blocks", "residual gates, recomputed")}
+PACKED = {
+    f"{name}, packed": name
+    for name in ("plain", "selected alone", "window of one token", "an indexer", "an indexer of low rank")
+}
 """Layers that are given documents."""
 LENGTHS = torch.tensor([[1, 90, 3, 70, 92], [7, 241, 5, 2, 1]])
 DOCUMENTS = torch.stack([torch.arange(5).repeat_interleave(row) for row in LENGTHS])
