@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexnsa.attention.interface import given
 from flexnsa.cache.steps import kind_of
+from flexnsa.checks.calls import check_document_ids
 from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.layers.layouts import BlockLayout, LayoutSizes, Rotate, RowLayout, lay_out_rows, tables_of
 from flexnsa.layers.rope import RopeTables
@@ -128,6 +129,8 @@ def lay_out_chunks(
         return [tables_of(x, sizes) for x in positions]
 
     ids = None if document_ids is None else ranks.whole(document_ids)
+    if ids is not None:  # those that ranks count for themselves decrease from chunk to chunk
+        check_document_ids(ids, "B", seq_len * ranks.size)
     return lay_out_shared_rows(seq_len, ids, given(sizes.config), rotate, sizes.device, ranks, branches, sizes)
 
 

@@ -189,6 +189,8 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
     indexed = parallelize_attention(make_layer(**LAYERS["an indexer"]), mesh)
     coarse = parallelize_attention(make_layer(config=replace(SMALL, index_heads=1, index_stride=8)), mesh)
     calls = {
+        "documents": lambda: layer(torch.randn(1, 64, 48), document_ids=(torch.arange(64) >= 16).long()[None]),
+        "whole documents": lambda: layer(torch.randn(1, 64, 48), document_ids=DOCUMENTS[:1]),
         "cache": lambda: layer(torch.randn(1, 64, 48), cache=layer.new_cache(1, 64)),
         "short chunks": lambda: layer(torch.randn(1, 40, 48)),
         "index keys cut": lambda: coarse(torch.randn(1, 56, 48)),

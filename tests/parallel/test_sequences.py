@@ -104,6 +104,8 @@ def test_what_ranks_cannot_share_is_refused_by_name(results: Results) -> None:
     refused = results(2)["refused"]
     ours = "expected None of a layer whose tokens are spread over ranks, got"
     chunks = "seq_len: expected 2 chunks of at least 23 tokens, in multiples of compress_stride=4, got"
+    assert refused["documents"] == "document_ids: expected ids that never decrease, got 1 before 0 at [0, 31]"
+    assert refused["whole documents"] == "document_ids: expected shape (1, 64), got (1, 256)"
     assert refused["cache"] == f"cache: {ours} one"
     assert refused["short chunks"] == f"{chunks} 40 tokens"
     assert refused["uneven chunks"] == f"{chunks} 100 tokens"
