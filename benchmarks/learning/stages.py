@@ -1,7 +1,8 @@
-"""Bits per byte at 32k after equal seconds: NSA and dense attention, each at its best, with sequences that grow.
+"""Bits per byte at 32k or 8k after equal seconds: NSA and dense attention, each at its best, with growing sequences.
 
     python -m benchmarks learning.stages --job nsa:1.2e-3:0 --job dense:1.2e-3:0    # a GPU for each job, side by side
     python -m benchmarks learning.stages --table                                    # of what is recorded
+    python -m benchmarks learning.stages --ends 8192 --job ...                      # the same, without the last stage
 
 A job is a model, a learning rate and a seed. Each trains for the same seconds, which leave out evaluations and the
 first step of each length, which compiles. The learning rate follows the seconds: constant after 100 steps, and down to
@@ -83,6 +84,13 @@ NSA = {
 MODELS = (*NSA, "dense", "dense wide")
 
 
+def stages_until(ends: int) -> tuple[tuple[int, float], ...]:
+    """Return the stages up to a length, with shares of the same proportion."""
+    stages = [(length, share) for length, share in STAGES if length <= ends]
+    total = sum(share for _, share in stages)
+    return tuple((length, round(share / total, 4)) for length, share in stages)
+
+
 def config_of(name: str, *, tiny: bool) -> DecoderConfig:
     """Return a model: NSA, the default preset; ``dense``, of the same layers; ``dense wide``, of more."""
     config = preset("text-125m", checkpointing=False)
@@ -134,7 +142,7 @@ class StagedRun:
     def __init__(self, job: Job, report: Report) -> None:
         self.job, self.report, self.device = job, report, torch.device(job["device"])
         tiny, cuda = job["tiny"], self.device.type == "cuda"
-        self.stages = [(length // (128 if tiny else 1), share) for length, share in STAGES]
+        self.stages = [(length // (128 if tiny else 1), share) for length, share in job.get("stages", STAGES)]
         self.tokens = TOKENS // (128 if tiny else 1)
         self.text = read_text(Path(job["text"]), tiny=tiny)
         torch.manual_seed(job["seed"])
@@ -212,7 +220,9 @@ class StagedRun:
     def measure(self) -> None:
         """Record the bits of both halves of the text kept back."""
         for name, (length, count) in ROWS.items():
-            length = min(length, self.stages[-1][0])
+            length //= 128 if self.job["tiny"] else 1
+            if length > self.stages[-1][0]:
+                continue
             for half in ("choose", "report"):
                 batch = spread(self.text[half], length, 2 if self.job["tiny"] else count)
                 bits = bits_of_bytes(self.reader, batch, max(1, self.tokens // length), self.precision)
@@ -273,25 +283,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--text", type=Path, default=Path("runs/stages/text.pt"), help="cache; default: %(default)s")
     parser.add_argument("--table", action="store_true", help="print the tables of what is recorded, and train nothing")
+    parser.add_argument(
+        "--ends",
+        type=int,
+        choices=[length for length, _ in STAGES],
+        default=STAGES[-1][0],
+        help="tokens of the last stage",
+    )
     arguments = parser.parse_args(argv)
+    stages = stages_until(arguments.ends)
     until = time.time() + arguments.deadline
     recording = options.open_recording(arguments, __doc__, keep=True)
     if not arguments.table:
         text = read_text(arguments.text, tiny=arguments.tiny)
         digests = {part: hashlib.sha256(text[part].numpy().tobytes()).hexdigest()[:16] for part in ("train", "report")}
         device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
-        recording.note(text=text["sizes"] | {"sha256": digests}, stages=STAGES, tokens_of_step=TOKENS)
+        recording.note(text=text["sizes"] | {"sha256": digests}, stages=stages, tokens_of_step=TOKENS)
         shared = {"seconds": arguments.seconds, "device": arguments.device, "until": until, "tiny": arguments.tiny}
+        shared["stages"] = stages
         jobs = [job | shared | {"text": arguments.text.as_posix()} for job in arguments.job]
 
         def report(point: Point) -> None:
-            kept = {name: value for name, value in point.items() if name not in ("until", "text", "tiny")}
+            kept = {name: value for name, value in point.items() if name not in ("until", "text", "tiny", "stages")}
             recording.add(kept | {"device": device}, KEY)
             looks = point.get("looks", [[0, 0.0]])[-1]
             print(point["model"], point["lr"], point["seed"], point.get("label", looks), flush=True)
 
         run_jobs(work, jobs, places(1, arguments.device), report)
-    for rows in ("choose 32k", "report 32k", "report 8k"):
+    for rows in ("choose 32k", "report 32k", "choose 8k", "report 8k"):
         print(f"\n{table(recording.points, rows)}")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.learning.packages import Package, halves, without_known_files
-from benchmarks.learning.stages import NSA, StagedRun, copies_from, drawn, job_of, main
+from benchmarks.learning.stages import NSA, STAGES, StagedRun, copies_from, drawn, job_of, main, stages_until
 
 LINES = [b"def function_%03d(argument): return %d\n" % (number, number) for number in range(40)]
 
@@ -60,6 +60,20 @@ def test_indexers_learn_in_a_dense_stage_unless_they_come_later(model: str, taug
     for share in (0.0, 0.5):
         run.train_step(share)
     assert with_loss == [taught, True]
+
+
+def test_a_last_stage_can_be_left_out(tmp_path: Path) -> None:
+    assert stages_until(32768) == STAGES
+    assert stages_until(8192) == ((2048, 0.3), (8192, 0.7))
+    recorded, text = f"{tmp_path}/stages.json", f"{tmp_path}/text.pt"
+    tiny = ["--tiny", "--device", "cpu", "--seconds", "1", "--ends", "8192"]
+    main(["--job", "dense:1e-3:0", *tiny, "--json", recorded, "--text", text])
+    file = json.loads(Path(recorded).read_text())
+    (point,) = file["points"]
+    assert file["stages"] == [[2048, 0.3], [8192, 0.7]]
+    assert len(point["steps"]) == 2
+    assert "report 8k" in point
+    assert "report 32k" not in point
 
 
 def test_jobs_train_through_all_stages_and_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
