@@ -40,6 +40,7 @@ from flexnsa.lm.parallel.joining import (
 )
 from flexnsa.lm.parallel.ranks import Ranks
 from flexnsa.lm.training.checkpoint import configs_of_run
+from flexnsa.lm.training.checks import check_cuda_graph
 from flexnsa.lm.training.config import TRAIN_PRESETS, TrainConfig
 from flexnsa.lm.training.run import Watcher, require_one_run, run
 from flexnsa.primitives import check_positive_int
@@ -50,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=output_folder, default="runs/train", help="folder of the log and the checkpoint")
     add_recipe_options(parser)
     add_stages_options(parser)
+    parser.add_argument(
+        "--cuda-graph", action="store_true", help="replay steps as one CUDA graph; faster where they have few tokens"
+    )
     parser.add_argument(
         "--strict", action="store_true", help="find the first value that is not finite, and name its layer; slower"
     )
@@ -73,7 +77,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
         recipe = recipe_of_options(arguments, arguments.out, leave_out=arguments.out, **joining)
         watchers = _watchers(arguments)
         recipe = replace(recipe, ranks=_count_processes(arguments))
-        recipe.local_device()
+        check_cuda_graph(arguments.cuda_graph, recipe.local_device(), recipe.ranks)
         recipe.check_training()
     # What a checkpoint says is compared later: ranks that see different folders are told of these.
     same = agreed_options(arguments, model_config(arguments), train_config(arguments), recipe.corpus())
@@ -86,7 +90,7 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
 def _train(recipe: Recipe, ranks: Ranks, arguments: argparse.Namespace, watchers: Sequence[Watcher]) -> int | None:
     """Train in a function of its own: the wrapped model has to be gone before the ranks part."""
     require_one_run(arguments.out, ranks)
-    trainer = recipe.build_trainer(ranks)
+    trainer = recipe.build_trainer(ranks, cuda_graph=arguments.cuda_graph)
     if ranks.rank == 0:
         text = trainer.corpus
         size = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -126,8 +130,9 @@ def _watchers(arguments: argparse.Namespace) -> list[Watcher]:
     """
     if arguments.strict and arguments.context_parallel > 1:
         raise ValueError("strict: expected no --context-parallel with it, as no process has a whole sequence, got both")
-    if arguments.strict and arguments.compile:
-        raise ValueError("strict: expected no --compile with it, because hooks skip compiled code, got both")
+    for option, given in {"--compile": arguments.compile, "--cuda-graph": arguments.cuda_graph}.items():
+        if arguments.strict and given:
+            raise ValueError(f"strict: expected no {option} with it, because what it runs skips hooks, got both")
     watchers: list[Watcher] = [recorded_environment, stacks_on_request]
     watchers += [strict] if arguments.strict else []
     return watchers + ([watchdog(arguments.watchdog)] if arguments.watchdog is not None else [])
@@ -176,6 +181,7 @@ def agreed_options(
         "text": f"{len(text.train) + len(text.validation):,} bytes of sha256 {content['text_sha256'][:16]}",
         "tokenizer": content.get("tokenizer_sha256"),
         "compile": arguments.compile,
+        "cuda_graph": arguments.cuda_graph,
         "strict": arguments.strict,
         "watchdog": arguments.watchdog,
         "model": model.to_dict(),

@@ -49,6 +49,10 @@ class Batch:
         """Cut into batches of ``num_rows`` sequences; the last may be smaller."""
         return [self[first : first + num_rows] for first in range(0, len(self), num_rows)]
 
+    def tensors(self) -> list[Tensor]:
+        """Return tokens, targets and, of packed sequences, document ids."""
+        return [x for x in (self.tokens, self.targets, self.document_ids) if x is not None]
+
     def to(self, device: torch.device) -> Batch:
         """Move to a device, without waiting for the copy."""
         return self.map(lambda x: _moved(x, device))

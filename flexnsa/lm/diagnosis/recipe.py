@@ -132,10 +132,10 @@ class Recipe:
         """Join the ranks, as :func:`~flexnsa.lm.parallel.joined_ranks` does."""
         return joined_ranks(self.parallel, self.local_device(), self.reduce_dtype, self.context_parallel, same=same)
 
-    def build_trainer(self, ranks: Ranks) -> Trainer:
-        """Build a trainer at step 0."""
+    def build_trainer(self, ranks: Ranks, **options: Any) -> Trainer:
+        """Build a trainer with these options at step 0."""
         model = ranks.build(self.make, self.local_device())
-        return Trainer(model, self.corpus(), self.training, compiled=self.compiled, ranks=ranks)
+        return Trainer(model, self.corpus(), self.training, compiled=self.compiled, ranks=ranks, **options)
 
     @contextmanager
     def trainer(self) -> Iterator[Trainer]:

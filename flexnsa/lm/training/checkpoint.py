@@ -110,8 +110,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> int:
     check_tensors(path, stored.layout, state)
     _check_shared(path, stored.layout, trainer)
 
-    if config != trainer.config:
-        trainer.go_by(config)
+    trainer.go_by(config)
     stored.load_into(state)
     trainer.optimizer.state.update(moments)
     torch.set_rng_state(state["rng.cpu"])

@@ -46,6 +46,17 @@ def check_training(
             raise ValueError(f"{name}: expected {what} to be a multiple of {sharing} {groups}, got {count}")
 
 
+def check_cuda_graph(cuda_graph: bool, device: torch.device, world_size: int) -> None:
+    """Check that a CUDA graph can have a step.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if cuda_graph and (device.type != "cuda" or world_size > 1):
+        got = f"device {device.type!r} and {world_size} processes"
+        raise ValueError(f"cuda_graph: expected a GPU and a single process with it, got {got}")
+
+
 def check_dense_stages(model: DecoderConfig, config: TrainConfig, context_parallel: int = 1) -> None:
     """Check that a model can attend densely in the stages that are to.
 

@@ -22,19 +22,18 @@ class Teaching:
         model: whose indexers learn, if it has any.
         weight: factor on the loss.
         seed: of the run.
-        step: of the run.
+        step: of the run, int64 ``()``; an int would be compiled anew in each step.
         sequence_ids: int ``(B,)``, the indices of this rank's sequences in the batch of the step.
         wait: indexers learn nothing: the step is of a dense stage.
     """
 
     def __init__(
-        self, model: DecoderLM, *, weight: float, seed: int, step: int, sequence_ids: Tensor, wait: bool = False
+        self, model: DecoderLM, *, weight: float, seed: int, step: Tensor, sequence_ids: Tensor, wait: bool = False
     ) -> None:
         indexers = model.indexers_by_layer()
         self.indexers, self._waiting = ([], indexers) if wait else (indexers, [])
         self.weight, self.seed, self.sequence_ids = weight, seed, sequence_ids
-        # An int would be compiled anew in each step; a fill, unlike a copy from the host, does not wait for the device.
-        self.step = torch.full((), step, device=sequence_ids.device)
+        self.step = step
         self._sums = torch.zeros(2, len(self.indexers), dtype=torch.float64, device=sequence_ids.device)
 
     def selection(self, rows: slice) -> SelectionLoss | None:

@@ -18,8 +18,9 @@ from flexnsa.lm.data.corpus import Corpus
 from flexnsa.lm.data.rows import Batch, PackedDocuments, Windows
 from flexnsa.lm.model.decoder import DecoderLM
 from flexnsa.lm.parallel.ranks import Ranks
-from flexnsa.lm.training.checks import check_training
+from flexnsa.lm.training.checks import check_cuda_graph, check_training
 from flexnsa.lm.training.config import TrainConfig, completed
+from flexnsa.lm.training.graphed import Graphed
 from flexnsa.lm.training.teaching import Teaching
 from flexnsa.optim import COMPRESSOR_LR, index_parameters, parameter_groups
 
@@ -59,12 +60,12 @@ class StepResult:
 
 
 class Drawn(NamedTuple):
-    """The sequences of a step: this rank's share of them, in parts, and the number of targets of all ranks."""
+    """This rank's sequences of a step, and on the device its number and the targets of all ranks, scalars."""
 
     step: int
-    share: slice
-    parts: list[Batch]
-    num_targets: int
+    batch: Batch
+    number: Tensor
+    num_targets: Tensor
 
 
 class Trainer:
@@ -75,10 +76,13 @@ class Trainer:
         corpus: text to train on and to validate on.
         config: hyper-parameters.
         compiled: run the layers of the model through ``torch.compile``; all share the same code.
+        cuda_graph: replay each step but the first two of a length as one CUDA graph. The host, which otherwise needs
+            longer than a GPU for a step of few tokens, then needs next to nothing. Learning rates are rounded to fp32.
         ranks: the processes that train together and have built the model; by default this process alone.
 
     Raises:
-        ValueError: as of :func:`~flexnsa.lm.training.checks.check_training`.
+        ValueError: as of :func:`~flexnsa.lm.training.checks.check_training`, or ``cuda_graph`` without a GPU or with
+            several processes.
         RanksDifferError: the model, the config, the text or ``compiled`` differs between ranks; raised on all of them.
     """
 
@@ -89,6 +93,7 @@ class Trainer:
         config: TrainConfig,
         *,
         compiled: bool = False,
+        cuda_graph: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks = ranks = Ranks() if ranks is None else ranks
@@ -96,6 +101,8 @@ class Trainer:
         self.model, self.corpus, self.asked, self.config = model, corpus, config, completed(config)
         ranks.require_same(lambda: {**self.configs(), "training": asdict(config), "compiled": compiled})
         check_training(model.config, corpus, config, self.device, ranks.world_size, ranks.context_parallel)
+        check_cuda_graph(cuda_graph, self.device, ranks.world_size)
+        self.cuda_graph = cuda_graph  # the graph is of one optimizer, and of a dense stage or not
         validation, rows = corpus.tokens("validation"), (config.seq_len, config.pack)
         self.training_rows = corpus.tokens("train").rows(self.config.at(0).seq_len, config.pack)
         self.validation_rows = validation.rows(*rows)
@@ -118,8 +125,9 @@ class Trainer:
     def go_by(self, config: TrainConfig) -> None:
         """Continue with another config, from the present parameters, with a new optimizer."""
         self.config = config
-        self.optimizer = build_optimizer(self.model, config)
+        self.optimizer = build_optimizer(self.model, config, capturable=self.cuda_graph)
         self._drawn: Drawn | None = None
+        self._take_step = Graphed(self._learn) if self.cuda_graph else self._learn
 
     def _attend_as(self, step: int) -> None:
         """Attend as a step does: densely, if its stage is dense."""
@@ -132,6 +140,7 @@ class Trainer:
             self.model.attend_densely(("slc",) if dense else None)
         self._dense, self._is_settled = dense, False
         self._forward = self.ranks.wrap(self.model, some_unused=dense)
+        self._take_step = Graphed(self._learn) if self.cuda_graph else self._learn
 
     def configs(self) -> dict[str, Any]:
         """Return the configs that decide the results of the run, as plain values."""
@@ -149,25 +158,34 @@ class Trainer:
         self._attend_as(self.step)
         if self._drawn is None or self._drawn.step != self.step:
             self._drawn = self._draw(self.step)
-        drawn, parts = self._drawn, self._drawn.parts
+        drawn = self._drawn
         self.model.train()
         if not self._is_settled:
-            ranks.settle(lambda: self._backward(parts[0], self._teaching(drawn), 0, 1))
+            first = drawn.batch[: self.config.at(self.step).batch_size]
+            ranks.settle(lambda: self._backward(first, self._teaching(drawn.number), 0, drawn.num_targets))
             self.optimizer.zero_grad()
             self._is_settled = True
-        own_loss, teaching = torch.zeros((), device=self.device), self._teaching(drawn)
-        for index, part in enumerate(parts):
-            with ranks.part(self._forward, last=index == len(parts) - 1):
-                own_loss += self._backward(part, teaching, index * len(parts[0]), drawn.num_targets)
-        self._check()
-        lr, numbers = self.config.learning_rate(self.step), self._finish(teaching, own_loss)
-        self._learn(lr, numbers)
+        lr = self.config.learning_rate(self.step)
+        set_learning_rate(self.optimizer, lr)
+        numbers = self._take_step(drawn.number, drawn.num_targets, *drawn.batch.tensors())
         self._drawn = self._draw(self.step + 1)
         loss, grad_norm, *of_indexers = numbers.flatten().tolist()  # the only wait for the device
         result = StepResult(self.step, loss, lr, grad_norm, *of_indexers, dense=self._dense or None)
         result.require_finite()
         self.step += 1
         return result
+
+    def _learn(self, number: Tensor, num_targets: Tensor, *batch: Tensor) -> Tensor:
+        """Take a step from this rank's sequences; return its numbers, as of :meth:`_finish`."""
+        parts = Batch(*batch).split(self.config.at(self.step).batch_size)
+        own_loss, teaching = torch.zeros((), device=self.device), self._teaching(number)
+        for index, part in enumerate(parts):
+            with self.ranks.part(self._forward, last=index == len(parts) - 1):
+                own_loss += self._backward(part, teaching, index * len(parts[0]), num_targets)
+        self._check()
+        numbers = self._finish(teaching, own_loss)
+        self._update(numbers)
+        return numbers
 
     def _finish(self, teaching: Teaching, own_loss: Tensor) -> Tensor:
         """Clip the gradients, of indexers apart; return loss and norm of both, fp64 ``(2, 2)``, or ``(1, 2)``."""
@@ -183,9 +201,8 @@ class Trainer:
         norm = whole(nn.utils.clip_grad_norm_(parameters, self.config.clip))
         return norm.to(self.device, torch.float64)  # without any gradient it is a number of the CPU
 
-    def _learn(self, lr: float, numbers: Tensor) -> None:
+    def _update(self, numbers: Tensor) -> None:
         """Update the parameters; the device leaves them as they are if a number of the step is not finite."""
-        set_learning_rate(self.optimizer, lr)
         unsafe = numbers.isfinite().all().logical_not().float()
         self.optimizer.found_inf = unsafe  # pyright: ignore[reportAttributeAccessIssue]  (fused optimizers read it)
         self.optimizer.step()
@@ -198,17 +215,19 @@ class Trainer:
         if self.training_rows.seq_len != config.seq_len:
             self.training_rows = self.corpus.tokens("train").rows(config.seq_len, config.pack)
         batch = draw_step(self.training_rows, config, step)
-        share = self.ranks.share(len(batch))
-        parts = [part.to(self.device) for part in batch[share].split(config.batch_size)]
-        return Drawn(step, share, parts, batch.num_targets())
+        # Fills, unlike copies from the host, do not wait for the device
+        number = torch.full((), step, device=self.device)
+        num_targets = torch.full((), float(batch.num_targets()), device=self.device)
+        return Drawn(step, batch[self.ranks.share(len(batch))].to(self.device), number, num_targets)
 
-    def _teaching(self, drawn: Drawn) -> Teaching:
+    def _teaching(self, number: Tensor) -> Teaching:
         """Return what collects the selection losses of a step, of this rank's share of the sequences."""
-        ids = torch.arange(drawn.share.start, drawn.share.stop, device=self.device)
+        share = self.ranks.share(self.config.at(self.step).sequences_per_step)
+        ids = torch.arange(share.start, share.stop, device=self.device)
         weight, seed = self.config.selection_loss_weight, self.config.seed
-        return Teaching(self.model, weight=weight, seed=seed, step=self.step, sequence_ids=ids, wait=self._dense)
+        return Teaching(self.model, weight=weight, seed=seed, step=number, sequence_ids=ids, wait=self._dense)
 
-    def _backward(self, part: Batch, teaching: Teaching, first: int, num_targets: int) -> Tensor:
+    def _backward(self, part: Batch, teaching: Teaching, first: int, num_targets: Tensor) -> Tensor:
         """Run one forward and backward pass, of the rows from ``first``; return its share of the language loss."""
         selection = teaching.selection(slice(first, first + len(part)))
         # The mean over the targets of all ranks, whose gradients are averaged
@@ -258,17 +277,24 @@ def language_loss(
         return model(batch.tokens, targets=batch.targets, reduction=reduction, document_ids=batch.document_ids, **extra)
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Return AdamW for a run; each group has the factor of :func:`set_learning_rate` as ``relative_lr``."""
+def build_optimizer(model: nn.Module, config: TrainConfig, *, capturable: bool = False) -> torch.optim.AdamW:
+    """Return AdamW for a run; each group has the factor of :func:`set_learning_rate` as ``relative_lr``.
+
+    A CUDA graph can have the steps of a ``capturable`` one.
+    """
     slower = COMPRESSOR_LR if config.compressor_lr is None else config.compressor_lr
     rates = {"compressor_lr": slower, "indexer_lr": config.indexer_lr}
     groups = parameter_groups(model, lr=1.0, weight_decay=config.weight_decay, **rates)
     for group in groups:
         group["relative_lr"] = group.pop("lr")
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+        if capturable:
+            group["lr"] = torch.zeros((), device=group["params"][0].device)
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True, capturable=capturable)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of a step; that of each group is relative to it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["relative_lr"]
+        relative = lr * group["relative_lr"]
+        group["lr"] = group["lr"].fill_(relative) if isinstance(group["lr"], Tensor) else relative

@@ -59,6 +59,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--reduce-dtype": [*WORDS, "bf16", "fp16"],
         "--log-ranks": FLAG,
         "--strict": FLAG,
+        "--cuda-graph": FLAG,
         "--watchdog": ["0", "-1", "nan", "inf", "1e9", "", "x", "600"],  # in less it would end whoever calls
         **of_config(DecoderConfig, "nsa", "branches", "recompute", "vocab_size", "checkpointing"),
         **of_config(NSAConfig),

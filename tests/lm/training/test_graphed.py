@@ -1,0 +1,51 @@
+"""Steps that a CUDA graph replays learn what other steps learn; they need a GPU and a single process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexnsa.lm import DecoderLM, Trainer, preset, read_corpus
+from flexnsa.lm.training.checkpoint import load_checkpoint, save_checkpoint
+from flexnsa.lm.training.checks import check_cuda_graph
+from tests.lm.training.test_stages import GROWING
+from tests.lm.training.test_teaching import MODEL
+
+
+def test_graphs_need_a_gpu_and_one_process(text_folder: Path) -> None:
+    expected = "cuda_graph: expected a GPU and a single process with it, got"
+    with pytest.raises(ValueError, match=f"{expected} device 'cpu' and 1 processes"):
+        Trainer(DecoderLM(MODEL), read_corpus(text_folder), GROWING, cuda_graph=True)
+    with pytest.raises(ValueError, match=f"{expected} device 'cuda' and 2 processes"):
+        check_cuda_graph(True, torch.device("cuda"), 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("fields", [{"dense_stages": 1}, {"pack": True, "grad_accumulation": 2, "dense_stages": 2}])
+def test_replayed_steps_are_the_same_steps(
+    text_folder: Path, tmp_path: Path, compiled: bool, fields: dict[str, Any]
+) -> None:
+    """Through stages of which two have one length, evaluations between steps, and a checkpoint of the other kind."""
+    model = replace(preset("text-125m"), dim=128, num_layers=2, num_heads=6, num_kv_heads=1, head_dim=64)
+    stages = ((256, 0.25), (256, 0.25), (512, 0.5))
+    config = replace(GROWING, steps=20, batch_size=2, seq_len=512, stages=stages, precision="bf16", **fields)
+    corpus = read_corpus(text_folder)
+
+    def build(cuda_graph: bool) -> Trainer:
+        torch.manual_seed(0)
+        return Trainer(DecoderLM(model).cuda(), corpus, config, compiled=compiled, cuda_graph=cuda_graph)
+
+    plain, graphed = build(False), build(True)
+    for step in range(config.steps):
+        if step == 16:
+            save_checkpoint(tmp_path / "checkpoint.safetensors", graphed)
+            graphed = build(True)
+            load_checkpoint(tmp_path / "checkpoint.safetensors", graphed)
+        expected, found = plain.train_step().to_dict(), graphed.train_step().to_dict()
+        assert found == pytest.approx(expected, rel=2e-3), step
+        assert graphed.validation_bits_per_byte() == pytest.approx(plain.validation_bits_per_byte(), rel=2e-3)
