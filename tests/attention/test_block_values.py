@@ -12,7 +12,9 @@ from flexnsa import native_sparse_attention, selected_attention
 from flexnsa.checks import calls as arguments
 from tests.support.inputs import SMALL, make_inputs
 
-X: dict[str, Any] = {name: x.detach() for name, x in make_inputs(77, batch=2, dtype=torch.float32).named().items()}
+INPUTS = make_inputs(77, batch=2, key_dim=32, dtype=torch.float32)
+X: dict[str, Any] = {name: x.detach() for name, x in INPUTS.named().items()}
+SCALE = -0.3  # with which test_flex has compiled the selected branch for tensors of these sizes
 M = 5  # blocks of 77 tokens
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 40 + [2] * 28, [0] * 50 + [1] * 27])
 impls = pytest.mark.parametrize("impl", ["flex", "sdpa", "reference"])
@@ -29,7 +31,8 @@ def rows(*row: int) -> Tensor:
 
 
 def attend(blocks: Tensor, document_ids: Tensor | None, impl: str) -> Tensor:
-    return selected_attention(X["q"], X["k"], X["v"], blocks, config=SMALL, document_ids=document_ids, impl=impl)[0]
+    options = {"config": SMALL, "scale": SCALE, "document_ids": document_ids, "impl": impl}
+    return selected_attention(X["q"], X["k"], X["v"], blocks, **options)[0]
 
 
 @impls

@@ -13,13 +13,14 @@ import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from flexnsa.lm.measure.table import format_table
-from tests.emitted.machine_code import Resources
+from tests.emitted.machine_code import Resources, without_machine_code
 from tests.emitted.targets import TARGETS, Target
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -52,18 +53,21 @@ def survey(
     dims: Sequence[tuple[int, int]],
     processes: int = 1,
     packed: Sequence[bool] = (False, True),
+    machine_code: bool = True,
 ) -> Iterator[Row]:
-    """Compile every kernel, each architecture and dtype in a process of its own."""
+    """Compile every kernel, each architecture and dtype in a process of its own; to the end, or for its memory."""
     context = multiprocessing.get_context("forkserver")  # which has imported what all need, and no GPU
     context.set_forkserver_preload(["tests.emitted.all_kernels"])
     with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
-        tasks = [(target, dtype, dims, packed) for target in targets for dtype in dtypes]
+        tasks = [(target, dtype, dims, packed, machine_code) for target in targets for dtype in dtypes]
         for (target, dtype, *_), rows in zip(tasks, pool.map(_compile_all, *zip(*tasks, strict=True)), strict=True):
             print(f"{target} {dtype}: {sum(row.is_good for row in rows)} of {len(rows)} are good", file=sys.stderr)
             yield from rows
 
 
-def _compile_all(name: str, dtype: str, dims: Sequence[tuple[int, int]], packed: Sequence[bool]) -> list[Row]:
+def _compile_all(
+    name: str, dtype: str, dims: Sequence[tuple[int, int]], packed: Sequence[bool], machine_code: bool
+) -> list[Row]:
     from tests.emitted.all_kernels import Shape, calls
     from tests.emitted.pretended_gpu import pretend
 
@@ -74,7 +78,8 @@ def _compile_all(name: str, dtype: str, dims: Sequence[tuple[int, int]], packed:
         size = str(dk) if dk == dv else f"{dk}/{dv}"
         for call, compile_kernels in calls(Shape((dk, dv), DTYPES[dtype]), packed):
             try:
-                kernels = compile_kernels()
+                with nullcontext() if machine_code else without_machine_code():
+                    kernels = compile_kernels()
             except Exception as error:  # whatever a compiler says is the finding
                 verdict = "refused" if type(error) is ValueError else f"fails, {type(error).__name__}"
                 line = " ".join(str(error).split())
@@ -104,7 +109,7 @@ def format_rows(rows: Sequence[Row]) -> str:
         numbers = ("", "", "", "", "")
         if need is not None:
             numbers = (need.num_warps, need.num_stages, need.shared, need.registers, need.spilled)
-        warps, stages, shared, registers, spilled = map(str, numbers)
+        warps, stages, shared, registers, spilled = ("-" if number is None else str(number) for number in numbers)
         place = (name, row.target, row.dtype, row.dims)
         cells.append((*place, warps, stages, shared, str(row.limit), registers, spilled, row.verdict))
     return format_table(header, cells)

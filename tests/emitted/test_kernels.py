@@ -56,7 +56,8 @@ def test_kernels_of_narrow_heads_compile_without_spills(branch: str, capsys: pyt
         with capsys.disabled():
             print(f"\n{branch} D={dim} {needed}", end="")
         assert needed.spilled == 0
-    assert resources(kernels[0], maxnreg=96).spilled > 0, "a spill is not counted"
+    if branch == "slc":  # one kernel tells
+        assert resources(kernels[0], maxnreg=96).spilled, "a spill is not counted"
 
 
 def test_one_graph_serves_every_length() -> None:

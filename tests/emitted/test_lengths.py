@@ -28,8 +28,7 @@ def tensors(branch: str, *, by_token: bool = False) -> tuple[Tensor, ...]:
     return q, *others
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize(("branch", "by_token"), [*((branch, True) for branch in BRANCHES), ("slc", False)])
 def test_kernels_count_far_rows_in_64_bits(branch: str, by_token: bool) -> None:
     emitted = emit(attention(branch, CONFIG, SCALE), partial(tensors, branch, by_token=by_token))
     templates = [kernel for kernel in emitted.kernels if kernel.is_template]

@@ -13,7 +13,6 @@ from tests.support.compiled import assert_compiled_gradients_are_right
 from tests.support.inputs import SMALL
 
 CASES: dict[str, tuple[dict[str, Any], tuple[int, int], bool]] = {
-    "paper": ({"preset": "paper"}, (1, 100), False),
     "softmax": ({"preset": "paper", "gate": "softmax", "branches": ("slc", "win")}, (3, 64), True),
     "selecting": ({"preset": "paper", "config": SMALL, "compression": "linear", "recompute": ("slc",)}, (2, 150), True),
 }

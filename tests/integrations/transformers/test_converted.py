@@ -211,9 +211,8 @@ def test_a_second_turn_goes_on_where_the_first_ended(few: Any) -> None:
     assert torch.equal(few.generate(**whole, **GREEDY, past_key_values=cache), few.generate(**whole, **GREEDY))
 
 
-@pytest.mark.parametrize("options", [FEW, INDEXED], ids=["means", "indexer"])
-def test_compiled_as_one_graph_it_has_the_same_gradients(options: dict[str, Any]) -> None:
-    few = converted("llama", options, num_hidden_layers=1).train()
+def test_compiled_as_one_graph_it_has_the_same_gradients() -> None:
+    few = converted("llama", INDEXED, num_hidden_layers=1).train()
     x = tokens(2, 40)
     want = gradients(few, few, x)
     got = gradients(few, torch.compile(few, fullgraph=True), x)
