@@ -1,0 +1,290 @@
+"""Record which blocks the layers of a model choose, and have the same tokens attend to the same blocks later.
+
+Reinforcement learning needs both: one pass draws a token, often with other kernels, precision or weights than the pass
+that trains it, which would choose other blocks where scores are nearly equal. Layers are followed from outside, by
+methods that stand in for their own, so that a model is what it was without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexnsa.attention.interface import Call, given
+from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
+from flexnsa.cache.rows import fix_addresses
+from flexnsa.config import NSAConfig
+from flexnsa.layers.core import Heads, Read
+from flexnsa.layers.forward import SparseLayer, WholeStep
+from flexnsa.layers.indexer import SharedIndex
+from flexnsa.layers.layouts import KeySource, RowKeys, RowLayout
+from flexnsa.layers.projection import weight_of
+from flexnsa.masks.user_mods import Mods
+from flexnsa.positions import Positions
+from flexnsa.primitives import check_tensor, check_type, may_look
+
+
+def record_indices(model: nn.Module) -> IndexHandle:
+    """Record the blocks that layers choose, until ``remove()`` or the end of a ``with`` block.
+
+    A pass over whole rows begins a new record, and so does an empty :class:`flexnsa.NSACache`. With a cache each token
+    goes to its place in its sequence, also behind a crop. Rows have to stay where they are, but beam search moves them.
+    A CUDA graph records if it was captured meanwhile.
+
+    Example:
+        >>> with record_indices(model) as handle:
+        ...     texts = model.generate(prompts, 100)
+        >>> with replay_indices(model, handle.indices()):
+        ...     model(tokens, targets=targets).backward()
+
+    Args:
+        model: any module with layers of NSA that have the selected branch, or whose layers attend by
+            ``attn_implementation="flexnsa"``.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: it has no such layer, or has a handle already; or, in a pass, ranks share the tokens of a row,
+            layers attend densely, or transformers batches continuously.
+    """
+    return IndexHandle([_follow(module, None) for module in _choosing(model)])
+
+
+def replay_indices(model: nn.Module, indices: Sequence[Tensor]) -> IndexHandle:
+    """Attend to recorded blocks in passes over whole rows, until ``remove()`` or the end of a ``with`` block.
+
+    Gradients are those of :func:`flexnsa.native_sparse_attention` with ``block_indices``. Activation checkpointing
+    needs the handle in backward too. A token without recorded blocks, such as the last one of a generated text, which
+    no pass has read, gets nothing from the selected branch.
+
+    Args:
+        model: as in :func:`record_indices`.
+        indices: of :meth:`IndexHandle.indices`, for each layer that chooses. Document ``b`` of packed rows, counted
+            over all rows, takes row ``b`` of the indices, unless these are packed as the tokens are.
+
+    Raises:
+        TypeError: an argument is not of its kind.
+        ValueError: as :func:`record_indices`; or indices are of another shape, dtype or device; or, in a pass, of other
+            rows, heads, sizes or, where a CPU can see it, documents or blocks; or there is a cache.
+    """
+    modules = _choosing(model)
+    check_type("indices", indices, Sequence)
+    if len(indices) != len(modules):
+        raise ValueError(f"indices: expected those of {len(modules)} layers that choose blocks, got {len(indices)}")
+    for number, (module, blocks) in enumerate(zip(modules, indices, strict=True)):
+        name, like = f"indices[{number}]", weight_of(module)
+        check_tensor(name, blocks, ("B", "Hkv", "S", "n"), like=like, as_of="the layer", dtype=torch.int32)
+    return IndexHandle([_follow(*each) for each in zip(modules, indices, strict=True)])
+
+
+class IndexHandle:
+    """Attached to the layers of a model that choose blocks; a context manager, which removes it."""
+
+    def __init__(self, layers: Sequence[_Followed]) -> None:
+        self._layers = layers
+        for layer in layers:
+            layer.attach()
+
+    def indices(self) -> list[Tensor]:
+        """Return the recorded blocks, int32 ``(B, Hkv, S, n)`` for each layer that chooses, in the model's order.
+
+        Row ``b`` has the tokens of sequence ``b``, without padding before them, or of row ``b`` of packed rows. It may
+        be longer than they are; -1 stands where nothing was recorded.
+
+        Raises:
+            ValueError: no pass was recorded.
+        """
+        blocks = [layer.blocks for layer in self._layers if layer.blocks is not None]
+        if not blocks:
+            raise ValueError("indices: expected a recorded pass of the model, got none")
+        return [each[:, :, :-1].clone() for each in blocks]
+
+    def remove(self) -> None:
+        """Leave the model as it was; what was recorded stays."""
+        for layer in self._layers:
+            layer.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class _Followed:
+    """A module that chooses blocks, some of whose methods are replaced by those of this class.
+
+    ``blocks`` are recorded, int32 ``(B, Hkv, C + 1, n)`` for ``C`` tokens; as in a cache, one slot more takes padding.
+    """
+
+    METHODS: ClassVar[tuple[str, ...]]
+
+    def __init__(self, module: Any, replayed: Tensor | None) -> None:
+        self.module, self.replayed = module, replayed
+        self.blocks: Tensor | None = None
+
+    def attach(self) -> None:
+        for name in self.METHODS:
+            setattr(self.module, name, getattr(self, name))
+
+    def detach(self) -> None:
+        for name in self.METHODS:
+            vars(self.module).pop(name, None)
+
+    def begin(self, blocks: Tensor) -> None:
+        """Record the blocks of whole rows."""
+        self.blocks = F.pad(blocks, (0, 0, 0, 1), value=-1)
+
+    def put(self, blocks: Tensor, rows: Tensor, slots: Tensor, shape: tuple[int, int], *, anew: bool = False) -> None:
+        """Record the blocks of tokens in these slots, given the number of sequences and of their slots."""
+        size, old = (shape[0], blocks.shape[1], shape[1] + 1, blocks.shape[3]), self.blocks
+        if old is None or old.shape != size:
+            with torch.inference_mode(mode=False):  # so that later passes outside of it can write, too
+                self.blocks = torch.full(size, -1, dtype=blocks.dtype, device=blocks.device)
+            if old is not None and old.shape[:2] == size[:2] and not anew:
+                kept = min(old.shape[2], size[2]) - 1
+                self.blocks[:, :, :kept] = old[:, :, :kept]
+            if not torch.compiler.is_compiling():
+                fix_addresses(self.blocks)
+        elif anew:
+            old.fill_(-1)  # in place, because a captured step writes there
+        given(self.blocks)[rows, :, slots] = blocks.transpose(1, 2)
+
+    def of_rows(self, blocks: Tensor, shape: Sequence[int], where: Positions | None, by: NSAConfig) -> Tensor:
+        """Return the replayed blocks of tokens, ``(*shape, n)``, given a ``shape`` of ``(B, Hkv, T)``."""
+        (batch, heads, count), (rows, _, length, _) = shape, blocks.shape
+        if blocks.shape[1::2] != (heads, by.num_selected_blocks):
+            expected = f"{by.num_selected_blocks} blocks of {heads} key heads"
+            raise ValueError(f"indices: expected {expected}, got a shape {tuple(blocks.shape)}")
+        token = torch.arange(count, device=blocks.device)[None] if where is None else where.token - where.start
+        token = token.expand(batch, -1)
+        if (rows, length) != (batch, count):  # else they are packed as the tokens are, if these are packed
+            starts, documents, longest = token == 0, batch, count
+            if where is not None and may_look(token):
+                documents, longest = int(starts.sum()), int(token.max()) + 1
+            if (where is None or may_look(token)) and (documents != rows or longest > length + 1):
+                expected = f"{documents} documents of up to {longest} tokens"
+                raise ValueError(f"indices: expected those of {expected}, got {rows} rows of {length}")
+            document = starts.flatten().cumsum(0).view_as(token) - 1
+            blocks = F.pad(blocks, (0, 0, 0, 1), value=-1)  # of a token that was drawn last and never read
+            blocks = blocks[document.clamp_max(rows - 1), :, token.clamp_max(length)].transpose(1, 2).contiguous()
+        if may_look(blocks):
+            _check_own_blocks(blocks, token, by)
+        return blocks
+
+
+class _FollowedLayer(_Followed):
+    """A layer of the library, or one that is converted."""
+
+    METHODS = ("attend", "whole_step")
+
+    def attend(
+        self, x: Tensor, heads: Heads, layout: RowLayout, source: KeySource, *others: Any, **options: Any
+    ) -> tuple[Tensor, Read]:
+        """Attend to recorded blocks, or record those that the layer chooses; see :class:`SparseLayer`."""
+        layer, kept = self.module, source if isinstance(source, PrefillKeys | StepKeys) else None
+        if kept is None and (layer.dense_branches is not None or not isinstance(source, RowKeys)):
+            reason = "tokens that ranks share" if layer.dense_branches is None else "a dense stage"
+            raise ValueError(f"model: expected layers that choose blocks of whole rows, got {reason}")
+        if self.replayed is not None:
+            if kept is not None:
+                raise ValueError("cache: expected None where blocks are replayed, got one")
+            blocks = self.of_rows(self.replayed, heads.k["slc"].shape[:3], layout.positions, layer.attention().config)
+            options["index"] = SharedIndex(blocks)
+        out, read = type(layer).attend(layer, x, heads, layout, source, *others, **options)
+        if kept is not None:
+            slots, rows = kept.step.slots["slc"], kept.step.rows.get("slc", kept.cache.rows[:, None])
+            self._put_in_cache(read.block_indices, rows, slots, kept.cache)
+        elif self.replayed is None:
+            self.begin(read.block_indices)
+        return out, read
+
+    def whole_step(self, x: Tensor, cache: NSACache, mods: Mods) -> WholeStep | None:
+        """Return what computes a step at once, and records its blocks."""
+        take_step = type(self.module).whole_step(self.module, x, cache, mods)
+        if take_step is None or self.replayed is not None:
+            return None
+
+        def run(lengths: Tensor | None, blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            before, count = cache.lengths[:, None], x.shape[1]
+            token = before + torch.arange(count, device=x.device)
+            end = before + (count if lengths is None else lengths[:, None])
+            slots = token.where(token < end.clamp_max(cache.max_seq_len), cache.max_seq_len)
+            out, chosen = take_step(lengths, blocks)
+            self._put_in_cache(chosen, cache.rows[:, None], slots, cache)
+            return out, chosen
+
+        return run
+
+    def _put_in_cache(self, blocks: Any, rows: Tensor, slots: Tensor, cache: Any) -> None:
+        self.put(blocks, rows, slots, (cache.batch_size, cache.max_seq_len), anew=cache.is_empty)
+
+
+class _FollowedModule(_Followed):
+    """An attention module of transformers, which calls :mod:`flexnsa.transformers.dropin`."""
+
+    METHODS = ("choose_blocks",)
+
+    def choose_blocks(
+        self, select: Callable[..., Tensor], q: Tensor, k_cmp: Tensor, call: Call, *scores: Tensor | None
+    ) -> Tensor:
+        """Return recorded blocks, or record those that ``select`` chooses with the other arguments."""
+        where, config = call.positions, call.config
+        of_cache = where is not None and where.document is None
+        if where is not None and not where.consecutive:
+            raise ValueError("generate_batch: expected none where blocks are recorded or replayed, got one")
+        if self.replayed is not None:
+            if of_cache:
+                raise ValueError("past_key_values: expected no tokens of a cache where blocks are replayed, got some")
+            return self.of_rows(self.replayed, (*k_cmp.shape[:2], q.shape[2]), where, config)
+        blocks = select(q, k_cmp, call, *scores)
+        if where is None or not of_cache:
+            self.begin(blocks)
+            return blocks
+        most = k_cmp.shape[2] * config.compress_stride + config.compress_block_size  # more tokens than the cache has
+        held = 0 if self.blocks is None else self.blocks.shape[2] - 1
+        rows = torch.arange(len(q), device=q.device)[:, None]
+        self.put(blocks, rows, where.token.long(), (len(q), held if held >= most else 2 * most))
+        return blocks
+
+
+def _choosing(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that choose blocks, for themselves or for others that follow them."""
+    check_type("model", model, nn.Module)
+    modules = [module for module in model.modules() if _chooses(module)]
+    if not modules:
+        raise ValueError(f"model: expected layers of NSA with the selected branch, got a {type(model).__name__}")
+    if any({*_FollowedLayer.METHODS, *_FollowedModule.METHODS} & vars(module).keys() for module in modules):
+        raise ValueError("model: expected one without a handle that records or replays blocks, got one before remove()")
+    return modules
+
+
+def _chooses(module: nn.Module) -> bool:
+    """Return whether a module is a layer of NSA that chooses blocks, or calls the attention that does in its place."""
+    if isinstance(module, SparseLayer):
+        return "slc" in module.attention().branches and not getattr(module, "follows", False)
+    config = getattr(module, "config", None)
+    if getattr(config, "_attn_implementation", None) != "flexnsa" or not getattr(module, "is_causal", False):
+        return False
+    index, kinds = getattr(module, "layer_idx", None), getattr(config, "layer_types", None)
+    options = getattr(config, "flexnsa", None) or {}
+    is_full = index is not None and (not kinds or kinds[index] in ("full_attention", "hybrid"))
+    return is_full and "slc" in options.get("branches", ("slc",))
+
+
+def _follow(module: nn.Module, replayed: Tensor | None) -> _Followed:
+    return (_FollowedLayer if isinstance(module, SparseLayer) else _FollowedModule)(module, replayed)
+
+
+def _check_own_blocks(blocks: Tensor, token: Tensor, by: NSAConfig) -> None:
+    """Check that the blocks of each token ``(B, T)`` end with its own, if that is forced, and never after it."""
+    last, own = blocks.amax(-1), (token // by.select_block_size)[:, None]
+    wrong = (last >= 0) & (last != own) if by.num_local_blocks else last > own
+    if wrong.any():
+        row, head, at = wrong.nonzero()[0].tolist()
+        expected = f"blocks of {by.select_block_size} tokens that end with {int(own[row, 0, at])}"
+        got = f"{blocks[row, head, at].tolist()} at token {at} of row {row}"
+        raise ValueError(f"indices: expected {expected}, got {got}")
