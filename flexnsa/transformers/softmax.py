@@ -6,7 +6,8 @@ Some models cap the scores, or have sinks, one more term of the sum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,11 +30,13 @@ class Softmax:
         limit: scores are kept within it of 0, as ``limit * tanh(score / limit)``; None for any score.
         sinks: ``(Hq,)``, for each head a score that takes its share of the probability and has no value. Blocks are
             scored without it.
+        choose: chooses blocks in place of the selection that is its first argument; see :mod:`flexnsa.indices`.
     """
 
     scale: float | None = None
     limit: float | None = None
     sinks: Tensor | None = None
+    choose: Callable[..., Tensor] | None = None
 
     @property
     def score_mod(self) -> ScoreMod | None:
@@ -51,7 +54,8 @@ class Softmax:
         """Choose an implementation, as :func:`flexnsa.attention.dispatch.choose_implementation`, with the sinks."""
         cached = cached and returns_lse(self.sinks, q)
         chosen = choose_implementation(impl, q, modded=self.limit is not None, cached=cached, v_dim=v_dim)
-        return with_sinks(chosen, self.sinks)
+        chosen = with_sinks(chosen, self.sinks)
+        return chosen if self.choose is None else replace(chosen, select=partial(self.choose, chosen.select))
 
 
 def attend_to_own_keys(
