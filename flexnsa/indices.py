@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flexnsa.attention.interface import Call, given
 from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
 from flexnsa.cache.rows import fix_addresses
+from flexnsa.checks.calls import check_block_indices
 from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Heads, Read
 from flexnsa.layers.forward import SparseLayer, WholeStep
@@ -281,6 +282,7 @@ def _follow(module: nn.Module, replayed: Tensor | None) -> _Followed:
 
 def _check_own_blocks(blocks: Tensor, token: Tensor, by: NSAConfig) -> None:
     """Check that the blocks of each token ``(B, T)`` end with its own, if that is forced, and never after it."""
+    check_block_indices(blocks, config=by, seq_len=token.shape[1])
     last, own = blocks.amax(-1), (token // by.select_block_size)[:, None]
     wrong = (last >= 0) & (last != own) if by.num_local_blocks else last > own
     if wrong.any():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.dispatch import attend, choose_implementation
-from flexnsa.attention.interface import Call, Implementation, Keys
+from flexnsa.attention.interface import Call, Keys
 from flexnsa.config import BRANCHES
 from flexnsa.layers.sinks import returns_lse, with_sinks
 from flexnsa.masks.user_mods import ScoreMod
@@ -50,13 +50,6 @@ class Softmax:
 
         return cap
 
-    def implementation(self, impl: str, q: Tensor, *, cached: bool, v_dim: int) -> Implementation:
-        """Choose an implementation, as :func:`flexnsa.attention.dispatch.choose_implementation`, with the sinks."""
-        cached = cached and returns_lse(self.sinks, q)
-        chosen = choose_implementation(impl, q, modded=self.limit is not None, cached=cached, v_dim=v_dim)
-        chosen = with_sinks(chosen, self.sinks)
-        return chosen if self.choose is None else replace(chosen, select=partial(self.choose, chosen.select))
-
 
 def attend_to_own_keys(
     q: Tensor,
@@ -83,7 +76,11 @@ def attend_to_own_keys(
     """
     k_cmp = compress(k) if {"cmp", "slc"} & {*options.branches} else None
     v_cmp = compress(v) if "cmp" in options.branches else None
-    implementation = softmax.implementation(options.impl, q, cached=cached, v_dim=v.shape[-1])
+    modded, cached = softmax.limit is not None, cached and returns_lse(softmax.sinks, q)
+    chosen = choose_implementation(options.impl, q, modded=modded, cached=cached, v_dim=v.shape[-1])
+    implementation = with_sinks(chosen, softmax.sinks)
+    if softmax.choose is not None:
+        implementation = replace(implementation, select=partial(softmax.choose, implementation.select))
     weights = zip(BRANCHES, options.gates, strict=True)
     gates = {tag: q.new_full((), gate).expand(q.shape[:3]) for tag, gate in weights if gate != 1}
     factor = q.shape[3] ** -0.5 if softmax.scale is None else softmax.scale
