@@ -1,8 +1,8 @@
 """Record which blocks the layers of a model choose, and have the same tokens attend to the same blocks later.
 
 Reinforcement learning needs both: one pass draws a token, often with other kernels, precision or weights than the pass
-that trains it, which would choose other blocks where scores are nearly equal. Layers are followed from outside, by
-methods that stand in for their own, so that a model is what it was without them.
+that trains it, which would choose other blocks where scores are nearly equal. What does it is attached to layers from
+outside, as methods that stand in for their own, so that without it a model is what it was.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def record_indices(model: nn.Module) -> IndexHandle:
     """Record the blocks that layers choose, until ``remove()`` or the end of a ``with`` block.
 
     A pass over whole rows begins a new record, and so does an empty :class:`flexnsa.NSACache`. With a cache each token
-    goes to its place in its sequence, also behind a crop. Rows have to stay where they are, but beam search moves them.
-    A CUDA graph records if it was captured meanwhile.
+    goes to its place in its sequence, also behind a crop. Rows have to stay where they are: beam search, which moves
+    them, is recorded wrongly. A CUDA graph records to the handle under which it was captured.
 
     Example:
         >>> with record_indices(model) as handle:
@@ -51,7 +51,7 @@ def record_indices(model: nn.Module) -> IndexHandle:
         ValueError: it has no such layer, or has a handle already; or, in a pass, ranks share the tokens of a row,
             layers attend densely, or transformers batches continuously.
     """
-    return IndexHandle([_follow(module, None) for module in _choosing(model)])
+    return IndexHandle([_attachment(module, None) for module in _choosing(model)])
 
 
 def replay_indices(model: nn.Module, indices: Sequence[Tensor]) -> IndexHandle:
@@ -78,16 +78,16 @@ def replay_indices(model: nn.Module, indices: Sequence[Tensor]) -> IndexHandle:
     for number, (module, blocks) in enumerate(zip(modules, indices, strict=True)):
         name, like = f"indices[{number}]", weight_of(module)
         check_tensor(name, blocks, ("B", "Hkv", "S", "n"), like=like, as_of="the layer", dtype=torch.int32)
-    return IndexHandle([_follow(*each) for each in zip(modules, indices, strict=True)])
+    return IndexHandle([_attachment(*each) for each in zip(modules, indices, strict=True)])
 
 
 class IndexHandle:
     """Attached to the layers of a model that choose blocks; a context manager, which removes it."""
 
-    def __init__(self, layers: Sequence[_Followed]) -> None:
-        self._layers = layers
-        for layer in layers:
-            layer.attach()
+    def __init__(self, attachments: Sequence[_Attachment]) -> None:
+        self._attachments = attachments
+        for each in attachments:
+            each.attach()
 
     def indices(self) -> list[Tensor]:
         """Return the recorded blocks, int32 ``(B, Hkv, S, n)`` for each layer that chooses, in the model's order.
@@ -98,15 +98,15 @@ class IndexHandle:
         Raises:
             ValueError: no pass was recorded.
         """
-        blocks = [layer.blocks for layer in self._layers if layer.blocks is not None]
+        blocks = [each.blocks for each in self._attachments if each.blocks is not None]
         if not blocks:
             raise ValueError("indices: expected a recorded pass of the model, got none")
         return [each[:, :, :-1].clone() for each in blocks]
 
     def remove(self) -> None:
         """Leave the model as it was; what was recorded stays."""
-        for layer in self._layers:
-            layer.detach()
+        for each in self._attachments:
+            each.detach()
 
     def __enter__(self) -> Self:
         return self
@@ -115,8 +115,8 @@ class IndexHandle:
         self.remove()
 
 
-class _Followed:
-    """A module that chooses blocks, some of whose methods are replaced by those of this class.
+class _Attachment:
+    """What records the blocks that a module chooses, or replays others, by methods in the place of the module's own.
 
     ``blocks`` are recorded, int32 ``(B, Hkv, C + 1, n)`` for ``C`` tokens; as in a cache, one slot more takes padding.
     """
@@ -154,31 +154,9 @@ class _Followed:
             old.fill_(-1)  # in place, because a captured step writes there
         given(self.blocks)[rows, :, slots] = blocks.transpose(1, 2)
 
-    def of_rows(self, blocks: Tensor, shape: Sequence[int], where: Positions | None, by: NSAConfig) -> Tensor:
-        """Return the replayed blocks of tokens, ``(*shape, n)``, given a ``shape`` of ``(B, Hkv, T)``."""
-        (batch, heads, count), (rows, _, length, _) = shape, blocks.shape
-        if blocks.shape[1::2] != (heads, by.num_selected_blocks):
-            expected = f"{by.num_selected_blocks} blocks of {heads} key heads"
-            raise ValueError(f"indices: expected {expected}, got a shape {tuple(blocks.shape)}")
-        token = torch.arange(count, device=blocks.device)[None] if where is None else where.token - where.start
-        token = token.expand(batch, -1)
-        if (rows, length) != (batch, count):  # else they are packed as the tokens are, if these are packed
-            starts, documents, longest = token == 0, batch, count
-            if where is not None and may_look(token):
-                documents, longest = int(starts.sum()), int(token.max()) + 1
-            if (where is None or may_look(token)) and (documents != rows or longest > length + 1):
-                expected = f"{documents} documents of up to {longest} tokens"
-                raise ValueError(f"indices: expected those of {expected}, got {rows} rows of {length}")
-            document = starts.flatten().cumsum(0).view_as(token) - 1
-            blocks = F.pad(blocks, (0, 0, 0, 1), value=-1)  # of a token that was drawn last and never read
-            blocks = blocks[document.clamp_max(rows - 1), :, token.clamp_max(length)].transpose(1, 2).contiguous()
-        if may_look(blocks):
-            _check_own_blocks(blocks, token, by)
-        return blocks
 
-
-class _FollowedLayer(_Followed):
-    """A layer of the library, or one that is converted."""
+class _LayerAttachment(_Attachment):
+    """Attached to a layer of the library, or one that is converted."""
 
     METHODS = ("attend", "whole_step")
 
@@ -193,7 +171,7 @@ class _FollowedLayer(_Followed):
         if self.replayed is not None:
             if kept is not None:
                 raise ValueError("cache: expected None where blocks are replayed, got one")
-            blocks = self.of_rows(self.replayed, heads.k["slc"].shape[:3], layout.positions, layer.attention().config)
+            blocks = _blocks_of(self.replayed, heads.k["slc"].shape[:3], layout.positions, layer.attention().config)
             options["index"] = SharedIndex(blocks)
         out, read = type(layer).attend(layer, x, heads, layout, source, *others, **options)
         if kept is not None:
@@ -224,8 +202,8 @@ class _FollowedLayer(_Followed):
         self.put(blocks, rows, slots, (cache.batch_size, cache.max_seq_len), anew=cache.is_empty)
 
 
-class _FollowedModule(_Followed):
-    """An attention module of transformers, which calls :mod:`flexnsa.transformers.dropin`."""
+class _DropInAttachment(_Attachment):
+    """Attached to an attention module of transformers, for which :mod:`flexnsa.transformers.dropin` attends."""
 
     METHODS = ("choose_blocks",)
 
@@ -240,7 +218,7 @@ class _FollowedModule(_Followed):
         if self.replayed is not None:
             if of_cache:
                 raise ValueError("past_key_values: expected no tokens of a cache where blocks are replayed, got some")
-            return self.of_rows(self.replayed, (*k_cmp.shape[:2], q.shape[2]), where, config)
+            return _blocks_of(self.replayed, (*k_cmp.shape[:2], q.shape[2]), where, config)
         blocks = select(q, k_cmp, call, *scores)
         if where is None or not of_cache:
             self.begin(blocks)
@@ -258,7 +236,7 @@ def _choosing(model: nn.Module) -> list[nn.Module]:
     modules = [module for module in model.modules() if _chooses(module)]
     if not modules:
         raise ValueError(f"model: expected layers of NSA with the selected branch, got a {type(model).__name__}")
-    if any({*_FollowedLayer.METHODS, *_FollowedModule.METHODS} & vars(module).keys() for module in modules):
+    if any({*_LayerAttachment.METHODS, *_DropInAttachment.METHODS} & vars(module).keys() for module in modules):
         raise ValueError("model: expected one without a handle that records or replays blocks, got one before remove()")
     return modules
 
@@ -272,12 +250,37 @@ def _chooses(module: nn.Module) -> bool:
         return False
     index, kinds = getattr(module, "layer_idx", None), getattr(config, "layer_types", None)
     options = getattr(config, "flexnsa", None) or {}
-    is_full = index is not None and (not kinds or kinds[index] in ("full_attention", "hybrid"))
-    return is_full and "slc" in options.get("branches", ("slc",))
+    if index is None or not {*list(kinds or ())[index : index + 1]} <= {"full_attention", "hybrid"}:
+        return False
+    return "slc" in options.get("branches", ("slc",))
 
 
-def _follow(module: nn.Module, replayed: Tensor | None) -> _Followed:
-    return (_FollowedLayer if isinstance(module, SparseLayer) else _FollowedModule)(module, replayed)
+def _attachment(module: nn.Module, replayed: Tensor | None) -> _Attachment:
+    return (_LayerAttachment if isinstance(module, SparseLayer) else _DropInAttachment)(module, replayed)
+
+
+def _blocks_of(blocks: Tensor, shape: Sequence[int], where: Positions | None, by: NSAConfig) -> Tensor:
+    """Return the replayed blocks of tokens, ``(*shape, n)``, given a ``shape`` of ``(B, Hkv, T)``."""
+    (batch, heads, count), (rows, _, length, _) = shape, blocks.shape
+    if blocks.shape[1::2] != (heads, by.num_selected_blocks):
+        expected = f"{by.num_selected_blocks} blocks of {heads} key heads"
+        raise ValueError(f"indices: expected {expected}, got a shape {tuple(blocks.shape)}")
+    token = torch.arange(count, device=blocks.device)[None] if where is None else where.token - where.start
+    token = token.expand(batch, -1)
+    if (rows, length) != (batch, count):  # else they are packed as the tokens are, if these are packed
+        starts, documents, longest = token == 0, batch, count
+        if where is not None:  # there are batch documents or more, which only a CPU counts
+            known = may_look(token)
+            documents, longest = (int(starts.sum()), int(token.max()) + 1) if known else (max(batch, rows), 0)
+        if documents != rows or longest > length + 1:
+            expected = f"{documents} documents of up to {longest} tokens"
+            raise ValueError(f"indices: expected those of {expected}, got {rows} rows of {length}")
+        document = starts.flatten().cumsum(0).view_as(token) - 1
+        blocks = F.pad(blocks, (0, 0, 0, 1), value=-1)  # of a token that was drawn last and never read
+        blocks = blocks[document.clamp_max(rows - 1), :, token.clamp_max(length)].transpose(1, 2).contiguous()
+    if may_look(blocks):
+        _check_own_blocks(blocks, token, by)
+    return blocks
 
 
 def _check_own_blocks(blocks: Tensor, token: Tensor, by: NSAConfig) -> None:

@@ -6,46 +6,30 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
-from flexnsa import NativeSparseAttention, SelectionLoss
+from flexnsa import NativeSparseAttention, record_indices, replay_indices
 from flexnsa.attention import dispatch
-from flexnsa.indices import record_indices, replay_indices
-from flexnsa.lm import DecoderConfig, DecoderLM, DecodingSession, Sampling
-from tests.support.decoding import taught
+from flexnsa.lm import DecoderLM, DecodingSession, Sampling
+from tests.layers.test_shared_index import build, drawn, learn, make
 from tests.support.inputs import TINY
 
 CHOOSES = replace(TINY, num_selected_blocks=5)  # 3 are forced
-INDEXED = replace(CHOOSES, index_heads=2, index_block_size=2, index_stride=2)
-MODEL = DecoderConfig(dim=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, nsa=INDEXED, share_index=2)
 MODELS: dict[str, dict[str, Any]] = {
     "an indexer": {"share_index": 1},
     "a shared index": {},
-    "a list of leaders": {"share_index": (0, 1, 0, 1)},
     "compressed keys": {"share_index": 1, "nsa": CHOOSES},
     "selected keys": {"share_index": 1, "nsa": CHOOSES, "branches": ("slc",)},
 }
 LENGTHS = torch.tensor([60, 41, 7])
 NEW = 30
-
-
-def build(**changes: Any) -> DecoderLM:
-    torch.manual_seed(0)
-    model = DecoderLM(replace(MODEL, **changes))
-    for layer in model.modules():
-        if isinstance(layer, NativeSparseAttention):
-            taught(layer)
-    return model
-
-
-def drawn(*shape: int) -> Tensor:
-    return torch.randint(256, shape, generator=torch.Generator().manual_seed(3))
 
 
 def choose_otherwise(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +44,7 @@ def choose_otherwise(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def roll_out(model: DecoderLM, temperature: float) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Generate; return each text, the log probabilities with which its new tokens were drawn, and all blocks."""
-    prompts, seen = drawn(3, 60), list[Tensor]()
+    prompts, seen = drawn(60, 3), list[Tensor]()
     hook = model.head.register_forward_hook(lambda _module, _inputs, out: seen.append(out.reshape(3, -1)))
     with record_indices(model) as handle:
         options: dict[str, Any] = {"lengths": LENGTHS, "sampling": Sampling(temperature=temperature), "seed": 1}
@@ -89,7 +73,7 @@ def test_training_has_the_log_probabilities_of_the_rollout(
         before = model(padded)
     for drawn_with, whole in zip(indices, handle.indices(), strict=True):
         read = (drawn_with >= 0).any(-1)
-        assert read.sum(2).tolist() == [[length + NEW - 1] * 2 for length in LENGTHS.tolist()]  # the last is not read
+        assert read.sum(2)[:, 0].tolist() == (LENGTHS + NEW - 1).tolist()  # the last is not read
         assert torch.equal(drawn_with[read], whole[:, :, : read.shape[2]][read])
     choose_otherwise(model, monkeypatch)
     if model.indexers():
@@ -119,8 +103,8 @@ def test_a_block_beside_the_recorded_one_is_seen() -> None:
 
 
 @torch.no_grad()
-def test_rejected_drafts_and_emptied_caches_leave_no_trace() -> None:
-    model, x = build(), drawn(2, 70)
+def test_rejected_drafts_are_overwritten_and_emptied_caches_begin_anew() -> None:
+    model, x = build(), drawn(70)
     caches = [layer.attention.new_cache(2, 80, max_rewind=4) for layer in model.layers]  # pyright: ignore
     with record_indices(model) as handle:
         model(x.flip(1), caches=caches)
@@ -144,7 +128,7 @@ def test_rejected_drafts_and_emptied_caches_leave_no_trace() -> None:
 
 @torch.no_grad()
 def test_packed_prompts_of_a_cache_and_sessions_are_recorded_by_sequence() -> None:
-    model, x = build(), drawn(2, 60)
+    model, x = build(), drawn(60)
     ids = (torch.arange(100) >= 60).long()[None]
     session = DecodingSession(model, 2, 32, sampling=Sampling(temperature=0))
     with record_indices(model) as handle:
@@ -165,24 +149,16 @@ def test_packed_prompts_of_a_cache_and_sessions_are_recorded_by_sequence() -> No
         assert (later[:, :, 24:] == -1).all()
 
 
-def gradients(model: DecoderLM, x: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    selection = SelectionLoss(num_queries=20)
-    (model(x, targets=x, selection=selection) + selection.total).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_the_recorded_choice(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = build(checkpointing=checkpointing), drawn(2, 70)
+    model, x = build(checkpointing=checkpointing), drawn(70)
     with record_indices(model) as handle:
-        expected = gradients(model, x)
-    indices = handle.indices()
-    with replay_indices(model, indices):
-        assert all(torch.equal(grad, expected[name]) for name, grad in gradients(model, x).items())
-    choose_otherwise(model, monkeypatch)
-    with replay_indices(model, indices):
-        found = gradients(model, x)
+        *_, expected = learn(model, x)
+    with replay_indices(model, handle.indices()):
+        *_, same = learn(model, x)
+        choose_otherwise(model, monkeypatch)
+        *_, found = learn(model, x)
+    assert all(torch.equal(grad, expected[name]) for name, grad in same.items())
     assert found.keys() == expected.keys()
     for name, grad in found.items():  # indexers are others, and learn the same shares from other scores
         assert torch.equal(grad, expected[name]) != (".indexer." in name), name
@@ -192,7 +168,7 @@ def test_gradients_are_those_of_the_recorded_choice(checkpointing: bool, monkeyp
 def test_compiled_models_record_replay_and_become_what_they_were(
     by_layer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eager, model, x = build(), build(), drawn(2, 70)
+    eager, model, x = build(num_layers=2), build(num_layers=2), drawn(70)
     torch.compiler.reset()
     compiled: Any = model if by_layer else torch.compile(model, fullgraph=True)
     if by_layer:
@@ -217,22 +193,22 @@ def test_compiled_models_record_replay_and_become_what_they_were(
     assert_close(compiled(x), eager(x), rtol=0, atol=1e-5)
 
 
-def replay(
-    change: Callable[[Tensor], Tensor], *size: int, documents: Tensor | None = None, cached: bool = False
-) -> None:
+def replay(change: Callable[[Tensor], Tensor], x: Tensor | None = None, **options: Any) -> None:
+    """Record a pass of two rows of 70 tokens, and replay its changed blocks for others."""
     model = build().requires_grad_(False)
     with record_indices(model) as handle:
-        model(drawn(2, 70))
-    options: dict[str, Any] = {"caches": model.new_caches(2, 80)} if cached else {"document_ids": documents}
+        model(drawn(70))
+    if options.pop("cached", False):
+        options["caches"] = model.new_caches(2, 80)
     with replay_indices(model, [change(each) for each in handle.indices()]):
-        model(drawn(*size or (2, 70)), **options)
+        model(drawn(70) if x is None else x, **options)
 
 
-def record(*handles: DecoderLM) -> None:
+def record(*models: nn.Module, **options: Any) -> None:
     with ExitStack() as stack:
-        for model in handles:
+        for model in models:
             stack.enter_context(record_indices(model))
-        handles[0](drawn(2, 70))
+        models[0](torch.ones(1, 20, 32) if isinstance(models[0], NativeSparseAttention) else drawn(70), **options)
 
 
 def in_a_dense_stage() -> DecoderLM:
@@ -241,31 +217,29 @@ def in_a_dense_stage() -> DecoderLM:
     return model
 
 
-ONE, THREE = build(), torch.arange(90)[None] // 30
+ONE, LAYER = build(), make()
+OF_RANKS = replace(LAYER.layout(20), source=Mock())
+THREE = {"x": drawn(90, 1), "document_ids": torch.arange(90)[None] // 30}
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no selected branch": (
-        lambda: record(build(**MODELS["selected keys"] | {"branches": ("win",)})),
-        "model: expected l",
+        lambda: record(make(branches=("cmp",), config=CHOOSES)),
+        "model: expected layers of NSA with",
     ),
-    "dense attention": (lambda: record(build(attention="dense", share_index=1)), "model: expected layers of NSA with"),
     "a dense stage": (lambda: record(in_a_dense_stage()), "model: expected layers that choose .* got a dense stage"),
+    "tokens of ranks": (
+        lambda: record(LAYER, layout=OF_RANKS),
+        "model: expected layers .* got tokens that ranks share",
+    ),
     "a handle already": (lambda: record(ONE, ONE), "model: expected one without a handle"),
     "nothing recorded": (lambda: record_indices(build()).indices(), "indices: expected a recorded pass"),
     "too few layers": (lambda: replay_indices(build(), []), "indices: expected those of 2 layers"),
-    "another dtype": (lambda: replay(Tensor.long), r"indices\[0\]: expected dtype torch.int32"),
-    "no dimension of heads": (lambda: replay(lambda x: x[:, 0]), r"indices\[0\]: expected shape"),
-    "other heads": (lambda: replay(lambda x: x[:, :1]), "indices: expected 5 blocks of 2 key heads"),
-    "fewer blocks": (lambda: replay(lambda x: x[..., :4]), "indices: expected 5 blocks of 2 key heads"),
+    "other heads": (lambda: replay(lambda x: x.repeat(1, 2, 1, 1)), "indices: expected 5 blocks of 1 key heads"),
     "fewer rows": (lambda: replay(lambda x: x[:1]), "indices: expected those of 2 documents of up to 70 tokens"),
     "fewer tokens": (lambda: replay(lambda x: x[:, :, :68]), "indices: expected those of 2 documents of up to 70"),
-    "more documents": (lambda: replay(Tensor.clone, 1, 90, documents=THREE), "indices: expected those of 3 documents"),
-    "larger blocks": (
-        lambda: replay(lambda x: x.where(x < 0, x // 2)),
-        "indices: expected blocks of 8 tokens that end",
-    ),
-    "a later block": (lambda: replay(lambda x: x + (x >= 0)), "indices: expected blocks of 8 tokens that end with 0"),
+    "more documents": (lambda: replay(Tensor.clone, **THREE), "indices: expected those of 3 documents of up to 30"),
+    "larger blocks": (lambda: replay(lambda x: x[:, :, :20].repeat_interleave(4, 2)), "indices: expected blocks of 8"),
     "a cache": (lambda: replay(Tensor.clone, cached=True), "cache: expected None where blocks are replayed"),
-    "a step": (lambda: replay(Tensor.clone, 2, 1, cached=True), "cache: expected None where blocks are replayed"),
+    "a step": (lambda: replay(Tensor.clone, drawn(1), cached=True), "cache: expected None where blocks are replayed"),
 }
 
 
