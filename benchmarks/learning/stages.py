@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,8 @@ TOKENS = 65536
 EDGES = (0, 512, 1024, 2048, 4096, 8192, 16384, 24576, 32768)
 """Tokens of a sequence between which the loss by position is averaged."""
 KEY = ("model", "lr", "seed", "seconds")
+AT_ONCE = 8
+"""Steps between which nothing waits for the device, as in training."""
 WIDE = 16
 """Layers of a dense model with about as many parameters as NSA with 12."""
 ROWS = {"32k": (32768, 64), "8k": (8192, 128)}
@@ -80,6 +82,8 @@ NSA = {
     "nsa, dense first, shared index 6": Variant(("slc",), 1, 6),
     "nsa, dense first, 32 blocks": Variant(("slc",), 1, num_selected_blocks=32),
     "nsa, dense first, then indexers": Variant(("slc",), 1, taught_densely=False),
+    "nsa, dense first, then indexers, shared index 3": Variant(("slc",), 1, 3, taught_densely=False),
+    "nsa, dense first, then indexers, 8 blocks": Variant(("slc",), 1, num_selected_blocks=8, taught_densely=False),
 }
 MODELS = (*NSA, "dense", "dense wide")
 
@@ -160,7 +164,7 @@ class StagedRun:
         self.precision = torch.autocast(self.device.type, torch.bfloat16, enabled=cuda)
         self.seconds, self.step, self.counts = 0.0, 0, [0] * len(self.stages)
         self.seen: dict[str, Any] = {"first_step_s": [], "looks": [], "loss": []}
-        self.losses: list[float] = []
+        self.losses: list[Tensor] = []
 
     def train(self, until: float) -> None:
         """Train for the seconds of the job, or until ``time.time()``; look at held-out rows on the way."""
@@ -169,26 +173,43 @@ class StagedRun:
             if self.seconds >= next_look:
                 self.look()
                 next_look += total / 10
-            self.train_step(self.seconds / total)
+            first = self.is_first(self.seconds / total)
+            start = time.perf_counter()
+            for _ in range(1 if first or self.job["tiny"] else AT_ONCE):
+                self.train_step(self.seconds / total)
+            self.losses[-1].item()  # waits for the device
+            took = time.perf_counter() - start
+            if first:
+                self.seen["first_step_s"].append(round(took, 2))
+            else:
+                self.seconds += took
         self.look()
+
+    def stage_at(self, share: float) -> int:
+        """Return the stage after a share of the seconds."""
+        ends = accumulate(part for _, part in self.stages)
+        return next((index for index, end in enumerate(ends) if share < end), len(self.stages) - 1)
+
+    def is_first(self, share: float) -> bool:
+        """Whether no step of this stage has been taken."""
+        return self.counts[self.stage_at(share)] == 0
 
     def train_step(self, share: float) -> None:
         """Take one step, after a share of the seconds."""
-        ends = [sum(part for _, part in self.stages[: index + 1]) for index in range(len(self.stages))]
-        stage = next((index for index, end in enumerate(ends) if share < end), len(ends) - 1)
-        length, first = self.stages[stage][0], self.counts[stage] == 0
+        stage = self.stage_at(share)
+        length = self.stages[stage][0]
         decay = 1.0 if share < 0.7 else max(0.05, (1 - share) / 0.3)
         factor = self.job["lr"] * min(1.0, (self.step + 1) / 100) * decay
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = factor * rate
         by = NSA.get(self.job["model"], Variant())
-        if first:
+        if self.is_first(share):
             self.model.attend_densely(by.branches if stage < by.stages else None)
-        batch = drawn(self.text["train"], length, self.tokens // length, self.job["seed"], self.step).to(self.device)
-        start = time.perf_counter()
+        batch = drawn(self.text["train"], length, self.tokens // length, self.job["seed"], self.step)
+        batch = batch.to(self.device)
         selection = None
         if self.model.indexers() and (by.taught_densely or stage >= by.stages):
-            selection = SelectionLoss(seed=self.job["seed"], step=torch.tensor(self.step, device=self.device))
+            selection = SelectionLoss(seed=self.job["seed"], step=torch.full((), self.step, device=self.device))
         with self.precision:
             loss = self.model(batch.tokens, targets=batch.targets, **({"selection": selection} if selection else {}))
         (loss + selection.total if selection else loss).backward()
@@ -196,12 +217,7 @@ class StagedRun:
             nn.utils.clip_grad_norm_(parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(loss.item() / math.log(2))  # waits for the device
-        took = time.perf_counter() - start
-        if first:
-            self.seen["first_step_s"].append(round(took, 2))
-        else:
-            self.seconds += took
+        self.losses.append(loss.detach() / math.log(2))
         self.step, self.counts[stage] = self.step + 1, self.counts[stage] + 1
 
     def look(self) -> None:
@@ -209,10 +225,9 @@ class StagedRun:
         length = self.stages[1][0]
         bits = bits_of_bytes(self.reader, spread(self.text["choose"], length, 16), 8, self.precision)
         self.seen["looks"].append([self.step, round(self.seconds, 1), *_by_position(bits)])
-        every = max(1, len(self.losses) // 100)
-        self.seen["loss"] = [
-            round(statistics.fmean(self.losses[at : at + every]), 4) for at in range(0, self.step, every)
-        ]
+        losses = torch.stack(self.losses).tolist() if self.losses else []
+        every = max(1, len(losses) // 100)
+        self.seen["loss"] = [round(statistics.fmean(losses[at : at + every]), 4) for at in range(0, self.step, every)]
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         about = {"parameters": parameters, "steps": self.counts, "trained_s": round(self.seconds, 1)}
         self.report({name: self.job[name] for name in KEY} | about | self.seen)
