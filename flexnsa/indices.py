@@ -8,7 +8,7 @@ outside, as methods that stand in for their own, so that without it a model is w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from flexnsa.attention.interface import Call, given
 from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
-from flexnsa.cache.rows import fix_addresses
 from flexnsa.checks.calls import check_block_indices
 from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Heads, Read
@@ -32,9 +31,10 @@ from flexnsa.primitives import check_tensor, check_type, may_look
 def record_indices(model: nn.Module) -> IndexHandle:
     """Record the blocks that layers choose, until ``remove()`` or the end of a ``with`` block.
 
-    A pass over whole rows begins a new record, and so does an empty :class:`flexnsa.NSACache`. With a cache each token
-    goes to its place in its sequence, also behind a crop. Rows have to stay where they are: beam search, which moves
-    them, is recorded wrongly. A CUDA graph records to the handle under which it was captured.
+    A pass over whole rows begins a new record. With a cache, tokens are recorded at their places in their sequences, so
+    that what follows a crop overwrites what was rejected. A :class:`flexnsa.NSACache` keeps the blocks with the keys,
+    also where rows move or are copied. In the drop-in, beam search would move rows that the record does not. A CUDA
+    graph that was captured without a handle records nothing.
 
     Example:
         >>> with record_indices(model) as handle:
@@ -98,10 +98,10 @@ class IndexHandle:
         Raises:
             ValueError: no pass was recorded.
         """
-        blocks = [each.blocks for each in self._attachments if each.blocks is not None]
+        blocks = [each.kept for each in self._attachments if each.kept is not None]
         if not blocks:
             raise ValueError("indices: expected a recorded pass of the model, got none")
-        return [each[:, :, :-1].clone() for each in blocks]
+        return [each[:, :, :-1] - 1 for each in blocks]
 
     def remove(self) -> None:
         """Leave the model as it was; what was recorded stays."""
@@ -118,14 +118,15 @@ class IndexHandle:
 class _Attachment:
     """What records the blocks that a module chooses, or replays others, by methods in the place of the module's own.
 
-    ``blocks`` are recorded, int32 ``(B, Hkv, C + 1, n)`` for ``C`` tokens; as in a cache, one slot more takes padding.
+    ``kept`` are recorded blocks, int32 ``(B, Hkv, C + 1, n)`` for ``C`` tokens, plus 1; 0 where there is none. As in
+    caches, one slot more takes padding.
     """
 
     METHODS: ClassVar[tuple[str, ...]]
 
     def __init__(self, module: Any, replayed: Tensor | None) -> None:
         self.module, self.replayed = module, replayed
-        self.blocks: Tensor | None = None
+        self.kept: Tensor | None = None
 
     def attach(self) -> None:
         for name in self.METHODS:
@@ -134,25 +135,6 @@ class _Attachment:
     def detach(self) -> None:
         for name in self.METHODS:
             vars(self.module).pop(name, None)
-
-    def begin(self, blocks: Tensor) -> None:
-        """Record the blocks of whole rows."""
-        self.blocks = F.pad(blocks, (0, 0, 0, 1), value=-1)
-
-    def put(self, blocks: Tensor, rows: Tensor, slots: Tensor, shape: tuple[int, int], *, anew: bool = False) -> None:
-        """Record the blocks of tokens in these slots, given the number of sequences and of their slots."""
-        size, old = (shape[0], blocks.shape[1], shape[1] + 1, blocks.shape[3]), self.blocks
-        if old is None or old.shape != size:
-            with torch.inference_mode(mode=False):  # so that later passes outside of it can write, too
-                self.blocks = torch.full(size, -1, dtype=blocks.dtype, device=blocks.device)
-            if old is not None and old.shape[:2] == size[:2] and not anew:
-                kept = min(old.shape[2], size[2]) - 1
-                self.blocks[:, :, :kept] = old[:, :, :kept]
-            if not torch.compiler.is_compiling():
-                fix_addresses(self.blocks)
-        elif anew:
-            old.fill_(-1)  # in place, because a captured step writes there
-        given(self.blocks)[rows, :, slots] = blocks.transpose(1, 2)
 
 
 class _LayerAttachment(_Attachment):
@@ -164,21 +146,21 @@ class _LayerAttachment(_Attachment):
         self, x: Tensor, heads: Heads, layout: RowLayout, source: KeySource, *others: Any, **options: Any
     ) -> tuple[Tensor, Read]:
         """Attend to recorded blocks, or record those that the layer chooses; see :class:`SparseLayer`."""
-        layer, kept = self.module, source if isinstance(source, PrefillKeys | StepKeys) else None
-        if kept is None and (layer.dense_branches is not None or not isinstance(source, RowKeys)):
+        layer, stored = self.module, source if isinstance(source, PrefillKeys | StepKeys) else None
+        if stored is None and (layer.dense_branches is not None or not isinstance(source, RowKeys)):
             reason = "tokens that ranks share" if layer.dense_branches is None else "a dense stage"
             raise ValueError(f"model: expected layers that choose blocks of whole rows, got {reason}")
         if self.replayed is not None:
-            if kept is not None:
+            if stored is not None:
                 raise ValueError("cache: expected None where blocks are replayed, got one")
             blocks = _blocks_of(self.replayed, heads.k["slc"].shape[:3], layout.positions, layer.attention().config)
             options["index"] = SharedIndex(blocks)
         out, read = type(layer).attend(layer, x, heads, layout, source, *others, **options)
-        if kept is not None:
-            slots, rows = kept.step.slots["slc"], kept.step.rows.get("slc", kept.cache.rows[:, None])
-            self._put_in_cache(read.block_indices, rows, slots, kept.cache)
+        if stored is not None:
+            self.kept = cast("NSACache", stored.cache).keep_blocks()
+            stored.cache.store("blocks", read.block_indices + 1, stored.step)
         elif self.replayed is None:
-            self.begin(read.block_indices)
+            self.kept = F.pad(read.block_indices + 1, (0, 0, 0, 1))
         return out, read
 
     def whole_step(self, x: Tensor, cache: NSACache, mods: Mods) -> WholeStep | None:
@@ -188,18 +170,15 @@ class _LayerAttachment(_Attachment):
             return None
 
         def run(lengths: Tensor | None, blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            before, count = cache.lengths[:, None], x.shape[1]
+            self.kept, before, count = cache.keep_blocks(), cache.lengths[:, None], x.shape[1]
             token = before + torch.arange(count, device=x.device)
             end = before + (count if lengths is None else lengths[:, None])
             slots = token.where(token < end.clamp_max(cache.max_seq_len), cache.max_seq_len)
             out, chosen = take_step(lengths, blocks)
-            self._put_in_cache(chosen, cache.rows[:, None], slots, cache)
+            self.kept[cache.rows[:, None], :, slots] = (given(chosen) + 1).transpose(1, 2)
             return out, chosen
 
         return run
-
-    def _put_in_cache(self, blocks: Any, rows: Tensor, slots: Tensor, cache: Any) -> None:
-        self.put(blocks, rows, slots, (cache.batch_size, cache.max_seq_len), anew=cache.is_empty)
 
 
 class _DropInAttachment(_Attachment):
@@ -221,12 +200,14 @@ class _DropInAttachment(_Attachment):
             return _blocks_of(self.replayed, (*k_cmp.shape[:2], q.shape[2]), where, config)
         blocks = select(q, k_cmp, call, *scores)
         if where is None or not of_cache:
-            self.begin(blocks)
+            self.kept = F.pad(blocks + 1, (0, 0, 0, 1))
             return blocks
         most = k_cmp.shape[2] * config.compress_stride + config.compress_block_size  # more tokens than the cache has
-        held = 0 if self.blocks is None else self.blocks.shape[2] - 1
-        rows = torch.arange(len(q), device=q.device)[:, None]
-        self.put(blocks, rows, where.token.long(), (len(q), held if held >= most else 2 * most))
+        kept = blocks[:, :, :0] if self.kept is None or len(self.kept) != len(q) else self.kept
+        if kept.shape[2] < most:
+            with torch.inference_mode(mode=False):  # so that later passes outside of it can write, too
+                self.kept = kept = F.pad(kept, (0, 0, 0, 2 * most - kept.shape[2]))
+        kept[torch.arange(len(q), device=q.device)[:, None], :, where.token.long()] = (blocks + 1).transpose(1, 2)
         return blocks
 
 

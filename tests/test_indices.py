@@ -103,27 +103,31 @@ def test_a_block_beside_the_recorded_one_is_seen() -> None:
 
 
 @torch.no_grad()
-def test_rejected_drafts_are_overwritten_and_emptied_caches_begin_anew() -> None:
+def test_blocks_stay_with_their_rows_and_rejected_drafts_are_overwritten() -> None:
     model, x = build(), drawn(70)
-    caches = [layer.attention.new_cache(2, 80, max_rewind=4) for layer in model.layers]  # pyright: ignore
+    caches: Any = [layer.attention.new_cache(2, 80, max_rewind=4) for layer in model.layers]  # pyright: ignore
+    others: Any = [layer.attention.new_cache(3, 160, max_rewind=4) for layer in model.layers]  # pyright: ignore
     with record_indices(model) as handle:
         model(x.flip(1), caches=caches)
         for cache in caches:
             cache.reset()
         model(x[:, :40], caches=caches)
-        for at in range(40, 70, 2):
+        for at in range(40, 60, 2):
             model(255 - x[:, at : at + 4], caches=caches)
             for cache in caches:
                 cache.crop(at)
             model(x[:, at : at + 2], caches=caches)
-            for cache in caches:
-                cache.grow(90)
+        for cache, other in zip(caches, others, strict=True):
+            cache.reorder(torch.tensor([1, 0]))
+            cache.grow(90)
+            other.insert([2, 0, 1], cache, torch.tensor([1, 1, 0]))
+        model(x[[0, 1, 0], 60:], caches=others)
         recorded = handle.indices()
-        model(x)
+        model(x[[0, 1, 0]])
         whole = handle.indices()
     for one, other in zip(recorded, whole, strict=True):
         assert torch.equal(one[:, :, :70], other)
-        assert (one[:, :, 72:] == -1).all()
+        assert (one[:, :, 70:] == -1).all()
 
 
 @torch.no_grad()

@@ -169,7 +169,7 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     again = layer.new_cache(len(x), x.shape[1], max_rewind=cache.max_rewind)
     layer(x, cache=again, lengths=cache.lengths)
     results["buffers"] = [
-        (ours.cpu(), _held(again, name).cpu()) for name in cache.buffers if (ours := _held(cache, name)) is not None
+        (ours.cpu(), _held(again, name).cpu()) for name in again.buffers if (ours := _held(cache, name)) is not None
     ]
     return results
 
