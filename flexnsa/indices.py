@@ -205,7 +205,7 @@ class _DropInAttachment(_Attachment):
         most = k_cmp.shape[2] * config.compress_stride + config.compress_block_size  # more tokens than the cache has
         kept = blocks[:, :, :0] if self.kept is None or len(self.kept) != len(q) else self.kept
         if kept.shape[2] < most:
-            with torch.inference_mode(mode=False):  # so that later passes outside of it can write, too
+            with torch.inference_mode(False):  # so that later passes outside of it can write, too
                 self.kept = kept = F.pad(kept, (0, 0, 0, 2 * most - kept.shape[2]))
         kept[torch.arange(len(q), device=q.device)[:, None], :, where.token.long()] = (blocks + 1).transpose(1, 2)
         return blocks

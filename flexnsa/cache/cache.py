@@ -138,7 +138,7 @@ class NSACache(StepCache):
         if "blocks" not in self.buffers:
             keys = next(iter(self.buffers.values()))
             size = *keys.shape[:2], self.max_seq_len + 1, self.config.num_selected_blocks
-            with torch.inference_mode(keys.is_inference()):
+            with torch.inference_mode(False):  # so that later steps can write to it in any mode
                 self.buffers["blocks"] = keys.new_zeros(size, dtype=torch.int32)
             if not torch.compiler.is_compiling():
                 fix_addresses(self.buffers["blocks"])
