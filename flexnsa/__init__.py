@@ -15,6 +15,7 @@ from flexnsa.functional import (
     selection_recall,
     sliding_window_attention,
 )
+from flexnsa.indices import record_indices, replay_indices
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.compression import LinearCompressor, MeanCompressor, MLPCompressor
 from flexnsa.layers.indexer import SelectionLoss
@@ -54,6 +55,8 @@ __all__ = [
     "next_token_targets",
     "pack_padded",
     "position_ids_from_document_ids",
+    "record_indices",
+    "replay_indices",
     "select_blocks",
     "selected_attention",
     "selection_loss",

@@ -35,6 +35,7 @@ FLOORS = (
     # modules
     "flexnsa/cache",
     "flexnsa/layers flexnsa/checkpointing flexnsa/loss",
+    "flexnsa/indices",
     "flexnsa/__init__ flexnsa/optim",
     # layers on several ranks, and in models of others
     "flexnsa/parallel flexnsa/transformers flexnsa/torchtitan flexnsa/vllm",

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from flexnsa.attention.step import buffer_names
+from flexnsa.cache.bounds import Rows
 from flexnsa.cache.rows import RowCache, fix_addresses
 from flexnsa.cache.step_cache import StepCache
 from flexnsa.cache.steps import TAILS, BufferSizes, ReadCounter, Step, kind_of
@@ -120,6 +122,27 @@ class NSACache(StepCache):
         self.reached.masked_fill_(wanted == 0, 0)
         self.room.longest = lengths if isinstance(lengths, int) else None
         self._clear_spare_slots()
+
+    def insert(self, rows: Rows, other: Self, other_rows: Rows | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As :meth:`RowCache.insert`, with the blocks that either cache keeps."""
+        self._check_other(other)
+        if "blocks" in {*self.buffers, *other.buffers}:
+            _ = self.keep_blocks(), other.keep_blocks()
+        super().insert(rows, other, other_rows)
+
+    def keep_blocks(self) -> Tensor:
+        """Return the buffer of the blocks that tokens chose, int32 ``(B, Hkv, C + 1, n)``, made when first called.
+
+        It has their indices plus 1, because 0 is what a cache fills with, here where nothing was recorded.
+        """
+        if "blocks" not in self.buffers:
+            keys = next(iter(self.buffers.values()))
+            size = *keys.shape[:2], self.max_seq_len + 1, self.config.num_selected_blocks
+            with torch.inference_mode(False):  # so that later steps can write to it in any mode
+                self.buffers["blocks"] = keys.new_zeros(size, dtype=torch.int32)
+            if not torch.compiler.is_compiling():
+                fix_addresses(self.buffers["blocks"])
+        return self.buffers["blocks"]
 
     def counts(self) -> dict[str, Tensor]:
         """Return the counters of the sequences, int32 ``(B,)``, by name."""

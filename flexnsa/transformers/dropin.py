@@ -84,7 +84,7 @@ def attention_forward(
     shape = key.shape[0], query.shape[2], key.shape[2]  # len() would make a constant of it in an export
     rows = Rows.of(attention_mask, position_ids, cu_seq_lens_q, shape)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, their norms return float32
-    softmax = Softmax(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    softmax = Softmax(scaling, kwargs.get("softcap"), kwargs.get("s_aux"), getattr(module, "choose_blocks", None))
     options = DropInOptions.of(module.config)
     query, key, value = rows.align(query, dim=2), rows.align_keys(key), rows.align_keys(value)
     if not rows.cached:

@@ -86,7 +86,7 @@ def attend_to_pages(
     request = _requests(queries, query.shape[2])
     token = token - queries[request + 1] + keys[request + 1]  # the last token of a request is its last key
     documents = _requests(keys, key.shape[2])
-    softmax = Softmax(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    softmax = Softmax(scaling, kwargs.get("softcap"), kwargs.get("s_aux"), getattr(module, "choose_blocks", None))
     if layer_type(module) in LOCAL:
         mask = _window(token, request, documents, kwargs["sliding_window"])
         return _attend_locally(module, query, key, value, mask, scaling=scaling, **kwargs)

@@ -6,13 +6,14 @@ Some models cap the scores, or have sinks, one more term of the sum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flexnsa.attention.dispatch import attend, choose_implementation
-from flexnsa.attention.interface import Call, Implementation, Keys
+from flexnsa.attention.interface import Call, Keys
 from flexnsa.config import BRANCHES
 from flexnsa.layers.sinks import returns_lse, with_sinks
 from flexnsa.masks.user_mods import ScoreMod
@@ -29,11 +30,13 @@ class Softmax:
         limit: scores are kept within it of 0, as ``limit * tanh(score / limit)``; None for any score.
         sinks: ``(Hq,)``, for each head a score that takes its share of the probability and has no value. Blocks are
             scored without it.
+        choose: chooses blocks in place of the selection that is its first argument; see :mod:`flexnsa.indices`.
     """
 
     scale: float | None = None
     limit: float | None = None
     sinks: Tensor | None = None
+    choose: Callable[..., Tensor] | None = None
 
     @property
     def score_mod(self) -> ScoreMod | None:
@@ -46,12 +49,6 @@ class Softmax:
             return limit * torch.tanh(score / limit)
 
         return cap
-
-    def implementation(self, impl: str, q: Tensor, *, cached: bool, v_dim: int) -> Implementation:
-        """Choose an implementation, as :func:`flexnsa.attention.dispatch.choose_implementation`, with the sinks."""
-        cached = cached and returns_lse(self.sinks, q)
-        chosen = choose_implementation(impl, q, modded=self.limit is not None, cached=cached, v_dim=v_dim)
-        return with_sinks(chosen, self.sinks)
 
 
 def attend_to_own_keys(
@@ -79,7 +76,11 @@ def attend_to_own_keys(
     """
     k_cmp = compress(k) if {"cmp", "slc"} & {*options.branches} else None
     v_cmp = compress(v) if "cmp" in options.branches else None
-    implementation = softmax.implementation(options.impl, q, cached=cached, v_dim=v.shape[-1])
+    modded, cached = softmax.limit is not None, cached and returns_lse(softmax.sinks, q)
+    chosen = choose_implementation(options.impl, q, modded=modded, cached=cached, v_dim=v.shape[-1])
+    implementation = with_sinks(chosen, softmax.sinks)
+    if softmax.choose is not None:
+        implementation = replace(implementation, select=partial(softmax.choose, implementation.select))
     weights = zip(BRANCHES, options.gates, strict=True)
     gates = {tag: q.new_full((), gate).expand(q.shape[:3]) for tag, gate in weights if gate != 1}
     factor = q.shape[3] ** -0.5 if softmax.scale is None else softmax.scale

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from flexnsa.config import num_compressed
+from flexnsa.indices import record_indices
 from tests.support.comparison import rms
 from tests.support.decoding import BRANCH_SETS, CONFIGS, assert_equal_to_whole, chunks_of, decode, make_layer, tokens
 from tests.support.inputs import SMALL
@@ -63,15 +63,14 @@ def test_in_a_batch_of_different_lengths(impl: str, branches: tuple[str, ...]) -
     assert cache.lengths.tolist() == done.tolist() == [90, 86, 85]
 
 
-def test_selected_blocks_are_identical(chosen: list[Tensor]) -> None:
-    layer = make_layer()
-    x = tokens(2, 107)
-    layer(x)
-    (whole,) = chosen
-    for chunks in ([1] * 107, [37, *[1] * 70], chunks_of(16, 107)):
-        chosen.clear()
-        decode(layer, x, chunks)
-        assert torch.equal(torch.cat(chosen, dim=2), whole)
+def test_selected_blocks_are_identical() -> None:
+    layer, x = make_layer(), tokens(2, 107)
+    with record_indices(layer) as handle:
+        layer(x)
+        (whole,) = handle.indices()
+        for chunks in ([1] * 107, [37, *[1] * 70], chunks_of(16, 107)):
+            decode(layer, x, chunks)
+            assert torch.equal(handle.indices()[0], whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from flexnsa import NativeSparseAttention, NSACache, NSAConfig
-from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
+from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS
 from flexnsa.attention.interface import given
 from flexnsa.attention.step import StepInputs
 from flexnsa.config import BRANCHES
+from flexnsa.indices import record_indices
 
 DIM = 24
 SMALLEST = NSAConfig(
@@ -150,28 +151,31 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     layer, x = case.layer().to(device), case.tokens().to(device)
     layer.impl = "reference"
     wholes = {"plain": layer(x)}
-    with recording(IMPLEMENTATIONS, "reference") as chosen:
+    follow: Any = record_indices if "slc" in case.branches else nullcontext
+    with follow(layer) as exact:
         wholes["exact"] = layer.double()(x.double())
     layer.to(case.dtype)
-    out, blocks, cache = decode(case, layer, x)
+    with follow(layer) as kept:
+        out, cache = decode(case, layer, x)
     starts = [case.starts(b) for b in range(len(x))]
     rows = [(b, t) for b, at in enumerate(starts) for t in range(min(at), at[-1] + case.steps[-1][b])]
     b, t = torch.tensor(rows, device=device).T
     results: dict[str, Any] = {name: whole[b, t].cpu() for name, whole in wholes.items()}
     results |= {"out": out[b, t].cpu(), "lengths": cache.lengths.tolist(), "reached": cache.reached.tolist()}
-    if chosen:
-        results |= {"blocks": blocks[b, :, t].cpu(), "exact_blocks": chosen[0][b, :, t].cpu()}
+    if "slc" in case.branches:
+        blocks = {"blocks": kept.indices()[0], "exact_blocks": exact.indices()[0]}
+        results |= {name: each[b, :, t].cpu() for name, each in blocks.items()}
     layer.impl = "reference"
     again = layer.new_cache(len(x), x.shape[1], max_rewind=cache.max_rewind)
     layer(x, cache=again, lengths=cache.lengths)
     results["buffers"] = [
-        (ours.cpu(), _held(again, name).cpu()) for name in cache.buffers if (ours := _held(cache, name)) is not None
+        (ours.cpu(), _held(again, name).cpu()) for name in again.buffers if (ours := _held(cache, name)) is not None
     ]
     return results
 
 
-def decode(case: Case, layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor, Tensor, NSACache]:
-    """Return the outputs and the selected blocks of all decoded tokens at their positions, and the cache."""
+def decode(case: Case, layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor, NSACache]:
+    """Return the outputs of all decoded tokens at their positions, and the cache."""
     device, most = x.device, max(map(max, case.steps))
     cache = layer.new_cache(len(x), x.shape[1], max_rewind=max(most, case.take_back))
     prompts = torch.tensor(case.prompts, device=device)
@@ -180,10 +184,8 @@ def decode(case: Case, layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor,
         layer(x[:, : max(case.prompts)], cache=cache, lengths=prompts)
     layer.impl = "triton"
     out = torch.full_like(x, torch.nan)
-    config, kv_heads = case.config, case.heads[1]
-    blocks = torch.full((*x.shape[:2], kv_heads, config.num_selected_blocks), -2, device=device).transpose(1, 2)
     done = prompts
-    with recording_steps() as chosen:
+    with recording_steps():
         for number, counts in enumerate(case.steps):
             lengths = torch.tensor(counts, device=device)
             index = (done[:, None] + torch.arange(max(counts), device=device)).clamp_max(x.shape[1] - 1)
@@ -192,13 +194,11 @@ def decode(case: Case, layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor,
             for b, count in enumerate(counts):
                 first = int(done[b])
                 out[b, first : first + count] = found[b, :count]
-                if chosen:
-                    blocks[b, :, first : first + count] = chosen[-1][b, :, :count].to(blocks.dtype)
             done = done + lengths
             if case.take_back and number + 1 < len(case.steps):
                 done = done - case.take_back
                 cache.crop(done)
-    return out, blocks, cache
+    return out, cache
 
 
 def _held(cache: NSACache, name: str) -> Tensor | None:
@@ -227,17 +227,4 @@ def recording_steps() -> Iterator[list[Tensor]]:
     none: Any = None
     only = replace(implementation, compressed=none, select=none, selected=none, window=none, step=step)
     with mock.patch.dict(CACHED_IMPLEMENTATIONS, triton=only):
-        yield chosen
-
-
-@contextmanager
-def recording(table: dict[str, Any], impl: str) -> Iterator[list[Tensor]]:
-    """Record the blocks that an implementation selects."""
-    implementation, chosen = table[impl], list[Tensor]()
-
-    def select(*args: Any) -> Tensor:
-        chosen.append(implementation.select(*args))
-        return chosen[-1]
-
-    with mock.patch.dict(table, {impl: replace(implementation, select=select)}):
         yield chosen

@@ -6,7 +6,9 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from flexnsa import record_indices, replay_indices
 from flexnsa.lm import (
     DecoderConfig,
     DecoderLM,
@@ -30,8 +32,14 @@ MODEL, DENSE = (
 )
 DENSE.requires_grad_(False)
 TOKENS = torch.arange(12).view(2, 6)
+BLOCKS = torch.tensor([0, -1, -1, -1], dtype=torch.int32).expand(2, 1, 6, 4)
 DECODER_FIELDS = tuple(f.name for f in fields(DecoderConfig))
 V_HEAD_DIM = ("v_head_dim",)
+
+
+def replayed(model: DecoderLM, indices: Tensor) -> Tensor:
+    with replay_indices(model, [indices]):
+        return model(TOKENS)
 
 
 def model_caches(model: DecoderLM) -> list[Any]:
@@ -121,6 +129,8 @@ MODELS: dict[str, Call] = {
         generate,
         {"model": DENSE, "prompt": b"ab", "num_bytes": 2, "temperature": 0.5, "seed": 5},
     ),
+    "record_indices": Call(lambda model: record_indices(model).remove(), {"model": MODEL}),
+    "replay_indices": Call(replayed, {"model": MODEL, "indices": BLOCKS}, also=("block_indices",)),
     "TrainConfig": Call(TrainConfig, config_fields(TrainConfig)),
     "TrainConfig.at": Call(TrainConfig(stages=((64, 0.5), (512, 0.5))).at, {"step": 3}),
     "TrainConfig.learning_rate": Call(TrainConfig().learning_rate, {"step": 3}),
