@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,23 @@ import pytest
 import torch
 
 from flexnsa.lm import DecoderLM, Trainer, preset, read_corpus
+from flexnsa.lm.cli import main
 from flexnsa.lm.training.checkpoint import load_checkpoint, save_checkpoint
 from flexnsa.lm.training.checks import check_cuda_graph
 from tests.lm.training.test_stages import GROWING
 from tests.lm.training.test_teaching import MODEL
 
 
-def test_graphs_need_a_gpu_and_one_process(text_folder: Path) -> None:
+def test_graphs_need_a_gpu_and_one_process(text_folder: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     expected = "cuda_graph: expected a GPU and a single process with it, got"
     with pytest.raises(ValueError, match=f"{expected} device 'cpu' and 1 processes"):
         Trainer(DecoderLM(MODEL), read_corpus(text_folder), GROWING, cuda_graph=True)
     with pytest.raises(ValueError, match=f"{expected} device 'cuda' and 2 processes"):
         check_cuda_graph(True, torch.device("cuda"), 2)
+    command = ["train", "--cuda-graph", "--device", "cpu", "--text", f"{text_folder}", "--out", f"{tmp_path / 'run'}"]
+    assert f"argument --cuda-graph: {expected.removeprefix('cuda_graph: ')} device 'cpu'" in refused(main, command)
+    assert "argument --strict: expected no --cuda-graph with it" in refused(main, [*command, "--strict"])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.gpu
