@@ -102,7 +102,7 @@ class Trainer:
         ranks.require_same(lambda: {**self.configs(), "training": asdict(config), "compiled": compiled})
         check_training(model.config, corpus, config, self.device, ranks.world_size, ranks.context_parallel)
         check_cuda_graph(cuda_graph, self.device, ranks.world_size)
-        self.cuda_graph = cuda_graph  # the graph is of one optimizer, and of a dense stage or not
+        self.cuda_graph = cuda_graph
         validation, rows = corpus.tokens("validation"), (config.seq_len, config.pack)
         self.training_rows = corpus.tokens("train").rows(self.config.at(0).seq_len, config.pack)
         self.validation_rows = validation.rows(*rows)
@@ -111,7 +111,7 @@ class Trainer:
         self.go_by(self.config)
         self.step = 0
         self.checks: list[Callable[[], object]] = []
-        """Called on all ranks before the gradients of a step or an evaluation are used."""
+        """Called on all ranks before the gradients of a step or an evaluation are used, but not in replayed steps."""
         self.compiled = compiled
         if compiled and config.stages:
             # A graph of several lengths depends on which came first, which differs in a run that resumes
@@ -127,7 +127,8 @@ class Trainer:
         self.config = config
         self.optimizer = build_optimizer(self.model, config, capturable=self.cuda_graph)
         self._drawn: Drawn | None = None
-        self._take_step = Graphed(self._learn) if self.cuda_graph else self._learn
+        # Anew, as a graph updates the moments of one optimizer
+        self._take_step: Callable[..., Tensor] = Graphed(self._learn) if self.cuda_graph else self._learn
 
     def _attend_as(self, step: int) -> None:
         """Attend as a step does: densely, if its stage is dense."""
@@ -140,6 +141,7 @@ class Trainer:
             self.model.attend_densely(("slc",) if dense else None)
         self._dense, self._is_settled = dense, False
         self._forward = self.ranks.wrap(self.model, some_unused=dense)
+        # Anew, as a graph attends in one way, and the next stage may have equally long sequences
         self._take_step = Graphed(self._learn) if self.cuda_graph else self._learn
 
     def configs(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexnsa.lm import DecoderLM, Trainer, preset, read_corpus
+from flexnsa.lm import DecoderConfig, DecoderLM, Trainer, preset, read_corpus
 from flexnsa.lm.cli import main
 from flexnsa.lm.training.checkpoint import load_checkpoint, save_checkpoint
 from flexnsa.lm.training.checks import check_cuda_graph
@@ -30,6 +30,27 @@ def test_graphs_need_a_gpu_and_one_process(text_folder: Path, tmp_path: Path, re
     assert not (tmp_path / "run").exists()
 
 
+def test_what_changes_between_steps_comes_by_tensors(text_folder: Path) -> None:
+    """A replay knows nothing of the trainer's step but that of its capture."""
+    corpus, config = read_corpus(text_folder), replace(GROWING, stages=(), pack=True)
+    plain, captured = (Trainer(_seeded(MODEL), corpus, config) for _ in range(2))
+    learn = captured._take_step
+
+    def replay(*tensors: torch.Tensor) -> torch.Tensor:
+        step, captured.step = captured.step, 0
+        numbers = learn(*tensors)
+        captured.step = step
+        return numbers
+
+    captured._take_step = replay
+    steps: list[int] = []  # which choose the queries whose indexers learn
+    captured.model.register_forward_pre_hook(
+        lambda *call: steps.append(int(call[2]["selection"].step)), with_kwargs=True
+    )
+    assert [captured.train_step() for _ in range(4)] == [plain.train_step() for _ in range(4)]
+    assert steps == [0, 1, 2, 3]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("fields", [{"dense_stages": 1}, {"pack": True, "grad_accumulation": 2, "dense_stages": 2}])
@@ -43,8 +64,7 @@ def test_replayed_steps_are_the_same_steps(
     corpus = read_corpus(text_folder)
 
     def build(cuda_graph: bool) -> Trainer:
-        torch.manual_seed(0)
-        return Trainer(DecoderLM(model).cuda(), corpus, config, compiled=compiled, cuda_graph=cuda_graph)
+        return Trainer(_seeded(model).cuda(), corpus, config, compiled=compiled, cuda_graph=cuda_graph)
 
     plain, graphed = build(False), build(True)
     for step in range(config.steps):
@@ -55,3 +75,8 @@ def test_replayed_steps_are_the_same_steps(
         expected, found = plain.train_step().to_dict(), graphed.train_step().to_dict()
         assert found == pytest.approx(expected, rel=2e-3), step
         assert graphed.validation_bits_per_byte() == pytest.approx(plain.validation_bits_per_byte(), rel=2e-3)
+
+
+def _seeded(model: DecoderConfig) -> DecoderLM:
+    torch.manual_seed(0)
+    return DecoderLM(model)
