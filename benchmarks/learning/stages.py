@@ -5,10 +5,10 @@
     python -m benchmarks learning.stages --ends 8192 --job ...                      # the same, without the last stage
 
 A job is a model, a learning rate and a seed. Each trains for the same seconds, which leave out evaluations and the
-first step of each length, which compiles. The learning rate follows the seconds: constant after 100 steps, and down to
-a twentieth in the last 30 %. The text to learn from and the text kept back are of different distributions, and files
-kept back that the training text nearly has are left out. Learning rates are chosen on one half of the files kept back
-(``choose``), results are of the other (``report``).
+first step of each length, which compiles. On a GPU a CUDA graph replays the steps. The learning rate follows the
+seconds: constant after 100 steps, and down to a twentieth in the last 30 %. The text to learn from and the text kept
+back are of different distributions, and files kept back that the training text nearly has are left out. Learning
+rates are chosen on one half of the files kept back (``choose``), results are of the other (``report``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -42,6 +42,7 @@ from benchmarks.learning.workers import Job, Point, Report, places, run_jobs
 from flexnsa import SelectionLoss
 from flexnsa.lm import Batch, DecoderConfig, DecoderLM, preset
 from flexnsa.lm.measure.table import format_table
+from flexnsa.lm.training.graphed import Graphed
 from flexnsa.optim import index_parameters, parameter_groups
 
 STAGES = ((2048, 0.15), (8192, 0.35), (32768, 0.5))
@@ -157,7 +158,9 @@ class StagedRun:
             self.model.compile_layers()
         groups = parameter_groups(self.model, lr=1.0, weight_decay=0.1)
         self.rates = [float(group["lr"]) for group in groups]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=cuda)
+        for group in groups:
+            group["lr"] = torch.zeros((), device=self.device)  # a graph reads it
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True, capturable=cuda)
         taught = {id(parameter) for parameter in index_parameters(self.model)}
         parts = ([p for p in self.model.parameters() if (id(p) in taught) == of_index] for of_index in (False, True))
         self.clipped = [part for part in parts if part]  # an indexer learns from a loss of its own
@@ -165,6 +168,8 @@ class StagedRun:
         self.seconds, self.step, self.counts = 0.0, 0, [0] * len(self.stages)
         self.seen: dict[str, Any] = {"first_step_s": [], "looks": [], "loss": []}
         self.losses: list[Tensor] = []
+        self.learn: Callable[..., Tensor]
+        """Takes a step of the present stage, of its number, tokens and targets; returns its loss."""
 
     def train(self, until: float) -> None:
         """Train for the seconds of the job, or until ``time.time()``; look at held-out rows on the way."""
@@ -197,28 +202,37 @@ class StagedRun:
     def train_step(self, share: float) -> None:
         """Take one step, after a share of the seconds."""
         stage = self.stage_at(share)
+        if self.is_first(share):
+            self.begin(stage)
         length = self.stages[stage][0]
         decay = 1.0 if share < 0.7 else max(0.05, (1 - share) / 0.3)
         factor = self.job["lr"] * min(1.0, (self.step + 1) / 100) * decay
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = factor * rate
-        by = NSA.get(self.job["model"], Variant())
-        if self.is_first(share):
-            self.model.attend_densely(by.branches if stage < by.stages else None)
+            group["lr"].fill_(factor * rate)
         batch = drawn(self.text["train"], length, self.tokens // length, self.job["seed"], self.step)
-        batch = batch.to(self.device)
-        selection = None
-        if self.model.indexers() and (by.taught_densely or stage >= by.stages):
-            selection = SelectionLoss(seed=self.job["seed"], step=torch.full((), self.step, device=self.device))
-        with self.precision:
-            loss = self.model(batch.tokens, targets=batch.targets, **({"selection": selection} if selection else {}))
-        (loss + selection.total if selection else loss).backward()
-        for parameters in self.clipped:
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.detach() / math.log(2))
+        number = torch.full((), self.step, device=self.device)
+        loss = self.learn(number, *batch.to(self.device).tensors())
+        self.losses.append(loss / math.log(2))
         self.step, self.counts[stage] = self.step + 1, self.counts[stage] + 1
+
+    def begin(self, stage: int) -> None:
+        """Attend and teach as a stage does."""
+        by = NSA.get(self.job["model"], Variant())
+        self.model.attend_densely(by.branches if stage < by.stages else None)
+        taught = bool(self.model.indexers()) and (by.taught_densely or stage >= by.stages)
+
+        def learn(number: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
+            selection = SelectionLoss(seed=self.job["seed"], step=number) if taught else None
+            with self.precision:
+                loss = self.model(tokens, targets=targets, **({"selection": selection} if selection else {}))
+            (loss + selection.total if selection else loss).backward()
+            for parameters in self.clipped:
+                nn.utils.clip_grad_norm_(parameters, 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss.detach()
+
+        self.learn = Graphed(learn) if self.device.type == "cuda" else learn
 
     def look(self) -> None:
         """Record the loss by position on a few sequences of 8k, and report what has been seen."""
