@@ -216,8 +216,11 @@ def test_compiled_as_one_graph_it_has_the_same_gradients() -> None:
     x = tokens(2, 40)
     want = gradients(few, few, x)
     got = gradients(few, torch.compile(few, fullgraph=True), x)
-    for one, plain in zip(got, want, strict=True):
-        assert_close(one, plain)
+    in_single = deepcopy(few).float()
+    single = gradients(in_single, in_single, x)
+    # Llama normalizes and rotates in float32 in any model, and compiled code rounds in another order
+    for one, plain, rounded in zip(got, want, single, strict=True):
+        assert_close(one, plain, rtol=0, atol=2 * (rounded - plain).abs().max().item())
 
 
 def test_what_a_cache_cannot_do_is_refused(few: Any) -> None:
