@@ -14,7 +14,7 @@ from tests.support.inputs import SMALL, make_inputs
 
 INPUTS = make_inputs(77, batch=2, key_dim=32, dtype=torch.float32)
 X: dict[str, Any] = {name: x.detach() for name, x in INPUTS.named().items()}
-SCALE = -0.3  # with which test_flex has compiled the selected branch for tensors of these sizes
+SCALE = -0.3
 M = 5  # blocks of 77 tokens
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 40 + [2] * 28, [0] * 50 + [1] * 27])
 impls = pytest.mark.parametrize("impl", ["flex", "sdpa", "reference"])
