@@ -85,22 +85,14 @@ class TrainConfig:
     checkpoint_every: int = 100
 
     def __post_init__(self) -> None:
+        check_choice("precision", self.precision, ("fp32", "bf16"))
+        check_type("pack", self.pack, bool)
+        check_seed("seed", self.seed)
         may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "compressor_lr", "indexer_lr")
         may_be_zero += ("dense_stages",)
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "stages":
-                continue
-            if field.name == "precision":
-                check_choice("precision", value, ("fp32", "bf16"))
-                continue
-            if field.name == "pack":
-                check_type("pack", value, bool)
-                continue
-            if field.name == "seed":
-                check_seed("seed", value)
-                continue
-            if field.name == "compressor_lr" and value is None:
+            if field.name in ("precision", "pack", "seed", "stages") or (value, field.default) == (None, None):
                 continue
             kind = int if isinstance(field.default, int) else (int, float)
             if not isinstance(value, kind) or isinstance(value, bool):
