@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import combinations
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from flexnsa.attention import compilation
 from tests.support.comparison import assert_as_exact_as_plain
 
 Losses = Callable[[Any, Tensor], Tensor]
 """``(module, x)`` to a scalar."""
+
+
+def leave_inductor_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have branches of ``flex`` traced as ever, and run by PyTorch, with no code that a C++ compiler works on."""
+    quick = functools.partial(torch.compile, fullgraph=True, backend="eager")
+    monkeypatch.setattr(compilation, "compile_branch", functools.cache(quick))
+    each_length = functools.cache(functools.partial(quick, dynamic=False))
+    monkeypatch.setattr(compilation, "compile_for_each_length", each_length)
 
 
 def assert_compiled_gradients_are_right(
