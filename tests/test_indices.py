@@ -172,13 +172,12 @@ def test_gradients_are_those_of_the_recorded_choice(checkpointing: bool, monkeyp
 def test_compiled_models_record_replay_and_become_what_they_were(
     by_layer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inductor compiles a replay with layers that share an index, in a test of theirs."""
+    """Inductor compiles the replay of layers that share an index, in a test of theirs."""
     eager, model, x = build(num_layers=2), build(num_layers=2), drawn(70)
     torch.compiler.reset()
-    options: Any = {"fullgraph": True, "backend": "aot_eager"}
-    compiled: Any = model if by_layer else torch.compile(model, **options)
+    compiled: Any = model if by_layer else torch.compile(model, fullgraph=True, backend="aot_eager")
     if by_layer:
-        model.compile_layers(**options)
+        model.compile_layers(fullgraph=True, backend="eager")
     with torch.no_grad():
         before = compiled(x)
         with record_indices(eager) as expected, record_indices(model) as handle:
