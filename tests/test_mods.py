@@ -20,7 +20,6 @@ from flexnsa import (
     sliding_window_attention,
 )
 from tests.support.comparison import assert_as_exact_as_plain
-from tests.support.compiled import leave_inductor_out
 from tests.support.inputs import SMALL, Inputs, attend_with_aux, make_inputs
 
 LENGTHS = (37, 1, 5, 70, 40, 7)
@@ -155,16 +154,15 @@ def test_alibi_slopes_are_those_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("impl", ["reference", "sdpa", "flex"])
-def test_decoding_with_mods_equals_the_whole_sequence(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_with_mods_equals_the_whole_sequence(impl: str) -> None:
     torch._dynamo.reset()
-    leave_inductor_out(monkeypatch)  # the test before has mods compiled, test_compiled_steps.py steps
     layer = NativeSparseAttention(32, HEADS, 2, 16, config=SMALL, impl=impl).requires_grad_(False)
     options: Mods = {
         "score_mod": mods.chain(mods.soft_cap(3.0), mods.alibi(mods.alibi_slopes(HEADS))),
         "mask_mod": or_masks(mods.prefix_lm(5, 40), lambda b, h, q_idx, kv_idx: h == 1),  # noqa: ARG005
     }
     x = torch.randn(2, 90, 32)
-    rows = "sdpa" if impl == "flex" else impl  # whole rows by flex are tested above, and each length is traced
+    rows = "sdpa" if impl == "flex" else impl  # whole rows by flex are tested above, and each length is compiled
     layer.impl = rows
     whole = layer(x, **options)
     cache = layer.new_cache(2, 90)

@@ -21,7 +21,10 @@ Losses = Callable[[Any, Tensor], Tensor]
 
 
 def leave_inductor_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have branches of ``flex`` traced as ever, and run by PyTorch, with no code that a C++ compiler works on."""
+    """Have PyTorch run the graphs of ``flex``, which takes no C++ compiler.
+
+    It applies a mask to all keys, and knows no list of tiles: some masks are only right where both hold.
+    """
     quick = functools.partial(torch.compile, fullgraph=True, backend="eager")
     monkeypatch.setattr(compilation, "compile_branch", functools.cache(quick))
     each_length = functools.cache(functools.partial(quick, dynamic=False))
