@@ -137,7 +137,7 @@ def test_longer_sequences_after_a_stage_without_a_loss_share_a_graph() -> None:
     model.load_state_dict(eager.state_dict())
     graphs = CompileCounterWithBackend("eager")
     model.compile_layers(backend=graphs)
-    for batch, length, branches in ((4, 64, ("slc",)), (3, 96, None), (2, 160, None)):
+    for batch, length, branches in ((8, 256, ("slc",)), (4, 512, None), (2, 1024, None)):
         losses, tokens = list[Tensor](), torch.randint(256, (batch, length))
         for each in (eager, model):
             each.attend_densely(branches)

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import combinations
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from flexnsa.attention import compilation
 from tests.support.comparison import assert_as_exact_as_plain
 
 Losses = Callable[[Any, Tensor], Tensor]
 """``(module, x)`` to a scalar."""
-
-
-def leave_inductor_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have PyTorch run the graphs of ``flex``, which takes no C++ compiler.
-
-    It applies a mask to all keys, and knows no list of tiles: some masks are only right where both hold.
-    """
-    quick = functools.partial(torch.compile, fullgraph=True, backend="eager")
-    monkeypatch.setattr(compilation, "compile_branch", functools.cache(quick))
-    each_length = functools.cache(functools.partial(quick, dynamic=False))
-    monkeypatch.setattr(compilation, "compile_for_each_length", each_length)
 
 
 def assert_compiled_gradients_are_right(
