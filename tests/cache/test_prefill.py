@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from flexnsa import NativeSparseAttention, NSACache
 from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS
 from flexnsa.cache.steps import ReadCounter
+from flexnsa.config import BRANCHES
 from flexnsa.layers.layouts import RowKeys
 from flexnsa.mods import soft_cap
 from tests.support.decoding import BRANCH_SETS, CONFIGS, assert_equal_to_whole, decode, make_layer, tokens
@@ -49,8 +51,7 @@ def stepwise(layer: NativeSparseAttention, x: Tensor, lengths: Tensor, **options
     return cache
 
 
-@pytest.mark.parametrize("branches", BRANCH_SETS, ids="+".join)
-@pytest.mark.parametrize("max_rewind", [1, 5])
+@pytest.mark.parametrize(("branches", "max_rewind"), [(BRANCHES, 1), *((each, 5) for each in BRANCH_SETS)])
 def test_a_prefill_of_any_length_stores_what_steps_store(branches: tuple[str, ...], max_rewind: int) -> None:
     layer = make_layer(branches=branches)
     lengths = torch.tensor([0, *LENGTHS])
@@ -62,8 +63,7 @@ def test_a_prefill_of_any_length_stores_what_steps_store(branches: tuple[str, ..
         assert_equal_to_whole(out[row, :length], whole[row, :length])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("compression", ["mean", "mlp"])
+@pytest.mark.parametrize(("name", "compression"), zip(CONFIGS, cycle(["mlp", "mean"])))
 def test_a_pack_is_kept_as_rows_are(name: str, compression: str) -> None:
     layer = make_layer(config=CONFIGS[name], compression=compression)
     x, lengths = tokens(len(LENGTHS), 75), torch.tensor(LENGTHS)

@@ -1,4 +1,7 @@
-"""Layers compiled one by one: once for all of them, with the results of the model as it is written."""
+"""Layers compiled one by one: once for all of them, with the results of the model as it is written.
+
+Inductor compiles them in ``tests/layers/test_shared_index.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
-from torch.profiler import ProfilerActivity, profile
 
-from flexnsa import SelectionLoss
 from flexnsa.checkpointing import SELECTION_OPERATORS
-from flexnsa.lm import DecoderConfig, DecoderLM, preset
-from tests.support.compiled import assert_compiled_gradients_are_right
+from flexnsa.lm import DecoderConfig, DecoderLM
 from tests.support.inputs import TINY
-
-LAYERS = 3
 
 
 def make(attention: Any, **changes: Any) -> tuple[DecoderLM, Tensor, Tensor]:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"dim": 32, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    sizes: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     model = DecoderLM(DecoderConfig(**sizes, nsa=TINY, attention=attention, **changes))
     return model, torch.randint(256, (2, 40)), torch.randint(256, (2, 40))
 
@@ -50,32 +48,16 @@ def recording(code: list[GraphModule]) -> Callable[..., Any]:
     return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_all_checkpointed_layers_share_one_compilation_and_select_once(attention: str) -> None:
-    model, tokens, targets = make(attention, checkpointing=True)
+@pytest.mark.parametrize(
+    ("attention", "checkpointing", "recompute"),
+    [("dense", True, ()), ("nsa", True, ()), ("nsa", False, ("slc", "win")), ("nsa", True, ("slc", "win"))],
+)
+def test_all_layers_share_one_compilation_in_which_blocks_are_selected_once(
+    attention: str, checkpointing: bool, recompute: tuple[str, ...]
+) -> None:
+    model, tokens, targets = make(attention)
     plain = loss_and_gradients(model, tokens, targets)
-
-    torch._dynamo.reset()
-    counters.clear()
-    code: list[GraphModule] = []
-    model.compile_layers(backend=recording(code), fullgraph=True)
-    compiled = loss_and_gradients(model, tokens, targets)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:  # a compiler at work would be counted too
-        loss_and_gradients(model, tokens, targets)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert len(code) == 2  # forward and backward
-    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-6)
-
-    selections = {name.removesuffix(".default").replace(".", "::") for name in SELECTION_OPERATORS}
-    ran = sum(event.count for event in profiled.key_averages() if event.key in selections)
-    assert ran == (LAYERS if attention == "nsa" else 0)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_branches_run_again_in_compiled_layers_and_blocks_are_selected_once(checkpointing: bool) -> None:
-    model, tokens, targets = make("nsa")
-    plain = loss_and_gradients(model, tokens, targets)
-    again, *_ = make("nsa", recompute=("slc", "win"), checkpointing=checkpointing)
+    again, *_ = make(attention, recompute=recompute, checkpointing=checkpointing)
     again.load_state_dict(model.state_dict())
     eager = loss_and_gradients(again, tokens, targets)
     assert all(torch.equal(a, b) for a, b in zip(eager, plain, strict=True))
@@ -86,18 +68,11 @@ def test_branches_run_again_in_compiled_layers_and_blocks_are_selected_once(chec
     again.compile_layers(backend=recording(code), fullgraph=True)
     torch.testing.assert_close(loss_and_gradients(again, tokens, targets), plain, rtol=1e-4, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 1
-    assert occurrences(code, "flexnsa.selected_attention.default") == 2
-    assert occurrences(code, "flexnsa.interval_attention.default") == 2 + 1 + checkpointing
-    assert occurrences(code, *SELECTION_OPERATORS) == 1
-
-
-def test_layers_that_inductor_compiles_have_the_gradients_of_the_model_as_it_is_written() -> None:
-    def loss(model: Callable[..., Tensor], tokens: Tensor) -> Tensor:
-        selection = SelectionLoss()
-        return model(tokens[:, :-1], targets=tokens[:, 1:], selection=selection) + selection.total
-
-    model = DecoderLM(preset("text-small", num_layers=2))
-    assert_compiled_gradients_are_right(model, torch.randint(256, (2, 71)), loss, DecoderLM.compile_layers)
+    assert len(code) == 2  # forward and backward
+    assert occurrences(code, *SELECTION_OPERATORS) == (attention == "nsa")
+    if recompute:
+        assert occurrences(code, "flexnsa.selected_attention.default") == 2
+        assert occurrences(code, "flexnsa.interval_attention.default") == 2 + 1 + checkpointing
 
 
 def test_a_model_with_compiled_layers_is_pickled_as_it_is_written() -> None:
