@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.v1.engine import utils
+from vllm.v1.executor import multiproc_executor
 
 from tests.integrations.vllm.engines import ask, engine, metrics
 from tests.integrations.vllm.references import CONVERTED, MODELS, Answer, Reference
@@ -23,6 +26,13 @@ def assert_equal(found: list[Answer], expected: list[Answer]) -> None:
     assert [x.tokens for x in found] == [x.tokens for x in expected]
     for one, other in zip(found, expected, strict=True):
         assert one.logs == pytest.approx(other.logs, rel=0, abs=TOLERANCE)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have processes of an engine begin as copies of this one: to import vLLM takes each 15 seconds."""
+    for module in (utils, multiproc_executor):
+        monkeypatch.setattr(module, "get_mp_context", lambda: multiprocessing.get_context("fork"))
 
 
 def check(said: Reference, **options: Any) -> None:
@@ -69,6 +79,7 @@ def test_preempted_requests_begin_again(reference: Ask) -> None:
         assert metrics(llm)["num_preemptions"] > 0
 
 
+@pytest.mark.usefixtures("forked")
 def test_rejected_drafts_are_forgotten(reference: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     # In a process of its own: where numba is imported, which n-grams need, vLLM 0.32 starts no second engine.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
@@ -79,6 +90,7 @@ def test_rejected_drafts_are_forgotten(reference: Ask, monkeypatch: pytest.Monke
     assert count["spec_decode_num_draft_tokens"] > count["spec_decode_num_accepted_tokens"]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", ["rank", "qwen3"])
 def test_two_ranks_share_the_heads(reference: Ask, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
