@@ -17,7 +17,11 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+from vllm.model_executor.models import registry
+
 from tests.integrations.vllm.references import Reference, make_reference
+
+registry._run_in_subprocess = lambda function: function()  # a process that imports vLLM takes 15 seconds
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.model_executor.models import registry
 from vllm.v1.metrics.reader import Counter, Gauge
 
 from tests.integrations.vllm.references import NEW_TOKENS, Answer
@@ -33,11 +32,7 @@ BASE: dict[str, Any] = {
 def engine(folder: Path, **options: Any) -> Iterator[LLM]:
     """Serve a checkpoint, and forget it."""
     gc.freeze()  # vLLM collects garbage nine times, each time among a million objects of what was imported
-    with (
-        patch("gc.freeze"),
-        patch("gc.unfreeze"),
-        patch.object(registry, "_run_in_subprocess", _run_here),  # a process that imports vLLM takes 15 seconds
-    ):
+    with patch("gc.freeze"), patch("gc.unfreeze"):
         llm = LLM(str(folder), **BASE | options)
         try:
             yield llm
@@ -46,10 +41,6 @@ def engine(folder: Path, **options: Any) -> Iterator[LLM]:
             del llm
             cleanup_dist_env_and_memory()
             gc.collect()
-
-
-def _run_here(function: Callable[[], object]) -> object:
-    return function()
 
 
 def ask(llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> tuple[list[Answer], int]:

@@ -51,14 +51,18 @@ def test_every_kind_of_model_in_pages_of_16(reference: Ask, name: str) -> None:
         ("index", {"block_size": 128}),
         ("index", SPLIT),
         ("paper", SPLIT | {"block_size": 64}),
-        ("qwen3", SPLIT | {"enforce_eager": False}),
         ("index", {"max_num_batched_tokens": 37, "max_num_seqs": 3}),
         ("index", SPLIT | {"disable_hybrid_kv_cache_manager": True}),
     ],
-    ids=["pages of 128", "chunks", "chunks, pages of 64", "compiled", "chunks of 37", "no hybrid manager"],
+    ids=["pages of 128", "chunks", "chunks, pages of 64", "chunks of 37", "no hybrid manager"],
 )
 def test_pages_and_chunks(reference: Ask, name: str, options: dict[str, Any]) -> None:
     check(reference(name), **options)
+
+
+def test_compiled(reference: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    check(reference("qwen3"), **SPLIT, enforce_eager=False)
 
 
 @pytest.mark.parametrize(("name", "block_size"), [("index", 16), ("rank", 32)])
