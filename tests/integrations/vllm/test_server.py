@@ -65,7 +65,13 @@ async def _ask_all(url: str, model: str, prompts: list[str]) -> tuple[list[str],
 
         async def stream(index: int, **options: Any) -> str:
             prompt = prompts[index % len(prompts)]
-            sent = {"model": model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "stream": True} | options
+            sent = {
+                "model": model,
+                "prompt": prompt,
+                "max_tokens": NEW_TOKENS,
+                "temperature": 0,
+                "stream": True,
+            } | options
             parts: Any = await client.completions.create(**sent, extra_body={"ignore_eos": True})
             text = ""
             async for part in parts:
