@@ -81,9 +81,9 @@ def test_packed_rows_take_the_blocks_of_their_documents(kind: str, monkeypatch: 
 
 
 def test_a_compiled_drop_in_records_and_replays_without_leaving_its_graph() -> None:
-    model, x = sparse("llama", FEW), tokens(2, 70)
+    model, x = sparse("llama", FEW, num_hidden_layers=1), tokens(2, 70)
     torch.compiler.reset()
-    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     whole = compiled(x, use_cache=False).logits
     with record_indices(model) as handle:
         assert_close(compiled(x, use_cache=False).logits, whole)
