@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from flexnsa import NSAConfig
 from flexnsa.transformers import convert
-from tests.integrations.transformers.converted_families import FAMILIES, few_blocks
+from tests.integrations.transformers.converted_families import few_blocks
 from tests.integrations.transformers.families import ALL, CHOICE, WIDE, dense, in_steps, tokens
 
 peft = pytest.importorskip("peft", reason="pip install '.[hf-tests]'")
@@ -42,11 +42,11 @@ def learn(adapted: Any, x: Tensor) -> None:
     adapted.eval()
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "llama", "olmo_hybrid", "phi3", "qwen3_moe"])
 def test_adapters_learn_and_are_merged(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     names = ["q_proj", "o_proj", *(f"{letter}_proj_{tag}" for letter in "kv" for tag in ("cmp", "slc", "win"))]
-    layers = [*range(2)] if kind not in ("gemma2", "gemma3_text", "gpt_oss", "olmo_hybrid") else [1]
+    layers = [*range(2)] if kind not in ("gemma2", "gpt_oss", "olmo_hybrid") else [1]
     adapted: Any = peft.get_peft_model(
         few_blocks(kind), peft.LoraConfig(r=4, target_modules=names, layers_to_transform=layers)
     )

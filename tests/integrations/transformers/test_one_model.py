@@ -61,15 +61,15 @@ def test_steps_on_a_cache_see_what_whole_rows_see(few: Any) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 8}, {"num_beams": 2}]
+    ("num_beams", "options"), [(1, [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 8}]), (2, [{}])]
 )
-def test_rows_of_a_padded_batch_are_continued_as_if_alone(few: Any, options: dict[str, Any]) -> None:
-    rows = [tokens(50), tokens(33), tokens(4)]
-    batch = few.generate(**pad_left(rows), **GREEDY, **options, disable_compile=True)
-    beams = {"num_beams": 2} if "num_beams" in options else {}
-    for row, got in zip(rows, batch, strict=True):
-        alone = few.generate(row[None], **GREEDY, **beams, use_cache=False)[0, len(row) :]
-        assert torch.equal(got[50 : 50 + len(alone)], alone)
+def test_rows_of_a_padded_batch_are_continued_as_if_alone(few: Any, num_beams: int, options: list[Any]) -> None:
+    rows, greedy = [tokens(50), tokens(33), tokens(4)], GREEDY | {"num_beams": num_beams}
+    alone = [few.generate(row[None], **greedy, use_cache=False)[0, len(row) :] for row in rows]
+    for each in options:
+        batch = few.generate(**pad_left(rows), **greedy, **each, disable_compile=True)
+        for want, got in zip(alone, batch, strict=True):
+            assert torch.equal(got[50 : 50 + len(want)], want)
 
 
 @pytest.mark.parametrize("context", [{}, {"context_fn": keep_selection}])

@@ -106,8 +106,7 @@ def test_layers_that_count_positions_refuse_a_gap_that_goes_on(caller: str) -> N
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("beside_mask", [False, True])
-@pytest.mark.parametrize("caller", ["drop-in", "converted"])
+@pytest.mark.parametrize(("caller", "beside_mask"), [("drop-in", True), ("converted", False)])
 def test_documents_are_found_inside_of_a_compiler(caller: str, beside_mask: bool) -> None:
     model, x = CALLERS[caller](), tokens(2, LENGTH)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

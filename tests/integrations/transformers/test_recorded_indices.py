@@ -50,8 +50,17 @@ def same_without_choosing(
         return model(**text, use_cache=False).logits
 
 
-@pytest.mark.parametrize("how", GENERATIONS)
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *(("drop-in", "static cache"), ("drop-in", "drafts")),
+        *(("drop-in, three branches", "greedy"), ("drop-in, three branches", "static cache")),
+        *(("three branches", "greedy"), ("three branches", "drafts")),
+        *(("selected branch", "sampled"), ("selected branch", "static cache")),
+        *(("indexer", "greedy"), ("indexer", "drafts")),
+        *(("own decoder", "sampled"), ("own decoder", "static cache"), ("own decoder", "drafts")),
+    ],
+)
 def test_training_has_the_log_probabilities_of_the_rollout(
     kind: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,9 +90,9 @@ def test_packed_rows_take_the_blocks_of_their_documents(kind: str, monkeypatch: 
 
 
 def test_a_compiled_drop_in_records_and_replays_without_leaving_its_graph() -> None:
-    model, x = sparse("llama", FEW), tokens(2, 70)
+    model, x = sparse("llama", FEW, num_hidden_layers=1), tokens(2, 70)
     torch.compiler.reset()
-    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     whole = compiled(x, use_cache=False).logits
     with record_indices(model) as handle:
         assert_close(compiled(x, use_cache=False).logits, whole)

@@ -267,15 +267,15 @@ def test_a_tower_that_is_not_causal_is_refused() -> None:
         llava().set_attn_implementation("flexnsa")
 
 
-@pytest.mark.parametrize(
-    ("make", "auto"),
-    [(few_llava, "ImageTextToText"), (lambda: sparse("llama", FEW), "CausalLM")],
-    ids=["tower", "whole"],
-)
-def test_without_the_import_a_saved_model_is_refused(make: Callable[[], Any], auto: str, tmp_path: Path) -> None:
-    saved(make(), tmp_path)
-    code = f"import transformers; transformers.AutoModelFor{auto}.from_pretrained({str(tmp_path)!r})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode != 0
-    assert "ValueError" in result.stderr
-    assert "flexnsa" in result.stderr.splitlines()[-1]
+def test_without_the_import_saved_models_are_refused(tmp_path: Path) -> None:
+    code = "import transformers"
+    for auto, model in (("ImageTextToText", few_llava()), ("CausalLM", sparse("llama", FEW))):
+        saved(model, tmp_path / auto)
+        code += f"""
+try:
+    transformers.AutoModelFor{auto}.from_pretrained({str(tmp_path / auto)!r})
+except ValueError as error:
+    print("flexnsa" in str(error))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["True"] * 2

@@ -19,10 +19,10 @@ from tests.parallel.processes import run_together
 
 @pytest.mark.parametrize("name", train_text.MODELS)
 def test_the_loss_falls(name: str, tmp_path: Path) -> None:
-    run = trainer(name, tmp_path, steps=50)
+    run = trainer(name, tmp_path, steps=24)
     run.train()
     loss = losses(run)
-    assert len(loss) == 50
+    assert len(loss) == 24
     assert sum(loss[-5:]) / 5 < 0.7 * loss[0]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles even how it ranks a token among others
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # tests that run at once else share a core
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -16,7 +17,11 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+from vllm.model_executor.models import registry
+
 from tests.integrations.vllm.references import Reference, make_reference
+
+registry._run_in_subprocess = lambda function: function()  # a process that imports vLLM takes 15 seconds
 
 
 @pytest.fixture(scope="session")

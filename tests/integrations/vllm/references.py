@@ -50,7 +50,7 @@ CONVERTED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, {}, {"config": NSAConfig(**NSA, **INDEX), "index_rank": 4}),
 }
 """Classes of dense models, what their configs have besides :data:`DENSE`, and arguments of ``convert``."""
-PROMPT_LENGTHS, NEW_TOKENS = (700, 33, 401, 522, 5), 24
+PROMPT_LENGTHS, NEW_TOKENS = (700, 33, 401, 522, 5), 16
 ROUNDING = 1e-3
 """Other weights are drawn if fp32 and fp64 differ by more: two blocks then have nearly the same score."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.v1.engine import utils
+from vllm.v1.executor import multiproc_executor
 
 from tests.integrations.vllm.engines import ask, engine, metrics
 from tests.integrations.vllm.references import CONVERTED, MODELS, Answer, Reference
@@ -25,6 +28,13 @@ def assert_equal(found: list[Answer], expected: list[Answer]) -> None:
         assert one.logs == pytest.approx(other.logs, rel=0, abs=TOLERANCE)
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have processes of an engine begin as copies of this one: to import vLLM takes each 15 seconds."""
+    for module in (utils, multiproc_executor):
+        monkeypatch.setattr(module, "get_mp_context", lambda: multiprocessing.get_context("fork"))
+
+
 def check(said: Reference, **options: Any) -> None:
     with engine(said.folder, **options) as llm:
         assert_equal(ask(llm, [x.prompt for x in said.answers])[0], said.answers)
@@ -41,14 +51,18 @@ def test_every_kind_of_model_in_pages_of_16(reference: Ask, name: str) -> None:
         ("index", {"block_size": 128}),
         ("index", SPLIT),
         ("paper", SPLIT | {"block_size": 64}),
-        ("qwen3", SPLIT | {"enforce_eager": False}),
         ("index", {"max_num_batched_tokens": 37, "max_num_seqs": 3}),
         ("index", SPLIT | {"disable_hybrid_kv_cache_manager": True}),
     ],
-    ids=["pages of 128", "chunks", "chunks, pages of 64", "compiled", "chunks of 37", "no hybrid manager"],
+    ids=["pages of 128", "chunks", "chunks, pages of 64", "chunks of 37", "no hybrid manager"],
 )
 def test_pages_and_chunks(reference: Ask, name: str, options: dict[str, Any]) -> None:
     check(reference(name), **options)
+
+
+def test_compiled(reference: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    check(reference("qwen3"), **SPLIT, enforce_eager=False)
 
 
 @pytest.mark.parametrize(("name", "block_size"), [("index", 16), ("rank", 32)])
@@ -69,6 +83,7 @@ def test_preempted_requests_begin_again(reference: Ask) -> None:
         assert metrics(llm)["num_preemptions"] > 0
 
 
+@pytest.mark.usefixtures("forked")
 def test_rejected_drafts_are_forgotten(reference: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     # In a process of its own: where numba is imported, which n-grams need, vLLM 0.32 starts no second engine.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
@@ -79,6 +94,7 @@ def test_rejected_drafts_are_forgotten(reference: Ask, monkeypatch: pytest.Monke
     assert count["spec_decode_num_draft_tokens"] > count["spec_decode_num_accepted_tokens"]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", ["rank", "qwen3"])
 def test_two_ranks_share_the_heads(reference: Ask, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
