@@ -12,8 +12,20 @@ import pytest
 import torch
 
 from benchmarks.learning.packages import Package, halves, without_known_files
-from benchmarks.learning.stages import STAGES, StagedRun, copies_from, drawn, job_of, main, stages_until
+from benchmarks.learning.stages import (
+    MODELS,
+    NSA,
+    STAGES,
+    StagedRun,
+    config_of,
+    copies_from,
+    drawn,
+    job_of,
+    main,
+    stages_until,
+)
 from benchmarks.learning.workers import Point
+from flexnsa.lm import DecoderLM
 
 LINES = [b"def function_%03d(argument): return %d\n" % (number, number) for number in range(40)]
 
@@ -92,6 +104,11 @@ def test_a_model_trains_through_all_stages(model: str, tmp_path: Path, monkeypat
     assert points[-1]["steps"] == [3, 3, 5]  # the first one of each takes no time
     assert points[-1]["looks"][-1][0] == 11
     assert 0 < points[-1]["report 32k"]["mean"] < 8.2
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_can_be_built(model: str) -> None:
+    assert DecoderLM(config_of(model, tiny=True)).config.attention == ("nsa" if model in NSA else "dense")
 
 
 def test_jobs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,7 +218,7 @@ def test_compiled_as_one_graph_it_has_the_same_gradients() -> None:
     got = gradients(few, torch.compile(few, fullgraph=True), x)
     in_single = deepcopy(few).float()
     single = gradients(in_single, in_single, x)
-    # Llama normalizes and rotates in float32 in any model, and compiled code rounds in another order
+    # Llama normalizes and rotates in float32 whatever its weights are, and compiled code rounds otherwise
     for one, plain, rounded in zip(got, want, single, strict=True):
         assert_close(one, plain, rtol=0, atol=2 * (rounded - plain).abs().max().item())
 
