@@ -7,6 +7,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,9 +74,13 @@ def test_indexers_learn_in_a_dense_stage_unless_they_come_later(model: str, taug
     run = StagedRun({"model": model, "lr": 1e-3, "seed": 0, "device": "cpu", "tiny": True, "text": text}, print)
     with_loss: list[bool] = []
     run.model.register_forward_pre_hook(lambda *call: with_loss.append("selection" in call[2]), with_kwargs=True)
-    for share in (0.0, 0.5):
+    attends: list[Any] = []
+    for share in (0.0, 0.2):
         run.train_step(share)
+        layers: Any = run.model.layers
+        attends.append([layer.attention.dense_branches for layer in layers])
     assert with_loss == [taught, True]
+    assert attends == [[("slc",)] * 2, [None] * 2]
 
 
 def test_a_last_stage_can_be_left_out(tmp_path: Path) -> None:
