@@ -69,6 +69,8 @@ class Variant(NamedTuple):
     num_selected_blocks: int = 16
     taught_densely: bool = True
     """Whether indexers learn in a dense stage."""
+    first_rate: float = 1.0
+    """Learning rate of the first stage, in learning rates of the job."""
 
 
 NSA = {
@@ -85,8 +87,12 @@ NSA = {
     "nsa, dense first, then indexers": Variant(("slc",), 1, taught_densely=False),
     "nsa, dense first, then indexers, shared index 3": Variant(("slc",), 1, 3, taught_densely=False),
     "nsa, dense first, then indexers, 8 blocks": Variant(("slc",), 1, num_selected_blocks=8, taught_densely=False),
+    "nsa, dense first 1.5, then indexers, 8 blocks": Variant(
+        ("slc",), 1, num_selected_blocks=8, taught_densely=False, first_rate=1.5
+    ),
 }
-MODELS = (*NSA, "dense", "dense wide")
+DENSE = {"dense": Variant(), "dense, first 1.5": Variant(first_rate=1.5), "dense wide": Variant()}
+VARIANTS = NSA | DENSE
 
 
 def stages_until(ends: int) -> tuple[tuple[int, float], ...]:
@@ -146,6 +152,7 @@ class StagedRun:
 
     def __init__(self, job: Job, report: Report) -> None:
         self.job, self.report, self.device = job, report, torch.device(job["device"])
+        self.by = VARIANTS[job["model"]]
         tiny, cuda = job["tiny"], self.device.type == "cuda"
         self.stages = [(length // (128 if tiny else 1), share) for length, share in job.get("stages", STAGES)]
         self.tokens = TOKENS // (128 if tiny else 1)
@@ -206,9 +213,10 @@ class StagedRun:
             self.begin(stage)
         length = self.stages[stage][0]
         decay = 1.0 if share < 0.7 else max(0.05, (1 - share) / 0.3)
-        factor = self.job["lr"] * min(1.0, (self.step + 1) / 100) * decay
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"].fill_(factor * rate)
+        rate = self.job["lr"] * (self.by.first_rate if stage == 0 else 1.0)
+        factor = rate * min(1.0, (self.step + 1) / 100) * decay
+        for group, part in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"].fill_(factor * part)
         batch = drawn(self.text["train"], length, self.tokens // length, self.job["seed"], self.step)
         number = torch.full((), self.step, device=self.device)
         loss = self.learn(number, *batch.to(self.device).tensors())
@@ -217,9 +225,9 @@ class StagedRun:
 
     def begin(self, stage: int) -> None:
         """Attend and teach as a stage does."""
-        by = NSA.get(self.job["model"], Variant())
-        self.model.attend_densely(by.branches if stage < by.stages else None)
-        taught = bool(self.model.indexers()) and (by.taught_densely or stage >= by.stages)
+        dense = stage < self.by.stages
+        self.model.attend_densely(self.by.branches if dense else None)
+        taught = bool(self.model.indexers()) and (self.by.taught_densely or not dense)
 
         def learn(number: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
             selection = SelectionLoss(seed=self.job["seed"], step=number) if taught else None
@@ -300,8 +308,8 @@ def standard_error(values: Sequence[float]) -> str:
 def job_of(text: str) -> dict[str, Any]:
     """Read ``MODEL:LR:SEED``."""
     model, lr, seed = text.split(":")
-    if model not in MODELS:
-        raise ValueError(f"--job: expected one of {', '.join(MODELS)}, got {model!r}")
+    if model not in VARIANTS:
+        raise ValueError(f"--job: expected one of {', '.join(VARIANTS)}, got {model!r}")
     return {"model": model, "lr": float(lr), "seed": int(seed)}
 
 

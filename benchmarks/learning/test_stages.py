@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.learning.packages import Package, halves, without_known_files
 from benchmarks.learning.stages import (
-    MODELS,
     NSA,
     STAGES,
+    VARIANTS,
     StagedRun,
     config_of,
     copies_from,
@@ -33,6 +33,18 @@ LINES = [b"def function_%03d(argument): return %d\n" % (number, number) for numb
 
 def package(name: str, *files: bytes) -> Package:
     return Package(name, list(files))
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 1.5e-3), (0.35, 1e-3)])
+def test_the_first_stage_has_a_learning_rate_of_its_own(share: float, expected: float, tmp_path: Path) -> None:
+    text = f"{tmp_path}/text.pt"
+    run = StagedRun(
+        {"model": "dense, first 1.5", "lr": 1e-3, "seed": 0, "device": "cpu", "tiny": True, "text": text}, print
+    )
+    run.step = 100  # after the warm-up
+    run.train_step(share)
+    rates = [float(group["lr"]) for group in run.optimizer.param_groups]
+    assert rates == pytest.approx([expected * rate for rate in run.rates])
 
 
 def test_files_that_the_training_text_nearly_has_are_left_out() -> None:
@@ -111,7 +123,7 @@ def test_a_model_trains_through_all_stages(model: str, tmp_path: Path, monkeypat
     assert 0 < points[-1]["report 32k"]["mean"] < 8.2
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", VARIANTS)
 def test_every_model_can_be_built(model: str) -> None:
     assert DecoderLM(config_of(model, tiny=True)).config.attention == ("nsa" if model in NSA else "dense")
 
