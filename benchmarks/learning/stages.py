@@ -87,6 +87,7 @@ NSA = {
     "nsa, dense first, then indexers": Variant(("slc",), 1, taught_densely=False),
     "nsa, dense first, then indexers, shared index 3": Variant(("slc",), 1, 3, taught_densely=False),
     "nsa, dense first, then indexers, 8 blocks": Variant(("slc",), 1, num_selected_blocks=8, taught_densely=False),
+    "nsa, dense first 1.5, then indexers": Variant(("slc",), 1, taught_densely=False, first_rate=1.5),
     "nsa, dense first 1.5, then indexers, 8 blocks": Variant(
         ("slc",), 1, num_selected_blocks=8, taught_densely=False, first_rate=1.5
     ),
