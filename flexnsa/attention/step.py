@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from flexnsa.config import BRANCHES, GATES, NSAConfig
+from flexnsa.config import BRANCHES, GATES, NSAConfig, num_compressed
 
 COMPRESSORS = {"mean": 0, "linear": 2, "mlp": 3}
 """Kinds of compressors, and how many parameters each has."""
@@ -94,6 +94,9 @@ class StepInputs:
         rope_scale: factor on everything that is rotated.
         index: of an indexer, which then scores the blocks; None where compressed keys do.
         block_indices: int32 ``(B, Hkv, T, n)``, of the layer that this one follows; None where blocks are scored.
+        tables: by kind of buffer, int32 ``(B, pages)``, the pages of each sequence in buffers ``(pages, Hkv, states,
+            D)``, whose last dimension alone is contiguous. The tokens are then stored already, and ``q`` and the
+            indexer's are rotated; ``k``, ``v`` and compressors are not read. None: a sequence has one page, a cache's.
     """
 
     q: Tensor
@@ -116,18 +119,41 @@ class StepInputs:
     rope_scale: float = 1.0
     index: IndexInputs | None = None
     block_indices: Tensor | None = None
+    tables: Mapping[str, Tensor] | None = None
+
+    @property
+    def branches(self) -> list[str]:
+        """List the branches of the layer; a scorer has none."""
+        return [tag for tag in BRANCHES if f"v_{tag}" in self.buffers]
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The sizes ``(Dk, Dv)`` of a head's keys and values."""
+        sizes = {name[0]: buffer.shape[-1] for name, buffer in self.buffers.items()}
+        return sizes["k"], sizes.get("v", sizes["k"])
 
     @property
     def chooses(self) -> bool:
         """Whether blocks are scored and selected."""
-        return "slc" in self.k and self.block_indices is None
+        return self.block_indices is None and ("slc" in self.branches or not self.branches)
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """The tokens or compressed tokens that a step may read, by kind of buffer."""
+        if self.tables is None:
+            return {name.partition("_")[2]: buffer.shape[2] - 1 for name, buffer in self.buffers.items()}
+        longest, window = self.max_seq_len, self.config.window_size + self.q.shape[1] - 1
+        sizes = {"cmp": num_compressed(longest, self.config), "slc": longest, "win": window}
+        return {tag: size for tag, size in sizes.items() if f"k_{tag}" in self.buffers}
 
     @property
     def scorer(self) -> StepInputs:
         """The step of a layer whose compressed keys are the index keys: its scores select the blocks."""
         if self.index is None:
             return self
-        index, buffers = self.index, self.buffers
+        index, tables = self.index, self.tables
+        names = {"k_index": "k_cmp", "k_index_tail": "k_tail"}
+        buffers = {names[name]: buffer for name, buffer in self.buffers.items() if name in names}
         return replace(
             self,
             q=index.q,
@@ -135,16 +161,17 @@ class StepInputs:
             v={"slc": index.k},
             phi_k=index.phi,
             phi_v=None,
-            buffers={"k_cmp": buffers["k_index"], "k_tail": buffers["k_index_tail"]},
-            num_heads=index.q.shape[-1] // buffers["k_index"].shape[-1],
+            buffers=buffers,
+            num_heads=index.q.shape[-1] // buffers["k_cmp"].shape[-1],
             config=self.config.scoring,
             index=None,
+            tables=None if tables is None else {"cmp": tables["index"]},
         )
 
     def empty_results(self) -> tuple[Tensor, Tensor]:
         """Allocate the heads' outputs ``(B, T, Hq * Dv)`` and the blocks that are selected, if any."""
         (batch, num_tokens), kv_heads = self.q.shape[:2], next(iter(self.buffers.values())).shape[1]
-        width = next(iter(self.v.values())).shape[-1] // kv_heads * self.num_heads
+        width = self.dims[1] * self.num_heads
         selected = self.config.num_selected_blocks if self.chooses else 0
         blocks = self.lengths.new_empty(batch, kv_heads, num_tokens, selected)
         return self.q.new_empty(batch, num_tokens, width), blocks
