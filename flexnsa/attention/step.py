@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from flexnsa.config import BRANCHES, GATES, NSAConfig, num_compressed
@@ -78,7 +79,7 @@ class StepInputs:
         k: by branch, ``(B, T, Hkv * Dk)``, before rotation.
         v: by branch, ``(B, T, Hkv * Dv)``.
         gates: ``(B, T, Hq * gated branches)``, before their activation.
-        gate: the activation, one of :data:`flexnsa.config.GATES`.
+        gate: the activation, one of :data:`flexnsa.config.GATES`, or ``none``, with ``tables``.
         phi_k: the compressor of keys; None where no branch reads compressed keys.
         phi_v: the compressor of values; None without the compressed branch.
         buffers: of the cache, by name; written to.
@@ -94,9 +95,7 @@ class StepInputs:
         rope_scale: factor on everything that is rotated.
         index: of an indexer, which then scores the blocks; None where compressed keys do.
         block_indices: int32 ``(B, Hkv, T, n)``, of the layer that this one follows; None where blocks are scored.
-        tables: by kind of buffer, int32 ``(B, pages)``, the pages of each sequence in buffers ``(pages, Hkv, states,
-            D)``, whose last dimension alone is contiguous. The tokens are then stored already, and ``q`` and the
-            indexer's are rotated; ``k``, ``v`` and compressors are not read. None: a sequence has one page, a cache's.
+        tables: of a step made by :meth:`in_pages`; None for a cache, in which each sequence has one page.
     """
 
     q: Tensor
@@ -120,6 +119,55 @@ class StepInputs:
     index: IndexInputs | None = None
     block_indices: Tensor | None = None
     tables: Mapping[str, Tensor] | None = None
+
+    @classmethod
+    def in_pages(
+        cls,
+        q: Tensor,
+        q_index: Tensor | None,
+        gates: Tensor,
+        buffers: Mapping[str, Tensor],
+        tables: Mapping[str, Tensor],
+        *,
+        max_seq_len: int,
+        config: NSAConfig,
+        scale: float,
+    ) -> StepInputs:
+        """Describe a step that attends to pages, which hold its new tokens already.
+
+        Args:
+            q: rotated, ``(B, T, Hq, Dk)``.
+            q_index: of an indexer, rotated, ``(B, T, Hkv * H, Dk)``.
+            gates: the weights of all branches, ``(B, T, Hq, branches)``.
+            buffers: by name, ``(pages, Hkv, states, D)``; the last two dimensions of keys and values may stand in one
+                row. A compressed token is state ``(its last token) // d`` of a sequence.
+            tables: by kind of buffer, int32 ``(B, pages of a sequence)``.
+            max_seq_len: tokens of the longest sequence, or more.
+            config: sizes of the branches.
+            scale: factor on the scores.
+        """
+        index, (unread, unread_lengths) = None, (q.new_empty(0), q.new_empty(0, dtype=torch.int32))
+        if q_index is not None:
+            index = IndexInputs(q_index.flatten(2), unread, CompressorWeights("mean"))
+        return cls(
+            q=q.flatten(2),
+            k={},
+            v={},
+            gates=gates.flatten(2),
+            gate="none",
+            phi_k=None,
+            phi_v=None,
+            buffers=buffers,
+            lengths=unread_lengths,
+            reached=unread_lengths,
+            new_lengths=None,
+            max_seq_len=max_seq_len,
+            num_heads=q.shape[2],
+            config=config,
+            scale=scale,
+            index=index,
+            tables=tables,
+        )
 
     @property
     def branches(self) -> list[str]:

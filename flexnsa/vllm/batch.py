@@ -127,6 +127,14 @@ class Batch(AttentionMetadata):
 
     @property
     @once
+    def decoded_tokens(self) -> Tensor:
+        """Their positions, in a request's spare places its last one, and two rows of 0, int32 ``(3, R, T)``."""
+        last = self.lengths[: self.num_decodes, None] - 1
+        position = torch.minimum(self.decodes[1], last).clamp_min(0).to(torch.int32)
+        return torch.stack((position, *[torch.zeros_like(position)] * 2))
+
+    @property
+    @once
     def decoded_rows(self) -> Tensor:
         """Which entry of :attr:`decodes` each new token of requests that decode is, int64 ``(T,)``."""
         token = torch.arange(self.num_decode_tokens, device=self.starts.device)

@@ -145,6 +145,11 @@ class PagedBuffer(AttentionLayerBase):
         every = get_forward_context().attn_metadata
         return None if every is None else cast("dict[str, Batch]", every)[self.prefix]
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Its parts ``(pages, Hkv, states, width)``."""
+        return self.kv_cache.split(self.widths, -1)
+
     def store(self, batch: Batch, states: Tensor) -> None:
         """Store ``(T, Hkv, width)`` of the batch's tokens."""
         slots = batch.stored_slots

@@ -1,7 +1,7 @@
-"""Attention of all requests that decode, at once, through their block tables, in plain PyTorch.
+"""Attention of all requests that decode, at once, through their block tables; nothing waits for the device.
 
-Compressed and index keys are read page by page, those of selected blocks block by block, and of the window the pages
-that it reaches into. There is no loop over requests, and nothing waits for the device.
+On a GPU the kernels of a decoding step read pages in place. Elsewhere PyTorch reads compressed and index keys page by
+page, those of selected blocks block by block, and of the window the pages that it reaches into.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch import Tensor
 from flexnsa.attention.interface import given
 from flexnsa.attention.scoring import block_scores
 from flexnsa.attention.selection import top_blocks
+from flexnsa.attention.step import StepInputs
+from flexnsa.attention.triton.operators import runs_kernels
+from flexnsa.attention.triton.step import step_in_pages
 from flexnsa.config import NSAConfig, num_blocks, num_compressed
 from flexnsa.positions import Positions
 from flexnsa.vllm.batch import Batch, count_pages, first_state, last_tokens
@@ -53,6 +56,8 @@ class Decoding:
 
     def attend(self, q: Tensor, q_index: Tensor | None, gates: Mapping[str, Tensor]) -> Tensor:
         """Attend from the requests' tokens of ``q (T, Hq, Dk)``, and return theirs alone, ``(T, Hq, Dv)``."""
+        if runs_kernels(q):
+            return self._attend_in_pages(q, q_index, gates)
         layer, grouped = self.layer, self._group(q)
         out: dict[str, Tensor] = {}
         probs = None
@@ -69,6 +74,29 @@ class Decoding:
         terms = [self._weigh(out[tag], gates.get(tag)) for tag in layer.branches]
         total = sum(terms[1:], terms[0])  # (R, Hkv, T, G, Dv)
         return total.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)[self.batch.decoded_rows]
+
+    def _attend_in_pages(self, q: Tensor, q_index: Tensor | None, gates: Mapping[str, Tensor]) -> Tensor:
+        layer, batch, row = self.layer, self.batch, self.row
+        weights = [gates[tag] if tag in gates else q.new_ones(q.shape[:2]) for tag in layer.branches]
+        buffers: dict[str, Tensor] = {}
+        tables: dict[str, Tensor] = {}
+        for kind, buffer in layer.buffers.items():
+            if kind != "tail":
+                buffers |= zip((f"k_{kind}", f"v_{kind}"), buffer.parts, strict=False)
+                tables[kind] = given(buffer.batch).block_table[: len(row)]
+        longest = 1 << (batch.longest_decode - 1).bit_length()  # few sizes, for which few kernels are compiled
+        inputs = StepInputs.in_pages(
+            q[row],
+            None if q_index is None else q_index[row],
+            torch.stack(weights, -1)[row],
+            buffers,
+            tables,
+            max_seq_len=longest,
+            config=layer.sizes,
+            scale=layer.scale,
+        )
+        out, _ = step_in_pages(inputs, batch.decoded_tokens)
+        return out.flatten(0, 1).unflatten(-1, (q.shape[1], -1))[batch.decoded_rows]
 
     def _group(self, x: Tensor) -> Tensor:
         """Return heads ``(T, H, D)`` of the requests as ``(R, Hkv, T, G, D)``."""

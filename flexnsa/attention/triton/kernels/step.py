@@ -71,7 +71,7 @@ class StepScratch:
 
     @classmethod
     def of(cls, inputs: StepInputs, tokens: Tensor | None = None) -> StepScratch:
-        """Compute the sizes, and allocate; ``tokens`` are given of a step whose tokens are stored already."""
+        """Compute the sizes, and allocate; ``tokens`` are those of a step that attends to pages."""
         batch, num_tokens = (operator.index(x) for x in inputs.q.shape[:2])
         buffers, q = inputs.buffers, inputs.q
         kv_heads = next(iter(buffers.values())).shape[1]
@@ -180,15 +180,6 @@ def compress(inputs: StepInputs, scratch: StepScratch) -> None:
     )  # fmt: skip
 
 
-def locate(inputs: StepInputs) -> Tensor:
-    """Return the ``tokens`` of :class:`StepScratch` of a step whose tokens are stored already."""
-    count, before = inputs.q.shape[1], inputs.lengths[:, None]
-    after = before + (count if inputs.new_lengths is None else inputs.new_lengths[:, None])
-    token = torch.arange(count, dtype=torch.int32, device=before.device) + before
-    token = torch.minimum(token, after - 1).clamp_min(0)
-    return torch.stack((token, *[torch.zeros_like(token)] * 2))
-
-
 def attend(inputs: StepInputs, scratch: StepScratch, out: Tensor, blocks: Tensor) -> None:
     """Attend from tokens that are stored; write the heads' outputs and the selected blocks."""
     _attend_intervals(inputs, scratch)
@@ -227,9 +218,9 @@ def _attend_intervals(inputs: StepInputs, scratch: StepScratch) -> None:
     step_attend.attend_dense[(tiles.cmp + win, scratch.batch * scratch.kv_heads, rows)](
         scratch.q, scratch.tokens, *keys, scratch.scores, scratch.part, scratch.top, scratch.total, *of_cmp, *of_win,
         scratch.heads, scratch.num_tokens, scratch.scores.shape[-1], inputs.scale * LOG2_E,
-        **_dims(scratch), CMP=cmp_rows, WIN=win_rows, LENGTH=config.compress_block_size, STRIDE=config.compress_stride, WINDOW=config.window_size,
-        CMP_SPLITS=tiles.cmp, WIN_SPLITS=tiles.win, HAS_CMP=cmp > 0, HAS_SCORES=scratch.scores.shape[-1] > 0,
-        HAS_V_CMP="v_cmp" in buffers, BR=tiles.rows, BN=tiles.keys, num_warps=WARPS,
+        **_dims(scratch), LENGTH=config.compress_block_size, STRIDE=config.compress_stride, WINDOW=config.window_size,
+        CMP=cmp_rows, CMP_SPLITS=tiles.cmp, HAS_CMP=cmp > 0, HAS_SCORES=scratch.scores.shape[-1] > 0,
+        HAS_V_CMP="v_cmp" in buffers, WIN=win_rows, WIN_SPLITS=tiles.win, BR=tiles.rows, BN=tiles.keys, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -292,7 +283,7 @@ def _pages(inputs: StepInputs, scratch: StepScratch, tag: str) -> tuple[list[Ten
     table = None if inputs.tables is None else inputs.tables.get(tag)
     where = [scratch.tokens, 0] if table is None else [table, table.stride(0)]
     of_pages: list[Tensor | int] = [*where, scratch.slots.get(tag, 1), *(x.stride(0) for x in pair)]
-    return of_pages, (0 if table is None else pair[0].shape[2], *(x.stride(2) for x in pair))
+    return of_pages, (0 if table is None else pair[0].shape[2], pair[0].stride(2), pair[1].stride(2))
 
 
 def _dims(scratch: StepScratch) -> dict[str, object]:

@@ -264,8 +264,9 @@ def merge(
 ):  # fmt: skip
     """Sum the branches of a query and head, weighted by their gates; with ``COUNTS``, update the sequence's length.
 
-    ``gate (B * T, Hq * COLUMNS)`` holds the logits of the gates. The gate index of a missing branch is -1, that of a
-    branch without a gate ``COLUMNS``. No load depends on another: with so few programs latency is not hidden.
+    ``gate (B * T, Hq * COLUMNS)`` holds the logits of the gates, or the gates with ``none``. The gate index of a
+    missing branch is -1, that of a branch without a gate ``COLUMNS``. No load depends on another: with so few programs
+    latency is not hidden.
     """
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -288,7 +289,7 @@ def merge(
         gates = tl.exp(logit - tl.max(logit, 0))
         gates = gates / tl.sum(gates, 0)
     else:
-        gates = tl.where(lane < COLUMNS, tl.sigmoid(logit), 1.0)
+        gates = tl.where(lane < COLUMNS, logit if GATE == "none" else tl.sigmoid(logit), 1.0)
     weights = tl.zeros([BP], tl.float32)
     if CMP_GATE >= 0:
         weights += weights_of(p, tops, totals, tl.sum(tl.where(lane == CMP_GATE, gates, 0.0), 0), CMP, CMP_SPLITS)
