@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionMetadata
 
-from flexnsa.config import NSAConfig, num_compressed
+from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -76,12 +76,6 @@ class Batch(AttentionMetadata):
     def num_tokens(self) -> int:
         """New tokens, without padding."""
         return int(self.host_starts[-1])
-
-    @property
-    @once
-    def stored_slots(self) -> Tensor:
-        """The slots of the new tokens; padding is stored where no request reads."""
-        return self.slots.clamp_min(0)
 
     @property
     @once
@@ -202,9 +196,3 @@ def last_tokens(number: Tensor, sizes: NSAConfig) -> Tensor:
 def first_state(sizes: NSAConfig) -> int:
     """Return the state of compressed token 0, of those that are counted by their last tokens."""
     return sizes.compress_block_size // sizes.compress_stride - 1
-
-
-def count_pages(length: int, sizes: NSAConfig, page_size: int) -> int:
-    """Return how many pages the compressed tokens of ``length`` tokens reach into, at least one."""
-    states = num_compressed(length, sizes) + first_state(sizes)
-    return max(1, -(-states * sizes.compress_stride // page_size))

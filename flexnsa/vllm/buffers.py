@@ -145,14 +145,9 @@ class PagedBuffer(AttentionLayerBase):
         every = get_forward_context().attn_metadata
         return None if every is None else cast("dict[str, Batch]", every)[self.prefix]
 
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """Its parts ``(pages, Hkv, states, width)``."""
-        return self.kv_cache.split(self.widths, -1)
-
     def store(self, batch: Batch, states: Tensor) -> None:
-        """Store ``(T, Hkv, width)`` of the batch's tokens."""
-        slots = batch.stored_slots
+        """Store ``(T, Hkv, width)`` of the batch's tokens; padding is stored where no request reads."""
+        slots = batch.slots.clamp_min(0)
         self.kv_cache[slots // self.page_size, :, slots % self.page_size] = states[: len(slots)]
 
     def put(self, batch: Batch, request: Tensor, last: Tensor, states: Tensor) -> None:

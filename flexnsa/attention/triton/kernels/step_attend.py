@@ -29,11 +29,12 @@ def find_states(table_ptr, table_width, state, inside, bh, page_size, HKV: tl.co
     With ``PAGE`` states in a page, ``table (B, table_width)`` lists the pages of each sequence. Where it is 0, a
     sequence has one page, of ``page_size`` states, and there is no table.
     """
-    head = bh % HKV
-    if PAGE == 0:
-        return (bh // HKV).to(tl.int64), head * page_size + state
-    page = tl.load(table_ptr + bh // HKV * table_width + state // PAGE, mask=inside, other=0)
-    return page.to(tl.int64), head * PAGE + state % PAGE
+    page = bh // HKV
+    place = bh % HKV * page_size + state
+    if PAGE > 0:
+        page = tl.load(table_ptr + page * table_width + state // PAGE, mask=inside, other=0).to(tl.int64)
+        place = bh % HKV * PAGE + state % PAGE
+    return page, place
 
 
 @jit
