@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.decoding.check import check_decoding
-from benchmarks.decoding.workloads import Dense, Sparse, Timed
+from benchmarks.decoding.workloads import Dense, Paged, Sparse, Timed
 from benchmarks.harness import options
 from benchmarks.harness.graphs import capture
 from benchmarks.harness.launches import count_launches
@@ -27,6 +27,8 @@ from benchmarks.harness.setting import published
 
 WIDTH = 2560
 """Of the paper's model."""
+PAGES = 16, 64, 128
+"""Tokens of a page, as a serving engine has them."""
 
 
 def wall_ms(session: Session, call: Timed, steps: int = 20, rounds: int = 5) -> float:
@@ -48,8 +50,10 @@ def launches(session: Session, call: Timed) -> dict[str, int]:
 def race(session: Session, batch: int, contexts: Sequence[int]) -> None:
     """Measure all implementations of a batch size, longest context first."""
     setting, capacity = session.setting, max(contexts) + 1024
-    makers: dict[str, Callable[[], Sparse | Dense]] = {
+    pages = {f"NSA, pages of {size}": lambda size=size: Paged(Sparse(setting, batch, capacity), size) for size in PAGES}
+    makers: dict[str, Callable[[], Sparse | Paged | Dense]] = {
         "NSA": lambda: Sparse(setting, batch, capacity),
+        **(pages if setting.impl == "triton" else {}),
         "NSA, default settings": lambda: Sparse(setting, batch, capacity, preset="text"),
         "NSA, default settings, follows": lambda: Sparse(setting, batch, capacity, preset="text", follows=True),
         "flash SDPA": lambda: Dense(setting, batch, capacity, folded=False),

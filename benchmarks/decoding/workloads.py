@@ -16,6 +16,8 @@ from flexnsa import NativeSparseAttention
 from flexnsa.attention import dispatch as implementations
 from flexnsa.attention.dispatch import choose_implementation
 from flexnsa.attention.interface import Call, Keys
+from flexnsa.attention.step import StepInputs
+from flexnsa.attention.triton.step import step_in_pages
 from flexnsa.layers.indexer import SharedIndex
 from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.lm import DenseAttention
@@ -101,6 +103,45 @@ class Sparse:
         gates = implementations.by_branch(self.gates)
         out, _ = implementations.attend(self.implementation, self.q, Keys(**full, **ring), gates, call)
         return out
+
+
+class Paged:
+    """The attention of a layer, as :class:`Sparse` has it, whose keys and values stand in pages of random order."""
+
+    def __init__(self, like: Sparse, page_size: int) -> None:
+        setting, config = like.setting, like.layer.config
+        batch, _, capacity, _ = like.cache.buffers["k_slc"].shape
+        pages, heads, dim = -(-capacity // page_size), setting.num_heads, setting.head_dim
+        buffers: dict[str, Tensor] = {}
+        tables: dict[str, Tensor] = {}
+        strides = {kind: of_kind.compress_stride for kind, of_kind in config.compressed.items()}
+        for kind in ("slc", "win", *strides):
+            widths = [dim] * (1 if kind == "index" else 2)
+            pool = setting.random(batch * pages, setting.num_kv_heads, page_size // strides.get(kind, 1), sum(widths))
+            buffers |= zip((f"k_{kind}", f"v_{kind}"), pool.split(widths, -1), strict=False)
+            tables[kind] = torch.randperm(batch * pages, dtype=torch.int32, device=setting.device).view(batch, -1)
+        q_index = None
+        if config.index_heads is not None:
+            q_index = setting.random(batch, 1, setting.num_kv_heads * config.index_heads, dim)
+        self.tokens = torch.zeros(3, batch, 1, dtype=torch.int32, device=setting.device)
+        self.inputs = StepInputs.in_pages(
+            setting.random(batch, 1, heads, dim),
+            q_index,
+            like.gates.transpose(1, 2),
+            buffers,
+            tables,
+            max_seq_len=capacity - 1,
+            config=config,
+            scale=like.scale,
+        )
+
+    def go_to(self, context: int) -> None:
+        """Pretend that so many tokens are in the pages."""
+        self.tokens[0].fill_(context)
+
+    def calls(self) -> dict[str, dict[str, Timed]]:
+        """What to time: kernels take a step at once."""
+        return {"attention": {"eager": lambda: step_in_pages(self.inputs, self.tokens)}}
 
 
 class Dense:

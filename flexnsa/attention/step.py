@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from flexnsa.config import BRANCHES, GATES, NSAConfig
+from flexnsa.config import BRANCHES, GATES, NSAConfig, num_compressed
 
 COMPRESSORS = {"mean": 0, "linear": 2, "mlp": 3}
 """Kinds of compressors, and how many parameters each has."""
@@ -78,7 +79,7 @@ class StepInputs:
         k: by branch, ``(B, T, Hkv * Dk)``, before rotation.
         v: by branch, ``(B, T, Hkv * Dv)``.
         gates: ``(B, T, Hq * gated branches)``, before their activation.
-        gate: the activation, one of :data:`flexnsa.config.GATES`.
+        gate: the activation, one of :data:`flexnsa.config.GATES`, or ``none``, with ``tables``.
         phi_k: the compressor of keys; None where no branch reads compressed keys.
         phi_v: the compressor of values; None without the compressed branch.
         buffers: of the cache, by name; written to.
@@ -94,6 +95,7 @@ class StepInputs:
         rope_scale: factor on everything that is rotated.
         index: of an indexer, which then scores the blocks; None where compressed keys do.
         block_indices: int32 ``(B, Hkv, T, n)``, of the layer that this one follows; None where blocks are scored.
+        tables: of a step made by :meth:`in_pages`; None for a cache, in which each sequence has one page.
     """
 
     q: Tensor
@@ -116,18 +118,90 @@ class StepInputs:
     rope_scale: float = 1.0
     index: IndexInputs | None = None
     block_indices: Tensor | None = None
+    tables: Mapping[str, Tensor] | None = None
+
+    @classmethod
+    def in_pages(
+        cls,
+        q: Tensor,
+        q_index: Tensor | None,
+        gates: Tensor,
+        buffers: Mapping[str, Tensor],
+        tables: Mapping[str, Tensor],
+        *,
+        max_seq_len: int,
+        config: NSAConfig,
+        scale: float,
+    ) -> StepInputs:
+        """Describe a step that attends to pages, which hold its new tokens already.
+
+        Args:
+            q: rotated, ``(B, T, Hq, Dk)``.
+            q_index: of an indexer, rotated, ``(B, T, Hkv * H, Dk)``.
+            gates: the weights of all branches, ``(B, T, Hq, branches)``.
+            buffers: by name, ``(pages, Hkv, states, D)``; the last two dimensions of keys and values may stand in one
+                row. A compressed token is state ``(its last token) // d`` of a sequence.
+            tables: by kind of buffer, int32 ``(B, pages of a sequence)``.
+            max_seq_len: tokens of the longest sequence, or more.
+            config: sizes of the branches.
+            scale: factor on the scores.
+        """
+        index, (unread, unread_lengths) = None, (q.new_empty(0), q.new_empty(0, dtype=torch.int32))
+        if q_index is not None:
+            index = IndexInputs(q_index.flatten(2), unread, CompressorWeights("mean"))
+        return cls(
+            q=q.flatten(2),
+            k={},
+            v={},
+            gates=gates.flatten(2),
+            gate="none",
+            phi_k=None,
+            phi_v=None,
+            buffers=buffers,
+            lengths=unread_lengths,
+            reached=unread_lengths,
+            new_lengths=None,
+            max_seq_len=max_seq_len,
+            num_heads=q.shape[2],
+            config=config,
+            scale=scale,
+            index=index,
+            tables=tables,
+        )
+
+    @property
+    def branches(self) -> list[str]:
+        """List the branches of the layer; a scorer has none."""
+        return [tag for tag in BRANCHES if f"v_{tag}" in self.buffers]
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The sizes ``(Dk, Dv)`` of a head's keys and values."""
+        sizes = {name[0]: buffer.shape[-1] for name, buffer in self.buffers.items()}
+        return sizes["k"], sizes.get("v", sizes["k"])
 
     @property
     def chooses(self) -> bool:
         """Whether blocks are scored and selected."""
-        return "slc" in self.k and self.block_indices is None
+        return self.block_indices is None and ("slc" in self.branches or not self.branches)
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """The tokens or compressed tokens that a step may read, by kind of buffer."""
+        if self.tables is None:
+            return {name.partition("_")[2]: buffer.shape[2] - 1 for name, buffer in self.buffers.items()}
+        longest, window = self.max_seq_len, self.config.window_size + self.q.shape[1] - 1
+        sizes = {"cmp": num_compressed(longest, self.config), "slc": longest, "win": window}
+        return {tag: size for tag, size in sizes.items() if f"k_{tag}" in self.buffers}
 
     @property
     def scorer(self) -> StepInputs:
         """The step of a layer whose compressed keys are the index keys: its scores select the blocks."""
         if self.index is None:
             return self
-        index, buffers = self.index, self.buffers
+        index, tables = self.index, self.tables
+        names = {"k_index": "k_cmp", "k_index_tail": "k_tail"}
+        buffers = {names[name]: buffer for name, buffer in self.buffers.items() if name in names}
         return replace(
             self,
             q=index.q,
@@ -135,16 +209,17 @@ class StepInputs:
             v={"slc": index.k},
             phi_k=index.phi,
             phi_v=None,
-            buffers={"k_cmp": buffers["k_index"], "k_tail": buffers["k_index_tail"]},
-            num_heads=index.q.shape[-1] // buffers["k_index"].shape[-1],
+            buffers=buffers,
+            num_heads=index.q.shape[-1] // buffers["k_cmp"].shape[-1],
             config=self.config.scoring,
             index=None,
+            tables=None if tables is None else {"cmp": tables["index"]},
         )
 
     def empty_results(self) -> tuple[Tensor, Tensor]:
         """Allocate the heads' outputs ``(B, T, Hq * Dv)`` and the blocks that are selected, if any."""
         (batch, num_tokens), kv_heads = self.q.shape[:2], next(iter(self.buffers.values())).shape[1]
-        width = next(iter(self.v.values())).shape[-1] // kv_heads * self.num_heads
+        width = self.dims[1] * self.num_heads
         selected = self.config.num_selected_blocks if self.chooses else 0
         blocks = self.lengths.new_empty(batch, kv_heads, num_tokens, selected)
         return self.q.new_empty(batch, num_tokens, width), blocks

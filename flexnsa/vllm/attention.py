@@ -37,7 +37,6 @@ class PagedAttention(nn.Module):
     Args:
         prefix: a unique name.
         config: of the layer; ``impl`` is that of prompts.
-        gated: branches that have a gate.
         num_kv_heads: on this rank.
         compressors: of the layer.
         rotate: what rotates compressed keys.
@@ -51,7 +50,6 @@ class PagedAttention(nn.Module):
         self,
         prefix: str,
         config: LayerConfig,
-        gated: Sequence[str],
         num_kv_heads: int,
         compressors: Compressors,
         rotate: Rotation,
@@ -62,7 +60,7 @@ class PagedAttention(nn.Module):
         self.name, self.v_dim, self.impl = f"{prefix}.paged", dims[1], config.impl
         self.compressors, self.rotate = compressors, rotate
         indexed, dk = compressors.phi_index is not None, dims[0]
-        ordered, of_gates = (tuple(tag for tag in BRANCHES if tag in tags) for tags in (config.branches, gated))
+        ordered = tuple(tag for tag in BRANCHES if tag in config.branches)
         kinds: dict[str, NSAConfig] = {}
         if "cmp" in ordered or ("slc" in ordered and not indexed):
             kinds["cmp"] = sizes
@@ -83,7 +81,7 @@ class PagedAttention(nn.Module):
             )
             for name in (*kinds, *(tag for tag in ("slc", "win") if tag in ordered), *(["tail"] if kinds else []))
         }
-        self.layer = PagedLayer(sizes, ordered, of_gates, kinds, buffers, num_kv_heads, dims[0] ** -0.5)
+        self.layer = PagedLayer(sizes, ordered, kinds, buffers, num_kv_heads, dims[0] ** -0.5)
         vllm_config.compilation_config.static_forward_context[self.name] = self
 
     def forward(
@@ -91,7 +89,7 @@ class PagedAttention(nn.Module):
         q: Tensor,
         k: Mapping[str, Tensor],
         v: Mapping[str, Tensor],
-        gates: Mapping[str, Tensor],
+        gates: Tensor,
         q_index: Tensor | None = None,
         k_index: Tensor | None = None,
     ) -> Tensor:
@@ -101,7 +99,7 @@ class PagedAttention(nn.Module):
             q: ``(T, Hq, Dk)``, rotated.
             k: by branch, ``(T, Hkv, Dk)``; that of ``cmp`` is not rotated.
             v: by branch, ``(T, Hkv, Dv)``.
-            gates: by branch, ``(T, Hq)``; a branch that has none has weight 1.
+            gates: the weights of the branches, ``(T, Hq, branches)``.
             q_index: index queries ``(T, Hkv * H, Dk)``, rotated, if the layer has an indexer.
             k_index: raw index keys ``(T, Hkv, Dk)``, not rotated.
         """
@@ -111,12 +109,10 @@ class PagedAttention(nn.Module):
             raw = [k["cmp"]] if "cmp" in layer.kinds else []
             raw += [v["cmp"]] if "cmp" in layer.branches else []
             stored.append(torch.cat([*raw, *([] if k_index is None else [k_index])], -1))
-        _paged_attention(q, q_index, stored, [gates[tag] for tag in layer.gated], out, self.name)
+        _paged_attention(q, q_index, stored, gates, out, self.name)
         return out
 
-    def run(
-        self, q: Tensor, q_index: Tensor | None, stored: Sequence[Tensor], gates: Sequence[Tensor], out: Tensor
-    ) -> None:
+    def run(self, q: Tensor, q_index: Tensor | None, stored: Sequence[Tensor], gates: Tensor, out: Tensor) -> None:
         """Do the work of the operator."""
         layer = self.layer
         batch = next(iter(layer.buffers.values())).batch
@@ -128,14 +124,12 @@ class PagedAttention(nn.Module):
             buffer.store(given(buffer.batch), states)
         for kind in layer.kinds:
             self._compress(kind)
-        named = dict(zip(layer.gated, gates, strict=True))
         count = batch.num_decode_tokens
         if batch.num_decodes:
-            out[:count] = Decoding(layer, batch).attend(q, q_index, named)
+            out[:count] = Decoding(layer, batch).attend(q, q_index, gates)
         if batch.num_tokens > count:
             new = slice(count, batch.num_tokens)
-            index, weights = None if q_index is None else q_index[new], {tag: x[new] for tag, x in named.items()}
-            out[new] = self._attend_packed(batch, q[new], index, weights)
+            out[new] = self._attend_packed(batch, q[new], None if q_index is None else q_index[new], gates[new])
 
     def _compress(self, kind: str) -> None:
         """Compress the blocks that the new tokens complete."""
@@ -158,7 +152,7 @@ class PagedAttention(nn.Module):
         k, *v = (x[0].transpose(0, 1) for x in made)
         buffer.put(batch, request, last, torch.cat((self.rotate(k, first[:, 0].clamp_min(0)), *v), -1))
 
-    def _attend_packed(self, batch: Batch, q: Tensor, q_index: Tensor | None, gates: Mapping[str, Tensor]) -> Tensor:
+    def _attend_packed(self, batch: Batch, q: Tensor, q_index: Tensor | None, gates: Tensor) -> Tensor:
         """Attend from the tokens of requests that do not decode, packed as documents, ``(T, Hq, Dv)``."""
         layer = self.layer
         keys: dict[str, Tensor] = {}
@@ -178,7 +172,7 @@ class PagedAttention(nn.Module):
             implementation,
             _by_head(q),
             Keys(**keys),
-            {tag: gate.T[None] for tag, gate in gates.items()},
+            {tag: gate.T[None] for tag, gate in zip(layer.branches, gates.unbind(-1), strict=True)},
             Call(layer.sizes, layer.scale, None, where, window),
             indexer=scorer,
             branches=layer.branches,
@@ -206,14 +200,12 @@ class PagedAttention(nn.Module):
 
 @opaque_operator("paged_attention", mutates=["out"])
 def _paged_attention(
-    q: Tensor, q_index: Tensor | None, stored: Sequence[Tensor], gates: Sequence[Tensor], out: Tensor, layer: str
+    q: Tensor, q_index: Tensor | None, stored: Sequence[Tensor], gates: Tensor, out: Tensor, layer: str
 ) -> None:
     """Store what is kept of new tokens, and attend from them.
 
     Args are as of :meth:`PagedAttention.forward`, but for these:
         stored: ``(T, Hkv, width)`` for each buffer of tokens, in the order of :class:`PagedAttention`.
-        gates: for each gated branch.
-        out: ``(T, Hq, Dv)``; written to.
         layer: the name of a :class:`PagedAttention`.
     """
     attention = cast("PagedAttention", get_forward_context().no_compile_layers[layer])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionMetadata
 
-from flexnsa.config import NSAConfig, num_compressed
+from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -79,12 +79,6 @@ class Batch(AttentionMetadata):
 
     @property
     @once
-    def stored_slots(self) -> Tensor:
-        """The slots of the new tokens; padding is stored where no request reads."""
-        return self.slots.clamp_min(0)
-
-    @property
-    @once
     def tokens(self) -> Located:
         """Locate the new tokens, padding included: the request and the position of each."""
         token = torch.arange(len(self.slots), dtype=self.starts.dtype, device=self.starts.device)
@@ -124,6 +118,14 @@ class Batch(AttentionMetadata):
         row = first + torch.arange(count, dtype=torch.int64, device=self.starts.device)
         position = (row - end + self.lengths[: self.num_decodes, None]).clamp_min(0)
         return row.clamp_max(len(self.slots) - 1), position
+
+    @property
+    @once
+    def decoded_tokens(self) -> Tensor:
+        """Their positions, in a request's spare places its last one, and two rows of 0, int32 ``(3, R, T)``."""
+        last = self.lengths[: self.num_decodes, None] - 1
+        position = torch.minimum(self.decodes[1], last).clamp_min(0).to(torch.int32)
+        return torch.stack((position, *[torch.zeros_like(position)] * 2))
 
     @property
     @once
@@ -194,9 +196,3 @@ def last_tokens(number: Tensor, sizes: NSAConfig) -> Tensor:
 def first_state(sizes: NSAConfig) -> int:
     """Return the state of compressed token 0, of those that are counted by their last tokens."""
     return sizes.compress_block_size // sizes.compress_stride - 1
-
-
-def count_pages(length: int, sizes: NSAConfig, page_size: int) -> int:
-    """Return how many pages the compressed tokens of ``length`` tokens reach into, at least one."""
-    states = num_compressed(length, sizes) + first_state(sizes)
-    return max(1, -(-states * sizes.compress_stride // page_size))

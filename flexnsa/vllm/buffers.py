@@ -146,8 +146,8 @@ class PagedBuffer(AttentionLayerBase):
         return None if every is None else cast("dict[str, Batch]", every)[self.prefix]
 
     def store(self, batch: Batch, states: Tensor) -> None:
-        """Store ``(T, Hkv, width)`` of the batch's tokens."""
-        slots = batch.stored_slots
+        """Store ``(T, Hkv, width)`` of the batch's tokens; padding is stored where no request reads."""
+        slots = batch.slots.clamp_min(0)
         self.kv_cache[slots // self.page_size, :, slots % self.page_size] = states[: len(slots)]
 
     def put(self, batch: Batch, request: Tensor, last: Tensor, states: Tensor) -> None:

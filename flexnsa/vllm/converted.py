@@ -37,7 +37,8 @@ class ConvertedAttention(Attention):
     def __init__(self, dense: Any, options: LayerOptions, tables: Tensor, vllm_config: VllmConfig) -> None:
         name, branches = dense.attn.layer_name, options.branches
         del vllm_config.compilation_config.static_forward_context[name]  # else vLLM keeps pages for it
-        gated = branches if len(branches) > 1 else ()
+        of_many = branches if len(branches) > 1 else ()
+        gates = {tag: GATE_LIMIT * (1.0 if tag == "slc" else options.opening) for tag in of_many}
         super().__init__(
             LayerConfig(
                 dim=dense.hidden_size,
@@ -53,15 +54,10 @@ class ConvertedAttention(Attention):
             tables,
             vllm_config,
             name.rpartition(".")[0],
-            gated,
-            (bool(gated) or dense.qkv_proj.bias is not None, dense.o_proj.bias is not None),
+            gates,
+            (bool(gates) or dense.qkv_proj.bias is not None, dense.o_proj.bias is not None),
         )
         self.q_norm, self.k_norm = (getattr(dense, norm, None) for norm in ("q_norm", "k_norm"))
-        self.limits = {tag: GATE_LIMIT * (1.0 if tag == "slc" else options.opening) for tag in gated}
-
-    def weigh(self, logits: Tensor) -> dict[str, Tensor]:
-        """Map ``(T, Hq, branches)`` to the gates ``(T, Hq)`` of each branch."""
-        return {tag: gate * self.limits[tag] for tag, gate in super().weigh(logits).items()}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load parameters by their names in a checkpoint of a converted model."""

@@ -1,7 +1,7 @@
-"""Attention of all requests that decode, at once, through their block tables, in plain PyTorch.
+"""Attention of all requests that decode, at once, through their block tables; nothing waits for the device.
 
-Compressed and index keys are read page by page, those of selected blocks block by block, and of the window the pages
-that it reaches into. There is no loop over requests, and nothing waits for the device.
+On a GPU the kernels of a decoding step read pages in place. Elsewhere PyTorch reads compressed and index keys page by
+page, those of selected blocks block by block, and of the window the pages that it reaches into.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from torch import Tensor
 from flexnsa.attention.interface import given
 from flexnsa.attention.scoring import block_scores
 from flexnsa.attention.selection import top_blocks
+from flexnsa.attention.step import StepInputs
+from flexnsa.attention.triton.operators import runs_kernels
+from flexnsa.attention.triton.step import step_in_pages
 from flexnsa.config import NSAConfig, num_blocks, num_compressed
 from flexnsa.positions import Positions
-from flexnsa.vllm.batch import Batch, count_pages, first_state, last_tokens
+from flexnsa.vllm.batch import Batch, first_state, last_tokens
 from flexnsa.vllm.buffers import PagedBuffer
 
 
@@ -28,7 +31,6 @@ class PagedLayer(NamedTuple):
     Args:
         sizes: of the branches.
         branches: of the layer, in the order of :data:`flexnsa.config.BRANCHES`.
-        gated: those that have a gate.
         kinds: sizes of the compressed tokens that it keeps: ``cmp``, ``index``.
         buffers: for each of these, ``slc``, ``win``, and ``tail`` for raw keys and values.
         num_kv_heads: on this rank.
@@ -37,7 +39,6 @@ class PagedLayer(NamedTuple):
 
     sizes: NSAConfig
     branches: tuple[str, ...]
-    gated: tuple[str, ...]
     kinds: Mapping[str, NSAConfig]
     buffers: Mapping[str, PagedBuffer]
     num_kv_heads: int
@@ -51,8 +52,10 @@ class Decoding:
         self.layer, self.batch = layer, batch
         self.row, self.position = batch.decodes  # (R, T)
 
-    def attend(self, q: Tensor, q_index: Tensor | None, gates: Mapping[str, Tensor]) -> Tensor:
+    def attend(self, q: Tensor, q_index: Tensor | None, gates: Tensor) -> Tensor:
         """Attend from the requests' tokens of ``q (T, Hq, Dk)``, and return theirs alone, ``(T, Hq, Dv)``."""
+        if runs_kernels(q):
+            return self._attend_in_pages(q, q_index, gates)
         layer, grouped = self.layer, self._group(q)
         out: dict[str, Tensor] = {}
         probs = None
@@ -66,23 +69,36 @@ class Decoding:
             out["slc"] = self._attend_to_blocks(grouped, self._select(given(probs)))
         if "win" in layer.branches:
             out["win"] = self._attend_to_window(grouped)
-        terms = [self._weigh(out[tag], gates.get(tag)) for tag in layer.branches]
+        weights = zip(layer.branches, gates.unbind(-1), strict=True)
+        terms = [out[tag] * self._group(weight[..., None]).to(out[tag].dtype) for tag, weight in weights]
         total = sum(terms[1:], terms[0])  # (R, Hkv, T, G, Dv)
         return total.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)[self.batch.decoded_rows]
+
+    def _attend_in_pages(self, q: Tensor, q_index: Tensor | None, gates: Tensor) -> Tensor:
+        layer, row = self.layer, self.row
+        buffers: dict[str, Tensor] = {}
+        tables: dict[str, Tensor] = {}
+        for kind, buffer in layer.buffers.items():
+            if kind != "tail":
+                buffers |= zip((f"k_{kind}", f"v_{kind}"), buffer.kv_cache.split(buffer.widths, -1), strict=False)
+                tables[kind] = given(buffer.batch).block_table[: len(row)]
+        longest = 1 << (self.batch.longest_decode - 1).bit_length()  # few sizes, for few variants of kernels
+        index, sizes = None if q_index is None else q_index[row], {"config": layer.sizes, "scale": layer.scale}
+        inputs = StepInputs.in_pages(q[row], index, gates[row], buffers, tables, max_seq_len=longest, **sizes)
+        out, _ = step_in_pages(inputs, self.batch.decoded_tokens)
+        return out.flatten(0, 1).unflatten(-1, (q.shape[1], -1))[self.batch.decoded_rows]
 
     def _group(self, x: Tensor) -> Tensor:
         """Return heads ``(T, H, D)`` of the requests as ``(R, Hkv, T, G, D)``."""
         return x[self.row].unflatten(2, (self.layer.num_kv_heads, -1)).transpose(1, 2)
-
-    def _weigh(self, out: Tensor, gate: Tensor | None) -> Tensor:
-        return out if gate is None else out * self._group(gate[..., None]).to(out.dtype)
 
     def _score(self, kind: str, q: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the probabilities of compressed keys ``(R, Hkv, T, G, N)``, and their values (Eq. 8)."""
         sizes, buffer = self.layer.kinds[kind], self.layer.buffers[kind]
         longest = self.batch.longest_decode
         count, first = num_compressed(longest, sizes), first_state(sizes)
-        page = torch.arange(count_pages(longest, sizes, buffer.page_size), device=q.device)
+        pages = -(-(first + count) * sizes.compress_stride // buffer.page_size)
+        page = torch.arange(max(1, pages), device=q.device)
         parts = buffer.take_pages(given(buffer.batch), page.expand(len(q), -1))
         k, *v = (part[:, :, first : first + count] for part in parts)
         dtype = torch.promote_types(q.dtype, torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Attention(nn.Module):
         tables: cosines and sines of all positions, ``(2, S, D / 2)``.
         vllm_config: of the model.
         prefix: a unique name.
-        gated: the branches that have a gate; by default those of ``config.gate``.
+        gates: by branch that has a gate, its upper bound; by default 1 for those of ``config.gate``.
         biased: whether the projections of the input, and that of the output, have a bias.
 
     Raises:
@@ -42,7 +42,7 @@ class Attention(nn.Module):
         tables: Tensor,
         vllm_config: VllmConfig,
         prefix: str,
-        gated: Sequence[str] | None = None,
+        gates: Mapping[str, float] | None = None,
         biased: tuple[bool, bool] = (False, False),
     ) -> None:
         super().__init__()
@@ -52,15 +52,15 @@ class Attention(nn.Module):
             raise ValueError(f"tensor_parallel_size: expected {expected}, got {ranks}")
         dims = config.head_dim, config.v_head_dim or config.head_dim
         self.gate, self.tables = config.gate, tables
-        self.gated = gated_branches(config.gate, branches) if gated is None else gated
+        self.gates = dict.fromkeys(gated_branches(config.gate, branches), 1.0) if gates is None else gates
         self.num_heads, self.num_kv_heads = config.num_heads // ranks, config.num_kv_heads // ranks
         widths = {"w_q": config.num_heads * dims[0]}
         for tag in branches:
             if not (config.shared_keys and tag == "cmp"):
                 widths[f"w_k_{tag}"] = config.num_kv_heads * dims[0]
             widths[f"w_v_{tag}"] = config.num_kv_heads * dims[1]
-        if self.gated:
-            widths["gate.linear"] = config.num_heads * len(self.gated)
+        if self.gates:
+            widths["gate.linear"] = config.num_heads * len(self.gates)
         self.parts = {name: width // ranks for name, width in widths.items()}
         """Widths of the projections, on this rank, in the order of their joint product."""
         names = (f"{prefix}.project", f"{prefix}.w_o")
@@ -84,26 +84,26 @@ class Attention(nn.Module):
             shape, rank = (self.num_kv_heads, dims[0]), config.index_rank
             self.indexer = Indexer(config.dim, *shape, config=nsa, compression=config.compression, rank=rank)
         compressors = Compressors(self.phi_k, self.phi_v, None if self.indexer is None else self.indexer.phi)
-        self.attend = PagedAttention(
-            prefix, config, self.gated, self.num_kv_heads, compressors, self.rotate, vllm_config
-        )
+        self.attend = PagedAttention(prefix, config, self.num_kv_heads, compressors, self.rotate, vllm_config)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate heads ``x (T, H, D)`` by their positions."""
         tables = RopeTables(*(table[positions][:, None, None] for table in self.tables))
         return apply_rope(x[:, :, None], tables)[:, :, 0]
 
-    def weigh(self, logits: Tensor) -> dict[str, Tensor]:
-        """Map ``(T, Hq, branches)`` to the gates ``(T, Hq)`` of each gated branch."""
-        weights = logits.softmax(-1) if self.gate == "softmax" else logits.sigmoid()
-        return dict(zip(self.gated, weights.unbind(-1), strict=True))
+    def weigh(self, logits: Tensor) -> Tensor:
+        """Map logits ``(T, Hq, gated branches)`` to the weights of all branches, ``(T, Hq, branches)``."""
+        gates = (logits.softmax(-1) if self.gate == "softmax" else logits.sigmoid()).unbind(-1)
+        weights = {tag: gate * most for (tag, most), gate in zip(self.gates.items(), gates, strict=True)}
+        one = logits.new_ones(logits.shape[:2])
+        return torch.stack([weights.get(tag, one) for tag in self.attend.layer.branches], -1)
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         """Map ``(T, dim)``, new tokens of all requests of a batch."""
         rows = dict(zip(self.parts, self.project(hidden_states).split([*self.parts.values()], -1), strict=True))
         q = rows.pop("w_q").unflatten(-1, (self.num_heads, -1))
         q = q if self.q_norm is None else self.q_norm(q)
-        gates = self.weigh(rows.pop("gate.linear").unflatten(-1, (self.num_heads, -1))) if self.gated else {}
+        gates = self.weigh(rows.pop("gate.linear", q[..., :0]).reshape(*q.shape[:2], len(self.gates)))
         heads = {name[2:]: row.unflatten(-1, (self.num_kv_heads, -1)) for name, row in rows.items()}
         k = {name[2:]: x if self.k_norm is None else self.k_norm(x) for name, x in heads.items() if name[0] == "k"}
         v = {name[2:]: x for name, x in heads.items() if name[0] == "v"}

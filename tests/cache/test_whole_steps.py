@@ -27,7 +27,8 @@ def assert_right(name: str, found: dict[str, Any]) -> None:
     plain, ours = (_distance(found[key], found["exact"]) for key in ("plain", "out"))
     assert ours <= 1.5 * plain, (ours, plain)
     resolution = torch.finfo(case.dtype).eps
-    for kept, exact in found["buffers"]:
+    assert bool(found["pages"]) == (case.page_size is not None)
+    for kept, exact in found["buffers"] + found["pages"]:
         torch.testing.assert_close(kept, exact, rtol=4 * resolution, atol=4 * resolution)
 
 

@@ -63,7 +63,7 @@ def calls(shape: Shape, packed: Sequence[bool] = (False, True)) -> Iterator[tupl
     if shape.dtype == torch.bfloat16:  # in fp32 small heads have the kernels of large ones
         yield _name(_gated_sum_of_small_heads), partial(_own, _gated_sum_of_small_heads, shape)
     losses = (_selection_loss, _selection_loss_of_overlapping_keys)
-    steps = (_decoding_step, _decoding_step_by_given_frequencies)
+    steps = (_decoding_step, _decoding_step_by_given_frequencies, _step_in_pages)
     for function in (_select_few, _gated_sum_without_window, *losses, *steps):
         yield _name(function), partial(_own, function, shape)
 
@@ -200,6 +200,29 @@ def _decoding_step(shape: Shape, frequencies: Tensor | None = None) -> None:
             frequencies=frequencies,
         )
     )
+
+
+def _step_in_pages(shape: Shape, page_size: int = 64) -> None:
+    """Attend to pages with all that a layer may have, an indexer too."""
+    (dk, dv), new, table = shape.dims, partial(torch.empty, dtype=shape.dtype), torch.empty(2, 64, dtype=torch.int32)
+    strides = {"slc": 1, "win": 1} | {kind: config.compress_stride for kind, config in INDEXED.compressed.items()}
+    buffers: dict[str, Tensor] = {}
+    for kind, stride in strides.items():
+        widths = [dk] if kind == "index" else [dk, dv]
+        pool = new(128, KV_HEADS, page_size // stride, sum(widths))
+        buffers |= zip((f"k_{kind}", f"v_{kind}"), pool.split(widths, -1), strict=False)
+    heads = KV_HEADS * GROUP
+    inputs = StepInputs.in_pages(
+        new(2, 1, heads, dk),
+        new(2, 1, KV_HEADS * given(INDEXED.index_heads), dk),
+        new(2, 1, heads, 3),
+        buffers,
+        dict.fromkeys(strides, table),
+        max_seq_len=LENGTH,
+        config=INDEXED,
+        scale=shape.scale,
+    )
+    triton_step.step_in_pages(inputs, torch.empty(3, 2, 1, dtype=torch.int32))
 
 
 def _whole_sequence(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:

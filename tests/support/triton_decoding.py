@@ -18,6 +18,7 @@ from flexnsa.attention.interface import given
 from flexnsa.attention.step import StepInputs
 from flexnsa.config import BRANCHES
 from flexnsa.indices import record_indices
+from tests.support.pages import attending_in_pages
 
 DIM = 24
 SMALLEST = NSAConfig(
@@ -40,6 +41,7 @@ class Case:
         steps: for every step, the new tokens of each sequence; those with fewer than the most are padded.
         prompts: tokens of each sequence before the steps.
         take_back: tokens to crop after each step but the last, which the next step adds again.
+        page_size: tokens of a page, to attend to pages too.
     """
 
     steps: tuple[tuple[int, ...], ...]
@@ -53,6 +55,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     take_back: int = 0
     index_rank: int | None = None
+    page_size: int | None = None
 
     def starts(self, row: int) -> list[int]:
         """Return the length of a sequence before every step."""
@@ -94,18 +97,21 @@ EVERY = replace(SMALLEST, num_selected_blocks=16)
 """All blocks are selected, so that the rounding of scores changes nothing."""
 CASES = {
     "every residue": Case(steps=ALONE * 13, prompts=(21,)),
-    "from nothing, ragged": Case(steps=((1, 0, 1), (1, 1, 1), (0, 1, 1)) * 2, prompts=(0, 17, 3), heads=(4, 2, 16, 16)),
+    "from nothing, ragged": Case(
+        steps=((1, 0, 1), (1, 1, 1), (0, 1, 1)) * 2, prompts=(0, 17, 3), heads=(4, 2, 16, 16), page_size=2
+    ),
     "eight at once": Case(steps=((8, 3), (1, 8), (5, 0)), prompts=(9, 30), heads=(6, 2, 16, 24)),
     "taken back": Case(steps=((5, 5),) * 4, prompts=(11, 20), take_back=3),
     "as far back as may be, padded": Case(steps=((6, 3), (6, 6), (2, 3)), prompts=(11, 20), take_back=6),
     "linear, softmax, three heads": Case(
-        steps=((2,),) * 6, prompts=(13,), heads=(3, 1, 24, 16), compression="linear", gate="softmax"
+        steps=((2,),) * 6, prompts=(13,), heads=(3, 1, 24, 16), compression="linear", gate="softmax", page_size=16
     ),
     "mean, no overlap": Case(
         steps=ALONE * 9,
         prompts=(12,),
         compression="mean",
         config=replace(SMALLEST, compress_block_size=4, compress_stride=4),
+        page_size=64,
     ),
     "compressed longer than selected": Case(
         steps=ALONE * 7,
@@ -113,15 +119,16 @@ CASES = {
         config=NSAConfig(
             compress_block_size=12, compress_stride=2, select_block_size=4, num_selected_blocks=5, window_size=7
         ),
+        page_size=6,
     ),
-    "compressed alone": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp",)),
+    "compressed alone": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp",), page_size=8),
     "selected alone": Case(steps=ALONE * 5, prompts=(30,), branches=("slc",)),
     "window alone": Case(steps=ALONE * 3, prompts=(20,), branches=("win",)),
     "residual gates": Case(steps=((2,), (1,)) * 3, prompts=(19,), gate="residual"),
     "residual gates, two branches": Case(
-        steps=ALONE * 4, prompts=(23,), heads=(3, 1, 24, 16), gate="residual", branches=("slc", "win")
+        steps=ALONE * 4, prompts=(23,), heads=(3, 1, 24, 16), gate="residual", branches=("slc", "win"), page_size=8
     ),
-    "shared keys": Case(steps=((3, 1),) * 3, prompts=(14, 20), heads=(4, 2, 16, 24), shared_keys=True),
+    "shared keys": Case(steps=((3, 1),) * 3, prompts=(14, 20), heads=(4, 2, 16, 24), shared_keys=True, page_size=4),
     "window and compressed": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "win")),
     "compressed and selected": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "slc")),
     "bf16, 16 heads of 64": Case(
@@ -140,7 +147,13 @@ CASES = {
     ),
     "an indexer, taken back": Case(steps=((5, 5),) * 4, prompts=(11, 20), take_back=3, config=INDEXED),
     "an indexer, selected alone": Case(
-        steps=ALONE * 5, prompts=(30,), heads=(3, 1, 24, 16), config=INDEXED, branches=("slc",), compression="linear"
+        steps=ALONE * 5,
+        prompts=(30,),
+        heads=(3, 1, 24, 16),
+        config=INDEXED,
+        branches=("slc",),
+        compression="linear",
+        page_size=32,
     ),
     "more heads than a tile": Case(steps=((8,),), prompts=(19,), heads=(20, 1, 16, 16)),
 }
@@ -155,13 +168,15 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     with follow(layer) as exact:
         wholes["exact"] = layer.double()(x.double())
     layer.to(case.dtype)
-    with follow(layer) as kept:
+    paged: Any = attending_in_pages(case.page_size) if case.page_size else nullcontext([])
+    with follow(layer) as kept, paged as pages:
         out, cache = decode(case, layer, x)
     starts = [case.starts(b) for b in range(len(x))]
     rows = [(b, t) for b, at in enumerate(starts) for t in range(min(at), at[-1] + case.steps[-1][b])]
     b, t = torch.tensor(rows, device=device).T
     results: dict[str, Any] = {name: whole[b, t].cpu() for name, whole in wholes.items()}
     results |= {"out": out[b, t].cpu(), "lengths": cache.lengths.tolist(), "reached": cache.reached.tolist()}
+    results["pages"] = pages
     if "slc" in case.branches:
         blocks = {"blocks": kept.indices()[0], "exact_blocks": exact.indices()[0]}
         results |= {name: each[b, :, t].cpu() for name, each in blocks.items()}

@@ -33,9 +33,14 @@ def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def require_device(x: Tensor, name: str = "q") -> None:
-    """Check that a device runs the kernels; Triton's interpreter runs on any."""
-    if x.device.type != "cuda" and not _is_interpreted():
+    """Check that a device runs the kernels."""
+    if not runs_kernels(x):
         raise ValueError(f"{name}: expected a CUDA device with impl='triton', got {x.device}")
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Return whether the device of a tensor runs the kernels; Triton's interpreter runs on any."""
+    return x.device.type == "cuda" or _is_interpreted()
 
 
 def _is_interpreted() -> bool:

@@ -17,6 +17,25 @@ def step(inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
     return out, blocks if inputs.chooses else inputs.block_indices
 
 
+def step_in_pages(inputs: StepInputs, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend from tokens that pages hold already, by Triton kernels; nothing is written to the buffers.
+
+    Args:
+        inputs: with ``tables``.
+        tokens: int32 ``(3, B, T)``, contiguous: the positions of the queries in their sequences, and zeros.
+
+    Returns:
+        The heads' outputs ``(B, T, Hq * Dv)``, and the selected blocks, int32 ``(B, Hkv, T, n)``.
+    """
+    from flexnsa.attention.triton.kernels.step import StepScratch, attend
+
+    require_device(inputs.q)
+    out, blocks = inputs.empty_results()
+    if inputs.q.numel():
+        attend(inputs, StepScratch.of(inputs, tokens), out, blocks)
+    return out, blocks
+
+
 @opaque_operator("decoding_step_triton", mutates=("lengths", "reached", "buffers"))
 def _decoding_step(
     lengths: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
 
+from tests.integrations.vllm import interpreted_engine
 from tests.integrations.vllm.engines import ask, engine, metrics
 from tests.integrations.vllm.references import CONVERTED, MODELS, Answer, Reference
+from tests.support.interpreter import Interpret
 
 TOLERANCE = 1e-5
 """Of a logarithm of a probability, in fp32."""
@@ -58,6 +61,16 @@ def test_every_kind_of_model_in_pages_of_16(reference: Ask, name: str) -> None:
 )
 def test_pages_and_chunks(reference: Ask, name: str, options: dict[str, Any]) -> None:
     check(reference(name), **options)
+
+
+@pytest.mark.parametrize("name", ["paper", "rank"])
+def test_steps_by_the_kernels_of_a_gpu(reference: Ask, interpret: Interpret, name: str) -> None:
+    said = reference(name)
+    question = {"folder": str(said.folder), "prompts": [x.prompt for x in said.answers], "new_tokens": 3}
+    found = interpret(interpreted_engine, json.dumps(question))
+    assert found["steps"] == 2 * 2  # of each layer; the prompt gives the first token
+    answers = [Answer(x.prompt, *given) for x, given in zip(said.answers, found["answers"], strict=True)]
+    assert_equal(answers, [Answer(x.prompt, x.tokens[:3], x.logs[:3]) for x in said.answers])
 
 
 def test_compiled(reference: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,21 +70,24 @@ class StepScratch:
         return {"cmp": 0, "win": self.tiles.cmp, "slc": self.tiles.cmp + self.tiles.win}[tag]
 
     @classmethod
-    def of(cls, inputs: StepInputs) -> StepScratch:
-        """Compute the sizes, and allocate."""
+    def of(cls, inputs: StepInputs, tokens: Tensor | None = None) -> StepScratch:
+        """Compute the sizes, and allocate; ``tokens`` are those of a step that attends to pages."""
         batch, num_tokens = (operator.index(x) for x in inputs.q.shape[:2])
         buffers, q = inputs.buffers, inputs.q
         kv_heads = next(iter(buffers.values())).shape[1]
         group = inputs.num_heads // kv_heads
-        dk = q.shape[2] // inputs.num_heads
-        dv = next(iter(inputs.v.values())).shape[2] // kv_heads
-        slots = {name.partition("_")[2]: buffer.shape[2] - 1 for name, buffer in buffers.items()}
+        (dk, dv), slots = inputs.dims, inputs.slots
         counts = slots.get("cmp", 0), slots.get("win", 0)
         heads, config = batch * kv_heads, inputs.config
         tiles = step_tiles(multiprocessors(q), q.dtype, heads, group, num_tokens, (dk, dv), counts, config)
         rows = tiles.cmp + tiles.slc + tiles.win, batch, inputs.num_heads, num_tokens
         width = aligned(counts[0]) if inputs.chooses and inputs.index is None else 0
         new = partial(torch.empty, dtype=torch.float32, device=q.device)
+        if tokens is None:
+            tokens = torch.empty(3, batch, num_tokens, dtype=torch.int32, device=q.device)
+            q = q.new_empty(batch, inputs.num_heads, num_tokens, dk)
+        else:
+            q = q.view(batch, num_tokens, inputs.num_heads, dk).transpose(1, 2).contiguous()
         return cls(
             batch,
             num_tokens,
@@ -94,8 +97,8 @@ class StepScratch:
             dv,
             slots,
             tiles,
-            tokens=torch.empty(3, batch, num_tokens, dtype=torch.int32, device=q.device),
-            q=q.new_empty(batch, inputs.num_heads, num_tokens, dk),
+            tokens=tokens,
+            q=q,
             scores=new(batch, kv_heads, num_tokens, group, width),
             part=new(*rows, dv),
             top=new(rows),
@@ -184,7 +187,7 @@ def attend(inputs: StepInputs, scratch: StepScratch, out: Tensor, blocks: Tensor
         _select(*_score(inputs, scratch), blocks)
     elif inputs.block_indices is not None:
         blocks = inputs.block_indices.contiguous()
-    if "slc" in inputs.k:
+    if "slc" in inputs.branches:
         _attend_selected(inputs, scratch, blocks)
     _merge(inputs, scratch, out)
 
@@ -194,9 +197,10 @@ def _score(inputs: StepInputs, scratch: StepScratch) -> tuple[StepInputs, StepSc
     if inputs.index is None:
         return inputs, scratch
     scorer = inputs.scorer
-    of_scorer = StepScratch.of(scorer)
-    place(scorer, of_scorer)
-    compress(scorer, of_scorer)
+    of_scorer = StepScratch.of(scorer, None if scorer.tables is None else scratch.tokens)
+    if scorer.tables is None:
+        place(scorer, of_scorer)
+        compress(scorer, of_scorer)
     _attend_intervals(scorer, of_scorer)
     return scorer, of_scorer
 
@@ -210,13 +214,13 @@ def _attend_intervals(inputs: StepInputs, scratch: StepScratch) -> None:
         return
     rows = cdiv(scratch.num_tokens * scratch.group, tiles.rows)
     keys = [buffers.get(name, scratch.q) for name in ("k_cmp", "v_cmp", "k_win", "v_win")]
+    (of_cmp, cmp_rows), (of_win, win_rows) = (_pages(inputs, scratch, tag) for tag in ("cmp", "win"))
     step_attend.attend_dense[(tiles.cmp + win, scratch.batch * scratch.kv_heads, rows)](
-        scratch.q, scratch.tokens, *keys, scratch.scores, scratch.part, scratch.top, scratch.total,
-        scratch.heads, scratch.num_tokens, scratch.slots.get("cmp", 0), scratch.slots.get("win", 1),
-        scratch.scores.shape[-1], inputs.scale * LOG2_E,
+        scratch.q, scratch.tokens, *keys, scratch.scores, scratch.part, scratch.top, scratch.total, *of_cmp, *of_win,
+        scratch.heads, scratch.num_tokens, scratch.scores.shape[-1], inputs.scale * LOG2_E,
         **_dims(scratch), LENGTH=config.compress_block_size, STRIDE=config.compress_stride, WINDOW=config.window_size,
-        CMP_SPLITS=tiles.cmp, WIN_SPLITS=tiles.win, HAS_CMP=cmp > 0, HAS_SCORES=scratch.scores.shape[-1] > 0,
-        HAS_V_CMP="v_cmp" in buffers, BR=tiles.rows, BN=tiles.keys, num_warps=WARPS,
+        CMP=cmp_rows, CMP_SPLITS=tiles.cmp, HAS_CMP=cmp > 0, HAS_SCORES=scratch.scores.shape[-1] > 0,
+        HAS_V_CMP="v_cmp" in buffers, WIN=win_rows, WIN_SPLITS=tiles.win, BR=tiles.rows, BN=tiles.keys, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -243,10 +247,11 @@ def _select(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -> None:
 def _attend_selected(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -> None:
     tiles, config, buffers = scratch.tiles, inputs.config, inputs.buffers
     queries, rows = scratch.batch * scratch.kv_heads * scratch.num_tokens, cdiv(scratch.group, tiles.group_rows)
+    pages, sizes = _pages(inputs, scratch, "slc")
     step_attend.attend_selected[(tiles.slc, queries, rows)](
         scratch.q, scratch.tokens, blocks, buffers["k_slc"], buffers["v_slc"], scratch.part, scratch.top, scratch.total,
-        scratch.heads, scratch.num_tokens, scratch.slots["slc"], scratch.first_split("slc"), inputs.scale * LOG2_E,
-        **_dims(scratch), BLOCK=config.select_block_size, SELECTED=config.num_selected_blocks,
+        *pages, scratch.heads, scratch.num_tokens, scratch.first_split("slc"), inputs.scale * LOG2_E,
+        **_dims(scratch), SLC=sizes, BLOCK=config.select_block_size, SELECTED=config.num_selected_blocks,
         PER_PROGRAM=cdiv(config.num_selected_blocks, tiles.slc), BR=tiles.group_rows, BN=tiles.block_keys,
         num_warps=WARPS,
     )  # fmt: skip
@@ -255,8 +260,8 @@ def _attend_selected(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -
 def _merge(inputs: StepInputs, scratch: StepScratch, out: Tensor) -> None:
     """Add the gated branches, and add the tokens to the lengths."""
     gates, tiles = _uniform(inputs.gates), scratch.tiles
-    columns = gated_branches(inputs.gate, list(inputs.k))
-    order = {tag: columns.index(tag) if tag in columns else len(columns) for tag in inputs.k}
+    columns = gated_branches(inputs.gate, inputs.branches)
+    order = {tag: columns.index(tag) if tag in columns else len(columns) for tag in inputs.branches}
     branches: dict[str, int] = {}
     for tag, splits in (("cmp", tiles.cmp), ("slc", tiles.slc), ("win", tiles.win)):
         name = tag.upper()
@@ -267,8 +272,18 @@ def _merge(inputs: StepInputs, scratch: StepScratch, out: Tensor) -> None:
         scratch.part, scratch.top, scratch.total, gates, scratch.tokens, inputs.lengths, inputs.reached, out,
         scratch.batch, scratch.num_tokens, gates.stride(1),
         HQ=inputs.num_heads, DV=scratch.dv, GATE=inputs.gate, COLUMNS=len(columns), SPLITS=splits, **branches,
+        COUNTS=inputs.tables is None,
         BP=rows, BDV=padded(scratch.dv), num_warps=min(16, max(1, rows * padded(scratch.dv) // MERGED)),
     )  # fmt: skip
+
+
+def _pages(inputs: StepInputs, scratch: StepScratch, tag: str) -> tuple[list[Tensor | int], tuple[int, int, int]]:
+    """Return where a branch's keys and values are, as the kernels take it: arguments, and a constant."""
+    pair = [inputs.buffers.get(f"{name}_{tag}", scratch.q) for name in "kv"]
+    table = None if inputs.tables is None else inputs.tables.get(tag)
+    where = [scratch.tokens, 0] if table is None else [table, table.stride(0)]
+    of_pages: list[Tensor | int] = [*where, scratch.slots.get(tag, 1), *(x.stride(0) for x in pair)]
+    return of_pages, (0 if table is None else pair[0].shape[2], pair[0].stride(2), pair[1].stride(2))
 
 
 def _dims(scratch: StepScratch) -> dict[str, object]:

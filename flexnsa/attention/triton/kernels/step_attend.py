@@ -23,10 +23,25 @@ def load_queries(q_ptr, r, num_rows, bh, num_tokens, G: tl.constexpr, D: tl.cons
 
 
 @jit
-def load_keys(ptr, index, inside, D: tl.constexpr, BD: tl.constexpr):
-    """Load rows of contiguous keys or values."""
+def find_states(table_ptr, table_width, state, inside, bh, page_size, HKV: tl.constexpr, PAGE: tl.constexpr):
+    """Return the pages of a sequence's states, and their places among the states of these pages, for a kv head.
+
+    With ``PAGE`` states in a page, ``table (B, table_width)`` lists the pages of each sequence. Where it is 0, a
+    sequence has one page, of ``page_size`` states, and there is no table.
+    """
+    page = bh // HKV
+    place = bh % HKV * page_size + state
+    if PAGE > 0:
+        page = tl.load(table_ptr + page * table_width + state // PAGE, mask=inside, other=0).to(tl.int64)
+        place = bh % HKV * PAGE + state % PAGE
+    return page, place
+
+
+@jit
+def load_states(ptr, page, place, inside, page_stride, ROW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Load keys or values of a buffer ``(pages, Hkv, states, ROW)``, which begin with each of its rows."""
     d = tl.arange(0, BD)
-    at = index.to(tl.int64)[:, None] * D + d[None, :]
+    at = (page * page_stride + place * ROW)[:, None] + d[None, :]
     mask = inside[:, None] & (d < D)[None, :]
     return tl.load(ptr + at, mask=mask, other=0.0)
 
@@ -58,16 +73,21 @@ def store_partial(
     tl.store(part_ptr + at[:, None] * DV + d[None, :], acc, mask=inside[:, None] & (d < DV)[None, :])
 
 
-@jit(do_not_specialize=["num_heads", "num_tokens", "cmp_size", "win_size", "score_width"])
+@jit(do_not_specialize=["num_heads", "num_tokens", "cmp_size", "win_size", "cmp_width", "win_width", "score_width"])
 def attend_dense(
     q_ptr, tokens_ptr, k_cmp_ptr, v_cmp_ptr, k_win_ptr, v_win_ptr, score_ptr, part_ptr, top_ptr, total_ptr,
-    num_heads, num_tokens, cmp_size, win_size, score_width, scale_log2,
+    cmp_table_ptr, cmp_width, cmp_size, k_cmp_stride, v_cmp_stride,
+    win_table_ptr, win_width, win_size, k_win_stride, v_win_stride,
+    num_heads, num_tokens, score_width, scale_log2,
     HKV: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, CMP_SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, HAS_CMP: tl.constexpr,
-    HAS_SCORES: tl.constexpr, HAS_V_CMP: tl.constexpr,
+    HAS_SCORES: tl.constexpr, HAS_V_CMP: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a split of the compressed tokens, whose scores are stored for the selection, or of the window."""
+    """Attend to a split of the compressed tokens, whose scores are stored for the selection, or of the window.
+
+    ``CMP`` and ``WIN`` are the states of a page, 0 without a table, and the elements of a row of keys and of values.
+    """
     split = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     b = bh // HKV
@@ -86,53 +106,60 @@ def attend_dense(
             visible = count_visible(token, LENGTH, STRIDE)
             most = count_visible(last, LENGTH, STRIDE)
             chunk = tl.cdiv(tl.cdiv(most, CMP_SPLITS), BN) * BN
-            k_ptr = k_cmp_ptr + bh * (cmp_size + 1) * DK
-            v_ptr = v_cmp_ptr + bh * (cmp_size + 1) * DV
+            # In pages a state is counted by the last token that it is made of.
+            skipped = LENGTH // STRIDE - 1 if CMP[0] else 0
             scores = score_ptr + (bh * num_rows + r)[:, None] * score_width
             for first in tl.range(split * chunk, tl.minimum(split * chunk + chunk, most), BN):
                 key = first + n
                 inside = key < most
-                k = load_keys(k_ptr, key, inside, DK, BDK)
+                page, place = find_states(
+                    cmp_table_ptr, cmp_width, key + skipped, inside, bh, cmp_size + 1, HKV, CMP[0]
+                )
+                k = load_states(k_cmp_ptr, page, place, inside, k_cmp_stride, CMP[1], DK, BDK)
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
                 s = tl.where(key[None, :] < visible[:, None], s, float("-inf"))
                 if HAS_SCORES:
                     tl.store(scores + key[None, :], s, mask=(r < num_rows)[:, None] & inside[None, :])
                 v = k
                 if HAS_V_CMP:
-                    v = load_keys(v_ptr, key, inside, DV, BDV)
+                    v = load_states(v_cmp_ptr, page, place, inside, v_cmp_stride, CMP[2], DV, BDV)
                 top, total, acc = join(s, v, top, total, acc, HAS_V_CMP, PRECISION)
     if split >= CMP_SPLITS:
         chunk = tl.cdiv(tl.cdiv(win_size, WIN_SPLITS), BN) * BN
         start = (split - CMP_SPLITS) * chunk
-        k_ptr = k_win_ptr + bh * (win_size + 1) * DK
-        v_ptr = v_win_ptr + bh * (win_size + 1) * DV
         for first in tl.range(start, tl.minimum(start + chunk, win_size), BN):
             slot = first + n
-            # Token p is in slot p % size: a slot holds the last token that was written to it.
-            age = (last - slot) % win_size
-            age = tl.where(age < 0, age + win_size, age)
-            holds = last - age
+            if WIN[0]:
+                holds = tl.maximum(earliest - WINDOW + 1, 0) + slot
+                state = holds
+            else:
+                # Token p is in slot p % size: a slot holds the last token that was written to it.
+                age = (last - slot) % win_size
+                age = tl.where(age < 0, age + win_size, age)
+                holds = last - age
+                state = slot
             # Mask slots of rewound tokens as before all windows; they may hold NaN, and 0 * NaN is NaN.
-            inside = (slot < win_size) & (holds >= 0) & (holds > earliest - WINDOW)
+            inside = (slot < win_size) & (holds >= 0) & (holds > earliest - WINDOW) & (holds <= last)
             shown = inside[None, :] & (holds[None, :] <= token[:, None]) & (holds[None, :] > token[:, None] - WINDOW)
-            k = load_keys(k_ptr, slot, inside, DK, BDK)
+            page, place = find_states(win_table_ptr, win_width, state, inside, bh, win_size + 1, HKV, WIN[0])
+            k = load_states(k_win_ptr, page, place, inside, k_win_stride, WIN[1], DK, BDK)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-            v = load_keys(v_ptr, slot, inside, DV, BDV)
+            v = load_states(v_win_ptr, page, place, inside, v_win_stride, WIN[2], DV, BDV)
             top, total, acc = join(tl.where(shown, s, float("-inf")), v, top, total, acc, True, PRECISION)
     store_partial(
         top, total, acc, split, r, num_rows, bh, num_heads, num_tokens, part_ptr, top_ptr, total_ptr, G, DV, BDV
     )
 
 
-@jit(do_not_specialize=["num_heads", "num_tokens", "slc_size", "first_split"])
+@jit(do_not_specialize=["num_heads", "num_tokens", "slc_size", "width", "first_split"])
 def attend_selected(
     q_ptr, tokens_ptr, blocks_ptr, k_ptr, v_ptr, part_ptr, top_ptr, total_ptr,
-    num_heads, num_tokens, slc_size, first_split, scale_log2,
+    table_ptr, width, slc_size, k_stride, v_stride, num_heads, num_tokens, first_split, scale_log2,
     HKV: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-    SELECTED: tl.constexpr, PER_PROGRAM: tl.constexpr,
+    SELECTED: tl.constexpr, PER_PROGRAM: tl.constexpr, SLC: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one query, all heads of its group, to some of the blocks that it selected."""
+    """Attend from one query, all heads of its group, to some of the blocks that it selected; ``SLC`` is as ``CMP``."""
     bh = tl.program_id(1).to(tl.int64) // num_tokens
     t = tl.program_id(1) % num_tokens
     b = bh // HKV
@@ -140,8 +167,6 @@ def attend_selected(
     r = tl.where(g < G, t * G + g, num_tokens * G)
     q = load_queries(q_ptr, r, num_tokens * G, bh, num_tokens, G, DK, BDK)
     token = tl.load(tokens_ptr + b * num_tokens + t)
-    k_ptr += bh * (slc_size + 1) * DK
-    v_ptr += bh * (slc_size + 1) * DV
     top = tl.full([BR], float("-inf"), tl.float32)
     total = tl.zeros([BR], tl.float32)
     acc = tl.zeros([BR, BDV], tl.float32)
@@ -153,9 +178,10 @@ def attend_selected(
             for offset in tl.range(0, BLOCK, BN):
                 key = block * BLOCK + offset + n
                 inside = (offset + n < BLOCK) & (key <= token)
-                k = load_keys(k_ptr, key, inside, DK, BDK)
+                page, place = find_states(table_ptr, width, key, inside, bh, slc_size + 1, HKV, SLC[0])
+                k = load_states(k_ptr, page, place, inside, k_stride, SLC[1], DK, BDK)
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-                v = load_keys(v_ptr, key, inside, DV, BDV)
+                v = load_states(v_ptr, page, place, inside, v_stride, SLC[2], DV, BDV)
                 top, total, acc = join(tl.where(inside[None, :], s, float("-inf")), v, top, total, acc, True, PRECISION)
     store_partial(
         top, total, acc, first_split + tl.program_id(0), r, num_tokens * G, bh, num_heads, num_tokens,
@@ -234,13 +260,14 @@ def merge(
     HQ: tl.constexpr, DV: tl.constexpr, GATE: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
     CMP: tl.constexpr, CMP_SPLITS: tl.constexpr, CMP_GATE: tl.constexpr,
     SLC: tl.constexpr, SLC_SPLITS: tl.constexpr, SLC_GATE: tl.constexpr,
-    WIN: tl.constexpr, WIN_SPLITS: tl.constexpr, WIN_GATE: tl.constexpr,
+    WIN: tl.constexpr, WIN_SPLITS: tl.constexpr, WIN_GATE: tl.constexpr, COUNTS: tl.constexpr,
     BP: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
-    """Sum the branches of a query and head, weighted by their gates, and update the length of the sequence.
+    """Sum the branches of a query and head, weighted by their gates; with ``COUNTS``, update the sequence's length.
 
-    ``gate (B * T, Hq * COLUMNS)`` holds the logits of the gates. The gate index of a missing branch is -1, that of a
-    branch without a gate ``COLUMNS``. No load depends on another: with so few programs latency is not hidden.
+    ``gate (B * T, Hq * COLUMNS)`` holds the logits of the gates, or the gates with ``none``. The gate index of a
+    missing branch is -1, that of a branch without a gate ``COLUMNS``. No load depends on another: with so few programs
+    latency is not hidden.
     """
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -263,7 +290,7 @@ def merge(
         gates = tl.exp(logit - tl.max(logit, 0))
         gates = gates / tl.sum(gates, 0)
     else:
-        gates = tl.where(lane < COLUMNS, tl.sigmoid(logit), 1.0)
+        gates = tl.where(lane < COLUMNS, logit if GATE == "none" else tl.sigmoid(logit), 1.0)
     weights = tl.zeros([BP], tl.float32)
     if CMP_GATE >= 0:
         weights += weights_of(p, tops, totals, tl.sum(tl.where(lane == CMP_GATE, gates, 0.0), 0), CMP, CMP_SPLITS)
@@ -274,7 +301,8 @@ def merge(
     out = tl.sum(tl.where((weights == 0.0)[:, None], 0.0, weights[:, None] * part), 0)
     out = tl.where(lost != 0, float("nan"), out)
     tl.store(out_ptr + (row * HQ + h) * DV + d, out.to(out_ptr.dtype.element_ty), mask=d < DV)
-    if (h == 0) & (t == num_tokens - 1):
-        length = tl.load(tokens_ptr + row) + 1
-        tl.store(lengths_ptr + b, length)
-        tl.store(reached_ptr + b, tl.maximum(tl.load(reached_ptr + b), length))
+    if COUNTS:
+        if (h == 0) & (t == num_tokens - 1):
+            length = tl.load(tokens_ptr + row) + 1
+            tl.store(lengths_ptr + b, length)
+            tl.store(reached_ptr + b, tl.maximum(tl.load(reached_ptr + b), length))
