@@ -23,11 +23,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.harness import options
+from benchmarks.harness.setting import TINY_SIZES
 from benchmarks.learning.language_run import Finals, LanguageRun, final_names
 from benchmarks.learning.packages import read_text, standard_roots
 from benchmarks.learning.variants import Change
 from benchmarks.learning.workers import Job, Report, places, run_jobs
-from flexnsa import NSAConfig
 from flexnsa.lm import DecoderConfig, TrainConfig, preset
 from flexnsa.lm.measure.table import format_table
 
@@ -100,14 +100,7 @@ _TRAINING = TrainConfig(
     eval_sequences=32,
     checkpoint_every=500,
 )
-_TINY = NSAConfig(
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=4,
-    num_local_blocks=1,
-    window_size=16,
-)
+_TINY = replace(TINY_SIZES, num_local_blocks=1, window_size=16)
 
 SIZES = {
     "m7c-125m": Size(model=preset("m7c-125m", checkpointing=False), training=_TRAINING),

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.harness.setting import TINY_SIZES
 from benchmarks.learning.plan import Plan, Stage
 from benchmarks.learning.tasks import Vocabulary
 from benchmarks.learning.variants import ABLATIONS, ON_CPU, VARIANTS, Variant
-from flexnsa import NSAConfig
 from flexnsa.lm import DecoderConfig
 
 
@@ -28,6 +28,7 @@ def _model(vocabulary: Vocabulary, **sizes: Any) -> DecoderConfig:
 
 _MANY = Vocabulary(keys=512, values=128, fillers=128)
 _FEW = Vocabulary(keys=64, values=32, fillers=16)
+_NSA = replace(TINY_SIZES, num_init_blocks=0, num_local_blocks=1, window_size=16)
 
 SIZES = {
     "gpu": Size(
@@ -37,15 +38,7 @@ SIZES = {
             num_heads=4,
             num_kv_heads=2,
             head_dim=64,
-            nsa=NSAConfig(
-                compress_block_size=8,
-                compress_stride=4,
-                select_block_size=16,
-                num_selected_blocks=16,
-                num_init_blocks=0,
-                num_local_blocks=1,
-                window_size=16,
-            ),
+            nsa=replace(_NSA, num_selected_blocks=16),
         ),
         plan=Plan(
             vocabulary=_MANY,
@@ -76,15 +69,7 @@ SIZES = {
             num_heads=2,
             num_kv_heads=2,
             head_dim=32,
-            nsa=NSAConfig(
-                compress_block_size=8,
-                compress_stride=4,
-                select_block_size=16,
-                num_selected_blocks=4,
-                num_init_blocks=0,
-                num_local_blocks=1,
-                window_size=16,
-            ),
+            nsa=_NSA,
         ),
         plan=Plan(
             vocabulary=_FEW,
