@@ -82,7 +82,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have FlexAttention run its formula: without tiles, so that the selected branch sees blocks that it did not select.
+    """Have FlexAttention run its formula, which is no test of the selected branch: it sees all tiles.
 
     Inductor compiles each branch for other tests, at half a minute of C++.
     """

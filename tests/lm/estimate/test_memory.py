@@ -40,7 +40,6 @@ MODELS = {
     "tiny, a shared index": (replace(TINY, nsa=INDEXED, share_index=2), 256),
     "tiny, a shared index, checkpointed": (replace(TINY, nsa=INDEXED, share_index=3, checkpointing="1:3"), 256),
     "tiny, an indexer, blocks alone": (replace(TINY, nsa=INDEXED, compression="mean", branches=("slc",)), 256),
-    "large, branches run again": (preset("large", num_layers=1, recompute=("cmp", "slc", "win")), 512),
     "large, one layer": (preset("large", num_layers=1), 512),
 }
 BOTH: list[Precision] = ["fp32", "bf16"]
