@@ -179,12 +179,7 @@ def test_training_peaks_of_the_recorded_gpu_are_estimated(attention: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("tiny", "bf16"),
-        ("tiny, dense", "bf16"),
-        ("tiny, branches run again", "fp32"),
-    ],
+    ("name", "precision"), [("tiny", "bf16"), ("tiny, dense", "bf16"), ("tiny, branches run again", "fp32")]
 )
 def test_what_compiled_layers_save_is_estimated(name: str, precision: Precision) -> None:
     config, seq_len = MODELS[name]
