@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -77,6 +78,17 @@ def _are_alone(config: pytest.Config, folder: Path) -> bool:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have FlexAttention run its formula, which is no test of the selected branch: it sees all tiles.
+
+    Inductor compiles each branch for other tests, at half a minute of C++.
+    """
+    torch._dynamo.reset()
+    compile_it = functools.cache(functools.partial(torch.compile, fullgraph=True, backend="eager"))
+    monkeypatch.setattr("flexnsa.attention.compilation.compile_branch", compile_it)
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from flexnsa.config import BRANCHES, NSAConfig, blocks_within, num_blocks, num_compressed, overlap_band
-from flexnsa.masks.compressed import compressed_intervals
-from flexnsa.masks.window import window_intervals
-from flexnsa.positions import Positions
 from tests.support import literal
 
 # (l, d, l'): the paper's sizes, no overlap between compressed tokens, l' < l, l' == d, three strides to a token.
@@ -55,25 +51,3 @@ def test_overlap_band_is_the_shared_tokens_of_every_pair(sizes: tuple[int, int, 
         for i in range(80):
             offset = i - j * step - first
             assert (weights[offset] if 0 <= offset < len(weights) else 0) == literal.overlap(i, j, config), (i, j)
-
-
-@pytest.mark.parametrize("sizes", GRIDS)
-def test_intervals_are_the_keys_that_each_query_sees(sizes: tuple[int, int, int]) -> None:
-    config, seq_len = grid(*sizes), 80
-    positions = Positions.of_sequence(seq_len)
-    compressed, window = compressed_intervals(positions, config), window_intervals(positions, config)
-    for t in range(seq_len):
-        keys = literal.compressed_keys(t, num_compressed(seq_len, config), config)
-        assert list(range(int(compressed.lo[0, t]), int(compressed.hi[0, t]))) == keys
-        assert list(range(int(window.lo[0, t]), int(window.hi[0, t]))) == literal.window_keys(t, config)
-
-
-def test_intervals_restart_with_the_document() -> None:
-    """A document at token 30, its first compressed token the fifth of the pack, sees what it would see alone."""
-    config, shift, cmp_shift, seq_len = grid(8, 4, 16), 30, 5, 40
-    token = torch.arange(shift, shift + seq_len, dtype=torch.int32)[None]
-    moved = Positions(token, torch.full_like(token, shift), torch.full_like(token, cmp_shift))
-    alone = Positions.of_sequence(seq_len)
-    for intervals, by in ((compressed_intervals, cmp_shift), (window_intervals, shift)):
-        torch.testing.assert_close(intervals(moved, config).lo - by, intervals(alone, config).lo)
-        torch.testing.assert_close(intervals(moved, config).hi - by, intervals(alone, config).hi)

@@ -172,7 +172,6 @@ def test_gradients_are_those_of_the_recorded_choice(checkpointing: bool, monkeyp
 def test_compiled_models_record_replay_and_become_what_they_were(
     by_layer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inductor compiles the replay of layers that share an index, in a test of theirs."""
     eager, model, x = build(num_layers=2), build(num_layers=2), drawn(70)
     torch.compiler.reset()
     compiled: Any = model if by_layer else torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import and_masks, or_masks
+from torch.nn.attention.flex_attention import and_masks
 
 from flexnsa import (
     NativeSparseAttention,
@@ -20,7 +20,8 @@ from flexnsa import (
     sliding_window_attention,
 )
 from tests.support.comparison import assert_as_exact_as_plain
-from tests.support.inputs import SMALL, Inputs, attend_with_aux, make_inputs
+from tests.support.decoding import mods_of_heads
+from tests.support.inputs import SMALL, Inputs, attend, attend_with_aux, make_inputs
 
 LENGTHS = (37, 1, 5, 70, 40, 7)
 DOCUMENTS = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
@@ -91,16 +92,14 @@ def test_sdpa_matches_the_oracle(name: str, documents: Tensor | None) -> None:
     assert_as_exact_as_plain(got, plain, exact, factor=3)
 
 
-def test_flex_matches_the_oracle() -> None:
+def test_flex_in_one_graph_matches_the_oracle() -> None:
     torch._dynamo.reset()
     inputs = make_inputs(SEQ_LEN)
     options = {**HELPERS["all of them"](parameter(torch.float32)), "document_ids": DOCUMENTS}
     with torch.no_grad():
-        exact, blocks = attend_with_aux(inputs, impl="reference", **options)
-        got, same = attend_with_aux(inputs.to(torch.float32), impl="flex", **options)
-    assert blocks.block_indices is not None
-    assert same.block_indices is not None
-    assert torch.equal(blocks.block_indices, same.block_indices)
+        exact = attend(inputs, impl="reference", **options)
+        tensors = inputs.to(torch.float32).named()
+        got = torch.compile(native_sparse_attention, fullgraph=True)(**tensors, config=SMALL, impl="flex", **options)
     torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=2e-6)
 
 
@@ -153,24 +152,14 @@ def test_alibi_slopes_are_those_of_the_paper() -> None:
     torch.testing.assert_close(mods.alibi_slopes(8), torch.tensor([2.0**-i for i in range(1, 9)]))
 
 
-@pytest.mark.parametrize("impl", ["reference", "sdpa", "flex"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
 def test_decoding_with_mods_equals_the_whole_sequence(impl: str) -> None:
-    torch._dynamo.reset()
+    """Steps of FlexAttention have mods in tests/cache/test_compiled_steps.py."""
     layer = NativeSparseAttention(32, HEADS, 2, 16, config=SMALL, impl=impl).requires_grad_(False)
-    options: Mods = {
-        "score_mod": mods.chain(mods.soft_cap(3.0), mods.alibi(mods.alibi_slopes(HEADS))),
-        "mask_mod": or_masks(mods.prefix_lm(5, 40), lambda b, h, q_idx, kv_idx: h == 1),  # noqa: ARG005
-    }
-    x = torch.randn(2, 90, 32)
-    rows = "sdpa" if impl == "flex" else impl  # whole rows by flex are tested above, and each length is compiled
-    layer.impl = rows
-    whole = layer(x, **options)
+    x, options = torch.randn(2, 90, 32), mods_of_heads(HEADS)
     cache = layer.new_cache(2, 90)
-    parts = []
-    for part in x.split([50, *[1] * 40] if impl == "flex" else [50, *[1] * 38, 2], dim=1):
-        layer.impl = impl if parts else rows
-        parts.append(layer(part, cache=cache, **options))
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-5)
+    parts = [layer(part, cache=cache, **options) for part in x.split([50, *[1] * 38, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x, **options), rtol=1e-5, atol=1e-5)
 
 
 def test_a_new_closure_or_other_documents_do_not_recompile() -> None:

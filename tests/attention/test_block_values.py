@@ -10,11 +10,11 @@ from torch import Tensor
 
 from flexnsa import native_sparse_attention, selected_attention
 from flexnsa.checks import calls as arguments
+from tests.attention.test_flex import SCALE, check
 from tests.support.inputs import SMALL, make_inputs
 
 INPUTS = make_inputs(77, batch=2, key_dim=32, dtype=torch.float32)
 X: dict[str, Any] = {name: x.detach() for name, x in INPUTS.named().items()}
-SCALE = -0.3
 M = 5  # blocks of 77 tokens
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 40 + [2] * 28, [0] * 50 + [1] * 27])
 impls = pytest.mark.parametrize("impl", ["flex", "sdpa", "reference"])
@@ -32,7 +32,15 @@ def rows(*row: int) -> Tensor:
 
 def attend(blocks: Tensor, document_ids: Tensor | None, impl: str) -> Tensor:
     options = {"config": SMALL, "scale": SCALE, "document_ids": document_ids, "impl": impl}
-    return selected_attention(X["q"], X["k"], X["v"], blocks, **options)[0]
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        return selected_attention(X["q"], X["k"], X["v"], blocks, **options)[0]
+
+
+@torch._dynamo.config.patch(assume_static_by_default=False)
+def test_one_graph_of_flex_serves_awkward_lengths() -> None:
+    """It serves the next tests, too. The other branches' are compiled in test_flex.py; 16 tokens have another."""
+    for seq_len in (1000, 601, 25, 24):
+        check("slc", groups=2, seq_len=seq_len)
 
 
 @impls
@@ -78,8 +86,9 @@ def test_any_finite_scale_is_a_scale(impl: str, scale: float) -> None:
     assert_scaled(impl, scale)
 
 
+@pytest.mark.usefixtures("eager_flex")
 def test_scale_0_is_a_scale_to_flex() -> None:
-    """It is none to Python's ``or``. Every scale is compiled anew, so this is the branch that compiles fastest."""
+    """It is none to Python's ``or``."""
     assert_scaled("flex", 0, branches=("win",))
 
 

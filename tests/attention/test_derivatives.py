@@ -111,6 +111,7 @@ def test_a_compiled_transform_refuses_too(name: str) -> None:
         torch.compile(lambda: REFUSED[name](f), backend="aot_eager", fullgraph=True)()
 
 
+@pytest.mark.usefixtures("eager_flex")
 @torch.no_grad()
 def test_flex_refuses_by_name_and_remembers_nothing() -> None:
     x = make_inputs(72, dtype=torch.float32)

@@ -38,16 +38,6 @@ def test_forced_blocks_are_there_and_count(impl: str) -> None:
 
 
 @impls
-def test_only_forced_blocks(impl: str) -> None:
-    config = replace(SMALL, num_selected_blocks=3)
-    x = make_inputs(100, config)
-    blocks = select_blocks(x.q, x.k_cmp, config=config, impl=impl)
-    assert (blocks[:, :, 99] == torch.tensor([0, 5, 6])).all()
-    assert (blocks[:, :, 40] == torch.tensor([0, 1, 2])).all()
-    assert (blocks[:, :, 3] == torch.tensor([0, -1, -1])).all()
-
-
-@impls
 def test_a_planted_key_is_found(impl: str) -> None:
     """The block that contains the one key that the query looks for is selected, wherever it lies."""
     config = replace(SMALL, num_selected_blocks=4)

@@ -48,15 +48,6 @@ class TestCausality:
         torch.testing.assert_close(after[:, :, :t], out[:, :, :t])
         assert changed_rows(out, after)[:, :, t:].all()
 
-    @impls
-    def test_a_prefix_gives_the_prefix_of_the_output(self, impl: str) -> None:
-        x = make_inputs(SEQ_LEN)
-        whole = attend(x, impl=impl)
-        for length in (1, 8, 33, 60):
-            keys = num_compressed(length, SMALL)
-            prefix = {n: t[:, :, : keys if n.endswith("_cmp") else length] for n, t in x.named().items()}
-            torch.testing.assert_close(attend(Inputs(**prefix), impl=impl), whole[:, :, :length])
-
 
 class TestWhoSeesWhom:
     """Changing one key and its value changes exactly the rows that may see it."""

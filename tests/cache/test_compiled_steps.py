@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.support.decoding import assert_equal_to_whole, make_layer, tokens
+from tests.support.decoding import assert_equal_to_whole, make_layer, mods_of_heads, tokens
 
 
 def test_256_steps_of_one_graph_and_those_beyond_the_capacity_are_nan() -> None:
@@ -25,17 +25,17 @@ def test_256_steps_of_one_graph_and_those_beyond_the_capacity_are_nan() -> None:
     assert cache.lengths.tolist() == [270, 268]
 
 
-def test_flex_steps_never_recompile_after_a_prefill() -> None:
-    """Each branch compiles itself, once, for rows of any length."""
-    layer = make_layer()
+def test_flex_steps_with_mods_never_recompile_after_a_prefill() -> None:
+    """Each branch compiles itself, once, for rows of any length. Chunks have no mod in test_prefill.py."""
+    layer, options = make_layer(), mods_of_heads(4)
     x = tokens(2, 84)
-    whole = layer(x)
+    whole = layer(x, **options)
     cache = layer.new_cache(2, 90)
-    layer(x[:, :20], cache=cache, lengths=torch.tensor([20, 7]))
+    layer(x[:, :20], cache=cache, lengths=torch.tensor([20, 7]), **options)
     layer.impl = "flex"
     torch.compiler.reset()
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for at in range(64):
             now = torch.stack([x[0, 20 + at], x[1, 7 + at]])[:, None]
-            out = layer(now, cache=cache)
+            out = layer(now, cache=cache, **options)
             assert_equal_to_whole(out[:, 0], torch.stack([whole[0, 20 + at], whole[1, 7 + at]]))

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flexnsa import NativeSparseAttention, NSACache
-from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
-from flexnsa.attention.interface import Implementation
+from flexnsa import NativeSparseAttention, NSACache, record_indices
 from tests.support.inputs import SMALL
 
 pytestmark = pytest.mark.gpu
@@ -21,25 +17,24 @@ LENGTHS = (150, 61, 9)
 """Of prompts in one batch."""
 
 
-def test_gpu_steps_equal_the_whole_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x, whole, blocks = decoded_layer(monkeypatch)
-    cache = prompts_of(layer, x)
-    chosen = recorded(monkeypatch, CACHED_IMPLEMENTATIONS, "flex")
+def test_gpu_steps_equal_the_whole_sequence() -> None:
+    layer, x, whole, blocks = decoded_layer()
     rows = torch.arange(3, device="cuda")
     done = torch.tensor(LENGTHS, device="cuda")
-    for count in (1, 1, 3, 1, 7, 2):  # 7 tokens are the most that the decoding kernel takes, of 16 rows each
-        index = rows[:, None], done[:, None] + torch.arange(count, device="cuda")
-        with torch.no_grad():
-            out = layer(x[index], cache=cache)
-        torch.testing.assert_close(out, whole[index], rtol=0, atol=1e-5)
-        assert torch.equal(chosen[-1], blocks.transpose(1, 2)[index].transpose(1, 2))
-        done = done + count
+    with record_indices(layer) as handle, torch.no_grad():
+        cache = prompts_of(layer, x)
+        for count in (1, 1, 3, 1, 7, 2):  # 7 tokens are the most that the decoding kernel takes, of 16 rows each
+            index = rows[:, None], done[:, None] + torch.arange(count, device="cuda")
+            torch.testing.assert_close(layer(x[index], cache=cache), whole[index], rtol=0, atol=1e-5)
+            done = done + count
+    for row, length in enumerate(done.tolist()):
+        assert torch.equal(handle.indices()[0][row, :, :length], blocks[row, :, :length])
     assert cache.lengths.tolist() == done.tolist()
 
 
 @pytest.mark.parametrize("impl", ["flex", "triton"])
-def test_a_captured_step_is_replayed_at_every_length(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x, whole, _ = decoded_layer(monkeypatch, impl)
+def test_a_captured_step_is_replayed_at_every_length(impl: str) -> None:
+    layer, x, whole, _ = decoded_layer(impl)
     cache = prompts_of(layer, x)
     before = cache.state_dict()
     now = x[:, :1].clone()
@@ -59,8 +54,8 @@ def test_a_captured_step_is_replayed_at_every_length(impl: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("impl", ["flex", "triton"])
-def test_256_steps_use_one_cuda_graph_of_torch_compile(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x, whole, _ = decoded_layer(monkeypatch, impl)
+def test_256_steps_use_one_cuda_graph_of_torch_compile(impl: str) -> None:
+    layer, x, whole, _ = decoded_layer(impl)
     cache = prompts_of(layer, x)
     torch.compiler.reset()  # another test's graphs of a layer would count as compiled before
     counters = torch._dynamo.utils.counters["inductor"]
@@ -72,9 +67,9 @@ def test_256_steps_use_one_cuda_graph_of_torch_compile(impl: str, monkeypatch: p
 
 
 @torch.no_grad()
-def test_packed_and_changing_sequences_equal_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_and_changing_sequences_equal_each_alone() -> None:
     """Prompts as one pack, rows that are forgotten, and a step that was captured before; nothing waits for them."""
-    layer, x, whole, _ = decoded_layer(monkeypatch, "triton")
+    layer, x, whole, _ = decoded_layer("triton")
     lengths, rows = torch.tensor(LENGTHS, device="cuda"), torch.arange(3, device="cuda")
     packed = torch.cat([row[:length] for row, length in zip(x, LENGTHS, strict=True)])[None]
     ids = torch.repeat_interleave(rows, lengths)[None]
@@ -117,31 +112,15 @@ def test_a_step_beyond_the_capacity_raises_or_is_nan_in_a_graph(impl: str) -> No
         layer(x[:, :1], cache=cache)
 
 
-def decoded_layer(
-    monkeypatch: pytest.MonkeyPatch, impl: str = "flex"
-) -> tuple[NativeSparseAttention, Tensor, Tensor, Tensor]:
+def decoded_layer(impl: str = "flex") -> tuple[NativeSparseAttention, Tensor, Tensor, Tensor]:
     """A layer, tokens, and what the oracle makes of them: the output and the selected blocks."""
     torch.manual_seed(0)
     layer = NativeSparseAttention(64, 16, 2, 32, config=SMALL, impl="reference").cuda().requires_grad_(False)
     x = torch.randn(3, max(LENGTHS) + 256, 64, device="cuda")
-    with monkeypatch.context() as patch:
-        chosen = recorded(patch, IMPLEMENTATIONS, "reference")
+    with record_indices(layer) as handle:
         whole = layer(x)
     layer.impl = impl
-    return layer, x, whole, chosen[0]
-
-
-def recorded(monkeypatch: pytest.MonkeyPatch, table: dict[str, Implementation], impl: str) -> list[Tensor]:
-    """The blocks that each call selects from now on."""
-    chosen: list[Tensor] = []
-    select = table[impl].select
-
-    def record(*args: Any) -> Tensor:
-        chosen.append(select(*args))
-        return chosen[-1]
-
-    monkeypatch.setitem(table, impl, replace(table[impl], select=record))
-    return chosen
+    return layer, x, whole, handle.indices()[0]
 
 
 def prompts_of(layer: NativeSparseAttention, x: Tensor) -> NSACache:

@@ -44,13 +44,8 @@ def worth(q: Tensor, k_cmp: Tensor, chosen: Tensor) -> Tensor:
     return importance.gather(-1, chosen.long().clamp_min(0)).mul(chosen >= 0).sum(-1)
 
 
-def test_fp32_steps_select_the_blocks_of_the_whole_sequence() -> None:
-    whole, steps = selections(torch.float32, 0)
-    assert torch.equal(whole[2], steps[2])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bf16_steps_select_blocks_of_equal_score_but_for_rounding(dtype: torch.dtype) -> None:
+def test_steps_select_blocks_of_equal_score_but_for_rounding(dtype: torch.dtype) -> None:
     """The blocks of a step are worth at least ``exp(-4 e)`` of the best where scores differ by at most ``e``.
 
     Probabilities then differ by a factor of at most ``exp(2 e)``, once for the best blocks and once for the chosen.

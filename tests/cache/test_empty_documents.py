@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 from flexnsa.packing import document_ids_from_cu_seqlens, pack_padded
 from tests.lm.model.sessions import make_model, prompts
-from tests.support.decoding import make_layer, tokens
 
 LENGTHS = [[4, 0, 5], [0, 4, 5], [0, 0, 9], [4, 0, 0, 12], [20, 0, 1, 0, 13], [7, 2]]
 
@@ -54,19 +53,6 @@ def test_a_model_takes_an_empty_document_as_length_0(
     for _ in range(3):
         assert_close(model(x[:, :1], caches=together), model(x[:, :1], caches=apart))
     assert_same_caches(together, apart)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("given", ["document_ids", "layout"])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_a_layer_takes_an_empty_document_as_length_0(lengths: list[int], given: str) -> None:
-    layer, x, ids = make_layer(), tokens(len(lengths), 20), by_cu_seqlens(lengths)
-    together, apart = (layer.new_cache(len(x), 40) for _ in range(2))
-    options: dict[str, Any] = {given: ids if given == "document_ids" else layer.layout(ids.shape[1], ids)}
-    out = layer(packed(x, lengths), cache=together, **options)
-    assert_close(out[0], packed(layer(x, cache=apart, lengths=torch.tensor(lengths)), lengths)[0])
-    assert_same_caches([together], [apart])
-    assert_close(layer(x[:, :3], cache=together), layer(x[:, :3], cache=apart))
 
 
 @torch.no_grad()

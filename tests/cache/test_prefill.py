@@ -15,7 +15,6 @@ from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS
 from flexnsa.cache.steps import ReadCounter
 from flexnsa.config import BRANCHES
 from flexnsa.layers.layouts import RowKeys
-from flexnsa.mods import soft_cap
 from tests.support.decoding import BRANCH_SETS, CONFIGS, assert_equal_to_whole, decode, make_layer, tokens
 from tests.support.inputs import SMALL
 
@@ -106,14 +105,6 @@ def test_a_prefill_uses_no_cached_implementation(monkeypatch: pytest.MonkeyPatch
         assert not cache.is_empty
         emptied()
         assert cache.is_empty
-
-
-def test_mods_see_a_prefill_as_whole_rows() -> None:
-    layer = make_layer()
-    x, cache = tokens(2, 60), layer.new_cache(2, 60)
-    whole = layer(x, score_mod=soft_cap(0.5))
-    parts = [layer(part, cache=cache, score_mod=soft_cap(0.5)) for part in x.split([50, *[1] * 10], dim=1)]
-    assert_equal_to_whole(torch.cat(parts, dim=1), whole)
 
 
 def test_a_prefill_can_be_cropped_as_far_as_steps() -> None:

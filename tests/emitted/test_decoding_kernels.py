@@ -51,11 +51,7 @@ def distance_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Te
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize(
     ("batch", "count", "groups", "dtype", "mod"),
-    [
-        (3, 1, 16, torch.float32, None),
-        (1, 1, 4, torch.bfloat16, None),
-        (2, 3, 6, torch.float32, distance_bias),
-    ],
+    [(3, 1, 16, torch.float32, None), (1, 1, 4, torch.bfloat16, None), (2, 3, 6, torch.float32, distance_bias)],
 )
 def test_kernels_match_the_oracle(
     branch: str, batch: int, count: int, groups: int, dtype: torch.dtype, mod: Any

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flexnsa import (
-    NativeSparseAttention,
-    SelectionLoss,
-    native_sparse_attention,
-    record_indices,
-    replay_indices,
-)
+from flexnsa import NativeSparseAttention, SelectionLoss, native_sparse_attention
 from flexnsa.attention.dispatch import by_branch
 from flexnsa.layers.indexer import SharedIndex
 from flexnsa.layers.layouts import RowKeys
@@ -209,17 +203,13 @@ def test_checkpoints_and_a_dense_stage_change_what_they_should() -> None:
             torch.testing.assert_close((loss, selected, gradients), results[0], rtol=1e-6, atol=1e-7)
 
 
-def test_inductor_compiles_layers_that_share_an_index_also_where_its_blocks_are_replayed() -> None:
+def test_inductor_compiles_layers_that_share_an_index() -> None:
     def loss(called: Callable[..., Tensor], x: Tensor) -> Tensor:
         selection = SelectionLoss(seed=1, num_queries=20)
         return called(x, targets=x, selection=selection) + selection.total
 
-    eager, model, x = build(num_layers=2, branches=("slc",)), build(num_layers=2, branches=("slc",)), drawn(79)
-    assert_compiled_gradients_are_right(model, x, loss, DecoderLM.compile_layers)
-    with record_indices(eager) as handle, torch.no_grad():
-        eager(x.flip(1))  # whose blocks x itself would not choose
-    with replay_indices(eager, handle.indices()), replay_indices(model, handle.indices()):
-        torch.testing.assert_close(learn(model, x), learn(eager, x), rtol=1e-4, atol=1e-5)
+    model = build(num_layers=2, branches=("slc",))
+    assert_compiled_gradients_are_right(model, drawn(79), loss, DecoderLM.compile_layers)
 
 
 def test_two_graphs_of_layers_that_share_an_index_serve_every_length() -> None:

@@ -79,11 +79,6 @@ def test_compressors_begin_as_the_mean_and_do_so_again_from_the_meta_device(comp
             torch.testing.assert_close(compressor(x), MeanCompressor(2, dim, config=SMALL)(x))
 
 
-def test_by_default_they_do_not_begin_as_the_mean() -> None:
-    x = torch.randn(1, 2, 40, 8, dtype=torch.float64)
-    assert not torch.allclose(layer().phi_k(x), MeanCompressor(2, 8, config=SMALL)(x), atol=0.01)
-
-
 @pytest.mark.parametrize("branches", [("slc",), ("cmp", "win"), ("slc", "win")])
 def test_what_there_is_not_cannot_be_shared(branches: tuple[str, ...]) -> None:
     message = "shared_keys: expected False without the branches cmp and slc, got True"

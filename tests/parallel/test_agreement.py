@@ -29,12 +29,7 @@ SIZES = (
     "--device cpu --dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 --batch-size 4 --seq-len 64 "
     "--window-size 4 --compress-block-size 8 --compress-stride 4 --select-block-size 8 --steps 2 --eval-sequences 4"
 )
-NAMED = {
-    "--text": "other",
-    "--lr": "0.5",
-    "--seed": "7",
-    "--gate": "softmax",
-}
+NAMED = {"--text": "other", "--lr": "0.5", "--seed": "7", "--gate": "softmax"}
 """Options of the second rank, with their values."""
 JOINING = {
     "--parallel": "fsdp2",

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import or_masks
 
-from flexnsa import NativeSparseAttention, NSACache, NSAConfig
+from flexnsa import NativeSparseAttention, NSACache, NSAConfig, mods
 from flexnsa.config import BRANCHES
 from tests.support.inputs import SMALL
 
@@ -47,6 +48,14 @@ def taught(layer: NativeSparseAttention) -> NativeSparseAttention:
         for parameter in layer.indexer.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     return layer
+
+
+def mods_of_heads(num_heads: int) -> dict[str, Any]:
+    """Return a score_mod and a mask_mod that depend on the head and on both positions."""
+    return {
+        "score_mod": mods.chain(mods.soft_cap(3.0), mods.alibi(mods.alibi_slopes(num_heads))),
+        "mask_mod": or_masks(mods.prefix_lm(5, 40), lambda b, h, q_idx, kv_idx: h == 1),  # noqa: ARG005
+    }
 
 
 def tokens(batch: int, length: int) -> Tensor:

@@ -89,36 +89,10 @@ def one_changed(x: Tensor, at: int, value: Any) -> Tensor:
 
 INTS = [0, -1, 1, 2, 3, 5, 7, 12, 64, 2**30 + 1, 2**31 - 1, 2**31, 2**63, -(2**63) - 1, 10**30, 10**400, 10**5000]
 FLOATS = [0.0, -0.0, -1.5, 0.3, 1.0, 2.0, math.nan, math.inf, -math.inf, 1e-320, 1e308, 3, 10**400]
-WORDS = [
-    "",
-    "sdpa",
-    "flex",
-    "reference",
-    "auto",
-    "SDPA",
-    "mlp",
-    "mean",
-    "linear",
-    "sigmoid",
-    "softmax",
-    "residual",
-    "fp32",
-    "bf16",
-]
-WORDS += ["dense", "nsa", "large", "cuda", "meta", "cpu", "cuda:99", "é", "q" * 10_000]
-BRANCHES = [
-    ("cmp",),
-    ("slc",),
-    ["win"],
-    ("win", "cmp"),
-    ("cmp", "slc"),
-    (),
-    ("win", "win"),
-    ("x",),
-    ([],),
-    (None,),
-    "win",
-]
+WORDS = ["", "sdpa", "flex", "reference", "auto", "SDPA", "mlp", "mean", "linear", "sigmoid", "softmax", "residual"]
+WORDS += ["fp32", "bf16", "dense", "nsa", "large", "cuda", "meta", "cpu", "cuda:99", "é", "q" * 10_000]
+BRANCHES = [("cmp",), ("slc",), ["win"], ("win", "cmp"), ("cmp", "slc"), (), ("win", "win"), ("x",), ([],), (None,)]
+BRANCHES += ["win"]
 CONFIGS = [SMALL, NSAConfig(), NSAConfig(window_size=2**20), NSAConfig(num_init_blocks=0, num_local_blocks=0)]
 MODS = [shift, near, lambda: None, lambda *x: x, lambda *x: x[0], lambda *x: 1.0, lambda *x: x[0][0], Foreign]  # noqa: ARG005
 DTYPE_VALUES = [*DTYPES, "float32"]

@@ -40,7 +40,6 @@ MODELS = {
     "tiny, a shared index": (replace(TINY, nsa=INDEXED, share_index=2), 256),
     "tiny, a shared index, checkpointed": (replace(TINY, nsa=INDEXED, share_index=3, checkpointing="1:3"), 256),
     "tiny, an indexer, blocks alone": (replace(TINY, nsa=INDEXED, compression="mean", branches=("slc",)), 256),
-    "large, branches run again": (preset("large", num_layers=1, recompute=("cmp", "slc", "win")), 512),
     "large, one layer": (preset("large", num_layers=1), 512),
 }
 BOTH: list[Precision] = ["fp32", "bf16"]
@@ -180,12 +179,7 @@ def test_training_peaks_of_the_recorded_gpu_are_estimated(attention: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("tiny", "bf16"),
-        ("tiny, dense", "bf16"),
-        ("tiny, branches run again", "fp32"),
-    ],
+    ("name", "precision"), [("tiny", "bf16"), ("tiny, dense", "bf16"), ("tiny, branches run again", "fp32")]
 )
 def test_what_compiled_layers_save_is_estimated(name: str, precision: Precision) -> None:
     config, seq_len = MODELS[name]

@@ -15,11 +15,11 @@ GREEDY = Sampling(temperature=0)
 LENGTHS = torch.tensor([17, 1, 9])
 
 
-def make_model(attention: Any = "nsa", nsa: NSAConfig = SIZES) -> DecoderLM:
+def make_model(attention: Any = "nsa", nsa: NSAConfig = SIZES, num_layers: int = 2) -> DecoderLM:
     """A model whose predictions are not all alike: large embeddings and logits."""
     torch.manual_seed(1)
     heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 6}
-    config = DecoderConfig(dim=32, num_layers=2, **heads, nsa=nsa, attention=attention)
+    config = DecoderConfig(dim=32, num_layers=num_layers, **heads, nsa=nsa, attention=attention)
     model = DecoderLM(config).eval().requires_grad_(False)
     model.head.weight.mul_(20)
     for layer in model.layers:

@@ -59,7 +59,7 @@ def test_a_largest_logit_that_is_not_finite_is_refused(largest: float, temperatu
 @pytest.mark.parametrize("options", [{}, {"cached": False}, {"steps": "compiled"}], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, math.inf])
 def test_generation_draws_no_token_that_the_head_bans(temperature: float, options: dict[str, Any]) -> None:
-    model, allowed = make_model("dense"), [3, 97, 200]
+    model, allowed = make_model("dense", num_layers=1), [3, 97, 200]
 
     def ban(_head: nn.Module, _inputs: object, logits: Tensor) -> Tensor:
         return torch.full_like(logits, -math.inf).index_copy(-1, torch.tensor(allowed), logits[..., allowed])
