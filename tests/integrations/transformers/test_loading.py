@@ -66,8 +66,9 @@ def test_options_of_a_converted_model_are_added_to_its_own(folder: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(folder / "converted", flexnsa={"impl": "reference"})
     assert model.model.layers[0].self_attn.options.impl == "reference"
     assert model.config.flexnsa["branches"] == ["slc"]
-    with pytest.raises(ValueError, match=r"branches"):
-        AutoModelForCausalLM.from_pretrained(folder / "converted", flexnsa={"branches": ["all"]})
+    for wrong, message in (({"branches": ["all"]}, "branches"), ({"gates": [1]}, "config.flexnsa: .* got 'gates'")):
+        with pytest.raises(ValueError, match=message):
+            AutoModelForCausalLM.from_pretrained(folder / "converted", flexnsa=wrong)
 
 
 @pytest.mark.parametrize(

@@ -137,22 +137,6 @@ def test_a_flipped_bit_of_the_tokenizer_is_refused_and_named(
     resume()
 
 
-def test_a_flipped_bit_of_a_checkpoint_is_refused_and_named(folder: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(folder / "run", tmp_path / "run")
-    file = run / "checkpoint.safetensors"
-    whole = file.read_bytes()
-    flip(file, len(whole) // 4)
-    with pytest.raises(FileError, match=rf"^{file}: not a whole safetensors file "):
-        FlexNSAForCausalLM.from_run(run)
-    file.write_bytes(whole)
-    model: Any = FlexNSAForCausalLM.from_run(run)
-    (tmp_path / "own").mkdir()
-    model.save_run(tmp_path / "own" / "model.safetensors")
-    flip(tmp_path / "own" / "model.safetensors", len(whole) // 4)
-    with pytest.raises(FileError, match=r"^.*model.safetensors: not a whole safetensors file "):
-        FlexNSAForCausalLM.from_run(tmp_path / "own" / "model.safetensors")
-
-
 def test_an_outcome_of_another_tokenizer_under_the_same_path_is_not_taken(tmp_path: Path, folder: Path) -> None:
     recorded: list[dict[str, Any]] = []
     for size in (300, 290):
