@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 from transformers import CompileConfig
-from transformers.masking_utils import create_causal_mask
 
 from flexnsa.attention.dispatch import attend
 from flexnsa.transformers import softmax
@@ -146,6 +145,3 @@ def test_a_mask_of_ones_own_is_refused() -> None:
         model(x, attention_mask=mask)
     with pytest.raises(ValueError, match=r"attention_mask: expected one run of tokens a row, .* got holes in row 0"):
         model(x, attention_mask=torch.tensor([[1] * 9 + [0] + [1] * 10]))
-    options = {"inputs_embeds": torch.zeros(1, 20, 48), "attention_mask": None, "past_key_values": None}
-    with pytest.raises(ValueError, match="attention_mask: expected a causal mask and padding, got a mask function"):
-        create_causal_mask(model.config, **options, or_mask_function=lambda b, h, q, kv: kv < 5)  # noqa: ARG005

@@ -99,6 +99,7 @@ def test_a_model_in_shards_is_converted_without_another_copy(folder: Path, tmp_p
     x, model = tokens(1, 70), AutoModelForCausalLM.from_pretrained(folder / "dense", device_map="auto")
     want, before = model(x).logits, {x.data_ptr(): x.numel() for x in model.parameters()}
     three = convert(model, NSAConfig(**ALL), copy=False)
+    assert three is model
     after = {x.data_ptr(): x.numel() for x in three.parameters()}
     assert before.keys() <= after.keys()
     tags = ("_cmp.", "_win.", "_attn.gate.", ".compress_")

@@ -89,17 +89,6 @@ def test_rows_that_are_padded_or_packed_teach_what_they_teach_alone(model: Any, 
         assert_close(value, torch.stack(want).sum(0))
 
 
-def test_layers_that_backward_runs_again_add_their_loss_once(model: Any) -> None:
-    x = tokens(2, 60)
-    selection, _ = teach(model, x)
-    want = total_of(selection).detach(), torch.autograd.grad(total_of(selection), index_parameters(model))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    selection, loss = teach(model, x)
-    got = torch.autograd.grad(loss + total_of(selection), index_parameters(model))
-    model.gradient_checkpointing_disable()
-    assert_close((total_of(selection).detach(), got), want)
-
-
 def test_a_checkpoint_in_which_nothing_could_be_taught_is_refused() -> None:
     model = MODELS["llama"]().train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
