@@ -50,7 +50,7 @@ def test_packed_documents_stand_alone(caller: str, told_by: str) -> None:
     """Beside a mask, transformers tells of none, and its own attention mixes them."""
     model, documents = CALLERS[caller](), [tokens(n) for n in (40, 3, 61)]
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    batch = dict(collate([{"input_ids": document.tolist()} for document in documents]))
+    batch: dict[str, Any] = dict(collate([{"input_ids": document.tolist()} for document in documents]))
     mask = {"attention_mask": torch.ones_like(batch["input_ids"])} if told_by.endswith("mask") else {}
     batch = {name: batch[name] for name in ("input_ids", "labels", told_by.split()[0])} | mask
     packed = model(**batch)
