@@ -191,7 +191,12 @@ def test_drafts_are_taken_back(few: Any) -> None:
     looked_up = few.generate(x, **GREEDY, prompt_lookup_num_tokens=4)
     assert torch.equal(looked_up[:, : want.shape[1]], want)  # transformers 5.10 may draw one more than it was asked for
     assert torch.equal(few.generate(x, **GREEDY, assistant_model=converted("qwen3", FEW | {"window_size": 3})), want)
-    many, greedy = tokens(1, 75).repeat(1, 2), GREEDY | {"max_new_tokens": 72}  # 70 drafts are wrong at once
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["three branches", "own decoder"])
+def test_many_drafts_that_are_wrong_at_once_are_taken_back(kind: str) -> None:
+    few, many, greedy = MODELS[kind](), tokens(1, 75).repeat(1, 2), GREEDY | {"max_new_tokens": 72}
     want = few.generate(many, **greedy)
     assert torch.equal(few.generate(many, **greedy, prompt_lookup_num_tokens=70)[:, : want.shape[1]], want)
     cache: Any = FlexNSACache(few.config)
@@ -202,11 +207,15 @@ def test_drafts_are_taken_back(few: Any) -> None:
     assert_close(few(many[:, 86:87], past_key_values=cache).logits[:, -1], few(many[:, :87]).logits[:, -1])
 
 
-def test_compiled_as_one_graph_it_has_the_same_gradients() -> None:
-    few = converted("llama", INDEXED, num_hidden_layers=1).train()
+@pytest.mark.parametrize(
+    ("options", "backend"), [(FEW | {"branches": ["cmp", "slc"]}, "inductor"), (INDEXED, "aot_eager")]
+)
+def test_compiled_as_one_graph_it_has_the_same_gradients(options: dict[str, Any], backend: str) -> None:
+    """The window is compiled as the selected branch is, and an indexer by Inductor in tests of layers."""
+    few = converted("llama", options, num_hidden_layers=1).train()
     x = tokens(2, 40)
     want = gradients(few, few, x)
-    got = gradients(few, torch.compile(few, fullgraph=True), x)
+    got = gradients(few, torch.compile(few, fullgraph=True, backend=backend), x)
     in_single = deepcopy(few).float()
     single = gradients(in_single, in_single, x)
     # Llama normalizes and rotates in float32 whatever its weights are, and compiled code rounds otherwise

@@ -309,7 +309,7 @@ def test_bf16_is_close(kind: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
 
-@pytest.mark.parametrize("kind", CAUSAL)
+@pytest.mark.parametrize("kind", ["qwen4_exp", "glm_moe_dsa"])
 def test_indexers_learn(kind: str) -> None:
     """Of a random model; a uniform guess is no longer better, and every layer recalls more."""
     model, x = released(kind), tokens(4, 61)
