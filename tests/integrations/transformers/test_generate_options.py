@@ -57,7 +57,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 """Of one row: transformers drafts for no more."""
 CACHED = ("greedy", "beams", "no cache", "dynamic", "static", "compiled", "chunks", "guidance", *DRAFTS)
-"""What changes how tokens pass through layers; the others, each with one kind, change what is drawn from logits alone."""
+"""What changes how tokens pass through layers; the others, tried with one kind, change draws."""
 REFUSED: dict[tuple[str, str], str] = {
     ("own", "early exit"): "assistant_early_exit: expected None of a FlexNSAForCausalLM, got 1"
 }
