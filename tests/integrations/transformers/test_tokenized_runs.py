@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -187,20 +186,16 @@ def test_a_stop_may_stand_anywhere_in_a_token(
     assert capsys.readouterr().out == "def zürichreturn class Flu\n"
 
 
-def test_transformers_reads_the_model_and_its_tokenizer(folder: Path) -> None:
-    model: Any = FlexNSAForCausalLM.from_run(folder / "run")
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "run")
-    assert model.config.vocab_size == len(tokenizer) == 300
-    assert tokenizer("def zürich").input_ids == TextTokenizer(folder / "tokenizer.json").encode("def zürich")
-
-
 def test_a_model_of_transformers_is_written_with_its_tokenizer(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     generate(folder, "--temperature", "0", "--max-new-tokens", "5")
     want = capsys.readouterr().out
     model: Any = FlexNSAForCausalLM.from_run(folder / "run")
-    AutoTokenizer.from_pretrained(folder / "run").save_pretrained(tmp_path / "transformers")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "run")
+    assert model.config.vocab_size == len(tokenizer) == 300
+    assert tokenizer("def zürich").input_ids == TextTokenizer(folder / "tokenizer.json").encode("def zürich")
+    tokenizer.save_pretrained(tmp_path / "transformers")
     (tmp_path / "run").mkdir()
     file = tmp_path / "run" / "checkpoint.safetensors"
     model.save_run(file, tokenizer=tmp_path / "transformers")
@@ -234,15 +229,3 @@ def test_a_checkpoint_without_its_tokenizer_is_named(folder: Path, tmp_path: Pat
         if content is not None:
             (moved / "tokenizer.json").write_bytes(content)
         assert found in refused(generate, tmp_path)
-
-
-def test_a_missing_package_is_named_with_its_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "flexnsa.lm.cli.options.find_spec", lambda name: None if name == "tokenizers" else find_spec(name)
-    )
-    missing = "tokenizers not installed: install flexnsa with its extra 'hf'$"
-    with pytest.raises(SystemExit, match=missing):
-        train(folder / "other", folder / "text.txt", "--tokenizer", str(folder))
-    with pytest.raises(SystemExit, match=missing):
-        generate(folder)
-    assert not (folder / "other").exists()
