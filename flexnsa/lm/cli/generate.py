@@ -158,7 +158,8 @@ class TokenizerSpelling:
         self.stop_tokens: list[bytes] = []
         self.stop_characters = b"".join(stop).decode(errors="replace")
         self._tokenizer = tokenizer
-        self._decode = tokenizer.stream([])
+        self.decode = tokenizer.stream([])
+        """Gives the characters that a token completes."""
 
     def encode(self, prompt: bytes) -> list[int]:
         """Return the prompt's tokens.
@@ -172,12 +173,8 @@ class TokenizerSpelling:
             raise ValueError(f"prompt: expected UTF-8 for a tokenizer, got {error}") from error
         if not tokens:
             raise ValueError(f"prompt: expected text of at least one token, got {prompt.decode()!r}")
-        self._decode = self._tokenizer.stream(tokens)
+        self.decode = self._tokenizer.stream(tokens)
         return tokens
-
-    def decode(self, token: int) -> str:
-        """Return the characters that a token completes."""
-        return self._decode(token)
 
     def end(self) -> str:
         """Return nothing: unfinished characters are dropped."""

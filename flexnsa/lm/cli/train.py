@@ -160,20 +160,13 @@ def _count_processes(arguments: argparse.Namespace) -> int:
     return 1
 
 
-MAY_DIFFER = {
-    "device": "each process takes a GPU of its own; the kind of device is compared when they join",
-    "out": "machines may name the shared folder differently; that it is one folder is checked when the run starts",
-    "log_ranks": "no process waits for the log of another",
-}
-"""Options that may differ between processes, and why."""
-
-
 def agreed_options(
     arguments: argparse.Namespace, model: DecoderConfig, training: TrainConfig, text: Corpus
 ) -> dict[str, Any]:
     """Return the values that all processes have to agree on, by option, besides those that join them.
 
-    Texts and tokenizers are compared by content, because their paths may differ between machines.
+    Texts and tokenizers are compared by content, because their paths may differ between machines. So may ``out``; that
+    it is one folder is checked when the run starts. Each process has its own device, and its own ``log_ranks``.
     """
     content = text.fingerprints()
     return {

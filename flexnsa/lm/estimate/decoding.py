@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from flexnsa.config import num_compressed
 from flexnsa.lm.estimate.parameters import layer_weights, v_dim
 from flexnsa.lm.estimate.training import Precision
-from flexnsa.lm.estimate.work import DENSE, LINEAR
+from flexnsa.lm.estimate.work import LINEAR
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.primitives import check_choice, check_positive_int, check_type
 
@@ -42,17 +42,26 @@ def estimate_decoding(
     check_positive_int("seq_len", seq_len)
     check_positive_int("batch_size", batch_size)
     check_choice("precision", precision, ("fp32", "bf16"))
-    dense = replace(config, attention="dense")
-    nsa, twin = _branches(config, seq_len + 1), _branches(dense, seq_len + 1)
-    per_number = batch_size * config.num_kv_heads * (2 if precision == "bf16" else 4)
-    return DecodingEstimate(
-        cache_bytes=per_number * sum(branch.kept * branch.numbers * branch.layers for branch in nsa.values()),
-        bytes_read=per_number * sum(branch.read * branch.numbers * branch.layers for branch in nsa.values()),
-        flops=_flops(config, batch_size, nsa),
-        dense_cache_bytes=per_number * sum(branch.kept * branch.numbers * branch.layers for branch in twin.values()),
-        dense_bytes_read=per_number * sum(branch.read * branch.numbers * branch.layers for branch in twin.values()),
-        dense_flops=_flops(dense, batch_size, twin),
-    )
+    sizes = seq_len + 1, batch_size, 2 if precision == "bf16" else 4
+    dense = _costs(replace(config, attention="dense"), *sizes)
+    return DecodingEstimate(**_costs(config, *sizes), **{f"dense_{name}": cost for name, cost in dense.items()})
+
+
+def _costs(config: DecoderConfig, tokens: int, batch_size: int, width: int) -> dict[str, int]:
+    """Return the costs of the last of ``tokens`` tokens, with numbers of ``width`` bytes.
+
+    There are two operations for each weight of a projection, and for each element that a head attends to.
+    """
+    branches, weights = _branches(config, tokens), layer_weights(config)
+    per_number = batch_size * config.num_kv_heads * width
+    linear = config.num_layers * sum(weights.get(name, 0) for name in LINEAR)
+    keys = sum(branch.read for branch in branches if branch.attended)
+    attention = config.num_layers * config.num_heads * (config.head_dim + v_dim(config)) * keys
+    return {
+        "cache_bytes": per_number * sum(branch.kept * branch.numbers * branch.layers for branch in branches),
+        "bytes_read": per_number * sum(branch.read * branch.numbers * branch.layers for branch in branches),
+        "flops": 2 * batch_size * (config.vocab_size * config.dim + linear + attention),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +75,11 @@ class _Branch:
     attended: bool = True
 
 
-def _branches(config: DecoderConfig, tokens: int) -> dict[str, _Branch]:
+def _branches(config: DecoderConfig, tokens: int) -> list[_Branch]:
     """Return what the last of ``tokens`` tokens reads. Every buffer of a cache has a spare slot."""
     nsa, pair, layers = config.nsa, config.head_dim + v_dim(config), config.num_layers
     if config.attention == "dense":
-        return {"all": _Branch(tokens, tokens + 1, pair, layers)}
+        return [_Branch(tokens, tokens + 1, pair, layers)]
     own_block = (tokens - 1) % nsa.select_block_size + 1 if nsa.num_local_blocks else nsa.select_block_size
     selected = min(tokens, (nsa.num_selected_blocks - 1) * nsa.select_block_size + own_block)
     compressed = num_compressed(tokens, nsa)
@@ -80,21 +89,11 @@ def _branches(config: DecoderConfig, tokens: int) -> dict[str, _Branch]:
         "slc": _Branch(selected, tokens + 1, pair, layers),
         "win": _Branch(min(tokens, nsa.window_size), nsa.window_size + 1, pair, layers),
     }
-    used = {tag: branches[tag] for tag in config.branches}
+    used = [branches[tag] for tag in config.branches]
     if nsa.index_heads is not None:
         keys = num_compressed(tokens, nsa.scoring)
         kept = keys + 1 + nsa.scoring.compress_block_size + 1
-        used["index"] = _Branch(keys, kept, config.head_dim, len({*config.leaders}), attended=False)
-    elif "slc" in used and "cmp" not in used:  # scoring needs keys without values
-        used["cmp"] = replace(branches["cmp"], numbers=config.head_dim, attended=False)
+        used.append(_Branch(keys, kept, config.head_dim, len({*config.leaders}), attended=False))
+    elif "slc" in config.branches and "cmp" not in config.branches:  # scoring needs keys without values
+        used.append(replace(branches["cmp"], numbers=config.head_dim, attended=False))
     return used
-
-
-def _flops(config: DecoderConfig, batch_size: int, branches: dict[str, _Branch]) -> int:
-    """Return two for each weight of a projection, and for each element of a key or a value that a head attends to."""
-    weights = layer_weights(config)
-    linear = config.num_layers * sum(weights[name] for name in (DENSE if config.attention == "dense" else LINEAR))
-    keys = sum(branch.read for branch in branches.values() if branch.attended)
-    pair = config.head_dim + v_dim(config)
-    attention = config.num_layers * config.num_heads * pair * keys
-    return 2 * batch_size * (config.vocab_size * config.dim + linear + attention)

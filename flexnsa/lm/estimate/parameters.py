@@ -35,7 +35,8 @@ def layer_weights(config: DecoderConfig) -> dict[str, int]:
     }
     if nsa:
         weights["gates"] = config.dim * gate_columns(config)
-        weights["compression"] = _compressor_weights(config)
+        compressed = (config.head_dim, v_dim(config)) if "cmp" in config.branches else ()
+        weights["compression"] = _compressor_weights(config.compression, config.nsa.compress_block_size, *compressed)
         weights["indexer"] = _indexer_weights(config)
     return weights
 
@@ -45,20 +46,17 @@ def gate_columns(config: DecoderConfig) -> int:
     return config.num_heads * len(gated_branches(config.gate, config.branches))
 
 
-def compressor_maps(config: DecoderConfig) -> int:
-    """Return the number of weights of the first projections, of whole blocks of keys and of values."""
-    widening = 4 if config.compression == "mlp" else 1
-    dims = (config.head_dim, v_dim(config))
-    return widening * config.nsa.compress_block_size * sum(dim * dim for dim in dims)
+def compressor_maps(compression: str, block_size: int, *dims: int) -> int:
+    """Return the number of weights of the first projections, of whole blocks of keys or values of these widths."""
+    return (4 if compression == "mlp" else 1) * block_size * sum(dim * dim for dim in dims)
 
 
-def _compressor_weights(config: DecoderConfig) -> int:
-    if "cmp" not in config.branches or config.compression == "mean":
+def _compressor_weights(compression: str, block_size: int, *dims: int) -> int:
+    """Return the parameters of what compresses blocks: positions, first projections, and second ones of an MLP."""
+    if compression == "mean":
         return 0
-    dims = (config.head_dim, v_dim(config))
-    positions = config.nsa.compress_block_size * sum(dims)
-    second = 4 * sum(dim * dim for dim in dims) if config.compression == "mlp" else 0
-    return positions + compressor_maps(config) + second
+    second = 4 * sum(dim * dim for dim in dims) if compression == "mlp" else 0
+    return block_size * sum(dims) + compressor_maps(compression, block_size, *dims) + second
 
 
 def _indexer_weights(config: DecoderConfig) -> int:
@@ -69,6 +67,4 @@ def _indexer_weights(config: DecoderConfig) -> int:
     widths = [config.num_kv_heads * heads * dim, config.num_kv_heads * dim]
     rank = config.index_rank
     changes = sum(config.dim * width if rank is None else rank * (config.dim + width) for width in widths)
-    length = config.nsa.scoring.compress_block_size
-    compressor = {"mean": 0, "linear": length * dim * (1 + dim), "mlp": length * dim * (1 + 4 * dim) + 4 * dim**2}
-    return changes + compressor[config.compression]
+    return changes + _compressor_weights(config.compression, config.nsa.scoring.compress_block_size, dim)

@@ -15,7 +15,7 @@ from flexnsa.attention.shares import CHUNK_SCORES
 from flexnsa.attention.tiles.device import HOPPER, Device
 from flexnsa.attention.triton.footprint import FOOTPRINT as TRITON
 from flexnsa.attention.triton.selection_loss import scratch_bytes
-from flexnsa.config import num_compressed
+from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.layers.indexer import SAMPLED_QUERIES
 from flexnsa.lm.estimate.parameters import compressor_maps, gate_columns, layer_weights, v_dim
 from flexnsa.lm.model.config import DecoderConfig
@@ -25,9 +25,8 @@ FOOTPRINTS = {"sdpa": SDPA, "flex": FLEX, "triton": TRITON}
 """The implementations whose memory is known in closed form."""
 
 
-# The projections of every token, in a layer with NSA and in its dense baseline
 LINEAR = ("queries", "keys and values", "gates", "output", "MLP")
-DENSE = ("queries", "keys and values", "output", "MLP")
+"""The projections of every token; those of a layer with dense attention have no gates."""
 JOINED = ("queries", "keys and values", "gates")
 """Projections of NSA that a GPU computes as one product or two."""
 
@@ -143,9 +142,9 @@ class Work:
         saved = {
             "norms": self.norm() + self.second_norm(),
             "inputs of projections": inputs * self.residual * self.activation // 4 + sizes.outputs,
-            "MLP": 8 * self.residual * self.activation // 4,
+            "MLP": self.saved_by_mlp(),
         }
-        saved["weights, cast"] = self.cast(*(LINEAR if nsa else DENSE)) + self.joined()
+        saved["weights, cast"] = self.cast(*LINEAR) + self.joined()
         if not nsa:
             saved["attention"] = sizes.queries + sizes.keys(self.length) + sizes.outputs + sizes.lse
             return saved
@@ -154,6 +153,10 @@ class Work:
         saved["gates"] = 2 * gate_columns(config) * self.batch * self.length * self.activation
         saved["attention"] = self.attention()
         return saved
+
+    def saved_by_mlp(self) -> int:
+        """Return both sides of the activation function."""
+        return 8 * self.residual * self.activation // 4
 
     def cast(self, *names: str) -> int:
         """Return the copies that autocast makes of the named weights; none in fp32."""
@@ -168,37 +171,35 @@ class Work:
     def autocast_cache(self) -> int:
         """Return the casts that autocast keeps to the end of forward: those of parameters, not of joined weights."""
         joined = self.config.attention == "nsa" and self.impl != "sdpa"
-        names = LINEAR if self.config.attention == "nsa" else DENSE
-        return self.cast(*(name for name in names if not (joined and name in JOINED)))
+        return self.cast(*(name for name in LINEAR if not (joined and name in JOINED)))
 
     def compression(self) -> int:
-        """Return segments, both sides of the hidden layer, and the rearranged weights of the first (fp32: once)."""
-        config, nsa = self.config, self.config.nsa
-        count = num_compressed(self.length, nsa)
-        if "cmp" not in config.branches or config.compression == "mean" or not count:
+        """Return what goes into the compressors, and the rearranged weights of their first projections (fp32: once)."""
+        config, dims = self.config, (self.config.head_dim, v_dim(self.config))
+        if "cmp" not in config.branches or config.compression == "mean" or not num_compressed(self.length, config.nsa):
             return 0
-        parts = nsa.compress_block_size // nsa.compress_stride
-        sizes = self.sizes
-        segments = sizes.keys((count + parts - 1) * nsa.compress_stride)
-        weights = (1 if self.activation == 4 else 2) * self.activation * compressor_maps(config)
-        hidden = 2 * 4 * sizes.keys(count) if config.compression == "mlp" else 0
-        return segments + hidden + weights
+        maps = compressor_maps(config.compression, config.nsa.compress_block_size, *dims)
+        return self.compressed(config.nsa, sum(dims)) + (1 if self.activation == 4 else 2) * self.activation * maps
+
+    def compressed(self, blocks: NSAConfig, dim: int) -> int:
+        """Return the segments of blocks of keys or values of some width, and both sides of the hidden layer."""
+        kind, count = self.config.compression, num_compressed(self.length, blocks)
+        parts = blocks.compress_block_size // blocks.compress_stride
+        segments = 0 if kind == "mean" else (count + parts - 1) * blocks.compress_stride
+        hidden = 2 * 4 * count if kind == "mlp" else 0
+        return self.sizes.per_head(self.config.num_kv_heads, dim, segments + hidden)
 
     def indexer(self) -> int:
         """Return what compresses index keys, the sampled queries' inputs, and the gradients of the selection loss."""
-        config, count = self.config, self.index_keys()
-        if not count or self.follows:
+        config = self.config
+        if not self.index_keys() or self.follows:
             return self.loss_gradients()
-        nsa, sizes = config.nsa.scoring, self.sizes
-        parts = nsa.compress_block_size // nsa.compress_stride
-        per_key = sizes.per_head(config.num_kv_heads, config.head_dim, 1)
-        segments = 0 if config.compression == "mean" else (count + parts - 1) * nsa.compress_stride * per_key
-        hidden = 2 * 4 * count * per_key if config.compression == "mlp" else 0
+        keys = self.compressed(config.nsa.scoring, config.head_dim)
         copy = self.residual // 2 if self.activation == 2 and not self.compiled else 0  # of the input, which is cast
         queries, rank = self.batch * min(SAMPLED_QUERIES, self.length), config.index_rank or 0
         sampled = queries * (config.dim * self.activation + 4 * config.head_dim)  # their inputs and rotary tables
         low_rank = (self.batch * self.length + queries) * rank * self.activation
-        return segments + hidden + self.cast("indexer") + copy + sampled + low_rank + self.loss_gradients()
+        return keys + self.cast("indexer") + copy + sampled + low_rank + self.loss_gradients()
 
     def loss_gradients(self) -> int:
         """Return the gradients of the selection loss in index keys and in the index queries that it samples, fp32."""
@@ -255,15 +256,9 @@ class Work:
         # The head's input, which the loss does not save; where the norm is not one kernel, it is the normed copy
         loss = self.loss() + self.residual
         if saves:
-            later = (
-                self.second_norm()
-                + 8 * self.residual * self.activation // 4
-                + self.norm()
-                + self.residual
-                + self.head()
-            )
+            later = self.second_norm() + self.saved_by_mlp() + self.norm() + self.residual + self.head()
             return max(loss, self.loss_excess() - later)
-        mlp = 3 * self.residual + 8 * self.residual * self.activation // 4
+        mlp = 3 * self.residual + self.saved_by_mlp()
         attention = 2 * self.residual + self.attention_of_forward() + 3 * self.sizes.queries + self.loss_excess()
         return max(loss, max(mlp, attention) - self.norm() - self.residual - self.head())
 

@@ -6,7 +6,7 @@ Otherwise ranks that were started differently would train as one model, or wait 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,15 +64,10 @@ def require_same_in_store(store: Store, rank: int, world_size: int, values: Mapp
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Merge nested mappings into one, by the names of their values."""
-    return dict(_leaves(values))
-
-
-def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    merged: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value)
-        else:
-            yield name, value
+        merged |= flat(value) if isinstance(value, Mapping) else {name: value}
+    return merged
 
 
 def _difference(by_rank: Sequence[Mapping[str, Any]]) -> str:

@@ -84,18 +84,6 @@ class GroupRanks(Ranks):
         assert group is not None
         return group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def on_first(self, act: Callable[[], object]) -> None:
-        """Call ``act`` on rank 0 while the others wait; an OSError or a ValueError is raised on all."""
-        errors: list[Exception | None] = [None]
-        if self.rank == 0:
-            try:
-                act()
-            except (OSError, ValueError) as error:
-                errors = [error]
-        dist.broadcast_object_list(errors)
-        if errors[0] is not None:
-            raise errors[0]
-
     def on_all(self, act: Callable[[], T]) -> list[T]:
         """Call ``act`` on every rank and return all results; an OSError or a ValueError is raised on all."""
         result: T | None = None

@@ -95,7 +95,12 @@ class Ranks:
             OSError: ``act`` raised it on rank 0; raised on all ranks.
             ValueError: as for OSError.
         """
-        act()
+
+        def act_on_first() -> None:
+            if self.rank == 0:
+                act()
+
+        self.on_all(act_on_first)
 
     def on_all(self, act: Callable[[], T]) -> list[T]:
         """Call ``act`` on every rank, and return the results of all ranks in order.

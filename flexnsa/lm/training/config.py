@@ -91,17 +91,17 @@ class TrainConfig:
         may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "compressor_lr", "indexer_lr")
         may_be_zero += ("dense_stages",)
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("precision", "pack", "seed", "stages") or (value, field.default) == (None, None):
+            name, value = field.name, getattr(self, field.name)
+            if name in ("precision", "pack", "seed", "stages") or (value, field.default) == (None, None):
                 continue
-            kind = int if isinstance(field.default, int) else (int, float)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                name = "an int" if kind is int else "a number"
-                raise TypeError(f"{field.name}: expected {name}, got {describe(value)}")
-            if not 0 <= value < math.inf or (value == 0 and field.name not in may_be_zero):
-                least = "at least 0" if field.name in may_be_zero else "more than 0"
-                raise ValueError(f"{field.name}: expected {least}, got {describe(value)}")
-            check_int(field.name, value, 0) if kind is int else check_number(field.name, value)
+            if isinstance(field.default, int):
+                check_int(name, value, 0 if name in may_be_zero else 1)
+            elif name not in may_be_zero:
+                check_positive_number(name, value)
+            else:
+                check_number(name, value)
+                if value < 0:
+                    raise ValueError(f"{name}: expected at least 0, got {describe(value)}")
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name}: expected less than 1, got {getattr(self, name)}")

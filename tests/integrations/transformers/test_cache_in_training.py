@@ -97,9 +97,10 @@ def test_a_call_that_asks_for_a_cache_in_training_is_refused(name: str, kept: Ke
 
 
 @pytest.mark.parametrize("use_cache", [None, False, True])
-@pytest.mark.parametrize("given", ["embeddings", "tokens through a hook"])
+@pytest.mark.parametrize(
+    ("mode", "given"), [("train", "embeddings"), ("eval", "embeddings"), ("train", "tokens through a hook")]
+)
 @pytest.mark.parametrize("name", [*MODELS, "drop-in"])
-@pytest.mark.parametrize("mode", ["train", "eval"])
 def test_frozen_weights_pass_a_gradient_to_embeddings(mode: str, name: str, given: str, use_cache: bool | None) -> None:
     """As prompts are tuned, and images projected."""
     model, x = (MODELS | {"drop-in": lambda: sparse("llama", FEW)})[name]().requires_grad_(False), tokens(2, 40)
@@ -129,8 +130,7 @@ def test_the_attention_of_other_models_trains_beside_a_cache_and_says_nothing(ke
     assert kept.warnings == 0
 
 
-@pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("name", ["own", "converted"])
+@pytest.mark.parametrize(("name", "use_cache"), [("own", True), ("converted", True), ("converted", False)])
 def test_trainer_says_it_once_if_it_is_to_ask_for_a_cache(
     name: str, use_cache: bool, kept: Kept, tmp_path: Path
 ) -> None:

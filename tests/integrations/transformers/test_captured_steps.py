@@ -71,14 +71,15 @@ def test_a_second_turn_goes_on_with_the_step_of_the_first(model: Any, replays: l
     first = model.generate(x, **GREEDY, past_key_values=cache, attention_mask=torch.ones_like(x))
     more = torch.cat((first, tokens(2, 7)), dim=1)
     mask = torch.ones_like(more)
-    kept = deepcopy(cache)
+    kept, called = deepcopy(cache), deepcopy(cache)
     assert cache.captured is not None
     assert kept.captured is None  # there is no copy of a graph
     second = model.generate(more, **GREEDY, past_key_values=cache, attention_mask=mask)
     assert replays == [22]
     assert torch.equal(model.generate(more, **GREEDY, past_key_values=kept, attention_mask=mask), second)
     assert replays == [22, 11]  # a copy lies elsewhere
-    assert torch.equal(model.generate(more, **GREEDY, attention_mask=mask, disable_compile=True), second)
+    for given in ({}, {"past_key_values": called}):
+        assert torch.equal(model.generate(more, **GREEDY, attention_mask=mask, disable_compile=True, **given), second)
 
 
 def test_a_cache_that_grows_is_captured_anew(model: Any, replays: list[int]) -> None:
@@ -121,7 +122,7 @@ def test_settings_that_have_changed_are_captured_anew(model: Any, replays: list[
 
 
 def test_what_a_graph_would_leave_out_is_called(model: Any, replays: list[int]) -> None:
-    x = tokens(1, 20)
+    x, cache, asked = tokens(1, 20), FlexNSACache(model.config, 64), deepcopy(model)
     mask = torch.ones_like(x)
     model.generate(x, **GREEDY, attention_mask=mask, use_cache=False)
     model.generate(x, **GREEDY, attention_mask=mask, compile_config=CompileConfig())
@@ -132,6 +133,10 @@ def test_what_a_graph_would_leave_out_is_called(model: Any, replays: list[int]) 
     model.generate(x, **GREEDY, attention_mask=mask)
     hook.remove()
     assert len(seen) == 12
+    with torch.no_grad():
+        asked(input_ids=x, past_key_values=cache)
+        out = asked.get_compiled_call()(input_ids=x[:, :1], past_key_values=cache, output_hidden_states=True)
+    assert len(out.hidden_states) == 3
     assert not replays
 
 
@@ -160,15 +165,6 @@ def test_a_row_that_has_ended_keeps_no_token(model: Any, replays: list[int]) -> 
         torch.testing.assert_close(got, want)
     assert lengths == [[[23, 21]] * 2] * 2
     assert replays == [3]
-
-
-def test_whoever_asks_for_more_than_logits_gets_it(model: Any, replays: list[int]) -> None:
-    x, cache, asked = tokens(2, 20), FlexNSACache(model.config, 64), deepcopy(model)
-    with torch.no_grad():
-        asked(input_ids=x, past_key_values=cache)
-        out = asked.get_compiled_call()(input_ids=x[:, :1], past_key_values=cache, output_hidden_states=True)
-    assert len(out.hidden_states) == 3
-    assert not replays
 
 
 @pytest.mark.usefixtures("replays")

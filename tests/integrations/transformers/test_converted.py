@@ -191,7 +191,12 @@ def test_drafts_are_taken_back(few: Any) -> None:
     looked_up = few.generate(x, **GREEDY, prompt_lookup_num_tokens=4)
     assert torch.equal(looked_up[:, : want.shape[1]], want)  # transformers 5.10 may draw one more than it was asked for
     assert torch.equal(few.generate(x, **GREEDY, assistant_model=converted("qwen3", FEW | {"window_size": 3})), want)
-    many, greedy = tokens(1, 75).repeat(1, 2), GREEDY | {"max_new_tokens": 72}  # 70 drafts are wrong at once
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["three branches", "own decoder"])
+def test_many_drafts_that_are_wrong_at_once_are_taken_back(kind: str) -> None:
+    few, many, greedy = MODELS[kind](), tokens(1, 75).repeat(1, 2), GREEDY | {"max_new_tokens": 72}
     want = few.generate(many, **greedy)
     assert torch.equal(few.generate(many, **greedy, prompt_lookup_num_tokens=70)[:, : want.shape[1]], want)
     cache: Any = FlexNSACache(few.config)
@@ -202,20 +207,15 @@ def test_drafts_are_taken_back(few: Any) -> None:
     assert_close(few(many[:, 86:87], past_key_values=cache).logits[:, -1], few(many[:, :87]).logits[:, -1])
 
 
-@torch.no_grad()
-def test_a_second_turn_goes_on_where_the_first_ended(few: Any) -> None:
-    cache = FlexNSACache(few.config)
-    first = few.generate(tokens(1, 30), **GREEDY, past_key_values=cache)
-    turn = torch.cat((first, tokens(1, 9)), 1)
-    whole = {"input_ids": turn, "attention_mask": torch.ones_like(turn)}
-    assert torch.equal(few.generate(**whole, **GREEDY, past_key_values=cache), few.generate(**whole, **GREEDY))
-
-
-def test_compiled_as_one_graph_it_has_the_same_gradients() -> None:
-    few = converted("llama", INDEXED, num_hidden_layers=1).train()
+@pytest.mark.parametrize(
+    ("options", "backend"), [(FEW | {"branches": ["cmp", "slc"]}, "inductor"), (INDEXED, "aot_eager")]
+)
+def test_compiled_as_one_graph_it_has_the_same_gradients(options: dict[str, Any], backend: str) -> None:
+    """The window is compiled as the selected branch is, and an indexer by Inductor in tests of layers."""
+    few = converted("llama", options, num_hidden_layers=1).train()
     x = tokens(2, 40)
     want = gradients(few, few, x)
-    got = gradients(few, torch.compile(few, fullgraph=True), x)
+    got = gradients(few, torch.compile(few, fullgraph=True, backend=backend), x)
     in_single = deepcopy(few).float()
     single = gradients(in_single, in_single, x)
     # Llama normalizes and rotates in float32 whatever its weights are, and compiled code rounds otherwise
@@ -236,25 +236,24 @@ def test_what_a_cache_cannot_do_is_refused(few: Any) -> None:
             few.generate(x, **GREEDY, cache_implementation="quantized")
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
-        ("mistral", {"sliding_window": 16}, "sliding_window: expected None of a model to convert, got 16"),
-        ("llama", {"attention_dropout": 0.1}, "attention_dropout: expected 0.0 of a model to convert, got 0.1"),
-    ],
-)
-def test_what_nsa_has_no_place_for_is_not_converted(family: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        convert(dense(family, **changes), NSAConfig())
+REFUSED: dict[str, Any] = {
+    "sliding_window: expected None of a model to convert, got 16": lambda: change(dense("mistral", sliding_window=16)),
+    "attention_dropout: expected 0.0 of a model to conv": lambda: change(dense("llama", attention_dropout=0.1)),
+    "model: expected a dense one, got a FlexNSAQwen3ForCausalLM": lambda: change(converted("qwen3", FEW)),
+    "model: expected a converted one, got a LlamaForCausalLM": lambda: to_dense(dense("llama")),
+    "copy: expected": lambda: convert(dense("llama"), NSAConfig(), copy="no"),  # pyright: ignore[reportArgumentType]
+    r"branches: expected \('slc',\) of a model to make dense": lambda: to_dense(change(dense("llama"))),
+}
 
 
-def test_only_dense_models_are_converted_and_only_selected_branches_go_back() -> None:
-    with pytest.raises(ValueError, match="model: expected a dense one, got a FlexNSAQwen3ForCausalLM"):
-        convert(converted("qwen3", FEW), NSAConfig())
-    with pytest.raises(ValueError, match="model: expected a converted one, got a LlamaForCausalLM"):
-        to_dense(dense("llama"))
-    with pytest.raises(ValueError, match=r"branches: expected \('slc',\) of a model to make dense"):
-        to_dense(convert(dense("llama"), NSAConfig()))
+def change(model: Any) -> Any:
+    return convert(model, NSAConfig())
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_can_be_neither_converted_nor_made_dense_is_refused(message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        REFUSED[message]()
 
 
 def _settings(module: Any) -> dict[str, Any]:

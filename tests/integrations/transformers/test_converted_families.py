@@ -92,23 +92,6 @@ def test_a_model_that_cannot_be_converted_is_refused_and_stays(kind: str, copy: 
 
 
 @torch.no_grad()
-def test_a_model_is_converted_in_place_without_another_copy() -> None:
-    model, x = tiny_model("qwen3"), tokens(1, 40)
-    want, layer = model(x).logits, model.model.layers[0].self_attn
-    weights = {name: x.data_ptr() for name, x in layer.named_parameters()}
-    same = convert(model, NSAConfig(**ALL), branches=["slc"], copy=False)
-    assert same is model
-    assert_close(model(x).logits, want, atol=1e-4, rtol=1e-4)
-    kept = {
-        name.replace("_proj_slc", "_proj"): x.data_ptr()
-        for name, x in model.model.layers[0].self_attn.named_parameters()
-    }
-    assert kept == weights
-    with pytest.raises(TypeError, match="copy: expected"):
-        convert(tiny_model("llama"), NSAConfig(), copy="no")  # pyright: ignore[reportArgumentType]
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["glm4", "gpt_oss", "qwen3_moe"])
 def test_models_of_narrow_types_are_converted(kind: str, dtype: torch.dtype) -> None:

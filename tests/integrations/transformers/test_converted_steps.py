@@ -9,7 +9,6 @@ import torch
 
 from flexnsa import NSAConfig
 from flexnsa.cache.steps import ReadCounter
-from flexnsa.config import num_compressed
 from flexnsa.transformers import FlexNSACache
 from tests.integrations.transformers.families import FEW, converted, tokens
 
@@ -22,21 +21,6 @@ def cached_model(length: int, capacity: int) -> tuple[Any, Any]:
     cache: Any = FlexNSACache(model.config, capacity)
     model(tokens(2, length), past_key_values=cache)
     return model, cache
-
-
-@torch.no_grad()
-def test_reads_of_a_step_are_counted_as_by_hand() -> None:
-    model, cache = cached_model(100, 120)
-    kept = cache.layers[0].nsa
-    kept.reads = ReadCounter()
-    model(tokens(2, 1), past_key_values=cache)
-    heads = 2 * kept.num_kv_heads
-    block = SIZES.select_block_size
-    past = SIZES.num_selected_blocks * block - (block - 1 - 100 % block)  # the last block is as far as the query
-    expected = {"cmp": num_compressed(101, SIZES), "slc": past, "win": SIZES.window_size}
-    assert kept.reads.keys == {tag: count * heads for tag, count in expected.items()}
-    number = kept.head_dim * kept.dtype.itemsize
-    assert kept.reads.bytes == {tag: 2 * count * heads * number for tag, count in expected.items()}
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 """Of one row: transformers drafts for no more."""
 CACHED = ("greedy", "beams", "no cache", "dynamic", "static", "compiled", "chunks", "guidance", *DRAFTS)
-"""What changes how tokens pass through layers; the other options change what is drawn from logits alone."""
+"""What changes how tokens pass through layers; the others, tried with one kind, change draws."""
 REFUSED: dict[tuple[str, str], str] = {
     ("own", "early exit"): "assistant_early_exit: expected None of a FlexNSAForCausalLM, got 1"
 }
@@ -124,10 +125,13 @@ def expected(kind: str, option: str) -> dict[str, Any]:
     return generated(kind, option, **plain, **drafts)
 
 
-@pytest.mark.parametrize(
-    ("kind", "option"),
-    [(kind, option) for kind in (*ORACLE, "own") for option in (CACHED if "mixed" in kind else (*OPTIONS, *DRAFTS))],
+PAIRS = [(kind, option) for kind in (*ORACLE, "own") for option in CACHED]
+PAIRS += zip(
+    cycle(("drop-in", "converted", "own")), (option for option in OPTIONS if option not in CACHED), strict=False
 )
+
+
+@pytest.mark.parametrize(("kind", "option"), PAIRS)
 def test_an_option_gives_what_the_dense_model_gives(kind: str, option: str) -> None:
     if (kind, option) in REFUSED:
         with pytest.raises(ValueError, match=REFUSED[kind, option]):

@@ -66,8 +66,9 @@ def test_options_of_a_converted_model_are_added_to_its_own(folder: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(folder / "converted", flexnsa={"impl": "reference"})
     assert model.model.layers[0].self_attn.options.impl == "reference"
     assert model.config.flexnsa["branches"] == ["slc"]
-    with pytest.raises(ValueError, match=r"branches"):
-        AutoModelForCausalLM.from_pretrained(folder / "converted", flexnsa={"branches": ["all"]})
+    for wrong, message in (({"branches": ["all"]}, "branches"), ({"gates": [1]}, "config.flexnsa: .* got 'gates'")):
+        with pytest.raises(ValueError, match=message):
+            AutoModelForCausalLM.from_pretrained(folder / "converted", flexnsa=wrong)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,7 @@ def test_a_model_in_shards_is_converted_without_another_copy(folder: Path, tmp_p
     x, model = tokens(1, 70), AutoModelForCausalLM.from_pretrained(folder / "dense", device_map="auto")
     want, before = model(x).logits, {x.data_ptr(): x.numel() for x in model.parameters()}
     three = convert(model, NSAConfig(**ALL), copy=False)
+    assert three is model
     after = {x.data_ptr(): x.numel() for x in three.parameters()}
     assert before.keys() <= after.keys()
     tags = ("_cmp.", "_win.", "_attn.gate.", ".compress_")

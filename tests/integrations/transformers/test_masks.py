@@ -14,8 +14,6 @@ from transformers import (
     BartConfig,
     BartForCausalLM,
     DynamicCache,
-    GitConfig,
-    GitForCausalLM,
     HrmTextConfig,
 )
 from transformers import masking_utils as masks
@@ -150,15 +148,6 @@ def test_masks_that_no_layer_uses_stop_nobody() -> None:
         assert_close(model(x, use_cache=False).logits, want)
     with pytest.raises(ValueError, match="is_causal: expected True"):
         model(x, encoder_hidden_states=torch.zeros(1, 7, 48).double(), use_cache=False)
-
-
-def test_a_model_with_an_attention_of_its_own_beside_another_is_refused() -> None:
-    """Git's images attend through transformers' interface and its tokens do not: they saw the future."""
-    vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 6}
-    sizes: Any = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
-    model = GitForCausalLM(GitConfig(**sizes, vision_config=vision)).eval()
-    with pytest.raises(ValueError, match=r"is_causal: expected True .* got False in all layers of a Git"):
-        model.set_attn_implementation("flexnsa")
 
 
 def test_a_cache_that_forgets_is_refused() -> None:

@@ -103,19 +103,14 @@ def test_full_layers_attend_as_loops_do_and_the_others_as_they_did(kind: str) ->
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_mixed_model_is_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+def test_a_mixed_model_is_saved_and_loaded_and_steps_on_a_cache_see_whole_sequences(kind: str, tmp_path: Path) -> None:
     model, x = mixed(kind), tokens(1, 60)
+    want = model(x, use_cache=False).logits
+    assert_close(in_steps(model, x, 50), want, **ROUNDING)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
     assert again.config._attn_implementation == "flexnsa"
-    assert_close(again(x).logits, model(x).logits, **ROUNDING)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_steps_on_a_cache_see_what_whole_sequences_see(kind: str) -> None:
-    model, x = mixed(kind), tokens(1, 60)
-    assert_close(in_steps(model, x, 50), model(x, use_cache=False).logits, **ROUNDING)
+    assert_close(again(x).logits, want, **ROUNDING)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import pytest
 from tests.integrations.transformers.model_types import CALLS, verdicts
 
 RIGHT = {
+    "afmoe": "takes a view of what attention gives",
     "bert": "mixes packed documents by itself",
     "deepseek_v3": "latent attention",
     "falcon_h1": "attention beside a recurrence in each layer",

@@ -44,13 +44,15 @@ def test_padding_changes_no_logit(caller: str, real: slice) -> None:
         assert_close(got[1:, real], model(x[1:, real]).logits, **rounding)
 
 
-@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens_q"])
+@pytest.mark.parametrize("told_by", ["position_ids", "position_ids beside a mask", "cu_seq_lens_q"])
 @pytest.mark.parametrize("caller", CALLERS)
 def test_packed_documents_stand_alone(caller: str, told_by: str) -> None:
+    """Beside a mask, transformers tells of none, and its own attention mixes them."""
     model, documents = CALLERS[caller](), [tokens(n) for n in (40, 3, 61)]
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    batch = dict(collate([{"input_ids": document.tolist()} for document in documents]))
-    batch = {name: batch[name] for name in ("input_ids", "labels", told_by)}
+    batch: dict[str, Any] = dict(collate([{"input_ids": document.tolist()} for document in documents]))
+    mask = {"attention_mask": torch.ones_like(batch["input_ids"])} if told_by.endswith("mask") else {}
+    batch = {name: batch[name] for name in ("input_ids", "labels", told_by.split()[0])} | mask
     packed = model(**batch)
     alone = [model(document[None], labels=document[None]) for document in documents]
     counts = [len(document) - 1 for document in documents]
@@ -62,19 +64,6 @@ def test_packed_documents_stand_alone(caller: str, told_by: str) -> None:
     weights = list(model.parameters())
     got, want = (torch.autograd.grad(x, weights, allow_unused=True) for x in (packed.loss, loss))
     assert_close(got, want, **rounding)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("caller", CALLERS)
-def test_documents_where_positions_restart(caller: str) -> None:
-    """Beside a mask, transformers tells of none, and its own attention mixes them."""
-    model, x, positions = CALLERS[caller](), tokens(2, LENGTH), POSITIONS["restarting"][None]
-    want = torch.cat([model(document, use_cache=False).logits for document in (x[:, :25], x[:, 25:])], 1)
-    for mask in (None, torch.ones_like(x)):
-        assert_close(model(x, position_ids=positions, attention_mask=mask, use_cache=False).logits, want)
-    cache = StaticCache(model.config, max_cache_len=64) if caller == "drop-in" else FlexNSACache(model.config)
-    with pytest.raises(ValueError, match="position_ids: expected one sequence a row with a cache, got several"):
-        model(x, position_ids=positions, past_key_values=cache)
 
 
 @torch.no_grad()
@@ -167,16 +156,3 @@ def test_documents_on_several_axes(axes: int) -> None:
     positions = positions if axes == 1 else positions.expand(axes, -1, -1)
     got = states(ernie("flexnsa"), x, positions, use_cache=False).last_hidden_state
     assert_close(got, torch.cat(want, 1), atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("caller", CALLERS)
-def test_starts_of_documents_count_padding(caller: str) -> None:
-    """Tokens were moved in front of their padding, and the starts were not."""
-    model, x = CALLERS[caller](), tokens(1, 67)
-    mask = torch.ones_like(x)
-    mask[:, :7] = 0
-    options = {"attention_mask": mask, "cu_seq_lens_q": torch.tensor([0, 7, 30, 67]), "use_cache": False}
-    want = [model(document, use_cache=False).logits for document in (x[:, 7:30], x[:, 30:])]
-    # Without positions, tokens are rotated by other angles, which the model computes in float32.
-    assert_close(model(x, **options).logits[:, 7:], torch.cat(want, 1), atol=1e-3, rtol=0)

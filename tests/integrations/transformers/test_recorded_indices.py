@@ -64,6 +64,7 @@ ROLLOUTS = {
 def test_training_has_the_log_probabilities_of_the_rollout(
     kind: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of padded rows, and of packed ones."""
     model = EVERY_KIND[kind]()
     text, expected, indices = generate(model, GENERATIONS[how])
     with record_indices(model) as handle:
@@ -71,22 +72,16 @@ def test_training_has_the_log_probabilities_of_the_rollout(
     for drawn_with, whole in zip(indices, handle.indices(), strict=True):
         for row, length in enumerate(text["attention_mask"].sum(1)):
             assert torch.equal(drawn_with[row, :, : length - 1], whole[row, :, : length - 1])
-    got = same_without_choosing(model, text, indices, monkeypatch)[:, 49:-1]
-    assert_close(*(x.float().log_softmax(-1) for x in (got, expected[:, : got.shape[1]])), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["drop-in", "indexer", "own decoder"])
-def test_packed_rows_take_the_blocks_of_their_documents(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = EVERY_KIND[kind]()
-    text, expected, indices = generate(model, {})
     documents = [row[mask == 1] for row, mask in zip(text["input_ids"], text["attention_mask"], strict=True)]
     packed = {
         "input_ids": torch.cat(documents)[None],
         "position_ids": torch.cat([torch.arange(len(x)) for x in documents])[None],
     }
-    logits = same_without_choosing(model, packed, indices, monkeypatch)[0].split([len(x) for x in documents])
-    got = torch.stack([x[-NEW - 1 : -1] for x in logits])
-    assert_close(*(x.float().log_softmax(-1) for x in (got, expected)), rtol=0, atol=1e-5)
+    rows = same_without_choosing(model, text, indices, monkeypatch)
+    parts = same_without_choosing(model, packed, indices, monkeypatch)[0].split([len(x) for x in documents])
+    count = rows.shape[1] - 50
+    for got in (rows[:, 49:-1], torch.stack([x[-count - 1 : -1] for x in parts])):
+        assert_close(*(x.float().log_softmax(-1) for x in (got, expected[:, :count])), rtol=0, atol=1e-5)
 
 
 def test_a_compiled_drop_in_records_and_replays_without_leaving_its_graph() -> None:

@@ -28,7 +28,6 @@ from tests.integrations.transformers.families import FEW, converted, dense, toke
 from tests.integrations.transformers.released_models import KINDS, plain_choice, plain_loss, plain_scores, released
 
 CAUSAL = tuple(kind for kind in KINDS if kind != "mistral_large4")
-ANY_START = tuple(kind for kind in KINDS if kind != "minimax_m3_vl")
 
 
 def indexers(model: Any) -> dict[str, Tensor]:
@@ -157,12 +156,21 @@ def test_recall_is_the_mass_of_the_chosen_over_that_of_the_best() -> None:
         assert_close((sums.found, sums.best), (mass, best))
 
 
+@pytest.mark.parametrize("stage", ["warmup", "joint"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_of_queries_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_queries_and_checkpoints_change_nothing(
+    kind: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that share an indexer run again before its own; the loss does not."""
     model, x = released(kind).double(), tokens(2, 61)
-    whole = gradients(model, x)
-    monkeypatch.setitem(shares.CHUNK_SCORES, "cpu", 7 * 2 * 4 * 61)
-    assert_close(gradients(model, x), whole)
+    whole = gradients(model, x, stage)
+    with monkeypatch.context() as patch:
+        patch.setitem(shares.CHUNK_SCORES, "cpu", 7 * 2 * 4 * 61)
+        assert_close(gradients(model, x, stage), whole)
+    if kind in CAUSAL:
+        model.gradient_checkpointing_enable({"use_reentrant": stage == "warmup"})
+        model.enable_input_require_grads()
+        assert_close(gradients(model, x, stage), whole)
 
 
 @pytest.mark.parametrize("kind", ["qwen4_exp", "minimax_m3_vl", "deepseek_v32"])
@@ -182,18 +190,6 @@ def test_memory_of_a_loss_is_linear(kind: str) -> None:
         peaks.append(memory.peak["loss"])
     assert peaks[0] > 256 * 16 * 4
     assert all(log2(after / before) <= 1.05 for before, after in pairwise(peaks))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("stage", ["warmup", "joint"])
-@pytest.mark.parametrize("kind", CAUSAL)
-def test_checkpointing_changes_nothing(kind: str, stage: str, reentrant: bool) -> None:
-    """Layers that share an indexer run again before its own; the loss does not."""
-    model, x = released(kind), tokens(2, 45)
-    whole = gradients(model, x, stage)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    assert_close(gradients(model, x, stage), whole)
 
 
 @pytest.mark.parametrize("kind", CAUSAL)
@@ -230,7 +226,7 @@ def test_batches_accumulate() -> None:
     assert_close(taught, {name: (apart[0][name] + apart[1][name]) / 2 for name in taught})
 
 
-@pytest.mark.parametrize("kind", ANY_START)
+@pytest.mark.parametrize("kind", KINDS)
 def test_padded_and_packed_rows_teach_what_they_teach_alone(kind: str) -> None:
     """A packed row repeats a document, so that both parts have one loss."""
     model, x = released(kind), tokens(1, 37)
@@ -239,10 +235,12 @@ def test_padded_and_packed_rows_teach_what_they_teach_alone(kind: str) -> None:
     close: dict[str, Any] = {"atol": 2e-6, "rtol": 2e-4}
     alone = gradients(model, x)
     mask = torch.tensor([[0] * 11 + [1] * 37])
-    left: dict[str, Any] = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
-    assert_close(gradients(model, torch.cat([tokens(1, 11), x], 1), **left), alone, **close)
     right: dict[str, Any] = {"attention_mask": mask.flip(1)}
     assert_close(gradients(model, torch.cat([x, tokens(1, 11)], 1), **right), alone, **close)
+    if kind == "minimax_m3_vl":  # which is wrong for the others
+        return
+    left: dict[str, Any] = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+    assert_close(gradients(model, torch.cat([tokens(1, 11), x], 1), **left), alone, **close)
     packed: dict[str, Any] = {"position_ids": torch.arange(37).repeat(2)[None]}
     assert_close(gradients(model, torch.cat([x, x], 1), **packed), alone, **close)
 
@@ -250,9 +248,6 @@ def test_padded_and_packed_rows_teach_what_they_teach_alone(kind: str) -> None:
 def test_rows_that_a_model_is_wrong_for_are_refused() -> None:
     model, x = released("minimax_m3_vl"), tokens(1, 37)
     mask = torch.tensor([[0] * 4 + [1] * 33])
-    alone = gradients(model, x)
-    right = gradients(model, torch.cat([x, tokens(1, 11)], 1), attention_mask=torch.tensor([[1] * 37 + [0] * 11]))
-    assert_close(right, alone, atol=2e-6, rtol=2e-4)
     refused: dict[str, dict[str, Any]] = {
         "attention_mask: expected padding on the right": {"attention_mask": mask},
         "attention_mask: expected no gap": {"attention_mask": mask.roll(9, 1)},
@@ -270,7 +265,7 @@ def test_rows_that_a_model_is_wrong_for_are_refused() -> None:
 
 def test_what_cannot_be_taught_is_refused(tmp_path: Path) -> None:
     known = ", ".join(KINDS)
-    for model, kind in ((dense("llama"), "llama"), (converted("qwen3", FEW), "flexnsa_qwen3"), (other(), "axk2")):
+    for model, kind in ((dense("llama"), "llama"), (converted("qwen3", FEW), "flexnsa_qwen3")):
         with pytest.raises(ValueError, match=f"model: expected indexers of {known}, got '{kind}'"):
             teach_indexers(model)
     model = released("deepseek_v32")
@@ -285,13 +280,6 @@ def test_what_cannot_be_taught_is_refused(tmp_path: Path) -> None:
         teach_indexers(model)
     with pytest.raises(ValueError, match="warmup_steps: expected 0"):
         train(converted("qwen3", FEW), tmp_path, TeachSelection(warmup_steps=1))
-
-
-def other() -> Any:
-    from transformers import AXK2Config, AXK2ForCausalLM
-
-    sizes = released("deepseek_v32").config.to_dict()
-    return AXK2ForCausalLM(AXK2Config(**{name: x for name, x in sizes.items() if name not in ("model_type", "dtype")}))
 
 
 @pytest.mark.parametrize("kind", ["qwen4_exp", "glm_moe_dsa"])
@@ -321,7 +309,7 @@ def test_bf16_is_close(kind: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
 
-@pytest.mark.parametrize("kind", CAUSAL)
+@pytest.mark.parametrize("kind", ["qwen4_exp", "glm_moe_dsa"])
 def test_indexers_learn(kind: str) -> None:
     """Of a random model; a uniform guess is no longer better, and every layer recalls more."""
     model, x = released(kind), tokens(4, 61)
@@ -351,8 +339,7 @@ def one_rank(tmp_path: Path) -> Any:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("stage", ["warmup", "joint"])
-@pytest.mark.parametrize("kind", ["qwen4_exp", "glm_moe_dsa"])
+@pytest.mark.parametrize(("kind", "stage"), [("qwen4_exp", "joint"), ("glm_moe_dsa", "warmup")])
 def test_data_parallel_steps_go_on(kind: str, stage: str) -> None:
     """Without a loss, DDP stops at the second step, because indexers are not used."""
     x = tokens(2, 45)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
@@ -87,17 +87,6 @@ def test_rows_that_are_padded_or_packed_teach_what_they_teach_alone(model: Any, 
     alone = [learned(model, teach(model, row[None])[0]) for row in rows]
     for value, *want in zip(got, *alone, strict=True):
         assert_close(value, torch.stack(want).sum(0))
-
-
-def test_layers_that_backward_runs_again_add_their_loss_once(model: Any) -> None:
-    x = tokens(2, 60)
-    selection, _ = teach(model, x)
-    want = total_of(selection).detach(), torch.autograd.grad(total_of(selection), index_parameters(model))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    selection, loss = teach(model, x)
-    got = torch.autograd.grad(loss + total_of(selection), index_parameters(model))
-    model.gradient_checkpointing_disable()
-    assert_close((total_of(selection).detach(), got), want)
 
 
 def test_a_checkpoint_in_which_nothing_could_be_taught_is_refused() -> None:
@@ -185,20 +174,6 @@ def test_recall_is_1_where_all_blocks_are_selected_and_else_between(family: str)
     assert ((found > 0.1) & (found < 0.999)).all()
 
 
-def test_an_indexer_of_low_rank_is_small() -> None:
-    """Of the parameters of a Llama-3.2-1B, without those that share its embedding."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
-    shape: dict[str, Any] = {**sizes, "head_dim": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    nsa = NSAConfig(index_heads=4, index_block_size=8, index_stride=8)
-    with torch.device("meta"):
-        model = dense("llama", attention_bias=False, **shape)
-        model.to_empty(device="meta")
-    for rank, share in ((None, 0.1), (32, 0.02)):
-        layer = Indexer(2048, 8, 64, config=nsa, compression="linear", rank=rank)
-        own_count, count = _count(layer), _count(model.model.layers)
-        assert own_count < share * count
-
-
 WRONG: list[tuple[str, Any]] = [
     ("selection: expected None without an indexer", lambda: teach(converted("llama", FEW).train(), tokens(1, 9))),
     ("selection: expected None without an indexer", lambda: teach(own().train(), tokens(1, 9))),
@@ -227,7 +202,3 @@ WRONG: list[tuple[str, Any]] = [
 def test_a_wrong_argument_is_named(message: str, call: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call()
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

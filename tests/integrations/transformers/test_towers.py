@@ -17,7 +17,6 @@ from torch.testing import assert_close
 from transformers import (
     AutoConfig,
     AutoModel,
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     LlamaConfig,
     LlavaForConditionalGeneration,
@@ -26,7 +25,7 @@ from transformers import (
 
 from flexnsa.transformers import DropInOptions
 from flexnsa.transformers.classes import FlexNSALlamaConfig
-from tests.integrations.transformers.families import FEW, SIZES, dense, sparse, tokens
+from tests.integrations.transformers.families import FEW, SIZES, sparse, tokens
 from tests.integrations.transformers.multimodal import attentions, choice_of, llava, page, paths, shape_of, small_config
 
 TEXT: dict[str, str] = {"text_config": "flexnsa"}
@@ -199,15 +198,6 @@ def test_another_attention_can_still_be_asked_for_on_purpose(given: Any, tmp_pat
     assert "attn_implementation" not in model.config.to_dict()
     again = AutoModelForImageTextToText.from_pretrained(saved(model, tmp_path / "dense"))
     assert_close(again(**page()).logits, want)
-
-
-@torch.no_grad()
-def test_a_plain_model_is_loaded_as_saved_if_its_attention_is_left_open(tmp_path: Path) -> None:
-    """Training scripts hand on an attn_implementation that nobody gave as None."""
-    model = dense("llama", attn_implementation="flexnsa")
-    model.config.flexnsa = FEW
-    again = AutoModelForCausalLM.from_pretrained(saved(model, tmp_path), attn_implementation=None)
-    assert_close(again(tokens(1, 70)).logits, model(tokens(1, 70)).logits)
 
 
 @torch.no_grad()

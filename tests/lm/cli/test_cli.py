@@ -35,9 +35,9 @@ def test_every_option_is_explained(command: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("train --steps 0", "argument --steps: expected more than 0, got 0"),
+        ("train --steps 0", "argument --steps: expected at least 1, got 0"),
         ("train --steps many", "argument --steps: invalid int value: 'many'"),
-        ("train --lr nan", "argument --lr: expected more than 0, got nan"),
+        ("train --lr nan", "argument --lr: expected a finite number, got nan"),
         ("train --num-heads 8 --num-kv-heads 3", "argument --num-kv-heads: expected a divisor of num_heads=8, got 3"),
         ("train --compress-block-size 20", "argument --compress-block-size: expected a multiple of compress_stride=8"),
         ("train --compression fft", "argument --compression: expected one of 'mean', 'linear', 'mlp', got 'fft'"),
