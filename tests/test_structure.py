@@ -18,7 +18,7 @@ from tests.support.import_graph import ROOT, below, find_circle, import_graph, i
 
 FLOORS = (
     # integers, positions of tokens, checks
-    "flexnsa/primitives flexnsa/replay flexnsa/operators flexnsa/files flexnsa/attached_losses",
+    "flexnsa/primitives flexnsa/replay flexnsa/graphs flexnsa/operators flexnsa/files flexnsa/attached_losses",
     "flexnsa/config flexnsa/positions",
     "flexnsa/checks",
     "flexnsa/masks",

@@ -40,7 +40,7 @@ from benchmarks.learning.packages import (
 from benchmarks.learning.reading import bits_of_bytes
 from benchmarks.learning.workers import Job, Point, Report, places, run_jobs
 from flexnsa import SelectionLoss
-from flexnsa.cache.graphs import Graphed
+from flexnsa.graphs import Graphed
 from flexnsa.lm import Batch, DecoderConfig, DecoderLM, preset
 from flexnsa.lm.measure.table import format_table
 from flexnsa.optim import index_parameters, parameter_groups

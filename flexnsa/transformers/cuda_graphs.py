@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from flexnsa.cache.graphs import Step, capture
 from flexnsa.config import NSAConfig
+from flexnsa.graphs import Step, capture
 from flexnsa.layers.projection import has_no_hooks, is_dense
 from flexnsa.transformers.cache import FlexNSACache
 from flexnsa.transformers.rotary import looks_at_positions

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.cache.bounds import doubled
-from flexnsa.cache.graphs import Step, capture
+from flexnsa.graphs import Step, capture
 from flexnsa.lm.generation.continuation import check_request, continue_prompts
 from flexnsa.lm.generation.language_model import LanguageModel, check_model, check_prompts, last_logits
 from flexnsa.lm.generation.sampling import Sampling

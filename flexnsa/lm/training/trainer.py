@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.attention.compilation import MAX_VARIANTS
-from flexnsa.cache.graphs import Graphed
+from flexnsa.graphs import Graphed
 from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.layers.sharding import whole
 from flexnsa.lm.data.corpus import Corpus
