@@ -33,27 +33,6 @@ def test_gpu_steps_equal_the_whole_sequence() -> None:
 
 
 @pytest.mark.parametrize("impl", ["flex", "triton"])
-def test_a_captured_step_is_replayed_at_every_length(impl: str) -> None:
-    layer, x, whole, _ = decoded_layer(impl)
-    cache = prompts_of(layer, x)
-    before = cache.state_dict()
-    now = x[:, :1].clone()
-    with torch.no_grad():
-        layer(now, cache=cache)  # compiles
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = layer(now, cache=cache)
-    cache.load_state_dict(before)
-
-    def replay(x: Tensor) -> Tensor:
-        now.copy_(x)
-        graph.replay()
-        return out
-
-    assert_steps_equal(replay, x, whole, 20)
-
-
-@pytest.mark.parametrize("impl", ["flex", "triton"])
 def test_256_steps_use_one_cuda_graph_of_torch_compile(impl: str) -> None:
     layer, x, whole, _ = decoded_layer(impl)
     cache = prompts_of(layer, x)

@@ -48,6 +48,12 @@ def error(found: Tensor, exact: Tensor) -> float:
     return (found.double() - exact).abs().max().item()
 
 
+def assert_as_close(ours: list[Tensor], theirs: list[Tensor], exact: list[Tensor]) -> None:
+    for found, other, want, times in zip(ours, theirs, exact, (2, 3, 3), strict=True):
+        rounding = torch.finfo(ours[0].dtype).eps * want.abs().max().item()
+        assert error(found, want) <= times * error(other, want) + 4 * rounding
+
+
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,9 +69,7 @@ def test_is_as_close_to_fp64_as_the_loss_of_all_logits(
         ours, theirs = (results(f, inputs, scale, reduction=reduction) for f in (linear_cross_entropy, plain))
         assert [g.dtype for g in torch.autograd.grad(linear_cross_entropy(*inputs), inputs[:2])] == [dtype, dtype]
     assert ours[0].dtype == torch.promote_types(dtype, torch.float32)
-    for found, other, want, times in zip(ours, theirs, exact, (2, 3, 3), strict=True):
-        rounding = torch.finfo(found.dtype if dtype == torch.float64 else torch.float32).eps * want.abs().max().item()
-        assert error(found, want) <= times * error(other, want) + 4 * rounding
+    assert_as_close(ours, theirs, exact)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -200,9 +204,7 @@ def test_on_a_gpu_it_is_as_close_to_fp64(dtype: torch.dtype, autocast: torch.dty
     )
     with torch.autocast("cuda", autocast, enabled=autocast is not None):
         ours, theirs = (results(f, inputs) for f in (linear_cross_entropy, plain))
-    for found, other, want, times in zip(ours, theirs, exact, (2, 3, 3), strict=True):
-        rounding = torch.finfo(torch.float32).eps * want.abs().max().item()
-        assert error(found, want) <= times * error(other, want) + 4 * rounding
+    assert_as_close(ours, theirs, exact)
 
 
 def test_chunks_fit_the_workspace_and_are_whole_tiles() -> None:
