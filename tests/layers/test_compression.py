@@ -108,18 +108,6 @@ def test_as_many_compressed_tokens_as_there_are_whole_blocks(kind: type[MeanComp
 
 
 @compressors
-def test_reset_parameters_after_the_meta_device(kind: type[MeanCompressor]) -> None:
-    with torch.device("meta"):
-        compressor = kind(2, 16, config=SMALL)
-    compressor.to_empty(device="cpu")
-    for parameter in compressor.parameters():
-        nn.init.constant_(parameter, torch.nan)
-    compressor.reset_parameters()
-    assert all(p.isfinite().all() and p.std() > 0 for p in compressor.parameters())
-    assert compressor(torch.randn(1, 2, 20, 16)).std() > 0.01
-
-
-@pytest.mark.parametrize("kind", [MeanCompressor, LinearCompressor, MLPCompressor])
 def test_a_compressor_can_begin_as_the_mean_and_learns_from_there(kind: type[MeanCompressor]) -> None:
     x = torch.randn(1, 2, 20, 16, dtype=torch.float64)
     compressor, mean = kind(2, 16, config=SMALL).double(), MeanCompressor(2, 16, config=SMALL)

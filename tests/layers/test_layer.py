@@ -59,6 +59,7 @@ class TestLayer:
         assert (out.float() - exact).square().mean().sqrt() < 0.02 * exact.square().mean().sqrt()
 
     def test_state_dict_names_follow_the_paper(self) -> None:
+        assert not [x for x in layer(branches=("win",)).state_dict() if "cmp" in x or "slc" in x or "phi" in x]
         names = set(layer().state_dict())
         assert {f"w_{x}_{tag}.weight" for x in "kv" for tag in ("cmp", "slc", "win")} <= names
         assert {"w_q.weight", "w_o.weight"} <= names
@@ -94,11 +95,6 @@ class TestRotate:
 
         torch.testing.assert_close(score(1_000_000, 3), score(0, 3), rtol=0, atol=2e-5)
         assert not torch.allclose(score(0, 3), score(0, 4), rtol=0, atol=1e-3)
-
-    def test_heads_and_batches_are_turned_alike(self) -> None:
-        x = torch.randn(1, 1, 9, 8).expand(3, 4, 9, 8)
-        turned = rotate(x, torch.arange(9))
-        assert torch.equal(turned, turned[:1, :1].expand_as(turned))
 
     def test_positions_may_differ_in_the_batch(self) -> None:
         x, positions = torch.randn(2, 3, 5, 8), torch.tensor([[0, 1, 2, 3, 4], [7, 8, 9, 0, 1]])
@@ -140,10 +136,7 @@ class TestGate:
             assert each.shape == (2, 4, 9)
             torch.testing.assert_close(alone[tag], each[:, :, 4:5])
             assert ((each > 0) & (each < 1)).all()
-
-    def test_softmax_shares_sum_to_one(self) -> None:
-        gates = Gate(16, 4, BRANCHES, kind="softmax")(torch.randn(2, 9, 16))
-        torch.testing.assert_close(sum(gates.values()), torch.ones(2, 4, 9))
+        assert torch.allclose(torch.stack([*gates.values()]).sum(0), torch.ones(2, 4, 9)) == (kind == "softmax")
 
     def test_residual_gives_the_selected_branch_weight_1(self) -> None:
         attention, x = layer(gate="residual"), torch.randn(1, 60, 32)
@@ -217,11 +210,6 @@ def captured_scores(layer: NativeSparseAttention, x: Tensor) -> dict[str, Tensor
         tag: given["q"] @ keys[tag].repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1).mT
         for tag in layer.branches
     }
-
-
-def test_branches_of_a_layer_have_only_their_own_parameters() -> None:
-    names = {n for n, _ in NativeSparseAttention(16, 2, 1, 8, config=SMALL, branches=("win",)).named_parameters()}
-    assert not [name for name in names if "cmp" in name or "slc" in name or "phi" in name]
 
 
 @pytest.mark.parametrize("impl", ["reference", "sdpa"])

@@ -66,15 +66,9 @@ def in_pages(
         of_scorer = kernels.StepScratch.of(scorer)
         kernels.place(scorer, of_scorer)
         q_index = of_scorer.q.transpose(1, 2)
+    q, gates, longest = scratch.q.transpose(1, 2), weigh(inputs), inputs.max_seq_len
     return StepInputs.in_pages(
-        scratch.q.transpose(1, 2),
-        q_index,
-        weigh(inputs),
-        buffers,
-        tables,
-        max_seq_len=inputs.max_seq_len,
-        config=inputs.config,
-        scale=inputs.scale,
+        q, q_index, gates, buffers, tables, max_seq_len=longest, config=inputs.config, scale=inputs.scale
     )
 
 

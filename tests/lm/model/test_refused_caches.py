@@ -218,23 +218,6 @@ def test_a_call_that_a_hook_ends_half_way_leaves_an_empty_cache_empty(kind: str,
     torch.testing.assert_close(layer(x, cache=cache), layer(x), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_may_come_from_one_row(kind: str) -> None:
-    """Sequences that share caches on purpose still do: beams of one sequence, and a prefix of many."""
-    model = make_model(kind)
-    caches, alone = caches_of(model, 11), model.new_caches(1, 30)
-    for cache in caches:
-        cache.reorder(torch.tensor([1, 1]))
-    model(tokens(11)[1:], caches=alone)
-    prefix = model.new_caches(2, 30)
-    for cache, other in zip(prefix, alone, strict=True):
-        cast("Any", cache).insert([0, 1], other, 0)
-    x = tokens(2, batch=1)
-    want = model(x, caches=alone)
-    for several in (caches, prefix):
-        torch.testing.assert_close(model(x.expand(2, -1), caches=several), want.expand(2, -1, -1), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("trained", [0, 1, "embeddings"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_with_caches_is_refused_before_the_first_layer(kind: str, trained: int | str) -> None:

@@ -158,11 +158,6 @@ def test_incomplete_checkpoint_is_refused_and_leaves_the_trainer_alone(text_fold
     assert all(torch.equal(old, new) for old, new in zip(before, fresh.model.parameters(), strict=True))
 
 
-def test_flex_does_not_train_on_a_cpu(text_folder: Path):
-    with pytest.raises(ValueError, match=r"^impl: expected 'auto' or 'sdpa' to train on a CPU, .* got 'flex'"):
-        Trainer(DecoderLM(replace(MODEL, impl="flex")), read_corpus(text_folder), TRAINING)
-
-
 def test_second_process_in_a_folder_is_told_of_the_first(text_folder: Path, tmp_path: Path):
     options = (tmp_path / "run", "--steps", "100000", "--checkpoint-every", "5")
     with started(1, tmp_path / "output", _train, text_folder, *options) as group:
@@ -208,16 +203,6 @@ def test_a_run_goes_on_with_other_branches_and_layers_run_again(text_folder: Pat
     )
     load_checkpoint(path, thrifty)
     assert thrifty.train_step() == trainer.train_step()
-
-
-def test_log_drops_what_will_be_repeated(tmp_path: Path):
-    path = tmp_path / "log.jsonl"
-    log = JSONLog(path, resume_step=0)
-    for step in range(5):
-        log.write({"step": step})
-    log.close()
-    JSONLog(path, resume_step=3).close()
-    assert read_log(path) == [{"step": 0}, {"step": 1}, {"step": 2}]
 
 
 @pytest.mark.parametrize(
