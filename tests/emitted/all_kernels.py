@@ -52,7 +52,7 @@ class Shape:
 
 def calls(shape: Shape, packed: Sequence[bool] = (False, True)) -> Iterator[tuple[str, Compile]]:
     """Name every call that attention may make, of packed documents or not, and give what compiles its kernels."""
-    for branch in BRANCHES:
+    for branch in BRANCHES if False in packed else ():  # flex has the same kernels for both
         yield f"flex {branch}", partial(_flex, branch, shape)
         for queries in (FEW, MANY):
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
