@@ -47,7 +47,7 @@ ALONE: dict[str, tuple[str, ...]] = {
         CHOSEN,
         "tests.integrations.torchtitan.others.halve",
     ),
-    "debug": ("debug_llama", "--training.steps=20", "--training.seq_len=48", override(**TWO)),
+    "debug": ("debug_llama", "--training.steps=8", "--training.seq_len=48", override(**TWO)),
 }
 """What one process runs."""
 
