@@ -47,12 +47,12 @@ def prefilled(layer: NativeSparseAttention, x: Tensor) -> NSACache:
 def captured(step: Any, cache: NSACache, now: Tensor) -> Any:
     """Capture a step in a CUDA graph; the cache is then as it was."""
     before = cache.state_dict()
-    graph, out = capture(lambda: step(now, cache=cache))
+    replay_graph, out = capture(lambda: step(now, cache=cache))
     cache.load_state_dict(before)
 
     def replay(x: Tensor, cache: NSACache) -> Tensor:  # noqa: ARG001
         now.copy_(x)
-        graph.replay()
+        replay_graph()
         return out
 
     return replay

@@ -38,8 +38,8 @@ def wall_ms(session: Session, call: Timed, steps: int = 20, rounds: int = 5) -> 
 
 def graph_ms(session: Session, call: Timed, rounds: int = 40) -> float:
     """Time replays of one step, captured in a CUDA graph."""
-    graph, _ = capture(call)
-    return session.clock.median(graph.replay, rounds)
+    replay, _ = capture(call)
+    return session.clock.median(replay, rounds)
 
 
 def launches(session: Session, call: Timed) -> dict[str, int]:

@@ -7,17 +7,14 @@ from typing import TypeVar
 
 import torch
 
+from flexnsa import graphs
+
 Result = TypeVar("Result")
 
 
-def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Capture a call after one that warms up; every replay overwrites its result."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph, result
+def capture(call: Callable[[], Result]) -> tuple[graphs.Step, Result]:
+    """Capture a call after one that warms up; return what replays it, and the result that each replay overwrites."""
+    results: list[Result] = []
+    advice = "call: expected one that never waits for the device"
+    replay = graphs.capture(lambda: results.append(call()), torch.device("cuda"), advice=advice)
+    return replay, results[-1]

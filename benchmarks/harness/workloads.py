@@ -52,9 +52,9 @@ def captured(make: Maker) -> Maker:
 
     def capture_both(setting: Setting, length: int) -> Workload:
         workload = make(setting, length)
-        graph, _ = capture(workload.run)
+        replay, _ = capture(workload.run)
         # The inputs stay with the graph, which reads their memory.
-        return Workload(workload.name, lambda *_: graph.replay(), workload.inputs, ())
+        return Workload(workload.name, lambda *_: replay(), workload.inputs, ())
 
     return capture_both
 

@@ -153,7 +153,7 @@ class StagedRun:
 
     def __init__(self, job: Job, report: Report) -> None:
         self.job, self.report, self.device = job, report, torch.device(job["device"])
-        self.by = VARIANTS[job["model"]]
+        self.variant = VARIANTS[job["model"]]
         tiny, cuda = job["tiny"], self.device.type == "cuda"
         self.stages = [(length // (128 if tiny else 1), share) for length, share in job.get("stages", STAGES)]
         self.tokens = TOKENS // (128 if tiny else 1)
@@ -214,7 +214,7 @@ class StagedRun:
             self.begin(stage)
         length = self.stages[stage][0]
         decay = 1.0 if share < 0.7 else max(0.05, (1 - share) / 0.3)
-        rate = self.job["lr"] * (self.by.first_rate if stage == 0 else 1.0)
+        rate = self.job["lr"] * (self.variant.first_rate if stage == 0 else 1.0)
         factor = rate * min(1.0, (self.step + 1) / 100) * decay
         for group, part in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"].fill_(factor * part)
@@ -226,9 +226,9 @@ class StagedRun:
 
     def begin(self, stage: int) -> None:
         """Attend and teach as a stage does."""
-        dense = stage < self.by.stages
-        self.model.attend_densely(self.by.branches if dense else None)
-        taught = bool(self.model.indexers()) and (self.by.taught_densely or not dense)
+        dense = stage < self.variant.stages
+        self.model.attend_densely(self.variant.branches if dense else None)
+        taught = bool(self.model.indexers()) and (self.variant.taught_densely or not dense)
 
         def learn(number: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
             selection = SelectionLoss(seed=self.job["seed"], step=number) if taught else None

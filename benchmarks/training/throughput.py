@@ -140,10 +140,10 @@ def _on_gpu(step: Callable[[], object], before: int, arguments: argparse.Namespa
         measured["longest_kernels"] = [[kernel.name, round(kernel.ms, 3), kernel.launches] for kernel in longest]
     torch.cuda.empty_cache()
     try:
-        graph, _ = capture(step)
+        replay, _ = capture(step)
     except torch.OutOfMemoryError:
         return measured
-    _, *seconds = (_seconds_of(graph.replay, cuda=True) for _ in range(arguments.steps + 1))
+    _, *seconds = (_seconds_of(replay, cuda=True) for _ in range(arguments.steps + 1))
     return measured | {"graph_step_ms": 1e3 * statistics.median(seconds)}
 
 
