@@ -139,16 +139,15 @@ class StepInputs:
             q: rotated, ``(B, T, Hq, Dk)``.
             q_index: of an indexer, rotated, ``(B, T, Hkv * H, Dk)``.
             gates: the weights of all branches, ``(B, T, Hq, branches)``.
-            buffers: by name, ``(pages, Hkv, states, D)``; the last two dimensions of keys and values may stand in one
-                row. A compressed token is state ``(its last token) // d`` of a sequence.
+            buffers: by name, ``(pages, Hkv, states, D)``; keys and values of a state may share a row. A compressed
+                token is state ``(its last token) // d`` of a sequence.
             tables: by kind of buffer, int32 ``(B, pages of a sequence)``.
             max_seq_len: tokens of the longest sequence, or more.
             config: sizes of the branches.
             scale: factor on the scores.
         """
-        index, (unread, unread_lengths) = None, (q.new_empty(0), q.new_empty(0, dtype=torch.int32))
-        if q_index is not None:
-            index = IndexInputs(q_index.flatten(2), unread, CompressorWeights("mean"))
+        unread, no_lengths = q.new_empty(0), q.new_empty(0, dtype=torch.int32)
+        index = None if q_index is None else IndexInputs(q_index.flatten(2), unread, CompressorWeights("mean"))
         return cls(
             q=q.flatten(2),
             k={},
@@ -158,8 +157,8 @@ class StepInputs:
             phi_k=None,
             phi_v=None,
             buffers=buffers,
-            lengths=unread_lengths,
-            reached=unread_lengths,
+            lengths=no_lengths,
+            reached=no_lengths,
             new_lengths=None,
             max_seq_len=max_seq_len,
             num_heads=q.shape[2],

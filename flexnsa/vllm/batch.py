@@ -122,7 +122,7 @@ class Batch(AttentionMetadata):
     @property
     @once
     def decoded_tokens(self) -> Tensor:
-        """Their positions, in a request's spare places its last one, and two rows of 0, int32 ``(3, R, T)``."""
+        """Positions of :attr:`decodes`, at most each request's last, and zeros for the kernels, int32 ``(3, R, T)``."""
         last = self.lengths[: self.num_decodes, None] - 1
         position = torch.minimum(self.decodes[1], last).clamp_min(0).to(torch.int32)
         return torch.stack((position, *[torch.zeros_like(position)] * 2))

@@ -37,8 +37,8 @@ class ConvertedAttention(Attention):
     def __init__(self, dense: Any, options: LayerOptions, tables: Tensor, vllm_config: VllmConfig) -> None:
         name, branches = dense.attn.layer_name, options.branches
         del vllm_config.compilation_config.static_forward_context[name]  # else vLLM keeps pages for it
-        of_many = branches if len(branches) > 1 else ()
-        gates = {tag: GATE_LIMIT * (1.0 if tag == "slc" else options.opening) for tag in of_many}
+        gated = branches if len(branches) > 1 else ()
+        gates = {tag: GATE_LIMIT * (1.0 if tag == "slc" else options.opening) for tag in gated}
         super().__init__(
             LayerConfig(
                 dim=dense.hidden_size,

@@ -123,10 +123,7 @@ def test_a_layer_that_is_made_of_something_else_does_not(change: Callable[[Layer
     assert step(layer).isfinite().all()
 
 
-def test_autocast_does_not() -> None:
+def test_autocast_and_what_is_counted_do_not() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert step(plain_layer().bfloat16()).isfinite().all()
-
-
-def test_what_is_counted_does_not() -> None:
     assert step(plain_layer(), reads=ReadCounter()).isfinite().all()

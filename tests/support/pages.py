@@ -19,10 +19,7 @@ from flexnsa.config import gated_branches
 
 @contextmanager
 def attending_in_pages(page_size: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Have each step attend to pages too, and record what new tokens get from the cache and from the pages.
-
-    Selected blocks follow outputs.
-    """
+    """Have each step attend to pages too, and record outputs and blocks of new tokens, of the cache and of pages."""
     pairs: list[tuple[Tensor, Tensor]] = []
     attend_to = kernels.attend
 
@@ -73,7 +70,7 @@ def in_pages(
 
 
 def copy_to_pages(cache: Tensor, lengths: Tensor, page_size: int, sizes: NSAConfig | None) -> tuple[Tensor, Tensor]:
-    """Return the pages of each sequence, and the pages; what nobody may read is NaN.
+    """Return the pages of each sequence, and the pages; unread states are NaN.
 
     A buffer smaller than a sequence holds its last tokens, each in the slot ``token % size``.
     """

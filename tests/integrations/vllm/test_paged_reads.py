@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from flexnsa.vllm.batch import Batch
 from flexnsa.vllm.buffers import PagedBuffer
 from tests.integrations.vllm.engines import ask, engine
 from tests.integrations.vllm.references import Reference
@@ -50,6 +52,12 @@ def test_a_token_reads_pages_of_its_branches_only(reference: Callable[[str], Ref
     assert found.pop("slc") == 4 * 64
     assert found.pop("win") == pytest.approx(64, abs=pages)
     assert found == {"tail": 0}
+
+
+def test_a_request_with_fewer_new_tokens_reads_nothing_beyond_its_last() -> None:
+    starts, lengths = torch.tensor([0, 3, 4]), torch.tensor([10, 7])
+    batch = Batch(torch.zeros(2, 1), torch.arange(4), starts, lengths, starts, lengths, num_decodes=2)
+    assert batch.decoded_tokens.tolist() == [[[7, 8, 9], [6, 6, 6]], [[0] * 3] * 2, [[0] * 3] * 2]
 
 
 def test_many_requests_are_read_in_one_call(

@@ -152,14 +152,11 @@ def layer_calls(layer: Any, filled: int) -> dict[str, tuple[Callable[[RowCache],
         ),
     }
     for name in ("w_k", "w_v") if hasattr(layer, "w_k") else ("w_k_slc", "w_v_win", "w_v_cmp"):
-        calls[f"dtype of {name}"] = (
-            lambda cache, name=name: with_other_dtype(layer, name)(x, cache=cache),
-            "cache: expected dtype=torch.float64",
-        )
-        calls[f"dtype of {name}, a step"] = (
-            lambda cache, name=name: with_other_dtype(layer, name)(short, cache=cache),
-            "cache: expected dtype=torch.float64",
-        )
+        for what, given in (("", x), (", a step", short)):
+            calls[f"dtype of {name}{what}"] = (
+                lambda cache, name=name, given=given: with_other_dtype(layer, name)(given, cache=cache),
+                "cache: expected dtype=torch.float64",
+            )
     return calls
 
 

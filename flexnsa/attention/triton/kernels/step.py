@@ -278,7 +278,7 @@ def _merge(inputs: StepInputs, scratch: StepScratch, out: Tensor) -> None:
 
 
 def _pages(inputs: StepInputs, scratch: StepScratch, tag: str) -> tuple[list[Tensor | int], tuple[int, int, int]]:
-    """Return where a branch's keys and values are, as the kernels take it: arguments, and a constant."""
+    """Return a branch's table, its sizes and the strides of pages, and as a constant the sizes of a page and a row."""
     pair = [inputs.buffers.get(f"{name}_{tag}", scratch.q) for name in "kv"]
     table = None if inputs.tables is None else inputs.tables.get(tag)
     where = [scratch.tokens, 0] if table is None else [table, table.stride(0)]
