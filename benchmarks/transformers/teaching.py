@@ -4,9 +4,9 @@
 
 A small dense Llama of bytes learns Python's standard library in sequences of 8,192, in bf16 by autocast, with a rotary
 base that lets it look far. Its selected branch then reads 16 blocks of 64 tokens, chosen by untaught index keys, each
-the mean of 8 keys; by index keys of one token, whose scores are the true shares of blocks; and by indexers that the
-selection loss has taught for ``--teaching-steps``, all else frozen. Then all weights learn, with the dense ones of the
-same start beside them, for each of ``--seeds``.
+the mean of ``--index-stride`` keys; by index keys of one token, whose scores are the true shares of blocks; and by
+indexers that the selection loss has taught for ``--teaching-steps``, all else frozen. Then all weights learn, with the
+dense ones of the same start beside them, for each of ``--seeds``.
 
 ``recall`` is the true shares of the selected blocks over those of the best ones, mean and least of layers and key
 heads; :mod:`benchmarks.transformers.llama` describes the other fields.
@@ -27,21 +27,19 @@ from flexnsa import SelectionLoss
 from flexnsa.optim import index_parameters, parameter_groups
 from flexnsa.transformers import convert, recall
 
-KEYS = {"means of keys": 8, "best blocks": 1}
-"""Tokens of an index key. Untaught, it is the mean of their keys; that of one token gives the true shares of blocks."""
-
 
 class Teaching(Run):
     """Indexers learn from the selection loss; all else is frozen."""
 
     def groups(self) -> Iterable[Any]:
-        """Return the parameters of the indexers."""
+        """Return the parameters of the indexers, with their rate."""
         self.model.requires_grad_(False)
-        return [parameter.requires_grad_() for parameter in index_parameters(self.model)]
+        learning = [parameter.requires_grad_() for parameter in index_parameters(self.model)]
+        return [{"params": learning, "lr": self.arguments.teaching_lr}]
 
     def objective(self, x: Tensor) -> Tensor:
         """Return the selection loss."""
-        selection = SelectionLoss(step=self.point["steps"])
+        selection = SelectionLoss(step=self.point["steps"], num_queries=self.arguments.queries)
         with torch.autocast(self.device, torch.bfloat16):
             self.model.model(x, use_cache=False, selection=selection)
         return torch.as_tensor(selection.total)
@@ -56,13 +54,13 @@ class UpTraining(Run):
 
     def objective(self, x: Tensor) -> Tensor:
         """Return both losses."""
-        selection = SelectionLoss(step=self.point["steps"])
+        selection = SelectionLoss(step=self.point["steps"], num_queries=self.arguments.queries)
         return self._loss(x, selection=selection) + selection.total
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
-    names = ("rank", "first_steps", "teaching_steps", "steps")
+    names = ("rank", "index_stride", "queries", "first_steps", "teaching_steps", "teaching_lr", "steps")
     experiment = Experiment(arguments, __doc__, **{name: getattr(arguments, name) for name in names})
 
     def sparse(tokens_of_key: int) -> Any:
@@ -72,9 +70,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return convert(dense, indexed, branches=["slc"], index_rank=arguments.rank)
 
     dense = experiment.dense()
-    for name, tokens_of_key in KEYS.items():
+    # The scores of untaught index keys of one token are the true shares of blocks.
+    for name, tokens_of_key in (("means of keys", arguments.index_stride), ("best blocks", 1)):
         note_recall(experiment.train(Run, name, sparse(tokens_of_key), 0, seed=1), experiment)
-    taught = experiment.train(Teaching, "taught", sparse(KEYS["means of keys"]), arguments.teaching_steps, seed=1)
+    taught = experiment.train(Teaching, "taught", sparse(arguments.index_stride), arguments.teaching_steps, seed=1)
     counts = [sum(x.numel() for x in xs) for xs in (index_parameters(taught.model), dense.parameters())]
     taught.point["share_of_parameters"] = counts[0] / counts[1]
     note_recall(taught, experiment)
@@ -98,6 +97,9 @@ def note_recall(run: Run, experiment: Experiment) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made = parser(__doc__, json="teaching.json", first_steps=1200, every=50)
     made.add_argument("--teaching-steps", type=int, default=300, help="of indexers alone; default: %(default)s")
+    made.add_argument("--teaching-lr", type=float, default=2e-3, help="learning rate of these; default: %(default)s")
+    made.add_argument("--index-stride", type=int, default=4, help="tokens of an index key; default: %(default)s")
+    made.add_argument("--queries", type=int, default=2048, help="that teach, of each row; default: %(default)s")
     made.add_argument("--seeds", type=int, nargs="+", default=[2, 3], help="of the steps of all weights; default: 2 3")
     made.add_argument("--rope-theta", type=float, default=1e8, help="default: %(default)s")
     made.add_argument("--rank", type=int, default=32, help="of the indexers' changes; default: %(default)s")
