@@ -132,6 +132,7 @@ class StepInputs:
         max_seq_len: int,
         config: NSAConfig,
         scale: float,
+        block_indices: Tensor | None = None,
     ) -> StepInputs:
         """Describe a step that attends to pages, which hold its new tokens already.
 
@@ -145,6 +146,7 @@ class StepInputs:
             max_seq_len: tokens of the longest sequence, or more.
             config: sizes of the branches.
             scale: factor on the scores.
+            block_indices: as above.
         """
         unread, no_lengths = q.new_empty(0), q.new_empty(0, dtype=torch.int32)
         index = None if q_index is None else IndexInputs(q_index.flatten(2), unread, CompressorWeights("mean"))
@@ -165,6 +167,7 @@ class StepInputs:
             config=config,
             scale=scale,
             index=index,
+            block_indices=block_indices,
             tables=tables,
         )
 

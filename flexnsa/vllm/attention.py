@@ -16,7 +16,7 @@ from vllm.forward_context import get_forward_context
 
 from flexnsa.attention.dispatch import attend, choose_implementation
 from flexnsa.attention.interface import Call, Keys, Scorer, given
-from flexnsa.config import BRANCHES, NSAConfig
+from flexnsa.config import BRANCHES
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.core import Compressors
 from flexnsa.operators import opaque_operator
@@ -41,6 +41,7 @@ class PagedAttention(nn.Module):
         compressors: of the layer.
         rotate: what rotates compressed keys.
         vllm_config: of the model.
+        leader: the name of the one whose blocks this one reads.
 
     Raises:
         ValueError: pages do not hold whole compressed tokens.
@@ -54,22 +55,24 @@ class PagedAttention(nn.Module):
         compressors: Compressors,
         rotate: Rotation,
         vllm_config: VllmConfig,
+        leader: str | None = None,
     ) -> None:
         super().__init__()
         sizes, dims = config.nsa, (config.head_dim, config.v_head_dim or config.head_dim)
         self.name, self.v_dim, self.impl = f"{prefix}.paged", dims[1], config.impl
-        self.compressors, self.rotate = compressors, rotate
+        self.compressors, self.rotate, self.leader = compressors, rotate, leader
+        self.blocks: list[Tensor | None] = [None, None]
+        """What this pass chose for requests that decode, ``(R, Hkv, T, n)``, and for all others, ``(1, Hkv, T, n)``."""
         indexed, dk = compressors.phi_index is not None, dims[0]
         ordered = tuple(tag for tag in BRANCHES if tag in config.branches)
-        kinds: dict[str, NSAConfig] = {}
-        if "cmp" in ordered or ("slc" in ordered and not indexed):
-            kinds["cmp"] = sizes
-        if indexed:
-            kinds["index"] = sizes.scoring
+        by_means = "slc" in ordered and not indexed and leader is None
+        kinds = {"cmp": sizes} if "cmp" in ordered or by_means else {}
+        kinds |= {"index": sizes.scoring} if indexed else {}
         widths = {"cmp": dims if "cmp" in ordered else (dk,), "index": (dk,), "slc": dims, "win": dims}
         longest = max((of_kind.compress_block_size for of_kind in kinds.values()), default=0)
         widths["tail"] = sum((widths[kind] for kind in kinds), ())
-        windows = {"tail": longest, "win": sizes.window_size}
+        # vLLM loses layers where buffers of one window differ in width, as a tail without index keys does.
+        windows = {"tail": longest + (leader is not None), "win": sizes.window_size}
         buffers = {
             name: PagedBuffer(
                 f"{prefix}.{name}",
@@ -106,9 +109,8 @@ class PagedAttention(nn.Module):
         layer, out = self.layer, q.new_empty(*q.shape[:2], self.v_dim)
         stored = [torch.cat((k[tag], v[tag]), -1) for tag in ("slc", "win") if tag in layer.branches]
         if layer.kinds:
-            raw = [k["cmp"]] if "cmp" in layer.kinds else []
-            raw += [v["cmp"]] if "cmp" in layer.branches else []
-            stored.append(torch.cat([*raw, *([] if k_index is None else [k_index])], -1))
+            raw = k["cmp"] if "cmp" in layer.kinds else None, v["cmp"] if "cmp" in layer.branches else None, k_index
+            stored.append(torch.cat([x for x in raw if x is not None], -1))
         _paged_attention(q, q_index, stored, gates, out, self.name)
         return out
 
@@ -125,8 +127,11 @@ class PagedAttention(nn.Module):
         for kind in layer.kinds:
             self._compress(kind)
         count = batch.num_decode_tokens
+        self.blocks = [None, None] if self.leader is None else list(_attention(self.leader).blocks)
         if batch.num_decodes:
-            out[:count] = Decoding(layer, batch).attend(q, q_index, gates)
+            decoding = Decoding(layer, batch, self.blocks[0])
+            out[:count] = decoding.attend(q, q_index, gates)
+            self.blocks[0] = decoding.blocks
         if batch.num_tokens > count:
             new = slice(count, batch.num_tokens)
             out[new] = self._attend_packed(batch, q[new], None if q_index is None else q_index[new], gates[new])
@@ -168,17 +173,19 @@ class PagedAttention(nn.Module):
             there = batch.positions(of_index)
             scorer = Scorer(_by_head(q_index), k_index, Call(of_index, layer.scale, None, there, there))
         implementation = choose_implementation(self.impl, _by_head(q), modded=False, v_dim=self.v_dim)
-        out, _ = attend(
+        out, aux = attend(
             implementation,
             _by_head(q),
             Keys(**keys),
             {tag: gate.T[None] for tag, gate in zip(layer.branches, gates.unbind(-1), strict=True)},
             Call(layer.sizes, layer.scale, None, where, window),
+            block_indices=self.blocks[1],
             indexer=scorer,
             branches=layer.branches,
             nonnegative=True,
             by_token=True,
         )
+        self.blocks[1] = aux.block_indices
         return out[0].transpose(0, 1)
 
     def _take_packed(self, kind: str) -> list[Tensor]:
@@ -208,13 +215,16 @@ def _paged_attention(
         stored: ``(T, Hkv, width)`` for each buffer of tokens, in the order of :class:`PagedAttention`.
         layer: the name of a :class:`PagedAttention`.
     """
-    attention = cast("PagedAttention", get_forward_context().no_compile_layers[layer])
-    attention.run(q, q_index, stored, gates, out)
+    _attention(layer).run(q, q_index, stored, gates, out)
 
 
 @_paged_attention.register_fake
 def _(*_: object) -> None:
     return None
+
+
+def _attention(name: str) -> PagedAttention:
+    return cast("PagedAttention", get_forward_context().no_compile_layers[name])
 
 
 def _by_head(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.rope import rope_tables
 from flexnsa.vllm.layer import Attention
-from flexnsa.vllm.unsupported import refuse_fields, refuse_options
+from flexnsa.vllm.unsupported import refuse_options
 
 
 class MLP(nn.Module):
@@ -37,10 +37,12 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm."""
 
-    def __init__(self, config: LayerConfig, tables: Tensor, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self, config: LayerConfig, tables: Tensor, vllm_config: VllmConfig, prefix: str, leader: str | None
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, eps=1e-6)
-        self.attention = Attention(config, tables, vllm_config, f"{prefix}.attention")
+        self.attention = Attention(config, tables, vllm_config, f"{prefix}.attention", leader=leader)
         self.mlp_norm = RMSNorm(config.dim, eps=1e-6)
         self.mlp = MLP(config.dim, f"{prefix}.mlp")
 
@@ -58,8 +60,10 @@ class Decoder(nn.Module):
         token = torch.arange(vllm_config.model_config.max_model_len)
         self.tables = torch.stack(rope_tables(token, config.head_dim, config.rope_base))
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.dim, prefix=f"{prefix}.embedding")
-        names = (f"{prefix}.layers.{index}" for index in range(config.num_layers))
-        self.layers: Any = nn.ModuleList(DecoderLayer(config, self.tables, vllm_config, name) for name in names)
+        self.layers: Any = nn.ModuleList()
+        for index, number in enumerate(config.leaders):
+            leader = None if number == index else self.layers[number].attention.attend.name
+            self.layers.append(DecoderLayer(config, self.tables, vllm_config, f"{prefix}.layers.{index}", leader))
         self.norm = RMSNorm(config.dim, eps=1e-6)
         self.head = ParallelLMHead(config.vocab_size, config.dim, prefix=f"{prefix}.head")
 
@@ -75,7 +79,6 @@ class FlexNSAForCausalLM(nn.Module):
         super().__init__()
         refuse_options(vllm_config)
         config = vllm_config.model_config.hf_config.decoder_config()
-        refuse_fields(config)
         self.model = Decoder(config, vllm_config, f"{prefix}.model" if prefix else "model")
         self.logits_processor = LogitsProcessor(config.vocab_size)
 

@@ -46,10 +46,10 @@ class PagedLayer(NamedTuple):
 
 
 class Decoding:
-    """The queries of ``R`` requests with up to ``T`` new tokens each."""
+    """The queries of ``R`` requests with up to ``T`` new tokens each, and their ``blocks``, if those are chosen."""
 
-    def __init__(self, layer: PagedLayer, batch: Batch) -> None:
-        self.layer, self.batch = layer, batch
+    def __init__(self, layer: PagedLayer, batch: Batch, blocks: Tensor | None) -> None:
+        self.layer, self.batch, self.blocks = layer, batch, blocks
         self.row, self.position = batch.decodes  # (R, T)
 
     def attend(self, q: Tensor, q_index: Tensor | None, gates: Tensor) -> Tensor:
@@ -66,7 +66,8 @@ class Decoding:
         if "slc" in layer.branches:
             if q_index is not None:
                 probs, _ = self._score("index", self._group(q_index))
-            out["slc"] = self._attend_to_blocks(grouped, self._select(given(probs)))
+            self.blocks = self._select(given(probs)) if self.blocks is None else self.blocks
+            out["slc"] = self._attend_to_blocks(grouped, self.blocks)
         if "win" in layer.branches:
             out["win"] = self._attend_to_window(grouped)
         weights = zip(layer.branches, gates.unbind(-1), strict=True)
@@ -83,9 +84,11 @@ class Decoding:
                 buffers |= zip((f"k_{kind}", f"v_{kind}"), buffer.kv_cache.split(buffer.widths, -1), strict=False)
                 tables[kind] = given(buffer.batch).block_table[: len(row)]
         longest = 1 << (self.batch.longest_decode - 1).bit_length()  # few sizes, for few variants of kernels
-        index, sizes = None if q_index is None else q_index[row], {"config": layer.sizes, "scale": layer.scale}
-        inputs = StepInputs.in_pages(q[row], index, gates[row], buffers, tables, max_seq_len=longest, **sizes)
-        out, _ = step_in_pages(inputs, self.batch.decoded_tokens)
+        index = None if q_index is None else q_index[row]
+        sizes = {"max_seq_len": longest, "config": layer.sizes, "scale": layer.scale, "block_indices": self.blocks}
+        inputs = StepInputs.in_pages(q[row], index, gates[row], buffers, tables, **sizes)
+        out, blocks = step_in_pages(inputs, self.batch.decoded_tokens)
+        self.blocks = blocks if inputs.chooses else self.blocks
         return out.flatten(0, 1).unflatten(-1, (q.shape[1], -1))[self.batch.decoded_rows]
 
     def _group(self, x: Tensor) -> Tensor:

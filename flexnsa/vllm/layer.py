@@ -31,6 +31,7 @@ class Attention(nn.Module):
         prefix: a unique name.
         gates: by branch that has a gate, its upper bound; by default 1 for those of ``config.gate``.
         biased: whether the projections of the input, and that of the output, have a bias.
+        leader: as of :class:`PagedAttention`.
 
     Raises:
         ValueError: the ranks cannot share the heads.
@@ -44,6 +45,7 @@ class Attention(nn.Module):
         prefix: str,
         gates: Mapping[str, float] | None = None,
         biased: tuple[bool, bool] = (False, False),
+        leader: str | None = None,
     ) -> None:
         super().__init__()
         ranks, nsa, branches = get_tensor_model_parallel_world_size(), config.nsa, config.branches
@@ -80,11 +82,11 @@ class Attention(nn.Module):
             self.phi_k, self.phi_v = (compressor(self.num_kv_heads, dim, config=nsa) for dim in dims)
         elif "slc" in branches and nsa.index_heads is None:
             self.phi_k = MeanCompressor(self.num_kv_heads, dims[0], config=nsa)
-        if nsa.index_heads is not None:
+        if nsa.index_heads is not None and leader is None:
             shape, rank = (self.num_kv_heads, dims[0]), config.index_rank
             self.indexer = Indexer(config.dim, *shape, config=nsa, compression=config.compression, rank=rank)
         compressors = Compressors(self.phi_k, self.phi_v, None if self.indexer is None else self.indexer.phi)
-        self.attend = PagedAttention(prefix, config, self.num_kv_heads, compressors, self.rotate, vllm_config)
+        self.attend = PagedAttention(prefix, config, self.num_kv_heads, compressors, self.rotate, vllm_config, leader)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate heads ``x (T, H, D)`` by their positions."""

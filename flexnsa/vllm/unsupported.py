@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, fields
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
@@ -12,25 +11,6 @@ from flexnsa.transformers.choice import NAME
 from flexnsa.transformers.classes import PREFIX
 from flexnsa.transformers.local_layers import layer_types
 from flexnsa.transformers.options import LayerOptions
-
-ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary tables that vLLM computes as transformers does, whatever the length of a sequence."""
-SERVED = (
-    *("dim", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "num_layers", "vocab_size", "nsa", "branches"),
-    *("compression", "gate", "rope_base", "shared_keys", "begin_as_mean", "index_rank", "impl", "recompute"),
-)
-"""Fields of the decoder's config that are known here; any other, ``share_index`` for one, has to have its default."""
-
-
-def refuse_fields(config: Any) -> None:
-    """Check that a :class:`flexnsa.lm.DecoderConfig` asks for nothing that is not served.
-
-    Raises:
-        ValueError: a field does.
-    """
-    for field in fields(config):
-        if field.name not in SERVED and field.default is not MISSING:
-            _refuse_others(field.name, getattr(config, field.name), field.default)
 
 
 def refuse_options(vllm_config: VllmConfig) -> None:
@@ -60,7 +40,8 @@ def refuse_layers(config: Any) -> None:
     options, rope = LayerOptions.of(config), getattr(config, "rope_parameters", None) or {}
     for kind in layer_types(config):
         _refuse_others("layer_types", kind, "full_attention")
-    _refuse_others("rope_type", rope.get("rope_type", "default"), *ROPES)
+    # vLLM computes these tables as transformers does, whatever the length of a sequence.
+    _refuse_others("rope_type", rope.get("rope_type", "default"), "default", "linear", "llama3", "yarn")
     _refuse_others("rotary", options.rotary, "halves")
     _refuse_others("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
     _refuse_others("softcap", options.softcap, None)

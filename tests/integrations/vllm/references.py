@@ -20,7 +20,8 @@ INDEX = {"index_heads": 2, "index_block_size": 8, "index_stride": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "paper": {"nsa": NSA},
     "index": {"nsa": NSA | INDEX},
-    "rank": {"nsa": NSA | INDEX, "index_rank": 4, "gate": "residual", "v_head_dim": 24, "shared_keys": True},
+    "rank": {"nsa": NSA | INDEX, "index_rank": 4, "gate": "residual", "v_head_dim": 24, "shared_keys": True}
+    | {"num_layers": 3, "share_index": [0, 1, 0]},
     "linear": {"nsa": NSA | {"compress_block_size": 64}, "compression": "linear", "gate": "softmax"},
     "cmp_win": {"nsa": NSA, "compression": "mean", "branches": ["cmp", "win"]},
     "slc": {"nsa": NSA, "branches": ["slc"]},
@@ -75,7 +76,7 @@ class Reference:
 def make_model(name: str) -> Any:
     """Make a model of :data:`MODELS` or :data:`CONVERTED`."""
     if name in MODELS:
-        return FlexNSAForCausalLM(FlexNSAConfig(**SIZES, **MODELS[name], max_position_embeddings=2048)).eval()
+        return FlexNSAForCausalLM(FlexNSAConfig(**SIZES | MODELS[name], max_position_embeddings=2048)).eval()
     dense, sizes, options = CONVERTED[name]
     return convert(dense(dense.config_class(**DENSE, **sizes)).eval(), **options)
 

@@ -54,8 +54,8 @@ def test_every_kind_of_model_in_pages_of_16(reference: Ask, name: str) -> None:
         ("index", {"block_size": 128}),
         ("index", SPLIT),
         ("paper", SPLIT | {"block_size": 64}),
-        ("index", {"max_num_batched_tokens": 37, "max_num_seqs": 3}),
-        ("index", SPLIT | {"disable_hybrid_kv_cache_manager": True}),
+        ("rank", {"max_num_batched_tokens": 37, "max_num_seqs": 3}),
+        ("rank", SPLIT | {"disable_hybrid_kv_cache_manager": True}),
     ],
     ids=["pages of 128", "chunks", "chunks, pages of 64", "chunks of 37", "no hybrid manager"],
 )
@@ -68,7 +68,7 @@ def test_steps_by_the_kernels_of_a_gpu(reference: Ask, interpret: Interpret, nam
     said = reference(name)
     question = {"folder": str(said.folder), "prompts": [x.prompt for x in said.answers], "new_tokens": 3}
     found = interpret(interpreted_engine, json.dumps(question))
-    assert found["steps"] == 2 * 2  # of each layer; the prompt gives the first token
+    assert found["steps"] == 2 * MODELS[name].get("num_layers", 2)  # the prompt gives the first token
     answers = [Answer(x.prompt, *given) for x, given in zip(said.answers, found["answers"], strict=True)]
     assert_equal(answers, [Answer(x.prompt, x.tokens[:3], x.logs[:3]) for x in said.answers])
 

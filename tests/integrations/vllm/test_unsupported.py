@@ -25,7 +25,6 @@ from tests.integrations.vllm.references import Reference
         ({"model_impl": "transformers"}, "model_impl: expected 'auto' or 'vllm'"),
         ({"pipeline_parallel_size": 2}, "[Pp]ipeline"),
         ({"enable_lora": True}, "LoRA"),
-        ({"hf_overrides": {"share_index": 2}}, "share_index: expected 1 of a model in vLLM, got 2"),
         ({"hf_overrides": {"tie_word_embeddings": True}}, "tie_word_embeddings: expected False"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
