@@ -56,8 +56,10 @@ def run_heads_in_threads(work: Callable[..., None], views: Sequence[Tensor], siz
                 work(*part)
         return
 
+    inference = torch.is_inference_mode_enabled()
+
     def work_in_thread(part: list[Tensor]) -> None:
-        with torch.no_grad():  # a new thread does not inherit this mode
+        with torch.inference_mode(inference), torch.no_grad():  # a new thread inherits neither mode
             work(*part)
 
     with ThreadPoolExecutor(workers, initializer=_limit_this_thread, initargs=(threads // workers,)) as pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -25,16 +26,16 @@ def threads() -> Iterator[int]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 99])
 @pytest.mark.parametrize("queries", [1, THREADED_QUERIES])
-def test_every_head_is_visited_once(threads: int, size: int, queries: int) -> None:
-    x = torch.zeros(2, 6, queries, 1)
-    k = torch.empty(2, 3, 5, 1)
-
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_every_head_is_visited_once(threads: int, size: int, queries: int, mode: Any) -> None:
     def add(q: Tensor, row: Tensor) -> None:
         assert q.shape[:2].numel() <= max(size, 1)
         q += row[:, :, None, :, None]
 
-    row = torch.arange(2.0)[:, None].expand(2, queries)
-    run_heads_in_threads(add, (*grouped(k, x), *repeated(k, row)), size)
+    with mode():
+        x, k = torch.zeros(2, 6, queries, 1), torch.empty(2, 3, 5, 1)
+        row = torch.arange(2.0)[:, None].expand(2, queries)
+        run_heads_in_threads(add, (*grouped(k, x), *repeated(k, row)), size)
     assert torch.equal(x, torch.arange(2.0).view(2, 1, 1, 1).expand_as(x))
     assert torch.get_num_threads() == threads
 
