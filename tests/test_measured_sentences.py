@@ -115,7 +115,7 @@ def test_what_the_page_says_of_text_125m_is_what_was_recorded() -> None:
 def test_what_the_page_says_of_teaching_is_what_was_recorded() -> None:
     page, record = words_of("docs/learning.md"), read_record("teaching_h200")
     sizes, nsa, training = (record["setting"][name] for name in ("sizes", "nsa", "training"))
-    base = f"{sizes['rope_parameters']['rope_theta']:.0e}".replace("e+0", "e")
+    base, stride = f"{sizes['rope_parameters']['rope_theta']:.0e}".replace("e+0", "e"), training["index_stride"]
     model = f"{sizes['num_hidden_layers']} layers of {sizes['hidden_size']}, `rope_theta={base}`"
     runs = {run["name"]: run for run in record["points"]}
     last = {name: run["held_out"][-1][1] for name, run in runs.items()}
@@ -123,11 +123,13 @@ def test_what_the_page_says_of_teaching_is_what_was_recorded() -> None:
     start = f"in sequences of {training['seq_len']:,} bytes, to {dense:.4f} nats per byte."
     assert f"A dense Llama ({model}) learned Python source code {start}" in page
     blocks = f"{nsa['num_selected_blocks']} blocks of {nsa['select_block_size']} tokens"
-    assert f"Reading only {blocks}, it has - {untaught:.4f} if means of keys choose the blocks," in page
+    assert f"Reading only {blocks}, it has - {untaught:.4f} if means of {stride} keys choose the blocks," in page
     assert f"- {best:.4f} with the best blocks." in page
     taught, before = runs["taught"], runs["means of keys"]["recall"]
     took = f"{taught['steps']} steps ({taught['seconds']:.0f} s on an H200; {100 * taught['share_of_parameters']:.1f} %"
     assert f"- {own:.4f} if indexers do, which learned alone for {took} more parameters)," in page
+    left = f"[{100 * (own - best) / (untaught - best):.0f} % of what selection loses is left]"
+    assert left in words_of("docs/transformers.md")
     assert f"Blocks found rise from {before['mean']:.3f} to {taught['recall']['mean']:.3f}." in page
     names = {name: [f"{name}, all weights, seed {seed}" for seed in (2, 3)] for name in ("taught", "dense")}
     ends = {name: [f"{last[run]:.4f}" for run in of_seeds] for name, of_seeds in names.items()}
