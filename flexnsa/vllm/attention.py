@@ -60,9 +60,12 @@ class PagedAttention(nn.Module):
         super().__init__()
         sizes, dims = config.nsa, (config.head_dim, config.v_head_dim or config.head_dim)
         self.name, self.v_dim, self.impl = f"{prefix}.paged", dims[1], config.impl
-        self.compressors, self.rotate, self.leader = compressors, rotate, leader
+        self.compressors, self.rotate = compressors, rotate
         self.blocks: list[Tensor | None] = [None, None]
-        """What this pass chose for requests that decode, ``(R, Hkv, T, n)``, and for all others, ``(1, Hkv, T, n)``."""
+        """In a pass: those of requests that decode, ``(R, Hkv, T, n)``, and of all others, ``(1, Hkv, T, n)``."""
+        self.followers: list[PagedAttention] = []
+        if leader is not None:
+            vllm_config.compilation_config.static_forward_context[leader].followers.append(self)
         indexed, dk = compressors.phi_index is not None, dims[0]
         ordered = tuple(tag for tag in BRANCHES if tag in config.branches)
         by_means = "slc" in ordered and not indexed and leader is None
@@ -127,7 +130,6 @@ class PagedAttention(nn.Module):
         for kind in layer.kinds:
             self._compress(kind)
         count = batch.num_decode_tokens
-        self.blocks = [None, None] if self.leader is None else list(_attention(self.leader).blocks)
         if batch.num_decodes:
             decoding = Decoding(layer, batch, self.blocks[0])
             out[:count] = decoding.attend(q, q_index, gates)
@@ -135,6 +137,9 @@ class PagedAttention(nn.Module):
         if batch.num_tokens > count:
             new = slice(count, batch.num_tokens)
             out[new] = self._attend_packed(batch, q[new], None if q_index is None else q_index[new], gates[new])
+        for follower in self.followers:
+            follower.blocks = list(self.blocks)
+        self.blocks = [None, None]  # a long prompt's take megabytes a layer
 
     def _compress(self, kind: str) -> None:
         """Compress the blocks that the new tokens complete."""
@@ -215,16 +220,12 @@ def _paged_attention(
         stored: ``(T, Hkv, width)`` for each buffer of tokens, in the order of :class:`PagedAttention`.
         layer: the name of a :class:`PagedAttention`.
     """
-    _attention(layer).run(q, q_index, stored, gates, out)
+    cast("PagedAttention", get_forward_context().no_compile_layers[layer]).run(q, q_index, stored, gates, out)
 
 
 @_paged_attention.register_fake
 def _(*_: object) -> None:
     return None
-
-
-def _attention(name: str) -> PagedAttention:
-    return cast("PagedAttention", get_forward_context().no_compile_layers[name])
 
 
 def _by_head(x: Tensor) -> Tensor:
