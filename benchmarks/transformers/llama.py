@@ -149,7 +149,7 @@ class Run:
     def _evaluate(self, rows: Rows, recording: Recording) -> None:
         with torch.no_grad():
             loss = torch.stack([self._loss(row[None]) for row in rows.held_out]).mean().item()
-        self.point["held_out"].append([self.point["steps"], round(loss, 4)])
+        self.point["held_out"].append([self.point["steps"], round(loss, 5)])
         recording.add(self.point, ("name",))
         print(f"{self.name}: step {self.point['steps']}, held out {loss:.4f} nats", flush=True)
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "point": self.point}

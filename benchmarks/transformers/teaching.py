@@ -4,9 +4,9 @@
 
 A small dense Llama of bytes learns Python's standard library in sequences of 8,192, in bf16 by autocast, with a rotary
 base that lets it look far. Its selected branch then reads 16 blocks of 64 tokens, chosen by untaught index keys, each
-the mean of ``--index-stride`` keys; by index keys of one token, whose scores are the true shares of blocks; and by
-indexers that the selection loss has taught for ``--teaching-steps``, all else frozen. Then all weights learn, with the
-dense ones of the same start beside them, for each of ``--seeds``.
+the mean of as many keys as by default, or of ``--index-stride``; by index keys of one token, whose scores are the true
+shares of blocks; and by indexers that the selection loss has taught for ``--teaching-steps``, all else frozen. Then all
+weights learn, with the dense ones of the same start beside them, for each of ``--seeds``.
 
 ``recall`` is the true shares of the selected blocks over those of the best ones, mean and least of layers and key
 heads; :mod:`benchmarks.transformers.llama` describes the other fields.
@@ -23,9 +23,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.transformers.llama import Experiment, Run, parser
-from flexnsa import SelectionLoss
+from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.optim import index_parameters, parameter_groups
 from flexnsa.transformers import convert, recall
+
+DEFAULT_STRIDE = NSAConfig.for_text(4, 1).index_stride
+"""Tokens of an index key."""
 
 
 class Teaching(Run):
@@ -71,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     dense = experiment.dense()
     # The scores of untaught index keys of one token are the true shares of blocks.
-    for name, tokens_of_key in (("means of keys", arguments.index_stride), ("best blocks", 1)):
+    strides = {"default means of keys": DEFAULT_STRIDE, "means of keys": arguments.index_stride, "best blocks": 1}
+    for name, tokens_of_key in strides.items():
         note_recall(experiment.train(Run, name, sparse(tokens_of_key), 0, seed=1), experiment)
     taught = experiment.train(Teaching, "taught", sparse(arguments.index_stride), arguments.teaching_steps, seed=1)
     counts = [sum(x.numel() for x in xs) for xs in (index_parameters(taught.model), dense.parameters())]
@@ -98,7 +102,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made = parser(__doc__, json="teaching.json", first_steps=1200, every=50)
     made.add_argument("--teaching-steps", type=int, default=300, help="of indexers alone; default: %(default)s")
     made.add_argument("--teaching-lr", type=float, default=2e-3, help="learning rate of these; default: %(default)s")
-    made.add_argument("--index-stride", type=int, default=4, help="tokens of an index key; default: %(default)s")
+    made.add_argument("--index-stride", type=int, default=2, help="tokens of an index key; default: %(default)s")
     made.add_argument("--queries", type=int, default=2048, help="that teach, of each row; default: %(default)s")
     made.add_argument("--seeds", type=int, nargs="+", default=[2, 3], help="of the steps of all weights; default: 2 3")
     made.add_argument("--rope-theta", type=float, default=1e8, help="default: %(default)s")
