@@ -99,7 +99,7 @@ def note_recall(run: Run, experiment: Experiment) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, json="teaching.json", first_steps=1200, every=50)
+    made = parser(__doc__, json="teaching.json", first_steps=2000, every=50)
     made.add_argument("--teaching-steps", type=int, default=300, help="of indexers alone; default: %(default)s")
     made.add_argument("--teaching-lr", type=float, default=2e-3, help="learning rate of these; default: %(default)s")
     made.add_argument("--index-stride", type=int, default=2, help="tokens of an index key; default: %(default)s")
