@@ -7,8 +7,9 @@
 A job is a model, a learning rate and a seed. Each trains for the same seconds, which leave out evaluations and the
 first step of each length, which compiles. On a GPU a CUDA graph replays the steps. The learning rate follows the
 seconds: constant after 100 steps, and down to a twentieth in the last 30 %. The text to learn from and the text kept
-back are of different distributions, and files kept back that the training text nearly has are left out. Learning
-rates are chosen on one half of the files kept back (``choose``), results are of the other (``report``).
+back are of different distributions, and files kept back that the training text nearly has are left out. Models of a
+seed start with the same weights, as far as both have them. Learning rates are chosen on one half of the files kept back
+(``choose``), results are of the other (``report``).
 """
 
 from __future__ import annotations
@@ -78,14 +79,10 @@ NSA = {
     "nsa, dense first": Variant(("slc",), 1),
     "nsa, all branches dense first": Variant(("cmp", "slc", "win"), 1),
     "nsa, dense to 8k": Variant(("slc",), 2),
-    "nsa, shared index 2": Variant(share_index=2),
-    "nsa, shared index 3": Variant(share_index=3),
-    "nsa, shared index 6": Variant(share_index=6),
     "nsa, dense first, shared index 3": Variant(("slc",), 1, 3),
     "nsa, dense first, shared index 6": Variant(("slc",), 1, 6),
     "nsa, dense first, 32 blocks": Variant(("slc",), 1, num_selected_blocks=32),
     "nsa, dense first, then indexers": Variant(("slc",), 1, taught_densely=False),
-    "nsa, dense first, then indexers, shared index 3": Variant(("slc",), 1, 3, taught_densely=False),
     "nsa, dense first, then indexers, 8 blocks": Variant(("slc",), 1, num_selected_blocks=8, taught_densely=False),
     "nsa, dense first 1.5, then indexers": Variant(("slc",), 1, taught_densely=False, first_rate=1.5),
     "nsa, dense first 1.5, then indexers, 8 blocks": Variant(
@@ -114,6 +111,17 @@ def config_of(name: str, *, tiny: bool) -> DecoderConfig:
         return replace(config, share_index=by.share_index, nsa=nsa)
     layers = config.num_layers * (WIDE if name == "dense wide" else 12) // 12
     return replace(config, attention="dense", num_layers=layers)
+
+
+def model_of(name: str, seed: int, *, tiny: bool) -> DecoderLM:
+    """Build a model, which starts with the weights of all models of its seed where a dense one has them too."""
+    config = config_of(name, tiny=tiny)
+    torch.manual_seed(seed)
+    starts = DecoderLM(replace(config, attention="dense")).state_dict()
+    starts |= {key.replace("w_k.", "w_k_slc.").replace("w_v.", "w_v_slc."): x for key, x in starts.items()}
+    model = DecoderLM(config)
+    model.load_state_dict(starts, strict=False)
+    return model
 
 
 def read_text(cache: Path, *, tiny: bool) -> dict[str, Any]:
@@ -158,8 +166,7 @@ class StagedRun:
         self.stages = [(length // (128 if tiny else 1), share) for length, share in job.get("stages", STAGES)]
         self.tokens = TOKENS // (128 if tiny else 1)
         self.text = read_text(Path(job["text"]), tiny=tiny)
-        torch.manual_seed(job["seed"])
-        self.model = DecoderLM(config_of(job["model"], tiny=tiny)).to(self.device)
+        self.model = model_of(job["model"], job["seed"], tiny=tiny).to(self.device)
         self.reader = copy.deepcopy(self.model).eval()  # not compiled: it reads other lengths
         self.reader.load_state_dict(self.model.state_dict(), assign=True)
         if cuda:
@@ -338,8 +345,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
         recording.note(text=text["sizes"] | {"sha256": digests}, stages=stages, tokens_of_step=TOKENS)
         shared = {"seconds": arguments.seconds, "device": arguments.device, "until": until, "tiny": arguments.tiny}
-        shared["stages"] = stages
-        jobs = [job | shared | {"text": arguments.text.as_posix()} for job in arguments.job]
+        jobs = [job | shared | {"stages": stages, "text": arguments.text.as_posix()} for job in arguments.job]
 
         def report(point: Point) -> None:
             kept = {name: value for name, value in point.items() if name not in ("until", "text", "tiny", "stages")}
