@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -79,7 +78,7 @@ class Converted:
         refuse_layers(config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # pyright: ignore[reportCallIssue]
         rotary, options = self.model.layers[0].self_attn.rotary_emb, LayerOptions.of(config)
-        tables = torch.stack(rotary._compute_cos_sin_cache().chunk(2, -1))
+        tables = rotary._compute_cos_sin_cache()
         for layer in self.model.layers:
             layer.self_attn = ConvertedAttention(layer.self_attn, options, tables, vllm_config)
         # vLLM would take keys of each branch for those of its own layers.

@@ -58,7 +58,7 @@ class Decoder(nn.Module):
     def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         token = torch.arange(vllm_config.model_config.max_model_len)
-        self.tables = torch.stack(rope_tables(token, config.head_dim, config.rope_base))
+        self.tables = torch.cat(rope_tables(token, config.head_dim, config.rope_base), -1)
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.dim, prefix=f"{prefix}.embedding")
         self.layers: Any = nn.ModuleList()
         for index, number in enumerate(config.leaders):
