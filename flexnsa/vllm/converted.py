@@ -71,6 +71,7 @@ class Converted:
     """
 
     model: Any
+    packed_modules_mapping: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
@@ -85,6 +86,11 @@ class Converted:
         stacked = self.model.hf_to_vllm_mapper.orig_to_new_stacked.items()
         own = {old: new for old, new in stacked if new[0] != ".qkv_proj"}
         self.model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_stacked=own)
+        # Adapters (LoRA) have the names of a checkpoint.
+        self.hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={".o_proj.": ".w_o."})
+        parts = WeightsMapper(orig_to_new_prefix={own: old for old, own in NAMES.items()})
+        parts = parts.apply_list([*self.model.layers[0].self_attn.parts])
+        self.packed_modules_mapping = {"project": parts, "gate_up_proj": self.packed_modules_mapping["gate_up_proj"]}
 
 
 class FlexNSALlamaForCausalLM(Converted, LlamaForCausalLM):
