@@ -115,7 +115,10 @@ class PagedAttention(nn.Module):
         if layer.kinds:
             raw = k["cmp"] if "cmp" in layer.kinds else None, v["cmp"] if "cmp" in layer.branches else None, k_index
             stored.append(torch.cat([x for x in raw if x is not None], -1))
-        _paged_attention(q, q_index, stored, gates, out, self.name)
+        if torch.compiler.is_compiling():
+            _paged_attention(q, q_index, stored, gates, out, self.name)
+        else:
+            self.run(q, q_index, stored, gates, out)
         return out
 
     def run(self, q: Tensor, q_index: Tensor | None, stored: Sequence[Tensor], gates: Tensor, out: Tensor) -> None:

@@ -67,7 +67,7 @@ def attend_decodes(
     even = batch.num_decode_tokens == row.numel()
 
     def rows(x: Tensor) -> Tensor:
-        return x[: row.numel()].unflatten(0, row.shape) if even else x[row]
+        return x[: row.numel()].view(*row.shape, *x.shape[1:]) if even else x[row]
 
     every = {kind: given(buffer.batch) for kind, buffer in buffers.items()}
     pages = {kind: buffer.pages(every[kind]) for kind, buffer in buffers.items()}

@@ -96,8 +96,10 @@ class Attention(nn.Module):
 
     def weigh(self, logits: Tensor) -> Tensor:
         """Map logits ``(T, Hq, gated branches)`` to the weights of all branches, ``(T, Hq, branches)``."""
-        gates = (logits.softmax(-1) if self.gate == "softmax" else logits.sigmoid()).unbind(-1)
-        weights = {tag: gate * most for (tag, most), gate in zip(self.gates.items(), gates, strict=True)}
+        gates = logits.softmax(-1) if self.gate == "softmax" else logits.sigmoid()
+        if [*self.gates] == [*self.attend.layer.branches] and {*self.gates.values()} == {1.0}:
+            return gates
+        weights = {tag: gate * most for (tag, most), gate in zip(self.gates.items(), gates.unbind(-1), strict=True)}
         one = logits.new_ones(logits.shape[:2])
         return torch.stack([weights.get(tag, one) for tag in self.attend.layer.branches], -1)
 

@@ -6,7 +6,8 @@ that it reaches into. Where these are and what hides them is found once for all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import gcd, lcm
 from typing import NamedTuple
 
@@ -41,25 +42,29 @@ class Pages(NamedTuple):
 
     def find(self, size: int, sequence: Tensor, token: Tensor) -> Tensor:
         """Find runs of ``size`` tokens, which lie in one page, by any of their tokens ``(...,)``: ``(..., Hkv)``."""
-        unit, page_step, run_step, head_step = self._steps(size)
+        page_step, run_step, head_step, _, unit = self._rows_of(size)
         page = self.table[sequence, (token // self.size).clamp_max(self.table.shape[1] - 1)].to(torch.int64)
         run = page * (page_step // unit) + token % self.size // size * (run_step // unit)
         return run[..., None] + torch.arange(self.states.shape[1], device=run.device) * (head_step // unit)
 
     def load(self, size: int, run: Tensor) -> tuple[Tensor, ...]:
         """Load the parts ``(..., states, width)`` of runs ``(...,)`` of ``size`` tokens."""
-        (unit, *steps), (pages, heads, _, width), count = self._steps(size), self.states.shape, size // self.tokens
-        last = sum((number - 1) * step for number, step in zip((pages, self.size // size, heads), steps, strict=True))
+        (*_, rows, unit), states, width = self._rows_of(size), size // self.tokens, self.states.shape[3]
         # A CPU copies rows of a table ten times as fast as what several indices point to. These may overlap.
-        table = self.states.as_strided((last // unit + 1, count * width), (unit, 1), self.states.storage_offset())
-        found = table.index_select(0, run.flatten()).view(*run.shape, count, width)
-        return found.split_with_sizes(self.widths, -1)
+        table = self.states.as_strided((rows, states * width), (unit, 1), self.states.storage_offset())
+        return table.index_select(0, run.view(-1)).view(*run.shape, states, width).split_with_sizes(self.widths, -1)
 
-    def _steps(self, size: int) -> tuple[int, int, int, int]:
-        """Return how far pages, runs in a page, and heads are apart, after the largest unit of these."""
-        page, head, state, _ = self.states.stride()
-        steps = page, size // self.tokens * state, head
-        return gcd(*steps), *steps
+    def _rows_of(self, size: int) -> tuple[int, int, int, int, int]:
+        return _rows_of_runs(self.states.shape, self.states.stride(), size // self.tokens)
+
+
+@lru_cache
+def _rows_of_runs(shape: Sequence[int], strides: Sequence[int], states: int) -> tuple[int, int, int, int, int]:
+    """Return how far pages, runs of states in a page, and heads are apart, how many rows begin, and every how much."""
+    steps = strides[0], states * strides[2], strides[1]
+    unit = gcd(*steps)
+    last = sum((count - 1) * step for count, step in zip((shape[0], shape[2] // states, shape[1]), steps, strict=True))
+    return *steps, last // unit + 1, unit
 
 
 class PagedStep:
@@ -93,20 +98,20 @@ class PagedStep:
             token = first + torch.arange(count * page_size, device=first.device)
             ago = position[..., None] - token[:, None]
             self.runs["win"] = self._find(pages["win"], page_size, token)
-            self.inside = ((ago >= 0) & (ago < config.window_size))[:, None, :, None]  # (R, 1, T, 1, K)
+            outside = ((ago < 0) | (ago >= config.window_size))[:, None, :, None]
+            self.outside = _hiding(outside, -torch.inf)  # (R, 1, T, 1, K)
 
     def _find(self, pages: Pages, size: int, token: Tensor) -> Tensor:
         """Find the runs ``(R, Hkv, K)`` of ``size`` tokens that hold tokens ``(R or 1, K * size)``."""
         sequence = torch.arange(len(self.position), device=token.device)[:, None]
-        return pages.find(size, sequence, token[:, ::size]).transpose(1, 2)
+        return pages.find(size, sequence, token[:, ::size]).transpose(1, 2).contiguous()
 
     def _hide(self, sizes: NSAConfig, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return what hides compressed tokens ``(R, 1, T, 1, N)``, and where a token sees none ``(R, 1, T, 1, 1)``."""
         last = (state + 1) * sizes.compress_stride - 1
         hidden = (last > self.position[..., None]) | (last < sizes.compress_block_size - 1)
         hidden = hidden[:, None, :, None]
-        # Not by infinity: where a softmax is over nothing, that gives NaN.
-        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -1e30), hidden.all(-1, keepdim=True)
+        return _hiding(hidden, -1e30), hidden.all(-1, keepdim=True)  # a softmax over infinities alone would be NaN
 
     def attend(
         self,
@@ -130,13 +135,14 @@ class PagedStep:
         Returns:
             The heads' outputs ``(R, T, Hq, Dv)``, and the blocks, in any order, if the layer has that branch.
         """
-        q, weights = _grouped(q, pages), _grouped(gates, pages).unbind(-1)
+        num_heads, (q, gates) = q.shape[2], (_grouped(x, pages) for x in (q, gates))
+        shape, weights = q.shape[:4], gates.split_with_sizes((1,) * gates.shape[4], -1)
         terms: dict[str, Tensor] = {}
         probs = None
         if "cmp" in pages:
             probs, values = self._score("cmp", pages["cmp"], q, scale)
             if values is not None:
-                terms["cmp"] = (_rows(probs.to(values.dtype)) @ values).view(*q.shape[:4], -1)
+                terms["cmp"] = torch.bmm(_rows(probs.to(values.dtype)), values).view(*shape, -1)
                 terms["cmp"].masked_fill_(self.hidden["cmp"][1], 0)
         if "slc" in pages:
             if q_index is not None:
@@ -145,29 +151,30 @@ class PagedStep:
             every, size = self.runs["slc"], len(self.token)
             runs = every.gather(2, blocks.flatten(2)[..., None].expand(-1, -1, -1, every.shape[3]))
             last = torch.sub(self.position[:, None, :, None], blocks, alpha=size)[..., None]  # that is seen of a block
-            seen = (self.token <= last).flatten(3).flatten(0, 1)[:, :, None]
+            seen = (self.token <= last).view(-1, shape[2], 1, blocks.shape[3] * size)
             states = pages["slc"].load(self.piece, runs)
-            terms["slc"] = _attend(q.flatten(0, 1), states, seen, scale).view(*q.shape[:4], -1)
+            terms["slc"] = _attend(q.flatten(0, 1), states, seen, scale).view(*shape, -1)
         if "win" in pages:
-            inside = self.inside.expand(-1, -1, -1, q.shape[3], -1).flatten(2, 3)
+            outside = self.outside.expand(-1, -1, -1, shape[3], -1).flatten(2, 3).to(q.dtype)
             states = pages["win"].load(pages["win"].size, self.runs["win"])
-            terms["win"] = _attend(q.flatten(2, 3), states, inside, scale).view(*q.shape[:4], -1)
-        out: Tensor | None = None
-        for tag, weight in zip((tag for tag in BRANCHES if tag in terms), weights, strict=True):
-            out = terms[tag] * weight[..., None] if out is None else out.addcmul_(terms[tag], weight[..., None])
-        return given(out).transpose(1, 2).flatten(2, 3), blocks
+            terms["win"] = _attend(q.flatten(2, 3), states, outside, scale).view(*shape, -1)
+        first, *others = (tag for tag in BRANCHES if tag in terms)
+        out = terms[first] * weights[0]  # (R, Hkv, T, G, Dv)
+        for tag, weight in zip(others, weights[1:], strict=True):
+            out.addcmul_(terms[tag], weight)
+        return out.transpose(1, 2).reshape(shape[0], shape[2], num_heads, -1), blocks
 
     def _score(self, kind: str, pages: Pages, q: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
         """Return the probabilities ``(R, Hkv, T, G, N)`` of compressed keys, and their values (Eq. 8)."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         k, *v = (_rows(part) for part in pages.load(pages.size, self.runs[kind]))
-        scores = _rows(q.to(dtype) * scale) @ k.to(dtype).mT
+        scores = torch.bmm(_rows(q.to(dtype) * scale), k.to(dtype).mT)
         return scores.view(*q.shape[:4], -1).add_(self.hidden[kind][0]).softmax(-1), v[0] if v else None
 
 
 def _grouped(x: Tensor, pages: Mapping[str, Pages]) -> Tensor:
     """Turn heads ``(R, T, H, D)`` into groups that share keys, ``(R, Hkv, T, G, D)``."""
-    return torch.unflatten(x, 2, (next(iter(pages.values())).states.shape[1], -1)).transpose(1, 2)
+    return x.view(*x.shape[:2], next(iter(pages.values())).states.shape[1], -1, x.shape[3]).transpose(1, 2)
 
 
 def _rows(heads: Tensor) -> Tensor:
@@ -179,3 +186,8 @@ def _attend(q: Tensor, states: tuple[Tensor, ...], seen: Tensor, scale: float) -
     """Attend from ``q (X, Y, rows, Dk)`` to keys and values, whose first dimensions have ``X * Y * K`` entries."""
     k, v = (part.view(*q.shape[:2], -1, part.shape[-1]) for part in states)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+
+
+def _hiding(hidden: Tensor, value: float) -> Tensor:
+    """Return what to add to scores: ``value`` where they are hidden, else 0."""
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, value)
