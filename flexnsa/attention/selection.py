@@ -12,7 +12,7 @@ from torch import Tensor
 from flexnsa.attention.interface import Call
 from flexnsa.attention.scoring import block_scores, group_probabilities
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
-from flexnsa.config import NSAConfig, blocks_within, num_compressed
+from flexnsa.config import NSAConfig, blocks_within, num_compressed, overlap_band
 from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions, positions_of, tensors_of
 
@@ -47,6 +47,44 @@ def top_blocks(scores: Tensor, positions: Positions, *, config: NSAConfig) -> Te
     chosen = (num_blocks - 1 - (best & 0xFFFFFFFF)).masked_fill(best < 0, num_blocks).to(torch.int32).sort(-1).values
     chosen = chosen.masked_fill(chosen == num_blocks, -1)
     return F.pad(chosen, (0, config.num_selected_blocks - chosen.shape[-1]), value=-1)
+
+
+class Ranking:
+    """Chooses blocks as :func:`top_blocks` does, in any order, and again and again at the same positions.
+
+    The compressed keys are counted by the strides in which they end: the first may belong to none.
+
+    Args:
+        position: of the queries in their sequences, int ``(B, T)``.
+        num_blocks: of the longest sequence, ``M``.
+        config: as of :func:`top_blocks`.
+    """
+
+    def __init__(self, position: Tensor, num_blocks: int, *, config: NSAConfig) -> None:
+        block, self.count = (
+            torch.arange(num_blocks, device=position.device),
+            min(config.num_selected_blocks, num_blocks),
+        )
+        current = (position // config.select_block_size)[:, None, :, None]
+        forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
+        added = torch.zeros(forced.shape, device=block.device).masked_fill_(forced, torch.inf)
+        self._added, self._order = added.masked_fill_(block > current, -torch.inf), block.flip(0)
+        band, step = overlap_band(config)[1], config.strides_per_block
+        band = F.pad(torch.tensor(band, dtype=torch.float32, device=block.device), (0, -len(band) % step))
+        self._weights = band.view(-1, step).T.contiguous()  # for the block in which a key ends, and for those before
+
+    def choose(self, probs: Tensor) -> Tensor:
+        """Return blocks ``(B, Hkv, T, n)`` by the probabilities ``(B, Hkv, T, M * l' / d)`` of compressed keys.
+
+        Where a query has fewer candidates, later blocks fill their places.
+        """
+        parts = probs.float().view(-1, len(self._weights)) @ self._weights
+        parts = parts.view(*probs.shape[:3], -1, self._weights.shape[1])
+        scores = parts[..., 0]
+        for before in range(1, parts.shape[-1]):
+            scores[..., :-before] += parts[..., before:, before]
+        bits = (scores + self._added).view(torch.int32).to(torch.int64)  # as in top_blocks
+        return self._order.add(bits, alpha=1 << 32).topk(self.count, sorted=False).indices
 
 
 def all_blocks(positions: Positions, config: NSAConfig) -> Tensor | None:

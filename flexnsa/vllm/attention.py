@@ -22,7 +22,7 @@ from flexnsa.layers.core import Compressors
 from flexnsa.operators import opaque_operator
 from flexnsa.vllm.batch import Batch, last_tokens
 from flexnsa.vllm.buffers import PagedBuffer
-from flexnsa.vllm.decoding import Decoding, PagedLayer
+from flexnsa.vllm.decoding import PagedLayer, attend_decodes
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """``(x (K, H, D), positions (K,))``: rotate heads by their positions."""
@@ -87,7 +87,8 @@ class PagedAttention(nn.Module):
             )
             for name in (*kinds, *(tag for tag in ("slc", "win") if tag in ordered), *(["tail"] if kinds else []))
         }
-        self.layer = PagedLayer(sizes, ordered, kinds, buffers, num_kv_heads, dims[0] ** -0.5)
+        shape = repr((sizes, ordered, [(name, widths[name]) for name in buffers], config.num_heads))
+        self.layer = PagedLayer(sizes, ordered, kinds, buffers, num_kv_heads, dims[0] ** -0.5, shape)
         vllm_config.compilation_config.static_forward_context[self.name] = self
 
     def forward(
@@ -114,7 +115,10 @@ class PagedAttention(nn.Module):
         if layer.kinds:
             raw = k["cmp"] if "cmp" in layer.kinds else None, v["cmp"] if "cmp" in layer.branches else None, k_index
             stored.append(torch.cat([x for x in raw if x is not None], -1))
-        _paged_attention(q, q_index, stored, gates, out, self.name)
+        if torch.compiler.is_compiling():
+            _paged_attention(q, q_index, stored, gates, out, self.name)
+        else:
+            self.run(q, q_index, stored, gates, out)
         return out
 
     def run(self, q: Tensor, q_index: Tensor | None, stored: Sequence[Tensor], gates: Tensor, out: Tensor) -> None:
@@ -131,9 +135,7 @@ class PagedAttention(nn.Module):
             self._compress(kind)
         count = batch.num_decode_tokens
         if batch.num_decodes:
-            decoding = Decoding(layer, batch, self.blocks[0])
-            out[:count] = decoding.attend(q, q_index, gates)
-            self.blocks[0] = decoding.blocks
+            out[:count], self.blocks[0] = attend_decodes(layer, batch, q, q_index, gates, self.blocks[0])
         if batch.num_tokens > count:
             new = slice(count, batch.num_tokens)
             out[new] = self._attend_packed(batch, q[new], None if q_index is None else q_index[new], gates[new])
@@ -171,7 +173,7 @@ class PagedAttention(nn.Module):
         if "cmp" in layer.kinds and "cmp" not in layer.branches:
             (keys["k_cmp"],) = self._take_packed("cmp")
         where = batch.positions(layer.sizes)
-        window = batch.window_positions(layer.sizes.window_size) if "win" in layer.branches else None
+        window = batch.positions(layer.sizes, layer.sizes.window_size) if "win" in layer.branches else None
         scorer = None
         if q_index is not None:
             of_index, (k_index,) = layer.kinds["index"], self._take_packed("index")
@@ -201,12 +203,8 @@ class PagedAttention(nn.Module):
         if kind in layer.kinds:
             request, number = batch.pack_compressed(layer.kinds[kind]).entries
             last = last_tokens(number, layer.kinds[kind])
-        elif kind == "win":
-            size = layer.sizes.window_size
-            request, number = batch.pack_window(size).entries
-            last = number + (batch.lengths - torch.minimum(batch.lengths, batch.starts.diff() + size - 1))[request]
         else:
-            request, last = batch.pack_tokens().entries
+            request, last = batch.pack_tokens(layer.sizes.window_size if kind == "win" else None).entries
         return [_by_head(part) for part in buffer.take(batch, request, last)]
 
 

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionMetadata
 from flexnsa.config import NSAConfig
 from flexnsa.positions import Positions
 
+T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -25,7 +26,7 @@ class Located(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Entries of several requests, one request after the other: ``entries``, and where each request starts."""
+    """Entries of several requests, one request after the other, and where entry 0 of each is, or would be."""
 
     entries: Located
     starts: Tensor
@@ -36,10 +37,7 @@ def once(method: Method) -> Method:
 
     @wraps(method)
     def kept(self: Any, *args: Any) -> Any:
-        key = (method.__name__, *args)
-        if key not in self._made:
-            self._made[key] = method(self, *args)
-        return self._made[key]
+        return self.share((method.__name__, *args), lambda: method(self, *args))
 
     return cast("Method", kept)
 
@@ -65,14 +63,22 @@ class Batch(AttentionMetadata):
     host_starts: Tensor
     host_lengths: Tensor
     num_decodes: int
-    _made: dict[object, object] = field(default_factory=dict)
+    _made: dict[object, Any] = field(default_factory=dict)
+
+    def share(self, key: object, make: Callable[[], T]) -> T:
+        """Return what ``make`` makes, once for all layers that have an equal key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     @property
+    @once
     def num_decode_tokens(self) -> int:
         """New tokens of the requests that decode."""
         return int(self.host_starts[self.num_decodes])
 
     @property
+    @once
     def num_tokens(self) -> int:
         """New tokens, without padding."""
         return int(self.host_starts[-1])
@@ -84,6 +90,12 @@ class Batch(AttentionMetadata):
         token = torch.arange(len(self.slots), dtype=self.starts.dtype, device=self.starts.device)
         request = torch.searchsorted(self.starts[1:], token, right=True).clamp_max(len(self.lengths) - 1)
         return Located(request, token - self.starts[request + 1] + self.lengths[request])
+
+    @once
+    def places(self, page_size: int) -> tuple[Tensor, Tensor]:
+        """Return the pages in which new tokens are stored, and their places there; 0 for padding."""
+        slots = self.slots.clamp_min(0)
+        return slots // page_size, slots % page_size
 
     @once
     def completed(self, sizes: NSAConfig) -> Located:
@@ -102,6 +114,7 @@ class Batch(AttentionMetadata):
         return Located(request[token], position[token].where(token >= 0, -1))
 
     @property
+    @once
     def longest_decode(self) -> int:
         """Upper bound of the tokens of a request that decodes."""
         return int(self.host_lengths[: self.num_decodes].max())
@@ -135,20 +148,23 @@ class Batch(AttentionMetadata):
         request = self.tokens.request[: len(token)]
         return request * self.decodes[0].shape[1] + token - self.starts[request]
 
-    def _pack(self, count: Callable[[Tensor, Tensor], Tensor]) -> Packed:
-        """Pack entries of the requests that do not decode, as many as their lengths and new tokens give."""
+    def _pack(self, count: Callable[[Tensor, Tensor], Tensor], *, last: bool = False) -> Packed:
+        """Pack ``count(lengths, new tokens)`` entries of each request that does not decode, its first or last ones."""
         of = slice(self.num_decodes, None)
         total = int(count(self.host_lengths[of], self.host_starts[of].diff()).sum())
-        ends = count(self.lengths[of], self.starts[of].diff()).cumsum(0)
-        starts = torch.nn.functional.pad(ends[:-1], (1, 0))
+        counts = count(self.lengths[of], self.starts[of].diff())
+        ends = counts.cumsum(0)
+        starts = ends - (self.lengths[of] if last else counts)
         entry = torch.arange(total, device=ends.device)
         request = torch.searchsorted(ends, entry, right=True).clamp_max(len(ends) - 1)
         return Packed(Located(request + self.num_decodes, entry - starts[request]), starts)
 
     @once
-    def pack_tokens(self) -> Packed:
-        """Pack all tokens of the requests that do not decode."""
-        return self._pack(lambda lengths, _: lengths)
+    def pack_tokens(self, window: int | None) -> Packed:
+        """Pack the tokens of the requests that do not decode, or those that their new tokens see in a window."""
+        if window is None:
+            return self._pack(lambda lengths, _: lengths)
+        return self._pack(lambda lengths, new: torch.minimum(lengths, new + window - 1), last=True)
 
     @once
     def pack_compressed(self, sizes: NSAConfig) -> Packed:
@@ -161,38 +177,16 @@ class Batch(AttentionMetadata):
         return self._pack(count)
 
     @once
-    def pack_window(self, size: int) -> Packed:
-        """Pack the tokens that their new tokens see in a window; each request's are its last ones."""
-        return self._pack(lambda lengths, new: torch.minimum(lengths, new + size - 1))
-
-    @once
-    def positions(self, sizes: NSAConfig) -> Positions:
-        """Locate the new tokens of requests that do not decode among all tokens and compressed tokens of these."""
+    def positions(self, sizes: NSAConfig, window: int | None = None) -> Positions:
+        """Locate the new tokens of requests that do not decode among tokens, and, if these are all, compressed ones."""
         request, token = (x[self.num_decode_tokens : self.num_tokens] for x in self.tokens)
-        request = request - self.num_decodes
-        start, cmp_start = (packed.starts[request] for packed in (self.pack_tokens(), self.pack_compressed(sizes)))
-        longest = int(self.host_lengths[self.num_decodes :].max())
-        return _as_positions(start + token, start, cmp_start, longest)
-
-    @once
-    def window_positions(self, size: int) -> Positions:
-        """Locate them among the tokens of :meth:`pack_window`."""
-        request, token = (x[self.num_decode_tokens : self.num_tokens] for x in self.tokens)
-        first = self.lengths - torch.minimum(self.lengths, self.starts.diff() + size - 1)
-        start = self.pack_window(size).starts[request - self.num_decodes] - first[request]
-        return _as_positions(start + token, start, torch.zeros_like(start), None)
-
-
-def _as_positions(token: Tensor, start: Tensor, cmp_start: Tensor, longest: int | None) -> Positions:
-    rows = (x.to(torch.int32)[None] for x in (token, start, cmp_start))
-    return Positions(*rows, consecutive=False, longest=longest)
+        packed = [self.pack_tokens(window), *([self.pack_compressed(sizes)] if window is None else [])]
+        start, *cmp_start = (each.starts[request - self.num_decodes] for each in packed)
+        rows = (x.to(torch.int32)[None] for x in (start + token, start, *(cmp_start or [torch.zeros_like(start)])))
+        longest = int(self.host_lengths[self.num_decodes :].max()) if window is None else None
+        return Positions(*rows, consecutive=False, longest=longest)
 
 
 def last_tokens(number: Tensor, sizes: NSAConfig) -> Tensor:
     """Return the last tokens of compressed tokens, given the numbers of these."""
     return number * sizes.compress_stride + sizes.compress_block_size - 1
-
-
-def first_state(sizes: NSAConfig) -> int:
-    """Return the state of compressed token 0, of those that are counted by their last tokens."""
-    return sizes.compress_block_size // sizes.compress_stride - 1

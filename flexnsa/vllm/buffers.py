@@ -7,7 +7,6 @@ requests with the same prefix share full pages.
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Any, cast
 
 import torch
@@ -25,6 +24,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from flexnsa.attention.sdpa.paged import Pages
 from flexnsa.vllm.batch import Batch
 
 
@@ -147,8 +147,8 @@ class PagedBuffer(AttentionLayerBase):
 
     def store(self, batch: Batch, states: Tensor) -> None:
         """Store ``(T, Hkv, width)`` of the batch's tokens; padding is stored where no request reads."""
-        slots = batch.slots.clamp_min(0)
-        self.kv_cache[slots // self.page_size, :, slots % self.page_size] = states[: len(slots)]
+        page, place = batch.places(self.page_size)
+        self.kv_cache[page, :, place] = states[: len(page)]
 
     def put(self, batch: Batch, request: Tensor, last: Tensor, states: Tensor) -> None:
         """Store ``states (K, Hkv, width)`` that end with the tokens ``last (K,)``; what ends with -1 is dropped."""
@@ -156,23 +156,12 @@ class PagedBuffer(AttentionLayerBase):
         page = page.where(last >= 0, 0)  # no request reads the first page
         self.kv_cache[page, :, last % self.page_size // self.tokens_per_state] = states
 
+    def pages(self, batch: Batch) -> Pages:
+        """Describe the pages of the batch's requests."""
+        return Pages(self.kv_cache, batch.block_table, self.widths, self.tokens_per_state)
+
     def take(self, batch: Batch, request: Tensor, last: Tensor) -> tuple[Tensor, ...]:
         """Load the parts ``(..., Hkv, width)`` of states that end with the tokens ``last (...,)`` of requests."""
-        page = batch.block_table[request, last // self.page_size]
-        return self.kv_cache[page, :, last % self.page_size // self.tokens_per_state].split(self.widths, -1)
-
-    def take_pages(self, batch: Batch, page: Tensor) -> tuple[Tensor, ...]:
-        """Load the parts ``(R, Hkv, P * states, width)`` of pages ``(R, P)``, counted in each of the first requests."""
-        page = batch.block_table[: len(page)].gather(1, page)
-        head = torch.arange(self.kv_cache.shape[1], device=page.device)
-        return self.kv_cache[page[:, None], head[:, None]].flatten(2, 3).split(self.widths, -1)
-
-    def take_blocks(self, batch: Batch, block: Tensor, size: int) -> tuple[Tensor, ...]:
-        """Load the parts ``(R, Hkv, ..., n * size, width)`` of blocks ``(R, Hkv, ..., n)`` of ``size`` tokens."""
-        piece = gcd(size, self.page_size)  # a piece of a block lies in one page
-        first = (block[..., None] * size + torch.arange(0, size, piece, device=block.device)).flatten(-2)
-        every = batch.block_table[: len(block)]
-        page = every.gather(1, (first // self.page_size).flatten(1).to(torch.int64)).view(first.shape)
-        pieces = self.kv_cache.unflatten(2, (-1, piece))
-        head = torch.arange(pieces.shape[1], device=block.device).view(-1, *[1] * (first.dim() - 2))
-        return pieces[page, head, first % self.page_size // piece].flatten(-3, -2).split(self.widths, -1)
+        pages = self.pages(batch)
+        parts = pages.load(pages.tokens, pages.find(pages.tokens, request, last))
+        return tuple(part.squeeze(-2) for part in parts)

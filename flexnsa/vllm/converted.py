@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -72,6 +71,7 @@ class Converted:
     """
 
     model: Any
+    packed_modules_mapping: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
@@ -79,13 +79,18 @@ class Converted:
         refuse_layers(config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # pyright: ignore[reportCallIssue]
         rotary, options = self.model.layers[0].self_attn.rotary_emb, LayerOptions.of(config)
-        tables = torch.stack(rotary._compute_cos_sin_cache().chunk(2, -1))
+        tables = rotary._compute_cos_sin_cache()
         for layer in self.model.layers:
             layer.self_attn = ConvertedAttention(layer.self_attn, options, tables, vllm_config)
         # vLLM would take keys of each branch for those of its own layers.
         stacked = self.model.hf_to_vllm_mapper.orig_to_new_stacked.items()
         own = {old: new for old, new in stacked if new[0] != ".qkv_proj"}
         self.model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_stacked=own)
+        # Adapters (LoRA) have the names of a checkpoint.
+        self.hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={".o_proj.": ".w_o."})
+        parts = WeightsMapper(orig_to_new_prefix={own: old for old, own in NAMES.items()})
+        parts = parts.apply_list([*self.model.layers[0].self_attn.parts])
+        self.packed_modules_mapping = {"project": parts, "gate_up_proj": self.packed_modules_mapping["gate_up_proj"]}
 
 
 class FlexNSALlamaForCausalLM(Converted, LlamaForCausalLM):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.utils import AutoWeightsLoader
+from vllm.model_executor.models.interfaces import SupportsLoRA
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.rope import rope_tables
@@ -58,7 +60,7 @@ class Decoder(nn.Module):
     def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         token = torch.arange(vllm_config.model_config.max_model_len)
-        self.tables = torch.stack(rope_tables(token, config.head_dim, config.rope_base))
+        self.tables = torch.cat(rope_tables(token, config.head_dim, config.rope_base), -1)
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.dim, prefix=f"{prefix}.embedding")
         self.layers: Any = nn.ModuleList()
         for index, number in enumerate(config.leaders):
@@ -68,18 +70,23 @@ class Decoder(nn.Module):
         self.head = ParallelLMHead(config.vocab_size, config.dim, prefix=f"{prefix}.head")
 
 
-class FlexNSAForCausalLM(nn.Module):
+class FlexNSAForCausalLM(nn.Module, SupportsLoRA):
     """What vLLM calls.
 
     Raises:
         ValueError: the checkpoint or the engine has an option that cannot be served.
     """
 
+    # vLLM would leave out, without a word, what an adapter (LoRA) changes in an indexer; it refuses these names.
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_regex={re.compile(r"(\.indexer\..*)\.lora_"): r"\1.indexer.lora_"})
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         refuse_options(vllm_config)
         config = vllm_config.model_config.hf_config.decoder_config()
         self.model = Decoder(config, vllm_config, f"{prefix}.model" if prefix else "model")
+        self.config = vllm_config.model_config.hf_config
+        self.packed_modules_mapping = {"project": [*self.model.layers[0].attention.parts]}  # of adapters (LoRA)
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm._custom_ops import rotary_embedding
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
@@ -17,7 +18,6 @@ from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.core import Compressors
 from flexnsa.layers.indexer import Indexer
-from flexnsa.layers.rope import RopeTables, apply_rope
 from flexnsa.vllm.attention import PagedAttention
 
 
@@ -26,7 +26,7 @@ class Attention(nn.Module):
 
     Args:
         config: of the layer.
-        tables: cosines and sines of all positions, ``(2, S, D / 2)``.
+        tables: cosines and then sines of all positions, fp32 ``(S, D)``.
         vllm_config: of the model.
         prefix: a unique name.
         gates: by branch that has a gate, its upper bound; by default 1 for those of ``config.gate``.
@@ -89,24 +89,27 @@ class Attention(nn.Module):
         self.attend = PagedAttention(prefix, config, self.num_kv_heads, compressors, self.rotate, vllm_config, leader)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate heads ``x (T, H, D)`` by their positions."""
-        tables = RopeTables(*(table[positions][:, None, None] for table in self.tables))
-        return apply_rope(x[:, :, None], tables)[:, :, 0]
+        """Rotate heads ``x (T, H, D)`` by their positions, perhaps in place."""
+        turned = x.float().flatten(1).contiguous()  # x itself, if it can be
+        rotary_embedding(positions.to(torch.int64), turned, None, x.shape[2], self.tables, True)
+        return turned.view(x.shape).to(x.dtype)
 
     def weigh(self, logits: Tensor) -> Tensor:
         """Map logits ``(T, Hq, gated branches)`` to the weights of all branches, ``(T, Hq, branches)``."""
-        gates = (logits.softmax(-1) if self.gate == "softmax" else logits.sigmoid()).unbind(-1)
-        weights = {tag: gate * most for (tag, most), gate in zip(self.gates.items(), gates, strict=True)}
+        gates = logits.softmax(-1) if self.gate == "softmax" else logits.sigmoid()
+        if [*self.gates] == [*self.attend.layer.branches] and {*self.gates.values()} == {1.0}:
+            return gates
+        weights = {tag: gate * most for (tag, most), gate in zip(self.gates.items(), gates.unbind(-1), strict=True)}
         one = logits.new_ones(logits.shape[:2])
         return torch.stack([weights.get(tag, one) for tag in self.attend.layer.branches], -1)
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         """Map ``(T, dim)``, new tokens of all requests of a batch."""
         rows = dict(zip(self.parts, self.project(hidden_states).split([*self.parts.values()], -1), strict=True))
-        q = rows.pop("w_q").unflatten(-1, (self.num_heads, -1))
+        q = rows.pop("w_q").view(len(hidden_states), self.num_heads, -1)
         q = q if self.q_norm is None else self.q_norm(q)
         gates = self.weigh(rows.pop("gate.linear", q[..., :0]).reshape(*q.shape[:2], len(self.gates)))
-        heads = {name[2:]: row.unflatten(-1, (self.num_kv_heads, -1)) for name, row in rows.items()}
+        heads = {name[2:]: row.view(len(row), self.num_kv_heads, -1) for name, row in rows.items()}
         k = {name[2:]: x if self.k_norm is None else self.k_norm(x) for name, x in heads.items() if name[0] == "k"}
         v = {name[2:]: x for name, x in heads.items() if name[0] == "v"}
         turned, k_index = {"q": q} | {tag: k[tag] for tag in ("slc", "win") if tag in k}, None
@@ -115,7 +118,7 @@ class Attention(nn.Module):
             turned["q_index"], k_index = of_q[0].transpose(0, 1), of_k[0].transpose(0, 1)
         if "cmp" not in k and "slc" in k:
             k["cmp"] = k["slc"]
-        joint = self.rotate(torch.cat([*turned.values()], 1), positions)  # one call is faster, for a single token
+        joint = self.rotate(torch.cat([*turned.values()], 1), positions)
         turned = dict(zip(turned, joint.split([x.shape[1] for x in turned.values()], 1), strict=True))
         q, q_index = turned.pop("q"), turned.pop("q_index", None)
         out = self.attend(q, k | turned, v, gates, q_index, k_index)

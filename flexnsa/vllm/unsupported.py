@@ -24,7 +24,6 @@ def refuse_options(vllm_config: VllmConfig) -> None:
         ("kv_cache_dtype", cache.cache_dtype, "auto"),
         ("quantization", vllm_config.model_config.quantization, None),
         ("kv_transfer_config", vllm_config.kv_transfer_config, None),
-        ("lora_config", vllm_config.lora_config, None),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
     ):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flexnsa import NSAConfig, check_block_indices, select_blocks
+from flexnsa.attention.selection import Ranking
 from flexnsa.config import num_compressed
 from tests.support.inputs import SMALL, attend, make_inputs
 
@@ -23,6 +24,8 @@ def test_ties_go_to_the_lower_block_index(impl: str) -> None:
     blocks = select_blocks(q, k_cmp, config=config, impl=impl)
     for t in range(64, 160):
         assert blocks[0, :, t].tolist() == [[0, 1, 2, t // 16]] * 2, t
+    ranked = Ranking(torch.tensor([[90, 159]]), 10, config=config).choose(torch.ones(1, 2, 2, 40))
+    assert ranked.sort().values.tolist() == [[[[0, 1, 2, 5], [0, 1, 2, 9]]] * 2]
 
 
 @impls

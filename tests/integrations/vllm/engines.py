@@ -43,10 +43,10 @@ def engine(folder: Path, **options: Any) -> Iterator[LLM]:
             gc.collect()
 
 
-def ask(llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> tuple[list[Answer], int]:
+def ask(llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, **others: Any) -> tuple[list[Answer], int]:
     """Return what follows prompts that arrive together, and how many of their tokens were cached."""
     sampling = SamplingParams(temperature=0, max_tokens=new_tokens, logprobs=1, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False, **others)
     answers, cached = [], 0
     for prompt, out in zip(prompts, outputs, strict=True):
         new: Any = out.outputs[0]

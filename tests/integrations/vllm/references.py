@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
@@ -104,6 +106,20 @@ def draw_weights(model: torch.nn.Module) -> None:
         if "norm" not in name:
             scale = 2 if "w_q" in name or "q_proj" in name else 1
             weight.copy_(torch.randn_like(weight) * scale * weight.shape[-1] ** -0.5)
+
+
+@torch.no_grad()
+def add_adapter(folder: Path, model: Any, layers: tuple[str, ...]) -> None:
+    """Draw an adapter (LoRA) of layers by their last names, save it, and add it to the model's weights."""
+    tensors: dict[str, Tensor] = {}
+    for name, layer in model.named_modules():
+        if name.rpartition(".")[2] in layers:
+            a = torch.randn(4, layer.in_features) * layer.in_features**-0.5
+            b = torch.randn(layer.out_features, 4) / 4
+            layer.weight += b @ a
+            tensors |= {f"base_model.model.{name}.lora_{x}.weight": weight for x, weight in (("A", a), ("B", b))}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, "target_modules": layers}))
 
 
 def answer(model: Any, prompt: Tensor) -> Answer:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
 
 from tests.integrations.vllm import interpreted_engine
 from tests.integrations.vllm.engines import ask, engine, metrics
-from tests.integrations.vllm.references import CONVERTED, MODELS, Answer, Reference
+from tests.integrations.vllm.references import CONVERTED, MODELS, Answer, Reference, add_adapter, answer, make_model
 from tests.support.interpreter import Interpret
 
 TOLERANCE = 1e-5
@@ -76,6 +79,30 @@ def test_steps_by_the_kernels_of_a_gpu(reference: Ask, interpret: Interpret, nam
 def test_compiled(reference: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     check(reference("qwen3"), **SPLIT, enforce_eager=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("paper", ("w_q", "w_k_cmp", "w_v_slc", "w_o", "up")), ("qwen3", ("q_proj", "k_proj_cmp", "gate", "o_proj"))],
+)
+def test_requests_with_and_without_an_adapter(
+    reference: Ask, name: str, layers: tuple[str, ...], tmp_path: Path
+) -> None:
+    said = reference(name)
+    model = type(make_model(name)).from_pretrained(said.folder).eval()
+    add_adapter(tmp_path, model, layers)
+    expected = [answer(model, torch.tensor(x.prompt)) if i % 2 else x for i, x in enumerate(said.answers)]
+    adapters = [None, LoRARequest("drawn", 1, str(tmp_path))] * 3
+    # To requests without an adapter, vLLM's CPU build applies its last slot.
+    with engine(said.folder, **SPLIT, enable_lora=True, max_loras=2) as llm:
+        assert_equal(ask(llm, [x.prompt for x in expected], lora_request=adapters)[0], expected)
+
+
+def test_an_adapter_of_what_vllm_does_not_adapt(reference: Ask, tmp_path: Path) -> None:
+    said = reference("rank")
+    add_adapter(tmp_path, make_model("rank"), ("up",))  # of the indexer too
+    with engine(said.folder, enable_lora=True) as llm, pytest.raises(ValueError, match=r"indexer\.change"):
+        ask(llm, [said.answers[0].prompt], lora_request=LoRARequest("drawn", 1, str(tmp_path)))
 
 
 @pytest.mark.parametrize(("name", "block_size"), [("index", 16), ("rank", 32)])

@@ -64,15 +64,9 @@ async def _ask_all(url: str, model: str, prompts: list[str]) -> tuple[list[str],
     async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=300, max_retries=0) as client:
 
         async def stream(index: int, **options: Any) -> str:
-            prompt = prompts[index % len(prompts)]
-            sent = {
-                "model": model,
-                "prompt": prompt,
-                "max_tokens": NEW_TOKENS,
-                "temperature": 0,
-                "stream": True,
-            } | options
-            parts: Any = await client.completions.create(**sent, extra_body={"ignore_eos": True})
+            sent = {"prompt": prompts[index % len(prompts)], "max_tokens": NEW_TOKENS, "temperature": 0} | options
+            ignore = {"ignore_eos": True}
+            parts: Any = await client.completions.create(model=model, stream=True, extra_body=ignore, **sent)
             text = ""
             async for part in parts:
                 text += part.choices[0].text

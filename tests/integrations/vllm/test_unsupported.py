@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import flexnsa.transformers  # noqa: F401  (registers the attention)
 from flexnsa.vllm.unsupported import refuse_layers
 from tests.integrations.vllm.engines import engine
-from tests.integrations.vllm.references import Reference
+from tests.integrations.vllm.references import DENSE, Reference
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,6 @@ from tests.integrations.vllm.references import Reference
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected 'auto'"),
         ({"model_impl": "transformers"}, "model_impl: expected 'auto' or 'vllm'"),
         ({"pipeline_parallel_size": 2}, "[Pp]ipeline"),
-        ({"enable_lora": True}, "LoRA"),
         ({"hf_overrides": {"tie_word_embeddings": True}}, "tie_word_embeddings: expected False"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -52,13 +51,7 @@ def test_layers_of_converted_models(fields: dict[str, Any], message: str) -> Non
 
 
 def test_a_dense_model_with_the_attention_of_flexnsa(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=256))
+    model = LlamaForCausalLM(LlamaConfig(**DENSE))
     model.set_attn_implementation("flexnsa")
     model.save_pretrained(tmp_path)
     with (
