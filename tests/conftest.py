@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.support.flex_tiles import without_compiler
 from tests.support.interpreter import Interpret, interpreter
 
 # CI draws the same few calls each time; --hypothesis-profile thorough draws new ones, ten thousand of them in all.
@@ -82,13 +82,11 @@ def _seed() -> None:
 
 @pytest.fixture
 def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have FlexAttention run its formula, which is no test of the selected branch: it sees all tiles.
+    """Have FlexAttention run its formula on the tiles that its mask lists.
 
     Inductor compiles each branch for other tests, at half a minute of C++.
     """
-    torch._dynamo.reset()
-    compile_it = functools.cache(functools.partial(torch.compile, fullgraph=True, backend="eager"))
-    monkeypatch.setattr("flexnsa.attention.compilation.compile_branch", compile_it)
+    without_compiler(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -133,6 +133,7 @@ def test_packed_equals_separate_in_float64(impl: str, compression: str, monkeypa
             assert largest(got[name] - want) <= 1e-11 * largest(want), (name, lengths)
 
 
+@pytest.mark.usefixtures("eager_flex")
 def test_flex_on_a_cpu_equals_the_oracle_alone_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, oracle = (make_layer(impl).requires_grad_(False) for impl in ("flex", "reference"))
     oracle.load_state_dict(layer.state_dict())
