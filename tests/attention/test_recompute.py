@@ -18,13 +18,12 @@ from flexnsa import NativeSparseAttention, NSAAux, native_sparse_attention
 from flexnsa.attention import dispatch as implementations
 from flexnsa.config import BRANCHES
 from flexnsa.mods import soft_cap
+from tests.support.compiled import PARTITIONED
 from tests.support.inputs import SMALL, Inputs, attend, make_inputs
 
 CHOICES = [tags for count in (1, 2, 3) for tags in combinations(BRANCHES, count)]
 FUNCTIONS = {"cmp": "compressed", "slc": "selected", "win": "window"}
 DOCUMENTS = torch.tensor([[0] * 33 + [1] * 67, [0] * 71 + [4] * 29])
-PARTITIONED = "aot_eager_decomp_partition"
-"""A backend that cuts a graph into forward and backward as Inductor does, and generates no code."""
 SITUATIONS: dict[str, dict[str, Any]] = {
     "rows": {},
     "documents": {"document_ids": DOCUMENTS},

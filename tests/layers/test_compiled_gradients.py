@@ -1,14 +1,15 @@
-"""Every gradient of a layer that Inductor compiles, as users compile it, beside eager PyTorch and fp64."""
+"""Every gradient of a compiled layer beside eager PyTorch and fp64; by Inductor as users compile it, but for one."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flexnsa import MeanCompressor, NativeSparseAttention, NSAConfig, SelectionLoss, native_sparse_attention
-from tests.support.compiled import assert_compiled_gradients_are_right
+from tests.support.compiled import PARTITIONED, assert_compiled_gradients_are_right
 from tests.support.inputs import SMALL
 
 
@@ -21,7 +22,8 @@ def test_a_layer_that_selects() -> None:
     options: dict[str, Any] = {"config": SMALL, "compression": "linear", "gate": "softmax", "recompute": ("slc",)}
     layer = NativeSparseAttention(32, 4, 2, 16, preset="paper", **options)
     x = torch.randn(2, 150, 32, requires_grad=True)
-    assert_compiled_gradients_are_right(layer, x, lambda called, x: weighted(called(x)))
+    compile_it = partial(torch.compile, backend=PARTITIONED)  # Inductor compiles the preset in test_export.py
+    assert_compiled_gradients_are_right(layer, x, lambda called, x: weighted(called(x)), compile_it)
 
 
 def test_packed_rows_with_the_loss_of_an_indexer() -> None:

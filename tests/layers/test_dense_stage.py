@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.testing import assert_close
 from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss
 from flexnsa.layers.layouts import RowKeys
 from flexnsa.lm import DecoderLM, preset
-from tests.support.compiled import assert_compiled_gradients_are_right
+from tests.support.compiled import PARTITIONED, assert_compiled_gradients_are_right
 
 ALL = NSAConfig(
     compress_block_size=8,
@@ -147,7 +148,7 @@ def test_longer_sequences_after_a_stage_without_a_loss_share_a_graph() -> None:
     assert graphs.frame_count == 2
 
 
-def test_inductor_compiles_it_for_packed_rows() -> None:
+def test_it_compiles_for_packed_rows() -> None:
     """The loss of selections is compiled with other layers, in test_compiled_gradients.py."""
     module, documents = layer().float(), (torch.arange(80) >= 30).long().expand(2, -1)
     module.attend_densely()
@@ -155,4 +156,6 @@ def test_inductor_compiles_it_for_packed_rows() -> None:
     def loss(called: Any, x: Tensor) -> Tensor:
         return called(x, document_ids=documents).sin().sum()
 
-    assert_compiled_gradients_are_right(module, torch.randn(2, 80, 32), loss)
+    assert_compiled_gradients_are_right(
+        module, torch.randn(2, 80, 32), loss, partial(torch.compile, backend=PARTITIONED)
+    )
