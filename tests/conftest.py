@@ -34,9 +34,12 @@ INTEGRATIONS = {"transformers": "Hugging Face transformers", "torchtitan": "torc
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Have ``-n auto`` start two workers more than there are cores, as tests of several processes mostly wait."""
-    return (os.cpu_count() or 1) + 2
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Have ``-n auto`` start two workers more than there are cores, as tests of several processes mostly wait.
+
+    Those of emitted kernels do not, and each worker would start an interpreter.
+    """
+    return (os.cpu_count() or 1) + (0 if _are_alone(config, EMITTED) else 2)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
