@@ -37,9 +37,10 @@ INTEGRATIONS = {"transformers": "Hugging Face transformers", "torchtitan": "torc
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Have ``-n auto`` start two workers more than there are cores, as tests of several processes mostly wait.
 
-    Those of emitted kernels do not, and each worker would start an interpreter.
+    Not where only a folder was asked for that runs alone: there a worker imports more than it waits.
     """
-    return (os.cpu_count() or 1) + (0 if _are_alone(config, EMITTED) else 2)
+    alone = any(_are_alone(config, folder) for folder in (EMITTED, *map(_folder_of, INTEGRATIONS)))
+    return (os.cpu_count() or 1) + (0 if alone else 2)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

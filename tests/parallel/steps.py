@@ -1,4 +1,4 @@
-"""Four steps of a small model, on as many ranks as there are."""
+"""Two steps of a small model, four in stages, on as many ranks as there are."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.support.sharing import share_keys
 
 CPU = torch.device("cpu")
 MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
-TRAINING = TrainConfig(steps=4, batch_size=4, seq_len=48, warmup_steps=1, eval_sequences=4, clip=0.5)
-STAGES: dict[str, Any] = {"stages": ((12, 0.5), (24, 0.25), (48, 0.25)), "dense_stages": 1}
+TRAINING = TrainConfig(steps=2, batch_size=4, seq_len=48, warmup_steps=1, eval_sequences=4, clip=0.5)
+STAGES: dict[str, Any] = {"steps": 4, "stages": ((12, 0.5), (24, 0.25), (48, 0.25)), "dense_stages": 1}
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -136,7 +136,7 @@ def meet_a_nan(ranks: Ranks) -> list[tuple[str, bool]]:
 
 def go_on(ranks: Ranks, folder: Path, **options: Any) -> list[list[StepResult]]:
     """Return steps 2 and 3, taken without a stop and by a trainer that resumes from a checkpoint."""
-    trainers = [make_trainer(ranks, dim=64, pack=True, **options) for _ in range(2)]
+    trainers = [make_trainer(ranks, **{"dim": 64, "pack": True, "steps": 4} | options) for _ in range(2)]
     for _ in range(2):
         trainers[0].train_step()
     path = checkpoint_path(folder, trainers[0])
