@@ -26,7 +26,7 @@ def kernels() -> set[str]:
 @pytest.mark.parametrize("target", ["sm_86", "sm_90"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_kernel_fits(target: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """In bf16 on sm_90 machine code is asked for, elsewhere shared memory. Packed rows take no more: sm_90 tries them."""
+    """Machine code is asked for in bf16 on sm_90 alone. Packed rows take no more shared memory: sm_90 tries them."""
     whole = (target, dtype) == ("sm_90", "bf16")
     packed = (False, True) if whole else (target == "sm_90",)
     rows = list(survey([target], [dtype], [(128, 128)], packed=packed, machine_code=whole))

@@ -49,15 +49,14 @@ ON_FOUR = ("packed", "accumulated", "stages")
 """The cases that four ranks train in, too."""
 ON_TWO: dict[str, dict[str, Any]] = {
     "summed in bf16": {"reduce_dtype": "bf16"},
-    "compiled and checkpointed": {"compiled": (0,), "checkpointing": True},
     "an indexer, compiled and checkpointed": {
         "nsa": replace(TINY, index_heads=1, index_block_size=2, index_stride=2),
         "compiled": (0,),
         "checkpointing": True,
     },
 }
-COMPILED = {"ddp": "an indexer, compiled and checkpointed", "fsdp2": "compiled and checkpointed"}
-"""What rank 0 of each kind compiles beside one that does not; those that share tokens compile the rest, together."""
+COMPILED = "an indexer, compiled and checkpointed"
+"""What rank 0 of two in ddp compiles beside one that does not; of fsdp2, ranks that share tokens compile together."""
 
 
 def corpus() -> Corpus:
@@ -189,7 +188,8 @@ def reset_on_meta(ranks: Ranks) -> list[list[bool]]:
 def train_cases(file: Path, parallel: str) -> None:
     """Train in each way, resume from a checkpoint, and meet a NaN; save the results of rank 0."""
     with joined_ranks(parallel, CPU) as ranks:
-        names = (*CASES, "summed in bf16", COMPILED[parallel]) if ranks.world_size == 2 else ON_FOUR
+        names = (*CASES, "summed in bf16") if ranks.world_size == 2 else ON_FOUR
+        names += (COMPILED,) if parallel == "ddp" else ()
         results: dict[str, Any] = {name: train(ranks, (CASES | ON_TWO)[name]) for name in names}
         results["going on"] = [go_on(ranks, file.parent), go_on(ranks, file.parent, **STAGES)]
         results["NaN"] = meet_a_nan(ranks)

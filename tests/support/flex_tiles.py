@@ -5,6 +5,7 @@ PyTorch's own formula knows nothing of tiles: it asks the mask function about ev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 PYTORCH: Any = import_module("torch._higher_order_ops.flex_attention")
-_of_all_keys = PYTORCH._math_attention_inner
+_of_all_keys: Callable[..., tuple[Tensor, Tensor]] = PYTORCH._math_attention_inner
 
 
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,18 +30,18 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def scores_of_tiles(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: tuple[Any, ...], *rest: Any) -> Any:
     """Compute scores before and after the mods; full tiles ask no mask function, and the others are not seen."""
     scores, masked = _of_all_keys(q, k, v, score_mod, block_mask, *rest)
-    partial = _seen(*block_mask[2:4], block_mask, scores)
+    partly = _seen(block_mask, 2, scores)
     if block_mask[4] is None:
-        return scores, torch.where(partial, masked, -torch.inf)
+        return scores, torch.where(partly, masked, -torch.inf)
     all_of_them = (*block_mask[:-1], lambda b, h, m, n, *_: n >= 0)  # noqa: ARG005
     _, whole = _of_all_keys(q, k, v, score_mod, all_of_them, *rest)
-    full = _seen(*block_mask[4:6], block_mask, scores)
-    return scores, torch.where(full, whole, torch.where(partial, masked, -torch.inf))
+    full = _seen(block_mask, 4, scores)
+    return scores, torch.where(full, whole, torch.where(partly, masked, -torch.inf))
 
 
-def _seen(counts: Tensor, indices: Tensor, block_mask: tuple[Any, ...], scores: Tensor) -> Tensor:
-    """Give the keys ``(B, H, M, N)`` in the tiles that are listed for each row of tiles."""
-    rows, columns = block_mask[-3:-1]
+def _seen(block_mask: tuple[Any, ...], place: int, scores: Tensor) -> Tensor:
+    """Give the keys ``(B, H, M, N)`` in the tiles that are listed, for each row of tiles, at a place of the mask."""
+    counts, indices, rows, columns = *block_mask[place : place + 2], *block_mask[-3:-1]
     tiles = -(-scores.shape[3] // columns)
     listed = torch.arange(indices.shape[3]) < counts[..., None]
     places = torch.where(listed, indices.long(), tiles)
