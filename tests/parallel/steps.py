@@ -24,7 +24,7 @@ from tests.support.sharing import share_keys
 
 CPU = torch.device("cpu")
 MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
-TRAINING = TrainConfig(steps=2, batch_size=4, seq_len=48, warmup_steps=1, eval_sequences=4, clip=0.5)
+TRAINING = TrainConfig(steps=4, batch_size=4, seq_len=48, warmup_steps=1, eval_sequences=4, clip=0.5)
 STAGES: dict[str, Any] = {"steps": 4, "stages": ((12, 0.5), (24, 0.25), (48, 0.25)), "dense_stages": 1}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ def make_trainer(
 
 def train(ranks: Ranks, options: dict[str, Any]) -> dict[str, Any]:
     """Return the records of the steps, the validation loss, and the parameters before and after."""
-    trainer = make_trainer(ranks, **options)
+    trainer = make_trainer(ranks, **{"steps": 2} | options)
     before = parameters(trainer)
     without: set[tuple[int, str]] = set()
 
@@ -135,7 +135,7 @@ def meet_a_nan(ranks: Ranks) -> list[tuple[str, bool]]:
 
 def go_on(ranks: Ranks, folder: Path, **options: Any) -> list[list[StepResult]]:
     """Return steps 2 and 3, taken without a stop and by a trainer that resumes from a checkpoint."""
-    trainers = [make_trainer(ranks, **{"dim": 64, "pack": True, "steps": 4} | options) for _ in range(2)]
+    trainers = [make_trainer(ranks, dim=64, pack=True, **options) for _ in range(2)]
     for _ in range(2):
         trainers[0].train_step()
     path = checkpoint_path(folder, trainers[0])
