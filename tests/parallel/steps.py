@@ -92,7 +92,7 @@ def make_trainer(
 
 def train(ranks: Ranks, options: dict[str, Any]) -> dict[str, Any]:
     """Return the records of the steps, the validation loss, and the parameters before and after."""
-    trainer = make_trainer(ranks, **{"steps": 2} | options)
+    trainer = make_trainer(ranks, **{**options, "steps": options.get("steps", 2)})
     before = parameters(trainer)
     without: set[tuple[int, str]] = set()
 
