@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,21 +96,16 @@ def without_machine_code() -> Iterator[None]:
         yield
 
 
-class _AllottedError(Exception):
-    """Raised where Triton would go on to LLVM, with the passes until then."""
-
-
 def _allot(make_llir: Callable[..., str], module: Any, metadata: dict[str, Any]) -> str:
+    """Run the passes that come before those to LLVM."""
     from triton._C.libtriton import nvidia
 
     def stop(passes: Any, *_: object) -> None:
-        raise _AllottedError(passes)
+        passes.run(module, "allot")
+        raise InterruptedError
 
-    with mock.patch.object(nvidia.passes.ttgpuir, "add_to_llvmir", stop):
-        try:
-            make_llir(module, metadata)
-        except _AllottedError as allotted:
-            allotted.args[0].run(module, "allot")
+    with mock.patch.object(nvidia.passes.ttgpuir, "add_to_llvmir", stop), suppress(InterruptedError):
+        make_llir(module, metadata)
     metadata["num_warps"] = module.get_int_attr("ttg.total-num-warps") or metadata["num_warps"]
     metadata |= {
         "shared": module.get_int_attr("ttg.shared"),
