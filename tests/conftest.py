@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.support.flex_tiles import without_compiler
 from tests.support.interpreter import Interpret, interpreter
 
 # CI draws the same few calls each time; --hypothesis-profile thorough draws new ones, ten thousand of them in all.
@@ -34,9 +34,13 @@ INTEGRATIONS = {"transformers": "Hugging Face transformers", "torchtitan": "torc
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Have ``-n auto`` start two workers more than there are cores, as tests of several processes mostly wait."""
-    return (os.cpu_count() or 1) + 2
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Have ``-n auto`` start two workers more than there are cores, as tests of several processes mostly wait.
+
+    Not where only a folder was asked for that runs alone: there a worker imports more than it waits.
+    """
+    alone = any(_are_alone(config, folder) for folder in (EMITTED, *map(_folder_of, INTEGRATIONS)))
+    return (os.cpu_count() or 1) + (0 if alone else 2)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -82,13 +86,11 @@ def _seed() -> None:
 
 @pytest.fixture
 def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have FlexAttention run its formula, which is no test of the selected branch: it sees all tiles.
+    """Have FlexAttention run its formula on the tiles that its mask lists.
 
     Inductor compiles each branch for other tests, at half a minute of C++.
     """
-    torch._dynamo.reset()
-    compile_it = functools.cache(functools.partial(torch.compile, fullgraph=True, backend="eager"))
-    monkeypatch.setattr("flexnsa.attention.compilation.compile_branch", compile_it)
+    without_compiler(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from flexnsa import native_sparse_attention, selected_attention
 from flexnsa.checks import calls as arguments
-from tests.attention.test_flex import SCALE, check
+from tests.attention.test_flex import SCALE
+from tests.support.flex_tiles import without_compiler
 from tests.support.inputs import SMALL, make_inputs
 
 INPUTS = make_inputs(77, batch=2, key_dim=32, dtype=torch.float32)
@@ -22,8 +24,10 @@ documents = pytest.mark.parametrize("document_ids", [None, DOCUMENTS], ids=["one
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _fresh_compiler() -> None:
-    torch._dynamo.reset()
+def _traced_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        without_compiler(patch)
+        yield
 
 
 def rows(*row: int) -> Tensor:
@@ -34,13 +38,6 @@ def attend(blocks: Tensor, document_ids: Tensor | None, impl: str) -> Tensor:
     options = {"config": SMALL, "scale": SCALE, "document_ids": document_ids, "impl": impl}
     with torch._dynamo.config.patch(assume_static_by_default=False):
         return selected_attention(X["q"], X["k"], X["v"], blocks, **options)[0]
-
-
-@torch._dynamo.config.patch(assume_static_by_default=False)
-def test_one_graph_of_flex_serves_awkward_lengths() -> None:
-    """It serves the next tests, too. The other branches' are compiled in test_flex.py; 16 tokens have another."""
-    for seq_len in (1000, 601, 25, 24):
-        check("slc", groups=2, seq_len=seq_len)
 
 
 @impls
@@ -86,7 +83,6 @@ def test_any_finite_scale_is_a_scale(impl: str, scale: float) -> None:
     assert_scaled(impl, scale)
 
 
-@pytest.mark.usefixtures("eager_flex")
 def test_scale_0_is_a_scale_to_flex() -> None:
     """It is none to Python's ``or``."""
     assert_scaled("flex", 0, branches=("win",))

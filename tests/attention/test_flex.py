@@ -26,7 +26,7 @@ from flexnsa.config import num_compressed
 from tests.support.dense import dense_attention, visible_keys
 from tests.support.inputs import SMALL, make_inputs
 
-AWKWARD = (1000, 777, 601)
+AWKWARD = {"cmp": (1000, 777, 601), "slc": (1000, 601, 25, 24), "win": (1000, 777, 601)}
 """Of one graph: fewer tokens than a tile of queries, and fewer compressed ones than two tiles, would have another."""
 SHORT = (25, 24, 16, 8, 7, 1)
 BRANCHES = ("cmp", "slc", "win")
@@ -87,12 +87,12 @@ def check(branch: str, groups: int, seq_len: int, dtype: torch.dtype = torch.flo
     torch.testing.assert_close(run(branch, q, k, v, blocks), want, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("branch", ["cmp", "win"])
+@pytest.mark.parametrize("branch", BRANCHES)
 @torch._dynamo.config.patch(assume_static_by_default=False)
 def test_one_graph_serves_awkward_lengths(branch: str) -> None:
-    """That of the selected branch is compiled in test_block_values.py; graphs of one length, in test_mods.py."""
-    for seq_len in AWKWARD:
-        with torch._dynamo.config.patch(error_on_recompile=seq_len != AWKWARD[0]):
+    """As Inductor compiles it. Graphs of one length are compiled in test_mods.py."""
+    for number, seq_len in enumerate(AWKWARD[branch]):
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
             check(branch, groups=2, seq_len=seq_len)
 
 
@@ -103,6 +103,7 @@ def test_short_sequences(branch: str) -> None:
         check(branch, groups=2, seq_len=seq_len)
 
 
+@pytest.mark.usefixtures("eager_flex")
 def test_few_tokens_in_bf16_and_a_group_that_is_not_a_power_of_two() -> None:
     check("slc", groups=6, seq_len=7, dtype=torch.bfloat16)
 

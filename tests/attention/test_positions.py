@@ -65,9 +65,9 @@ def test_outputs_and_gradients_equal_those_of_all_queries(impl: str, place: str)
         torch.testing.assert_close(one, at(two, tokens) if name in OF_QUERIES else two)
 
 
+@pytest.mark.usefixtures("eager_flex")
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
 def test_flex_on_cpu_equals_the_call_of_all_queries(branch: str) -> None:
-    torch._dynamo.reset()
     for length, tokens in (
         # Far apart: the keys of a tile of queries are then more tiles than those of neighbours would be.
         (2 * LENGTH, 2 * PLACES["of each row its own"]),

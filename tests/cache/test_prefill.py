@@ -78,6 +78,7 @@ def test_a_pack_is_kept_as_rows_are(name: str, compression: str) -> None:
     assert_equal_to_whole(layer(now, cache=together)[:, 0], after[torch.arange(len(x)), lengths])
 
 
+@pytest.mark.usefixtures("eager_flex")
 @pytest.mark.parametrize("impl", ["reference", "sdpa", "flex"])
 def test_a_prefill_equals_a_step_on_an_empty_cache(impl: str) -> None:
     layer = make_layer(impl)

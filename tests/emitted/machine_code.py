@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -79,23 +80,38 @@ def compiling_launches() -> Iterator[dict[Resources, None]]:
 
 @contextmanager
 def without_machine_code() -> Iterator[None]:
-    """Compile kernels as far as shared memory is allotted."""
+    """Compile kernels as far as shared memory is allotted, which is before LLVM."""
     from triton import knobs
-    from triton.backends.nvidia import compiler
 
     def shorten(*pipeline: Any) -> tuple[str, str]:
         """Replace the last stages, or say how caches shall tell the kernels from whole ones."""
         if pipeline:
             _, stages, *_ = pipeline
+            stages["llir"] = partial(_allot, stages["llir"])
             stages["ptx"] = lambda _, metadata: metadata.setdefault("name", "unnamed")
             stages["cubin"] = lambda *_: b""
         return "without machine code", "without machine code"
 
-    with (
-        mock.patch.object(knobs.runtime, "add_stages_inspection_hook", shorten),
-        mock.patch.object(compiler.llvm, "optimize_module"),
-    ):
+    with mock.patch.object(knobs.runtime, "add_stages_inspection_hook", shorten):
         yield
+
+
+def _allot(make_llir: Callable[..., str], module: Any, metadata: dict[str, Any]) -> str:
+    """Run the passes that come before those to LLVM."""
+    from triton._C.libtriton import nvidia
+
+    def stop(passes: Any, *_: object) -> None:
+        passes.run(module, "allot")
+        raise InterruptedError
+
+    with mock.patch.object(nvidia.passes.ttgpuir, "add_to_llvmir", stop), suppress(InterruptedError):
+        make_llir(module, metadata)
+    metadata["num_warps"] = module.get_int_attr("ttg.total-num-warps") or metadata["num_warps"]
+    metadata |= {
+        "shared": module.get_int_attr("ttg.shared"),
+        "tmem_size": module.get_int_attr("ttg.tensor_memory_size"),
+    }
+    return ""
 
 
 def _of_binary(name: str, binary: Any) -> Resources:

@@ -1,14 +1,16 @@
-"""Every gradient of a layer that Inductor compiles, as users compile it, beside eager PyTorch and fp64."""
+"""Every gradient of a compiled layer beside eager PyTorch and fp64; by Inductor as users compile it, but for one."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from flexnsa import MeanCompressor, NativeSparseAttention, NSAConfig, SelectionLoss, native_sparse_attention
-from tests.support.compiled import assert_compiled_gradients_are_right
+from tests.support.compiled import PARTITIONED, assert_compiled_gradients_are_right
 from tests.support.inputs import SMALL
 
 
@@ -17,11 +19,14 @@ def weighted(out: Tensor) -> Tensor:
     return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out).cos()).sum()
 
 
-def test_a_layer_that_selects() -> None:
+@pytest.mark.parametrize("dense", [False, True])
+def test_packed_rows_of_a_layer_that_selects_or_is_in_its_dense_stage(dense: bool) -> None:
     options: dict[str, Any] = {"config": SMALL, "compression": "linear", "gate": "softmax", "recompute": ("slc",)}
     layer = NativeSparseAttention(32, 4, 2, 16, preset="paper", **options)
-    x = torch.randn(2, 150, 32, requires_grad=True)
-    assert_compiled_gradients_are_right(layer, x, lambda called, x: weighted(called(x)))
+    layer.attend_densely(("slc",) if dense else None)
+    ids, x = (torch.arange(150) >= 60).long().expand(2, -1), torch.randn(2, 150, 32, requires_grad=True)
+    compile_it = partial(torch.compile, backend=PARTITIONED)  # Inductor compiles the preset in test_export.py
+    assert_compiled_gradients_are_right(layer, x, lambda called, x: weighted(called(x, document_ids=ids)), compile_it)
 
 
 def test_packed_rows_with_the_loss_of_an_indexer() -> None:

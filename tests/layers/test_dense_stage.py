@@ -14,7 +14,6 @@ from torch.testing import assert_close
 from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss
 from flexnsa.layers.layouts import RowKeys
 from flexnsa.lm import DecoderLM, preset
-from tests.support.compiled import assert_compiled_gradients_are_right
 
 ALL = NSAConfig(
     compress_block_size=8,
@@ -145,14 +144,3 @@ def test_longer_sequences_after_a_stage_without_a_loss_share_a_graph() -> None:
             losses.append(each(tokens, targets=tokens, selection=selection))
         assert_close(*losses)
     assert graphs.frame_count == 2
-
-
-def test_inductor_compiles_it_for_packed_rows() -> None:
-    """The loss of selections is compiled with other layers, in test_compiled_gradients.py."""
-    module, documents = layer().float(), (torch.arange(80) >= 30).long().expand(2, -1)
-    module.attend_densely()
-
-    def loss(called: Any, x: Tensor) -> Tensor:
-        return called(x, document_ids=documents).sin().sum()
-
-    assert_compiled_gradients_are_right(module, torch.randn(2, 80, 32), loss)

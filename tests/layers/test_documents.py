@@ -47,10 +47,6 @@ class Choices:
         self._select = IMPLEMENTATIONS[impl].select
         self._alone: list[Tensor] = []
         self.packed = False
-        self.serve(impl, monkeypatch)
-
-    def serve(self, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have an implementation select here."""
         monkeypatch.setitem(IMPLEMENTATIONS, impl, replace(IMPLEMENTATIONS[impl], select=self.select))
 
     def alone(self, layer: NativeSparseAttention, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -131,22 +127,6 @@ def test_packed_equals_separate_in_float64(impl: str, compression: str, monkeypa
         got = {"out": packed, "x": x_packed, **packed_grads}
         for name, want in {"out": alone, "x": x_alone, **alone_grads}.items():
             assert largest(got[name] - want) <= 1e-11 * largest(want), (name, lengths)
-
-
-def test_flex_on_a_cpu_equals_the_oracle_alone_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, oracle = (make_layer(impl).requires_grad_(False) for impl in ("flex", "reference"))
-    oracle.load_state_dict(layer.state_dict())
-    for seed in range(10):
-        lengths = random_pack(seed, longest=400, most=499)
-        lengths += (500 - sum(lengths),)
-        x = torch.randn(1, 500, 16)
-        with monkeypatch.context() as patch:
-            choices = Choices("reference", patch)
-            alone = choices.alone(oracle, x, lengths)
-            choices.serve("flex", patch)
-            with torch._dynamo.config.patch(error_on_recompile=seed > 0):
-                packed = layer(x, document_ids=ids_of(lengths))
-        assert largest(packed - alone) <= 1e-6 * largest(alone), lengths
 
 
 def test_documents_change_from_step_to_step_without_a_recompile() -> None:

@@ -174,7 +174,7 @@ TRAINED_ROW = {"seq_len": 64}
 
 
 def train_all(file: Path) -> None:
-    """Take four steps in every way, and save what rank 0 has seen."""
+    """Take two steps in every way, and save what rank 0 has seen."""
     with joined_ranks("ddp", CPU) as ranks:
         results = {
             name: train(kind(CPU, torch.float32, sharing), TRAINED_ROW | options)

@@ -81,21 +81,15 @@ def _train_without_packages_on_rank_1(options: tuple[str, ...]) -> None:
     _train(options, ())
 
 
-@pytest.mark.parametrize("option", NAMED)
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("parallel", "option"), [*(("ddp", option) for option in NAMED | JOINING), ("fsdp2", "--lr"), ("fsdp2", "--gate")]
+)
 def test_an_option_of_one_rank_ends_all_before_the_first_step(
     parallel: str, option: str, started_apart: Started, tmp_path: Path
 ) -> None:
-    value = str(tmp_path / NAMED[option]) if option == "--text" else NAMED[option]
-    _assert_named(started_apart(parallel, option, value), option)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("option", JOINING)
-def test_an_option_that_would_have_ranks_wait_for_each_other_is_found_before_they_do(
-    option: str, started_apart: Started, tmp_path: Path
-) -> None:
-    _assert_named(started_apart("ddp", option, *JOINING[option].split()), option)
+    """Before ranks would wait for each other, too."""
+    given = [str(tmp_path / "other")] if option == "--text" else (NAMED | JOINING)[option].split()
+    _assert_named(started_apart(parallel, option, *given), option)
     assert not (tmp_path / "run").exists()
 
 

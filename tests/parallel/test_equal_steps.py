@@ -48,12 +48,9 @@ def test_any_number_of_ranks_takes_the_steps_of_one_process(
     assert_same_steps(results(parallel, size)[case], alone(case))
 
 
-@pytest.mark.parametrize(("parallel", "case"), COMPILED.items())
-def test_compiled_layers_take_the_same_steps_and_are_one_graph(
-    results: Results, alone: Alone, parallel: str, case: str
-) -> None:
-    result = results(parallel, 2)[case]
-    assert_same_steps(result, alone(case))
+def test_compiled_layers_take_the_same_steps_and_are_one_graph(results: Results, alone: Alone) -> None:
+    result = results("ddp", 2)[COMPILED]
+    assert_same_steps(result, alone(COMPILED))
     assert result["graphs"] == (2, 0)  # of training, and of validation
 
 

@@ -1,4 +1,4 @@
-"""Gradients of what Inductor compiles, with its default settings, as users run it."""
+"""Gradients of what is compiled, by default by Inductor with its default settings, as users run it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.support.comparison import assert_as_exact_as_plain
 
+PARTITIONED = "aot_eager_decomp_partition"
+"""A backend that cuts a graph into forward and backward as Inductor does, and generates no code."""
 Losses = Callable[[Any, Tensor], Tensor]
 """``(module, x)`` to a scalar."""
 

@@ -64,7 +64,6 @@ TYPED: dict[str, Scenario] = {
 
 SAME: dict[str, Scenario] = {
     "debug, FSDP2": Scenario(2, rows(2), "debug"),
-    "debug, FSDP2 on 4": Scenario(4, rows(1), "debug"),
     "debug, tensor parallel": Scenario(2, degree(tensor=2), "debug"),
     "norms, tensor parallel": Scenario(2, (*degree(tensor=2), "--parallelism.no-enable-sequence-parallel"), "norms"),
     "replicated": Scenario(2, (*rows(2), "--parallelism.data_parallel_replicate_degree=2")),

@@ -19,7 +19,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(run_once: RunOnce, tmp_path: 
         assert group.wait() == [-signal.SIGKILL] * 2
     through = run_once(2, run_through)
     assert len(through[LOSS]) == 4
-    for ranks in (2, 4, 1):
+    for ranks in (4, 1):
         file = tmp_path / f"resumed-{ranks}" / "results.pt"
         run_together(ranks, file.parent, go_on, file, ranks, tmp_path / "killed" / "checkpoint")
         resumed = torch.load(file)
