@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.estimate import parameter_count
 from flexnsa.lm.estimate.decoding import estimate_decoding
 from flexnsa.optim import index_parameters
-from tests.support.compiled import PARTITIONED, assert_compiled_gradients_are_right
+from tests.support.compiled import assert_compiled_gradients_are_right
 from tests.support.decoding import taught, tokens
 from tests.support.inputs import SMALL, TINY
 
@@ -204,13 +203,13 @@ def test_checkpoints_and_a_dense_stage_change_what_they_should() -> None:
             torch.testing.assert_close((loss, selected, gradients), results[0], rtol=1e-6, atol=1e-7)
 
 
-def test_compiled_layers_that_share_an_index_have_all_gradients() -> None:
+def test_inductor_compiles_layers_that_share_an_index() -> None:
     def loss(called: Callable[..., Tensor], x: Tensor) -> Tensor:
         selection = SelectionLoss(seed=1, num_queries=20)
         return called(x, targets=x, selection=selection) + selection.total
 
     model = build(num_layers=2, branches=("slc",))
-    assert_compiled_gradients_are_right(model, drawn(79), loss, partial(DecoderLM.compile_layers, backend=PARTITIONED))
+    assert_compiled_gradients_are_right(model, drawn(79), loss, DecoderLM.compile_layers)
 
 
 def test_two_graphs_of_layers_that_share_an_index_serve_every_length() -> None:
