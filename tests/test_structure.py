@@ -30,7 +30,7 @@ FLOORS = (
     " flexnsa/attention/plan flexnsa/attention/log_scores flexnsa/attention/sampling",
     "flexnsa/attention/selection flexnsa/attention/selection_loss",
     "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton",
-    "flexnsa/attention/dispatch",
+    "flexnsa/attention/dispatch flexnsa/attention/sinks flexnsa/attention/all_tokens",
     "flexnsa/functional",
     # modules
     "flexnsa/cache",
