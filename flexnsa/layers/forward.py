@@ -19,6 +19,7 @@ from flexnsa.cache.documents import check_pack
 from flexnsa.cache.step_cache import StepCache
 from flexnsa.cache.steps import Step
 from flexnsa.checks.calls import check_document_ids
+from flexnsa.checks.scorers import check_masses
 from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Compressors, Heads, Read, collect_keys
 from flexnsa.layers.indexer import Indexer, SelectionLoss, SharedIndex, untaught
@@ -290,6 +291,8 @@ class SparseLayer(nn.Module):
     ) -> tuple[Tensor, Read]:
         """Attend from projected heads; see :class:`Layer`."""
         by, modded = self.attention(), mods != (None, None)
+        if modded:
+            check_masses(by.config, "with a score_mod or mask_mod")
         v_dim, in_place = max(v.shape[-1] for v in heads.v.values()), cached and returns_lse(by.sinks, heads.q)
         implementation = choose_implementation(by.impl, heads.q, modded=modded, cached=in_place, v_dim=v_dim)
         if self.dense_branches is not None and isinstance(source, RowKeys):
