@@ -18,7 +18,7 @@ from tests.support import literal
 from tests.support.scorers import BEST_KEYS, FP32, make
 
 SIZE = BEST_KEYS.select_block_size
-impls = pytest.mark.parametrize("impl", ["sdpa", "reference"])
+SELECTED: dict[str, Any] = {"k_cmp": None, "v_cmp": None, "branches": ("slc",)}
 
 
 def best_products(q: Tensor, k: Tensor) -> Tensor:
@@ -31,26 +31,33 @@ def best_products(q: Tensor, k: Tensor) -> Tensor:
     return best
 
 
-def inputs(length: int, sign: float = 0) -> tuple[Tensor, dict[str, Tensor]]:
+def inputs(length: int, sign: int = 0) -> tuple[Tensor, dict[str, Any]]:
     """Whole numbers, whose products are exact and often equal; all of one sign, or of either (0)."""
     x = make(length, BEST_KEYS, batch=1, dtype=FP32)
     q, k = (x[name].detach().mul(2).round() for name in ("q_index", "k_cmp"))
     return x["q"], {"q_index": q.abs() * sign if sign else q, "k_index": k.abs() if sign else k}
 
 
-@impls
+@pytest.mark.parametrize("impl", ["sdpa", "reference"])
 @pytest.mark.parametrize("sign", [0, 1, -1])
-@pytest.mark.parametrize("length", [5, 16, 65, 200])
-def test_choice_is_that_of_a_loop(length: int, sign: float, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lengths", [(5,), (16,), (65,), (200,), (90, 3, 107)], ids=str)
+def test_choice_is_that_of_a_loop(
+    lengths: tuple[int, ...], sign: int, impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(CHUNK_SCORES, "cpu", 7_000)  # several chunks
-    q, index = inputs(length, sign)
-    scores = best_products(*index.values())
-    assert torch.equal(block_importance(q, None, config=BEST_KEYS, **index), scores)
+    q, index = inputs(sum(lengths), sign)
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None] if len(lengths) > 1 else None
+    scores = [best_products(*parts) for parts in zip(*(x.split(lengths, 2) for x in index.values()), strict=True)]
+    if ids is None:
+        assert torch.equal(block_importance(q, None, config=BEST_KEYS, **index), scores[0])
+    k, gates = torch.randn(1, 2, q.shape[2], 8), torch.ones(*q.shape[:3], 3)
     for init, local in ((0, 1), (1, 2), (0, 0)):
         config = replace(BEST_KEYS, num_init_blocks=init, num_local_blocks=local)
-        assert torch.equal(
-            select_blocks(q, None, config=config, **index, impl=impl), literal.select_blocks(scores, config)
-        )
+        options: dict[str, Any] = {"config": config, "document_ids": ids, "impl": impl} | index
+        want = torch.cat([literal.select_blocks(each, config) for each in scores], 2)
+        assert torch.equal(select_blocks(q, None, **options), want)
+        _, aux = native_sparse_attention(q, k, k, gates, **SELECTED, **options, return_aux=True)
+        torch.testing.assert_close(aux.block_indices, want, rtol=0, atol=0)
 
 
 def test_minus_zero_is_zero() -> None:
@@ -58,31 +65,13 @@ def test_minus_zero_is_zero() -> None:
     assert top_blocks(scores.expand(1, 1, 1, 6), last, config=BEST_KEYS).tolist() == [[[[0, 1, 3, 5]]]]
 
 
-@impls
-def test_documents_choose_as_each_alone_and_attention_reads_the_choice(impl: str) -> None:
-    lengths, (q, index) = (90, 3, 107), inputs(200)
-    ids = {"document_ids": torch.arange(3).repeat_interleave(torch.tensor(lengths))[None]}
-    blocks = select_blocks(q, None, config=BEST_KEYS, **index, **ids, impl=impl)
-    parts = (x.split(lengths, 2) for x in (*index.values(), blocks))
-    for q_index, k_index, got in zip(*parts, strict=True):
-        assert torch.equal(got, literal.select_blocks(best_products(q_index, k_index), BEST_KEYS))
-    k, gates = torch.randn(1, 2, 200, 8), torch.ones(1, 4, 200, 3)
-    options: dict[str, Any] = {"k_cmp": None, "v_cmp": None, "config": BEST_KEYS, "branches": ("slc",), "impl": impl}
-    out, given = (
-        native_sparse_attention(q, k, k, gates, **options, **ids, **choice)
-        for choice in (index, {"block_indices": blocks})
-    )
-    assert torch.equal(out, given)
-
-
 def test_halves_of_blocks_are_attended_to_as_blocks() -> None:
     q, index = inputs(200)
     blocks, k = select_blocks(q, None, config=BEST_KEYS, **index), torch.randn(1, 2, 200, 8)
-    options: dict[str, Any] = {"k_cmp": None, "v_cmp": None, "branches": ("slc",)}
-    sizes = {"select_block_size": SIZE // 2, "num_selected_blocks": 2 * BEST_KEYS.num_selected_blocks}
-    halves = replace(BEST_KEYS, compress_block_size=SIZE // 2, compress_stride=SIZE // 2, **sizes)
+    sizes = dict.fromkeys(("compress_block_size", "compress_stride", "select_block_size"), SIZE // 2)
+    halves = replace(BEST_KEYS, **sizes, num_selected_blocks=2 * BEST_KEYS.num_selected_blocks), in_halves(blocks, 25)
     out, other = (
-        native_sparse_attention(q, k, k, torch.ones(1, 4, 200, 3), **options, config=config, block_indices=chosen)
-        for config, chosen in ((BEST_KEYS, blocks), (halves, in_halves(blocks, 25)))
+        native_sparse_attention(q, k, k, torch.ones(1, 4, 200, 3), **SELECTED, config=config, block_indices=chosen)
+        for config, chosen in ((BEST_KEYS, blocks), halves)
     )
     torch.testing.assert_close(out, other)

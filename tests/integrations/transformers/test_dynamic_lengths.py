@@ -33,11 +33,7 @@ def test_one_program_serves_every_length(name: str, any_batch: bool) -> None:
 @pytest.mark.filterwarnings("ignore:selection")
 @pytest.mark.parametrize(
     ("name", "how", "backend"),
-    [
-        ("drop-in", "marked", "aot_eager"),
-        ("indexer", "marked", "eager"),
-        ("own decoder", "automatic", "eager"),
-    ],
+    [("drop-in", "marked", "aot_eager"), ("indexer", "marked", "eager"), ("own decoder", "automatic", "eager")],
 )
 def test_few_graphs_serve_every_length(name: str, how: str, backend: str) -> None:
     """The tracer alone decides how many; gradients of other models are compiled in tests of their own."""

@@ -14,17 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, pip
 
 from flexnsa import NSAConfig
 from flexnsa.transformers import convert
-from tests.integrations.transformers.families import (
-    ALL,
-    CHOICE,
-    FEW,
-    INDEXED,
-    WIDE,
-    converted,
-    own,
-    sparse,
-    tokens,
-)
+from tests.integrations.transformers.families import ALL, CHOICE, FEW, INDEXED, WIDE, converted, own, sparse, tokens
 
 WAYS: dict[str, Callable[[Path], Any]] = {
     "from_pretrained": lambda path: AutoModelForCausalLM.from_pretrained(path, **CHOICE),

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import (
-    AutoModelForCausalLM,
-    BartConfig,
-    BartForCausalLM,
-    DynamicCache,
-    HrmTextConfig,
-)
+from transformers import AutoModelForCausalLM, BartConfig, BartForCausalLM, DynamicCache, HrmTextConfig
 from transformers import masking_utils as masks
 
 from flexnsa.transformers import dropin

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
-from transformers import (
-    AutoModelForCausalLM,
-    DataCollatorWithFlattening,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from flexnsa import SelectionLoss
 from flexnsa.optim import index_parameters

@@ -37,15 +37,7 @@ class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def trainer(
-    name: str,
-    out: Path,
-    *,
-    steps: int,
-    batch: int = 8,
-    schedule: bool = False,
-    **options: Any,
-) -> Any:
+def trainer(name: str, out: Path, *, steps: int, batch: int = 8, schedule: bool = False, **options: Any) -> Any:
     """Set up training of a model in float32."""
     arguments = TrainingArguments(
         output_dir=str(out),
