@@ -62,7 +62,8 @@ def test_choice_is_that_of_a_loop(
 
 def test_minus_zero_is_zero() -> None:
     scores, last = torch.tensor([-0.0, 0.0, -1e-45, 0.0, -0.0, 9.0]), Positions.of_queries(torch.tensor([5 * SIZE]))
-    assert top_blocks(scores.expand(1, 1, 1, 6), last, config=BEST_KEYS).tolist() == [[[[0, 1, 3, 5]]]]
+    config = replace(BEST_KEYS, num_selected_blocks=3)
+    assert top_blocks(scores.expand(1, 1, 1, 6), last, config=config).tolist() == [[[[0, 1, 5]]]]
 
 
 def test_halves_of_blocks_are_attended_to_as_blocks() -> None:
@@ -75,3 +76,19 @@ def test_halves_of_blocks_are_attended_to_as_blocks() -> None:
         for config, chosen in ((BEST_KEYS, blocks), halves)
     )
     torch.testing.assert_close(out, other)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    q, index = inputs(40)
+    keys = index["k_index"].expand(-1, 2, -1, -1)
+    with pytest.raises(ValueError, match=r"^k_index: expected shape \(1, 1, 40, 8\)"):
+        select_blocks(q, None, config=BEST_KEYS, q_index=index["q_index"], k_index=keys)
+    without: dict[str, Any] = dict.fromkeys(("index_heads", "index_block_size", "index_stride"))
+    refused: dict[str, dict[str, Any]] = {
+        "index_score: expected one of 'max', got 'mass'": {"index_score": "mass"},
+        "index_score: expected None without index_heads, got max": without,
+        r"index_stride, index_heads: expected 1, 1, 1 .* got \(2, 2, 1\)": {"index_block_size": 2, "index_stride": 2},
+    }
+    for message, changes in refused.items():
+        with pytest.raises(ValueError, match=message):
+            replace(BEST_KEYS, **changes)

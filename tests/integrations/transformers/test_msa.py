@@ -47,6 +47,7 @@ def pair(dtype: torch.dtype, local: int = 1) -> tuple[Any, Any]:
     dense.load_state_dict({name: x for name, x in theirs.state_dict().items() if ".indexer." not in name})
     ours = convert(dense, NSAConfig.msa(**SIZES, num_local_blocks=local), branches=("slc",))
     for own, other in zip(ours.model.nsa_layers, theirs.model.layers, strict=True):
+        assert not own.indexer.q_norm.weight.any()  # it begins as no factor
         own.indexer.load_state_dict(other.self_attn.indexer.state_dict())
     return theirs.to(dtype).eval(), ours.to(dtype).eval()
 
