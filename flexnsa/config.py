@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
-from flexnsa.primitives import check_head_counts, check_int
+from flexnsa.primitives import check_choice, check_head_counts, check_int
 
-INDEX_FIELDS = ("index_block_size", "index_stride", "index_heads")
+INDEX_FIELDS = ("index_block_size", "index_stride", "index_heads", "index_score")
 """Fields of the indexer, None without one."""
-
+INDEX_SCORES = (None, "max")
 
 BRANCHES: tuple[str, ...] = ("cmp", "slc", "win")
 """Branch tags in the order of the gates: compressed, selected, sliding window."""
@@ -40,9 +40,11 @@ class NSAConfig:
             ``None``: ``compress_stride``.
         index_heads: index queries for each key head, which score the blocks by index keys; ``None``: the compressed
             branch scores them, as in the paper.
+        index_score: ``"max"``: the score of a block is its largest product of the index query and a key, as in MSA
+            (:meth:`msa`); ``None``: the mass of the softmax over index keys.
 
     Raises:
-        TypeError: a field is not an int.
+        TypeError: a size is not an int.
         ValueError: a field is out of range, or the sizes do not fit each other.
     """
 
@@ -56,11 +58,12 @@ class NSAConfig:
     index_block_size: int | None = None
     index_stride: int | None = None
     index_heads: int | None = None
+    index_score: str | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None or field.name not in INDEX_FIELDS:
+            if field.name != "index_score" and (value is not None or field.name not in INDEX_FIELDS):
                 least = 0 if field.name in ("num_init_blocks", "num_local_blocks") else 1
                 check_int(field.name, value, least)
         _check_multiples(
@@ -70,12 +73,18 @@ class NSAConfig:
             select_block_size=self.select_block_size,
         )
         if self.index_heads is None:
-            for name in ("index_block_size", "index_stride"):
+            for name in ("index_block_size", "index_stride", "index_score"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: expected None without index_heads, got {getattr(self, name)}")
         else:
             length, stride = self._index_sizes()
             _check_multiples("index_stride", stride, index_block_size=length, select_block_size=self.select_block_size)
+        if self.index_score is not None:
+            check_choice("index_score", self.index_score, ("max",))
+            sizes = *self._index_sizes(), self.index_heads
+            if sizes != (1, 1, 1):
+                names = "index_block_size, index_stride, index_heads"
+                raise ValueError(f"{names}: expected 1, 1, 1 with index_score={self.index_score!r}, got {sizes}")
         forced = self.num_init_blocks + self.num_local_blocks
         if forced > self.num_selected_blocks:
             raise ValueError(
@@ -100,7 +109,26 @@ class NSAConfig:
         """
         check_head_counts(num_heads, num_kv_heads)
         index = {"index_block_size": 8, "index_stride": 8, "index_heads": num_heads // num_kv_heads}
-        return cls(**index | sizes)
+        return cls(**dict[str, Any](index | sizes))
+
+    @classmethod
+    def msa(cls, **sizes: int) -> NSAConfig:
+        """Return the sizes of MSA (arXiv 2606.13392), MiniMax-M3's attention: a layer with the branch ``slc`` alone.
+
+        A query attends to 16 blocks of 128 tokens, its own among them. The other 15 are those with the best keys by the
+        products of an index query for each key head and an index key for each token, which all heads share.
+
+        Args:
+            **sizes: fields that differ.
+
+        Raises:
+            TypeError: a number is not an int.
+            ValueError: the numbers do not fit each other.
+        """
+        block = sizes.get("select_block_size", 128)  # nothing is compressed
+        blocks = {"compress_block_size": block, "compress_stride": block, "select_block_size": block}
+        ones = dict.fromkeys(("num_local_blocks", "index_block_size", "index_stride", "index_heads"), 1)
+        return cls(**dict[str, Any]({"num_init_blocks": 0, "index_score": "max"} | blocks | ones | sizes))
 
     @property
     def strides_per_block(self) -> int:
@@ -117,8 +145,10 @@ class NSAConfig:
         if self.index_heads is None:
             return self
         length, stride = self._index_sizes()
-        none = dict.fromkeys(INDEX_FIELDS)
-        return replace(self, compress_block_size=length, compress_stride=stride, **none)
+        index: dict[str, Any] = dict.fromkeys(INDEX_FIELDS)
+        if self.index_score is not None:
+            index |= {"index_heads": 1, "index_score": self.index_score}
+        return replace(self, compress_block_size=length, compress_stride=stride, **index)
 
     @property
     def compressed(self) -> dict[str, NSAConfig]:
@@ -129,7 +159,8 @@ class NSAConfig:
         """Return the config as integers, for operators of :mod:`torch.library`, which take no dataclass."""
         # operator.index makes them constants under torch.compile(dynamic=True). astuple would deepcopy, which
         # torch 2.11 cannot compile. 0 stands for None.
-        return tuple(operator.index(getattr(self, field.name) or 0) for field in fields(self))
+        sizes = (getattr(self, field.name) or 0 for field in fields(self) if field.name != "index_score")
+        return *map(operator.index, sizes), INDEX_SCORES.index(self.index_score)
 
     @classmethod
     def from_ints(cls, sizes: Sequence[int]) -> NSAConfig:
@@ -142,6 +173,7 @@ def _from_ints(sizes: tuple[int, ...]) -> NSAConfig:
     named: dict[str, Any] = {field.name: size for field, size in zip(fields(NSAConfig), sizes, strict=True)}
     for name in INDEX_FIELDS:
         named[name] = named[name] or None
+    named["index_score"] = INDEX_SCORES[named["index_score"] or 0]
     return NSAConfig(**named)
 
 

@@ -43,6 +43,14 @@ def check_int(name: str, value: Any, least: int, most: int = LARGEST_SIZE) -> No
         raise ValueError(f"{name}: expected at most {most}, got {describe(value)}")
 
 
+def check_int64(name: str, value: Any, like: Tensor | None = None) -> None:
+    """Check that a value is an int of 64 bits, or an integer tensor ``()``."""
+    if isinstance(value, Tensor):
+        check_integers(name, value, (), like=like)
+    else:
+        check_int(name, value, -(2**63), 2**63 - 1)
+
+
 def check_positive_int(name: str, value: Any) -> None:
     """Check that a value is an int above 0."""
     check_int(name, value, 1)

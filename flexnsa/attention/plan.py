@@ -7,7 +7,7 @@ block of keys. Thresholds that count different things stay apart, whatever their
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 
@@ -186,6 +186,11 @@ class Plan:
         """Selected branch: as :attr:`in_gluon`."""
         fits = HOPPER_ROWS // 2 < self.block_size <= HOPPER_ROWS and self.group <= HOPPER_ROWS
         return fits and self.in_gluon
+
+    @property
+    def halves_blocks(self) -> bool:
+        """Selected branch: blocks of twice as many keys, as MSA has them, are two that suit the Gluon kernels."""
+        return self.block_size == 2 * HOPPER_ROWS and replace(self, block_size=HOPPER_ROWS).selected_in_gluon
 
     @property
     def joins_forward(self) -> bool:

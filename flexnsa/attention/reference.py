@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -133,10 +134,21 @@ def _of_own_document(x: Tensor, positions: Positions) -> Tensor:
     return torch.nn.functional.pad(x, (0, 1)).gather(-1, index)
 
 
+def _best_products(q: Tensor, k: Tensor, call: Call, num_blocks: int) -> Tensor:
+    """Return the largest product of a visible key in each block, ``(B, Hkv, T, M)``, or ``-inf``."""
+    products, visible = _score_compressed(q, k, call)
+    key = torch.arange(k.shape[2], device=k.device) - positions_of(q, call.positions).start[..., None]
+    block = key.div(call.config.select_block_size, rounding_mode="floor")[:, None]
+    of_blocks = (products.masked_fill(~visible | (block != j), -torch.inf) for j in range(num_blocks))
+    return torch.stack([each.amax(-1) for each in of_blocks], -1)
+
+
 @_without_autocast
 def block_importance(q: Tensor, k_cmp: Tensor, call: Call, *, num_blocks: int) -> Tensor:
     """Score every selection block for every query, ``(B, Hkv, T, M)``, never differentiated (Eq. 8 to 10)."""
     with torch.no_grad():
+        if call.config.index_score is not None:
+            return _best_products(q, k_cmp, replace(call, scale=1.0), num_blocks)
         probs, _ = _softmax(*_score_compressed(q, k_cmp, call))
     probs = _of_own_document(probs, positions_of(q, call.positions))
     scores = probs @ _overlap_weights(k_cmp.shape[2], num_blocks, call.config, probs)
@@ -177,13 +189,18 @@ def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weigh
     true = torch.stack([probs.masked_fill(block != j, 0).sum(-1) for j in range(blocks)], -1)
     true = torch.unflatten(true, 1, (k.shape[1], -1)).mean(2)
 
-    scores, visible = _score_compressed(scorer.q, scorer.k, scorer.call)
-    probs, _ = _softmax(scores, visible)
-    visible = (visible & (scores != -torch.inf)).to(probs.dtype)
-    weights = _overlap_weights(scorer.k.shape[2], blocks, scorer.call.config, probs)
-    positions = positions_of(scorer.q, scorer.call.positions)
-    score, scored = (_of_own_document(x, positions) @ weights for x in (probs, visible))
-    score, scored = (torch.unflatten(x, 1, (k.shape[1], -1)).sum(2) for x in (score, scored))
+    if scorer.call.config.index_score is not None:
+        best = _best_products(scorer.q, scorer.k, scorer.call, blocks)
+        scored = best > -torch.inf
+        score = (best - best.amax(-1, keepdim=True).detach()).where(scored, 0).exp()
+    else:
+        scores, visible = _score_compressed(scorer.q, scorer.k, scorer.call)
+        probs, _ = _softmax(scores, visible)
+        visible = (visible & (scores != -torch.inf)).to(probs.dtype)
+        weights = _overlap_weights(scorer.k.shape[2], blocks, scorer.call.config, probs)
+        positions = positions_of(scorer.q, scorer.call.positions)
+        score, scored = (_of_own_document(x, positions) @ weights for x in (probs, visible))
+        score, scored = (torch.unflatten(x, 1, (k.shape[1], -1)).sum(2) for x in (score, scored))
 
     j, current = torch.arange(blocks, device=q.device), query.div(config.select_block_size, rounding_mode="floor")
     free = (j >= config.num_init_blocks) & (j <= current - config.num_local_blocks)

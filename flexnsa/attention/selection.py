@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexnsa.attention.best_keys import best_scores, products_of_heads
 from flexnsa.attention.interface import Call
 from flexnsa.attention.scoring import block_scores, group_probabilities
+from flexnsa.attention.shares import queries_at_once
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
 from flexnsa.config import NSAConfig, blocks_within, num_compressed, overlap_band
 from flexnsa.operators import opaque_operator
@@ -21,13 +23,15 @@ Probabilities = Callable[[Tensor, Tensor, Tensor | None, Positions, Call], Tenso
 
 CHUNK = 256
 """Queries scored at a time: peak memory is ``B * Hq * CHUNK * N`` scores."""
+NO_BLOCK = -(2**63)
+"""Orders below the scores of all blocks."""
 
 
 def top_blocks(scores: Tensor, positions: Positions, *, config: NSAConfig) -> Tensor:
     """Choose ``n`` blocks: the forced ones, then the highest scores, a tie to the lower index (section 3.3.2).
 
     Args:
-        scores: fp32 ``(B, Hkv, T, M)``, non-negative.
+        scores: fp32 ``(B, Hkv, T, M)``, of any sign.
         positions: of the ``T`` queries; candidates are the blocks up to and including the query's own.
         config: gives ``n`` and the forced blocks.
 
@@ -39,12 +43,15 @@ def top_blocks(scores: Tensor, positions: Positions, *, config: NSAConfig) -> Te
     current = ((positions.token - positions.start) // config.select_block_size)[:, None, :, None]
     forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
 
-    # Non-negative floats order like their bits, so (bits, reversed index) is one integer without ties.
-    bits = scores.masked_fill(forced, torch.inf).view(torch.int32).to(torch.int64)
-    keys = ((bits << 32) | (num_blocks - 1 - block)).masked_fill(block > current, -1)
+    # Non-negative floats order like their bits, and negative ones too once all bits but the sign are flipped. So (bits,
+    # reversed index) is one integer without ties. Adding 0 makes 0 of -0.
+    bits = (scores + 0.0).masked_fill(forced, torch.inf).view(torch.int32)
+    bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    keys = ((bits << 32) | (num_blocks - 1 - block)).masked_fill(block > current, NO_BLOCK)
 
     best = keys.topk(min(config.num_selected_blocks, num_blocks), dim=-1, sorted=False).values
-    chosen = (num_blocks - 1 - (best & 0xFFFFFFFF)).masked_fill(best < 0, num_blocks).to(torch.int32).sort(-1).values
+    block = (num_blocks - 1 - (best & 0xFFFFFFFF)).masked_fill(best == NO_BLOCK, num_blocks)
+    chosen = block.to(torch.int32).sort(-1).values
     chosen = chosen.masked_fill(chosen == num_blocks, -1)
     return F.pad(chosen, (0, config.num_selected_blocks - chosen.shape[-1]), value=-1)
 
@@ -134,8 +141,14 @@ class SelectionInputs(NamedTuple):
 
     def empty_blocks(self) -> Tensor:
         """Allocate the selected blocks."""
-        n = NSAConfig.from_ints(self.sizes).num_selected_blocks
-        return self.q.new_empty(*self.k_cmp.shape[:2], self.q.shape[2], n, dtype=torch.int32)
+        config = NSAConfig.from_ints(self.sizes)
+        shape = self.q.shape[0], count_choices(self.q, self.k_cmp, config), self.q.shape[2], config.num_selected_blocks
+        return self.q.new_empty(shape, dtype=torch.int32)
+
+
+def count_choices(q: Tensor, k: Tensor, config: NSAConfig) -> int:
+    """Count the choices that a query makes: one for each key head, or for each index query where these share keys."""
+    return (k if config.index_score is None else q).shape[1]
 
 
 def select_in_chunks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> Tensor:
@@ -177,10 +190,13 @@ def _select_in_chunks(inputs: SelectionInputs) -> Tensor:
     q, k_cmp, lse, *_ = inputs
     call = inputs.call
     positions = positions_of(q, call.positions)
-    every = all_blocks(positions, call.config)
-    if every is not None:
-        return every[:, None].repeat(q.shape[0] // len(every), k_cmp.shape[1], 1, 1)
+    every = None if q.is_cuda else all_blocks(positions, call.config)  # which would wait for a GPU
     chosen = inputs.empty_blocks()
+    if every is not None:
+        return every[:, None].repeat(q.shape[0] // len(every), chosen.shape[1], 1, 1)
+    if call.config.index_score is not None:
+        _choose_by_best_keys(q, k_cmp, positions, call.config, chosen)
+        return chosen
 
     def select(q: Tensor, k_cmp: Tensor, chosen: Tensor, *rest: Tensor) -> None:
         here, lse = Positions(*(x[:, 0] for x in rest[:3])), [x.flatten(1, 2) for x in rest[3:]]
@@ -225,6 +241,15 @@ def _select(
         width = blocks_within(k_past.shape[2], config)
         chosen.append(top_blocks(block_scores(probs, here, num_blocks=width, config=config), here, config=config))
     return torch.cat(chosen, dim=2)
+
+
+def _choose_by_best_keys(q: Tensor, k: Tensor, positions: Positions, config: NSAConfig, chosen: Tensor) -> None:
+    """Score a chunk of queries at a time by the best key of each block, and write what they choose."""
+    chunk = queries_at_once(q, k)
+    for at in range(0, q.shape[2], chunk):
+        part, here = slice(at, at + chunk), positions.at(slice(at, at + chunk))
+        products = products_of_heads(q[:, :, part], k[:, :, : _keys_until(here, k.shape[2], config)], 1.0)
+        chosen[:, :, part] = top_blocks(best_scores(products, here, config).to(torch.float32), here, config=config)
 
 
 def _keys_until(positions: Positions, num_keys: int, config: NSAConfig) -> int:

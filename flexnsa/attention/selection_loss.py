@@ -129,7 +129,8 @@ def _selection_loss(inputs: SelectionLossInputs) -> LossAndGradients:
         d_scores = d_scores.flatten(2, 3)  # (B, Hkv, H * m, N)
         d_part = torch.unflatten(d_scores @ k_index.to(dtype), 2, (-1, q_part.shape[2]))
         dq[:, :, part] = d_part.flatten(1, 2)
-        dk += d_scores.mT @ torch.unflatten(q_part, 1, (k.shape[1], -1)).flatten(2, 3)
+        of_heads = d_scores.mT @ torch.unflatten(q_part, 1, (k.shape[1], -1)).flatten(2, 3)
+        dk += of_heads.sum_to_size(dk.shape)  # heads may share their index keys
     return total, weight, dq, dk
 
 

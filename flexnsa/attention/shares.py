@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.attention.interface import Call
-from flexnsa.config import num_blocks
+from flexnsa.config import NSAConfig, num_blocks
 from flexnsa.masks.user_mods import modify_groups, token_positions
 from flexnsa.positions import Positions
 
@@ -50,17 +50,28 @@ def log_shares_at_once(q: Tensor, k: Tensor, positions: Positions, call: Call) -
     if call.score_mod is not None:
         kv_idx = token_positions(key.view(1, 1, 1, -1), positions)
         scores = modify_groups(call.score_mod, scores, positions, kv_idx)
-    # Nothing hides keys before a document: its blocks begin at its first token.
-    scores = scores.masked_fill((key > positions.token[..., None])[:, None, None], -torch.inf)
-    size, blocks = call.config.select_block_size, num_blocks(k.shape[2], call.config)
-    if positions.aligned:
-        scores = F.pad(scores, (0, blocks * size - k.shape[2]), value=-torch.inf)
-    else:
-        column = positions.start[..., None] + torch.arange(blocks * size, device=k.device)
-        scores = at_columns(scores, column.clamp_max(k.shape[2]))
-    of_blocks = torch.unflatten(scores, -1, (blocks, size)).logsumexp(-1)  # which hold all visible keys
+    of_blocks = by_blocks(scores, positions, call.config).logsumexp(-1)  # which hold all visible keys
     lse = of_blocks.logsumexp(-1, keepdim=True)
     return (of_blocks - lse.masked_fill(lse == -torch.inf, 0)).logsumexp(2) - log(scores.shape[2])
+
+
+def by_blocks(scores: Tensor, positions: Positions, config: NSAConfig) -> Tensor:
+    """Split the scores of tokens ``(B, Hkv, G, T, S)`` by blocks, ``(..., M, l')``; ``-inf`` for what no query sees."""
+    tokens, size, blocks = scores.shape[-1], config.select_block_size, num_blocks(scores.shape[-1], config)
+    # Nothing hides keys before a document: its blocks begin at its first token.
+    key = torch.arange(tokens, dtype=torch.int32, device=scores.device)
+    scores = scores.masked_fill((key > positions.token[..., None])[:, None, None], -torch.inf)
+    if positions.aligned:
+        scores = F.pad(scores, (0, blocks * size - tokens), value=-torch.inf)
+    else:
+        scores = at_columns(scores, columns_of_tokens(tokens, positions, config))
+    return torch.unflatten(scores, -1, (blocks, size))
+
+
+def columns_of_tokens(tokens: int, positions: Positions, config: NSAConfig) -> Tensor:
+    """Return where the tokens of all blocks of each query's document are, ``(B, T, C)``; ``tokens`` for none."""
+    column = torch.arange(num_blocks(tokens, config) * config.select_block_size, device=positions.start.device)
+    return (positions.start[..., None] + column).clamp_max(tokens)
 
 
 def grouped_products(q: Tensor, k: Tensor, scale: float) -> Tensor:

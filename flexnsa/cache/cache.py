@@ -86,6 +86,8 @@ class NSACache(StepCache):
         kept = config if indexed else replace(config, **dict.fromkeys(INDEX_FIELDS))
         sizes = BufferSizes(max_seq_len=max_seq_len, max_rewind=max_rewind, config=kept)
         names = buffer_names(self.branches, indexed, follows)
+        if indexed and config.index_score is not None:
+            names.remove("k_index_tail")  # nothing is compressed
         dims = {name: head_dim if name[0] == "k" else v_head_dim for name in names}
         super().__init__(sizes, batch_size, num_kv_heads, dims, rope_base=rope_base, dtype=dtype, device=device)
         self.reached = torch.zeros_like(self.lengths)
@@ -137,12 +139,16 @@ class NSACache(StepCache):
         """
         if "blocks" not in self.buffers:
             keys = next(iter(self.buffers.values()))
-            size = *keys.shape[:2], self.max_seq_len + 1, self.config.num_selected_blocks
+            size = self.batch_size, self.num_kv_heads, self.max_seq_len + 1, self.config.num_selected_blocks
             with torch.inference_mode(False):  # so that later steps can write to it in any mode
                 self.buffers["blocks"] = keys.new_zeros(size, dtype=torch.int32)
             if not torch.compiler.is_compiling():
                 fix_addresses(self.buffers["blocks"])
         return self.buffers["blocks"]
+
+    def num_heads(self, name: str) -> int:
+        """Count the heads of a buffer: all share the index keys of single tokens."""
+        return 1 if name == "k_index" and self.config.index_score is not None else self.num_kv_heads
 
     def counts(self) -> dict[str, Tensor]:
         """Return the counters of the sequences, int32 ``(B,)``, by name."""

@@ -64,15 +64,19 @@ class RowCache:
         self.batch_size, self.num_kv_heads, self.rope_base = batch_size, num_kv_heads, rope_base
         self.room = HostLengthBound(max_seq_len)
         self.buffers = {
-            name: torch.zeros(
-                batch_size, num_kv_heads, self.num_slots(name, max_seq_len) + 1, dim, dtype=dtype, device=device
-            )
+            name: torch.zeros(batch_size, heads, slots + 1, dim, dtype=dtype, device=device)
             for name, dim in dims.items()
+            for heads, slots in [(self.num_heads(name), self.num_slots(name, max_seq_len))]
         }
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.rows = torch.arange(batch_size, device=device)
         """Indices of the sequences."""
         fix_addresses(*self.buffers.values(), self.lengths, self.rows)
+
+    def num_heads(self, name: str) -> int:
+        """Count the heads of a buffer."""
+        del name
+        return self.num_kv_heads
 
     def num_slots(self, name: str, max_seq_len: int) -> int:
         """Count the slots of a buffer without the spare one; here one for each token."""

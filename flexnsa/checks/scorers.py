@@ -23,6 +23,10 @@ def check_scorer(
     count = f"Hkv * {config.index_heads}" if isinstance(heads, str) else heads * config.index_heads
     check_tensor("q_index", q_index, (q.shape[0], count, q.shape[2], "Di"), like=q)
     num_keys = num_compressed(length, config.scoring)
+    if config.index_score is not None:  # heads share their keys
+        check_tensor(name, keys, (q.shape[0], 1, num_keys, q_index.shape[3]), like=q)
+        check_group("q_index", q, q_index)
+        return
     check_tensor(name, keys, (q.shape[0], heads, num_keys, q_index.shape[3]), like=q)
     if keys.shape[1] * config.index_heads != q_index.shape[1] or q.shape[1] % keys.shape[1]:
         expected = f"heads that divide the {q.shape[1]} of q, and index_heads={config.index_heads} queries for each"
@@ -47,8 +51,14 @@ def checked_scorer_keys(
         return k_cmp
     check_scorer(q, q_index, k_index, "k_index", heads, length, config)
     if k_cmp is not None:
-        check_tensor("k_cmp", k_cmp, (*k_index.shape[:2], num_compressed(length, config), q.shape[3]), like=q)
+        check_tensor("k_cmp", k_cmp, (q.shape[0], heads, num_compressed(length, config), q.shape[3]), like=q)
     return k_index
+
+
+def check_masses(config: NSAConfig, where: str) -> None:
+    """Check that blocks are scored by mass, for what has no other score."""
+    if config.index_score is not None:
+        raise ValueError(f"index_score: expected None {where}, got {config.index_score!r}")
 
 
 def check_unused(name: str, value: Any) -> None:

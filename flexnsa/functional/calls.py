@@ -9,6 +9,7 @@ from torch import Tensor
 from flexnsa.attention.dispatch import choose_implementation, prepare_mods
 from flexnsa.attention.interface import Call, Implementation, Scorer
 from flexnsa.checks.calls import check_document_ids, check_scale
+from flexnsa.checks.scorers import check_masses
 from flexnsa.config import NSAConfig
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import MaskMod, ScoreMod, mod_of_index_heads
@@ -42,6 +43,8 @@ def prepare(
 ) -> tuple[Implementation, Call]:
     """Return the chosen implementation and the call that its branches share."""
     has_mod = score_mod is not None or mask_mod is not None
+    if has_mod:
+        check_masses(config, "with a score_mod or mask_mod")
     v_dim = 0 if v is None else v.shape[-1]
     implementation, scale = choose_implementation(impl, q, modded=has_mod, v_dim=v_dim), check_scale(q, scale)
     mod = prepare_mods(score_mod, mask_mod, q, q.shape[1], implementation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexnsa.attention.best_keys import best_scores, products_of_heads
 from flexnsa.attention.scoring import block_scores, group_probabilities
 from flexnsa.checks.calls import check_queries
 from flexnsa.checks.scorers import checked_scorer_keys
@@ -43,7 +44,8 @@ def block_importance(
         mask_mod: as in :func:`native_sparse_attention`.
 
     Returns:
-        fp32 ``(B, Hkv, T, M)``, ``M = ceil(seq_len / l')``; blocks that a query cannot see score 0.
+        fp32 ``(B, Hkv, T, M)``, ``M = ceil(seq_len / l')``; blocks that a query cannot see score 0, or ``-inf`` where
+        the score is that of the best key.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -61,6 +63,8 @@ def block_importance(
     _, call = prepare(q, config, scale, None, score_mod, mask_mod, "sdpa")
     scorer = scorer_of(q, q_index, keys, call, index_scale, None)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        if config.index_score is not None:
+            return best_scores(products_of_heads(scorer.q, scorer.k, 1.0), last, config).to(torch.float32)
         probs = group_probabilities(scorer.q, scorer.k, None, last, scorer.call)
         return block_scores(probs, last, num_blocks=num_blocks(seq_len, config), config=scorer.call.config)
 

@@ -19,7 +19,7 @@ from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.positions import positions_of
 from flexnsa.primitives import (
     check_choice,
-    check_int,
+    check_int64,
     check_integers,
     check_positive_int,
     check_tensor,
@@ -94,7 +94,7 @@ def selection_loss(
     Nothing is differentiated through a selection, so what scores blocks learns from this loss. Both sides are
     distributions over the blocks that a query may leave out and of which the scorer shows it a key. The true one is the
     softmax over all keys that the query sees, a mean over the heads of a group, summed by block; the other is Eq. 8 to
-    10 of the NSA paper. Queries without such a block count 0.
+    10 of the NSA paper, or the softmax over the products of the best keys. Queries without such a block count 0.
 
     Memory is linear in ``S``: ``num_queries * S`` products a head are computed, in chunks.
 
@@ -138,7 +138,7 @@ def selection_loss(
     check_choice("query_weights", query_weights, ("mass", "mean"))
     check_choice("reduction", reduction, ("mean", "sum"))
     for name, number in (("seed", seed), ("step", step)):
-        _check_integer(name, number, q)
+        check_int64(name, number, like=q)
     if sequence_ids is None:
         sequence_ids = torch.arange(batch, device=q.device)
     else:
@@ -241,10 +241,3 @@ def selection_recall(
 def _check_keys(q: Tensor, k: Tensor) -> None:
     check_tensor("k", k, (q.shape[0], "Hkv", q.shape[2], q.shape[3]), like=q)
     check_group("k", q, k)
-
-
-def _check_integer(name: str, number: int | Tensor, q: Tensor) -> None:
-    if isinstance(number, Tensor):
-        check_integers(name, number, (), like=q)
-    else:
-        check_int(name, number, -(2**63), 2**63 - 1)

@@ -21,6 +21,7 @@ from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.forward import Attention, LossOverRanks, SparseLayer, WholeStep, check_call, run_layer
 from flexnsa.layers.gating import Gate
 from flexnsa.layers.indexer import Indexer, SelectionLoss, SharedIndex, check_index, check_selection
+from flexnsa.layers.key_indexer import INDEXERS
 from flexnsa.layers.layouts import LayoutSizes, RowLayout, check_layout, row_layout, step_layout
 from flexnsa.layers.presets import describe_layer
 from flexnsa.layers.projection import computed_dtype, project_named, split_heads, weight_of
@@ -91,17 +92,11 @@ class NativeSparseAttention(SparseLayer):
         built_from = describe_layer(preset, dim, num_heads, num_kv_heads, head_dim, branches, options)
         self._built_from = built_from
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        self.dim = dim
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.v_head_dim = v_head_dim
+        self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
+        self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.config = config = built_from.nsa
-        self.rope_base = built_from.rope_base
-        self.branches = branches
-        self.shared_keys = built_from.shared_keys
-        self.recompute = built_from.recompute
-        self.impl = impl
+        self.branches, self.impl, self.rope_base = branches, impl, built_from.rope_base
+        self.shared_keys, self.recompute = built_from.shared_keys, built_from.recompute
         check_type("follows", follows, bool)
         if follows and config.index_heads is None:
             raise ValueError("follows: expected False without an indexer (index_heads of the config), got True")
@@ -126,7 +121,9 @@ class NativeSparseAttention(SparseLayer):
         self.w_o = nn.Linear(num_heads * v_head_dim, dim, bias=False)
         self.indexer: Indexer | None = None
         if config.index_heads is not None and not follows:  # last: what is drawn before does not depend on it
-            self.indexer = Indexer(dim, num_kv_heads, head_dim, config=config, compression=compression, rank=index_rank)
+            self.indexer = INDEXERS[config.index_score](
+                dim, num_kv_heads, head_dim, config=config, compression=compression, rank=index_rank
+            )
 
     @classmethod
     def of(cls, config: LayerConfig, *, follows: bool = False) -> Self:

@@ -129,5 +129,7 @@ def check_indexer(nsa: NSAConfig, index_rank: int | None, branches: Sequence[str
         return
     if "slc" not in branches:
         raise ValueError(f"index_heads: expected None without the branch slc, got {heads}")
+    if nsa.index_score is not None and index_rank is not None:
+        raise ValueError(f"index_rank: expected None with index_score={nsa.index_score!r}, got {index_rank}")
     if group % heads:
         raise ValueError(f"index_heads: expected a divisor of the {group} query heads of a key head, got {heads}")

@@ -65,8 +65,8 @@ class Heads:
 class Compressors(NamedTuple):
     """Modules ``(raw (B, Hkv, S, D), first_tokens (B, N) or None)`` to ``(B, Hkv, N, D)``; None for a missing branch.
 
-    Blocks are scored by index keys, which ``phi_index`` compresses, or else by compressed ones: without the compressed
-    branch, ``k`` compresses the selected one's for that.
+    Blocks are scored by index keys, which ``phi_index`` compresses unless each is of one token, or else by compressed
+    ones: without the compressed branch, ``k`` compresses the selected one's for that.
     """
 
     k: nn.Module | None
@@ -132,8 +132,10 @@ def collect_keys(
 
 
 def _index_keys(index: IndexHeads, layout: RowLayout, compressors: Compressors, source: KeySource) -> Tensor:
-    """Compress and rotate index keys."""
-    where, phi = given(layout.index), given(compressors.phi_index)
+    """Compress and rotate index keys, or rotate those of single tokens."""
+    where, phi = given(layout.index), compressors.phi_index
+    if phi is None:
+        return source.of_tokens("k_index", apply_rope(index.k, layout.tokens))
 
     def compress(raw: Tensor) -> Tensor:
         return apply_rope(phi(raw, where.first_tokens), where.blocks)

@@ -9,21 +9,22 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from flexnsa.attention.all_tokens import with_all_tokens
 from flexnsa.attention.dispatch import attend, choose_implementation, prepare_mods
 from flexnsa.attention.interface import Call, Scorer, given
 from flexnsa.attention.sampling import QuerySample, Sample, at_sample
+from flexnsa.attention.sinks import returns_lse, with_sinks
 from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
 from flexnsa.cache.documents import check_pack
 from flexnsa.cache.step_cache import StepCache
 from flexnsa.cache.steps import Step
 from flexnsa.checks.calls import check_document_ids
+from flexnsa.checks.scorers import check_masses
 from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Compressors, Heads, Read, collect_keys
-from flexnsa.layers.dense import with_all_tokens
 from flexnsa.layers.indexer import Indexer, SelectionLoss, SharedIndex, untaught
 from flexnsa.layers.layouts import KeySource, Layout, RowKeys, RowLayout
 from flexnsa.layers.rope import RopeTables, apply_rope
-from flexnsa.layers.sinks import returns_lse, with_sinks
 from flexnsa.masks.user_mods import Mods
 from flexnsa.positions import Positions, positions_of
 from flexnsa.primitives import describe
@@ -219,7 +220,7 @@ class Attention(NamedTuple):
         scale: factor on the scores.
         impl: as in :func:`flexnsa.native_sparse_attention`.
         recompute: as in :func:`flexnsa.native_sparse_attention`.
-        sinks: ``(Hq,)``, see :func:`flexnsa.layers.sinks.with_sinks`.
+        sinks: ``(Hq,)``, see :func:`flexnsa.attention.sinks.with_sinks`.
         check_parameters: whether the implementation has to be able to take the layer's parameters.
     """
 
@@ -290,6 +291,8 @@ class SparseLayer(nn.Module):
     ) -> tuple[Tensor, Read]:
         """Attend from projected heads; see :class:`Layer`."""
         by, modded = self.attention(), mods != (None, None)
+        if modded:
+            check_masses(by.config, "with a score_mod or mask_mod")
         v_dim, in_place = max(v.shape[-1] for v in heads.v.values()), cached and returns_lse(by.sinks, heads.q)
         implementation = choose_implementation(by.impl, heads.q, modded=modded, cached=in_place, v_dim=v_dim)
         if self.dense_branches is not None and isinstance(source, RowKeys):

@@ -8,7 +8,7 @@ without a gradient, and begins as the mean of the layer's own keys.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,14 +19,14 @@ from flexnsa.config import NSAConfig
 from flexnsa.layers.compression import COMPRESSORS
 from flexnsa.layers.projection import split_heads
 from flexnsa.layers.sharding import own
-from flexnsa.primitives import check_choice, check_int, check_integers, check_positive_int, check_type, describe
+from flexnsa.primitives import check_choice, check_int64, check_integers, check_positive_int, check_type, describe
 
 SAMPLED_QUERIES = 256
 """Queries of each sequence that teach an indexer, by default."""
 
 
 class IndexHeads(NamedTuple):
-    """Index queries ``(B, Hkv * index_heads, T, D)`` and the raw index keys ``(B, Hkv, T, D)``, before rotation."""
+    """Index queries ``(B, Hkv * index_heads, T, D)`` and raw index keys ``(B, Hkv or 1, T, D)``, before rotation."""
 
     q: Tensor
     k: Tensor
@@ -63,6 +63,9 @@ class Indexer(nn.Module):
         rank: of the changes; ``None``: full matrices.
     """
 
+    order: Callable[[Tensor], Tensor] | None = None
+    """Puts channels of heads in the order in which a layer rotates them, where its own heads are not in that order."""
+
     def __init__(
         self, dim: int, num_kv_heads: int, head_dim: int, *, config: NSAConfig, compression: str, rank: int | None
     ) -> None:
@@ -75,9 +78,9 @@ class Indexer(nn.Module):
         self.phi.begin_as_mean()
 
     def reset_parameters(self) -> None:
-        """Begin anew as the mean of the layer's keys."""
-        for child in (self.change_q, self.change_k, self.phi):
-            child.reset_parameters()
+        """Begin anew, as the mean of the layer's keys."""
+        for child in self.children():
+            child.reset_parameters()  # pyright: ignore[reportCallIssue]
 
     @property
     def maps(self) -> list[nn.Linear]:
@@ -176,10 +179,7 @@ class SelectionLoss:
         query_weights: str = "mass",
     ) -> None:
         for name, number in (("seed", seed), ("step", step)):
-            if isinstance(number, Tensor):
-                check_integers(name, number, ())
-            else:
-                check_int(name, number, -(2**63), 2**63 - 1)
+            check_int64(name, number)
         if sequence_ids is not None:
             check_integers("sequence_ids", sequence_ids, ("B",))
         check_positive_int("num_queries", num_queries)

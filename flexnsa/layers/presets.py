@@ -17,6 +17,7 @@ from flexnsa.config import NSAConfig
 from flexnsa.layers.compression import BlockLinear
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.indexer import Change
+from flexnsa.layers.key_indexer import IndexNorm
 from flexnsa.layers.sharding import write
 from flexnsa.primitives import check_choice
 
@@ -111,6 +112,8 @@ def starting_values(module: nn.Module) -> dict[str, Tensor]:
         return {"weight": torch.zeros(module.weight.shape), "bias": bias}
     if isinstance(module, BlockLinear):
         return {"position": torch.zeros(module.position.shape), "weight": module.mean_weight()}
+    if isinstance(module, IndexNorm):
+        return {"weight": torch.zeros(module.weight.shape)}
     if isinstance(module, Change):
         rank = None if module.down is None else module.down.out_features
         fresh = Change(module.first.in_features, module.up.out_features, rank)

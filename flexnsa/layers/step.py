@@ -30,17 +30,22 @@ def takes_step(
     Computed branch by branch instead are layers with hooks, biases or other compressors, calls under autocast, and
     caches that count their reads.
     """
+    hooked = indexer is not None and not all(map(has_no_hooks, indexer.modules()))
+    if hooked or not fits_step(x, cache, compressors):
+        return False
     linears = [*maps, *([] if indexer is None else indexer.maps)]
     plain = type(gate) is Gate and has_no_hooks(gate) and all(map(is_plain, linears))
-    if indexer is not None and not all(map(has_no_hooks, indexer.modules())):
-        return False
-    return plain and fits_step(x, cache, compressors) and all(_is_ready(linear.weight, cache) for linear in linears)
+    return plain and all(_is_ready(linear.weight, cache) for linear in linears)
 
 
 def fits_step(x: Tensor, cache: NSACache, compressors: Compressors) -> bool:
     """Return whether a step fits its kernels, and whether these compress as the modules do."""
     tokens, dims = x.shape[1], (cache.head_dim, cache.v_head_dim)
-    if tokens > cache.max_rewind or not fits_one_step(tokens, x.shape[0] * cache.num_kv_heads, dims):
+    if (
+        tokens > cache.max_rewind
+        or cache.config.index_score is not None
+        or not fits_one_step(tokens, x.shape[0] * cache.num_kv_heads, dims)
+    ):
         return False
     if cache.reads is not None or torch.is_autocast_enabled(x.device.type):
         return False

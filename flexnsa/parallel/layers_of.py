@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from flexnsa.checks.scorers import check_masses
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.primitives import check_type
 
@@ -31,6 +32,7 @@ def check_layer(layer: nn.Module) -> None:
 
 
 def check_not_shared(layer: NativeSparseAttention, group: type, parts: str) -> None:
-    """Check that ranks do not share the ``parts`` of a layer already: its loss would be summed over them twice."""
+    """Check that ranks can share the ``parts`` of a layer and do not yet: its loss would be summed over them twice."""
+    check_masses(layer.config, "of a layer that ranks share")
     if any(isinstance(each, group) for each in layer.losses_over):
         raise ValueError(f"layer: expected one that has all of its {parts}, got one that is parallelized already")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flexnsa.checks.calls import check_branches, check_option, check_recompute
+from flexnsa.checks.scorers import check_masses
 from flexnsa.config import NSAConfig
 from flexnsa.layers.compression import COMPRESSORS
 from flexnsa.layers.config import BranchOptions, LayerConfig
@@ -61,6 +62,7 @@ class Options(BranchOptions):
             raise ValueError(f"branches: expected slc among them, which has the dense layer's keys, got {branches}")
         object.__setattr__(self, "branches", branches)
         object.__setattr__(self, "recompute", check_recompute(self.recompute, branches))
+        check_masses(self.sizes, "of layers in torchtitan")
         check_choice("compression", self.compression, tuple(COMPRESSORS))
         check_option("shared_keys", self.shared_keys, ("cmp", "slc"), branches)
         if not isinstance(self.layers, str):

@@ -19,6 +19,7 @@ from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.forward import Attention, SparseLayer, WholeStep, run_layer
 from flexnsa.layers.gating import gates_of
 from flexnsa.layers.indexer import Indexer, SelectionLoss
+from flexnsa.layers.key_indexer import INDEXERS
 from flexnsa.layers.layouts import RowLayout, lay_out_cached, lay_out_rows
 from flexnsa.layers.presets import GATE_LIMIT, StartingGate, start
 from flexnsa.layers.projection import computed_dtype, project, split_heads, weight_of
@@ -68,18 +69,19 @@ class ConvertedAttention(SparseLayer):
             is_dense = tag == ("slc" if "slc" in options.branches else options.branches[0])
             self.add_module(f"k_proj_{tag}", parts.k_proj if is_dense else copy_module(parts.k_proj))
             self.add_module(f"v_proj_{tag}", parts.v_proj if is_dense else copy_module(parts.v_proj))
-        shape = self.num_kv_heads, self.head_dim
+        dim, shape = config.hidden_size, (self.num_kv_heads, self.head_dim)
         self.compress_k = self.compress_v = None
         if "cmp" in options.branches:
             self.compress_k, self.compress_v = (LinearCompressor(*shape, config=sizes) for _ in "kv")
         elif "slc" in options.branches and sizes.index_heads is None:
             self.compress_k = MeanCompressor(*shape, config=sizes)
         several = len(options.branches) > 1  # else it is the dense layer's own weight
-        self.gate = StartingGate(config.hidden_size, self.num_heads, options.branches) if several else None
+        self.gate = StartingGate(dim, self.num_heads, options.branches) if several else None
         self.rotary_emb = Rotary(rotary, options.rotary_of(dense.layer_idx), layer_type(dense), self.head_dim)
         self.indexer: Indexer | None = None
         if sizes.index_heads is not None:  # last, as in the library's own layer
-            self.indexer = Indexer(config.hidden_size, *shape, config=sizes, compression="linear", rank=rank)
+            self.indexer = INDEXERS[sizes.index_score](dim, *shape, config=sizes, compression="linear", rank=rank)
+            self.indexer.order = self.rotary_emb.order
         like = weight_of(dense)
         self.training = dense.training  # its modules keep what each of them has
         for new in (self.compress_k, self.compress_v, self.gate, self.indexer):

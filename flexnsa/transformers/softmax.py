@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flexnsa.attention.dispatch import attend, choose_implementation
 from flexnsa.attention.interface import Call, Keys
+from flexnsa.attention.sinks import returns_lse, with_sinks
 from flexnsa.config import BRANCHES
-from flexnsa.layers.sinks import returns_lse, with_sinks
 from flexnsa.masks.user_mods import ScoreMod
 from flexnsa.positions import Positions
 from flexnsa.transformers.options import DropInOptions

@@ -44,6 +44,7 @@ def refuse_layers(config: Any) -> None:
     _refuse_others("rotary", options.rotary, "halves")
     _refuse_others("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
     _refuse_others("softcap", options.softcap, None)
+    _refuse_others("index_score", options.sizes.index_score, None)
     if options.opening < 0:
         raise ValueError(f"opening: expected at least 0 of a model in vLLM, got {options.opening}")
 
@@ -62,9 +63,7 @@ def refuse_models(inspect: Callable[..., Any], served: Collection[str]) -> Calla
         if attention == NAME or (isinstance(attention, dict) and NAME in attention.values()):
             expected = "a model whose layers are NSA (flexnsa.transformers.convert)"
             raise ValueError(f"attn_implementation: expected {expected} in vLLM, got {attention!r}")
-        for name in names:
-            if not name.startswith(PREFIX):
-                continue
+        for name in (each for each in names if each.startswith(PREFIX)):
             if name not in served:
                 raise ValueError(f"architectures: expected one of {', '.join(sorted(served))} in vLLM, got {name!r}")
             if model_config.model_impl not in ("auto", "vllm"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -135,3 +136,10 @@ def test_versions_of_triton_that_are_not_known_leave_gluon_out_with_a_warning() 
     with unknown, pytest.warns(UserWarning, match=r"^triton: expected .*got 4\.0"):
         assert not plan.in_gluon
     assert plan.in_gluon
+
+
+def test_blocks_of_msa_are_halved_for_gluon_kernels_alone() -> None:
+    plan = Plan(8192, 8192, 64, 4, (128, 128), torch.bfloat16, DEVICES["H100"], block_size=128)
+    assert plan.halves_blocks
+    others = {"has_positions": True}, {"block_size": 64}, {"device": DEVICES["A100"]}, {"dtype": torch.float32}
+    assert not any(replace(plan, **change).halves_blocks for change in others)

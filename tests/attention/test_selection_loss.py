@@ -16,7 +16,7 @@ from flexnsa.config import num_compressed
 from tests.support import literal
 from tests.support.comparison import assert_as_exact_as_plain
 from tests.support.inputs import SMALL
-from tests.support.scorers import BF16, FP32, FP64, INDEX, configs, learners, make, tiny_configs
+from tests.support.scorers import BF16, FP32, FP64, INDEX, configs, learners, make, scores, tiny_configs, tiny_scores
 
 impls = pytest.mark.parametrize("impl", ["sdpa", "reference"])
 weights = pytest.mark.parametrize("query_weights", ["mass", "mean"])
@@ -48,14 +48,14 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 @weights
-@tiny_configs
+@tiny_scores
 @pytest.mark.parametrize("seq_len", [1, 3, 4, 8, 13, 43])
 def test_value_and_gradient_are_those_of_the_definition(seq_len: int, config: NSAConfig, query_weights: str) -> None:
     x = make(seq_len, config, batch=1, kv_heads=1)
     want = by_definition(x, query_weights)
     for impl in ("sdpa", "reference"):
         assert_equal(summed(x, query_weights=query_weights, impl=impl), want)
-    assert bool(want["total"] > 0) == (seq_len == 43 or (seq_len == 13 and config.num_init_blocks == 0))
+    assert bool(want["total"] > 0) == (seq_len == 43 or (seq_len == 13 and config.num_local_blocks == 0))
 
 
 def biased(score: Tensor, h: Any, t: Any, s: Any) -> Tensor:
@@ -118,7 +118,7 @@ def test_queries_whose_blocks_are_all_banned_count_nothing(config: NSAConfig, im
 
 @impls
 @weights
-@configs
+@scores
 def test_packed_documents_count_as_if_alone(config: NSAConfig, query_weights: str, impl: str) -> None:
     """Shorter than a compressed token, than a block, and of several blocks; their keys lie one after the other."""
     documents = (70, 3, 83, 14, 47)
@@ -156,7 +156,7 @@ def test_as_exact_as_the_plain_formula(seq_len: int, group: int, dtype: torch.dt
         assert_as_exact_as_plain(*chosen, factor=factor)
 
 
-@configs
+@scores
 def test_chunks_of_queries_change_nothing(config: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     x = make(100, config, documents=(61, 39))
     want = summed(x), block_shares(x["q"], x["k"], config=config)

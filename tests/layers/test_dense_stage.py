@@ -26,11 +26,13 @@ ALL = NSAConfig(
     index_heads=2,
 )
 """Sizes that select all blocks of 64 tokens."""
+BEST_KEYS: dict[str, Any] = {"index_block_size": 1, "index_stride": 1, "index_heads": 1, "index_score": "max"}
 
 
 def layer(branches: tuple[str, ...] = ("cmp", "slc", "win"), **options: Any) -> NativeSparseAttention:
     torch.manual_seed(0)
-    return NativeSparseAttention(32, 4, 2, 16, config=ALL, branches=branches, gate="sigmoid", **options).double()
+    options = {"config": ALL, "gate": "sigmoid"} | options
+    return NativeSparseAttention(32, 4, 2, 16, branches=branches, **options).double()
 
 
 def gradients(module: NativeSparseAttention, x: Tensor, **options: Any) -> dict[str, Tensor | None]:
@@ -40,12 +42,15 @@ def gradients(module: NativeSparseAttention, x: Tensor, **options: Any) -> dict[
     return {"out": out.detach()} | {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
+@pytest.mark.parametrize("config", [ALL, replace(ALL, **BEST_KEYS)], ids=["mass", "best keys"])
 @pytest.mark.parametrize("documents", [False, True])
-def test_it_changes_nothing_where_all_blocks_are_selected(documents: bool) -> None:
+def test_it_changes_nothing_where_all_blocks_are_selected(documents: bool, config: NSAConfig) -> None:
     x = torch.randn(2, 64, 32, dtype=torch.float64)
     options = {"document_ids": (torch.arange(64) >= 30).long().expand(2, -1)} if documents else {}
-    sparse, dense = layer(), layer()
+    sparse, dense = layer(config=config), layer(config=config)
     dense.attend_densely(("cmp", "slc", "win"))
+    assert dense.eval()(x, return_index=True)[1].block_indices.shape == (2, 2, 64, 0)
+    dense.train()
     expected, found = gradients(sparse, x, **options), gradients(dense, x, **options)
     assert expected["w_k_slc.weight"] is not None
     for name, value in expected.items():

@@ -17,7 +17,10 @@ from flexnsa.layers.compression import average_blocks
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.layouts import RowKeys
 from flexnsa.layers.rope import apply_rope
+from flexnsa.lm import preset
 from flexnsa.optim import parameter_groups
+from flexnsa.parallel.layers_of import check_not_shared
+from flexnsa.torchtitan.options import Options
 from tests.support.decoding import taught, tokens
 from tests.support.inputs import SMALL
 
@@ -32,6 +35,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "without the compressed branch": {"config": INDEXED, "branches": ("slc", "win")},
     "shared keys": {"config": INDEXED, "shared_keys": True},
     "reference": {"config": INDEXED, "impl": "reference"},
+    "best keys": {"config": replace(INDEXED, index_block_size=1, index_stride=1, index_heads=1, index_score="max")},
+    "best keys alone": {"config": NSAConfig.msa(select_block_size=16, num_selected_blocks=4), "branches": ("slc",)},
 }
 of_every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -251,6 +256,11 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
     ("index_heads: expected None without the branch slc", lambda: make(branches=("cmp", "win"))),
     ("index_rank: expected None without index_heads", lambda: make(config=SMALL, index_rank=2)),
     ("index_rank: expected", lambda: make(index_rank=0)),
+    ("index_rank: expected None with index_score='max'", lambda: make("best keys", index_rank=2)),
+    ("index_score: expected None with a score_mod", lambda: make("best keys")(X, score_mod=lambda s, *_: s)),
+    ("index_score: expected None of a layer that ranks", lambda: check_not_shared(make("best keys"), int, "heads")),
+    ("index_score: expected None of layers in torchtitan", lambda: Options(sizes=NSAConfig.msa())),
+    ("index_score: expected None of a language model", lambda: replace(preset("small"), nsa=NSAConfig.msa())),
     ("selection: expected None without an indexer", lambda: make(config=SMALL)(X, selection=SelectionLoss())),
     ("selection: expected SelectionLoss", lambda: make()(X, selection=1)),
     ("num_queries: expected", lambda: SelectionLoss(num_queries=0)),

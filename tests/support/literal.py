@@ -145,7 +145,7 @@ def selection_divergence(
         for i in range(heads):
             h = kv * group + i * group // heads
             keys = {
-                n: (q_score[b, kv * heads + i, t] * k_score[b, kv, n]).sum()
+                n: (q_score[b, kv * heads + i, t] * k_score[b, kv % k_score.shape[1], n]).sum()
                 for n in compressed_keys(t, k_score.shape[2], sizes)
             }
             last = sizes.compress_block_size - 1
@@ -153,7 +153,9 @@ def selection_divergence(
             keys = {n: x.exp() for n, x in keys.items() if x > -torch.inf}
             for n, x in keys.items():
                 for j in range(t // size + 1):
-                    if overlap(n, j, sizes):
+                    if sizes.index_score is not None and overlap(n, j, sizes):
+                        score[j] = torch.maximum(score.get(j, x), x)
+                    elif overlap(n, j, sizes):
                         score[j] = score.get(j, 0) + overlap(n, j, sizes) * x / sum(keys.values())
         free = [j for j in score if config.num_init_blocks <= j <= t // size - config.num_local_blocks]
         mass, total = sum(true.get(j, 0) for j in free), sum(score[j] for j in free)

@@ -17,6 +17,7 @@ FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 INDEX = replace(SMALL, index_block_size=4, index_stride=4, index_heads=1)
 TWO_HEADS = replace(SMALL, index_block_size=8, index_stride=4, index_heads=2)
 NOT_FORCED = replace(INDEX, num_init_blocks=0, num_local_blocks=0)
+BEST_KEYS = NSAConfig.msa(select_block_size=16, num_selected_blocks=4)
 LONG_KEYS = replace(SMALL, compress_block_size=32)
 CONFIGS = {
     "compressed keys": SMALL,
@@ -26,6 +27,8 @@ CONFIGS = {
     "nothing forced": NOT_FORCED,
 }
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+scores = pytest.mark.parametrize("config", [*CONFIGS.values(), BEST_KEYS], ids=[*CONFIGS, "best keys"])
+"""Those that take no mod too."""
 TINY_CONFIGS = {
     "compressed keys": replace(TINY, num_selected_blocks=4),
     "keys longer than blocks": replace(TINY, compress_block_size=16, num_selected_blocks=4),
@@ -35,6 +38,10 @@ TINY_CONFIGS = {
 }
 """For loops over every number."""
 tiny_configs = pytest.mark.parametrize("config", TINY_CONFIGS.values(), ids=TINY_CONFIGS)
+TINY_BEST_KEYS = NSAConfig.msa(select_block_size=8, num_selected_blocks=4)
+tiny_scores = pytest.mark.parametrize(
+    "config", [*TINY_CONFIGS.values(), TINY_BEST_KEYS], ids=[*TINY_CONFIGS, "best keys"]
+)
 
 
 def make(
@@ -56,7 +63,8 @@ def make(
 
     heads, num_keys = kv_heads * group, num_compressed(seq_len, config.scoring)
     made: dict[str, Any] = {"q": randn(batch, heads, seq_len, dim) * 2, "k": randn(batch, kv_heads, seq_len, dim)}
-    made |= {"k_cmp": randn(batch, kv_heads, num_keys, dim).requires_grad_(), "config": config}
+    own = kv_heads if config.index_score is None else 1
+    made |= {"k_cmp": randn(batch, own, num_keys, dim).requires_grad_(), "config": config}
     if config.index_heads is not None:
         made["q_index"] = randn(batch, kv_heads * config.index_heads, seq_len, dim).requires_grad_()
     if documents:

@@ -61,7 +61,7 @@ def select(q: Tensor, k_cmp: Tensor, call: Call, lse: Tensor | None, importance:
     summed in another order than one of many. In bf16, about 1 query of 100 then selects other blocks, whose scores are
     equal but for that rounding.
     """
-    if not Plan.of(q, k_cmp, has_mod=call.score_mod is not None).are_gathered:
+    if call.config.index_score is not None or not Plan.of(q, k_cmp, has_mod=call.score_mod is not None).are_gathered:
         return branches.select(q, k_cmp, call, lse, None)
     positions = positions_of(q, call.positions)
     if importance is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call
 from flexnsa.attention.operators import empty_gradients, empty_outputs, fake_gradients, with_rows
-from flexnsa.attention.plan import LARGEST_DIM, LEAST_DIM
+from flexnsa.attention.plan import LARGEST_DIM, LEAST_DIM, Plan
 from flexnsa.attention.tiles.device import cdiv
 from flexnsa.attention.tiles.selected import Part, is_whole, num_key_tiles
 from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of, with_positive_scale
@@ -56,10 +56,20 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     """
     check_call(call, "k", k)
     token, start, _ = tensors_of(call.positions)
-    sizes = sizes_of(q, k, v, block_indices, call.config)
+    size = call.config.select_block_size
+    if Plan.of(q, k, v, has_positions=token is not None, block_size=size).halves_blocks:
+        block_indices, size = in_halves(block_indices, cdiv(k.shape[2], size // 2)), size // 2
+    _, *limits = sizes_of(q, k, v, block_indices, call.config)
     q, scale = with_positive_scale(q, call.scale)
-    out, lse, _, _ = _selected_attention(SelectedInputs(q, k, v, block_indices, token, start, scale, *sizes))
+    out, lse, _, _ = _selected_attention(SelectedInputs(q, k, v, block_indices, token, start, scale, size, *limits))
     return BranchOutput(out, lse)
+
+
+def in_halves(block_indices: Tensor, count: int) -> Tensor:
+    """List both halves of each block, ``(..., 2n)``, of the ``count`` that a sequence has."""
+    part = torch.arange(2, dtype=block_indices.dtype, device=block_indices.device)
+    halves = (2 * block_indices[..., None] + part).flatten(-2).clamp_min(-1)
+    return halves.where(halves < count, -1)
 
 
 class SelectedInputs(NamedTuple):

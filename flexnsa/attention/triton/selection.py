@@ -43,14 +43,15 @@ def select(
     """Choose the ``n`` best blocks of each query (NSA paper, Eq. 8 to 12): two Triton kernels on CUDA.
 
     Those cannot take a score_mod: with one, products of a chunk of queries are compiled with it. On a CPU it is
-    products of a chunk in any case. Without ``lse`` it is computed here.
+    products of a chunk in any case, and so it is for scores by the best key. Without ``lse`` it is computed here.
     """
     if call.score_mod is not None:
         probabilities = compile_once(group_probabilities) if q.is_cuda else group_probabilities
         rows = MODIFIED_SCORES // (q.shape[0] * q.shape[1] * max(1, k_cmp.shape[2]))
         chunk = max(1, rows // ROW_MULTIPLE) * ROW_MULTIPLE
         return select_with_mod(q, k_cmp, lse, call, probabilities=probabilities, chunk=chunk)
-    return select_blocks_triton(q, k_cmp, lse, call) if q.is_cuda else select_in_chunks(q, k_cmp, lse, call)
+    in_triton = q.is_cuda and call.config.index_score is None
+    return (select_blocks_triton if in_triton else select_in_chunks)(q, k_cmp, lse, call)
 
 
 def select_blocks_triton(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> Tensor:

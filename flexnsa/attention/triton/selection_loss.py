@@ -30,9 +30,10 @@ SCRATCH_SUMS = 2**26
 def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
     """Sum the divergences of scores from true shares; see ``flexnsa.attention.interface.SelectionLossSum``.
 
-    Products in chunks compute it on a CPU, with a score_mod, and for head dimensions above 256.
+    Products in chunks compute it on a CPU, with a score_mod, for head dimensions above 256, and of the best keys.
     """
-    if not Plan.of(q, k, scorer.q, has_mod=call.score_mod is not None).in_triton:
+    by_best = scorer.call.config.index_score is not None
+    if by_best or not Plan.of(q, k, scorer.q, has_mod=call.score_mod is not None).in_triton:
         return by_products(q, k, scorer, call, query_weights)
     return selection_loss_by(selection_loss_triton, q, k, scorer, call, query_weights)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from flexnsa.checks.calls import check_branches
+from flexnsa.checks.scorers import check_masses
 from flexnsa.config import NSAConfig
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.presets import PAPER, text
@@ -108,6 +109,7 @@ class DecoderConfig(LayerConfig):
 
     def __post_init__(self) -> None:
         LayerConfig.__post_init__(self)
+        check_masses(self.nsa, "of a language model")
         check_positive_int("num_layers", self.num_layers)
         check_positive_int("vocab_size", self.vocab_size)
         check_choice("attention", self.attention, ("nsa", "dense"))
@@ -156,7 +158,7 @@ def _check_keys(name: str, values: Any, cls: type) -> None:
 
 _LARGE = DecoderConfig(dim=768, num_layers=5, num_heads=12, num_kv_heads=2, head_dim=64, **PAPER)
 _M7C = replace(_LARGE, num_layers=12, checkpointing=True)
-_SMALL_SIZES: dict[str, int] = {
+_SMALL_SIZES: dict[str, Any] = {
     "compress_block_size": 16,
     "compress_stride": 8,
     "select_block_size": 32,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexnsa.transformers  # noqa: F401  (registers the attention)
+from flexnsa import NSAConfig
 from flexnsa.vllm.unsupported import refuse_layers
 from tests.integrations.vllm.engines import engine
 from tests.integrations.vllm.references import DENSE, Reference
@@ -41,6 +43,7 @@ def test_options_of_the_engine(reference: Callable[[str], Reference], options: d
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: expected 1.0"),
         ({"flexnsa": {"rotary": "interleaved"}}, "rotary: expected 'halves'"),
         ({"flexnsa": {"softcap": 30.0}}, "softcap: expected None"),
+        ({"flexnsa": asdict(NSAConfig.msa())}, "index_score: expected None"),
         ({"flexnsa": {"opening": -1.0}}, "opening: expected at least 0"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call, Implementation, no_gated_sum
+from flexnsa.attention.selection import count_choices
 
 
 def with_all_tokens(implementation: Implementation, *, needs_lse: bool = False) -> Implementation:
@@ -19,7 +20,9 @@ def with_all_tokens(implementation: Implementation, *, needs_lse: bool = False) 
     """
 
     def select(q: Tensor, k: Tensor, call: Call, lse: Tensor | None, importance: Tensor | None) -> Tensor:  # noqa: ARG001
-        return torch.empty(q.shape[0], k.shape[1], q.shape[2], 0, dtype=torch.int32, device=q.device)
+        return torch.empty(
+            q.shape[0], count_choices(q, k, call.config), q.shape[2], 0, dtype=torch.int32, device=q.device
+        )
 
     def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:  # noqa: ARG001
         fuses = q.device.type == "cpu" or q.dtype in (torch.bfloat16, torch.float16)  # with groups of query heads
