@@ -17,11 +17,7 @@ from flexnsa.positions import Positions
 
 
 def locate_queries(
-    q: Tensor,
-    config: NSAConfig,
-    document_ids: Tensor | None,
-    tokens: Tensor | None = None,
-    length: int | None = None,
+    q: Tensor, config: NSAConfig, document_ids: Tensor | None, tokens: Tensor | None = None, length: int | None = None
 ) -> Positions | None:
     """Return the queries' positions among ``length`` keys; None for one query per key of one sequence."""
     if document_ids is None:

@@ -17,14 +17,7 @@ from flexnsa.config import NSAConfig
 from flexnsa.functional.calls import locate_queries, prepare, scorer_of
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.positions import positions_of
-from flexnsa.primitives import (
-    check_choice,
-    check_int64,
-    check_integers,
-    check_positive_int,
-    check_tensor,
-    check_type,
-)
+from flexnsa.primitives import check_choice, check_int64, check_integers, check_positive_int, check_tensor, check_type
 
 
 @overload

@@ -15,14 +15,7 @@ from flexnsa.attention.step import CompressorWeights
 from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.layers.projection import by_rows, has_no_hooks, is_dense, is_plain, multiply, weight_of
 from flexnsa.layers.sharding import whole, write
-from flexnsa.primitives import (
-    check_integers,
-    check_like_weight,
-    check_positive_int,
-    check_tensor,
-    check_type,
-    may_look,
-)
+from flexnsa.primitives import check_integers, check_like_weight, check_positive_int, check_tensor, check_type, may_look
 
 
 def _segments(x: Tensor, config: NSAConfig) -> Tensor:
@@ -272,11 +265,7 @@ def _check_sizes(num_kv_heads: int, head_dim: int, config: NSAConfig) -> None:
 
 
 def check_input(
-    x: Tensor,
-    first_tokens: Tensor | None,
-    shape: tuple[int, int],
-    config: NSAConfig,
-    weight: Tensor | None = None,
+    x: Tensor, first_tokens: Tensor | None, shape: tuple[int, int], config: NSAConfig, weight: Tensor | None = None
 ) -> None:
     """Check what a compressor of so many heads of such a dimension is called with."""
     heads, dim = shape

@@ -178,11 +178,6 @@ def _consecutive_lists(ranges: TileRanges) -> tuple[Tensor, Tensor, Tensor, Tens
     first_partial = torch.where(first_full > first, first, end_full)
     # An empty list still holds a valid tile, because a kernel may read the tile before the count.
     last = (end - 1).clamp_min(0)
-    lists = (
-        end - first - num_full,
-        torch.minimum(first_partial, last),
-        num_full,
-        torch.minimum(first_full, last),
-    )
+    lists = (end - first - num_full, torch.minimum(first_partial, last), num_full, torch.minimum(first_full, last))
     counts_or_tiles = [x[:, None, :] for x in lists]
     return counts_or_tiles[0], counts_or_tiles[1][..., None], counts_or_tiles[2], counts_or_tiles[3][..., None]

@@ -96,12 +96,7 @@ def compressed_positions(key: Tensor, positions: Positions, config: NSAConfig) -
 
 
 def mod_of_tokens(
-    score_mod: ScoreMod,
-    positions: Positions | None,
-    *,
-    tokens: Tensor | None = None,
-    rows: int = 1,
-    groups: int = 1,
+    score_mod: ScoreMod, positions: Positions | None, *, tokens: Tensor | None = None, rows: int = 1, groups: int = 1
 ) -> ScoreMod:
     """Translate a score_mod to the indices of a kernel whose keys are tokens.
 

@@ -13,14 +13,7 @@ from flexnsa.layers.compression import COMPRESSORS
 from flexnsa.layers.config import BranchOptions, LayerConfig
 from flexnsa.layers.indexer import SAMPLED_QUERIES
 from flexnsa.optim import COMPRESSOR_LR, INDEXER_LR
-from flexnsa.primitives import (
-    check_choice,
-    check_int,
-    check_number,
-    check_positive_int,
-    check_type,
-    describe,
-)
+from flexnsa.primitives import check_choice, check_int, check_number, check_positive_int, check_type, describe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

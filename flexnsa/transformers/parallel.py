@@ -34,11 +34,7 @@ def decoder_plan() -> dict[str, str]:
     heads = ["w_q", "gate.linear", *(f"w_{name}" for name in KEYS)]
     plan = {f"{layer}.attention.{name}": "colwise" for name in heads}
     plan |= {f"{layer}.attention.phi_{kind}.{name}": SUMMED for kind in "kv" for name in ("project", "out")}
-    return plan | {
-        f"{layer}.attention.w_o": "rowwise",
-        f"{layer}.mlp.up": "colwise",
-        f"{layer}.mlp.down": "rowwise",
-    }
+    return plan | {f"{layer}.attention.w_o": "rowwise", f"{layer}.mlp.up": "colwise", f"{layer}.mlp.down": "rowwise"}
 
 
 class SpreadHeads:

@@ -40,13 +40,7 @@ def gated_sum(q: Tensor, keys: Keys, call: Call) -> GatedSum | None:
 
 
 def _attend(
-    q: Tensor,
-    keys: Keys,
-    gates: Tensor,
-    block_indices: Tensor,
-    compressed: Compressed,
-    call: Call,
-    by_token: bool,
+    q: Tensor, keys: Keys, gates: Tensor, block_indices: Tensor, compressed: Compressed, call: Call, by_token: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the sum, see ``flexnsa.attention.interface.GatedSum``; without a window its output is empty.
 

@@ -107,13 +107,7 @@ def _are_scattered(positions: Positions | None, num_queries: int) -> bool:
 
 
 def launch_selection(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor | None,
-    positions: Positions | None,
-    *,
-    config: NSAConfig,
-    scale: float,
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions | None, *, config: NSAConfig, scale: float
 ) -> Tensor:
     """Score and select chunk by chunk, on the current stream, without synchronisation; see :func:`select`."""
     from flexnsa.attention.triton.kernels.importance import Band, Scores, importance

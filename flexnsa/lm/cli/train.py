@@ -31,13 +31,7 @@ from flexnsa.lm.diagnosis.recipe import Recipe, corpus
 from flexnsa.lm.diagnosis.stacks import stacks_on_request
 from flexnsa.lm.diagnosis.watchdog import watchdog
 from flexnsa.lm.model.config import PRESETS, DecoderConfig, changed
-from flexnsa.lm.parallel.joining import (
-    PARALLEL,
-    REDUCE_DTYPES,
-    count_launched,
-    launched_world_size,
-    refused_together,
-)
+from flexnsa.lm.parallel.joining import PARALLEL, REDUCE_DTYPES, count_launched, launched_world_size, refused_together
 from flexnsa.lm.parallel.ranks import Ranks
 from flexnsa.lm.training.checkpoint import configs_of_run
 from flexnsa.lm.training.checks import check_cuda_graph

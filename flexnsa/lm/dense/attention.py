@@ -26,13 +26,7 @@ from flexnsa.lm.dense.step import attend_cached, compiled_place
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
 from flexnsa.positions import Positions
-from flexnsa.primitives import (
-    check_heads,
-    check_layer_input,
-    check_positive_int,
-    check_positive_number,
-    check_type,
-)
+from flexnsa.primitives import check_heads, check_layer_input, check_positive_int, check_positive_number, check_type
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,11 +62,7 @@ class GradientTrace:
 
 
 def trace_gradients(
-    model: nn.Module,
-    loss: Callable[[nn.Module], Tensor],
-    *,
-    ranks: Ranks | None = None,
-    static_graph: bool = False,
+    model: nn.Module, loss: Callable[[nn.Module], Tensor], *, ranks: Ranks | None = None, static_graph: bool = False
 ) -> GradientTrace:
     """Run a model forward and backward, in DDP where there is a process group; all its ranks have to call this.
 

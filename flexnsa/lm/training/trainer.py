@@ -267,11 +267,7 @@ def draw_step(rows: PackedDocuments | Windows, config: TrainConfig, step: int) -
 
 
 def language_loss(
-    model: nn.Module,
-    batch: Batch,
-    precision: str,
-    reduction: str = "mean",
-    selection: SelectionLoss | None = None,
+    model: nn.Module, batch: Batch, precision: str, reduction: str = "mean", selection: SelectionLoss | None = None
 ) -> Tensor:
     """Return the cross-entropy, in nats, of predicting each target from the tokens before it."""
     extra = {} if selection is None else {"selection": selection}

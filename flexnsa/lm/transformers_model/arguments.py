@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.packing import IGNORED
-from flexnsa.primitives import (
-    check_int,
-    check_integers,
-    check_tensor,
-    check_tokens,
-    check_type,
-    describe,
-    may_look,
-)
+from flexnsa.primitives import check_int, check_integers, check_tensor, check_tokens, check_type, describe, may_look
 
 
 def check_inputs(input_ids: Any, inputs_embeds: Any, embedding: Tensor) -> Tensor:

@@ -6,21 +6,11 @@ from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from flexnsa.attention.triton.kernels.gluon import async_load, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.interval_keys import keys_of, place
-from flexnsa.attention.triton.kernels.hopper.rows import (
-    copy_rows,
-    load_rows,
-    product_layout,
-    product_with,
-    store_rows,
-)
+from flexnsa.attention.triton.kernels.hopper.rows import copy_rows, load_rows, product_layout, product_with, store_rows
 
 
 @gluon_jit(do_not_specialize=["num_heads", "num_queries", "num_keys"])
