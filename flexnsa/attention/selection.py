@@ -68,10 +68,8 @@ class Ranking:
     """
 
     def __init__(self, position: Tensor, num_blocks: int, *, config: NSAConfig) -> None:
-        block, self.count = (
-            torch.arange(num_blocks, device=position.device),
-            min(config.num_selected_blocks, num_blocks),
-        )
+        self.count = min(config.num_selected_blocks, num_blocks)
+        block = torch.arange(num_blocks, device=position.device)
         current = (position // config.select_block_size)[:, None, :, None]
         forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
         added = torch.zeros(forced.shape, device=block.device).masked_fill_(forced, torch.inf)

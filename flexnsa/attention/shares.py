@@ -45,14 +45,19 @@ def log_shares_at_once(q: Tensor, k: Tensor, positions: Positions, call: Call) -
         positions: of the ``T`` queries.
         call: scale, score_mod and the size of blocks.
     """
-    scores = grouped_products(q, k, call.scale)  # (B, Hkv, G, T, S)
+    # Nothing here holds the scores of tokens, the largest tensor, while they are split by blocks.
+    of_blocks = by_blocks(_scores_of_tokens(q, k, positions, call), positions, call.config).logsumexp(-1)
+    lse = of_blocks.logsumexp(-1, keepdim=True)  # blocks hold all visible keys
+    return (of_blocks - lse.masked_fill(lse == -torch.inf, 0)).logsumexp(2) - log(of_blocks.shape[2])
+
+
+def _scores_of_tokens(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:
+    """Return the scores of all tokens, ``(B, Hkv, G, T, S)``."""
+    scores = grouped_products(q, k, call.scale)
+    if call.score_mod is None:
+        return scores
     key = torch.arange(k.shape[2], dtype=torch.int32, device=k.device)
-    if call.score_mod is not None:
-        kv_idx = token_positions(key.view(1, 1, 1, -1), positions)
-        scores = modify_groups(call.score_mod, scores, positions, kv_idx)
-    of_blocks = by_blocks(scores, positions, call.config).logsumexp(-1)  # which hold all visible keys
-    lse = of_blocks.logsumexp(-1, keepdim=True)
-    return (of_blocks - lse.masked_fill(lse == -torch.inf, 0)).logsumexp(2) - log(scores.shape[2])
+    return modify_groups(call.score_mod, scores, positions, token_positions(key.view(1, 1, 1, -1), positions))
 
 
 def by_blocks(scores: Tensor, positions: Positions, config: NSAConfig) -> Tensor:
