@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from flexnsa.config import BRANCHES, NSAConfig, blocks_within, num_blocks, num_compressed, overlap_band
@@ -12,7 +14,7 @@ GRIDS = [(32, 16, 64), (8, 4, 16), (4, 4, 8), (16, 4, 8), (16, 8, 8), (12, 4, 16
 
 
 def grid(length: int, stride: int, block: int) -> NSAConfig:
-    sizes = {"compress_block_size": length, "compress_stride": stride, "select_block_size": block}
+    sizes: Any = {"compress_block_size": length, "compress_stride": stride, "select_block_size": block}
     return NSAConfig(**sizes, num_selected_blocks=3, window_size=5)
 
 

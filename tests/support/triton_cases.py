@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class Case:
     @property
     def config(self) -> NSAConfig:
         length, stride = self.compressed or (self.block_size, self.block_size)
-        sizes = {"compress_block_size": length, "compress_stride": stride}
+        sizes: dict[str, Any] = {"compress_block_size": length, "compress_stride": stride}
         sizes |= {"select_block_size": self.block_size, "num_selected_blocks": self.num_selected}
         return NSAConfig(**sizes, num_init_blocks=0, num_local_blocks=0, window_size=self.window_size or 1)
 

@@ -61,7 +61,7 @@ ROPES: dict[str, dict[str, Any]] = {
 ROPES = {name: {"rope_type": name, "rope_theta": 100.0, **options} for name, options in ROPES.items()}
 """Of 40 tokens and more, each turns them otherwise than without it."""
 
-FEW = {
+FEW: dict[str, Any] = {
     "compress_block_size": 8,
     "compress_stride": 4,
     "select_block_size": 8,
@@ -72,7 +72,7 @@ FEW = {
 }
 """Of 64 tokens a query sees 32, and chooses 2 blocks of the 6 that are not forced."""
 CHOICE: dict[str, Any] = {"attn_implementation": "flexnsa", "flexnsa": FEW}
-ALL = FEW | {"num_selected_blocks": 64}
+ALL: dict[str, Any] = FEW | {"num_selected_blocks": 64}
 """Every block of up to 512 tokens is selected."""
 INDEX: dict[str, Any] = {"index_heads": 3, "index_block_size": 4, "index_stride": 4}
 """An index query for each query head, and two index keys for each block."""

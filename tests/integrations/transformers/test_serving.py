@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -90,7 +91,7 @@ def test_flexnsa_is_not_replaced_by_a_dense_attention(monkeypatch: pytest.Monkey
 
 def test_blocks_of_pages_are_averaged_as_those_of_packed_documents() -> None:
     keys, first = torch.randn(1, 40, 2, 8).transpose(1, 2), torch.tensor([0, 2, 4, 17, 19, 36])
-    sizes = NSAConfig(**FEW | {"compress_block_size": 4, "compress_stride": 2})
+    sizes = replace(NSAConfig(**FEW), compress_block_size=4, compress_stride=2)
     torch.testing.assert_close(average_pages(keys, first, sizes), average_blocks(keys, first[None], sizes))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_embeddings_in_place_of_tokens_teach_the_same() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_new_indexer_selects_what_means_of_keys_select(family: str) -> None:
     means, indexed = (
-        convert(dense(family), NSAConfig(**FEW | index), branches=["slc"])(tokens(2, 70)).logits
+        convert(dense(family), replace(NSAConfig(**FEW), **index), branches=["slc"])(tokens(2, 70)).logits
         for index in ({}, {"index_heads": 3})
     )
     assert_close(indexed, means)
