@@ -75,7 +75,7 @@ class NSAConfig:
         if self.index_heads is None:
             for name in ("index_block_size", "index_stride", "index_score"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"{name}: expected None without index_heads, got {getattr(self, name)}")
+                    raise ValueError(f"{name}: expected None without index_heads, got {getattr(self, name)!r}")
         else:
             length, stride = self._index_sizes()
             _check_multiples("index_stride", stride, index_block_size=length, select_block_size=self.select_block_size)
@@ -126,6 +126,7 @@ class NSAConfig:
             ValueError: the numbers do not fit each other.
         """
         block = sizes.get("select_block_size", 128)  # nothing is compressed
+        check_int("select_block_size", block, 1)
         blocks = {"compress_block_size": block, "compress_stride": block, "select_block_size": block}
         ones = dict.fromkeys(("num_local_blocks", "index_block_size", "index_stride", "index_heads"), 1)
         return cls(**dict[str, Any]({"num_init_blocks": 0, "index_score": "max"} | blocks | ones | sizes))

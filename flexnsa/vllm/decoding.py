@@ -30,7 +30,7 @@ class PagedLayer(NamedTuple):
         buffers: for each of these, ``slc``, ``win``, and ``tail`` for raw keys and values.
         num_kv_heads: on this rank.
         scale: factor on the scores.
-        shape: equal for layers that keep the same.
+        shape: equal for layers whose buffers have equal sizes.
     """
 
     sizes: NSAConfig
@@ -47,7 +47,7 @@ def attend_decodes(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from the tokens of requests that decode, and return theirs alone, ``(T, Hq, Dv)``, and their blocks.
 
-    Args are as of :meth:`flexnsa.vllm.attention.PagedAttention.forward`, but for these:
+    Arguments are those of :meth:`flexnsa.vllm.attention.PagedAttention.forward`, but for these:
         blocks: ``(R, Hkv, T, n)`` of ``R`` requests with up to ``T`` new tokens each, if those are chosen.
     """
     row, position = batch.decodes

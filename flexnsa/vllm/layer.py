@@ -89,8 +89,8 @@ class Attention(nn.Module):
         self.attend = PagedAttention(prefix, config, self.num_kv_heads, compressors, self.rotate, vllm_config, leader)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate heads ``x (T, H, D)`` by their positions, perhaps in place."""
-        turned = x.float().flatten(1).contiguous()  # x itself, if it can be
+        """Rotate heads ``x (T, H, D)`` by their positions; this may change ``x``."""
+        turned = x.float().flatten(1).contiguous()  # a view of x, where its dtype and layout allow it
         rotary_embedding(positions.to(torch.int64), turned, None, x.shape[2], self.tables, True)
         return turned.view(x.shape).to(x.dtype)
 

@@ -13,6 +13,8 @@ from flexnsa import MeanCompressor, NativeSparseAttention, NSAConfig, SelectionL
 from tests.support.compiled import PARTITIONED, assert_compiled_gradients_are_right
 from tests.support.inputs import SMALL
 
+MSA = NSAConfig.msa(select_block_size=8, num_selected_blocks=3)
+
 
 def weighted(out: Tensor) -> Tensor:
     """Sum an output with weights, so that each of its numbers has a gradient of its own."""
@@ -30,8 +32,9 @@ def test_packed_rows_of_a_layer_that_selects_or_is_in_its_dense_stage(dense: boo
     assert_compiled_gradients_are_right(layer, x, lambda called, x: weighted(called(x, document_ids=ids)), compile_it)
 
 
-def test_packed_rows_with_the_loss_of_an_indexer() -> None:
-    layer = NativeSparseAttention(32, 4, 2, 16)
+@pytest.mark.parametrize("options", [{}, {"config": MSA, "branches": ["slc"]}], ids=["text", "msa"])
+def test_packed_rows_with_the_loss_of_an_indexer(options: dict[str, Any]) -> None:
+    layer = NativeSparseAttention(32, 4, 2, 16, **options)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter += 0.02 * torch.randn_like(parameter)

@@ -50,7 +50,7 @@ class Pages(NamedTuple):
     def load(self, size: int, run: Tensor) -> tuple[Tensor, ...]:
         """Load the parts ``(..., states, width)`` of runs ``(...,)`` of ``size`` tokens."""
         (*_, rows, unit), states, width = self._rows_of(size), size // self.tokens, self.states.shape[3]
-        # A CPU copies rows of a table ten times as fast as what several indices point to. These may overlap.
+        # A CPU copies rows of a table ten times as fast as entries of several indices. Rows may overlap.
         table = self.states.as_strided((rows, states * width), (unit, 1), self.states.storage_offset())
         return table.index_select(0, run.view(-1)).view(*run.shape, states, width).split_with_sizes(self.widths, -1)
 
@@ -60,7 +60,7 @@ class Pages(NamedTuple):
 
 @lru_cache
 def _rows_of_runs(shape: Sequence[int], strides: Sequence[int], states: int) -> tuple[int, int, int, int, int]:
-    """Return how far pages, runs of states in a page, and heads are apart, how many rows begin, and every how much."""
+    """Return the strides of pages, runs and heads, the number of rows, and the elements from one row to the next."""
     steps = strides[0], states * strides[2], strides[1]
     unit = gcd(*steps)
     last = sum((count - 1) * step for count, step in zip((shape[0], shape[2] // states, shape[1]), steps, strict=True))
