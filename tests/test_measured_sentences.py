@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.tables import text
 from benchmarks.tables.points import Point, points_by, read_record
-from benchmarks.transformers.teaching import DEFAULT_STRIDE
+from flexnsa import NSAConfig
 
 ROOT = Path(__file__).parents[1]
 LATER = "nsa, dense first, then indexers"
@@ -125,7 +125,7 @@ def test_what_the_page_says_of_teaching_is_what_was_recorded() -> None:
     start = f"in sequences of {training['seq_len']:,} bytes, to {dense:.4f} nats per byte."
     assert f"A dense Llama ({model}) learned Python source code {start}" in page
     blocks = f"{nsa['num_selected_blocks']} blocks of {nsa['select_block_size']} tokens"
-    usual = f"{default:.4f} if means of {DEFAULT_STRIDE} keys choose the blocks, as by default,"
+    usual = f"{default:.4f} if means of {NSAConfig.for_text(4, 1).index_stride} keys choose the blocks, as by default,"
     told = f"Reading only {blocks}, it has - {usual} and {untaught:.4f} if means of {stride} keys do,"
     assert told in page
     assert f"- {best:.4f} with the best blocks." in page

@@ -37,6 +37,14 @@ def test_a_test_that_is_left_out_says_what_installs_what_it_needs() -> None:
         assert "pip install" in reasons[0] or "not_installed(" in reasons[0], f"{file}:{call.lineno}"
 
 
+def test_only_integrations_import_what_they_integrate() -> None:
+    """``make test`` runs in an environment without transformers, torchtitan and vLLM."""
+    others = r"(flexnsa\.|benchmarks\.)?(transformers|torchtitan|vllm)\b|tests\.integrations"
+    for file in set((ROOT / "tests").rglob("*.py")) - set((ROOT / "tests" / "integrations").rglob("*.py")):
+        for line in file.read_text().splitlines():
+            assert not re.match(rf"(from|import) ({others})", line), f"{file}: {line}"
+
+
 def test_modules_of_tests_have_names_of_their_own() -> None:
     """Two of one name cannot be collected in one call."""
     names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))

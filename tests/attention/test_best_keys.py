@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_named() -> None:
     without: dict[str, Any] = dict.fromkeys(("index_heads", "index_block_size", "index_stride"))
     refused: dict[str, dict[str, Any]] = {
         "index_score: expected one of 'max', got 'mass'": {"index_score": "mass"},
-        "index_score: expected None without index_heads, got max": without,
+        "index_score: expected None without index_heads, got 'max'": without,
         r"index_stride, index_heads: expected 1, 1, 1 .* got \(2, 2, 1\)": {"index_block_size": 2, "index_stride": 2},
     }
     for message, changes in refused.items():

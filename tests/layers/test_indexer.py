@@ -20,7 +20,6 @@ from flexnsa.layers.rope import apply_rope
 from flexnsa.lm import preset
 from flexnsa.optim import parameter_groups
 from flexnsa.parallel.layers_of import check_not_shared
-from flexnsa.torchtitan.options import Options
 from tests.support.decoding import taught, tokens
 from tests.support.inputs import SMALL
 
@@ -259,7 +258,6 @@ WRONG: list[tuple[str, Callable[[], object]]] = [
     ("index_rank: expected None with index_score='max'", lambda: make("best keys", index_rank=2)),
     ("index_score: expected None with a score_mod", lambda: make("best keys")(X, score_mod=lambda s, *_: s)),
     ("index_score: expected None of a layer that ranks", lambda: check_not_shared(make("best keys"), int, "heads")),
-    ("index_score: expected None of layers in torchtitan", lambda: Options(sizes=NSAConfig.msa())),
     ("index_score: expected None of a language model", lambda: replace(preset("small"), nsa=NSAConfig.msa())),
     ("selection: expected None without an indexer", lambda: make(config=SMALL)(X, selection=SelectionLoss())),
     ("selection: expected SelectionLoss", lambda: make()(X, selection=1)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import FlexAttention, GQAttention, ScaledDotProductAttention, VarlenAttention
 
+from flexnsa import NSAConfig
 from flexnsa.torchtitan.attention import NSAttention
 from flexnsa.torchtitan.checkpointing import KeepingSelection
 from tests.integrations.torchtitan.models import adapted
@@ -93,6 +94,7 @@ def test_a_config_is_adapted_once() -> None:
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_blocks": 4}, "options: expected some of branches, compress_block_size, "),
     ({"sizes": {}}, "options: expected some of "),
+    (asdict(NSAConfig.msa()), "index_score: expected None of layers in torchtitan"),
     ({"head_dim": 16}, "head_dim: expected none of a layer that starts as a dense one, got 16"),
     ({"rope_base": 1e6}, "rope_base: expected none of a layer that starts as a dense one"),
     ({"gate": "softmax"}, "gate: expected none of a layer that starts as a dense one, got 'softmax'"),
