@@ -180,7 +180,9 @@ def _teach(
     if read is None or read.scorer is None or not layer.training or not torch.is_grad_enabled():
         return out, _shared(read)
     if selection is None:
-        return out if indexer is None else untaught(out, indexer, warned=layer.dense_branches is None), _shared(read)
+        if indexer is not None and layer.dense_branches is None:
+            out = untaught(out, indexer)
+        return out, _shared(read)
     k, scorer = given(read.keys.k_slc), read.scorer
     sample: QuerySample = Sample(selection.tokens(x, k.shape[2]))
     for group in ranks:
@@ -248,8 +250,8 @@ class SparseLayer(nn.Module):
 
         The selected branch attends to all past tokens, as if it selected all blocks. The branches that are not named
         are left out and learn nothing: they get no gradient, for which DDP needs ``find_unused_parameters=True``. A
-        selection loss compares the scores of an indexer with the true shares of all blocks; without one it learns
-        nothing. Calls with a cache, and ranks of context parallelism, attend sparsely.
+        selection loss compares the scores of an indexer with the true shares of all blocks; without one the indexer is
+        left out, too. Calls with a cache, and ranks of context parallelism, attend sparsely.
 
         Raises:
             TypeError: they are no sequence.

@@ -316,8 +316,7 @@ def warn_untaught() -> None:
         warnings.warn(message, stacklevel=1)  # of this line, so that it is shown once
 
 
-def untaught(out: Tensor, indexer: nn.Module, *, warned: bool) -> Tensor:
-    """Give the parameters of an indexer that learns nothing a gradient of 0 through ``out``, as DDP needs."""
-    if warned:
-        warn_untaught()
+def untaught(out: Tensor, indexer: nn.Module) -> Tensor:
+    """Warn, and give an indexer that learns nothing gradients of 0 through ``out``, as DDP needs."""
+    warn_untaught()
     return out + 0 * torch.stack([own(parameter).sum() for parameter in indexer.parameters()]).sum().to(out.dtype)
