@@ -17,8 +17,8 @@ from flexnsa.lm.transformers_model import FlexNSAConfig, FlexNSAForCausalLM
 from flexnsa.transformers import convert
 
 SIZES = {"dim": 64, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 256}
-NSA = {"num_selected_blocks": 4, "window_size": 64}
-INDEX = {"index_heads": 2, "index_block_size": 8, "index_stride": 8}
+NSA: dict[str, Any] = {"num_selected_blocks": 4, "window_size": 64}
+INDEX: dict[str, Any] = {"index_heads": 2, "index_block_size": 8, "index_stride": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "paper": {"nsa": NSA},
     "index": {"nsa": NSA | INDEX},
