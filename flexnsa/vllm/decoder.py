@@ -78,7 +78,8 @@ class FlexNSAForCausalLM(nn.Module, SupportsLoRA):
     """
 
     # vLLM would leave out, without a word, what an adapter (LoRA) changes in an indexer; it refuses these names.
-    hf_to_vllm_mapper = WeightsMapper(orig_to_new_regex={re.compile(r"(\.indexer\..*)\.lora_"): r"\1.indexer.lora_"})
+    of_indexers: Any = re.compile(r"(\.indexer\..*)\.lora_")  # Any: vLLM's type hint leaves open of what a Pattern is
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_regex={of_indexers: r"\1.indexer.lora_"})
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
