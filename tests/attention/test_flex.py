@@ -89,8 +89,10 @@ def check(branch: str, groups: int, seq_len: int, dtype: torch.dtype = torch.flo
 
 @pytest.mark.parametrize("branch", BRANCHES)
 @torch._dynamo.config.patch(assume_static_by_default=False)
-def test_one_graph_serves_awkward_lengths(branch: str) -> None:
-    """As Inductor compiles it. Graphs of one length are compiled in test_mods.py."""
+def test_one_graph_serves_awkward_lengths(branch: str, request: pytest.FixtureRequest) -> None:
+    """Inductor compiles the window, and all branches, for one length, in test_mods.py."""
+    if branch != "win":
+        request.getfixturevalue("eager_flex")
     for number, seq_len in enumerate(AWKWARD[branch]):
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             check(branch, groups=2, seq_len=seq_len)

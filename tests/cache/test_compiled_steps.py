@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.support.decoding import assert_equal_to_whole, make_layer, mods_of_heads, tokens
@@ -25,6 +26,7 @@ def test_256_steps_of_one_graph_and_those_beyond_the_capacity_are_nan() -> None:
     assert cache.lengths.tolist() == [270, 268]
 
 
+@pytest.mark.usefixtures("eager_flex")
 def test_flex_steps_with_mods_never_recompile_after_a_prefill() -> None:
     """Each branch compiles itself, once, for rows of any length. Chunks have no mod in test_prefill.py."""
     layer, options = make_layer(), mods_of_heads(4)
