@@ -10,8 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.parallel.conftest import RunOnce
-from tests.parallel.heads import CASES, ON_FOUR, compare_cases
-from tests.parallel.spread_head import CHUNKS, WAYS, compare_heads
+from tests.parallel.heads import CASES, CHUNKS, ON_FOUR, WAYS, compare_cases, compare_heads
 
 Results = Callable[[int], dict[str, Any]]
 OTHERS = ("shared keys", "an indexer that is not taught")
