@@ -8,9 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integrations.torchtitan.interrupted import SAVED, go_on, grow, run_through, start
 from tests.integrations.torchtitan.runs import LOSS, NORM, SELECTION_LOSS, TOLD
-from tests.integrations.torchtitan.scenarios import ALONE, SAME, run_alone, run_apart, run_shared
+from tests.integrations.torchtitan.scenarios import (
+    ALONE,
+    SAME,
+    SAVED,
+    go_on,
+    grow,
+    run_alone,
+    run_apart,
+    run_shared,
+    run_through,
+    start,
+)
 from tests.parallel.conftest import RunOnce
 from tests.parallel.processes import run_together, started
 

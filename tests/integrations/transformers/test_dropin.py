@@ -19,13 +19,14 @@ from flexnsa.transformers import dropin, softmax
 from tests.integrations.transformers.families import ALL, FAMILIES, FEW, dense, pad_left, sparse, tokens
 from tests.integrations.transformers.test_one_model import THREE
 
+OPTIONS = {"default": FEW, "three branches": THREE}
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
 
-@pytest.fixture(params=["default", "three branches"])
+@pytest.fixture(params=OPTIONS)
 def few(request: pytest.FixtureRequest) -> Any:
     """A model that leaves most keys out."""
-    return sparse("llama", FEW if request.param == "default" else THREE)
+    return sparse("llama", OPTIONS[request.param])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,7 +103,7 @@ def test_options_are_read_from_the_config_and_default_to_the_selected_branch() -
 
 
 def test_compiled_as_one_graph_it_has_the_same_gradients() -> None:
-    """Of padded rows: others, of a graph that has less in it, are in ``test_dynamic_lengths``."""
+    """Of padded rows: others, of a graph that has less in it, are in ``test_one_model``."""
     few = sparse("llama", FEW, num_hidden_layers=1)
     batch = pad_left([tokens(40), tokens(25)])
     results: list[list[Tensor]] = []
@@ -150,24 +151,16 @@ def test_a_mask_of_ones_own_is_refused() -> None:
 
 
 Outputs = list[Tensor]
-BRANCHES: dict[str, dict[str, Any]] = {
-    "selected branch": {},
-    "all branches": {"branches": ["cmp", "slc", "win"], "gates": [0.3, 1.0, 0.2]},
-}
 
 
 def packed() -> dict[str, Tensor]:
     return {"input_ids": tokens(1, 50), "position_ids": torch.cat((torch.arange(30), torch.arange(20)))[None]}
 
 
-def padded_right() -> dict[str, Tensor]:
-    return {name: x.flip(1) for name, x in pad_left([tokens(50), tokens(31)]).items()}
-
-
 BATCHES: dict[str, Any] = {
     "whole rows": lambda: {"input_ids": tokens(2, 50)},
     "padding on the left": lambda: pad_left([tokens(50), tokens(31)]),
-    "padding on the right": padded_right,
+    "padding on the right": lambda: {name: x.flip(1) for name, x in pad_left([tokens(50), tokens(31)]).items()},
     "packed": packed,
 }
 
@@ -195,10 +188,10 @@ def assert_laid_out(outputs: Outputs, *shape: int) -> None:
 
 
 @pytest.mark.parametrize("trains", [False, True])
-@pytest.mark.parametrize("branches", BRANCHES)
+@pytest.mark.parametrize("branches", OPTIONS)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_outputs_are_contiguous(batch: str, branches: str, trains: bool, outputs: Outputs) -> None:
-    x, model = BATCHES[batch](), sparse("llama", FEW | BRANCHES[branches])
+    x, model = BATCHES[batch](), sparse("llama", OPTIONS[branches])
     with torch.set_grad_enabled(trains):
         model(**x, use_cache=False)
         assert_laid_out(outputs, *x["input_ids"].shape, 6, 16)
