@@ -12,7 +12,6 @@ from torch import nn
 import flexnsa
 from flexnsa import NativeSparseAttention
 from flexnsa import lm as models
-from flexnsa import lm as training
 from flexnsa.layers.config import LayerConfig
 from flexnsa.lm import PRESETS, TRAIN_PRESETS, DecoderConfig, DecoderLM, preset
 from flexnsa.lm.estimate import parameter_count
@@ -112,7 +111,7 @@ def test_wrong_sequences_are_named(name: str, value: Any) -> None:
 
 
 def test_every_public_config_that_holds_sequences_is_looked_at() -> None:
-    public = [getattr(module, name) for module in (flexnsa, models, training) for name in module.__all__]
+    public = [getattr(module, name) for module in (flexnsa, models) for name in module.__all__]
     frozen = [x for x in public if is_dataclass(x) and x.__dataclass_params__.frozen]  # pyright: ignore[reportAttributeAccessIssue]
     assert DecoderConfig in frozen
     of_several = {
