@@ -21,8 +21,14 @@ from torch import Tensor
 import flexnsa
 from flexnsa import NSAConfig, mods
 from flexnsa.attention.flex import branches as flex
-from tests.support.public_calls import CALLS
+from tests.support.right_calls.attention import ATTENTION
+from tests.support.right_calls.call import Call
+from tests.support.right_calls.models import MODELS
+from tests.support.right_calls.rows import ROWS
 from tests.support.wrong_calls import Drawn, calls
+
+CALLS: dict[str, Call] = {**ATTENTION, **ROWS, **MODELS}
+"""A right call of every public function and class."""
 
 
 class Reached(Exception):  # noqa: N818  (not an error)

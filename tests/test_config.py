@@ -1,13 +1,15 @@
-"""The configuration is a value: the paper's sizes by default, frozen, comparable, and valid or not there at all."""
+"""The configuration is a value, by default the paper's; its counts and overlaps are those of sets of token numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import pytest
 
-from flexnsa.config import NSAConfig
+from flexnsa.config import BRANCHES, NSAConfig, blocks_within, num_blocks, num_compressed, overlap_band
+from tests.support import literal
 
 
 def test_defaults_are_those_of_the_paper() -> None:
@@ -33,3 +35,49 @@ def test_is_a_hashable_value() -> None:
 def test_changes_are_refused(call: Callable[[], object], error: type[Exception]) -> None:
     with pytest.raises(error):
         call()
+
+
+# (l, d, l'): the paper's sizes, no overlap between compressed tokens, l' < l, l' == d, three strides to a token.
+GRIDS = [(32, 16, 64), (8, 4, 16), (4, 4, 8), (16, 4, 8), (16, 8, 8), (12, 4, 16), (1, 1, 1)]
+
+
+def grid(length: int, stride: int, block: int) -> NSAConfig:
+    sizes: Any = {"compress_block_size": length, "compress_stride": stride, "select_block_size": block}
+    return NSAConfig(**sizes, num_selected_blocks=3, window_size=5)
+
+
+def test_branches_come_in_the_order_of_the_gates() -> None:
+    assert BRANCHES == ("cmp", "slc", "win")
+
+
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_num_compressed_counts_the_blocks_that_are_whole(sizes: tuple[int, int, int]) -> None:
+    length, stride, _ = sizes
+    for seq_len in range(1, 100):
+        whole = [i for i in range(seq_len) if i * stride + length <= seq_len]
+        assert num_compressed(seq_len, grid(*sizes)) == len(whole), seq_len
+
+
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_num_blocks_counts_the_unfinished_block(sizes: tuple[int, int, int]) -> None:
+    for seq_len in range(1, 100):
+        assert num_blocks(seq_len, grid(*sizes)) == len({t // sizes[2] for t in range(seq_len)}), seq_len
+
+
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_blocks_within_bounds_every_sequence_of_as_many_compressed_tokens(sizes: tuple[int, int, int]) -> None:
+    config = grid(*sizes)
+    for seq_len in range(1, 100):
+        bound = blocks_within(num_compressed(seq_len, config), config)
+        assert num_blocks(seq_len, config) <= bound <= num_blocks(seq_len, config) + 1, seq_len
+
+
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_overlap_band_is_the_shared_tokens_of_every_pair(sizes: tuple[int, int, int]) -> None:
+    config = grid(*sizes)
+    first, weights = overlap_band(config)
+    step = config.select_block_size // config.compress_stride
+    for j in range(6):
+        for i in range(80):
+            offset = i - j * step - first
+            assert (weights[offset] if 0 <= offset < len(weights) else 0) == literal.overlap(i, j, config), (i, j)

@@ -1,4 +1,4 @@
-"""Wrong calls, each answered with an error that names the argument, what was expected and what came."""
+"""Wrong calls and wrong mods, each answered with an error that names the argument, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from flexnsa import (
     NSAConfig,
     block_importance,
     compressed_attention,
+    mods,
     native_sparse_attention,
     select_blocks,
     selected_attention,
     sliding_window_attention,
 )
 from flexnsa.attention.dispatch import IMPLEMENTATIONS
-from tests.support.inputs import SMALL, make_inputs
+from tests.support.inputs import SMALL, attend_with_aux, make_inputs
 
 X = make_inputs(40, batch=2, dtype=torch.float32)  # Hq 4, Hkv 2, D 16, N 9, M 3
 DOUBLE = {name: tensor.double() for name, tensor in X.named().items()}
@@ -219,3 +220,42 @@ def test_right_calls_that_look_unusual_are_answered(impl: str) -> None:
 def test_every_public_name_is_described() -> None:
     types = {"MaskMod", "ScoreMod"}  # aliases, which have no docstring
     assert all(getattr(flexnsa, name).__doc__ for name in {*flexnsa.__all__} - types)
+
+
+def test_wrong_mods_are_named() -> None:
+    inputs = make_inputs(40).to(torch.float32)
+    captured = torch.randn(3, requires_grad=True)
+
+    def number(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
+        return q_idx - kv_idx
+
+    def score_of(make: Callable[[Tensor], Any]) -> dict[str, Any]:
+        return {"score_mod": lambda score, b, h, q_idx, kv_idx: make(score)}  # noqa: ARG005
+
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"score_mod": 3}, TypeError, "score_mod: expected a function, got 3"),
+        ({"mask_mod": "causal"}, TypeError, "mask_mod: expected a function"),
+        ({"mask_mod": number}, ValueError, "mask_mod: expected it to return torch.bool, got torch.int32"),
+        ({"mask_mod": lambda *_: True}, TypeError, "mask_mod: expected it to return a tensor, got True"),
+        (score_of(lambda score: score > 0), ValueError, "score_mod: expected it to return a floating dtype"),
+        (score_of(lambda score: score + torch.zeros(3)), ValueError, r"score_mod: .* shape \(\), got \(3,\)"),
+        ({"mask_mod": lambda score: score > 0}, ValueError, r"mask_mod: .* \(b, h, q_idx, kv_idx\), got TypeError"),
+        (
+            score_of(lambda score: score if score > 0 else -score),
+            ValueError,
+            "score_mod: expected .*, got RuntimeError",
+        ),
+        ({"score_mod": mods.alibi(torch.ones(3))}, ValueError, "score_mod: expected .*, got IndexError"),
+        (
+            score_of(lambda score: score + captured[0]) | {"impl": "flex"},
+            ValueError,
+            "score_mod: captures a tensor that requires a gradient",
+        ),
+    ]
+    for options, error, message in wrong:
+        with pytest.raises(error, match=message):
+            attend_with_aux(inputs, **options)
+    with pytest.raises(ValueError, match="stop: expected at least 5, got 4"):
+        mods.banned_span(4, 4)
+    with pytest.raises(ValueError, match=r"slopes: expected shape \(Hq,\)"):
+        mods.alibi(torch.zeros(2, 2))

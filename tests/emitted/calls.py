@@ -32,17 +32,25 @@ def attention(branch: str, config: NSAConfig, scale: float) -> Callable[..., tup
 
 
 def arguments(
-    branch: str, config: NSAConfig, groups: int, seq_len: int, dims: tuple[int, int], dtype: torch.dtype, heads: int = 1
+    branch: str,
+    config: NSAConfig,
+    groups: int,
+    seq_len: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    heads: int = 1,
+    token: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """q, k, v and, of the selected branch, the blocks."""
+    """q, k, v and, of the selected branch, the blocks; queries stand at ``token``, by default at all."""
     num_keys = num_compressed(seq_len, config) if branch == "cmp" else seq_len
-    shapes = (heads * groups, seq_len, dims[0]), (heads, num_keys, dims[0]), (heads, num_keys, dims[1])
+    token = torch.arange(seq_len) if token is None else token
+    shapes = (heads * groups, len(token), dims[0]), (heads, num_keys, dims[0]), (heads, num_keys, dims[1])
     batch = 2 if groups == 1 else 1
     q, k, v = (torch.randn(batch, *shape, dtype=dtype, requires_grad=True) for shape in shapes)
     if branch != "slc":
         return q, k, v
     # Every query takes block 0 and its own, so more queries choose block 0 than one copy of it serves.
-    own = torch.arange(seq_len, dtype=torch.int32) // config.select_block_size
+    own = token.int() // config.select_block_size
     blocks = torch.stack([torch.zeros_like(own), torch.where(own > 0, own, -1)], -1)
     blocks = torch.nn.functional.pad(blocks, (0, config.num_selected_blocks - 2), value=-1)
     return q, k, v, blocks.expand(batch, heads, -1, -1).contiguous()

@@ -1,13 +1,18 @@
-"""The sm_90 kernels that Inductor generates, forward and backward: right in an interpreter, and free of spills."""
+"""The sm_90 kernels that Inductor generates: right in an interpreter, free of spills, and in 64 bits for long rows."""
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flexnsa.attention.flex import branches
+from flexnsa.attention.interface import Call
 from flexnsa.config import NSAConfig
 from flexnsa.layers.projection import project_together
 from tests.emitted.calls import BRANCHES, TWO_BLOCKS, arguments, assert_agree, attention
@@ -84,3 +89,35 @@ def test_each_gradient_is_written_straight_into_the_joint_one(count: int) -> Non
 
     kernels = [kernel for kernel in emit(run, make).kernels if kernel.direction == "backward"]
     assert max(kernel.source.count("*fp32") for kernel in kernels) <= 4  # the output, and what one gradient reads
+
+
+CONFIG, LENGTH, DIM = NSAConfig(), 2**19, 128
+SCALE = DIM**-0.5
+
+
+def tensors(branch: str, *, by_token: bool = False) -> tuple[Tensor, ...]:
+    """Make 64 heads for half a million tokens, 2^32 numbers; by token as a layer lays them out."""
+    q, *others = arguments(branch, CONFIG, 16, LENGTH, (DIM, DIM), torch.bfloat16, heads=4)
+    if by_token:
+        q = torch.empty(1, LENGTH, 64, DIM, dtype=q.dtype, requires_grad=True).transpose(1, 2)
+    return q, *others
+
+
+@pytest.mark.parametrize(("branch", "by_token"), [*((branch, True) for branch in BRANCHES), ("slc", False)])
+def test_kernels_count_far_rows_in_64_bits(branch: str, by_token: bool) -> None:
+    emitted = emit(attention(branch, CONFIG, SCALE), partial(tensors, branch, by_token=by_token))
+    templates = [kernel for kernel in emitted.kernels if kernel.is_template]
+    assert [kernel.direction for kernel in templates] == ["forward", "backward"]
+    for kernel in templates:
+        assert set(re.findall(r"INDEX_DTYPE : tl.constexpr = (\S+)", kernel.source)) == {"tl.int64"}
+        # Rows that a kernel finds in a list are 32-bit integers, which it multiplies with the stride between rows.
+        for strides in re.findall(r"stride_\w+, stride_\w+, stride_\w+, stride_\w+ = (.+)", kernel.source):
+            assert int(strides.split(", ")[2]) * LENGTH * 16 < 2**31
+
+
+def test_heads_of_more_numbers_are_refused_by_name() -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        q, k, v, chosen = tensors("slc")
+        call = Call(CONFIG, SCALE)
+        with pytest.raises(ValueError, match=r"q: expected fewer than 2\^31 numbers in one head .* got 33554432 rows"):
+            branches.selected(q, k[:, :1], v[:, :1], chosen[:, :1], call)

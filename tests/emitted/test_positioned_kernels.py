@@ -13,11 +13,10 @@ from flexnsa import mods
 from flexnsa.attention.dispatch import FLEX, REFERENCE
 from flexnsa.attention.flex import branches
 from flexnsa.attention.interface import Call, Implementation
-from flexnsa.config import num_compressed
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import ScoreMod, merge_mods
 from flexnsa.positions import Positions
-from tests.emitted.calls import BRANCHES, TWO_BLOCKS, assert_agree, attend
+from tests.emitted.calls import BRANCHES, TWO_BLOCKS, arguments, assert_agree, attend
 from tests.emitted.emit import emit
 from tests.emitted.interpreted import interpreted
 from tests.emitted.modules import Emitted
@@ -64,19 +63,15 @@ def placed(branch: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
-def arguments(branch: str, seq_len: int, told: Tensor, token: Tensor) -> tuple[Tensor, ...]:
+def told_arguments(branch: str, seq_len: int, told: Tensor, token: Tensor) -> tuple[Tensor, ...]:
     """q, k, v, what is told of the positions and, of the selected branch, block 0 and each query's own."""
-    num_keys = num_compressed(seq_len, TWO_BLOCKS) if branch == "cmp" else seq_len
-    shapes = (GROUPS, len(token), 32), (1, num_keys, 32), (1, num_keys, 16)
-    q, k, v = (torch.randn(1, *shape, requires_grad=True) for shape in shapes)
-    own = token.int() // TWO_BLOCKS.select_block_size
-    blocks = torch.stack([torch.zeros_like(own), torch.where(own > 0, own, -1)], -1)[None, None]
-    return (q, k, v, told, blocks) if branch == "slc" else (q, k, v, told)
+    q, k, v, *blocks = arguments(branch, TWO_BLOCKS, GROUPS, seq_len, (32, 16), token=token)
+    return q, k, v, told, *blocks
 
 
 def documents(branch: str, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
     ids = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])[None]
-    return arguments(branch, sum(lengths), ids, torch.cat([torch.arange(length) for length in lengths]))
+    return told_arguments(branch, sum(lengths), ids, torch.cat([torch.arange(length) for length in lengths]))
 
 
 def in_fp64(*inputs: Tensor) -> list[Tensor]:
@@ -129,7 +124,7 @@ def test_queries_meet_the_keys_of_their_own_tokens(branch: str, monkeypatch: pyt
 
     def make() -> tuple[Tensor, ...]:
         tokens = torch.tensor(TOKENS)
-        return arguments(branch, LENGTH, tokens, tokens)
+        return told_arguments(branch, LENGTH, tokens, tokens)
 
     module = emit(placed(branch), make)
     inputs = make()

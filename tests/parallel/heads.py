@@ -1,4 +1,4 @@
-"""A model whose heads are sharded over ranks, and the same model whole."""
+"""A model whose heads, or whose head, are spread over ranks, and the same model whole."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from flexnsa import NativeSparseAttention, SelectionLoss
+from flexnsa import NativeSparseAttention, SelectionLoss, loss
 from flexnsa.lm import DecoderConfig, DecoderLM
-from flexnsa.lm.parallel import joined_ranks
 from flexnsa.optim import parameter_groups
 from flexnsa.parallel.tensor_parallel import clip_gradients, parallelize_attention, parallelize_model
-from tests.parallel.steps import CPU, MODEL, messages, whole
+from tests.parallel.steps import MODEL, messages, saved_results, share_keys, whole
 from tests.support.decoding import taught
 from tests.support.inputs import TINY
-from tests.support.sharing import share_keys
 
 HEADS = replace(MODEL, num_heads=8, num_kv_heads=4)
 INDEXED = replace(TINY, index_heads=1, index_block_size=4, index_stride=2)
@@ -82,9 +85,8 @@ def take_steps(model: DecoderLM, clip: Callable[[DecoderLM], torch.Tensor]) -> d
 
 def compare_cases(file: Path) -> None:
     """Learn in each way, whole and spread, and decode; save what rank 0 has seen."""
-    with joined_ranks("ddp", CPU) as ranks:
+    with saved_results(file) as (ranks, results):
         mesh = init_device_mesh("cpu", (ranks.world_size,))
-        results: dict[str, Any] = {}
         for name in CASES if ranks.world_size == 2 else ON_FOUR:
             config = replace(HEADS, **CASES[name])
             whole_model = learn(build(config)) if ranks.rank == 0 else None  # the same on every rank
@@ -103,8 +105,6 @@ def compare_cases(file: Path) -> None:
             models = build(config).eval(), parallelize_model(build(config), mesh).eval()
             results[f"decoded, {config.nsa.index_heads}"] = [model.generate(prompts, 8) for model in models]
         results["refused"] = _refusals(mesh)
-        if ranks.rank == 0:
-            torch.save(results, file)
 
 
 def _spread_in_silence(model: DecoderLM, mesh: Any) -> dict[str, torch.Tensor]:
@@ -123,3 +123,77 @@ def _refusals(mesh: Any) -> dict[str, str]:
         "mods": lambda: spread(torch.randn(1, 20, 16), score_mod=lambda score, *_: score),
     }
     return messages(calls)
+
+
+Wrap = Callable[[DecoderLM, DeviceMesh], nn.Module]
+
+
+def shard_all(model: DecoderLM, mesh: DeviceMesh) -> nn.Module:
+    """Shard the head along with what is outside of the layers."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def shard_head(model: DecoderLM, mesh: DeviceMesh, *, keep: bool) -> nn.Module:
+    """Shard the head on its own; ``keep`` has it stay whole from forward to backward."""
+    fully_shard(model.head, mesh=mesh, reshard_after_forward=not keep)
+    return shard_all(model, mesh)
+
+
+def split_head(model: DecoderLM, mesh: DeviceMesh) -> nn.Module:
+    """Have each rank compute the logits of some tokens of the vocabulary."""
+    parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+    return model
+
+
+WAYS: dict[str, Wrap] = {
+    "whole on every rank": lambda model, _: DistributedDataParallel(model),
+    "sharded with the rest": shard_all,
+    "sharded on its own": lambda model, mesh: shard_head(model, mesh, keep=False),
+    "sharded on its own, kept whole": lambda model, mesh: shard_head(model, mesh, keep=True),
+    "split by vocabulary": split_head,
+}
+CHUNKS: dict[str, int] = {"one chunk": 2**30, "several chunks": 17 * 2 * 4 * MODEL.vocab_size}
+
+
+def cap(_head: nn.Module, _inputs: object, logits: Tensor) -> Tensor:
+    """Keep logits within bounds, as a soft cap does."""
+    return 2 * (logits * 10).tanh()
+
+
+def learn_by_head(model: nn.Module, named: DecoderLM) -> dict[str, Tensor]:
+    """Return the loss of a pass, and the gradients of two that add up."""
+    tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(5))
+    targets = tokens.roll(-1, 1).masked_fill(tokens < 40, -100)
+    value = model(tokens, targets=targets)
+    value.backward()
+    model(tokens, targets=targets).backward()
+    return {"loss": value.detach()} | {
+        name: whole(p.grad) for name, p in named.named_parameters() if p.grad is not None
+    }
+
+
+def build_with_head(*, capped: bool) -> DecoderLM:
+    """Build the same model on every rank."""
+    torch.manual_seed(3)
+    model = DecoderLM(MODEL).train()
+    if capped:
+        model.head.register_forward_hook(cap)
+    return model
+
+
+def compare_heads(file: Path) -> None:
+    """Learn in each way of the head, and on one rank; save what rank 0 has seen."""
+    with saved_results(file) as (ranks, results):
+        mesh = init_device_mesh("cpu", (ranks.world_size,))
+        for hook in ("plain", "capped"):
+            alone = build_with_head(capped=hook == "capped")
+            results[hook,] = learn_by_head(alone, alone)
+            for chunks, workspace in CHUNKS.items():
+                loss.WORKSPACE_BYTES = workspace
+                for way, wrap in WAYS.items():
+                    model = build_with_head(capped=hook == "capped")
+                    results[hook, chunks, way] = learn_by_head(wrap(model, mesh), model)
+            loss.WORKSPACE_BYTES = 2**30

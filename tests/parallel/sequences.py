@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexnsa import NativeSparseAttention, SelectionLoss
 from flexnsa.lm import DecoderLM
-from flexnsa.lm.parallel import joined_ranks
 from flexnsa.lm.parallel.data_parallel import DDPRanks, FSDP2Ranks, GroupRanks
 from flexnsa.parallel.context_parallel import parallelize_attention, parallelize_model, shard, unshard
-from tests.parallel.steps import CPU, MODEL, messages, train
+from tests.parallel.steps import CPU, MODEL, messages, saved_results, train
 from tests.support.decoding import taught
 from tests.support.inputs import SMALL, TINY
 
@@ -142,14 +141,12 @@ def compare_layers(mesh: DeviceMesh) -> dict[str, Any]:
 
 def compare_compiled(file: Path) -> None:
     """Save what rank 0 has seen of a compiled layer, and how many graphs and graph breaks there were."""
-    with joined_ranks("ddp", CPU) as ranks:
+    with saved_results(file) as (ranks, results):
         mesh = init_device_mesh("cpu", (ranks.world_size,))
         layer = spread_layer(mesh, "an indexer")
         layer.compile(backend="aot_eager", fullgraph=True)
-        results: dict[str, Any] = {"layer": compare(mesh, "an indexer", layer, packed=True)}
+        results["layer"] = compare(mesh, "an indexer", layer, packed=True)
         results["graphs"] = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-        if ranks.rank == 0:
-            torch.save(results, file)
 
 
 INDEXED: dict[str, Any] = {"nsa": replace(TINY, index_heads=2, index_block_size=4, index_stride=2)}
@@ -175,13 +172,9 @@ TRAINED_ROW = {"seq_len": 64}
 
 def train_all(file: Path) -> None:
     """Take two steps in every way, and save what rank 0 has seen."""
-    with joined_ranks("ddp", CPU) as ranks:
-        results = {
-            name: train(kind(CPU, torch.float32, sharing), TRAINED_ROW | options)
-            for name, (kind, sharing, options) in TRAINED[ranks.world_size].items()
-        }
-        if ranks.rank == 0:
-            torch.save(results, file)
+    with saved_results(file) as (ranks, results):
+        for name, (kind, sharing, options) in TRAINED[ranks.world_size].items():
+            results[name] = train(kind(CPU, torch.float32, sharing), TRAINED_ROW | options)
 
 
 def refusals(mesh: DeviceMesh) -> dict[str, str]:
@@ -213,13 +206,8 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
 
 def compare_sequences(file: Path) -> None:
     """Save what rank 0 has seen of all."""
-    with joined_ranks("ddp", CPU) as ranks:
+    with saved_results(file) as (ranks, results):
         mesh = init_device_mesh("cpu", (ranks.world_size,))
         x = torch.arange(3.0 * ROW * 5).view(3, ROW, 5)
-        results = {
-            "layers": compare_layers(mesh),
-            "refused": refusals(mesh),
-            "round trip": torch.equal(unshard(shard(x, mesh, seq_dim=1), mesh), x),
-        }
-        if ranks.rank == 0:
-            torch.save(results, file)
+        results |= {"layers": compare_layers(mesh), "refused": refusals(mesh)}
+        results["round trip"] = torch.equal(unshard(shard(x, mesh, seq_dim=1), mesh), x)

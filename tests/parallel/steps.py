@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from flexnsa import MeanCompressor, MLPCompressor
+from flexnsa import MeanCompressor, MLPCompressor, NativeSparseAttention
 from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, StepResult, TrainConfig, Trainer
 from flexnsa.lm.parallel import REDUCE_DTYPES, Ranks, joined_ranks
 from flexnsa.lm.training.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
 from tests.support.inputs import TINY
-from tests.support.sharing import share_keys
 
 CPU = torch.device("cpu")
 MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
@@ -65,6 +65,14 @@ def corpus() -> Corpus:
     paragraphs = ("".join(draws.choices("abcdefgh", k=draws.choice([1, 1, 1, 60]))) for _ in range(400))
     text = torch.tensor(list("\n\n".join(paragraphs).encode()), dtype=torch.uint8)
     return Corpus(text, text[:2000].clone())
+
+
+def share_keys(model: DecoderLM) -> DecoderLM:
+    """Have the compressed branch compress the keys of the selected one, in every layer."""
+    for layer in model.modules():
+        if isinstance(layer, NativeSparseAttention):
+            layer.w_k_cmp = layer.w_k_slc
+    return model
 
 
 def make_trainer(
@@ -185,19 +193,27 @@ def reset_on_meta(ranks: Ranks) -> list[list[bool]]:
     return ranks.gather(found)
 
 
+@contextmanager
+def saved_results(file: Path, parallel: str = "ddp") -> Iterator[tuple[Ranks, dict[Any, Any]]]:
+    """Join the ranks, and save in the end what rank 0 has put into the results."""
+    results: dict[Any, Any] = {}
+    with joined_ranks(parallel, CPU) as ranks:
+        yield ranks, results
+        if ranks.rank == 0:
+            torch.save(results, file)
+
+
 def train_cases(file: Path, parallel: str) -> None:
     """Train in each way, resume from a checkpoint, and meet a NaN; save the results of rank 0."""
-    with joined_ranks(parallel, CPU) as ranks:
+    with saved_results(file, parallel) as (ranks, results):
         names = (*CASES, "summed in bf16") if ranks.world_size == 2 else ON_FOUR
         names += (COMPILED,) if parallel == "ddp" else ()
-        results: dict[str, Any] = {name: train(ranks, (CASES | ON_TWO)[name]) for name in names}
+        results |= {name: train(ranks, (CASES | ON_TWO)[name]) for name in names}
         results["going on"] = [go_on(ranks, file.parent), go_on(ranks, file.parent, **STAGES)]
         results["NaN"] = meet_a_nan(ranks)
         if parallel == "fsdp2":
             results["buffers"], results["tied"] = build_with_buffers(ranks), build_tied(ranks)
             results["reset on meta"] = reset_on_meta(ranks)
-        if ranks.rank == 0:
-            torch.save(results, file)
 
 
 def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:

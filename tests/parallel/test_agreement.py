@@ -19,11 +19,11 @@ from flexnsa.lm import Corpus, DecoderLM, Trainer, run
 from flexnsa.lm.cli import main, train
 from flexnsa.lm.cli import options as cli_options
 from flexnsa.lm.cli.train import agreed_options, model_config, train_config
-from flexnsa.lm.parallel import Ranks, joined_ranks
+from flexnsa.lm.parallel import Ranks
 from flexnsa.lm.parallel.agreement import REFUSED, RanksDifferError, flat, require_same, require_same_in_store
 from tests.parallel.conftest import RunOnce
 from tests.parallel.processes import run_together
-from tests.parallel.steps import CPU, MODEL, TRAINING, corpus, make_trainer
+from tests.parallel.steps import CPU, MODEL, TRAINING, corpus, make_trainer, saved_results
 
 SIZES = (
     "--device cpu --dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 8 --batch-size 4 --seq-len 64 "
@@ -171,13 +171,10 @@ def _trainers(file: Path, parallel: str) -> None:
         "dim": {"model": replace(MODEL, dim=64)},
         "head.weight": {"change": lambda model: model.head.double()},
     }
-    with joined_ranks(parallel, CPU) as ranks:
-        errors = {}
+    with saved_results(file, parallel) as (ranks, errors):
         for name, options in different.items():
             on_last = options if ranks.rank == ranks.world_size - 1 else {}
             errors[name] = ranks.gather(_error_of(ranks, **({"text": text} | on_last)))
-        if ranks.rank == 0:
-            torch.save(errors, file)
 
 
 def _error_of(ranks: Ranks, text: Corpus, model: Any = MODEL, config: Any = TRAINING, **options: Any) -> str:

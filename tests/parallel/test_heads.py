@@ -1,15 +1,16 @@
-"""Heads sharded over ranks compute the same as heads on one rank."""
+"""Heads of attention, and the head of a model, that are spread over ranks compute what they do on one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from tests.parallel.conftest import RunOnce
-from tests.parallel.heads import CASES, ON_FOUR, compare_cases
+from tests.parallel.heads import CASES, CHUNKS, ON_FOUR, WAYS, compare_cases, compare_heads
 
 Results = Callable[[int], dict[str, Any]]
 OTHERS = ("shared keys", "an indexer that is not taught")
@@ -52,3 +53,27 @@ def test_what_ranks_cannot_share_is_refused_by_name(results: Results) -> None:
     assert refused["dense"] == "layer: expected NativeSparseAttention, got DenseAttention"
     assert refused["again"] == "layer: expected one that has all of its heads, got one that is parallelized already"
     assert refused["mods"].startswith("score_mod: expected None of a layer whose heads are spread over ranks")
+
+
+HeadResults = dict[tuple[str, ...], Any]
+
+
+@pytest.fixture(scope="module")
+def head_results(run_once: RunOnce) -> HeadResults:
+    """What two ranks have seen, by hook, number of chunks and way."""
+    return cast("HeadResults", run_once(2, compare_heads))
+
+
+@pytest.mark.parametrize("hook", ["plain", "capped"])
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("way", WAYS)
+def test_loss_and_gradients_are_those_of_one_process(
+    way: str, chunks: str, hook: str, head_results: HeadResults
+) -> None:
+    got, want = head_results[hook, chunks, way], head_results[hook,]
+    assert got.keys() == want.keys()
+    assert_close(got, want)
+
+
+def test_the_hook_is_one_that_the_loss_depends_on(head_results: HeadResults) -> None:
+    assert abs(head_results["capped",]["loss"] - head_results["plain",]["loss"]) > 0.1

@@ -11,26 +11,14 @@ from torch.nn.attention.flex_attention import or_masks
 
 from flexnsa import NativeSparseAttention, NSACache, NSAConfig, mods
 from flexnsa.config import BRANCHES
-from tests.support.inputs import SMALL
+from tests.support.inputs import SMALL, sizes
 
 BRANCH_SETS = [BRANCHES, ("cmp",), ("slc",), ("win",)]
 CONFIGS = {
     "paper's proportions": SMALL,
-    "no overlap": NSAConfig(
-        compress_block_size=4, compress_stride=4, select_block_size=8, num_selected_blocks=4, window_size=5
-    ),
-    "all sizes 1": NSAConfig(
-        compress_block_size=1,
-        compress_stride=1,
-        select_block_size=1,
-        num_selected_blocks=3,
-        num_init_blocks=1,
-        num_local_blocks=1,
-        window_size=1,
-    ),
-    "compressed longer than selected": NSAConfig(
-        compress_block_size=12, compress_stride=2, select_block_size=4, num_selected_blocks=5, window_size=7
-    ),
+    "no overlap": sizes(4, 4, 8, 4, 1, 2, 5),
+    "all sizes 1": sizes(1, 1, 1, 3, 1, 1, 1),
+    "compressed longer than selected": sizes(12, 2, 4, 5, 1, 2, 7),
     "index keys": replace(SMALL, index_heads=2, index_block_size=4, index_stride=4),
     "index keys that overlap": replace(SMALL, index_heads=1, index_block_size=12, index_stride=2),
     "best keys": NSAConfig.msa(select_block_size=8, num_selected_blocks=3),

@@ -172,18 +172,6 @@ class Language:
         a, b = map(torch.as_tensor, (plain(a), plain(b)))
         return Value(torch.maximum(a, b.to(a.dtype)))
 
-    def exp2(self, x: Value) -> Value:
-        return Value(x.data.exp2())
-
-    def log2(self, x: Value) -> Value:
-        return Value(x.data.log2())
-
-    def sum(self, x: Value, dim: int) -> Value:
-        return Value(x.data.sum(dim))
-
-    def max(self, x: Value, dim: int) -> Value:
-        return Value(x.data.amax(dim))
-
     def reshape(self, x: Value, shape: Sequence[int]) -> Value:
         return x.reshape(shape)
 
@@ -215,6 +203,10 @@ class Language:
 
     def copy(self, to: Shared, at: Pointer, mask: Any = None) -> None:
         to.data.copy_(self.load(at, mask).data)
+
+
+for name, of_tensor in {"exp2": Tensor.exp2, "log2": Tensor.log2, "sum": Tensor.sum, "max": Tensor.amax}.items():
+    setattr(Language, name, lambda _, x, *args, of_tensor=of_tensor: Value(of_tensor(x.data, *args)))
 
 
 def _multiply(a: Any, b: Any, acc: Value, use_acc: bool = True, **_: object) -> Value:

@@ -11,6 +11,13 @@ from torch import Tensor
 from flexnsa import NSAAux, NSAConfig, native_sparse_attention
 from flexnsa.config import num_compressed
 
+
+def sizes(*values: int) -> NSAConfig:
+    """Give the configuration of these sizes, which come in the order of its fields."""
+    named: dict[str, Any] = dict(zip((field.name for field in fields(NSAConfig)), values, strict=False))
+    return NSAConfig(**named)
+
+
 SMALL = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=16, num_selected_blocks=4, window_size=24)
 """The proportions of the paper's configuration, a quarter of its size."""
 TINY = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=8)

@@ -18,18 +18,11 @@ from flexnsa.attention.interface import given
 from flexnsa.attention.step import StepInputs
 from flexnsa.config import BRANCHES
 from flexnsa.indices import record_indices
+from tests.support.inputs import sizes
 from tests.support.pages import attending_in_pages
 
 DIM = 24
-SMALLEST = NSAConfig(
-    compress_block_size=4,
-    compress_stride=2,
-    select_block_size=4,
-    num_selected_blocks=4,
-    num_init_blocks=1,
-    num_local_blocks=1,
-    window_size=5,
-)
+SMALLEST = sizes(4, 2, 4, 4, 1, 1, 5)
 """Two blocks are chosen by their scores, of those that are not forced."""
 
 
@@ -114,12 +107,7 @@ CASES = {
         page_size=64,
     ),
     "compressed longer than selected": Case(
-        steps=ALONE * 7,
-        prompts=(29,),
-        config=NSAConfig(
-            compress_block_size=12, compress_stride=2, select_block_size=4, num_selected_blocks=5, window_size=7
-        ),
-        page_size=6,
+        steps=ALONE * 7, prompts=(29,), config=sizes(12, 2, 4, 5, 1, 2, 7), page_size=6
     ),
     "compressed alone": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp",), page_size=8),
     "selected alone": Case(steps=ALONE * 5, prompts=(30,), branches=("slc",)),

@@ -13,18 +13,7 @@ from flexnsa.attention.interface import Call
 from flexnsa.attention.plan import STEP_TOKENS
 from flexnsa.config import NSAConfig, num_blocks, num_compressed
 from flexnsa.positions import Positions
-from tests.support.inputs import spread
-
-
-def sizes(length: int, stride: int, block: int, selected: int, init: int = 1, local: int = 1) -> NSAConfig:
-    return NSAConfig(
-        compress_block_size=length,
-        compress_stride=stride,
-        select_block_size=block,
-        num_selected_blocks=selected,
-        num_init_blocks=init,
-        num_local_blocks=local,
-    )
+from tests.support.inputs import sizes, spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,41 +66,41 @@ class Case:
         return (spread(q), spread(k)) if self.spread else (q, k)
 
 
-PAPER = sizes(32, 16, 64, 4, local=2)
+PAPER = sizes(32, 16, 64, 4, 1, 2)
 CASES = {
-    "paper-g4": Case(config=sizes(32, 16, 64, 3), documents=(197,), group=4),
-    "bf16-g16": Case(config=sizes(16, 8, 16, 3), documents=(81,), group=16, dtype=torch.bfloat16, head_dim=64),
-    "paper-fp16": Case(config=sizes(32, 16, 64, 2), documents=(133,), group=1, dtype=torch.float16),
-    "half-sizes-g6-batch-heads": Case(config=sizes(16, 8, 32, 2), documents=(51,), group=6, batch=2, kv_heads=2),
-    "no-overlap-dim24": Case(config=sizes(8, 8, 8, 5, local=2), documents=(75,), group=2, head_dim=24),
-    "wide-blocks-two-block-tiles": Case(config=sizes(4, 2, 16, 3, init=0), documents=(261,), group=1, head_dim=16),
-    "key-over-three-blocks": Case(config=sizes(16, 4, 8, 5), documents=(77,), group=3),
-    "chunks": Case(config=sizes(8, 4, 8, 4), documents=(140,), group=2, scratch_bytes=1),
-    "all-blocks-fit": Case(config=sizes(8, 4, 16, 16), documents=(70,), group=2),
-    "negative-scale": Case(config=sizes(8, 4, 16, 3), documents=(90,), group=2, scale=-0.3),
-    "scale-of-zero": Case(config=sizes(8, 4, 16, 3), documents=(90,), group=2, scale=0.0, zero=True),
-    "ties": Case(config=sizes(12, 4, 16, 4, init=0, local=0), documents=(90,), group=4, zero=True),
-    "keys-of-a-token-dim256": Case(config=sizes(1, 1, 16, 3), documents=(150,), group=1, head_dim=256),
-    "shorter-than-a-key": Case(config=sizes(32, 16, 64, 2), documents=(31,), group=4),
-    "documents": Case(config=sizes(8, 4, 16, 3), documents=(40, 3, 7, 50, 1, 40), group=2),
+    "paper-g4": Case(config=sizes(32, 16, 64, 3, 1, 1), documents=(197,), group=4),
+    "bf16-g16": Case(config=sizes(16, 8, 16, 3, 1, 1), documents=(81,), group=16, dtype=torch.bfloat16, head_dim=64),
+    "paper-fp16": Case(config=sizes(32, 16, 64, 2, 1, 1), documents=(133,), group=1, dtype=torch.float16),
+    "half-sizes-g6-batch-heads": Case(config=sizes(16, 8, 32, 2, 1, 1), documents=(51,), group=6, batch=2, kv_heads=2),
+    "no-overlap-dim24": Case(config=sizes(8, 8, 8, 5, 1, 2), documents=(75,), group=2, head_dim=24),
+    "wide-blocks-two-block-tiles": Case(config=sizes(4, 2, 16, 3, 0, 1), documents=(261,), group=1, head_dim=16),
+    "key-over-three-blocks": Case(config=sizes(16, 4, 8, 5, 1, 1), documents=(77,), group=3),
+    "chunks": Case(config=sizes(8, 4, 8, 4, 1, 1), documents=(140,), group=2, scratch_bytes=1),
+    "all-blocks-fit": Case(config=sizes(8, 4, 16, 16, 1, 1), documents=(70,), group=2),
+    "negative-scale": Case(config=sizes(8, 4, 16, 3, 1, 1), documents=(90,), group=2, scale=-0.3),
+    "scale-of-zero": Case(config=sizes(8, 4, 16, 3, 1, 1), documents=(90,), group=2, scale=0.0, zero=True),
+    "ties": Case(config=sizes(12, 4, 16, 4, 0, 0), documents=(90,), group=4, zero=True),
+    "keys-of-a-token-dim256": Case(config=sizes(1, 1, 16, 3, 1, 1), documents=(150,), group=1, head_dim=256),
+    "shorter-than-a-key": Case(config=sizes(32, 16, 64, 2, 1, 1), documents=(31,), group=4),
+    "documents": Case(config=sizes(8, 4, 16, 3, 1, 1), documents=(40, 3, 7, 50, 1, 40), group=2),
     "documents-few-queries": Case(
-        config=sizes(4, 2, 8, 3), documents=(50, 190, 1, 20), group=3, kv_heads=2, num_queries=40, longest=191
+        config=sizes(4, 2, 8, 3, 1, 1), documents=(50, 190, 1, 20), group=3, kv_heads=2, num_queries=40, longest=191
     ),
     "documents-keys-over-three-blocks": Case(
-        config=sizes(16, 4, 8, 5), documents=(30, 3, 16, 40) * 2, group=3, longest=40
+        config=sizes(16, 4, 8, 5, 1, 1), documents=(30, 3, 16, 40) * 2, group=3, longest=40
     ),
-    "decoding": Case(config=sizes(8, 4, 16, 3), documents=(301,), group=4, num_queries=3, batch=2),
+    "decoding": Case(config=sizes(8, 4, 16, 3, 1, 1), documents=(301,), group=4, num_queries=3, batch=2),
     "decoding-bf16-g16": Case(
         config=PAPER, documents=(777,), group=16, num_queries=1, batch=2, kv_heads=2, dtype=torch.bfloat16
     ),
-    "decoding-g6-dim24": Case(config=sizes(8, 8, 8, 5), documents=(75, 20), group=6, num_queries=2, head_dim=24),
+    "decoding-g6-dim24": Case(config=sizes(8, 8, 8, 5, 1, 1), documents=(75, 20), group=6, num_queries=2, head_dim=24),
     "rows-beyond-32-bits": Case(
-        config=sizes(8, 4, 16, 3), documents=(60,), group=2, kv_heads=2, dtype=torch.float16, spread=True
+        config=sizes(8, 4, 16, 3, 1, 1), documents=(60,), group=2, kv_heads=2, dtype=torch.float16, spread=True
     ),
     "decoding-rows-beyond-32-bits": Case(
-        config=sizes(8, 4, 16, 3), documents=(301,), group=4, num_queries=3, dtype=torch.float16, spread=True
+        config=sizes(8, 4, 16, 3, 1, 1), documents=(301,), group=4, num_queries=3, dtype=torch.float16, spread=True
     ),
-    "decoding-key-over-three-blocks": Case(config=sizes(16, 4, 8, 5), documents=(77,), group=3, num_queries=8),
+    "decoding-key-over-three-blocks": Case(config=sizes(16, 4, 8, 5, 1, 1), documents=(77,), group=3, num_queries=8),
 }
 
 
@@ -196,7 +185,7 @@ def compile_operator() -> dict[str, Any]:
     from flexnsa.attention.triton import selection as scoring_triton
 
     counter = CompileCounterWithBackend("aot_eager")
-    config = sizes(8, 4, 8, 4)
+    config = sizes(8, 4, 8, 4, 1, 1)
 
     def call(q: Tensor, k: Tensor) -> Tensor:
         return scoring_triton.select_blocks_triton(q * 1.0, k, None, Call(config, 0.5))

@@ -1,4 +1,4 @@
-"""Which layers become NSA, beside what, and that what is wrong is refused by name before anything is built."""
+"""Which layers become NSA, beside what and at which rates; what is wrong is refused before anything is built."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import derive
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import FlexAttention, GQAttention, ScaledDotProductAttention, VarlenAttention
 
 from flexnsa import NSAConfig
+from flexnsa.optim import COMPRESSOR_LR, INDEXER_LR, parameter_groups
 from flexnsa.torchtitan.attention import NSAttention
 from flexnsa.torchtitan.checkpointing import KeepingSelection
 from tests.integrations.torchtitan.models import adapted
@@ -127,60 +129,47 @@ def test_a_wrong_option_is_refused_by_name(options: dict[str, Any], message: str
         adapted("llama", **{**FEW, **options})
 
 
-def _exchange(path: str, make: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Give a function that replaces a part of a config."""
-
-    def change(config: Any) -> None:
-        *parents, name = path.split(".")
-        for parent in parents:
-            config = config[int(parent)] if parent.isdigit() else getattr(config, parent)
-        setattr(config, name, make(getattr(config, name)))
-
-    return change
+def to(kind: type) -> Callable[[Any], Any]:
+    """Give what makes a part one of another kind."""
+    return lambda part: derive(part, kind)
 
 
 LAYER = "model_spec.model.layers.1.attention"
-WRONG_PARTS: dict[str, tuple[Callable[[Any], None], str]] = {
-    "quantised": (
-        _exchange(f"{LAYER}.qkv_linear.wqkv", lambda part: derive(part, LowBits.Config)),
+WRONG_PARTS: list[tuple[str, Callable[[Any], Any], str]] = [
+    (
+        f"{LAYER}.qkv_linear.wqkv",
+        to(LowBits.Config),
         "layers.1.attention.qkv_linear.wqkv: expected Linear.Config, got LowBits.Config",
     ),
-    "quantised output": (
-        _exchange(f"{LAYER}.wo", lambda part: derive(part, LowBits.Config)),
-        "layers.1.attention.wo: expected Linear.Config, got LowBits.Config",
-    ),
-    "another attention": (
-        _exchange("model_spec.model.layers.1.attention", lambda part: derive(part, Scaled.Config)),
-        "layers.1.attention: expected GQAttention.Config, got Scaled.Config",
-    ),
-    "a window": (
-        _exchange(f"{LAYER}.inner_attention", lambda _: VarlenAttention.Config(window_size=(127, 0))),
+    (f"{LAYER}.wo", to(LowBits.Config), "layers.1.attention.wo: expected Linear.Config, got LowBits.Config"),
+    (LAYER, to(Scaled.Config), "layers.1.attention: expected GQAttention.Config, got Scaled.Config"),
+    (
+        f"{LAYER}.inner_attention",
+        lambda _: VarlenAttention.Config(window_size=(127, 0)),
         "layers.1.attention.inner_attention.window_size: expected (-1, 0), all tokens before, got (127, 0)",
     ),
-    "other metrics": (
-        _exchange("metrics", lambda part: derive(part, Counting.Config)),
-        "metrics: expected MetricsProcessor.Config, got Counting.Config",
-    ),
-    "no rate": (
-        _exchange("optimizer.param_groups", lambda groups: [replace(groups[0], optimizer_kwargs={})]),
+    ("metrics", to(Counting.Config), "metrics: expected MetricsProcessor.Config, got Counting.Config"),
+    (
+        "optimizer.param_groups",
+        lambda groups: [replace(groups[0], optimizer_kwargs={})],
         "optimizer.param_groups: expected an lr in that of '.*', got none",
     ),
-    "no group": (
-        _exchange("optimizer.param_groups", lambda groups: [replace(groups[0], pattern="wo")]),
+    (
+        "optimizer.param_groups",
+        lambda groups: [replace(groups[0], pattern="wo")],
         "optimizer.param_groups: expected a group for layers.0.attention.compress_k.project.weight, got none",
     ),
-    "no layers": (
-        _exchange("model_spec.model.layers", lambda _: []),
-        "model_spec: expected a model with layers of GQAttention, got none",
-    ),
-}
+    ("model_spec.model.layers", lambda _: [], "model_spec: expected a model with layers of GQAttention, got none"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG_PARTS)
-def test_a_part_that_cannot_be_adapted_is_refused_by_name(name: str) -> None:
-    change, message = WRONG_PARTS[name]
-    config = config_of("llama", Path(), override(**FEW))
-    change(config)
+@pytest.mark.parametrize(("path", "make", "message"), WRONG_PARTS, ids=[message for *_, message in WRONG_PARTS])
+def test_a_part_that_cannot_be_adapted_is_refused_by_name(path: str, make: Callable[[Any], Any], message: str) -> None:
+    part: Any = config_of("llama", Path(), override(**FEW))
+    config, (*parents, name) = part, path.split(".")
+    for parent in parents:
+        part = part[int(parent)] if parent.isdigit() else getattr(part, parent)
+    setattr(part, name, make(getattr(part, name)))
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         apply_overrides(config.override, config)
 
@@ -222,3 +211,42 @@ def test_a_setting_that_does_not_fit_is_refused_by_name(name: str) -> None:
 
 def test_the_dense_format_holds_what_has_no_new_parameters() -> None:
     adapted("llama", "--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only", **FEW, branches=["slc"])
+
+
+LR = 3e-3
+
+
+def rates(*arguments: str, **options: Any) -> tuple[dict[str, float], Any]:
+    """Give the learning rate of each parameter of a model by its name, and the model."""
+    config = adapted("llama", *arguments, **options)
+    spec: Any = config.model_spec
+    model = spec.model.build()
+    optimizers = config.optimizer.build(model_parts=[model])
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return {name: group["lr"] for group in groups for name in group["param_names"]}, model
+
+
+@pytest.mark.parametrize("options", [FEW, INDEXER, INDEXER | {"compression": "mlp", "index_rank": 4}])
+@pytest.mark.parametrize("own", [{}, {"compressor_lr": 0.5, "indexer_lr": 0.2}])
+def test_rates_are_those_of_the_library(options: dict[str, Any], own: dict[str, float]) -> None:
+    found, model = rates(**options, **own)
+    relative = {"compressor_lr": COMPRESSOR_LR, "indexer_lr": INDEXER_LR, **own}
+    expected = {
+        parameter: group["lr"] for group in parameter_groups(model, lr=LR, **relative) for parameter in group["params"]
+    }
+    assert found == pytest.approx({name: expected[parameter] for name, parameter in model.named_parameters()})
+    assert len({*found.values()}) > 1
+
+
+def test_there_is_no_group_without_a_rate_of_its_own() -> None:
+    config = adapted("llama", **INDEXER, compressor_lr=1.0)
+    assert type(config.optimizer) is OptimizersContainer.Config
+    assert len(config.optimizer.param_groups) == 1
+
+
+def test_a_group_is_like_the_one_that_its_parameters_were_in() -> None:
+    config = adapted("llama", **INDEXER, indexer_lr=0.5)
+    compressors, indexers, every = config.optimizer.param_groups
+    assert compressors == replace(every, pattern=compressors.pattern, optimizer_kwargs=compressors.optimizer_kwargs)
+    kept = {**every.optimizer_kwargs, "lr": 0}
+    assert {**compressors.optimizer_kwargs, "lr": 0} == kept == {**indexers.optimizer_kwargs, "lr": 0}

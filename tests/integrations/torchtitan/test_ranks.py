@@ -1,12 +1,28 @@
-"""However many ranks share a run, and however its layers run, it takes the steps of one process."""
+"""However many ranks share a run, however its layers run, and if it is killed: it takes the steps of one process."""
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
 import pytest
+import torch
 
 from tests.integrations.torchtitan.runs import LOSS, NORM, SELECTION_LOSS, TOLD
-from tests.integrations.torchtitan.scenarios import ALONE, SAME, run_alone, run_apart, run_shared
+from tests.integrations.torchtitan.scenarios import (
+    ALONE,
+    SAME,
+    SAVED,
+    go_on,
+    grow,
+    run_alone,
+    run_apart,
+    run_shared,
+    run_through,
+    start,
+)
 from tests.parallel.conftest import RunOnce
+from tests.parallel.processes import run_together, started
 
 TOLERANCES = {LOSS: 1e-5, NORM: 1e-4, SELECTION_LOSS: 1e-4}
 """Relative ones. A divergence is a small difference of logarithms, and AdamW makes steps of rounding errors."""
@@ -35,3 +51,21 @@ def test_both_losses_are_logged_and_fall(name: str, run_once: RunOnce) -> None:
     run = run_once(1, run_alone, name)
     assert run[LOSS][-1] < run[LOSS][0]
     assert all(loss > 0 for loss in run[SELECTION_LOSS])
+
+
+def test_a_killed_run_goes_on_with_the_same_losses(run_once: RunOnce, tmp_path: Path) -> None:
+    with started(2, tmp_path / "killed", start, tmp_path / "killed") as group:
+        assert group.wait() == [-signal.SIGKILL] * 2
+    through = run_once(2, run_through)
+    assert len(through[LOSS]) == 4
+    for ranks in (4, 1):
+        file = tmp_path / f"resumed-{ranks}" / "results.pt"
+        run_together(ranks, file.parent, go_on, file, ranks, tmp_path / "killed" / "checkpoint")
+        resumed = torch.load(file)
+        assert resumed[LOSS] == pytest.approx(through[LOSS][SAVED:], rel=1e-5)
+        assert resumed[SELECTION_LOSS] == pytest.approx(through[SELECTION_LOSS][SAVED:], rel=1e-4)
+
+
+def test_a_start_with_longer_rows_goes_on(run_once: RunOnce) -> None:
+    told = {name: stage[TOLD] for name, stage in run_once(1, grow).items()}
+    assert told == {"first": [[1, 4], [2, 4]], "second": [[3, 2], [4, 2]]}

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from flexnsa import NSAConfig
 from flexnsa.transformers import convert
-from tests.integrations.transformers.converted_families import few_blocks
 from tests.integrations.transformers.families import ALL, CHOICE, WIDE, dense, in_steps, tokens
+from tests.integrations.transformers.tiny_models import few_blocks
 
 peft = pytest.importorskip("peft", reason="pip install '.[hf-tests]'")
 quantization = pytest.importorskip("torchao.quantization", reason="pip install '.[hf-tests]'")

@@ -1,7 +1,8 @@
-"""Families of models that no code of the library names: each is converted by what its layers are."""
+"""Types of models, most of which no code of the library names: calls are right or refused by name, converted or not."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,9 @@ from transformers import AutoModelForCausalLM
 from flexnsa import NSAConfig
 from flexnsa.transformers import convert, to_dense
 from flexnsa.transformers.attention import ConvertedAttention
-from tests.integrations.transformers.converted_families import FAMILIES, dense_model, few_blocks
 from tests.integrations.transformers.families import ALL, in_steps, tokens
-from tests.integrations.transformers.model_types import APART, CALLS
-from tests.integrations.transformers.tiny_models import tiny_model
+from tests.integrations.transformers.model_types import APART, CALLS, verdicts
+from tests.integrations.transformers.tiny_models import FAMILIES, dense_model, few_blocks, tiny_model
 
 RECORDED = Path(__file__).parent / "recorded"
 NOT_CONVERTED = {
@@ -105,3 +105,49 @@ def test_models_that_an_earlier_version_saved_are_loaded() -> None:
     x = torch.arange(48)[None] * 7 % 13 + 2
     want = load_file(RECORDED / "qwen3" / "logits.safetensors")["logits"]
     assert_close(model(x, use_cache=False).logits, want, atol=1e-5, rtol=1e-5)
+
+
+RIGHT = {
+    "afmoe": "takes a view of what attention gives",
+    "bert": "mixes packed documents by itself",
+    "deepseek_v3": "latent attention",
+    "falcon_h1": "attention beside a recurrence in each layer",
+    "gemma2": "a cap on scores, and sliding layers",
+    "gemma3n_text": "sliding layers whose masks sdpa makes",
+    "gpt_bigcode": "no positions for layers",
+    "gpt_oss": "attention sinks, and sliding layers",
+    "llama4_text": "chunked layers",
+    "phi3": "fused projections",
+    "qwen3_next": "linear layers",
+    "roberta": "positions from an offset",
+    "zamba2": "one attention module for several layers",
+}
+PARTLY = {"bart": {"packed", "packed rows"}, "minimax": {"generate", "static cache"}}
+"""Calls that are refused; the others are right, but for what the dense model cannot do either."""
+REFUSED = {
+    "bart": "position_ids: expected None",
+    "bigbird_pegasus": "is_causal: expected True",
+    "bloom": "attn_implementation: expected 'flexnsa' of a model that takes its attention from",
+    "deepseek_v32": "layer_types: expected some of .* got .'indexed_attention'",
+    "doge": r"attention_mask: expected \(B, S\)",
+    "gptj": "attn_implementation: expected 'flexnsa' of a model that takes its attention from",
+    "inkling_text": "position_bias: expected None",
+    "mamba": "layer_types: expected some 'full_attention' .* got .'linear_attention'",
+    "minimax": r"attention_mask: expected \(B, 1\), all tokens so far",
+    "ministral": "layer_types: expected some 'full_attention' .* got .'sliding_attention'",
+    "xlstm": "attn_implementation: expected 'flexnsa' of a model with layers that take their attention from",
+}
+
+
+@pytest.mark.parametrize("model_type", RIGHT)
+def test_a_type_of_models_attends_as_its_dense_model(model_type: str) -> None:
+    assert verdicts(model_type) == dict.fromkeys(CALLS, "right")
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_type_that_asks_for_more_is_refused(model_type: str) -> None:
+    found = {call: x for call, x in verdicts(model_type).items() if not x.startswith("dense fails")}
+    refused = {call for call, verdict in found.items() if verdict != "right"}
+    assert refused == PARTLY.get(model_type, found.keys())
+    for call in refused:
+        assert re.match(f"refused: {REFUSED[model_type]}", found[call]), found[call]

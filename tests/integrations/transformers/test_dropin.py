@@ -1,29 +1,32 @@
-"""``attn_implementation="flexnsa"``: dense while all blocks are selected."""
+"""``attn_implementation="flexnsa"``: dense while all blocks are selected, and laid out in memory as dense attention."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.nn.functional import pad
 from torch.testing import assert_close
-from transformers import CompileConfig
+from transformers import AttentionInterface, CompileConfig
 
 from flexnsa.attention.dispatch import attend
-from flexnsa.transformers import softmax
+from flexnsa.transformers import dropin, softmax
 from tests.integrations.transformers.families import ALL, FAMILIES, FEW, dense, pad_left, sparse, tokens
 from tests.integrations.transformers.test_one_model import THREE
 
+OPTIONS = {"default": FEW, "three branches": THREE}
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
 
-@pytest.fixture(params=["default", "three branches"])
+@pytest.fixture(params=OPTIONS)
 def few(request: pytest.FixtureRequest) -> Any:
     """A model that leaves most keys out."""
-    return sparse("llama", FEW if request.param == "default" else THREE)
+    return sparse("llama", OPTIONS[request.param])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,7 +103,7 @@ def test_options_are_read_from_the_config_and_default_to_the_selected_branch() -
 
 
 def test_compiled_as_one_graph_it_has_the_same_gradients() -> None:
-    """Of padded rows: others, of a graph that has less in it, are in ``test_dynamic_lengths``."""
+    """Of padded rows: others, of a graph that has less in it, are in ``test_one_model``."""
     few = sparse("llama", FEW, num_hidden_layers=1)
     batch = pad_left([tokens(40), tokens(25)])
     results: list[list[Tensor]] = []
@@ -145,3 +148,66 @@ def test_a_mask_of_ones_own_is_refused() -> None:
         model(x, attention_mask=mask)
     with pytest.raises(ValueError, match=r"attention_mask: expected one run of tokens a row, .* got holes in row 0"):
         model(x, attention_mask=torch.tensor([[1] * 9 + [0] + [1] * 10]))
+
+
+Outputs = list[Tensor]
+
+
+def packed() -> dict[str, Tensor]:
+    return {"input_ids": tokens(1, 50), "position_ids": torch.cat((torch.arange(30), torch.arange(20)))[None]}
+
+
+BATCHES: dict[str, Any] = {
+    "whole rows": lambda: {"input_ids": tokens(2, 50)},
+    "padding on the left": lambda: pad_left([tokens(50), tokens(31)]),
+    "padding on the right": lambda: {name: x.flip(1) for name, x in pad_left([tokens(50), tokens(31)]).items()},
+    "packed": packed,
+}
+
+
+@pytest.fixture
+def outputs(monkeypatch: pytest.MonkeyPatch) -> Outputs:
+    """What the attention returned, call by call."""
+    kept: Outputs = []
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        out, probabilities = dropin.attention_forward(*args, **kwargs)
+        kept.append(out)
+        return out, probabilities
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flexnsa", attend)
+    return kept
+
+
+def assert_laid_out(outputs: Outputs, *shape: int) -> None:
+    assert len(outputs) == 2  # layers
+    for out in outputs:
+        assert tuple(out.shape) == shape
+        assert out.is_contiguous()
+    outputs.clear()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("branches", OPTIONS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_outputs_are_contiguous(batch: str, branches: str, trains: bool, outputs: Outputs) -> None:
+    x, model = BATCHES[batch](), sparse("llama", OPTIONS[branches])
+    with torch.set_grad_enabled(trains):
+        model(**x, use_cache=False)
+        assert_laid_out(outputs, *x["input_ids"].shape, 6, 16)
+        for count in (1, 5) if batch in ("whole rows", "padding on the left") else ():
+            cache = model(**x, use_cache=True).past_key_values
+            assert_laid_out(outputs, 2, 50, 6, 16)
+            mask = {name: pad(x[name], (0, count), value=1) for name in x if name == "attention_mask"}
+            model(tokens(2, count), past_key_values=cache, **mask)
+            assert_laid_out(outputs, 2, count, 6, 16)
+
+
+def test_an_output_that_lies_so_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out = torch.randn(2, 40, 6, 16)
+    monkeypatch.setattr(softmax, "attend", lambda *_, **__: (laid_out.transpose(1, 2), None))
+    config = SimpleNamespace(flexnsa=FEW, _attn_implementation="flexnsa")
+    q, k = torch.randn(2, 6, 40, 16), torch.randn(2, 2, 40, 16)
+    out, _ = dropin.attention_forward(SimpleNamespace(config=config), q, k, k, None)  # pyright: ignore[reportArgumentType]
+    assert out.data_ptr() == laid_out.data_ptr()
+    assert torch.equal(out, laid_out)

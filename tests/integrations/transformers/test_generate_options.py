@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompileConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from transformers import CompileConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 from flexnsa import NSAConfig
 from flexnsa.transformers import convert
 from tests.integrations.transformers.families import ALL, dense, own, pad_left, sparse, tokens
-from tests.integrations.transformers.test_mixed_layers import CONFIGS
+from tests.integrations.transformers.test_mixed_layers import mixed
 
 ROWS = pad_left([tokens(40), tokens(31)])
 ONE = {"input_ids": tokens(1, 12).repeat(1, 4), "attention_mask": torch.ones(1, 48, dtype=torch.int64)}
@@ -64,15 +64,6 @@ REFUSED: dict[tuple[str, str], str] = {
 UNLIKE = ("offloaded", "offloaded_static", "quantized", "sliding_window")
 
 
-def mixed(implementation: str = "sdpa") -> Any:
-    """Make a model with sliding layers, too."""
-    torch.manual_seed(0)
-    config = CONFIGS["gemma3"]()
-    if implementation == "flexnsa":
-        config.flexnsa = ALL
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval().double()
-
-
 def selecting_all(model: Any) -> Any:
     """Convert to layers that equal the dense ones."""
     return convert(model, NSAConfig(**ALL), branches=["slc"])
@@ -83,9 +74,9 @@ MAKE: dict[str, Callable[[], Any]] = {
     "drop-in": lambda: sparse("qwen3", ALL),
     "converted": lambda: selecting_all(dense("qwen3")),
     "own": own,
-    "mixed, dense": mixed,
-    "mixed, drop-in": lambda: mixed("flexnsa"),
-    "mixed, converted": lambda: selecting_all(mixed()),
+    "mixed, dense": lambda: mixed("gemma3", "sdpa"),
+    "mixed, drop-in": lambda: mixed("gemma3", **ALL),
+    "mixed, converted": lambda: selecting_all(mixed("gemma3", "sdpa")),
 }
 ORACLE = {
     "drop-in": "dense",

@@ -29,7 +29,6 @@ from flexnsa.transformers import convert
 from flexnsa.transformers.dropin import attention_forward
 from flexnsa.transformers.local_layers import FULL, layer_type, local_attention
 from tests.integrations.transformers.families import FEW, SIZES, in_steps, pad_left, tokens
-from tests.integrations.transformers.loops import attend_in_loops
 from tests.integrations.transformers.multimodal import VISION, llava, page
 
 WINDOW = 12
@@ -49,12 +48,12 @@ ROUNDING: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
 """Of experts and of linear layers, which compute in float32."""
 
 
-def mixed(kind: str, **options: Any) -> Any:
+def mixed(kind: str, implementation: str = "flexnsa", **options: Any) -> Any:
     """Make a model in float64, with layers of two types, that leaves blocks out."""
     torch.manual_seed(0)
     config = CONFIGS[kind]()
     config._experts_implementation, config.flexnsa = "eager", FEW | options  # the others take no float64
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="flexnsa").eval().double()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval().double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
@@ -209,3 +208,46 @@ def test_a_window_in_all_layers_leaves_nothing_to_nsa() -> None:
     sizes: dict[str, Any] = SIZES | SLIDING | {"layer_types": ["sliding_attention"] * 2}
     with pytest.raises(ValueError, match=r"layer_types: expected some 'full_attention' .*'sliding_attention'"):
         AutoModelForCausalLM.from_config(Gemma3TextConfig(**sizes), attn_implementation="flexnsa")
+
+
+def attend_in_loops(
+    q: Tensor, k: Tensor, v: Tensor, sizes: NSAConfig, *, scale: float, cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attend from ``q (B, Hq, S, D)`` to the keys of the selected blocks, ``(B, S, Hq, D)``."""
+    out = torch.zeros_like(q)
+    group = q.shape[1] // k.shape[1]
+    for b in range(len(q)):
+        for key_head in range(k.shape[1]):
+            heads = range(key_head * group, (key_head + 1) * group)
+            keys, values = k[b, key_head], v[b, key_head]
+            for t in range(q.shape[2]):
+                seen = _selected_tokens(q[b, heads.start : heads.stop, t].detach(), keys.detach(), t, sizes, scale, cap)
+                for head in heads:
+                    scores = _capped(scale * (keys[seen] @ q[b, head, t]), cap)
+                    terms = scores if sinks is None else torch.cat((scores, sinks[head : head + 1]))
+                    out[b, head, t] = torch.softmax(terms, 0)[: len(scores)] @ values[seen]
+    return out.transpose(1, 2)
+
+
+def _selected_tokens(q: Tensor, keys: Tensor, t: int, sizes: NSAConfig, scale: float, cap: float | None) -> list[int]:
+    """Return the tokens up to ``t`` of the blocks that the heads ``q (G, D)`` of a group select."""
+    length, stride, block = sizes.compress_block_size, sizes.compress_stride, sizes.select_block_size
+    starts = range(0, t - length + 2, stride)
+    scores = [0.0] * (t // block + 1)
+    for head in q:
+        if starts:
+            means = torch.stack([keys[start : start + length].mean(0) for start in starts])
+            shares = torch.softmax(_capped(scale * (means @ head), cap), 0).tolist()
+            for start, share in zip(starts, shares, strict=True):
+                for token in range(start, start + length):
+                    if token // block < len(scores):
+                        scores[token // block] += share / stride
+    last = len(scores) - sizes.num_local_blocks
+    forced = {j for j in range(len(scores)) if j < sizes.num_init_blocks or j >= last}
+    others = sorted({*range(len(scores))} - forced, key=lambda j: (-scores[j], j))
+    chosen = forced | {*others[: sizes.num_selected_blocks - len(forced)]}
+    return [token for token in range(t + 1) if token // block in chosen]
+
+
+def _capped(scores: Tensor, cap: float | None) -> Tensor:
+    return scores if cap is None else cap * torch.tanh(scores / cap)

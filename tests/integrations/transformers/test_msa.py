@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.indices import record_indices, replay_indices
 from flexnsa.transformers import convert
+from tests.integrations.transformers.families import tokens
 from tests.integrations.transformers.released_models import released
 
 SIZES = {"select_block_size": 8, "num_selected_blocks": 3}
@@ -50,10 +51,6 @@ def pair(dtype: torch.dtype, local: int = 1) -> tuple[Any, Any]:
         assert not own.indexer.q_norm.weight.any()  # it begins as no factor
         own.indexer.load_state_dict(other.self_attn.indexer.state_dict())
     return theirs.to(dtype).eval(), ours.to(dtype).eval()
-
-
-def tokens(*shape: int) -> Tensor:
-    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(1))
 
 
 def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:

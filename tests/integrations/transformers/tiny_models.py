@@ -1,4 +1,4 @@
-"""A small random model of every causal type that the installed transformers has, with layers of all its types."""
+"""A small random model of every causal type that the installed transformers has, and of families that are converted."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from flexnsa import NSAConfig
+from flexnsa.transformers import convert
 from flexnsa.transformers.choice import towers
 from flexnsa.transformers.local_layers import FULL, LOCAL, WITHOUT
-from tests.integrations.transformers.families import tokens
+from tests.integrations.transformers.families import FEW, alive, tokens
 
 LAYERS = 2
 WINDOW = 12
@@ -143,3 +145,39 @@ def _layer_types(config_class: Any, known: set[str]) -> list[dict[str, Any]]:
 def _default(config_class: Any) -> Any:
     with suppress(Exception):
         return config_class()
+
+
+FAMILIES = {
+    "cohere": "neighbouring channels rotated together",
+    "gemma2": "a cap on scores, and sliding layers",
+    "gemma3_text": "sliding layers with other angles",
+    "glm4": "a part of the channels rotated, neighbours together",
+    "gpt_oss": "sinks, biases, and sliding layers",
+    "granite": "a scale of its own",
+    "llama": "nothing else",
+    "mistral": "nothing else",
+    "mixtral": "experts",
+    "olmo2": "norms of all heads together",
+    "olmo_hybrid": "linear layers",
+    "phi3": "one projection for queries, keys and values",
+    "qwen2": "biases",
+    "qwen3": "norms of each head",
+    "qwen3_moe": "experts",
+    "smollm3": "layers that do not rotate",
+}
+
+
+def dense_model(kind: str) -> Any:
+    """Make a tiny model whose layers, if it has layers that do not rotate, do and do not."""
+    model = tiny_model(kind)
+    if kind == "smollm3":
+        model.config.no_rope_layers = [1, 0]
+        model = type(model)._from_config(model.config, attn_implementation="eager").eval()
+    return model
+
+
+def few_blocks(kind: str) -> Any:
+    """Make a converted model of three branches that leaves blocks out, in float64, where none score the same."""
+    model = dense_model(kind)
+    model.config._experts_implementation = "eager"  # the others take no float64
+    return alive(convert(model.double(), NSAConfig(**FEW)))

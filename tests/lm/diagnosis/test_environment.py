@@ -1,4 +1,4 @@
-"""The environment of a run is printed, and kept in its folder."""
+"""The environment of a run is printed and kept in its folder; an allocator's settings stand in it from the start."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import torch
 
 from flexnsa.lm import Trainer
 from flexnsa.lm.cli import main
+from flexnsa.lm.diagnosis import Outcome
 from flexnsa.lm.diagnosis.environment import report_environment
+from flexnsa.lm.diagnosis.memory import report_peaks
 from tests.lm.cli.tiny_run import train as train_small
 from tests.lm.cli.tiny_run import write_text
+from tests.lm.diagnosis.conftest import Diagnose
 
 
 def test_the_command_gives_a_sentence_a_table_and_a_file(
@@ -69,3 +72,34 @@ def test_every_start_of_a_run_adds_a_line(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(records) == 2
     assert records[0]["torch"] == torch.__version__
     assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+SETTING = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=3"
+
+
+def test_the_command_takes_steps_under_a_setting(tmp_path: Path, diagnose: Diagnose) -> None:
+    ran = diagnose("allocator", "--steps 2 --setting", SETTING)
+    assert ran.out.startswith(f"resident memory peaks lowest under {SETTING}: ")
+    assert ran.record["settings"][SETTING]["values"]["resident_mib"] > 50
+    variables = json.loads((tmp_path / "out" / "0" / "environment.json").read_text())["variables"]
+    assert SETTING.split() == [f"{name}={variables[name]}" for name in ("PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS")]
+    ran = diagnose("allocator", "--setting expandable")
+    assert ran.status == 2
+    assert "argument --setting: expected NAME=VALUE" in ran.err
+
+
+def test_the_lowest_peak_is_named_with_its_speed() -> None:
+    def outcome(reserved: float, speed: float) -> Outcome:
+        values = {"reserved_mib": reserved, "allocated_mib": 80.0, "resident_mib": 9.0, "tokens_per_second": speed}
+        return Outcome("passed", "", 1.0, values)
+
+    report = report_peaks({"segments=off": outcome(2000, 100), "segments=on": outcome(1500, 90)})
+    assert report.passed
+    assert report.sentence == (
+        "reserved memory peaks lowest under segments=on: 1,500 MiB at 0.90 times the speed of segments=off, "
+        "whose peak is 2,000 MiB."
+    )
+    failed = report_peaks({"bad": Outcome("failed", "rank 0: no such setting", 1.0, {})})
+    assert not failed.passed
+    assert failed.sentence == "no setting came to its end."
+    assert "no such setting" in failed.table

@@ -12,6 +12,7 @@ from flexnsa.lm.checkpoint.lock import LOCK_NAME
 from flexnsa.lm.diagnosis import Outcome, run_case, run_matrix
 from flexnsa.lm.diagnosis import matrix as matrix_module
 from flexnsa.lm.diagnosis.matrix import source_sha256, versions
+from tests.lm.cli.tiny_run import write_text
 from tests.lm.diagnosis.conftest import Diagnose
 
 AXES = {"branches": [("cmp", "slc"), ("win",)], "impl": ["sdpa", "reference"], "precision": ["fp32", "bf16"]}
@@ -125,12 +126,9 @@ def test_the_command_runs_again_what_was_run_on_another_text(
         return Outcome("passed", "", 1.0, {"losses": [1.0]})
 
     monkeypatch.setattr("flexnsa.lm.diagnosis.recipe.run_case", end_at_once)
-    for count in (1, 1):
-        diagnose("matrix", f"{ONE_COMMAND} --axis ranks=1")
-        assert len(ran) == count
-    text = tmp_path / "text"
-    text.write_text(text.read_text().replace("8001", "8002"))
-    for count in (2, 2):
+    text = write_text(tmp_path / "text")
+    for count, number in ((1, "8001"), (1, "8001"), (2, "8002"), (2, "8002")):
+        text.write_text(text.read_text().replace("8001", number))
         diagnose("matrix", f"{ONE_COMMAND} --axis ranks=1")
         assert len(ran) == count
 

@@ -1,15 +1,19 @@
-"""The presets: published sizes, and the number of parameters of the architecture."""
+"""Configs are values that a round trip keeps, and the presets have published sizes and numbers of parameters."""
 
 import inspect
-from dataclasses import fields, replace
+import json
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import flexnsa
 from flexnsa import NativeSparseAttention
+from flexnsa import lm as models
 from flexnsa.layers.config import LayerConfig
-from flexnsa.lm import PRESETS, TRAIN_PRESETS, DecoderLM, preset
+from flexnsa.lm import PRESETS, TRAIN_PRESETS, DecoderConfig, DecoderLM, preset
 from flexnsa.lm.estimate import parameter_count
 from flexnsa.lm.model import config as presets
 from flexnsa.lm.model.config import changed
@@ -79,3 +83,38 @@ def test_numbers_of_parameters_beside_the_presets_are_true():
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+SEQUENCES: dict[str, list[Any]] = {"branches": ["win", "slc"], "recompute": ["slc"]}
+"""Fields that hold several values; their order stays."""
+
+
+def with_field(name: str, value: Any) -> DecoderConfig:
+    return preset("small", **({"branches": ("slc", "win")} | {name: value}))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_a_sequence_of_any_kind_is_the_same_value(name: str, kind: type) -> None:
+    config = with_field(name, kind(SEQUENCES[name]))
+    assert getattr(config, name) == tuple(SEQUENCES[name])
+    assert config == with_field(name, tuple(SEQUENCES[name]))
+    assert len({config, with_field(name, tuple(SEQUENCES[name])), replace(config)}) == 1
+    assert DecoderConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert DecoderConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(("name", "value"), [("branches", "slc"), ("branches", ["slc", "slc"]), ("recompute", ["cmp"])])
+def test_wrong_sequences_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: expected some of .*, got "):
+        with_field(name, value)
+
+
+def test_every_public_config_that_holds_sequences_is_looked_at() -> None:
+    public = [getattr(module, name) for module in (flexnsa, models) for name in module.__all__]
+    frozen = [x for x in public if is_dataclass(x) and x.__dataclass_params__.frozen]  # pyright: ignore[reportAttributeAccessIssue]
+    assert DecoderConfig in frozen
+    of_several = {
+        field.name for config in frozen for field in fields(config) if str(field.type).startswith(("tuple", "Seq"))
+    }
+    assert of_several == {*SEQUENCES, "stages"}  # which tests/lm/training/test_stages.py looks at

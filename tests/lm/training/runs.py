@@ -1,9 +1,14 @@
-"""Runs of a small dense model by the command, what their logs say, and ranks that write shards."""
+"""Runs of a small dense model by the command, what their logs say, ranks that write shards, and refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
+from flexnsa.lm import Trainer
 from flexnsa.lm.checkpoint.log import read_log
 from flexnsa.lm.cli import main
 from flexnsa.lm.parallel import Ranks
@@ -18,6 +23,16 @@ class Sharded(Ranks):
     """One rank, which holds all shards."""
 
     sharded = True
+
+
+@contextmanager
+def untouched(trainer: Trainer) -> Iterator[None]:
+    """Demand that a trainer that refuses a checkpoint stays at its first step, with its own weights and no moments."""
+    before = [parameter.detach().clone() for parameter in trainer.parameters.values()]
+    yield
+    assert trainer.step == 0
+    assert not trainer.optimizer.state
+    assert all(map(torch.equal, before, trainer.parameters.values()))
 
 
 def train(*options: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Damaged files of a run raise errors that name them, whichever bit is flipped, and other files are unchanged."""
+"""Damaged or incomplete checkpoints raise errors that name them, and what was there before stays as it was."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from flexnsa.files import FileError
+from flexnsa.lm import Trainer
 from flexnsa.lm.checkpoint import shards, whole_file
 from flexnsa.lm.checkpoint.checksum import sealed, unsealed
 from flexnsa.lm.checkpoint.log import JSONLog, read_log
 from flexnsa.lm.parallel import Ranks
 from flexnsa.lm.training.checkpoint import checkpoint_path, load_checkpoint, newest_checkpoint, save_checkpoint
 from flexnsa.lm.training.model_file import read_model
-from tests.lm.training.runs import Sharded
+from tests.lm.training.runs import Sharded, untouched
 from tests.parallel.steps import make_trainer
 from tests.support.damage import DAMAGES, flip, places
 
@@ -52,6 +54,15 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_is_seen(tmp_path: Path) -> None:
     whole_file.read(file)
 
 
+def saved(folder: Path, ranks: Ranks) -> tuple[Path, Trainer]:
+    """Write a checkpoint behind the first step; return it and its trainer."""
+    trainer = make_trainer(ranks)
+    trainer.train_step()
+    path = checkpoint_path(folder, trainer)
+    save_checkpoint(path, trainer)
+    return path, trainer
+
+
 def _flips(size: int) -> dict[str, Callable[[bytes], bytes]]:
     """Flip a bit in the first byte, the last, and some between."""
 
@@ -65,23 +76,16 @@ def _flips(size: int) -> dict[str, Callable[[bytes], bytes]]:
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "header.json"])
 def test_a_damaged_file_of_a_sharded_checkpoint_is_refused_and_named(tmp_path: Path, name: str) -> None:
-    trainer = make_trainer(Sharded())
-    trainer.train_step()
-    path = checkpoint_path(tmp_path, trainer)
-    save_checkpoint(path, trainer)
-    file = path / name
+    path, trainer = saved(tmp_path, Sharded())
+    file, fresh = path / name, make_trainer(Sharded(), seed=0)
     whole = file.read_bytes()
-    fresh = make_trainer(Sharded(), seed=0)
-    before = [parameter.detach().clone() for parameter in fresh.parameters.values()]
-    for how, damage in (DAMAGES | _flips(len(whole))).items():
-        file.write_bytes(damage(whole))
-        for read in (lambda: load_checkpoint(path, fresh), lambda: read_model(tmp_path)):
-            with pytest.raises(FileError, match=rf"^{path}: not a whole checkpoint of shards ") as refused:
-                read()
-            assert name == "header.json" or f"{name} is cut or damaged" in str(refused.value), how
-    assert fresh.step == 0
-    assert not fresh.optimizer.state
-    assert all(map(lambda old, new: old.equal(new), before, fresh.parameters.values()))
+    with untouched(fresh):
+        for how, damage in (DAMAGES | _flips(len(whole))).items():
+            file.write_bytes(damage(whole))
+            for read in (lambda: load_checkpoint(path, fresh), lambda: read_model(tmp_path)):
+                with pytest.raises(FileError, match=rf"^{path}: not a whole checkpoint of shards ") as refused:
+                    read()
+                assert name == "header.json" or f"{name} is cut or damaged" in str(refused.value), how
     file.write_bytes(whole)
     load_checkpoint(path, fresh)
     assert fresh.train_step() == trainer.train_step()
@@ -140,9 +144,7 @@ def test_who_is_killed_in_a_checkpoint_finds_the_one_before(
     def kill(*_: object, **__: object) -> None:
         raise KilledError
 
-    trainer, resumed = make_trainer(ranks()), make_trainer(ranks(), seed=0)
-    trainer.train_step()
-    save_checkpoint(checkpoint_path(tmp_path, trainer), trainer)
+    resumed, (_, trainer) = make_trainer(ranks(), seed=0), saved(tmp_path, ranks())
     wanted = trainer.train_step()
     if stage == "seal":
         monkeypatch.setattr(shards, "sealed", kill)
@@ -162,3 +164,54 @@ def test_who_is_killed_in_a_checkpoint_finds_the_one_before(
     assert resumed.train_step() == wanted
     save_checkpoint(checkpoint_path(tmp_path, resumed), resumed)
     assert [*tmp_path.iterdir()] == [checkpoint_path(tmp_path, resumed)]  # nothing half-made stays
+
+
+def write_header(folder: Path, header: dict[str, Any]) -> None:
+    (folder / "header.json").write_bytes(sealed(header))
+
+
+def other_step(folder: Path) -> None:
+    write_header(folder, unsealed((folder / "header.json").read_bytes()) | {"step": -3})
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "lost shard": (lambda folder: (folder / "__0_0.distcp").unlink(), "not a whole checkpoint of shards"),
+    "lost header": (lambda folder: (folder / "header.json").unlink(), "not a whole checkpoint of shards"),
+    "half a header": (lambda folder: write_header(folder, {"step": 1, "files": {}}), "header lacks model"),
+    "no step": (other_step, "expected a number of steps in its header, got -3"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_spoilt_folder_is_refused_and_the_trainer_stays(tmp_path: Path, case: str) -> None:
+    fresh, (path, _) = make_trainer(Sharded(), seed=0), saved(tmp_path, Sharded())
+    spoil, message = SPOILT[case]
+    spoil(path)
+    with untouched(fresh), pytest.raises(FileError, match=f"^{path}: .*{message}"):
+        load_checkpoint(path, fresh)
+
+
+@pytest.mark.parametrize("writer", [Ranks, Sharded])
+@pytest.mark.parametrize("reader", [Ranks, Sharded])
+def test_either_form_is_read_by_either_kind_of_run(tmp_path: Path, writer: type[Ranks], reader: type[Ranks]) -> None:
+    other, (_, trainer) = make_trainer(reader()), saved(tmp_path, writer())
+    path = newest_checkpoint(tmp_path)
+    assert path is not None
+    load_checkpoint(path, other)
+    assert all(map(torch.equal, trainer.model.parameters(), read_model(path).parameters()))
+    assert other.train_step() == trainer.train_step()
+    assert all(map(torch.equal, trainer.model.parameters(), other.model.parameters()))
+
+
+def test_the_one_that_has_come_furthest_is_taken_and_older_shards_go(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    whole, sharded = make_trainer(Ranks()), make_trainer(Sharded())
+    save_checkpoint(checkpoint_path(tmp_path, sharded), sharded)
+    whole.train_step()
+    save_checkpoint(checkpoint_path(tmp_path, whole), whole)
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint.safetensors"
+    for _ in range(2):
+        sharded.train_step()
+    save_checkpoint(checkpoint_path(tmp_path, sharded), sharded)
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-2.dcp"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2.dcp", "checkpoint.safetensors"]

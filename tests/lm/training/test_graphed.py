@@ -15,13 +15,13 @@ from flexnsa.lm.cli import main
 from flexnsa.lm.training.checkpoint import load_checkpoint, save_checkpoint
 from flexnsa.lm.training.checks import check_cuda_graph
 from tests.lm.training.test_stages import GROWING
-from tests.lm.training.test_teaching import MODEL
+from tests.lm.training.test_trainer import TAUGHT
 
 
 def test_graphs_need_a_gpu_and_one_process(text_folder: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     expected = "cuda_graph: expected a GPU and a single process with it, got"
     with pytest.raises(ValueError, match=f"{expected} device 'cpu' and 1 processes"):
-        Trainer(DecoderLM(MODEL), read_corpus(text_folder), GROWING, cuda_graph=True)
+        Trainer(DecoderLM(TAUGHT), read_corpus(text_folder), GROWING, cuda_graph=True)
     with pytest.raises(ValueError, match=f"{expected} device 'cuda' and 2 processes"):
         check_cuda_graph(True, torch.device("cuda"), 2)
     command = ["train", "--cuda-graph", "--device", "cpu", "--text", f"{text_folder}", "--out", f"{tmp_path / 'run'}"]
@@ -33,7 +33,7 @@ def test_graphs_need_a_gpu_and_one_process(text_folder: Path, tmp_path: Path, re
 def test_what_changes_between_steps_comes_by_tensors(text_folder: Path) -> None:
     """A replay knows nothing of the trainer's step but that of its capture."""
     corpus, config = read_corpus(text_folder), replace(GROWING, stages=(), pack=True)
-    plain, captured = (Trainer(_seeded(MODEL), corpus, config) for _ in range(2))
+    plain, captured = (Trainer(_seeded(TAUGHT), corpus, config) for _ in range(2))
     learn = captured._take_step
 
     def replay(*tensors: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from flexnsa.lm.training.trainer import build_optimizer, draw_step, language_los
 from flexnsa.optim import index_parameters
 from tests.lm.training.runs import curve
 from tests.lm.training.test_more_steps import BEGUN, MODEL, Killed, after, kill
-from tests.lm.training.test_teaching import MODEL as INDEXED
+from tests.lm.training.test_trainer import TAUGHT as INDEXED
 
 GROWING = replace(BEGUN, stages=((10, 0.25), (20, 0.375), (40, 0.375)), checkpoint_every=1)
 LENGTHS = [10, 10, 20, 20, 20, 40, 40, 40]

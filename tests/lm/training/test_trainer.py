@@ -1,14 +1,20 @@
-"""What one step does."""
+"""What one step does, what it teaches indexers beside the language, and what many teach a model, with mods too."""
 
+import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-from flexnsa import NSAConfig
-from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus
-from flexnsa.lm.data.rows import Batch
+import flexnsa
+from flexnsa import NSAConfig, mods
+from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus, run
+from flexnsa.lm.checkpoint.log import read_log
+from flexnsa.lm.data.rows import Batch, PackedDocuments
 from flexnsa.optim import index_parameters
 from tests.support.inputs import TINY
 
@@ -121,3 +127,76 @@ def test_bf16_autocast_runs_in_bf16_and_stays_close_to_fp32(text_folder: Path, a
 def _trainer(corpus: Corpus, model: DecoderConfig, config: TrainConfig) -> Trainer:
     torch.manual_seed(0)
     return Trainer(DecoderLM(model), corpus, config)
+
+
+MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
+
+
+def test_a_soft_capped_alibi_model_learns_from_packed_text():
+    rows = PackedDocuments(read_corpus(Path(flexnsa.__file__).parent).train, seq_len=96)
+    model = DecoderLM(MODEL)
+    log_slopes = nn.Parameter(mods.alibi_slopes(MODEL.num_heads).log())
+    optimizer = torch.optim.AdamW([*model.parameters(), log_slopes], lr=1e-2)
+    losses = []
+    for step in range(40):
+        batch = rows.draw(random.Random(step), 4)
+        score_mod = mods.chain(mods.soft_cap(20.0), mods.alibi(log_slopes.exp()))
+        logits = model(batch.tokens, document_ids=batch.document_ids, score_mod=score_mod)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        assert log_slopes.grad is not None
+        assert log_slopes.grad.isfinite().all()
+        assert (log_slopes.grad != 0).all()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert abs(losses[0] - math.log(256)) < 0.3
+    assert sum(losses[-5:]) / 5 < losses[0] - 2.0
+
+
+NSA = replace(TINY, index_heads=2, index_block_size=2, index_stride=2)
+TAUGHT = DecoderConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, nsa=NSA)
+TEACHING = TrainConfig(steps=2, batch_size=4, seq_len=64, warmup_steps=1, eval_sequences=4)
+
+
+def teacher(text_folder: Path, model: DecoderConfig = TAUGHT, **fields: object) -> Trainer:
+    torch.manual_seed(0)
+    return Trainer(DecoderLM(model), read_corpus(text_folder), replace(TEACHING, **fields))
+
+
+def test_the_language_learns_as_if_there_were_no_selection_loss(text_folder: Path) -> None:
+    light, heavy = teacher(text_folder, selection_loss_weight=1e-3), teacher(text_folder, selection_loss_weight=10.0)
+    one, other = light.train_step(), heavy.train_step()
+    assert (one.loss, one.grad_norm, one.selection_loss) == (other.loss, other.grad_norm, other.selection_loss)
+    assert other.selection_grad_norm == pytest.approx(1e4 * (one.selection_grad_norm or 0), rel=1e-4)
+    own = {*index_parameters(light.model), *index_parameters(heavy.model)}
+    for name, parameter in light.parameters.items():
+        if parameter not in own:
+            assert torch.equal(parameter, heavy.parameters[name])
+
+
+@pytest.mark.parametrize("nsa", [TINY, NSA])
+def test_each_gradient_is_clipped_by_its_own_norm_which_is_reported(text_folder: Path, nsa: NSAConfig) -> None:
+    trainer = teacher(text_folder, replace(TAUGHT, nsa=nsa), clip=1e-3, selection_loss_weight=100.0)
+    norms: list[torch.Tensor] = []
+
+    def look(*_: object) -> None:
+        own = set(index_parameters(trainer.model))
+        kinds = filter(None, (own, set(trainer.parameters.values()) - own))
+        norms.extend(torch.stack([p.grad.norm() for p in kind if p.grad is not None]).norm() for kind in kinds)
+
+    trainer.optimizer.register_step_pre_hook(look)
+    assert trainer.train_step().grad_norm > 1e-2
+    assert [norm.item() for norm in norms] == pytest.approx([1e-3] * (1 + (nsa is NSA)), rel=1e-3)
+
+
+def test_the_log_has_both_losses_apart_and_indexers_learn(text_folder: Path, tmp_path: Path) -> None:
+    sums = dict[float, float]()
+    for rate in (0.0, 1.0):
+        run(teacher(text_folder, steps=30, lr=1e-2, indexer_lr=rate, eval_every=30), tmp_path / str(rate))
+        records = read_log(tmp_path / str(rate) / "log.jsonl")
+        sums[rate] = sum(record["selection_loss"] for record in records[-10:])
+        assert all(record["loss"] < 6 for record in records)
+    assert sums[1.0] < 0.8 * sums[0.0]
+    without = teacher(text_folder, replace(TAUGHT, nsa=TINY))
+    assert without.train_step().to_dict().keys() == {"step", "loss", "lr", "grad_norm"}

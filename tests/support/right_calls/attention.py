@@ -175,38 +175,27 @@ ATTENTION: dict[str, Call] = {
         optional=("v_head_dim", "dtype", "device"),
     ),
     "NSACache.begin": Call(
-        lambda cache, **arguments: cache.begin(**arguments),
+        flexnsa.NSACache.begin,
         {"num_tokens": 3, "lengths": torch.tensor([3, 1]), "ordered": True},
         optional=("lengths",),
         state=new_cache,
         also=("x",),
     ),
-    "NSACache.crop": Call(
-        lambda cache, **arguments: cache.crop(**arguments), {"lengths": torch.tensor([5, 2])}, state=new_cache
-    ),
-    "NSACache.crop to one length": Call(
-        lambda cache, **arguments: cache.crop(**arguments), {"lengths": 4}, state=new_cache
-    ),
-    "NSACache.reorder": Call(
-        lambda cache, **arguments: cache.reorder(**arguments), {"rows": torch.tensor([1, 1])}, state=new_cache
-    ),
+    "NSACache.crop": Call(flexnsa.NSACache.crop, {"lengths": torch.tensor([5, 2])}, state=new_cache),
+    "NSACache.crop to one length": Call(flexnsa.NSACache.crop, {"lengths": 4}, state=new_cache),
+    "NSACache.reorder": Call(flexnsa.NSACache.reorder, {"rows": torch.tensor([1, 1])}, state=new_cache),
     "NSACache.reset": Call(
-        lambda cache, **arguments: cache.reset(**arguments), {"rows": torch.tensor([1])}, optional=("rows",),
-        state=new_cache,
+        flexnsa.NSACache.reset, {"rows": torch.tensor([1])}, optional=("rows",), state=new_cache
     ),
     "NSACache.insert": Call(
-        lambda cache, **arguments: cache.insert(**arguments),
+        flexnsa.NSACache.insert,
         {"rows": torch.tensor([1, 0]), "other": new_cache(), "other_rows": torch.tensor([1, 1])},
         optional=("other_rows",),
         state=new_cache,
     ),
-    "NSACache.grow": Call(
-        lambda cache, **arguments: cache.grow(**arguments), {"max_seq_len": 20}, state=new_cache
-    ),
+    "NSACache.grow": Call(flexnsa.NSACache.grow, {"max_seq_len": 20}, state=new_cache),
     "NSACache.load_state_dict": Call(
-        lambda cache, **arguments: cache.load_state_dict(**arguments),
-        {"state": new_cache().state_dict()},
-        state=new_cache,
+        flexnsa.NSACache.load_state_dict, {"state": new_cache().state_dict()}, state=new_cache
     ),
     "keep_selection": Call(keep_selection, {}),
 }  # fmt: skip

@@ -26,11 +26,8 @@ from tests.support.inputs import SMALL
 from tests.support.right_calls.call import HEADS, IDS, Call, config_fields, near, shift
 
 TINY = DecoderConfig(dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, vocab_size=16, nsa=SMALL)
-MODEL, DENSE = (
-    DecoderLM(TINY).requires_grad_(False),
-    DecoderLM(preset("small", dim=16, num_layers=1, attention="dense")),
-)
-DENSE.requires_grad_(False)
+MODEL = DecoderLM(TINY).requires_grad_(False)
+DENSE = DecoderLM(preset("small", dim=16, num_layers=1, attention="dense")).requires_grad_(False)
 TOKENS = torch.arange(12).view(2, 6)
 BLOCKS = torch.tensor([0, -1, -1, -1], dtype=torch.int32).expand(2, 1, 6, 4)
 DECODER_FIELDS = tuple(f.name for f in fields(DecoderConfig))
@@ -125,10 +122,7 @@ MODELS: dict[str, Call] = {
         lambda drawn, _: drawn.tokens.shape == (2, 1),
         ("lengths",),
     ),
-    "generate": Call(
-        generate,
-        {"model": DENSE, "prompt": b"ab", "num_bytes": 2, "temperature": 0.5, "seed": 5},
-    ),
+    "generate": Call(generate, {"model": DENSE, "prompt": b"ab", "num_bytes": 2, "temperature": 0.5, "seed": 5}),
     "record_indices": Call(lambda model: record_indices(model).remove(), {"model": MODEL}),
     "replay_indices": Call(replayed, {"model": MODEL, "indices": BLOCKS}, also=("block_indices",)),
     "TrainConfig": Call(TrainConfig, config_fields(TrainConfig)),

@@ -1,9 +1,10 @@
-"""A file that cannot be written ends a run, of one process or several, with one line that names it."""
+"""A file that cannot be read or written is named in one line that ends a run, and nothing is overwritten."""
 
 from __future__ import annotations
 
 import os
 import resource
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 
+from flexnsa.files import FileWarning
 from flexnsa.lm import Trainer
 from flexnsa.lm.checkpoint import shards
+from flexnsa.lm.checkpoint.checksum import unsealed
 from flexnsa.lm.checkpoint.log import JSONLog, read_log
 from flexnsa.lm.cli import main
 from flexnsa.lm.parallel import Ranks
 from flexnsa.lm.training.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint, save_checkpoint
-from tests.lm.cli.tiny_run import SIZES, train, write_text
+from tests.lm.cli.tiny_run import SIZES, SPOILT, SPOILT_FOR_TRAINING, contents, train, write_text
 from tests.lm.training.runs import Sharded
 from tests.parallel.processes import started
 from tests.parallel.steps import make_trainer
@@ -178,3 +181,84 @@ def _train_without_room(rank: int, folder: Path, name: str, text: Path, *options
     if os.environ["RANK"] == str(rank):
         JSONLog.write = write_where_there_is_no_room
     train(folder, text, *OPTIONS, *options)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Files of a run that has ended."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder / "run", write_text(folder / "text"))
+    return contents(folder)
+
+
+@pytest.fixture
+def text_of_run(tmp_path: Path, whole_run: dict[str, bytes]) -> Path:
+    """The text, in the same folder as ``run``."""
+    (tmp_path / "run").mkdir()
+    for name, data in whole_run.items():
+        (tmp_path / name).write_bytes(data)
+    return tmp_path / "text"
+
+
+@pytest.mark.parametrize("how", SPOILT_FOR_TRAINING)
+def test_training_names_the_checkpoint_and_leaves_it(how: str, text_of_run: Path, refused: Callable[..., str]) -> None:
+    file = text_of_run.parent / "run" / "checkpoint.safetensors"
+    SPOILT_FOR_TRAINING[how](file)
+    before = contents(text_of_run.parent)
+    line = refused(train, file.parent, text_of_run, "--steps", "2")
+    assert line.startswith("flexnsa train: error: ")
+    assert str(file) in line
+    assert contents(text_of_run.parent) == before
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_generation_names_the_checkpoint(how: str, text_of_run: Path, refused: Callable[..., str]) -> None:
+    file = text_of_run.parent / "run" / "checkpoint.safetensors"
+    SPOILT[how](file)
+    line = refused(main, ["generate", "--checkpoint", str(file.parent), "--prompt", "def", "--device", "cpu"])
+    assert line.startswith("flexnsa generate: error: ")
+    assert str(file) in line
+
+
+def test_a_damaged_log_is_named_and_left(text_of_run: Path, refused: Callable[..., str]) -> None:
+    file = text_of_run.parent / "run" / "log.jsonl"
+    whole = file.read_bytes()
+    second = whole.index(b"\n") + 1
+    for data, line in ((whole[:second] + whole[second:].replace(b"1", b"3", 1), 2), (whole + whole, 3)):
+        file.write_bytes(data)
+        before = contents(text_of_run.parent)
+        said = refused(train, file.parent, text_of_run)
+        assert f"error: {file}: line {line} is no record of a training step; " in said
+        assert contents(text_of_run.parent) == before
+
+
+def test_a_damaged_record_of_the_environment_is_written_anew(text_of_run: Path) -> None:
+    run = text_of_run.parent / "run"
+    file = run / "environment.json"
+    whole = file.read_bytes()
+    flipped = whole[:50] + bytes([whole[50] ^ 128]) + whole[51:]
+    for damaged in (flipped, b"\xff\n", whole[:-9], b""):
+        file.write_bytes(whole + damaged)
+        (run / "checkpoint.safetensors").unlink()  # else there is nothing left to do
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(run, text_of_run)
+        said = [str(warning.message) for warning in caught if warning.category is FileWarning]
+        assert said == [f"{file}: damaged, and written anew without its damaged lines"] * (damaged != b"")
+        lines = file.read_bytes().splitlines()
+        assert lines[0] == whole.strip()
+        assert [unsealed(line)["gpus"] for line in lines] == [[], []]
+
+
+def test_another_text_is_named(text_of_run: Path, refused: Callable[..., str]) -> None:
+    text_of_run.write_text("another text " * 100)
+    line = refused(train, text_of_run.parent / "run", text_of_run)
+    assert "text_sha256: expected " in line
+    assert str(text_of_run.parent / "run" / "checkpoint.safetensors") in line
+
+
+def test_training_that_diverges_says_so(text_of_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        train(text_of_run.parent / "new", text_of_run, "--lr", "1e30", "--warmup-steps", "0", "--steps", "9")
+    assert leaving.value.code == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("flexnsa train: error: step ")
