@@ -67,7 +67,8 @@ class AllocatorProbe:
             return
         self._profile.__exit__(*error)
         torch.set_num_threads(self._threads)
-        events: list[Any] = self._profile.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+        recorded: list[Any] = self._profile.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+        events = [event for event in recorded if event.name().startswith(("[memory]", "mark:"))]
         live = most = 0
         for event in sorted(events, key=lambda event: event.start_ns()):
             name = event.name()

@@ -142,7 +142,7 @@ def test_packed_documents_count_as_if_alone(config: NSAConfig, query_weights: st
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("group", [1, 2, 4, 6, 8, 16, 32])
-@pytest.mark.parametrize("seq_len", [129, 500])
+@pytest.mark.parametrize("seq_len", [129, 300])
 def test_as_exact_as_the_plain_formula(seq_len: int, group: int, dtype: torch.dtype) -> None:
     config = replace(INDEX, index_heads=2 if group % 2 == 0 else 1)
     rounded = make(seq_len, config, batch=1, kv_heads=1 if group > 4 else 2, group=group, dim=16, dtype=dtype)

@@ -26,7 +26,7 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "sdpa": make_layer,
     "reference": lambda: make_layer("reference"),
     **{"+".join(branches): lambda branches=branches: make_layer(branches=branches) for branches in BRANCH_SETS[1:]},
-    **{name: lambda config=config: make_layer(config=config) for name, config in CONFIGS.items()},
+    **{name: lambda config=config: make_layer(config=config) for name, config in [*CONFIGS.items()][1:]},
     "dense": make_dense,
 }
 of_every_layer = pytest.mark.parametrize("layer", [make() for make in LAYERS.values()], ids=LAYERS)
@@ -89,9 +89,9 @@ def test_sequences_that_join_and_leave_equal_each_alone(layer: Layer) -> None:
             if done == 80 or draw.random() < 0.03:
                 server.leave(row)
     assert len(server.waiting) < 4
-    for number, given in server.given.items():
+    for given, whole in zip(server.given.values(), layer(sequences), strict=True):
         out = torch.cat(given) if given else sequences[:0, 0]
-        assert_equal_to_whole(out, layer(sequences[number : number + 1])[0, : len(out)])
+        assert_equal_to_whole(out, whole[: len(out)])
 
 
 @of_every_layer

@@ -18,7 +18,7 @@ from flexnsa.attention.interface import Call
 from tests.support.comparison import assert_as_exact_as_plain, largest
 from tests.support.inputs import SMALL
 
-PACKS = 48
+PACKS = 32
 SHARES = 8
 """Parts that the packs are tested in, so that several processes can share them."""
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from flexnsa.lm import DecoderLM
 from flexnsa.lm.cli import main
@@ -113,8 +112,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def alone(*_: Any, **__: Any) -> Iterator[Ranks]:
         yield Ranks()
 
-    def trace_once(model: DecoderLM, loss: Callable[[DecoderLM], torch.Tensor], **_: Any) -> GradientTrace:
-        loss(model).backward()
+    def trace_once(model: DecoderLM, loss: Any, *, static_graph: bool, **_: Any) -> GradientTrace:
+        if not static_graph:  # which is DDP's alone
+            loss(model).backward()
         return GradientTrace()
 
     monkeypatch.setattr("flexnsa.lm.diagnosis.recipe.run_case", run_here)

@@ -90,7 +90,7 @@ PLACES: dict[str, tuple[Callable[[Trainer], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpointing": True}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"checkpointing": True, "precision": "bf16"}], ids=str)
 @pytest.mark.parametrize("place", PLACES)
 def test_forward_is_named_by_step_layer_part_and_row(place: str, options: dict[str, Any], tmp_path: Path) -> None:
     trainer = make_trainer(Ranks(), **options)

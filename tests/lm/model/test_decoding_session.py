@@ -150,7 +150,7 @@ def test_a_row_that_is_switched_off_keeps_its_tokens(attention: str) -> None:
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_a_step_looks_at_no_value(attention: str) -> None:
     """A compiler that may not leave its graph stops at whatever would wait for a device."""
-    session = DecodingSession(make_model(attention), 3, 40, sampling=GREEDY)
+    session = DecodingSession(make_model(attention, num_layers=1), 3, 40, sampling=GREEDY)
     session.prefill(prompts(), LENGTHS)
     with torch.no_grad():
         torch.compile(session._next, fullgraph=True, backend="eager")()
@@ -169,7 +169,7 @@ def test_a_draw_looks_at_no_value(sampling: Sampling, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_compiled_steps_give_the_same_tokens(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(attention)
+    model = make_model(attention, num_layers=1)
     eager = model.generate(prompts(), 12, lengths=LENGTHS, steps="eager")
     # All of the compiler but its last part: Inductor would spend half a minute in a C++ compiler.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

@@ -83,9 +83,7 @@ def test_more_steps_follow_the_schedule_of_their_number_and_keep_what_is_done(
     assert "goes on" not in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("end", [kill, stop])
-@pytest.mark.parametrize("at", [1, 3])
-@pytest.mark.parametrize("done", [5, 8])
+@pytest.mark.parametrize(("done", "at", "end"), [(5, 1, kill), (5, 3, stop), (8, 1, stop), (8, 3, kill)])
 def test_they_are_the_same_bit_for_bit_wherever_they_are_interrupted(
     text_folder: Path, begun: Callable[[str, int], Path], done: int, at: int, end: Callable[[], None]
 ) -> None:

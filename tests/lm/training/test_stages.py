@@ -151,13 +151,13 @@ def test_layers_are_compiled_for_each_length_alone(text_folder: Path, monkeypatc
     """With one graph for several lengths, a resumed run would have another one."""
     quick = {"backend": "eager"}
     monkeypatch.setattr(Ranks, "compile", lambda _, model, **options: model.compile_layers(**quick, **options))
-    many = tuple((length, 1 / 4) for length in (2, 8, 24, 48))
+    many, model = tuple((length, 1 / 3) for length in (2, 24, 48)), replace(MODEL, compression="mean")
     counters.clear()
     torch.compiler.reset()
     plain, compiled = (
-        _trainer(text_folder, compiled=compiled, steps=4, seq_len=48, stages=many) for compiled in (False, True)
+        _trainer(text_folder, model, compiled, steps=3, seq_len=48, stages=many) for compiled in (False, True)
     )
-    for number in range(1, 5):
+    for number in range(1, 4):
         assert compiled.train_step().loss == pytest.approx(plain.train_step().loss, rel=1e-5)
         assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (number, 0)
 

@@ -26,7 +26,7 @@ INDEXED = replace(TINY, index_heads=1, index_block_size=4, index_stride=4)
 def test_learns_a_repeating_text_by_heart(attention: str):
     text = torch.tensor(list(b"native sparse attention is exact; ") * 20, dtype=torch.uint8)
     config = TrainConfig(steps=60, batch_size=4, seq_len=64, lr=1e-2, warmup_steps=5, eval_sequences=4)
-    trainer = _trainer(Corpus(text, text), replace(MODEL, attention=attention), config)
+    trainer = _trainer(Corpus(text, text), replace(MODEL, attention=attention, num_layers=1), config)
     first = trainer.validation_bits_per_byte()
     for _ in range(config.steps):
         trainer.train_step()
