@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,8 +129,11 @@ def test_a_largest_logit_that_is_not_finite_is_refused(largest: float, temperatu
 
 @pytest.mark.parametrize("options", [{}, {"cached": False}, {"steps": "compiled"}], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, math.inf])
-def test_generation_draws_no_token_that_the_head_bans(temperature: float, options: dict[str, Any]) -> None:
+def test_generation_draws_no_token_that_the_head_bans(
+    temperature: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, allowed = make_model("dense", num_layers=1), [3, 97, 200]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # Inductor's C++ takes seconds
 
     def ban(_head: nn.Module, _inputs: object, logits: Tensor) -> Tensor:
         return torch.full_like(logits, -math.inf).index_copy(-1, torch.tensor(allowed), logits[..., allowed])
