@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import log
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.attention.best_keys import best_scores, differentiate_best, products_of_heads
 from flexnsa.attention.interface import Call
+from flexnsa.attention.product_scores import differentiate_products, key_products, scores_of_products
 from flexnsa.attention.scoring import columns_of_blocks
 from flexnsa.attention.shares import at_columns, grouped_products
 from flexnsa.config import NSAConfig, overlap_band
@@ -21,12 +20,9 @@ from flexnsa.positions import Positions
 
 
 def log_probabilities(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:
-    """Return the log of the scorer's softmax over its visible keys (Eq. 8), ``(B, Hkv, H, m, N)``.
-
-    With an ``index_score`` it is the scaled products. There ``Hkv`` is 1 where all heads choose the same.
-    """
-    if call.config.index_score == "max":
-        return products_of_heads(q, k, call.scale)  # of which the best counts: nothing is summed over keys
+    """Return the log of the scorer's softmax over its visible keys (Eq. 8), ``(B, Hkv, H, m, N)``, or its products."""
+    if call.config.index_score is not None:
+        return key_products(q, k, positions, call)  # nothing is summed over keys
     scores = grouped_products(q, k, call.scale)
     key = torch.arange(k.shape[2], dtype=torch.int32, device=q.device)
     hidden = compressed_intervals(positions, call.config).hide(key)[:, None, None]
@@ -35,8 +31,6 @@ def log_probabilities(q: Tensor, k: Tensor, positions: Positions, call: Call) ->
         scores = modify_groups(call.score_mod, scores, positions, kv_idx)
         hidden = hidden | (scores == -torch.inf)
     hidden = hidden.expand_as(scores)
-    if call.config.index_score is not None:
-        return scores.masked_fill(hidden, -torch.inf)
     # A row without a key gets any finite normaliser: the gradient of a log-sum-exp of nothing is NaN.
     empty = hidden.all(-1, keepdim=True)
     lse = scores.masked_fill(hidden, -torch.inf).masked_fill(empty, 0).logsumexp(-1, keepdim=True)
@@ -55,15 +49,13 @@ def log_scores(log_probs: Tensor, positions: Positions, blocks: int, config: NSA
 
     The scores of other blocks are finite and undefined.
     """
-    if config.index_score == "max":
-        best = best_scores(log_probs, positions, config)
-        return best.masked_fill(best == -torch.inf, 0), best > -torch.inf
+    if config.index_score is not None:
+        scores = scores_of_products(log_probs, positions, blocks, config)
+        return scores.masked_fill(scores == -torch.inf, 0), scores > -torch.inf
     probs = at_columns(log_probs, columns_of_blocks(log_probs.shape[-1], positions, blocks, config))
     terms = [probs[..., columns] + weight for columns, weight in _slices_of_blocks(blocks, config)]
     of_block = torch.stack(terms, -1).movedim(2, -1).flatten(-2)  # (B, Hkv, m, M, keys of a block)
     scored = (of_block > -torch.inf).any(-1)
-    if config.index_score is not None:
-        return of_block.relu().sum(-1), scored
     return of_block.masked_fill(~scored[..., None], 0).logsumexp(-1), scored
 
 
@@ -71,26 +63,14 @@ def differentiate(
     log_probs: Tensor, log_score: Tensor, slope: Tensor, positions: Positions, config: NSAConfig
 ) -> Tensor:
     """Return the derivatives in the scaled products ``(B, Hkv, H, m, N)``, given those in the log of the scores."""
-    if config.index_score == "max":
-        return differentiate_best(log_probs, slope, positions, config)
-    has_products = config.index_score is not None
+    if config.index_score is not None:
+        return differentiate_products(log_probs, slope, positions, config)
     columns = columns_of_blocks(log_probs.shape[-1], positions, log_score.shape[-1], config)
     probs = at_columns(log_probs, columns)
     in_columns = torch.zeros_like(probs)
     for at_offset, weight in _slices_of_blocks(log_score.shape[-1], config):
-        of_keys = probs[..., at_offset]  # and their shares in the scores of their blocks
-        share = of_keys > 0 if has_products else (of_keys + weight - log_score[:, :, None]).exp()
+        share = (probs[..., at_offset] + weight - log_score[:, :, None]).exp()  # of a key in the score of its block
         in_columns[..., at_offset] += share * slope[:, :, None]
     index = columns.to(torch.int64)[:, None, None].expand_as(in_columns)
     of_keys = F.pad(torch.zeros_like(log_probs), (0, 1)).scatter_add_(-1, index, in_columns)[..., :-1]
-    return of_keys if has_products else of_keys - log_probs.exp() * of_keys.sum(-1, keepdim=True)
-
-
-def scores_of_blocks(q: Tensor, k: Tensor, positions: Positions, blocks: int, call: Call) -> Tensor:
-    """Score blocks by products, fp32 ``(B, Hkv, T, M)``; ``-inf`` for those without a visible key.
-
-    No top-n needs a scale, which might round two scores to one.
-    """
-    products = log_probabilities(q, k, positions, replace(call, scale=1.0))
-    scores, scored = log_scores(products, positions, blocks, call.config)
-    return scores.masked_fill(~scored, -torch.inf).to(torch.float32)
+    return of_keys - log_probs.exp() * of_keys.sum(-1, keepdim=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.attention.interface import Call, given
-from flexnsa.attention.log_scores import scores_of_blocks
+from flexnsa.attention.product_scores import scores_to_rank
 from flexnsa.attention.scoring import block_scores, group_probabilities
 from flexnsa.attention.shares import queries_at_once
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
@@ -255,7 +255,7 @@ def _choose_by_products(q: Tensor, k: Tensor, positions: Positions, call: Call, 
     for at in range(0, q.shape[2], chunk):
         part, here = slice(at, at + chunk), positions.at(slice(at, at + chunk))
         past = k[:, :, : _keys_until(here, k.shape[2], call.config)]
-        scores = scores_of_blocks(q[:, :, part], past, here, past.shape[2], call)
+        scores = scores_to_rank(q[:, :, part], past, here, blocks_within(past.shape[2], call.config), call)
         chosen[:, :, part] = top_blocks(scores, here, config=call.config)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexnsa.attention.log_scores import scores_of_blocks
+from flexnsa.attention.product_scores import scores_to_rank
 from flexnsa.attention.scoring import block_scores, group_probabilities
 from flexnsa.checks.calls import check_queries
 from flexnsa.checks.scorers import checked_scorer_keys
@@ -65,7 +65,7 @@ def block_importance(
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         blocks = num_blocks(seq_len, config)
         if config.index_score is not None:
-            return scores_of_blocks(scorer.q, scorer.k, last, blocks, scorer.call)
+            return scores_to_rank(scorer.q, scorer.k, last, blocks, scorer.call)
         probs = group_probabilities(scorer.q, scorer.k, None, last, scorer.call)
         return block_scores(probs, last, num_blocks=blocks, config=scorer.call.config)
 
