@@ -82,15 +82,14 @@ class NSAConfig:
             _check_multiples("index_stride", stride, index_block_size=length, select_block_size=self.select_block_size)
         if self.index_score is not None:
             check_choice("index_score", self.index_score, INDEX_SCORES[1:])
-            sizes = dict(zip(("index_block_size", "index_stride"), self._index_sizes(), strict=True))
-            if self.index_score == "max":
-                expected, got = (1, 1, 1), sizes | {"index_heads": self.index_heads}
-            else:
-                expected = self.select_block_size, self.select_block_size, 0, 1
-                got = sizes | {name: getattr(self, name) for name in ("num_init_blocks", "num_local_blocks")}
-            if (came := tuple(got.values())) != expected:
-                wanted = f"{', '.join(got)}: expected {', '.join(map(str, expected))}"
-                raise ValueError(f"{wanted} with index_score={self.index_score!r}, got {came}")
+            of_key, others = 1, {"index_heads": 1}
+            if self.index_score == "relu":
+                of_key, others = self.select_block_size, {"num_init_blocks": 0, "num_local_blocks": 1}
+            sizes = *self._index_sizes(), *(getattr(self, name) for name in others)
+            if sizes != (of_key, of_key, *others.values()):
+                names = ", ".join(("index_block_size", "index_stride", *others))
+                expected = ", ".join(map(str, (of_key, of_key, *others.values())))
+                raise ValueError(f"{names}: expected {expected} with index_score={self.index_score!r}, got {sizes}")
         forced = self.num_init_blocks + self.num_local_blocks
         if forced > self.num_selected_blocks:
             raise ValueError(

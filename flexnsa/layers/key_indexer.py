@@ -40,13 +40,7 @@ class KeyIndexer(Indexer):
 
     A key of QSA is the mean of those of a block of tokens, and only then is it normed. Parameters have the names of the
     indexers of ``minimax_m3_vl`` in transformers; the ``index_qk_proj`` of ``qwen4_exp`` is ``q_proj`` above
-    ``k_proj``. The maps begin as random ones.
-
-    Args:
-        dim: width of the layer's input.
-        num_kv_heads: ``Hkv``.
-        head_dim: ``D``.
-        config: provides ``index_heads`` and the tokens of an index key.
+    ``k_proj``. The maps begin as random ones. The arguments are those of :class:`Indexer`.
     """
 
     def __init__(self, dim: int, num_kv_heads: int, head_dim: int, *, config: NSAConfig, **_: object) -> None:
