@@ -12,7 +12,7 @@ from flexnsa.primitives import check_choice, check_head_counts, check_int
 
 INDEX_FIELDS = ("index_block_size", "index_stride", "index_heads", "index_score")
 """Fields of the indexer, None without one."""
-INDEX_SCORES = (None, "max")
+INDEX_SCORES = (None, "max", "relu")
 
 BRANCHES: tuple[str, ...] = ("cmp", "slc", "win")
 """Branch tags in the order of the gates: compressed, selected, sliding window."""
@@ -41,7 +41,8 @@ class NSAConfig:
         index_heads: index queries for each key head, which score the blocks by index keys; ``None``: the compressed
             branch scores them, as in the paper.
         index_score: ``"max"``: the score of a block is its largest product of the index query and a key, as in MSA
-            (:meth:`msa`); ``None``: the mass of the softmax over index keys.
+            (:meth:`msa`); ``"relu"``: the sum of the positive products of all index queries and the block's one key, as
+            in QSA (:meth:`qsa`); ``None``: the mass of the softmax over index keys.
 
     Raises:
         TypeError: a size is not an int.
@@ -80,11 +81,15 @@ class NSAConfig:
             length, stride = self._index_sizes()
             _check_multiples("index_stride", stride, index_block_size=length, select_block_size=self.select_block_size)
         if self.index_score is not None:
-            check_choice("index_score", self.index_score, ("max",))
-            sizes = *self._index_sizes(), self.index_heads
-            if sizes != (1, 1, 1):
-                names = "index_block_size, index_stride, index_heads"
-                raise ValueError(f"{names}: expected 1, 1, 1 with index_score={self.index_score!r}, got {sizes}")
+            check_choice("index_score", self.index_score, INDEX_SCORES[1:])
+            of_key, others = 1, {"index_heads": 1}
+            if self.index_score == "relu":
+                of_key, others = self.select_block_size, {"num_init_blocks": 0, "num_local_blocks": 1}
+            sizes = *self._index_sizes(), *(getattr(self, name) for name in others)
+            if sizes != (of_key, of_key, *others.values()):
+                names = ", ".join(("index_block_size", "index_stride", *others))
+                expected = ", ".join(map(str, (of_key, of_key, *others.values())))
+                raise ValueError(f"{names}: expected {expected} with index_score={self.index_score!r}, got {sizes}")
         forced = self.num_init_blocks + self.num_local_blocks
         if forced > self.num_selected_blocks:
             raise ValueError(
@@ -125,11 +130,42 @@ class NSAConfig:
             TypeError: a number is not an int.
             ValueError: the numbers do not fit each other.
         """
-        block = sizes.get("select_block_size", 128)  # nothing is compressed
+        ones = dict.fromkeys(("index_block_size", "index_stride", "index_heads"), 1)
+        return cls._selecting(128, index_score="max", **ones | sizes)
+
+    @classmethod
+    def qsa(cls, **sizes: int) -> NSAConfig:
+        """Return the sizes of QSA, the attention of Qwen's ``qwen4_exp``: a layer with the branch ``slc`` alone.
+
+        A query attends to 512 complete blocks of 4 tokens, and to the tokens of an incomplete one, which is counted in
+        the 513 of ``num_selected_blocks``. The key of a block is the mean of its tokens' index keys, one head of which
+        serves 2 index queries for each key head; all heads attend to the same blocks. Where the query ends a block,
+        that one competes as any other: the last block is that of the next token (``num_local_blocks`` is 1).
+
+        Args:
+            **sizes: fields that differ.
+
+        Raises:
+            TypeError: a number is not an int.
+            ValueError: the numbers do not fit each other.
+        """
+        size = sizes.get("select_block_size", 4)
+        index = {"index_block_size": size, "index_stride": size, "index_heads": 2, "num_selected_blocks": 513}
+        return cls._selecting(4, index_score="relu", **index | sizes)
+
+    @classmethod
+    def _selecting(cls, block: int, *, index_score: str, **sizes: int) -> NSAConfig:
+        """Make sizes for the branch ``slc`` alone, with one block forced."""
+        block = sizes.get("select_block_size", block)
         check_int("select_block_size", block, 1)
-        blocks = {"compress_block_size": block, "compress_stride": block, "select_block_size": block}
-        ones = dict.fromkeys(("num_local_blocks", "index_block_size", "index_stride", "index_heads"), 1)
-        return cls(**dict[str, Any]({"num_init_blocks": 0, "index_score": "max"} | blocks | ones | sizes))
+        blocks = dict.fromkeys(("compress_block_size", "compress_stride", "select_block_size"), block)  # not compressed
+        forced = {"num_init_blocks": 0, "num_local_blocks": 1}
+        return cls(**dict[str, Any]({"index_score": index_score} | blocks | forced | sizes))
+
+    @property
+    def ahead(self) -> int:
+        """Tokens from a query to the one whose block is its last: 1 where only complete blocks are scored, else 0."""
+        return int(self.index_score == "relu")
 
     @property
     def strides_per_block(self) -> int:
@@ -148,7 +184,7 @@ class NSAConfig:
         length, stride = self._index_sizes()
         index: dict[str, Any] = dict.fromkeys(INDEX_FIELDS)
         if self.index_score is not None:
-            index |= {"index_heads": 1, "index_score": self.index_score}
+            index |= {"index_heads": self.index_heads, "index_score": self.index_score}
         return replace(self, compress_block_size=length, compress_stride=stride, **index)
 
     @property

@@ -267,8 +267,8 @@ def _blocks_of(blocks: Tensor, shape: Sequence[int], where: Positions | None, by
 def _check_own_blocks(blocks: Tensor, token: Tensor, by: NSAConfig) -> None:
     """Check that the blocks of each token ``(B, T)`` end with its own, if that is forced, and never after it."""
     check_block_indices(blocks, config=by, seq_len=token.shape[1])
-    last, own = blocks.amax(-1), (token // by.select_block_size)[:, None]
-    wrong = (last >= 0) & (last != own) if by.num_local_blocks else last > own
+    last, (own, forced) = blocks.amax(-1), ((token + d)[:, None] // by.select_block_size for d in (0, by.ahead))
+    wrong = (last > own) | ((last >= 0) & (last < own) & (forced == own) & (by.num_local_blocks > 0))
     if wrong.any():
         row, head, at = wrong.nonzero()[0].tolist()
         expected = f"blocks of {by.select_block_size} tokens that end with {int(own[row, 0, at])}"

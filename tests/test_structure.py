@@ -27,7 +27,7 @@ FLOORS = (
     "flexnsa/attention/__init__ flexnsa/attention/step flexnsa/attention/interface flexnsa/attention/compilation"
     " flexnsa/attention/operators flexnsa/attention/footprint",
     "flexnsa/attention/scoring flexnsa/attention/shares flexnsa/attention/threads flexnsa/attention/tiles"
-    " flexnsa/attention/plan flexnsa/attention/log_scores flexnsa/attention/sampling flexnsa/attention/best_keys",
+    " flexnsa/attention/plan flexnsa/attention/log_scores flexnsa/attention/sampling flexnsa/attention/product_scores",
     "flexnsa/attention/selection flexnsa/attention/selection_loss",
     "flexnsa/attention/reference flexnsa/attention/sdpa flexnsa/attention/flex flexnsa/attention/triton",
     "flexnsa/attention/dispatch flexnsa/attention/sinks flexnsa/attention/all_tokens",

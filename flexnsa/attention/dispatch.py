@@ -76,7 +76,8 @@ def _cached_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> C
 
 
 def _cached_selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
-    shared = Plan.of(q, k, v, has_mod=call.score_mod is not None).share_keys
+    size, has_mod = call.config.select_block_size, call.score_mod is not None
+    shared = Plan.of(q, k, v, has_mod=has_mod, block_size=size).share_keys
     return (triton_selected.selected if shared else flex_cached.selected)(q, k, v, block_indices, call)
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.attention.best_keys import best_scores, differentiate_best, products_of_heads
 from flexnsa.attention.interface import Call
+from flexnsa.attention.product_scores import differentiate_products, key_products, scores_of_products
 from flexnsa.attention.scoring import columns_of_blocks
 from flexnsa.attention.shares import at_columns, grouped_products
 from flexnsa.config import NSAConfig, overlap_band
@@ -20,9 +20,9 @@ from flexnsa.positions import Positions
 
 
 def log_probabilities(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:
-    """Return the log of the scorer's softmax over its visible keys (Eq. 8), ``(B, Hkv, H, m, N)``."""
+    """Return the log of the scorer's softmax over its visible keys (Eq. 8), ``(B, Hkv, H, m, N)``, or its products."""
     if call.config.index_score is not None:
-        return products_of_heads(q, k, call.scale)  # of which the best counts: nothing is summed over keys
+        return key_products(q, k, positions, call)  # nothing is summed over keys
     scores = grouped_products(q, k, call.scale)
     key = torch.arange(k.shape[2], dtype=torch.int32, device=q.device)
     hidden = compressed_intervals(positions, call.config).hide(key)[:, None, None]
@@ -50,8 +50,8 @@ def log_scores(log_probs: Tensor, positions: Positions, blocks: int, config: NSA
     The scores of other blocks are finite and undefined.
     """
     if config.index_score is not None:
-        best = best_scores(log_probs, positions, config)
-        return best.masked_fill(best == -torch.inf, 0), best > -torch.inf
+        scores = scores_of_products(log_probs, positions, blocks, config)
+        return scores.masked_fill(scores == -torch.inf, 0), scores > -torch.inf
     probs = at_columns(log_probs, columns_of_blocks(log_probs.shape[-1], positions, blocks, config))
     terms = [probs[..., columns] + weight for columns, weight in _slices_of_blocks(blocks, config)]
     of_block = torch.stack(terms, -1).movedim(2, -1).flatten(-2)  # (B, Hkv, m, M, keys of a block)
@@ -64,7 +64,7 @@ def differentiate(
 ) -> Tensor:
     """Return the derivatives in the scaled products ``(B, Hkv, H, m, N)``, given those in the log of the scores."""
     if config.index_score is not None:
-        return differentiate_best(log_probs, slope, positions, config)
+        return differentiate_products(log_probs, slope, positions, config)
     columns = columns_of_blocks(log_probs.shape[-1], positions, log_score.shape[-1], config)
     probs = at_columns(log_probs, columns)
     in_columns = torch.zeros_like(probs)

@@ -25,12 +25,7 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return dq, dk, dv
 
 
-def fake_gradients(
-    grad_out: Tensor,  # noqa: ARG001
-    grad_lse: Tensor | None,  # noqa: ARG001
-    inputs: Inputs,
-    *_: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def fake_gradients(_grad: Tensor, _lse: Tensor | None, inputs: Inputs, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Call :func:`empty_gradients` with the arguments of a backward operator."""
     return empty_gradients(*inputs[:3])
 
@@ -44,10 +39,7 @@ def empty_contiguous_outputs(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def empty_contiguous_gradients(
-    grad_out: Tensor,  # noqa: ARG001
-    grad_lse: Tensor | None,  # noqa: ARG001
-    inputs: Inputs,
-    *_: Tensor,
+    _grad: Tensor, _lse: Tensor | None, inputs: Inputs, *_: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the gradients of q, k and v."""
     q, k, v = inputs[:3]

@@ -52,6 +52,8 @@ to 0.9 at 512 to 2k queries, 1.0 or 1.2 by process at 4k, 1.1 at 8k, 1.2 at 16k.
 """
 MOST_HEADS = 65535
 """CUDA's limit of programs in the second dimension of a grid. Counts ``B * H``."""
+LEAST_BLOCK = 16
+"""What the keys of a block are a multiple of in FlexAttention: the smallest tile of the tensor cores."""
 LEAST_DIM = 16
 LARGEST_DIM = 256
 """Head dimensions of the Triton kernels."""
@@ -144,8 +146,8 @@ class Plan:
 
     @property
     def share_keys(self) -> bool:
-        """``triton``: the kernels for whole sequences."""
-        return self.in_triton and self.queries > OWN_KEYS_QUERIES
+        """``triton``: the kernels for whole sequences, which alone take blocks that tensor cores cannot tile."""
+        return self.in_triton and (self.queries > OWN_KEYS_QUERIES or self.block_size % LEAST_BLOCK != 0)
 
     @property
     def are_gathered(self) -> bool:

@@ -143,13 +143,22 @@ def _best_products(q: Tensor, k: Tensor, call: Call, num_blocks: int) -> Tensor:
     return torch.stack([each.amax(-1) for each in of_blocks], -1)
 
 
+def _rate_keys(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return what each key adds to the score of its blocks, ``(B, H, T, N)``, and which are visible."""
+    scores, visible = _score_compressed(q, k, call)
+    visible = visible & (scores != -torch.inf)
+    if call.config.index_score is None:
+        return _softmax(scores, visible)[0], visible
+    return scores.relu().masked_fill(~visible, 0), visible
+
+
 @_without_autocast
 def block_importance(q: Tensor, k_cmp: Tensor, call: Call, *, num_blocks: int) -> Tensor:
     """Score every selection block for every query, ``(B, Hkv, T, M)``, never differentiated (Eq. 8 to 10)."""
     with torch.no_grad():
-        if call.config.index_score is not None:
+        if call.config.index_score == "max":
             return _best_products(q, k_cmp, replace(call, scale=1.0), num_blocks)
-        probs, _ = _softmax(*_score_compressed(q, k_cmp, call))
+        probs, _ = _rate_keys(q, k_cmp, call if call.config.index_score is None else replace(call, scale=1.0))
     probs = _of_own_document(probs, positions_of(q, call.positions))
     scores = probs @ _overlap_weights(k_cmp.shape[2], num_blocks, call.config, probs)
     return torch.unflatten(scores, 1, (k_cmp.shape[1], -1)).sum(2)
@@ -166,16 +175,19 @@ def select(
     config, positions = call.config, positions_of(q, call.positions)
     num_blocks = blocks_within(k_cmp.shape[2], config)
     score = block_importance(q, k_cmp, call, num_blocks=num_blocks)
-
+    token = (positions.token - positions.start)[:, None, :, None]
+    own, current = ((token + d).div(config.select_block_size, rounding_mode="floor") for d in (0, config.ahead))
     block = torch.arange(num_blocks, device=q.device)
-    current = (positions.token - positions.start).div(config.select_block_size, rounding_mode="floor")[:, None, :, None]
     forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
     candidate = block <= current
     score = score.masked_fill(forced, torch.inf).masked_fill(~candidate, -torch.inf)
 
     best = score.argsort(dim=-1, descending=True, stable=True)[..., : config.num_selected_blocks]
-    chosen = best.masked_fill(~candidate.expand_as(score).gather(-1, best), num_blocks).sort(-1).values
+    has_token = candidate & (block <= own)
+    chosen = best.masked_fill(~has_token.expand_as(score).gather(-1, best), num_blocks).sort(-1).values
     chosen = chosen.masked_fill(chosen == num_blocks, -1).to(torch.int32)
+    if config.index_score is not None and config.index_heads is not None:
+        chosen = chosen.expand(-1, q.shape[1] // config.index_heads, -1, -1)
     return torch.nn.functional.pad(chosen, (0, config.num_selected_blocks - chosen.shape[-1]), value=-1)
 
 
@@ -187,22 +199,23 @@ def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weigh
     probs, _ = _softmax(scores, ((key >= 0) & (key <= query))[:, None])
     block = key.div(config.select_block_size, rounding_mode="floor")[:, None]
     true = torch.stack([probs.masked_fill(block != j, 0).sum(-1) for j in range(blocks)], -1)
-    true = torch.unflatten(true, 1, (k.shape[1], -1)).mean(2)
+    true = torch.unflatten(true, 1, (1 if config.index_score == "relu" else k.shape[1], -1)).mean(2)
 
-    if scorer.call.config.index_score is not None:
+    if scorer.call.config.index_score == "max":
         best = _best_products(scorer.q, scorer.k, scorer.call, blocks)
         scored = best > -torch.inf
         score = (best - best.amax(-1, keepdim=True).detach()).where(scored, 0).exp()
     else:
-        scores, visible = _score_compressed(scorer.q, scorer.k, scorer.call)
-        probs, _ = _softmax(scores, visible)
-        visible = (visible & (scores != -torch.inf)).to(probs.dtype)
+        probs, visible = _rate_keys(scorer.q, scorer.k, scorer.call)
+        visible = visible.to(probs.dtype)
         weights = _overlap_weights(scorer.k.shape[2], blocks, scorer.call.config, probs)
         positions = positions_of(scorer.q, scorer.call.positions)
         score, scored = (_of_own_document(x, positions) @ weights for x in (probs, visible))
-        score, scored = (torch.unflatten(x, 1, (k.shape[1], -1)).sum(2) for x in (score, scored))
+        score, scored = (torch.unflatten(x, 1, (true.shape[1], -1)).sum(2) for x in (score, scored))
+        if config.index_score is not None:
+            score = (score - score.amax(-1, keepdim=True).detach()).exp()
 
-    j, current = torch.arange(blocks, device=q.device), query.div(config.select_block_size, rounding_mode="floor")
+    j, current = torch.arange(blocks, device=q.device), (query + config.ahead) // config.select_block_size
     free = (j >= config.num_init_blocks) & (j <= current - config.num_local_blocks)
     compared = (scored > 0) & free[:, None]
     true, score = (x.where(compared, 0) for x in (true, score))

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.attention.best_keys import best_scores, products_of_heads
-from flexnsa.attention.interface import Call
+from flexnsa.attention.interface import Call, given
+from flexnsa.attention.product_scores import scores_to_rank
 from flexnsa.attention.scoring import block_scores, group_probabilities
 from flexnsa.attention.shares import queries_at_once
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
@@ -32,15 +32,17 @@ def top_blocks(scores: Tensor, positions: Positions, *, config: NSAConfig) -> Te
 
     Args:
         scores: fp32 ``(B, Hkv, T, M)``, of any sign.
-        positions: of the ``T`` queries; candidates are the blocks up to and including the query's own.
+        positions: of the ``T`` queries; candidates are the blocks up to and including the query's own, or
+            that of the next token (``config.ahead``), which is left out again if it has no token yet.
         config: gives ``n`` and the forced blocks.
 
     Returns:
         int32 ``(B, Hkv, T, n)``, ascending, padded with -1 on the right.
     """
+    scores = F.pad(scores, (0, config.ahead)) if config.ahead else scores
     num_blocks = scores.shape[-1]
     block = torch.arange(num_blocks, device=scores.device)
-    current = ((positions.token - positions.start) // config.select_block_size)[:, None, :, None]
+    own, current = own_and_last(positions, config)
     forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
 
     # Non-negative floats order like their bits, and negative ones too once all bits but the sign are flipped. So (bits,
@@ -52,8 +54,14 @@ def top_blocks(scores: Tensor, positions: Positions, *, config: NSAConfig) -> Te
     best = keys.topk(min(config.num_selected_blocks, num_blocks), dim=-1, sorted=False).values
     block = (num_blocks - 1 - (best & 0xFFFFFFFF)).masked_fill(best == NO_BLOCK, num_blocks)
     chosen = block.to(torch.int32).sort(-1).values
-    chosen = chosen.masked_fill(chosen == num_blocks, -1)
+    chosen = chosen.masked_fill(chosen > own, -1)
     return F.pad(chosen, (0, config.num_selected_blocks - chosen.shape[-1]), value=-1)
+
+
+def own_and_last(positions: Positions, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Return the block of each query, and the last one of which it decides, int ``(B or 1, 1, T, 1)``."""
+    token = (positions.token - positions.start)[:, None, :, None]
+    return token // config.select_block_size, (token + config.ahead) // config.select_block_size
 
 
 class Ranking:
@@ -97,11 +105,11 @@ def all_blocks(positions: Positions, config: NSAConfig) -> Tensor | None:
 
     Top-n chooses the same, whatever the scores. None if any query has more candidates, and for no query.
     """
-    current = (positions.token - positions.start)[..., None] // config.select_block_size
-    if current.numel() == 0 or current.max() >= config.num_selected_blocks:
+    own, last = (block[:, 0] for block in own_and_last(positions, config))
+    if last.numel() == 0 or last.max() >= config.num_selected_blocks:
         return None
-    block = torch.arange(config.num_selected_blocks, dtype=current.dtype, device=current.device)
-    return block.where(block <= current, -1)
+    block = torch.arange(config.num_selected_blocks, dtype=own.dtype, device=own.device)
+    return block.where(block <= own, -1)
 
 
 class SelectionInputs(NamedTuple):
@@ -145,8 +153,8 @@ class SelectionInputs(NamedTuple):
 
 
 def count_choices(q: Tensor, k: Tensor, config: NSAConfig) -> int:
-    """Count the choices that a query makes: one for each key head, or for each index query where these share keys."""
-    return (k if config.index_score is None else q).shape[1]
+    """Count the key heads, each of which has a choice of blocks, from what scores these."""
+    return k.shape[1] if config.index_score is None else q.shape[1] // given(config.index_heads)
 
 
 def select_in_chunks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> Tensor:
@@ -193,7 +201,7 @@ def _select_in_chunks(inputs: SelectionInputs) -> Tensor:
     if every is not None:
         return every[:, None].repeat(q.shape[0] // len(every), chosen.shape[1], 1, 1)
     if call.config.index_score is not None:
-        _choose_by_best_keys(q, k_cmp, positions, call.config, chosen)
+        _choose_by_products(q, k_cmp, positions, call, chosen)
         return chosen
 
     def select(q: Tensor, k_cmp: Tensor, chosen: Tensor, *rest: Tensor) -> None:
@@ -241,13 +249,14 @@ def _select(
     return torch.cat(chosen, dim=2)
 
 
-def _choose_by_best_keys(q: Tensor, k: Tensor, positions: Positions, config: NSAConfig, chosen: Tensor) -> None:
-    """Score a chunk of queries at a time by the best key of each block, and write what they choose."""
+def _choose_by_products(q: Tensor, k: Tensor, positions: Positions, call: Call, chosen: Tensor) -> None:
+    """Score blocks for a chunk of queries at a time, and write what they choose."""
     chunk = queries_at_once(q, k)
     for at in range(0, q.shape[2], chunk):
         part, here = slice(at, at + chunk), positions.at(slice(at, at + chunk))
-        products = products_of_heads(q[:, :, part], k[:, :, : _keys_until(here, k.shape[2], config)], 1.0)
-        chosen[:, :, part] = top_blocks(best_scores(products, here, config).to(torch.float32), here, config=config)
+        past = k[:, :, : _keys_until(here, k.shape[2], call.config)]
+        scores = scores_to_rank(q[:, :, part], past, here, blocks_within(past.shape[2], call.config), call)
+        chosen[:, :, part] = top_blocks(scores, here, config=call.config)
 
 
 def _keys_until(positions: Positions, num_keys: int, config: NSAConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from flexnsa.attention.interface import Call, Scorer
 from flexnsa.attention.log_scores import differentiate, log_probabilities, log_scores
-from flexnsa.attention.selection import top_blocks
+from flexnsa.attention.selection import own_and_last, top_blocks
 from flexnsa.attention.shares import log_shares, log_shares_at_once, queries_at_once
 from flexnsa.config import NSAConfig
 from flexnsa.operators import OpaqueOperator, opaque_operator
@@ -20,8 +21,8 @@ from flexnsa.positions import Positions, positions_of
 def free_blocks(positions: Positions, blocks: int, config: NSAConfig) -> Tensor:
     """Return which blocks each query may leave out, bool ``(B or 1, 1, T, M)``: candidates that are not forced."""
     block = torch.arange(blocks, device=positions.token.device)
-    current = ((positions.token - positions.start) // config.select_block_size)[:, None, :, None]
-    return (block >= config.num_init_blocks) & (block <= current - config.num_local_blocks)
+    _, last = own_and_last(positions, config)
+    return (block >= config.num_init_blocks) & (block <= last - config.num_local_blocks)
 
 
 def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
@@ -129,7 +130,7 @@ def _selection_loss(inputs: SelectionLossInputs) -> LossAndGradients:
         d_scores = d_scores.flatten(2, 3)  # (B, Hkv, H * m, N)
         d_part = torch.unflatten(d_scores @ k_index.to(dtype), 2, (-1, q_part.shape[2]))
         dq[:, :, part] = d_part.flatten(1, 2)
-        of_heads = d_scores.mT @ torch.unflatten(q_part, 1, (k.shape[1], -1)).flatten(2, 3)
+        of_heads = d_scores.mT @ torch.unflatten(q_part, 1, (d_scores.shape[1], -1)).flatten(2, 3)
         dk += of_heads.sum_to_size(dk.shape)  # heads may share their index keys
     return total, weight, dq, dk
 
@@ -215,6 +216,8 @@ def _compare(
         The comparison, and the log of the scores ``(B, Hkv, m, M)``, finite and undefined for blocks without a key.
     """
     log_sums, scored = log_scores(log_probs, of_scorer, log_true.shape[-1], index_config)
+    if log_sums.shape[1] < log_true.shape[1]:  # key heads that choose together have the mean of their shares
+        log_true = log_true.logsumexp(1, keepdim=True) - log(log_true.shape[1])
     kept = scored & free_blocks(positions, log_true.shape[-1], config)
     return compare(log_true, log_sums, kept), log_sums
 

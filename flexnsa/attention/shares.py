@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.attention.interface import Call
-from flexnsa.config import NSAConfig, num_blocks
+from flexnsa.config import num_blocks
 from flexnsa.masks.user_mods import modify_groups, token_positions
 from flexnsa.positions import Positions
 
@@ -46,37 +46,39 @@ def log_shares_at_once(q: Tensor, k: Tensor, positions: Positions, call: Call) -
         call: scale, score_mod and the size of blocks.
     """
     # Nothing here holds the scores of tokens, the largest tensor, while they are split by blocks.
-    of_blocks = by_blocks(_scores_of_tokens(q, k, positions, call), positions, call.config).logsumexp(-1)
+    blocks, size = num_blocks(k.shape[2], call.config), call.config.select_block_size
+    of_blocks = by_blocks(
+        _scores_of_tokens(q, k, positions, call), positions.start, blocks, size, aligned=positions.aligned
+    ).logsumexp(-1)
     lse = of_blocks.logsumexp(-1, keepdim=True)  # blocks hold all visible keys
     return (of_blocks - lse.masked_fill(lse == -torch.inf, 0)).logsumexp(2) - log(of_blocks.shape[2])
 
 
 def _scores_of_tokens(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:
-    """Return the scores of all tokens, ``(B, Hkv, G, T, S)``."""
+    """Return the scores of all tokens, ``(B, Hkv, G, T, S)``, ``-inf`` for those to come."""
     scores = grouped_products(q, k, call.scale)
-    if call.score_mod is None:
-        return scores
     key = torch.arange(k.shape[2], dtype=torch.int32, device=k.device)
-    return modify_groups(call.score_mod, scores, positions, token_positions(key.view(1, 1, 1, -1), positions))
-
-
-def by_blocks(scores: Tensor, positions: Positions, config: NSAConfig) -> Tensor:
-    """Split the scores of tokens ``(B, Hkv, G, T, S)`` by blocks, ``(..., M, l')``; ``-inf`` for what no query sees."""
-    tokens, size, blocks = scores.shape[-1], config.select_block_size, num_blocks(scores.shape[-1], config)
+    if call.score_mod is not None:
+        scores = modify_groups(call.score_mod, scores, positions, token_positions(key.view(1, 1, 1, -1), positions))
     # Nothing hides keys before a document: its blocks begin at its first token.
-    key = torch.arange(tokens, dtype=torch.int32, device=scores.device)
-    scores = scores.masked_fill((key > positions.token[..., None])[:, None, None], -torch.inf)
-    if positions.aligned:
-        scores = F.pad(scores, (0, blocks * size - tokens), value=-torch.inf)
+    return scores.masked_fill((key > positions.token[..., None])[:, None, None], -torch.inf)
+
+
+def by_blocks(scores: Tensor, first: Tensor, blocks: int, size: int, *, aligned: bool) -> Tensor:
+    """Split scores of keys ``(B, H, G, T, K)`` into those of blocks from the key ``first (B, T)`` on, 0 if ``aligned``.
+
+    They are ``(B, H, G, T, blocks, size)``; ``-inf`` for no key.
+    """
+    if aligned:
+        scores = F.pad(scores, (0, blocks * size - scores.shape[-1]), value=-torch.inf)
     else:
-        scores = at_columns(scores, columns_of_tokens(tokens, positions, config))
+        scores = at_columns(scores, columns_from(first, blocks * size, scores.shape[-1]))
     return torch.unflatten(scores, -1, (blocks, size))
 
 
-def columns_of_tokens(tokens: int, positions: Positions, config: NSAConfig) -> Tensor:
-    """Return where the tokens of all blocks of each query's document are, ``(B, T, C)``; ``tokens`` for none."""
-    column = torch.arange(num_blocks(tokens, config) * config.select_block_size, device=positions.start.device)
-    return (positions.start[..., None] + column).clamp_max(tokens)
+def columns_from(first: Tensor, count: int, num_keys: int) -> Tensor:
+    """Return ``count`` columns from ``first (B, T)`` on, ``(B, T, count)``; ``num_keys`` for none."""
+    return (first[..., None] + torch.arange(count, device=first.device)).clamp_max(num_keys)
 
 
 def grouped_products(q: Tensor, k: Tensor, scale: float) -> Tensor:

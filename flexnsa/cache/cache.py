@@ -86,7 +86,7 @@ class NSACache(StepCache):
         kept = config if indexed else replace(config, **dict.fromkeys(INDEX_FIELDS))
         sizes = BufferSizes(max_seq_len=max_seq_len, max_rewind=max_rewind, config=kept)
         names = buffer_names(self.branches, indexed, follows)
-        if indexed and config.index_score is not None:
+        if indexed and config.index_score == "max":
             names.remove("k_index_tail")  # nothing is compressed
         dims = {name: head_dim if name[0] == "k" else v_head_dim for name in names}
         super().__init__(sizes, batch_size, num_kv_heads, dims, rope_base=rope_base, dtype=dtype, device=device)
@@ -147,8 +147,8 @@ class NSACache(StepCache):
         return self.buffers["blocks"]
 
     def num_heads(self, name: str) -> int:
-        """Count the heads of a buffer: all share the index keys of single tokens."""
-        return 1 if name == "k_index" and self.config.index_score is not None else self.num_kv_heads
+        """Count the heads of a buffer: with an ``index_score`` all share their index keys."""
+        return 1 if name.startswith("k_index") and self.config.index_score is not None else self.num_kv_heads
 
     def counts(self) -> dict[str, Tensor]:
         """Return the counters of the sequences, int32 ``(B,)``, by name."""

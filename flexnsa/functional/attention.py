@@ -140,7 +140,7 @@ def native_sparse_attention(
         q_index: index queries ``(B, Hkv * index_heads, S, Di)``, which score the blocks if ``config`` has an indexer;
             without a gradient, like all that selects.
         k_index: index keys ``(B, Hkv, N_index, Di)``, likewise: one for every ``index_stride`` tokens; with an
-            ``index_score`` of ``"max"`` ``(B, 1, S, Di)``, which all heads share.
+            ``index_score`` ``(B, 1, N_index, Di)``, which all heads share.
         index_scale: factor on the products of both, by default ``Di ** -0.5``.
         impl: ``"flex"``, ``"triton"``, ``"sdpa"`` or ``"reference"``. ``"auto"`` is sdpa without CUDA; on CUDA it is
             triton, or flex with a mod or a head dimension above 256.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexnsa.attention.best_keys import best_scores, products_of_heads
+from flexnsa.attention.product_scores import scores_to_rank
 from flexnsa.attention.scoring import block_scores, group_probabilities
 from flexnsa.checks.calls import check_queries
 from flexnsa.checks.scorers import checked_scorer_keys
@@ -44,8 +44,8 @@ def block_importance(
         mask_mod: as in :func:`native_sparse_attention`.
 
     Returns:
-        fp32 ``(B, Hkv, T, M)``, ``M = ceil(seq_len / l')``; blocks that a query cannot see score 0, or ``-inf`` where
-        the score is that of the best key.
+        fp32 ``(B, Hkv, T, M)``, ``M = ceil(seq_len / l')``, or ``(B, 1, T, M)`` with an ``index_score`` of ``"relu"``;
+        blocks that a query cannot see score 0, or ``-inf`` with an ``index_score``.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -63,10 +63,11 @@ def block_importance(
     _, call = prepare(q, config, scale, None, score_mod, mask_mod, "sdpa")
     scorer = scorer_of(q, q_index, keys, call, index_scale, None)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        blocks = num_blocks(seq_len, config)
         if config.index_score is not None:
-            return best_scores(products_of_heads(scorer.q, scorer.k, 1.0), last, config).to(torch.float32)
+            return scores_to_rank(scorer.q, scorer.k, last, blocks, scorer.call)
         probs = group_probabilities(scorer.q, scorer.k, None, last, scorer.call)
-        return block_scores(probs, last, num_blocks=num_blocks(seq_len, config), config=scorer.call.config)
+        return block_scores(probs, last, num_blocks=blocks, config=scorer.call.config)
 
 
 def select_blocks(

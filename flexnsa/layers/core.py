@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ class Compressors(NamedTuple):
 
     k: nn.Module | None
     v: nn.Module | None
-    phi_index: nn.Module | None = None
+    phi_index: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
 
 def collect_keys(

@@ -143,3 +143,9 @@ def test_blocks_of_msa_are_halved_for_gluon_kernels_alone() -> None:
     assert plan.halves_blocks
     others = {"has_positions": True}, {"block_size": 64}, {"device": DEVICES["A100"]}, {"dtype": torch.float32}
     assert not any(replace(plan, **change).halves_blocks for change in others)
+
+
+def test_blocks_that_flex_has_no_tile_for_are_read_by_triton_from_a_cache_too() -> None:
+    plan = Plan(1, 1000, 24, 2, (256, 256), torch.bfloat16, DEVICES["H100"], block_size=4)
+    assert plan.share_keys
+    assert not any(replace(plan, **change).share_keys for change in ({"block_size": 16}, {"has_mod": True}))

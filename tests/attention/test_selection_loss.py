@@ -51,7 +51,7 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 @tiny_scores
 @pytest.mark.parametrize("seq_len", [1, 3, 4, 8, 13, 43])
 def test_value_and_gradient_are_those_of_the_definition(seq_len: int, config: NSAConfig, query_weights: str) -> None:
-    x = make(seq_len, config, batch=1, kv_heads=1)
+    x = make(seq_len, config, batch=1, kv_heads=1 + config.ahead)  # two that choose together
     want = by_definition(x, query_weights)
     for impl in ("sdpa", "reference"):
         assert_equal(summed(x, query_weights=query_weights, impl=impl), want)

@@ -14,6 +14,7 @@ from tests.support.compiled import PARTITIONED, assert_compiled_gradients_are_ri
 from tests.support.inputs import SMALL
 
 MSA = NSAConfig.msa(select_block_size=8, num_selected_blocks=3)
+QSA = NSAConfig.qsa(num_selected_blocks=5)
 
 
 def weighted(out: Tensor) -> Tensor:
@@ -32,7 +33,10 @@ def test_packed_rows_of_a_layer_that_selects_or_is_in_its_dense_stage(dense: boo
     assert_compiled_gradients_are_right(layer, x, lambda called, x: weighted(called(x, document_ids=ids)), compile_it)
 
 
-@pytest.mark.parametrize("options", [{}, {"config": MSA, "branches": ["slc"]}], ids=["text", "msa"])
+ALONE: list[dict[str, Any]] = [{"config": config, "branches": ["slc"]} for config in (MSA, QSA)]
+
+
+@pytest.mark.parametrize("options", [{}, *ALONE], ids=["text", "msa", "qsa"])
 def test_packed_rows_with_the_loss_of_an_indexer(options: dict[str, Any]) -> None:
     layer = NativeSparseAttention(32, 4, 2, 16, **options)
     with torch.no_grad():

@@ -27,6 +27,7 @@ ALL = NSAConfig(
 )
 """Sizes that select all blocks of 64 tokens."""
 BEST_KEYS: dict[str, Any] = {"index_block_size": 1, "index_stride": 1, "index_heads": 1, "index_score": "max"}
+UNITS = replace(ALL, num_selected_blocks=9, num_init_blocks=0, num_local_blocks=1, index_score="relu")
 
 
 def layer(branches: tuple[str, ...] = ("cmp", "slc", "win"), **options: Any) -> NativeSparseAttention:
@@ -42,7 +43,7 @@ def gradients(module: NativeSparseAttention, x: Tensor, **options: Any) -> dict[
     return {"out": out.detach()} | {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("config", [ALL, replace(ALL, **BEST_KEYS)], ids=["mass", "best keys"])
+@pytest.mark.parametrize("config", [ALL, replace(ALL, **BEST_KEYS), UNITS], ids=["mass", "best keys", "units"])
 @pytest.mark.parametrize("documents", [False, True])
 def test_it_changes_nothing_where_all_blocks_are_selected(documents: bool, config: NSAConfig) -> None:
     x = torch.randn(2, 64, 32, dtype=torch.float64)

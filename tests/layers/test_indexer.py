@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared keys": {"config": INDEXED, "shared_keys": True},
     "reference": {"config": INDEXED, "impl": "reference"},
     "best keys": {"config": replace(INDEXED, index_block_size=1, index_stride=1, index_heads=1, index_score="max")},
+    "units": {"config": NSAConfig.qsa(select_block_size=16, num_selected_blocks=4), "branches": ("slc",)},
     "best keys alone": {"config": NSAConfig.msa(select_block_size=16, num_selected_blocks=4), "branches": ("slc",)},
 }
 of_every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -22,6 +22,7 @@ CONFIGS = {
     "index keys": replace(SMALL, index_heads=2, index_block_size=4, index_stride=4),
     "index keys that overlap": replace(SMALL, index_heads=1, index_block_size=12, index_stride=2),
     "best keys": NSAConfig.msa(select_block_size=8, num_selected_blocks=3),
+    "units": NSAConfig.qsa(num_selected_blocks=5),
 }
 
 

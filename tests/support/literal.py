@@ -97,6 +97,11 @@ def block_importance(q: Tensor, k_cmp: Tensor, config: NSAConfig, scale: float) 
 def top_blocks(scores: list[float], t: int, config: NSAConfig) -> list[int]:
     """The forced blocks, then the best of the rest, a tie to the lower index; ascending, padded with ``-1``."""
     current = t // config.select_block_size
+    if config.index_score == "relu":  # complete blocks compete, and an incomplete one is chosen beside them
+        complete = range((t + 1) // config.select_block_size)
+        best = sorted(complete, key=lambda j: (-scores[j], j))[: config.num_selected_blocks - 1]
+        chosen = [*sorted(best), *range(len(complete), current + 1)]
+        return chosen + [-1] * (config.num_selected_blocks - len(chosen))
     candidates = range(current + 1)
     forced = set(candidates[: config.num_init_blocks])
     if config.num_local_blocks:
@@ -131,13 +136,15 @@ def selection_divergence(
     ``score_mod`` takes a score, a query head, a query and a key. Queries without such a block are left out.
     """
     mod = score_mod or (lambda score, _h, _t, _s: score)
-    group, heads = q.shape[1] // k.shape[1], q_score.shape[1] // k.shape[1]
+    choices = 1 if config.index_score == "relu" else k.shape[1]
+    group, heads = q.shape[1] // choices, q_score.shape[1] // choices
     sizes, size = config.scoring, config.select_block_size
     found: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
-    for b, kv, t in [(b, kv, t) for b in range(len(q)) for kv in range(k.shape[1]) for t in range(q.shape[2])]:
+    for b, kv, t in [(b, kv, t) for b in range(len(q)) for kv in range(choices) for t in range(q.shape[2])]:
         true: dict[int, Tensor] = {}
         for h in range(kv * group, (kv + 1) * group):
-            tokens = {s: mod(scale * (q[b, h, t] * k[b, kv, s]).sum(), h, t, s) for s in range(t + 1)}
+            own = k[b, h * k.shape[1] // q.shape[1]]
+            tokens = {s: mod(scale * (q[b, h, t] * own[s]).sum(), h, t, s) for s in range(t + 1)}
             tokens = {s: x.exp() for s, x in tokens.items() if x > -torch.inf}
             for s, x in tokens.items():
                 true[s // size] = true.get(s // size, 0) + x / sum(tokens.values()) / group
@@ -153,11 +160,14 @@ def selection_divergence(
             keys = {n: x.exp() for n, x in keys.items() if x > -torch.inf}
             for n, x in keys.items():
                 for j in range(t // size + 1):
-                    if sizes.index_score is not None and overlap(n, j, sizes):
+                    if sizes.index_score == "relu" and overlap(n, j, sizes):
+                        score[j] = score.get(j, 1) * x.clamp_min(1)
+                    elif sizes.index_score is not None and overlap(n, j, sizes):
                         score[j] = torch.maximum(score.get(j, x), x)
                     elif overlap(n, j, sizes):
                         score[j] = score.get(j, 0) + overlap(n, j, sizes) * x / sum(keys.values())
-        free = [j for j in score if config.num_init_blocks <= j <= t // size - config.num_local_blocks]
+        last = (t + 1) // size - 1 if sizes.index_score == "relu" else t // size - config.num_local_blocks
+        free = [j for j in score if config.num_init_blocks <= j <= last]
         mass, total = sum(true.get(j, 0) for j in free), sum(score[j] for j in free)
         if mass > 0:
             shares = {j: true[j] / mass for j in free if j in true}

@@ -18,6 +18,7 @@ INDEX = replace(SMALL, index_block_size=4, index_stride=4, index_heads=1)
 TWO_HEADS = replace(SMALL, index_block_size=8, index_stride=4, index_heads=2)
 NOT_FORCED = replace(INDEX, num_init_blocks=0, num_local_blocks=0)
 BEST_KEYS = NSAConfig.msa(select_block_size=16, num_selected_blocks=4)
+UNITS = NSAConfig.qsa(select_block_size=16, num_selected_blocks=4)
 LONG_KEYS = replace(SMALL, compress_block_size=32)
 CONFIGS = {
     "compressed keys": SMALL,
@@ -27,7 +28,7 @@ CONFIGS = {
     "nothing forced": NOT_FORCED,
 }
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-scores = pytest.mark.parametrize("config", [*CONFIGS.values(), BEST_KEYS], ids=[*CONFIGS, "best keys"])
+scores = pytest.mark.parametrize("config", [*CONFIGS.values(), BEST_KEYS, UNITS], ids=[*CONFIGS, "best keys", "units"])
 """Those that take no mod too."""
 TINY_CONFIGS = {
     "compressed keys": replace(TINY, num_selected_blocks=4),
@@ -38,9 +39,11 @@ TINY_CONFIGS = {
 }
 """For loops over every number."""
 tiny_configs = pytest.mark.parametrize("config", TINY_CONFIGS.values(), ids=TINY_CONFIGS)
-TINY_BEST_KEYS = NSAConfig.msa(select_block_size=8, num_selected_blocks=4)
+TINY_PRODUCTS = [
+    make_config(select_block_size=8, num_selected_blocks=4) for make_config in (NSAConfig.msa, NSAConfig.qsa)
+]
 tiny_scores = pytest.mark.parametrize(
-    "config", [*TINY_CONFIGS.values(), TINY_BEST_KEYS], ids=[*TINY_CONFIGS, "best keys"]
+    "config", [*TINY_CONFIGS.values(), *TINY_PRODUCTS], ids=[*TINY_CONFIGS, "best keys", "units"]
 )
 
 

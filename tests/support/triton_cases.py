@@ -180,6 +180,10 @@ CASES = {
     "cached-bf16-nothing-new": Case(
         group=2, documents=(161,), batch=3, new=66, cached=((0, 0), (95, 66), (50, 1)), dims=(64, 64), dtype=BF16
     ),
+    "blocks-of-4": Case(group=12, documents=(60, 3, 38), dims=(256, 256), dtype=BF16, block_size=4, num_selected=9),
+    "cached-blocks-of-4": Case(
+        group=2, documents=(161,), batch=3, new=3, cached=((110, 3), (0, 2), (37, 1)), block_size=4, num_selected=9
+    ),
     "window-cached": Case(
         group=2, documents=(93,), batch=3, new=70, cached=((110, 70), (0, 70), (9, 41)), kv_heads=2, window_size=24
     ),

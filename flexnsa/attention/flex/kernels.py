@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexnsa.attention.interface import BranchOutput, given
+from flexnsa.attention.plan import LEAST_BLOCK
 from flexnsa.attention.tiles.device import Device, device_of
 from flexnsa.attention.tiles.flex import KernelOptions, dense_tiles
 from flexnsa.config import NSAConfig
@@ -46,11 +47,9 @@ def check_input(name: str, x: Tensor) -> None:
 
 def check_blocks(q: Tensor, config: NSAConfig) -> None:
     """Check that tensor cores can tile the selection blocks."""
-    if q.is_cuda and config.select_block_size % 16:
-        raise ValueError(
-            "select_block_size: expected a multiple of 16, the smallest tile of the tensor cores, "
-            f"got {config.select_block_size}"
-        )
+    if q.is_cuda and config.select_block_size % LEAST_BLOCK:
+        expected = f"a multiple of {LEAST_BLOCK}, the smallest tile of the tensor cores"
+        raise ValueError(f"select_block_size: expected {expected}, got {config.select_block_size}")
 
 
 def check_heads(q: Tensor, v: Tensor, rows: int = 1) -> None:

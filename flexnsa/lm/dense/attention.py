@@ -121,20 +121,22 @@ class DenseAttention(nn.Module):
 
     def layout(self, seq_len: int, document_ids: Tensor | None = None) -> DenseLayout:
         """Lay out sequences of ``seq_len`` tokens, for all layers of the same :attr:`layout_sizes`."""
-        if document_ids is not None:
-            check_document_ids(document_ids, "B", seq_len, like=weight_of(self))
-        return self._lay_out(seq_len, document_ids)
+        sizes = self.layout_sizes
+        if document_ids is None:
+            return DenseLayout(tables_of(torch.arange(seq_len, device=sizes.device), sizes), sizes=sizes)
+        check_document_ids(document_ids, "B", seq_len, like=weight_of(self))
+        positions = document_positions(document_ids, NSAConfig())
+        return DenseLayout(tables_of(positions.token - positions.start, sizes), positions, sizes=sizes)
 
     def row_layout(self, x: Tensor, document_ids: Tensor | None) -> DenseLayout:
         """Lay out whole sequences; see :class:`flexnsa.layers.forward.Layer`."""
-        return self._lay_out(x.shape[1], document_ids)
+        return self.layout(x.shape[1], document_ids)
 
     def step_layout(self, x: Tensor, step: Step) -> DenseLayout:
         """Lay out tokens that follow a cache."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return DenseLayout(
-            rope_tables(step.positions.token, self.head_dim, self.rope_base, dtype=dtype), step.positions
-        )
+        tables = rope_tables(step.positions.token, self.head_dim, self.rope_base, dtype=dtype)
+        return DenseLayout(tables, step.positions)
 
     def project(self, x: Tensor, *, rows: bool = False) -> Heads:  # noqa: ARG002
         """Project to heads: of one branch, without a gate."""
@@ -178,12 +180,6 @@ class DenseAttention(nn.Module):
         heads = self.project(x)
         q, k, v = heads.q, heads.k["all"], heads.v["all"]
         cache.check_dtypes(q, k, v)
-        q, position = compiled_place(q, k, v, cache.k, cache.v, cache.lengths, lengths, self.rope_base)
-        return attend_cached(q, cache.k, cache.v, position).transpose(1, 2).flatten(2), None
-
-    def _lay_out(self, seq_len: int, document_ids: Tensor | None) -> DenseLayout:
-        sizes = self.layout_sizes
-        if document_ids is None:
-            return DenseLayout(tables_of(torch.arange(seq_len, device=sizes.device), sizes), sizes=sizes)
-        positions = document_positions(document_ids, NSAConfig())
-        return DenseLayout(tables_of(positions.token - positions.start, sizes), positions, sizes=sizes)
+        kept = cache.buffers["k"], cache.buffers["v"]
+        q, position = compiled_place(q, k, v, *kept, cache.lengths, lengths, self.rope_base)
+        return attend_cached(q, *kept, position).transpose(1, 2).flatten(2), None

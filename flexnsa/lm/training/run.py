@@ -55,7 +55,7 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
     with reserved(folder, ranks), stop_requests() as stop:
 
         def stopped() -> int:
-            return ranks.largest(stop[0] if stop else int(report.has_failed))
+            return ranks.largest(stop[0] if stop else int(report.error is not None))
 
         checkpoint = newest_checkpoint(folder)
         ranks.require_same(lambda: {"newest checkpoint": checkpoint and checkpoint.name})
@@ -83,7 +83,8 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
                 seconds = time.perf_counter() - start
                 if trainer.compiled and result.step == first:
                     report.say(f"compiled, with the first step, in {seconds:.1f} s")
-                measured = throughput(trainer, seconds)
+                measured = {"tokens_per_second": trainer.config.tokens_per_step / seconds}
+                measured["peak_mib"] = next(iter(peaks_in_mib(trainer.device).values()))  # of what was ever held
                 done = trainer.step
                 if done % config.eval_every == 0 or done == config.steps:
                     measured["validation_bits_per_byte"] = bits = trainer.validation_bits_per_byte()
@@ -149,12 +150,6 @@ def _refuse_folders(folder: Path, blind: list[int]) -> None:
         raise FileError(f"{message}; take a folder that all machines share (--out)")
 
 
-def throughput(trainer: Trainer, seconds: float) -> dict[str, float]:
-    """Return the speed of a step, and the peak of the memory that the process has held."""
-    peak = next(iter(peaks_in_mib(trainer.device).values()))
-    return {"tokens_per_second": trainer.config.tokens_per_step / seconds, "peak_mib": peak}
-
-
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """Collect SIGINT and SIGTERM in a list instead of ending."""
@@ -187,7 +182,8 @@ class Report:
 
         rank, step = trainer.ranks.rank, trainer.step
         self._log: JSONLog | None = None
-        self._error: OSError | None = None
+        self.error: OSError | None = None
+        """Why this rank could not write its log; the others do not know yet."""
         self._ranks = trainer.ranks
         name = f"log.rank-{rank}.jsonl" if rank else LOG_NAME
         trainer.ranks.on_all(lambda: self._open(folder / name, step) if log_ranks or not rank else None)
@@ -210,18 +206,13 @@ class Report:
         if not self._bar.disable:
             self._bar.write(line)
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank could not write its log; the others do not know yet."""
-        return self._error is not None
-
     def write(self, result: StepResult, measured: dict[str, float]) -> None:
         """Log a step with its measurements; :meth:`check` raises an error of this."""
-        if self._log is not None and self._error is None:
+        if self._log is not None and self.error is None:
             try:
                 self._log.write(result.to_dict() | measured)
             except OSError as error:  # not raised here: the other ranks would wait for this one
-                self._error = error
+                self.error = error
 
     def check(self) -> None:
         """Check that every rank has logged every step. All ranks have to call it.
@@ -232,8 +223,8 @@ class Report:
         self._ranks.on_all(self._check_own)
 
     def _check_own(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def advance(self, result: StepResult, measured: dict[str, float]) -> None:
         """Move the bar by a step."""

@@ -1,15 +1,16 @@
-"""MSA is what transformers' own MiniMax-M3 computes: logits and gradients, whole, in steps and in packed rows."""
+"""MSA and QSA are what transformers' own classes compute: logits and gradients, whole, in steps and in packed rows."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,10 @@ from flexnsa.transformers import convert
 from tests.integrations.transformers.families import tokens
 from tests.integrations.transformers.released_models import released
 
-SIZES = {"select_block_size": 8, "num_selected_blocks": 3}
+SIZES = {"msa": {"select_block_size": 8, "num_selected_blocks": 3}, "qsa": {"num_selected_blocks": 7}}
+kinds = pytest.mark.parametrize("kind", SIZES)
+MSA = [("msa", *each) for each in ((5, 1), (8, 1), (9, 1), (24, 2), (25, 1), (67, 2), (83, 1))]
+QSA = [("qsa", length, 1) for length in (3, 4, 5, 24, 27, 28, 29, 67)]
 
 
 @contextlib.contextmanager
@@ -40,16 +44,57 @@ def wide(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def pair(dtype: torch.dtype, local: int = 1) -> tuple[Any, Any]:
-    """A model of transformers, and one of ours with its weights: an indexer has the same names in both."""
-    kinds = ["minimax_m3_sparse"] * 3
-    theirs = released("minimax_m3_vl", layer_types=kinds, index_local_blocks=local)
+class OpenGate(nn.Module):
+    """Adds what ``qwen4_exp`` multiplies each head's output by the sigmoid of: here by 1."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = F.linear(x, self.weight).unflatten(-1, (4, -1))
+        return torch.cat([heads, torch.full_like(heads, 40)], -1).flatten(-2)
+
+
+def of_rows(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Pass a mask, and the rotation of each row."""
+    x = kwargs["hidden_states"]
+    causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().expand(len(x), 1, -1, -1)
+    rope = [each.expand(len(x), -1, -1) for each in kwargs["position_embeddings"]]
+    return args, {"hidden_states": x, "position_embeddings": rope, "attention_mask": causal}
+
+
+def select_as_qwen(model: Any) -> Any:
+    """Give the dense layers of a model the place and the weights of those of a random ``qwen4_exp``."""
+    qwen = released("qwen4_exp", layer_types=["indexed_attention"] * 3)
+    for layer, other in zip(model.model.layers, qwen.model.layers, strict=True):
+        dense, attention = layer.self_attn, other.self_attn
+        for name in ("k_proj", "v_proj", "o_proj"):
+            setattr(attention, name, getattr(dense, name))
+        attention.q_proj = OpenGate(dense.q_proj.weight)
+        attention.q_norm.weight, attention.k_norm.weight = dense.q_norm.weight, dense.k_norm.weight
+        attention.register_forward_pre_hook(of_rows, with_kwargs=True)
+        layer.self_attn = attention
+    return model
+
+
+def pair(kind: str, dtype: torch.dtype, local: int = 1) -> tuple[Any, Any]:
+    """A model with layers of transformers, and one of ours with its weights."""
     dense = released("minimax_m3_vl", layer_types=["full_attention"] * 3)
-    dense.load_state_dict({name: x for name, x in theirs.state_dict().items() if ".indexer." not in name})
-    ours = convert(dense, NSAConfig.msa(**SIZES, num_local_blocks=local), branches=("slc",))
+    if kind == "msa":
+        theirs = released("minimax_m3_vl", layer_types=["minimax_m3_sparse"] * 3, index_local_blocks=local)
+        dense.load_state_dict({name: x for name, x in theirs.state_dict().items() if ".indexer." not in name})
+    else:
+        theirs = select_as_qwen(copy.deepcopy(dense))
+    sizes = getattr(NSAConfig, kind)(**SIZES[kind], num_local_blocks=local)
+    ours = convert(dense, sizes, branches=("slc",))
     for own, other in zip(ours.model.nsa_layers, theirs.model.layers, strict=True):
         assert not own.indexer.q_norm.weight.any()  # it begins as no factor
-        own.indexer.load_state_dict(other.self_attn.indexer.state_dict())
+        state = other.self_attn.indexer.state_dict()
+        if kind == "qsa":
+            parts = *state.pop("index_qk_proj.weight").split([64, 16]), *state.values()
+            state = dict(zip(own.indexer.state_dict(), parts, strict=True))
+        own.indexer.load_state_dict(state)
     return theirs.to(dtype).eval(), ours.to(dtype).eval()
 
 
@@ -58,11 +103,12 @@ def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
-@pytest.mark.parametrize(("length", "local"), [(5, 1), (8, 1), (9, 1), (24, 2), (25, 1), (67, 2), (83, 1)])
-def test_logits_and_gradients(length: int, local: int, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(("kind", "length", "local"), [*MSA, *QSA])
+@pytest.mark.usefixtures("lower_index")
+def test_logits_and_gradients(kind: str, length: int, local: int, dtype: torch.dtype, tolerance: float) -> None:
     x = tokens(2, length)
     with wide(dtype):
-        theirs, ours = pair(dtype, local)
+        theirs, ours = pair(kind, dtype, local)
         out, want = ours(x, use_cache=False).logits, theirs(x, use_cache=False).logits
         for logits in (out, want):
             logits.square().mean().backward()
@@ -75,16 +121,17 @@ def test_logits_and_gradients(length: int, local: int, dtype: torch.dtype, toler
 
 
 @torch.no_grad()
+@kinds
 @pytest.mark.parametrize("tied", [False, True], ids=["", "ties"])
-def test_prefill_and_steps(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ties theirs has to choose the lower index, which PyTorch leaves open."""
+@pytest.mark.usefixtures("lower_index")
+def test_prefill_and_steps(kind: str, tied: bool) -> None:
     x = tokens(2, 70)
     with wide(torch.float64):
-        theirs, ours = pair(torch.float64)
+        theirs, ours = pair(kind, torch.float64)
         if tied:
-            monkeypatch.setattr(Tensor, "topk", _stable)
             for layer in (*ours.model.nsa_layers, *(each.self_attn for each in theirs.model.layers)):
-                layer.indexer.k_proj.weight[:] = 0
+                maps = layer.indexer
+                (maps.k_proj.weight if hasattr(maps, "k_proj") else maps.index_qk_proj.weight[64:])[:] = 0
         want = theirs(x, use_cache=False).logits
         for chunks in ([9, 1, 1, 30, 1, 28], [40, *[1] * 30]):
             cache, outs = None, []
@@ -96,23 +143,32 @@ def test_prefill_and_steps(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             assert {tuple(layer.nsa.buffers["k_index"].shape[:2]) for layer in cache.nsa_layers} == {(2, 1)}
 
 
+@pytest.fixture
+def lower_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ties theirs has to choose the lower index, which PyTorch leaves open."""
+    monkeypatch.setattr(Tensor, "topk", _stable)
+
+
 def _stable(x: Tensor, n: int, dim: int, **_: object) -> Any:
     values, indices = x.sort(dim=dim, descending=True, stable=True)
     return torch.return_types.topk((values[..., :n], indices[..., :n]))
 
 
 @torch.no_grad()
-def test_packed_rows_are_theirs_of_each_document() -> None:
+@kinds
+@pytest.mark.usefixtures("lower_index")
+def test_packed_rows_are_theirs_of_each_document(kind: str) -> None:
     lengths, x = [37, 3, 43], tokens(1, 83)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with wide(torch.float64):
-        theirs, ours = pair(torch.float64)
+        theirs, ours = pair(kind, torch.float64)
         want = torch.cat([theirs(part, use_cache=False).logits for part in x.split(lengths, 1)], 1)
         assert_close(ours(x, position_ids=positions, use_cache=False).logits, want, 1e-12)
 
 
-def test_a_converted_model_is_taught_recorded_and_loaded_again(tmp_path: Path) -> None:
-    _, ours = pair(torch.float32)
+@kinds
+def test_a_converted_model_is_taught_recorded_and_loaded_again(kind: str, tmp_path: Path) -> None:
+    _, ours = pair(kind, torch.float32)
     x, selection = tokens(2, 70), SelectionLoss()
     out = ours.train()(x, use_cache=False, selection=selection).logits
     (out.square().mean() + selection.total).backward()
