@@ -68,15 +68,14 @@ class AllocatorProbe:
         self._profile.__exit__(*error)
         torch.set_num_threads(self._threads)
         recorded: list[Any] = self._profile.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-        events = [event for event in recorded if event.name().startswith(("[memory]", "mark:"))]
+        events = [(name, event) for event in recorded if (name := event.name()).startswith(("[memory]", "mark:"))]
         live = most = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            name = event.name()
-            if name == "[memory]" and event.device_type().name == "CPU":
+        for name, event in sorted(events, key=lambda named: named[1].start_ns()):
+            if name.startswith("mark:"):
+                self.at[name[5:]], self.peak[name[5:]], most = live, most, live
+            elif event.device_type().name == "CPU":
                 live += event.nbytes()
                 most = max(most, live)
-            elif name.startswith("mark:"):
-                self.at[name[5:]], self.peak[name[5:]], most = live, most, live
 
 
 @dataclass
