@@ -124,7 +124,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=180, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(line=command_lines(), how=st.sampled_from(list(SPOILT_FOR_TRAINING)))
 def test_no_traceback_and_nothing_lost(line: list[str], how: str, files: Path) -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
