@@ -102,7 +102,7 @@ class TestEstimator:
         assert estimate.cache_bytes == cache.num_bytes
         assert estimate.bytes_read == sum(cache.reads.bytes.values())
         dense = DenseAttention(32, 4, 2, 8, v_head_dim=12).new_cache(3, seq_len + 1)
-        assert estimate.dense_cache_bytes == dense.k.nbytes + dense.v.nbytes
+        assert estimate.dense_cache_bytes == sum(each.nbytes for each in dense.buffers.values())
 
 
 class TestOneStepTouches:
