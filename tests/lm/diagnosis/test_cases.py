@@ -72,10 +72,10 @@ def test_who_failed_is_named_and_not_who_waited_for_it(last_does: str, reason: s
 
 
 def test_where_each_rank_stood_is_told_when_the_time_is_over(tmp_path: Path) -> None:
-    outcome = run_case(tmp_path, sum_on_all, "sleep", ranks=2, seconds=2)
+    outcome = run_case(tmp_path, sum_on_all, "sleep", ranks=2, seconds=4)
     assert outcome.status == "over time"
     first, second = outcome.reason.split("; ")
-    assert first.startswith("after 2 s rank 0 in distributed_c10d.py:")
+    assert first.startswith("after 4 s rank 0 in distributed_c10d.py:")
     assert second.startswith("rank 1 in test_cases.py:")
     assert second.endswith(", act")
     assert "sum_on_all" in (tmp_path / "stacks.rank-1.txt").read_text()
