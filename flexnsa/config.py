@@ -123,12 +123,7 @@ class NSAConfig:
         A query attends to 16 blocks of 128 tokens, its own among them. The other 15 are those with the best keys by the
         products of an index query for each key head and an index key for each token, which all heads share.
 
-        Args:
-            **sizes: fields that differ.
-
-        Raises:
-            TypeError: a number is not an int.
-            ValueError: the numbers do not fit each other.
+        ``sizes`` are fields that differ; errors are those of :meth:`for_text`.
         """
         ones = dict.fromkeys(("index_block_size", "index_stride", "index_heads"), 1)
         return cls._selecting(128, index_score="max", **ones | sizes)
@@ -142,12 +137,7 @@ class NSAConfig:
         serves 2 index queries for each key head; all heads attend to the same blocks. Where the query ends a block,
         that one competes as any other: the last block is that of the next token (``num_local_blocks`` is 1).
 
-        Args:
-            **sizes: fields that differ.
-
-        Raises:
-            TypeError: a number is not an int.
-            ValueError: the numbers do not fit each other.
+        ``sizes`` are fields that differ; errors are those of :meth:`for_text`.
         """
         size = sizes.get("select_block_size", 4)
         index = {"index_block_size": size, "index_stride": size, "index_heads": 2, "num_selected_blocks": 513}

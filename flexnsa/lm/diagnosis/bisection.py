@@ -43,9 +43,7 @@ def bisect(run: Callable[[Trial], Outcome], whole: Trial) -> Bisection:
     If it fails without checkpointing too, the search bisects the number of layers; else it halves the range of
     checkpointed layers as long as one half alone fails. Then it tries each branch alone.
 
-    Args:
-        run: runs a step, isolated and with a time limit, such as by :func:`flexnsa.lm.diagnosis.run_case`.
-        whole: the step that fails.
+    ``run`` runs a step, isolated and with a time limit, such as by :func:`flexnsa.lm.diagnosis.run_case`.
     """
     return _Search(run).find(whole)
 

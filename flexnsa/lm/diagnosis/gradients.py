@@ -56,6 +56,10 @@ class GradientTrace:
     left_out: list[str] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
 
+    def record(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
 
 def trace_gradients(
     model: nn.Module, loss: Callable[[nn.Module], Tensor], *, ranks: Ranks | None = None, static_graph: bool = False
@@ -144,7 +148,7 @@ def trace_variants(recipe: Recipe) -> dict[str, Any]:
             )
             branches = "+".join(variant.model.branches) if variant.model.attention == "nsa" else "dense"
             settings = {"branches": branches, "checkpointing": variant.model.checkpointing}
-            traces.append({**settings, "static_graph": static_graph, **asdict(trace)})
+            traces.append({**settings, "static_graph": static_graph, **trace.record()})
             del model
     return {"ranks": recipe.ranks, "traces": traces}
 

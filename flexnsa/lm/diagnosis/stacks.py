@@ -40,15 +40,7 @@ def stacks_on_request(trainer: Trainer, folder: Path) -> Iterator[Callable[[], N
 
 
 def watch_thread(thread: int, seconds: float) -> tuple[bool, str]:
-    """Sample the stack of a thread for some time.
-
-    Args:
-        thread: identifier of the thread.
-        seconds: time between the first sample and the last of twenty.
-
-    Returns:
-        Whether the stack has changed, and the innermost position of the last sample.
-    """
+    """Sample the stack of a thread: whether it changes within the seconds, and its innermost position at their end."""
     samples = [_stack(thread)]
     for _ in range(20):
         time.sleep(seconds / 20)

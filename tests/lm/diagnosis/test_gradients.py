@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,8 @@ def trace_on_two_ranks() -> dict[str, Any]:
     with joined_ranks("ddp", CPU) as ranks:
         torch.manual_seed(0)
         models = {"good": Forgetful(forgets=False), "forgetful": Forgetful(forgets=ranks.rank == 1)}
-        traces = {name: asdict(trace_gradients(model, loss, ranks=ranks)) for name, model in models.items()}
-        static = asdict(trace_gradients(Forgetful(forgets=False), loss, ranks=ranks, static_graph=True))
+        traces = {name: trace_gradients(model, loss, ranks=ranks).record() for name, model in models.items()}
+        static = trace_gradients(Forgetful(forgets=False), loss, ranks=ranks, static_graph=True).record()
         return traces | {"static": static}
 
 
@@ -81,7 +80,7 @@ def test_a_gradient_of_zeros_is_told_from_none() -> None:
 def test_the_sentence_names_what_is_missing_in_which_variants() -> None:
     settings = {"branches": "win", "checkpointing": "none", "static_graph": False}
     whole, partial = (
-        settings | asdict(GradientTrace(missing=missing))
+        settings | GradientTrace(missing=missing).record()
         for missing in ({}, {1: ["layers.0.attention.gate.linear.weight"]})
     )
     report = report_gradients({"ranks": 2, "traces": [whole, partial, partial]})

@@ -45,6 +45,9 @@ class Given:
         self.cache: Any = self.caches[0]
         self.session = models.DecodingSession(self.model, ROWS, 40)
 
+    def keys(self) -> tuple[Tensor, Tensor]:
+        return torch.randn(ROWS, 2, TOKENS, 8), torch.randn(ROWS, 2, TOKENS, 6)
+
 
 def generate(given: Given, lengths: Any) -> object:
     return models.generate_tokens(given.model, prompts(), 2, lengths=lengths)
@@ -60,6 +63,7 @@ CASES: dict[str, Case] = {
     "NSACache.check_room": Case(lambda given, lengths: given.cache.check_room(TOKENS, lengths), 0),
     "NSACache.crop": Case(lambda given, lengths: given.cache.crop(lengths), 0),
     "DenseAttention.forward": Case(of_layer, 0, "dense"),
+    "DenseCache.append": Case(lambda given, lengths: given.cache.append(*given.keys(), lengths), 0, "dense"),
     "DenseCache.begin": Case(lambda given, lengths: given.cache.begin(TOKENS, lengths), 0, "dense"),
     "DenseCache.begin_rows": Case(
         lambda given, lengths: given.cache.begin_rows(TOKENS, lengths, None, None), 0, "dense"
