@@ -126,7 +126,7 @@ class NSAConfig:
         ``sizes`` are fields that differ; errors are those of :meth:`for_text`.
         """
         ones = dict.fromkeys(("index_block_size", "index_stride", "index_heads"), 1)
-        return cls._selecting(128, index_score="max", **ones | sizes)
+        return cls._selecting(128, {"index_score": "max"} | ones | sizes)
 
     @classmethod
     def qsa(cls, **sizes: int) -> NSAConfig:
@@ -134,27 +134,27 @@ class NSAConfig:
 
         A query attends to 512 complete blocks of 4 tokens, and to the tokens of an incomplete one, which is counted in
         the 513 of ``num_selected_blocks``. The key of a block is the mean of its tokens' index keys, one head of which
-        serves 2 index queries for each key head; all heads attend to the same blocks. Where the query ends a block,
-        that one competes as any other: the last block is that of the next token (``num_local_blocks`` is 1).
+        serves 2 index queries for each key head; all heads attend to the same blocks. A query at the end of a block has
+        no incomplete one, and its own block competes like the others.
 
         ``sizes`` are fields that differ; errors are those of :meth:`for_text`.
         """
         size = sizes.get("select_block_size", 4)
         index = {"index_block_size": size, "index_stride": size, "index_heads": 2, "num_selected_blocks": 513}
-        return cls._selecting(4, index_score="relu", **index | sizes)
+        return cls._selecting(4, {"index_score": "relu"} | index | sizes)
 
     @classmethod
-    def _selecting(cls, block: int, *, index_score: str, **sizes: int) -> NSAConfig:
+    def _selecting(cls, block: int, sizes: dict[str, Any]) -> NSAConfig:
         """Make sizes for the branch ``slc`` alone, with one block forced."""
         block = sizes.get("select_block_size", block)
         check_int("select_block_size", block, 1)
         blocks = dict.fromkeys(("compress_block_size", "compress_stride", "select_block_size"), block)  # not compressed
         forced = {"num_init_blocks": 0, "num_local_blocks": 1}
-        return cls(**dict[str, Any]({"index_score": index_score} | blocks | forced | sizes))
+        return cls(**dict[str, Any](blocks | forced | sizes))
 
     @property
     def ahead(self) -> int:
-        """Tokens from a query to the one whose block is its last: 1 where only complete blocks are scored, else 0."""
+        """Tokens from a query to the one whose block is its last candidate: 1 in QSA, where that has no score, or 0."""
         return int(self.index_score == "relu")
 
     @property

@@ -20,9 +20,9 @@ from flexnsa.positions import Positions
 
 
 def log_probabilities(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:
-    """Return the log of the scorer's softmax over its visible keys (Eq. 8), ``(B, Hkv, H, m, N)``, or its products."""
+    """Return the log of the scorer's softmax (Eq. 8), ``(B, Hkv, H, m, N)``; with an ``index_score`` its products."""
     if call.config.index_score is not None:
-        return key_products(q, k, positions, call)  # nothing is summed over keys
+        return key_products(q, k, positions, call)
     scores = grouped_products(q, k, call.scale)
     key = torch.arange(k.shape[2], dtype=torch.int32, device=q.device)
     hidden = compressed_intervals(positions, call.config).hide(key)[:, None, None]

@@ -53,7 +53,7 @@ to 0.9 at 512 to 2k queries, 1.0 or 1.2 by process at 4k, 1.1 at 8k, 1.2 at 16k.
 MOST_HEADS = 65535
 """CUDA's limit of programs in the second dimension of a grid. Counts ``B * H``."""
 LEAST_BLOCK = 16
-"""What the keys of a block are a multiple of in FlexAttention: the smallest tile of the tensor cores."""
+"""FlexAttention's blocks have a multiple of so many keys: the smallest tile of the tensor cores."""
 LEAST_DIM = 16
 LARGEST_DIM = 256
 """Head dimensions of the Triton kernels."""

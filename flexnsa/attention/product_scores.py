@@ -20,7 +20,7 @@ from flexnsa.positions import Positions
 
 
 def key_products(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:
-    """Return ``scale * q.k``, ``-inf`` for hidden keys, of each choice with its queries, ``(B, choices, H, T, N)``."""
+    """Return ``scale * q.k``, ``-inf`` for hidden keys: ``(B, Hkv, 1, T, N)`` in MSA, ``(B, 1, H, T, N)`` in QSA."""
     products = grouped_products(q, k, call.scale)
     key = torch.arange(k.shape[2], dtype=torch.int32, device=q.device)
     hidden = compressed_intervals(positions, call.config).hide(key)[:, None, None]
@@ -28,20 +28,20 @@ def key_products(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tens
 
 
 def scores_of_products(products: Tensor, positions: Positions, blocks: int, config: NSAConfig) -> Tensor:
-    """Score blocks, ``(B, choices, T, M)``; ``-inf`` for those without a visible key."""
+    """Score blocks, ``(B, Hkv or 1, T, M)``; ``-inf`` for those without a visible key."""
     of_blocks = _by_blocks(products, positions, blocks, config)
     best = of_blocks.amax((2, -1))
     return best if config.index_score == "max" else of_blocks.relu().sum((2, -1)).where(best > -torch.inf, best)
 
 
 def scores_to_rank(q: Tensor, k: Tensor, positions: Positions, blocks: int, call: Call) -> Tensor:
-    """Score blocks, fp32, for a top-n, which needs no scale: that might round two scores to one."""
+    """Score blocks for a top-n, in fp32 and without the scale, which might round two scores to one."""
     products = key_products(q, k, positions, replace(call, scale=1.0))
     return scores_of_products(products, positions, blocks, call.config).to(torch.float32)
 
 
 def differentiate_products(products: Tensor, slope: Tensor, positions: Positions, config: NSAConfig) -> Tensor:
-    """Return the derivatives in the products, given those in the scores of blocks ``(B, choices, T, M)``."""
+    """Return the derivatives in the products, given those in the scores of blocks ``(B, Hkv or 1, T, M)``."""
     of_blocks, slope = _by_blocks(products, positions, slope.shape[-1], config), slope[:, :, None, ..., None]
     if config.index_score == "max":
         in_blocks = torch.zeros_like(of_blocks).scatter_(-1, of_blocks.argmax(-1, keepdim=True), slope)

@@ -59,7 +59,7 @@ def top_blocks(scores: Tensor, positions: Positions, *, config: NSAConfig) -> Te
 
 
 def own_and_last(positions: Positions, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Return the block of each query, and the last one of which it decides, int ``(B or 1, 1, T, 1)``."""
+    """Return the block of each query and its last candidate, int ``(B or 1, 1, T, 1)``."""
     token = (positions.token - positions.start)[:, None, :, None]
     return token // config.select_block_size, (token + config.ahead) // config.select_block_size
 
@@ -153,7 +153,7 @@ class SelectionInputs(NamedTuple):
 
 
 def count_choices(q: Tensor, k: Tensor, config: NSAConfig) -> int:
-    """Count the key heads, each of which has a choice of blocks, from what scores these."""
+    """Return the number of key heads, each of which has a choice of blocks, given queries and keys of the scorer."""
     return k.shape[1] if config.index_score is None else q.shape[1] // given(config.index_heads)
 
 

@@ -78,7 +78,7 @@ class FlexNSAForCausalLM(nn.Module, SupportsLoRA):
     """
 
     # vLLM would leave out, without a word, what an adapter (LoRA) changes in an indexer; it refuses these names.
-    of_indexers: Any = re.compile(r"(\.indexer\..*)\.lora_")  # Any: vLLM's type hint leaves open of what a Pattern is
+    of_indexers: Any = re.compile(r"(\.indexer\..*)\.lora_")  # Any: vLLM's hint is a Pattern of no type
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_regex={of_indexers: r"\1.indexer.lora_"})
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

@@ -142,7 +142,7 @@ _Numbered = dict[int, dict[int, Collective]]
 
 
 def describe_parting(recent: Mapping[int, Sequence[Collective]]) -> str:
-    """Describe the first that differs of the last collectives that ranks have started; empty where none does."""
+    """Describe the first of the latest collectives that differs between ranks; empty if none does."""
     for group in dict.fromkeys(x.group for collectives in recent.values() for x in collectives):
         ranks = {rank: {x.number: x for x in recent[rank] if x.group == group} for rank in recent}
         number = _first_difference(ranks)

@@ -229,7 +229,7 @@ def modules_to_watch(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def failing_branch(layer: NativeSparseAttention, x: Tensor, options: Mapping[str, Any]) -> str | None:
     """Tell which branch of a layer gives something that is not finite, by running one after the other.
 
-    It was called with ``x (B, S, dim)`` and the options, and what it projects is finite.
+    ``x (B, S, dim)`` and ``options`` are what it was called with; its projections are finite.
     """
     for tag in layer.dense_branches or layer.branches:
         # Blocks are scored by the keys of the compressed branch, which is finite.

@@ -40,7 +40,7 @@ def stacks_on_request(trainer: Trainer, folder: Path) -> Iterator[Callable[[], N
 
 
 def watch_thread(thread: int, seconds: float) -> tuple[bool, str]:
-    """Sample the stack of a thread: whether it changes within the seconds, and its innermost position at their end."""
+    """Return whether a thread's stack changes within the seconds, and its innermost position at their end."""
     samples = [_stack(thread)]
     for _ in range(20):
         time.sleep(seconds / 20)

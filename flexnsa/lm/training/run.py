@@ -84,7 +84,7 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
                 if trainer.compiled and result.step == first:
                     report.say(f"compiled, with the first step, in {seconds:.1f} s")
                 measured = {"tokens_per_second": trainer.config.tokens_per_step / seconds}
-                measured["peak_mib"] = next(iter(peaks_in_mib(trainer.device).values()))  # of what was ever held
+                measured["peak_mib"] = next(iter(peaks_in_mib(trainer.device).values()))  # of the run so far
                 done = trainer.step
                 if done % config.eval_every == 0 or done == config.steps:
                     measured["validation_bits_per_byte"] = bits = trainer.validation_bits_per_byte()

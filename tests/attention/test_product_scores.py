@@ -100,3 +100,7 @@ def test_what_does_not_fit_is_named() -> None:
     for message, changes in refused.items():
         with pytest.raises(ValueError, match=message):
             replace(BEST_KEYS, **changes)
+    wrong: dict[str, Any] = {"index_score": "mass"}
+    for preset in (NSAConfig.msa, NSAConfig.qsa):
+        with pytest.raises(ValueError, match="index_score: expected one of 'max', 'relu', got 'mass'"):
+            preset(**wrong)
