@@ -18,7 +18,7 @@ from flexnsa.attention.compilation import compile_once
 from flexnsa.attention.interface import Call, given
 from flexnsa.attention.plan import Plan
 from flexnsa.attention.scoring import group_probabilities
-from flexnsa.attention.selection import SelectionInputs, select_in_chunks, select_with_mod
+from flexnsa.attention.selection import SelectionInputs, count_choices, select_in_chunks, select_with_mod
 from flexnsa.config import NSAConfig, blocks_within, num_blocks
 from flexnsa.operators import opaque_operator
 from flexnsa.positions import Positions
@@ -43,15 +43,14 @@ def select(
     """Choose the ``n`` best blocks of each query (NSA paper, Eq. 8 to 12): two Triton kernels on CUDA.
 
     Those cannot take a score_mod: with one, products of a chunk of queries are compiled with it. On a CPU it is
-    products of a chunk in any case, and so it is for scores by the best key. Without ``lse`` it is computed here.
+    products of a chunk in any case. Without ``lse`` it is computed here, where scores are the mass of a softmax.
     """
     if call.score_mod is not None:
         probabilities = compile_once(group_probabilities) if q.is_cuda else group_probabilities
         rows = MODIFIED_SCORES // (q.shape[0] * q.shape[1] * max(1, k_cmp.shape[2]))
         chunk = max(1, rows // ROW_MULTIPLE) * ROW_MULTIPLE
         return select_with_mod(q, k_cmp, lse, call, probabilities=probabilities, chunk=chunk)
-    in_triton = q.is_cuda and call.config.index_score is None
-    return (select_blocks_triton if in_triton else select_in_chunks)(q, k_cmp, lse, call)
+    return (select_blocks_triton if q.is_cuda else select_in_chunks)(q, k_cmp, lse, call)
 
 
 def select_blocks_triton(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> Tensor:
@@ -73,28 +72,28 @@ def aligned(width: int) -> int:
     return -(-width // 16) * 16
 
 
-def chunks(num_queries: int, num_heads: int, width: int | None, config: NSAConfig) -> Iterator[tuple[int, int, int]]:
+def chunks(num_queries: int, choices: int, width: int | None, config: NSAConfig) -> Iterator[tuple[int, int, int]]:
     """Split the queries into chunks ``(first_row, num_rows, width)`` of about ``SCRATCH_BYTES`` of scores.
 
     Where rows are so long that these are few rows, a chunk holds more, :data:`MANY_PROGRAMS` over all heads.
 
     Args:
         num_queries: ``T``.
-        num_heads: ``B * Hkv``.
+        choices: of each query, over the whole batch: ``B * Hkv``, or ``B`` where all heads choose together.
         width: blocks that every chunk holds; None for a causal sequence, whose chunk from ``first_row`` on holds
             ``(first_row + num_rows) / l'`` blocks, so that its height follows from a quadratic equation.
         config: the sizes.
     """
-    cells = SCRATCH_BYTES // (8 * num_heads)
+    cells = SCRATCH_BYTES // (8 * choices)
     first = 0
     while first < num_queries:
         if width is None:
             rows = (math.isqrt(first**2 + 4 * cells * config.select_block_size) - first) // 2
         else:
             rows = cells // width
-        rows = max(rows, MANY_PROGRAMS // num_heads)
+        rows = max(rows, MANY_PROGRAMS // choices)
         rows = min(max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE, num_queries - first)
-        yield first, rows, aligned(width or num_blocks(first + rows, config))
+        yield first, rows, aligned(width or num_blocks(first + rows + config.ahead, config))
         first += rows
 
 
@@ -113,9 +112,11 @@ def launch_selection(
     from flexnsa.attention.triton.kernels.importance import Band, Scores, importance
     from flexnsa.attention.triton.kernels.importance_few import importance_few
     from flexnsa.attention.triton.kernels.log_sum_exp import log_sum_exp
+    from flexnsa.attention.triton.kernels.product_scores import product_scores
     from flexnsa.attention.triton.kernels.top_blocks import check_width, write_top_blocks
 
-    (batch, _, num_queries, _), (kv_heads, num_keys) = q.shape, k_cmp.shape[1:3]
+    (batch, _, num_queries, _), num_keys, heads = q.shape, k_cmp.shape[2], count_choices(q, k_cmp, config)
+    choices = 1 if config.index_score == "relu" else heads
     if batch == 1 and _are_scattered(positions, num_queries):
         rows, k_cmp = given(positions).map(lambda x: x.expand(1, -1).mT), k_cmp.expand(num_queries, -1, -1, -1)
         lse = None if lse is None else lse.transpose(0, 2)
@@ -127,24 +128,27 @@ def launch_selection(
         width = blocks_within(num_keys, config)
         if positions.longest is not None:
             width = min(width, num_blocks(positions.longest, config))
+        width += config.ahead
         rows = max(map(len, positions.tensors))
         positions = positions.map(lambda x: x.expand(rows, -1).contiguous())
     check_width(width or num_blocks(num_queries, config))
     q, k_cmp = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cmp))
-    if lse is None:
-        lse = log_sum_exp(q, k_cmp, positions, config=config, scale=scale)
+    if config.index_score is None:
+        lse = log_sum_exp(q, k_cmp, positions, config=config, scale=scale) if lse is None else lse.contiguous()
 
-    parts = list(chunks(num_queries, batch * kv_heads, width, config))
+    parts = list(chunks(num_queries, batch * choices, width, config))
     band = Band.of(config)
-    cells = max((rows * width for _, rows, width in parts), default=0) * batch * kv_heads
+    cells = max((rows * width for _, rows, width in parts), default=0) * batch * choices
     own = torch.empty(cells, dtype=torch.float32, device=q.device)
     passed = torch.empty_like(own) if any(band.passed) else own
-    out = q.new_empty(batch, kv_heads, num_queries, config.num_selected_blocks, dtype=torch.int32)
+    out = q.new_empty(batch, choices, num_queries, config.num_selected_blocks, dtype=torch.int32)
     for first_row, num_rows, chunk_width in parts:
         scores = Scores(own, passed, num_rows, chunk_width, band)
-        if Plan.of(q, k_cmp).score_alone:
-            importance_few(q, k_cmp, lse.contiguous(), positions, scores, config=config, scale=scale)
+        if lse is None:
+            product_scores(q, k_cmp, positions, scores, first_row, config=config)
+        elif Plan.of(q, k_cmp).score_alone:
+            importance_few(q, k_cmp, lse, positions, scores, config=config, scale=scale)
         else:
-            importance(q, k_cmp, lse.contiguous(), positions, scores, first_row, config=config, scale=scale)
+            importance(q, k_cmp, lse, positions, scores, first_row, config=config, scale=scale)
         write_top_blocks(scores, positions, out, first_row, config=config)
-    return out
+    return out.expand(-1, heads, -1, -1).contiguous()

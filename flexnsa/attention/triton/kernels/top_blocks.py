@@ -2,9 +2,9 @@
 """The ``n`` blocks of highest importance, by a search for the n-th largest value (NSA paper, Eq. 11).
 
 One program selects for one query. It keeps the query's ``M`` scores in registers and finds the bits of the n-th largest
-one from the highest down, since non-negative floats order like their bits. A bit costs one comparison and one sum over
-``M``, and the search ends when exactly ``n`` are left. Nothing is sorted; a cumulative sum yields the ``n`` indices in
-ascending order. Each score is read only once.
+one from the highest down, since non-negative floats order like their bits, and negative ones once all bits but the
+sign are flipped. A bit costs one comparison and one sum over ``M``, and the search ends when exactly ``n`` are left.
+Nothing is sorted; a cumulative sum yields the ``n`` indices in ascending order. Each score is read only once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def write_top_blocks(
         first_row, scores.num_rows, num_queries, scores.width,
         KV_HEADS=kv_heads, LENGTH=config.compress_block_size, STRIDE=config.compress_stride,
         BLOCK_SIZE=config.select_block_size, FIRST=scores.band.first, HAS_PASSED=any(scores.band.passed),
-        HAS_POSITIONS=positions is not None, NUM_INIT=config.num_init_blocks, NUM_LOCAL=config.num_local_blocks,
+        HAS_POSITIONS=positions is not None, SIGNED=config.index_score is not None, AHEAD=config.ahead,
+        NUM_INIT=config.num_init_blocks, NUM_LOCAL=config.num_local_blocks,
         NUM_SELECTED=num_selected, BLOCK_J=block_j, BLOCK_N=padded(num_selected, least=1),
         LEVELS=3 if block_j >= LONG else 1, num_warps=num_warps or min(max(block_j // 1024, 1), 32),
     )  # fmt: skip
@@ -72,41 +73,48 @@ def write_top_blocks(
 
 @jit
 def choose(
-    own_ptr, passed_ptr, out_ptr, current, visible,
+    own_ptr, passed_ptr, out_ptr, last, current, visible,
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, HAS_PASSED: tl.constexpr,
-    NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr, NUM_SELECTED: tl.constexpr, BLOCK_J: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    SIGNED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr, NUM_SELECTED: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store the best of blocks ``0 .. current``, at most ``BLOCK_J`` of them, in ascending order."""
-    # Blocks without a visible key were never written: their importance is zero.
+    """Store the best of blocks ``0 .. last``, at most ``BLOCK_J`` of them, in ascending order; -1 after ``current``."""
+    # Blocks without a visible key were never written: their importance is zero, and no product is theirs.
     block = tl.arange(0, BLOCK_J)
     first_key = block * (BLOCK_SIZE // STRIDE)
-    score = tl.load(own_ptr + block, mask=(block <= current) & (first_key + FIRST < visible), other=0.0)
+    UNSEEN: tl.constexpr = float("-inf") if SIGNED else 0.0
+    LEAST: tl.constexpr = -2147483648 if SIGNED else -1
+    score = tl.load(own_ptr + block, mask=(block <= last) & (first_key + FIRST < visible), other=UNSEEN)
     if HAS_PASSED:
         reached = first_key - (LENGTH // STRIDE - 1) < visible
-        score += tl.load(passed_ptr + block - 1, mask=(block > 0) & (block <= current) & reached, other=0.0)
+        score += tl.load(passed_ptr + block - 1, mask=(block > 0) & (block <= last) & reached, other=0.0)
 
-    forced = (block < NUM_INIT) | (block > current - NUM_LOCAL)
-    rank = tl.where(forced, 2147483647, score.to(tl.int32, bitcast=True))
-    rank = tl.where(block <= current, rank, -1)
+    forced = (block < NUM_INIT) | (block > last - NUM_LOCAL)
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # 0 of -0
+    if SIGNED:
+        bits ^= (bits >> 31) & 0x7FFFFFFF
+    rank = tl.where(forced, 2147483647, bits)
+    rank = tl.where(block <= last, rank, LEAST)
 
-    # Find the largest threshold that at least n candidates reach. With n candidates or fewer it stays 0, below all.
+    # Find the largest threshold that at least n candidates reach. With n candidates or fewer it stays below all.
     threshold = 0
-    bit = tl.where(current >= NUM_SELECTED, 30, -1)
+    if SIGNED:
+        threshold = tl.where(tl.sum((rank >= 0).to(tl.int32)) >= NUM_SELECTED, 0, LEAST)
+    bit = tl.where(last >= NUM_SELECTED, 30, -1)
     while bit >= 0:
         trial = threshold | (1 << bit)
         count = tl.sum((rank >= trial).to(tl.int32))
         threshold = tl.where(count >= NUM_SELECTED, trial, threshold)
         bit = tl.where(count == NUM_SELECTED, -1, bit - 1)
 
-    total = tl.minimum(current + 1, NUM_SELECTED)
+    total = tl.minimum(last + 1, NUM_SELECTED)
     above = rank > threshold
     tied = rank == threshold
     num_tied = total - tl.sum(above.to(tl.int32))
     chosen = above | (tied & (tl.cumsum(tied.to(tl.int32)) <= num_tied))
     slot = tl.cumsum(chosen.to(tl.int32)) - 1
 
-    tl.store(out_ptr + slot, block, mask=chosen)
+    tl.store(out_ptr + slot, tl.where(block <= current, block, -1), mask=chosen)
     padding = tl.arange(0, BLOCK_N)
     tl.store(out_ptr + padding, -1, mask=(padding >= total) & (padding < NUM_SELECTED))
 
@@ -115,8 +123,9 @@ def choose(
 def top_blocks_kernel(
     own_ptr, passed_ptr, token_ptr, start_ptr, position_stride_b, out_ptr, first_row, num_rows, num_queries, width,
     KV_HEADS: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr,
-    HAS_PASSED: tl.constexpr, HAS_POSITIONS: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
-    NUM_SELECTED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.constexpr,
+    HAS_PASSED: tl.constexpr, HAS_POSITIONS: tl.constexpr, SIGNED: tl.constexpr, AHEAD: tl.constexpr,
+    NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr, NUM_SELECTED: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Select the blocks of one query, for one kv head, by a search no larger than its number of blocks requires."""
     local_row = tl.program_id(0) % num_rows
@@ -126,13 +135,14 @@ def top_blocks_kernel(
     token, start = load_positions(token_ptr + at, start_ptr + at, row, num_queries, HAS_POSITIONS)
     visible = count_visible(token - start, LENGTH, STRIDE)
     current = tl.minimum((token - start) // BLOCK_SIZE, width - 1)
+    last = tl.minimum((token - start + AHEAD) // BLOCK_SIZE, width - 1)
 
     cell = (head * num_rows + local_row) * tl.multiple_of(width, 16)
     own, passed, out = own_ptr + cell, passed_ptr + cell, out_ptr + (head * num_queries + row) * NUM_SELECTED
     for halvings in tl.static_range(LEVELS):  # pyright: ignore[reportGeneralTypeIssues]
-        many = current >= (BLOCK_J >> halvings) // 2
-        if (current < BLOCK_J >> halvings) & (many | (halvings == LEVELS - 1)):
+        many = last >= (BLOCK_J >> halvings) // 2
+        if (last < BLOCK_J >> halvings) & (many | (halvings == LEVELS - 1)):
             choose(
-                own, passed, out, current, visible, LENGTH, STRIDE, BLOCK_SIZE, FIRST, HAS_PASSED,
+                own, passed, out, last, current, visible, LENGTH, STRIDE, BLOCK_SIZE, FIRST, HAS_PASSED, SIGNED,
                 NUM_INIT, NUM_LOCAL, NUM_SELECTED, BLOCK_J >> halvings, BLOCK_N,
             )  # fmt: skip
