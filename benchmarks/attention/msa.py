@@ -1,7 +1,7 @@
-"""MSA at the sizes of MiniMax-M3: correctness, then time and memory of the whole and of its parts, beside dense attention.
+"""MSA at the sizes of MiniMax-M3: correctness, then time and memory of a step and of its parts, and of dense attention.
 
-    python -m benchmarks attention.msa --json benchmarks/results/msa_h200.json                # about 3 minutes on an H200
-    python -m benchmarks attention.msa --device cpu --tiny --lengths 300 --json msa.json      # rehearse
+    python -m benchmarks attention.msa --json benchmarks/results/msa_h200.json              # about 2 minutes on an H200
+    python -m benchmarks attention.msa --device cpu --tiny --lengths 300 --json msa.json    # rehearse
 
 A step is selection and attention, forward and backward; the loss compares 256 queries of each sequence.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import log
 from typing import NamedTuple, Protocol
 
@@ -105,7 +105,12 @@ def selection_loss_by(
 
 @opaque_operator("selection_loss")
 def _selection_loss(inputs: SelectionLossInputs) -> LossAndGradients:
-    """Sum the divergences at a few queries, and differentiate the sum, in chunks of queries.
+    """Sum the divergences at a few queries, and differentiate the sum."""
+    return sum_losses(inputs, log_shares_at_once, queries_at_once(inputs.q, inputs.k))
+
+
+def sum_losses(inputs: SelectionLossInputs, shares: Callable[..., Tensor], chunk: int) -> LossAndGradients:
+    """Sum the divergences, and differentiate the sum, in chunks of queries, of which ``shares`` are the true ones.
 
     So backward is a product with a number, and keeps neither scores nor queries.
     """
@@ -115,12 +120,11 @@ def _selection_loss(inputs: SelectionLossInputs) -> LossAndGradients:
     dtype = torch.promote_types(q_index.dtype, torch.float32)
     total, weight = (torch.zeros((), dtype=dtype, device=q.device) for _ in range(2))
     dq, dk = (x.new_zeros(x.shape, dtype=dtype) for x in (q_index, k_index))
-    chunk = queries_at_once(q, k)
     for at in range(0, q.shape[2], chunk):
         part = slice(at, at + chunk)
         positions, of_scorer = where.at(part), index_where.at(part)
         q_part = q_index[:, :, part].to(dtype)
-        log_true = log_shares_at_once(q[:, :, part], k, positions, call)
+        log_true = shares(q[:, :, part], k, positions, call)
         log_probs = log_probabilities(q_part, k_index, of_scorer, index_call)
         compared, log_score = _compare(log_true, log_probs, positions, of_scorer, call.config, index_call.config)
         weights = weigh(compared.mass, inputs.by_mass)

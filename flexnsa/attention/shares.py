@@ -47,9 +47,15 @@ def log_shares_at_once(q: Tensor, k: Tensor, positions: Positions, call: Call) -
     """
     # Nothing here holds the scores of tokens, the largest tensor, while they are split by blocks.
     blocks, size = num_blocks(k.shape[2], call.config), call.config.select_block_size
-    of_blocks = by_blocks(
-        _scores_of_tokens(q, k, positions, call), positions.start, blocks, size, aligned=positions.aligned
-    ).logsumexp(-1)
+    return mean_shares(
+        by_blocks(
+            _scores_of_tokens(q, k, positions, call), positions.start, blocks, size, aligned=positions.aligned
+        ).logsumexp(-1)
+    )
+
+
+def mean_shares(of_blocks: Tensor) -> Tensor:
+    """Return the log of the mean share over each group, given log-sum-exps ``(B, Hkv, G, T, M)`` of blocks."""
     lse = of_blocks.logsumexp(-1, keepdim=True)  # blocks hold all visible keys
     return (of_blocks - lse.masked_fill(lse == -torch.inf, 0)).logsumexp(2) - log(of_blocks.shape[2])
 

@@ -14,7 +14,15 @@ from flexnsa.config import num_blocks, num_compressed
 from flexnsa.positions import Positions
 from tests.support import triton_selection
 from tests.support.interpreter import Interpret
-from tests.support.triton_selection import CASES, dense_lse_and_importance, ranks, run_kernels, select
+from tests.support.triton_selection import (
+    CASES,
+    PRODUCTS,
+    choose_by_products,
+    dense_lse_and_importance,
+    ranks,
+    run_kernels,
+    select,
+)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,6 +66,19 @@ def test_equal_scores_select_the_lowest_indices(interpret: Interpret) -> None:
     """All-zero queries: block 0 lacks the key that would reach into it, every later whole block ties."""
     last = interpret(triton_selection, "ties")["selected"][0, 0, -1]
     assert last.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_blocks_by_products_are_those_of_chunks(name: str, interpret: Interpret) -> None:
+    chosen = interpret(triton_selection, name)
+    assert torch.equal(chosen["got"], chosen["want"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_compiled_kernels_choose_by_products_as_chunks_do(name: str) -> None:
+    chosen = choose_by_products(PRODUCTS[name], "cuda")
+    assert torch.equal(chosen["got"], chosen["want"])
 
 
 @pytest.mark.parametrize("heads", [1, 4, 32])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexnsa.attention.interface import Call
 from flexnsa.attention.plan import STEP_TOKENS
+from flexnsa.attention.selection import select_in_chunks
 from flexnsa.config import NSAConfig, num_blocks, num_compressed
 from flexnsa.positions import Positions
 from tests.support.inputs import sizes, spread
@@ -102,6 +103,48 @@ CASES = {
     ),
     "decoding-key-over-three-blocks": Case(config=sizes(16, 4, 8, 5, 1, 1), documents=(77,), group=3, num_queries=8),
 }
+
+
+PRODUCTS = {
+    "best keys": Case(
+        config=NSAConfig.msa(select_block_size=16, num_selected_blocks=3).scoring, documents=(67,), group=2
+    ),
+    "best keys of documents": Case(
+        config=NSAConfig.msa(num_selected_blocks=2, num_local_blocks=0).scoring,
+        documents=(140, 3, 7, 301),
+        group=2,
+        batch=2,
+    ),
+    "units": Case(config=NSAConfig.qsa(num_selected_blocks=4).scoring, documents=(67,), group=4, head_dim=24),
+    "units of documents": Case(
+        config=NSAConfig.qsa(select_block_size=8, num_selected_blocks=3).scoring,
+        documents=(40, 3, 7, 50, 1, 40),
+        group=4,
+    ),
+    "steps": Case(
+        config=NSAConfig.msa(num_selected_blocks=2).scoring,
+        documents=(600,),
+        group=2,
+        num_queries=3,
+        dtype=torch.bfloat16,
+    ),
+    "steps over units": Case(
+        config=NSAConfig.qsa(num_selected_blocks=5).scoring, documents=(75, 20), group=4, num_queries=5
+    ),
+}
+"""Those of scores by products: ``group`` index queries and one index key."""
+
+
+def choose_by_products(case: Case, device: str = "cpu") -> dict[str, Tensor]:
+    """Choose by the kernels, and by products in chunks, of whole numbers, whose scores are exact and often equal."""
+    from flexnsa.attention.triton import selection as scoring_triton
+
+    q, k = (x.mul(1.5).round().to(device) for x in case.inputs())
+    positions = None if case.is_whole_sequence else case.positions().map(lambda x: x.to(device))
+    with mock.patch.multiple(scoring_triton, SCRATCH_BYTES=2**14, MANY_PROGRAMS=1):
+        got = scoring_triton.launch_selection(q, k, None, positions, config=case.config, scale=1.0)
+    want = select_in_chunks(q, k, None, Call(case.config, 1.0, positions=positions))
+    return {"got": got.cpu(), "want": want.cpu()}
 
 
 def dense_lse_and_importance(case: Case) -> tuple[Tensor, Tensor]:
@@ -201,4 +244,6 @@ def compile_operator() -> dict[str, Any]:
 
 def interpret(name: str) -> dict[str, Any]:
     """Run a case, or the compiled operator."""
+    if name in PRODUCTS:
+        return choose_by_products(PRODUCTS[name])
     return compile_operator() if name == "compiled" else run_kernels(CASES[name])

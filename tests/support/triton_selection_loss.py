@@ -16,7 +16,7 @@ from flexnsa.attention import dispatch
 from flexnsa.attention.selection_loss import selection_loss_by
 from flexnsa.attention.triton import selection_loss as triton_selection_loss
 from tests.support.inputs import SMALL
-from tests.support.scorers import INDEX, LONG_KEYS, NOT_FORCED, TWO_HEADS, learners, make
+from tests.support.scorers import BEST_KEYS, INDEX, LONG_KEYS, NOT_FORCED, TWO_HEADS, UNITS, learners, make
 
 functional = importlib.import_module("flexnsa.functional.selection_loss")  # whose function has the same name
 
@@ -64,6 +64,8 @@ CASES = {
     "documents, keys longer than blocks": Case(config=LONG_KEYS, documents=(70, 3, 77), query_weights="mean"),
     "padding": Case(config=replace(TWO_HEADS, num_init_blocks=0, num_local_blocks=0), batch=2, lengths=(90, 11)),
     "shorter than a key": Case(config=SMALL, documents=(7,)),
+    "best keys": Case(config=BEST_KEYS, kv_heads=2, batch=2, lengths=(90, 11)),
+    "products of all heads": Case(config=UNITS, kv_heads=2, documents=(70, 3, 77), query_weights="mean"),
     "bf16": Case(config=INDEX, group=16, dim=64, dtype=torch.bfloat16, num_queries=20),
 }
 
@@ -72,8 +74,9 @@ def by_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     """The sum, its weight, and the gradients of the sum; on the CPU only in the process that interprets kernels."""
     from flexnsa.attention.triton.kernels import selection_loss as launches
 
-    of_triton = triton_selection_loss.selection_loss_triton
-    kernels = replace(dispatch.TRITON, selection_loss=partial(selection_loss_by, of_triton))
+    operators = triton_selection_loss.selection_loss_triton, triton_selection_loss.product_loss_triton
+    operator = operators[case.config.index_score is not None]
+    kernels = replace(dispatch.TRITON, selection_loss=partial(selection_loss_by, operator))
     small = mock.patch.object(triton_selection_loss, "SCRATCH_SUMS", case.scratch_sums)
     few = mock.patch.object(launches, "BLOCKS_AT_ONCE", case.blocks_at_once)
     with small, few, mock.patch.dict(dispatch.IMPLEMENTATIONS, triton=kernels):

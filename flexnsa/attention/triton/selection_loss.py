@@ -8,6 +8,8 @@ does. Nothing but these log-sum-exps, a number for each query, head and block, i
 
 from __future__ import annotations
 
+from math import log
+
 import torch
 from torch import Tensor
 
@@ -18,10 +20,13 @@ from flexnsa.attention.selection_loss import (
     SelectionLossInputs,
     differentiate_by_results,
     selection_loss_by,
+    sum_losses,
 )
 from flexnsa.attention.selection_loss import selection_loss as by_products
+from flexnsa.attention.shares import mean_shares, queries_at_once
 from flexnsa.config import NSAConfig, num_blocks
 from flexnsa.operators import opaque_operator
+from flexnsa.positions import Positions
 
 SCRATCH_SUMS = 2**26
 """Log-sum-exps of a chunk of queries that exist at a time: 256 MB."""
@@ -30,12 +35,13 @@ SCRATCH_SUMS = 2**26
 def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
     """Sum the divergences of scores from true shares; see ``flexnsa.attention.interface.SelectionLossSum``.
 
-    Products in chunks compute it on a CPU, with a score_mod, for head dimensions above 256, and of the best keys.
+    Products in chunks compute it on a CPU, with a score_mod, and for head dimensions above 256.
     """
-    by_best = scorer.call.config.index_score is not None
-    if by_best or not Plan.of(q, k, scorer.q, has_mod=call.score_mod is not None).in_triton:
+    if not Plan.of(q, k, scorer.q, has_mod=call.score_mod is not None).in_triton:
         return by_products(q, k, scorer, call, query_weights)
-    return selection_loss_by(selection_loss_triton, q, k, scorer, call, query_weights)
+    by_mass = scorer.call.config.index_score is None
+    operator = selection_loss_triton if by_mass else product_loss_triton
+    return selection_loss_by(operator, q, k, scorer, call, query_weights)
 
 
 def scratch_bytes(batch: int, heads: int, kv_heads: int, queries: int, seq_len: int, config: NSAConfig) -> int:
@@ -74,4 +80,24 @@ def selection_loss_triton(inputs: SelectionLossInputs) -> LossAndGradients:
     return torch.stack(totals).sum(), torch.stack(weights).sum(), torch.cat(dq, 2), torch.stack(dk).sum(0)
 
 
+@opaque_operator("product_loss_triton", launches_kernels=True)
+def product_loss_triton(inputs: SelectionLossInputs) -> LossAndGradients:
+    """As :func:`selection_loss_triton`, of scores by products: kernels compute true shares, which have most heads."""
+    return sum_losses(inputs, log_shares, queries_at_once(inputs.q_index, inputs.k_index))
+
+
+def log_shares(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:
+    """Compute :func:`flexnsa.attention.shares.log_shares_at_once`, without a score_mod."""
+    from flexnsa.attention.triton.kernels.selection_loss import KeyGrid, Scored, log_sums
+
+    size, width = call.config.select_block_size, num_blocks(k.shape[2], call.config)
+    token, start, _ = (x.to(torch.int32) for x in positions.tensors)
+    queries = slice(0, q.shape[2])
+    sums, _ = log_sums(Scored.of(q, k, queries, (token, start, start), KeyGrid(1, 1, size), call.scale), width)
+    unseen = torch.arange(width, device=q.device) * size > (token - start)[..., None]  # and never written
+    of_blocks = sums.view(len(q), k.shape[1], -1, q.shape[2], width).masked_fill(unseen[:, None, None], -torch.inf)
+    return mean_shares(of_blocks * log(2))
+
+
 differentiate_by_results(selection_loss_triton)
+differentiate_by_results(product_loss_triton)

@@ -98,7 +98,8 @@ def store(row_ptrs, scores, first_block, visible, is_row, width, STEP: tl.conste
 def product_scores_kernel(
     q_ptr, k_ptr, token_ptr, start_ptr, first_key_ptr, position_stride_b, score_ptr,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_n, first_row, num_rows, num_keys, width,
-    key_tiles, CHOICES: tl.constexpr, HEADS: tl.constexpr, ADDED: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr,
+    key_tiles,
+    CHOICES: tl.constexpr, HEADS: tl.constexpr, ADDED: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr,
     STRIDE: tl.constexpr, STEP: tl.constexpr, HAS_POSITIONS: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr,
     BW: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip

@@ -111,8 +111,8 @@ class Compared:
 
 def compare(true: Scored, scorer: Scored, width: int, config: NSAConfig, *, by_mass: bool) -> Compared:
     """Compare the true shares of ``width`` blocks with their scores."""
-    of_true, _ = _log_sums(true, width)
-    weighted, plain = _log_sums(scorer, width)
+    of_true, _ = log_sums(true, width)
+    weighted, plain = log_sums(scorer, width)
     (batch, rows), kv_heads = true.token.shape, true.k.shape[1]
     of_query, of_head = (batch * kv_heads, rows), (batch * kv_heads, scorer.heads, rows)
     losses, weights = (torch.empty(of_query, device=weighted.device) for _ in range(2))
@@ -129,7 +129,7 @@ def compare(true: Scored, scorer: Scored, width: int, config: NSAConfig, *, by_m
     return Compared(losses, weights, slope, log_score, lse, pull)
 
 
-def _log_sums(scored: Scored, width: int) -> tuple[Tensor, Tensor]:
+def log_sums(scored: Scored, width: int) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exps of blocks, ``(B * Hkv * H, m, M)``, of weighted keys and of each key once."""
     tensors, strides = scored.inputs()
     (batch, rows), (kv_heads, num_keys, head_dim) = scored.token.shape, scored.k.shape[1:]
