@@ -82,9 +82,9 @@ def choose(
     # Blocks without a visible key were never written: their importance is zero, and no product is theirs.
     block = tl.arange(0, BLOCK_J)
     first_key = block * (BLOCK_SIZE // STRIDE)
-    UNSEEN: tl.constexpr = float("-inf") if SIGNED else 0.0
-    LEAST: tl.constexpr = -2147483648 if SIGNED else -1
-    score = tl.load(own_ptr + block, mask=(block <= last) & (first_key + FIRST < visible), other=UNSEEN)
+    unseen = float("-inf") if SIGNED else 0.0
+    least = -2147483648 if SIGNED else -1
+    score = tl.load(own_ptr + block, mask=(block <= last) & (first_key + FIRST < visible), other=unseen)
     if HAS_PASSED:
         reached = first_key - (LENGTH // STRIDE - 1) < visible
         score += tl.load(passed_ptr + block - 1, mask=(block > 0) & (block <= last) & reached, other=0.0)
@@ -94,12 +94,12 @@ def choose(
     if SIGNED:
         bits ^= (bits >> 31) & 0x7FFFFFFF
     rank = tl.where(forced, 2147483647, bits)
-    rank = tl.where(block <= last, rank, LEAST)
+    rank = tl.where(block <= last, rank, least)
 
     # Find the largest threshold that at least n candidates reach. With n candidates or fewer it stays below all.
     threshold = 0
     if SIGNED:
-        threshold = tl.where(tl.sum((rank >= 0).to(tl.int32)) >= NUM_SELECTED, 0, LEAST)
+        threshold = tl.where(tl.sum((rank >= 0).to(tl.int32)) >= NUM_SELECTED, 0, least)
     bit = tl.where(last >= NUM_SELECTED, 30, -1)
     while bit >= 0:
         trial = threshold | (1 << bit)
