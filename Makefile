@@ -92,12 +92,11 @@ gpu-learning: .venv/.transformers  ## what an indexer learns on a GPU: text at 8
 	$(BIN)/python -m benchmarks training.throughput --models text-125m "text-125m without indexer" --kernels 40 --json runs/gpu/training_indexer.json
 
 # On a machine with nothing else to do. What is recorded of a point stays, whenever this is stopped.
-record: .venv/.installed  ## measure what the plots show of a CPU: memory, throughput, the earlier system's work
+record: .venv/.installed  ## measure what the plots show of a CPU: memory, throughput, decoding, packing
 	$(BIN)/python -m benchmarks attention.cpu_throughput
 	$(BIN)/python -m benchmarks attention.memory --device cpu
 	$(BIN)/python -m benchmarks decoding.cpu --json benchmarks/results/decode_cpu.json
 	$(BIN)/python -m benchmarks attention.packing --device cpu --json benchmarks/results/packing_cpu.json
-	$(BIN)/python -m benchmarks earlier_nsa --device cpu --json benchmarks/results/earlier_nsa.json
 
 plots: .venv/.installed  ## draw every figure whose measurements are recorded in benchmarks/results
 	$(BIN)/python -m plots

@@ -160,7 +160,16 @@ def groups() -> Rows:
     return [*rows, ["16, FlexAttention ([h200.json](h200.json))", *times, f"{allocated:.1f} GiB"]]
 
 
+def msa() -> Rows:
+    points, sizes = points_by("msa_h200", "name", "seq_len"), (8192, 32768, 131072)
+    rows = [["", *lengths(sizes)]]
+    for name in ("MSA with loss", "MSA", "cuDNN SDPA"):
+        rows.append([name, *(passes(points[name, length]) for length in sizes)])
+    return [*rows, ["selection alone", *cells((points["selection", length]["forward_ms"] for length in sizes), ".1f")]]
+
+
 TABLES = {
+    "MSA": msa,
     "attention": partial(attention, passes),
     "attention, both passes": partial(attention, lambda point: f"{total(point):.1f}"),
     "crossovers": crossovers,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.step import StepInputs
-from flexnsa.attention.tiles.device import cdiv, multiprocessors, padded
+from flexnsa.attention.tiles.device import HOPPER, cdiv, device_of, multiprocessors, padded
 from flexnsa.attention.tiles.step import StepTiles, step_tiles
 from flexnsa.attention.triton.kernels import step_attend, step_compress, step_place
 from flexnsa.attention.triton.kernels.importance import Band, Scores
@@ -79,7 +79,8 @@ class StepScratch:
         (dk, dv), slots = inputs.dims, inputs.slots
         counts = slots.get("cmp", 0), slots.get("win", 0)
         heads, config = batch * kv_heads, inputs.config
-        tiles = step_tiles(multiprocessors(q), q.dtype, heads, group, num_tokens, (dk, dv), counts, config)
+        wide = inputs.tables is not None and device_of(q).generation >= HOPPER
+        tiles = step_tiles(multiprocessors(q), q.dtype, heads, group, num_tokens, (dk, dv), counts, config, wide=wide)
         rows = tiles.cmp + tiles.slc + tiles.win, batch, inputs.num_heads, num_tokens
         width = aligned(counts[0]) if inputs.chooses and inputs.index is None else 0
         new = partial(torch.empty, dtype=torch.float32, device=q.device)
