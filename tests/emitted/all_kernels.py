@@ -57,7 +57,7 @@ def calls(shape: Shape, packed: Sequence[bool] = (False, True)) -> Iterator[tupl
         for queries in (FEW, MANY):
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
     for has_documents in packed:
-        for function in (_select, _selected, _compressed, _window, _gated_sum):
+        for function in (_select, _select_by_products, _selected, _compressed, _window, _gated_sum):
             name = _name(function) + " of documents" * has_documents
             yield name, partial(_own, partial(function, packed=has_documents), shape)
     if shape.dtype == torch.bfloat16:  # in fp32 small heads have the kernels of large ones
@@ -104,6 +104,14 @@ def _select(shape: Shape, queries: int = LENGTH, packed: bool = False) -> None:
     q = torch.empty(1, KV_HEADS * GROUP, queries, shape.dims[0], dtype=shape.dtype)
     k_cmp = q.new_empty(1, KV_HEADS, num_compressed(LENGTH, CONFIG), shape.dims[0])
     triton_select.select(q, k_cmp, _call(shape, packed, queries), None, None)
+
+
+def _select_by_products(shape: Shape, packed: bool = False) -> None:
+    """Score blocks as MSA and QSA do."""
+    for config in (NSAConfig.msa().scoring, NSAConfig.qsa().scoring):
+        q = torch.empty(1, KV_HEADS, LENGTH, shape.dims[0], dtype=shape.dtype)
+        call = replace(_call(shape, packed), config=config)
+        triton_select.select(q, q[:, :1, : num_compressed(LENGTH, config)], call, None, None)
 
 
 def _select_few(shape: Shape) -> None:
