@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +70,24 @@ def parameter_groups(
 def index_parameters(model: nn.Module) -> list[nn.Parameter]:
     """List the parameters of all indexers of a model, which learn from the selection loss alone."""
     return [parameter for module in model.modules() if isinstance(module, Indexer) for parameter in module.parameters()]
+
+
+def audit(model: nn.Module) -> str:
+    """Tell which parameters of a model learn and which are frozen: a line for each name, with ``*`` for numbers in it.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    check_type("model", model, nn.Module)
+    sizes = {True: 0, False: 0}
+    counts: Counter[tuple[bool, str, tuple[int, ...]]] = Counter()
+    for name, parameter in model.named_parameters():
+        sizes[parameter.requires_grad] += parameter.numel()
+        counts[parameter.requires_grad, re.sub(r"\b\d+\b", "*", name), tuple(parameter.shape)] += 1
+    lines = [f"{sizes[True]:,} parameters learn, {sizes[False]:,} are frozen:"]
+    for (learns, name, shape), count in sorted(counts.items(), key=lambda each: not each[0][0]):
+        lines.append(f"{'learns' if learns else 'frozen'} {count} x {shape} {name}")
+    return "\n".join(lines)
 
 
 def _compressors(model: nn.Module) -> Iterator[nn.Module]:

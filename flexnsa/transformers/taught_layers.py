@@ -47,7 +47,8 @@ class TaughtLayer:
 
     def __init__(self, lesson: Lesson, layer: Any, kind: str, leader: TaughtLayer | None) -> None:
         self.lesson, self.layer, self.given = lesson, layer, dict[str, Any]()
-        self.indexer: Any = layer.indexer
+        kept = getattr(layer.indexer, "modules_to_save", None)  # an adapter's copy of the indexer, for its checkpoints
+        self.indexer: Any = layer.indexer if kept is None else kept[layer.indexer.active_adapters[0]]
         self.released = None if self.indexer is None else RELEASED[kind](self.indexer)
         self.leader = leader if getattr(layer, "skip_topk", False) else None
         layer.taught = self

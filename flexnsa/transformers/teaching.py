@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
+from transformers.utils import logging
 
 from flexnsa.attached_losses import Attached
 from flexnsa.layers.indexer import SelectionLoss
-from flexnsa.optim import index_parameters
+from flexnsa.optim import audit, index_parameters
 from flexnsa.primitives import check_int, check_positive_number, describe
 from flexnsa.transformers.index_teaching import IndexTeaching, teach_indexers
 from flexnsa.transformers.taught_layers import indexed_layers
@@ -53,7 +54,8 @@ class TeachSelection(TrainerCallback):
 
     Models that :func:`teach_indexers` takes are taught by it, and may begin with a warm-up. Their stage depends on the
     step alone. What a uniform guess would lose is logged as ``selection_loss_uniform``, and the recall of the worst
-    layer as ``selection_recall``. After training the model is as it was, with what its indexers have learned.
+    layer as ``selection_recall``. What learns in a stage is logged too, by transformers' logger, as information
+    (:func:`flexnsa.optim.audit`). After training the model is as it was, with what its indexers have learned.
 
     Args:
         weight: of the selection loss.
@@ -64,7 +66,7 @@ class TeachSelection(TrainerCallback):
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range; or, when training starts, the model has no indexer, or is one of ours
-            with ``warmup_steps``, or gradients are scaled (``fp16=True``).
+            with ``warmup_steps``, or its adapters would not save indexers, or gradients are scaled (``fp16=True``).
     """
 
     def __init__(self, *, weight: float = 1.0, warmup_steps: int = 0, **options: Any) -> None:
@@ -73,6 +75,7 @@ class TeachSelection(TrainerCallback):
         SelectionLoss(**options)
         self.weight, self.warmup_steps, self.options = weight, warmup_steps, options
         self.teaching: IndexTeaching | None = None
+        self._audited = ""
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Let the indexers of a released model learn before there is an optimizer."""
@@ -86,6 +89,11 @@ class TeachSelection(TrainerCallback):
             if self.warmup_steps and _hooked(model):
                 raise ValueError("warmup_steps: expected 0 for a model without layers to teach densely, got others")
             raise ValueError(f"model: expected one with indexers, got {describe(type(model).__name__)}")
+        if self.teaching is not None and self.teaching.were_frozen and hasattr(model, "peft_config"):
+            expected = (
+                "adapters with modules_to_save=['indexer'], because checkpoints have nothing else of the indexers"
+            )
+            raise ValueError(f"model: expected {expected}, got others")
         if args.fp16:
             raise ValueError("fp16: expected False with TeachSelection, because gradients are scaled, got True")
 
@@ -97,6 +105,9 @@ class TeachSelection(TrainerCallback):
         if self.teaching is not None:
             stage = "warmup" if state.global_step < self.warmup_steps else "joint"
             self.teaching.stage, self.teaching.step, self.teaching.weight = stage, state.global_step, weight
+            if stage != self._audited:
+                self._audited = stage
+                logging.get_logger().info(f"stage {stage!r} from step {state.global_step}: {audit(kw['model'])}")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Log the selection loss of the last step, or that of a released model since the last log."""
@@ -119,7 +130,7 @@ class TeachSelection(TrainerCallback):
             each.selection_hook = None
         if self.teaching is not None:
             self.teaching.remove()
-            self.teaching = None
+            self.teaching, self._audited = None, ""
 
     def _teach(self, model: Any) -> None:
         """Attach to a model that is not ours, but has indexers."""
