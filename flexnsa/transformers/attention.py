@@ -31,7 +31,7 @@ from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.padding import Rows
 from flexnsa.transformers.rotary import Rotary
 from flexnsa.transformers.softmax import Softmax
-from flexnsa.transformers.structure import Parts, copy_module, normed_heads
+from flexnsa.transformers.structure import Parts, copy_module, normed_heads, take_children
 
 MADE_FOR = ("branches", "index_rank", "rotary", "softcap", "compress_block_size", "compress_stride", *INDEX_FIELDS)
 """Options that parameters are made for; all others may change at any time."""
@@ -88,6 +88,8 @@ class ConvertedAttention(SparseLayer):
             if new is not None:
                 start(new)
                 new.to(like).train(dense.training)
+        if parts.indexer is not None and self.indexer is not None:
+            take_children(self.indexer, parts.indexer)
 
     def forward(
         self,

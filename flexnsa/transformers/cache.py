@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from flexnsa.cache.cache import NSACache
 from flexnsa.primitives import describe
-from flexnsa.transformers.local_layers import FULL, layer_types
+from flexnsa.transformers.local_layers import layer_types, nsa_types
 
 FIRST_TOKENS = 256
 """Initial capacity of a cache whose length the caller did not specify; it grows by doubling."""
@@ -140,10 +140,10 @@ class FlexNSACache(Cache):
     """
 
     def __init__(self, config: Any, max_cache_len: int = FIRST_TOKENS, *, max_rewind: int = 1) -> None:
-        types = layer_types(config)
-        others: list[Any] = DynamicCache(config=config).layers if {*types} - {*FULL} else []
+        types, replaced = layer_types(config), nsa_types(config)
+        others: list[Any] = DynamicCache(config=config).layers if {*types} - {*replaced} else []
         layers: list[Any] = [
-            others[index] if others and types[index] not in FULL else FlexNSACacheLayer(max_cache_len, max_rewind)
+            others[index] if others and types[index] not in replaced else FlexNSACacheLayer(max_cache_len, max_rewind)
             for index in range(config.num_hidden_layers)
         ]
         super().__init__(layers=layers)

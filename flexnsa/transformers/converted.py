@@ -17,11 +17,13 @@ from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.cache import MOST_DRAFTED, FlexNSACache, choose_cache
 from flexnsa.transformers.choice import LAYERS
 from flexnsa.transformers.cuda_graphs import CapturedModel, can_capture
-from flexnsa.transformers.local_layers import FULL, LOCAL, attend_locally, layer_type, layer_types
-from flexnsa.transformers.options import LayerOptions
-from flexnsa.transformers.padding import count_valid
+from flexnsa.transformers.dropin import attend_in_rows
+from flexnsa.transformers.local_layers import LOCAL, SELECTING, attend_locally, layer_type, layer_types, nsa_types
+from flexnsa.transformers.options import DropInOptions, LayerOptions
+from flexnsa.transformers.padding import Rows, count_valid
 from flexnsa.transformers.parallel import SpreadHeads
 from flexnsa.transformers.reading import Reading
+from flexnsa.transformers.softmax import Softmax
 from flexnsa.transformers.teaching import SelectionLossHook
 from flexnsa.transformers.unsupported import asks_for_attention, refuse_attentions
 
@@ -254,20 +256,21 @@ def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def full_layers(model: Any) -> list[tuple[str, Any]]:
-    """Return the attention modules with full causal attention, by name.
+    """Return the attention modules that become NSA, those with full causal attention or an MSA, by name.
 
     Raises:
         ValueError: there is none.
     """
     if "hybrid" in layer_types(model.config):
         raise ValueError("layer_types: expected layers with attention or a recurrence to convert, got 'hybrid' ones")
+    types = nsa_types(model.config)
     layers = [
         (name, module)
         for name, module in model.named_modules()
-        if asks_for_attention(type(module)) and layer_type(module) in FULL and getattr(module, "is_causal", True)
+        if asks_for_attention(type(module)) and layer_type(module) in types and getattr(module, "is_causal", True)
     ]
     if not layers:
-        expected = "layers of full causal attention that use transformers' interface"
+        expected = f"layers of full causal attention, or {', '.join(SELECTING)}, that use transformers' interface"
         raise ValueError(f"model: expected {expected}, got a {type(model).__name__} without")
     return layers
 
@@ -292,7 +295,12 @@ def attend_in_dense_layers(
     """
     if isinstance(attention_mask, Reading):
         return attention_mask.take(query, key, value, kwargs)
-    if layer_type(module) not in LOCAL:
+    if layer_type(module) in nsa_types(module.config):
         raise ValueError(f"attn_implementation: expected {LAYERS!r} of NSA layers, got a {type(module).__name__}")
+    if layer_type(module) not in LOCAL:
+        shape = key.shape[0], query.shape[2], key.shape[2]
+        rows = Rows.of(attention_mask, kwargs.get("given_positions"), kwargs.get("cu_seq_lens_q"), shape)
+        options, softmax = LayerOptions.of(module.config), Softmax(kwargs.get("scaling"), dense=True)
+        return attend_in_rows(query, key, value, rows, softmax, DropInOptions(impl=options.impl)), None
     kwargs = {name: value for name, value in kwargs.items() if name not in OF_NSA}
     return attend_locally(module, query, key, value, attention_mask, **kwargs)

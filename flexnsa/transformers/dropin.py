@@ -83,9 +83,15 @@ def attention_forward(
     _check(module, dropout, kwargs)
     shape = key.shape[0], query.shape[2], key.shape[2]  # len() would make a constant of it in an export
     rows = Rows.of(attention_mask, position_ids, cu_seq_lens_q, shape)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, their norms return float32
     softmax = Softmax(scaling, kwargs.get("softcap"), kwargs.get("s_aux"), getattr(module, "choose_blocks", None))
-    options = DropInOptions.of(module.config)
+    return attend_in_rows(query, key, value, rows, softmax, DropInOptions.of(module.config)), None
+
+
+def attend_in_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: Rows, softmax: Softmax, options: DropInOptions
+) -> Tensor:
+    """Attend from new tokens, laid out as ``rows``, to a model's own keys; see :func:`attention_forward`."""
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, their norms return float32
     query, key, value = rows.align(query, dim=2), rows.align_keys(key), rows.align_keys(value)
     if not rows.cached:
         out = _attend_rows(query, key, value, rows.documents, softmax, options)
@@ -93,7 +99,7 @@ def attention_forward(
         positions = _kept_positions(query, key, rows.positions)
         rows.check_positions(positions.token[:, :1])
         out = _attend_kept(query, key, value, positions, softmax, options)
-    return rows.restore(out.transpose(1, 2), dim=1).contiguous(), None  # some models take a view of it
+    return rows.restore(out.transpose(1, 2), dim=1).contiguous()  # some models take a view of it
 
 
 def _attend_rows(

@@ -28,6 +28,8 @@ FULL = ("full_attention", "hybrid")
 """Layers that attend to all tokens before; hybrid ones have a recurrent layer beside that."""
 LOCAL = ("sliding_attention", "chunked_attention")
 """Layers that attend to some of the last tokens. They are left to the attention that the model has without NSA."""
+SELECTING = ("minimax_m3_sparse",)
+"""Layers that select blocks as NSA can (MSA). In a model that has some these become NSA, and full ones stay dense."""
 WITHOUT = ("linear_attention", "conv", "moe", "mlp")
 """Layers without attention."""
 PLAIN = ("eager", "sdpa")
@@ -43,6 +45,11 @@ def layer_type(module: Any) -> str:
 def layer_types(config: Any) -> list[str]:
     """Return the type of each layer; none where the config does not tell layers apart."""
     return list(getattr(config, "layer_types", None) or ())
+
+
+def nsa_types(config: Any) -> tuple[str, ...]:
+    """Return the types of the layers that are NSA in a converted model."""
+    return SELECTING if {*layer_types(config)} & {*SELECTING} else FULL
 
 
 def check_layer_types(config: Any, purpose: str) -> None:

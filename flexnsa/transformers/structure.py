@@ -20,7 +20,7 @@ SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a dense layer: projections, norms and sinks ``(Hq,)`` if it has them, and sizes.
+    """The parts of a dense layer: projections, norms, sinks ``(Hq,)`` and an MSA's indexer if it has them, and sizes.
 
     ``scale`` is the factor on the scores.
     """
@@ -32,6 +32,7 @@ class Parts:
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     sinks: Tensor | None
+    indexer: nn.Module | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -60,8 +61,9 @@ class Parts:
             raise ValueError(
                 f"v_proj: expected {expected}, a divisor of q_proj's {q.out_features}, got {v.out_features}"
             )
-        q_norm, k_norm, sinks = (getattr(dense, name, None) for name in ("q_norm", "k_norm", "sinks"))
-        return cls(q, k, v, dense.o_proj, q_norm, k_norm, sinks, num_heads, num_kv_heads, head_dim, scale)
+        names = ("q_norm", "k_norm", "sinks", "indexer")
+        q_norm, k_norm, sinks, indexer = (getattr(dense, name, None) for name in names)
+        return cls(q, k, v, dense.o_proj, q_norm, k_norm, sinks, indexer, num_heads, num_kv_heads, head_dim, scale)
 
 
 def fill_dense(dense: Any, layer: Any) -> Any:
@@ -79,12 +81,20 @@ def fill_dense(dense: Any, layer: Any) -> Any:
     for name in ("o_proj", "q_norm", "k_norm", "sinks"):
         if getattr(layer, name) is not None:
             setattr(dense, name, getattr(layer, name))
+    if getattr(dense, "indexer", None) is not None:
+        take_children(dense.indexer, layer.indexer)
     if hasattr(dense, "rotary_emb"):
         dense.rotary_emb = layer.rotary_emb.dense
     empty = [name for name, x in chain(dense.named_parameters(), dense.named_buffers()) if x.is_meta]
     if empty and not layer.q_proj.weight.is_meta:
         raise ValueError(f"model: expected one whose dense layers have projections and norms alone, got {empty}")
     return dense
+
+
+def take_children(module: nn.Module, other: nn.Module) -> None:
+    """Let a module have the modules of another one, which have its own names."""
+    for name, child in other.named_children():
+        setattr(module, name, child)
 
 
 def copy_module(module: nn.Module) -> nn.Module:

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.indices import record_indices, replay_indices
-from flexnsa.transformers import convert
+from flexnsa.optim import index_parameters
+from flexnsa.transformers import convert, to_dense
 from tests.integrations.transformers.families import tokens
 from tests.integrations.transformers.released_models import released
 
@@ -182,3 +184,107 @@ def test_a_converted_model_is_taught_recorded_and_loaded_again(kind: str, tmp_pa
         layer.indexer.reset_parameters()
     with torch.no_grad(), replay_indices(again, recorded.indices()):
         torch.testing.assert_close(again(x, use_cache=False).logits, want)
+
+
+MIXED: dict[str, Any] = {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 2], "num_experts_per_tok": 2}
+MIXED |= {"mlp_layer_types": ["dense", "sparse", "dense"]}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(("length", "local"), [(5, 1), (24, 2), (83, 1), (83, 2)])
+@pytest.mark.usefixtures("lower_index")
+def test_a_released_model_goes_there_and_back(length: int, local: int, dtype: torch.dtype, tolerance: float) -> None:
+    theirs, x = released("minimax_m3_vl", index_local_blocks=local, **MIXED).to(dtype).eval(), tokens(2, length)
+    with wide(dtype):
+        ours = convert(theirs)
+        back = to_dense(ours)
+        outs = [model(x, use_cache=False).logits for model in (theirs, ours, back)]
+        for logits in outs:
+            logits.square().mean().backward()
+    assert_close(outs[1], outs[0], tolerance)
+    assert torch.equal(outs[2], outs[0])
+    grads = {name: x.grad for name, x in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        grad = grads.pop(name.replace("_proj_slc", "_proj"))
+        if ".indexer." not in name:
+            assert_close(parameter.grad, grad, 10 * tolerance)
+    assert not grads
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("lower_index")
+def test_a_released_model_is_right_in_rows_of_any_kind() -> None:
+    lengths, x = [37, 3, 43], tokens(1, 83)
+    with wide(torch.float64):
+        theirs = released("minimax_m3_vl", **MIXED).double().eval()
+        ours, whole = convert(theirs), theirs(x, use_cache=False).logits
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        want = torch.cat([theirs(part, use_cache=False).logits for part in x.split(lengths, 1)], 1)
+        assert_close(ours(x, position_ids=positions, use_cache=False).logits, want, 1e-12)
+        for pad in ((9, 0), (0, 9)):  # theirs is wrong with padding on the left
+            rows, mask = F.pad(x, pad), F.pad(torch.ones_like(x), pad)
+            cache, outs = None, []
+            for part in rows.split([50, 1, 1, 40], 1):
+                seen = sum(out.shape[1] for out in outs)
+                out = ours(part, past_key_values=cache, attention_mask=mask[:, : seen + part.shape[1]], use_cache=True)
+                cache = out.past_key_values
+                outs.append(out.logits)
+            for out in (torch.cat(outs, 1), ours(rows, attention_mask=mask, use_cache=False).logits):
+                assert_close(out[:, pad[0] : 92 - pad[1]], whole, 1e-12)
+        options = {"attention_mask": torch.ones_like(x), "max_new_tokens": 12, "do_sample": False}
+        assert torch.equal(ours.generate(x, **options), theirs.generate(x, **options))
+
+
+def test_what_a_released_model_has_learned_is_loaded_without_us(tmp_path: Path) -> None:
+    theirs, x, selection = released("minimax_m3_vl", **MIXED).eval(), tokens(2, 83), SelectionLoss()
+    ours, before = convert(theirs).train(), theirs(x, use_cache=False).logits
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    (ours(x, use_cache=False, selection=selection).logits.square().mean() + selection.total).backward()
+    assert all(parameter.grad.any() for parameter in index_parameters(ours))
+    optimizer.step()
+    ours.eval().config.flexnsa |= {"num_selected_blocks": 4}
+    ours.save_pretrained(tmp_path / "ours")
+    to_dense(ours).save_pretrained(tmp_path / "theirs")
+    with torch.no_grad():
+        want = ours(x, use_cache=False).logits
+        assert not torch.allclose(want, before)
+        for folder, kind in (("ours", type(ours)), ("theirs", type(theirs))):
+            again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+            assert type(again) is kind
+            torch.testing.assert_close(again(x, use_cache=False).logits, want)
+    assert (theirs.config.index_topk_blocks, again.config.index_topk_blocks) == (3, 4)
+    assert "flexnsa" not in (tmp_path / "theirs" / "config.json").read_text()
+    assert load_file(tmp_path / "theirs" / "model.safetensors").keys() == theirs.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "options", "message"),
+    [
+        ({}, NSAConfig.msa(), {}, "config: expected None for a model that selects blocks itself"),
+        ({}, None, {"branches": ["cmp", "slc"]}, "branches: expected slc alone"),
+        ({}, None, {"index_rank": 4}, "index_rank: expected None with index_score='max'"),
+        ({"index_head_dim": 8}, None, {}, "index_head_dim: expected head_dim, 16, of a model to convert, got 8"),
+        (
+            {"index_n_heads": 1},
+            None,
+            {},
+            "index_n_heads: expected num_key_value_heads, 2, of a model to convert, got 1",
+        ),
+    ],
+)
+def test_what_a_released_model_has_no_counterpart_for_is_refused(
+    changes: dict[str, Any], config: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert(released("minimax_m3_vl", **changes), config, **options)
+
+
+def test_what_does_not_go_back_is_refused() -> None:
+    model = convert(released("minimax_m3_vl", **MIXED))
+    model.config.flexnsa |= {"num_init_blocks": 1}
+    with pytest.raises(ValueError, match="num_init_blocks: expected 0 of layers that become MSA, got 1"):
+        to_dense(model)
+    with pytest.raises(ValueError, match="model: expected layers of full causal attention, or minimax_m3_sparse"):
+        convert(released("qwen4_exp"), NSAConfig.qsa())
+    with pytest.raises(TypeError, match="config: expected NSAConfig, got None"):
+        convert(released("minimax_m3_vl", layer_types=["full_attention"] * 3))
