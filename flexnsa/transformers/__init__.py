@@ -9,7 +9,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from flexnsa.indices import record_indices, replay_indices
 from flexnsa.transformers.cache import FlexNSACache
-from flexnsa.transformers.choice import LAYERS, NAME, save_choice, share_options, take_options
+from flexnsa.transformers.choice import LAYERS, NAME, keep_choice
 from flexnsa.transformers.classes import register_classes
 from flexnsa.transformers.conversion import convert, to_dense
 from flexnsa.transformers.converted import attend_in_dense_layers
@@ -31,10 +31,8 @@ for plain, taught in TAUGHT.items():
     AttentionInterface.register(taught, attend_taught)
     AttentionMaskInterface.register(taught, ALL_MASK_ATTENTION_FUNCTIONS[plain])
 register_classes()
-save_choice()
+keep_choice()
 refuse_models()
-share_options()
-take_options()
 
 __all__ = [
     "DropInOptions",

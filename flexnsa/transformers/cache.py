@@ -19,8 +19,8 @@ FIRST_TOKENS = 256
 MOST_DRAFTED = 64
 """Tokens that assisted decoding can take back; each needs a slot of the window and of the tail."""
 
-NewCache = Callable[[int, int, int], NSACache]
-"""``(batch_size, max_seq_len, max_rewind)`` to an empty cache for a layer."""
+NewCache = Callable[..., NSACache]
+"""``(batch_size, max_seq_len, max_rewind=...)`` to an empty cache for a layer."""
 
 
 class FlexNSACacheLayer(CacheLayerMixin):
@@ -58,7 +58,7 @@ class FlexNSACacheLayer(CacheLayerMixin):
         """
         need = self.seen + num_tokens
         if self.nsa is None or (self.seen == 0 and self.nsa.batch_size != batch_size):  # an empty one may be replaced
-            self.nsa = new_cache(batch_size, max(self.max_cache_len, need), self.max_rewind)
+            self.nsa = new_cache(batch_size, max(self.max_cache_len, need), max_rewind=self.max_rewind)
             self.is_initialized = True
         if self.nsa.batch_size != batch_size:
             raise ValueError(f"past_key_values: expected a cache of {batch_size} rows, got {self.nsa.batch_size}")

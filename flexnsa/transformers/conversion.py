@@ -23,12 +23,11 @@ from flexnsa.transformers.converted import (
     become,
     convert_layers,
     full_layers,
-    put_module,
     rotary_of,
+    take_layers,
 )
-from flexnsa.transformers.options import LayerOptions
+from flexnsa.transformers.options import LayerOptions, selecting_sizes, write_sizes
 from flexnsa.transformers.reading import TOKENS, check_cached_calls, probing, read_layers
-from flexnsa.transformers.selecting_models import selecting_sizes, write_sizes
 from flexnsa.transformers.structure import fill_dense
 
 NOT_SHARED = ("model_type", "architectures", "transformers_version", "attn_implementation", "flexnsa")
@@ -104,12 +103,9 @@ def convert(model: Any, config: NSAConfig | None = None, *, copy: bool = True, *
 
 def _become(model: Any, model_class: Any, config: Any, layers: Mapping[str, nn.Module]) -> None:
     """Make a dense model a converted one, or the other way round: class, config and layers by name."""
-    base, before = model.base_model, model.config
-    for name, layer in layers.items():
-        put_module(model, name, layer)
+    before = model.config
     become(model, model_class)
-    become(base, getattr(model_class, "base_class", None) or type(base).dense_class)
-    base.nsa_layers = [layer for layer in layers.values() if isinstance(layer, ConvertedAttention)]
+    take_layers(model, layers)
     for module in model.modules():
         if getattr(module, "config", None) is before:
             module.config = config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -233,26 +234,21 @@ def convert_layers(model: Any, options: LayerOptions) -> dict[str, ConvertedAtte
     return {name: ConvertedAttention(dense, rotary_of(model, name), options) for name, dense in full_layers(model)}
 
 
-def take_layers(model: Any, layers: dict[str, ConvertedAttention]) -> None:
-    """Put NSA layers into a new model of a converted class, whose part without the head becomes of one too."""
+def take_layers(model: Any, layers: Mapping[str, nn.Module]) -> None:
+    """Replace layers of a model, by their names, and make its part without the head of the class that belongs to it."""
     for name, layer in layers.items():
-        put_module(model, name, layer)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, layer)
     base = model.base_model
     if base is not model:
-        become(base, type(model).base_class)
-    base.nsa_layers = [*layers.values()]
+        become(base, getattr(type(model), "base_class", None) or type(base).dense_class)
+    base.nsa_layers = [layer for layer in layers.values() if isinstance(layer, ConvertedAttention)]
 
 
 def become(model: Any, model_class: Any) -> None:
     """Change the class of a model, as if it had been made by that."""
     model.__class__ = model_class
     _CAN_RECORD_REGISTRY[model] = model._can_record_outputs
-
-
-def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the module of this name."""
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)
 
 
 def full_layers(model: Any) -> list[tuple[str, Any]]:

@@ -128,7 +128,10 @@ def attend_locally(
     name, shape = local_attention(config), (query.shape[0], query.shape[2], key.shape[2])
     documents = Rows.of(None, kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), shape).documents
     if name in PLAIN:
-        _check_mask(attention_mask, query, key)
+        shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else ()
+        if len(shape) != 4 or shape[2:] != (query.shape[2], key.shape[2]) or attention_mask.dtype == torch.int8:
+            expected = "that of a sliding or chunked layer, with a value for each query and key"
+            raise ValueError(f"attention_mask: expected {expected}, got {describe(attention_mask)}")
         if documents is not None:
             chunked = layer_type(module) == "chunked_attention"
             attention_mask = _within(documents, attention_mask, config.attention_chunk_size if chunked else None)
@@ -150,13 +153,6 @@ def attend_as(
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # pyright: ignore[reportArgumentType]
     return attend(module, query, key, value, attention_mask, **kwargs)
-
-
-def _check_mask(mask: Any, query: Tensor, key: Tensor) -> None:
-    """Check that a mask has a value for each query and key."""
-    shape = tuple(mask.shape) if isinstance(mask, Tensor) else ()
-    if len(shape) != 4 or shape[2:] != (query.shape[2], key.shape[2]) or mask.dtype == torch.int8:
-        raise ValueError(f"attention_mask: expected that of a sliding or chunked layer, got {describe(mask)}")
 
 
 def _within(documents: Tensor, mask: Tensor, chunk_size: int | None) -> Tensor:

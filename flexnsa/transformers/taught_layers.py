@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from flexnsa.attached_losses import WithGradient, graph_of_its_own
 from flexnsa.attention.sampling import Sample
 from flexnsa.transformers.index_loss import Attention, Sums, differentiate_index
+from flexnsa.transformers.local_layers import attend_as
 from flexnsa.transformers.released_indexers import MSA, QSA, RELEASED, Features, ReleasedIndexer, at_tokens
 
 
@@ -88,9 +87,7 @@ class TaughtLayer:
             mask = self.indexer.build_block_mask(blocks, mask, k.shape[2], q.dtype, q.device, where)
         elif indices is not None:
             mask = _mask_tokens(cast("Tensor", mask), indices)
-        if self.lesson.implementation == "sdpa":
-            return sdpa_attention_forward(self.layer, q, k, v, mask, **options)
-        return sys.modules[type(self.layer).__module__].eager_attention_forward(self.layer, q, k, v, mask, **options)
+        return attend_as(self.lesson.implementation, self.layer, q, k, v, mask, **options)
 
     def _index(self, *args: Any, **kwargs: Any) -> Any:
         """Keep what the indexer is given, and choose as it does; nothing where all is attended to."""
