@@ -79,15 +79,14 @@ def audit(model: nn.Module) -> str:
         TypeError: ``model`` is not a module.
     """
     check_type("model", model, nn.Module)
-    sizes = {True: 0, False: 0}
-    counts: Counter[tuple[bool, str, tuple[int, ...]]] = Counter()
+    sizes, kinds = {"learns": 0, "frozen": 0}, Counter[tuple[str, ...]]()
     for name, parameter in model.named_parameters():
-        sizes[parameter.requires_grad] += parameter.numel()
-        counts[parameter.requires_grad, re.sub(r"\b\d+\b", "*", name), tuple(parameter.shape)] += 1
-    lines = [f"{sizes[True]:,} parameters learn, {sizes[False]:,} are frozen:"]
-    for (learns, name, shape), count in sorted(counts.items(), key=lambda each: not each[0][0]):
-        lines.append(f"{'learns' if learns else 'frozen'} {count} x {shape} {name}")
-    return "\n".join(lines)
+        state = "learns" if parameter.requires_grad else "frozen"
+        sizes[state] += parameter.numel()
+        kinds[state, re.sub(r"\b\d+\b", "*", name), str(tuple(parameter.shape))] += 1
+    found = [f"{state} {kinds[state, name, shape]} x {shape} {name}" for state, name, shape in kinds]
+    lines = sorted(found, key=lambda line: line.startswith("frozen"))
+    return "\n".join((f"{sizes['learns']:,} parameters learn, {sizes['frozen']:,} are frozen:", *lines))
 
 
 def _compressors(model: nn.Module) -> Iterator[nn.Module]:

@@ -17,10 +17,9 @@ from flexnsa.transformers.dropin import attention_forward, make_mask
 from flexnsa.transformers.index_teaching import TAUGHT, IndexTeaching, teach_indexers
 from flexnsa.transformers.local_layers import make_layer_mask
 from flexnsa.transformers.options import DropInOptions, LayerOptions
-from flexnsa.transformers.recall import recall
 from flexnsa.transformers.schedule import UpTraining
 from flexnsa.transformers.taught_layers import attend_taught
-from flexnsa.transformers.teaching import TeachSelection
+from flexnsa.transformers.teaching import TeachSelection, recall
 from flexnsa.transformers.unsupported import refuse_models
 
 AttentionInterface.register(NAME, attention_forward)

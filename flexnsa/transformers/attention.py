@@ -31,7 +31,7 @@ from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.padding import Rows
 from flexnsa.transformers.rotary import Rotary
 from flexnsa.transformers.softmax import Softmax
-from flexnsa.transformers.structure import Parts, copy_module, normed_heads, take_children
+from flexnsa.transformers.structure import Parts, copy_module, normed_heads
 
 MADE_FOR = ("branches", "index_rank", "rotary", "softcap", "compress_block_size", "compress_stride", *INDEX_FIELDS)
 """Options that parameters are made for; all others may change at any time."""
@@ -89,7 +89,7 @@ class ConvertedAttention(SparseLayer):
                 start(new)
                 new.to(like).train(dense.training)
         if parts.indexer is not None and self.indexer is not None:
-            take_children(self.indexer, parts.indexer)
+            self.indexer._modules.update(parts.indexer.named_children())  # which have the same names
 
     def forward(
         self,

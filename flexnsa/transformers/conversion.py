@@ -51,7 +51,7 @@ def convert(model: Any, config: NSAConfig | None = None, *, copy: bool = True, *
 
     Args:
         model: of transformers, for causal language modelling, without dropout.
-        config: sizes of the branches; None for a model that selects blocks itself.
+        config: sizes of the branches; None, and no ``branches``, for a model that selects blocks itself.
         copy: convert a copy; otherwise the model itself, so that no parameter is in memory twice.
         options: ``branches``, ``impl``, ``recompute`` and ``index_rank``, the fields of
             :class:`flexnsa.layers.config.BranchOptions`.
@@ -69,17 +69,15 @@ def convert(model: Any, config: NSAConfig | None = None, *, copy: bool = True, *
         raise ValueError(f"model: expected a dense one, got a {type(model).__name__}")
     dense = dense_class(model)
     own = selecting_sizes(model.config)
-    if own is None:
-        check_type("config", config, NSAConfig)
-    elif config is not None:
-        raise ValueError(f"config: expected None for a model that selects blocks itself, got {describe(config)}")
-    config = given(config if own is None else own)
-    options = options if own is None else dict[str, Any](branches=("slc",)) | options
+    if own is not None:
+        for name, value in {"config": config, "branches": options.get("branches")}.items():
+            if value is not None:
+                raise ValueError(f"{name}: expected None for a model that selects blocks itself, got {describe(value)}")
+        config, options["branches"] = own, ("slc",)
+    check_type("config", config, NSAConfig)
+    config = given(config)
     chosen = asdict(BranchOptions(**options))
     chosen |= {"branches": list(check_branches(chosen["branches"])), "recompute": list(chosen["recompute"])}
-    if own is not None and chosen["branches"] != ["slc"]:
-        got = chosen["branches"]
-        raise ValueError(f"branches: expected slc alone for a model that selects blocks itself, got {got}")
     chosen |= {field.name: getattr(config, field.name) for field in fields(config)}
     chosen |= _read(model, own)
     written = {name: value for name, value in chosen.items() if value is not None}
@@ -125,8 +123,8 @@ def _read(model: Any, own: NSAConfig | None) -> dict[str, Any]:
             read.check_arguments()
             rotary, index = rotary_of(model, read.name), read.dense.layer_idx
             styles[index] = read.rotary_style(rotary)
-            caps.add(read.softcap)
-            options = LayerOptions(branches=("slc",), rotary=styles[index], softcap=read.softcap, sizes=sizes)
+            caps.add(softcap := read.attentions[0][1].kwargs.get("softcap"))
+            options = LayerOptions(branches=("slc",), rotary=styles[index], softcap=softcap, sizes=sizes)
             read.check_same(ConvertedAttention(read.dense, rotary, options))
     if len(caps) > 1:
         raise ValueError(f"softcap: expected the same in all layers, got {caps}")

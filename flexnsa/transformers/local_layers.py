@@ -91,14 +91,6 @@ def _supports_sdpa(config_class: type) -> bool:
     return getattr(getattr(model_class, "dense_class", model_class), "_supports_sdpa", True)
 
 
-def make_local_mask(config: Any, **kwargs: Any) -> Any:
-    """Make the mask of local layers; arguments as transformers calls the mask functions of any attention."""
-    make = ALL_MASK_ATTENTION_FUNCTIONS[local_attention(config)]
-    if kwargs.get("dtype") == torch.float64:  # eager layers put scores in float32, where its least number is infinite
-        kwargs["dtype"] = torch.float32
-    return make(config=config, **kwargs | {"allow_is_causal_skip": False})  # so that no mask is that of full attention
-
-
 def make_layer_mask(
     *,
     config: Any = None,
@@ -109,7 +101,10 @@ def make_layer_mask(
     """Return :func:`make_padding_mask`, or the mask of local layers where the config says which layers these are."""
     kwargs |= {"config": config, "local_size": local_size, "mask_function": mask_function}
     if layer_types(config) and (local_size is not None or is_local(mask_function)):
-        return make_local_mask(**kwargs)
+        if kwargs.get("dtype") == torch.float64:  # eager layers put scores in float32, where its least is infinite
+            kwargs["dtype"] = torch.float32
+        make = ALL_MASK_ATTENTION_FUNCTIONS[local_attention(config)]
+        return make(**kwargs | {"allow_is_causal_skip": False})  # so that no mask is that of full attention
     return make_padding_mask(**kwargs)
 
 
@@ -118,7 +113,7 @@ def attend_locally(
 ) -> tuple[Tensor, Any]:
     """Compute the attention of a local layer, with the signature of transformers' attention functions.
 
-    The mask is from :func:`make_local_mask`. ``position_ids`` and ``cu_seq_lens_q`` tell of packed documents, of which
+    The mask is from :func:`make_layer_mask`. ``position_ids`` and ``cu_seq_lens_q`` tell of packed documents, of which
     transformers does not find all.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -82,19 +81,13 @@ def fill_dense(dense: Any, layer: Any) -> Any:
         if getattr(layer, name) is not None:
             setattr(dense, name, getattr(layer, name))
     if getattr(dense, "indexer", None) is not None:
-        take_children(dense.indexer, layer.indexer)
+        dense.indexer._modules.update(layer.indexer.named_children())
     if hasattr(dense, "rotary_emb"):
         dense.rotary_emb = layer.rotary_emb.dense
     empty = [name for name, x in chain(dense.named_parameters(), dense.named_buffers()) if x.is_meta]
     if empty and not layer.q_proj.weight.is_meta:
         raise ValueError(f"model: expected one whose dense layers have projections and norms alone, got {empty}")
     return dense
-
-
-def take_children(module: nn.Module, other: nn.Module) -> None:
-    """Let a module have the modules of another one, which have its own names."""
-    for name, child in other.named_children():
-        setattr(module, name, child)
 
 
 def copy_module(module: nn.Module) -> nn.Module:
@@ -112,11 +105,6 @@ def normed_heads(norm: nn.Module | None, x: Tensor, num_heads: int) -> Tensor:
     heads = torch.unflatten(x, -1, (num_heads, -1))
     heads = heads if norm is None or together else norm(heads)
     return heads.transpose(1, 2).to(x.dtype)  # under autocast a norm returns float32
-
-
-def counts_tokens(module_class: type) -> bool:
-    """Return whether attention of a class reads the length of its cache, of which queries or keys then depend."""
-    return "get_seq_length(" in inspect.getsource(inspect.unwrap(module_class.forward))
 
 
 def _split(dense: Any, head_dim: int) -> list[nn.Linear]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flexnsa.attached_losses import WithGradient, graph_of_its_own
 from flexnsa.attention.sampling import Sample
+from flexnsa.layers.indexer import backward_pass
 from flexnsa.transformers.index_loss import Attention, Sums, differentiate_index
 from flexnsa.transformers.local_layers import attend_as
 from flexnsa.transformers.released_indexers import MSA, QSA, RELEASED, Features, ReleasedIndexer, at_tokens
@@ -74,7 +75,7 @@ class TaughtLayer:
         given, self.given = self.given, {}
         dense = given.get("attention_mask") if isinstance(self.released, QSA) else mask
         blocks, indices = options.pop("block_indices", None), options.pop("indices", None)
-        if self.lesson.one_pass is not None and self.leader is not None and not _runs_again():
+        if self.lesson.one_pass is not None and self.leader is not None and backward_pass() == -1:
             self._compare(
                 self.lesson.one_pass, self.leader, given, Sample(self.lesson.one_pass.tokens), q, k, dense, options
             )
@@ -166,8 +167,3 @@ def _mask_tokens(mask: Tensor, indices: Tensor) -> Tensor:
     hidden = indices.new_ones(*indices.shape[:2], mask.shape[-1], dtype=torch.bool)
     hidden = hidden.scatter_(-1, indices.long(), False)[:, None]
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
-
-
-def _runs_again() -> bool:
-    """Return whether backward runs this code again, for activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]

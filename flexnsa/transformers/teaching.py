@@ -16,9 +16,14 @@ from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
 from flexnsa.attached_losses import Attached
+from flexnsa.attention.interface import given
+from flexnsa.functional.selection_loss import selection_recall
 from flexnsa.layers.indexer import SelectionLoss
+from flexnsa.layers.layouts import RowKeys
+from flexnsa.layers.projection import weight_of
 from flexnsa.optim import audit, index_parameters
-from flexnsa.primitives import check_int, check_positive_number, describe
+from flexnsa.primitives import check_int, check_integers, check_positive_number, describe
+from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.index_teaching import IndexTeaching, teach_indexers
 from flexnsa.transformers.taught_layers import indexed_layers
 
@@ -141,3 +146,40 @@ class TeachSelection(TrainerCallback):
 def _hooked(model: Any) -> list[Any]:
     """Return the parts of a model that attach the loss to what they return."""
     return [module for module in model.modules() if hasattr(module, "selection_hook")]
+
+
+@torch.no_grad()
+def recall(model: Any, input_ids: Tensor) -> Tensor:
+    """Compare the blocks that a converted model selects with the best ones; see :func:`flexnsa.selection_recall`.
+
+    Args:
+        model: with the selected branch.
+        input_ids: int ``(B, S)``, not padded.
+
+    Returns:
+        fp32 ``(L, Hkv)``, without the blocks that every choice has; NaN where there is none to choose.
+
+    Raises:
+        TypeError: ``input_ids`` is no tensor.
+        ValueError: the model is not a converted one, or selects no blocks; or ``input_ids`` is no batch of sequences.
+    """
+    layers = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
+    if not layers or "slc" not in layers[0].options.branches:
+        raise ValueError(f"model: expected a converted one with the branch slc, got {describe(type(model).__name__)}")
+    check_integers("input_ids", input_ids, ("B", "S"), like=weight_of(layers[0].q_proj), as_of="the model")
+    recalls: list[Tensor] = []
+
+    def compare(layer: ConvertedAttention, _: Any, options: dict[str, Any]) -> None:
+        x = options["hidden_states"]
+        layout = layer.row_layout(x, None)
+        _, read = layer.attend(x, layer.project(x, rows=True), layout, RowKeys(), (None, None), cached=False)
+        keys, blocks = given(read.keys.k_slc), given(read.block_indices)
+        recalls.append(selection_recall(read.q, keys, blocks, config=layer.options.sizes, scale=layer.scaling))
+
+    hooks = [layer.register_forward_pre_hook(compare, with_kwargs=True) for layer in layers]
+    try:
+        model(input_ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(recalls)

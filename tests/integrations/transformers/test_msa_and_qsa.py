@@ -263,7 +263,7 @@ def test_what_a_released_model_has_learned_is_loaded_without_us(tmp_path: Path) 
     ("changes", "config", "options", "message"),
     [
         ({}, NSAConfig.msa(), {}, "config: expected None for a model that selects blocks itself"),
-        ({}, None, {"branches": ["cmp", "slc"]}, "branches: expected slc alone"),
+        ({}, None, {"branches": ["cmp", "slc"]}, "branches: expected None for a model that selects blocks itself"),
         ({}, None, {"index_rank": 4}, "index_rank: expected None with index_score='max'"),
         ({"index_head_dim": 8}, None, {}, "index_head_dim: expected head_dim, 16, of a model to convert, got 8"),
         (
