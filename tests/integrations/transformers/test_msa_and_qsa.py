@@ -225,34 +225,23 @@ def test_what_a_released_model_has_learned_is_loaded_without_us(tmp_path: Path) 
         torch.testing.assert_close(again(x, use_cache=False).logits, want)
 
 
-@pytest.mark.parametrize(
-    ("changes", "config", "options", "message"),
-    [
-        ({}, NSAConfig.msa(), {}, "config: expected None for a model that selects blocks itself"),
-        ({}, None, {"branches": ["cmp", "slc"]}, "branches: expected None for a model that selects blocks itself"),
-        ({}, None, {"index_rank": 4}, "index_rank: expected None with index_score='max'"),
-        ({"index_head_dim": 8}, None, {}, "index_head_dim: expected head_dim, 16, of a model to convert, got 8"),
-        (
-            {"index_n_heads": 1},
-            None,
-            {},
-            "index_n_heads: expected num_key_value_heads, 2, of a model to convert, got 1",
-        ),
-    ],
-)
-def test_what_a_released_model_has_no_counterpart_for_is_refused(
-    changes: dict[str, Any], config: Any, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        convert(released("minimax_m3_vl", **changes), config, **options)
-
-
-def test_what_does_not_go_back_is_refused() -> None:
-    model = convert(released("minimax_m3_vl", **MIXED))
-    model.config.flexnsa |= {"num_init_blocks": 1}
-    with pytest.raises(ValueError, match="num_init_blocks: expected 0 of layers that become MSA, got 1"):
-        to_dense(model)
+def test_what_has_no_counterpart_is_refused() -> None:
+    own, full = "for a model that selects blocks itself", "of a model to convert, got"
+    refused: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
+        f"config: expected None {own}": ({}, NSAConfig.msa(), {}),
+        f"branches: expected None {own}": ({}, None, {"branches": ["slc"]}),
+        "index_rank: expected None with index_score='max'": ({}, None, {"index_rank": 4}),
+        f"index_head_dim: expected head_dim, 16, {full} 8": ({"index_head_dim": 8}, None, {}),
+        f"index_n_heads: expected num_key_value_heads, 2, {full} 1": ({"index_n_heads": 1}, None, {}),
+    }
+    for message, (changes, config, options) in refused.items():
+        with pytest.raises(ValueError, match=message):
+            convert(released("minimax_m3_vl", **changes), config, **options)
     with pytest.raises(ValueError, match="model: expected layers of full causal attention, or minimax_m3_sparse"):
         convert(released("qwen4_exp"), NSAConfig.qsa())
     with pytest.raises(TypeError, match="config: expected NSAConfig, got None"):
         convert(released("minimax_m3_vl", layer_types=["full_attention"] * 3))
+    _, model = pair("msa", torch.float32)
+    model.config.flexnsa |= {"num_init_blocks": 1}
+    with pytest.raises(ValueError, match="num_init_blocks: expected 0 of layers that become MSA, got 1"):
+        to_dense(model)
