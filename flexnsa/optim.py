@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +70,23 @@ def parameter_groups(
 def index_parameters(model: nn.Module) -> list[nn.Parameter]:
     """List the parameters of all indexers of a model, which learn from the selection loss alone."""
     return [parameter for module in model.modules() if isinstance(module, Indexer) for parameter in module.parameters()]
+
+
+def audit(model: nn.Module) -> str:
+    """Tell which parameters of a model learn and which are frozen: a line for each name, with ``*`` for numbers in it.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    check_type("model", model, nn.Module)
+    sizes, kinds = {"learns": 0, "frozen": 0}, Counter[tuple[str, ...]]()
+    for name, parameter in model.named_parameters():
+        state = "learns" if parameter.requires_grad else "frozen"
+        sizes[state] += parameter.numel()
+        kinds[state, re.sub(r"\b\d+\b", "*", name), str(tuple(parameter.shape))] += 1
+    found = [f"{state} {kinds[state, name, shape]} x {shape} {name}" for state, name, shape in kinds]
+    lines = sorted(found, key=lambda line: line.startswith("frozen"))
+    return "\n".join((f"{sizes['learns']:,} parameters learn, {sizes['frozen']:,} are frozen:", *lines))
 
 
 def _compressors(model: nn.Module) -> Iterator[nn.Module]:

@@ -4,6 +4,7 @@ python examples/transformers/teach_indexers.py [folder or name of a DeepSeek-V3.
 """
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,24 +13,38 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV32Config, Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from flexnsa.optim import audit
 from flexnsa.transformers import TeachSelection
+
+PLAIN = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+assert "flexnsa" not in sys.modules
+with torch.no_grad():
+    torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[2])
+"""
 
 
 def main(name: str | None = None, warmup: int = 60, steps: int = 80, seq_len: int = 192) -> list[float]:
     with TemporaryDirectory() as folder:
         try:
-            train(load(name), folder, warmup, steps, seq_len, killed=warmup // 2 + 1)
+            train(load(name), f"{folder}/run", warmup, steps, seq_len, killed=warmup // 2 + 1)
         except KeyboardInterrupt:
             print("killed in the warm-up")
-        trainer = train(load(name), folder, warmup, steps, seq_len, resume=True)  # its stage depends on the step alone
+        trainer = train(load(name), f"{folder}/run", warmup, steps, seq_len, resume=True)
+        model: Any = trainer.model
+        if name is None:  # a run that nothing stops ends with the same bits, as the stage depends on the step alone
+            whole: Any = train(load(name), f"{folder}/whole", warmup, steps, seq_len).model
+            assert all(map(torch.equal, model.state_dict().values(), whole.state_dict().values()))
         trainer.save_model(f"{folder}/taught")
 
-        # What has learned are parameters of the model's own names, which plain transformers loads.
-        model: Any = trainer.model
-        plain = AutoModelForCausalLM.from_pretrained(f"{folder}/taught").eval()
-        row = torch.arange(seq_len)[None] % 256
+        # What has learned are parameters of the model's own names: a process without flexnsa loads them.
+        row, file = torch.arange(seq_len)[None] % 256, f"{folder}/row"
+        torch.save(row, file)
+        subprocess.run([sys.executable, "-c", PLAIN, f"{folder}/taught", file], check=True)
         with torch.no_grad():
-            assert torch.equal(plain(row).logits, model.eval()(row).logits)
+            torch.testing.assert_close(torch.load(file), model.eval()(row.to(model.device)).logits.cpu())
     logged = [entry for entry in trainer.state.log_history if "selection_loss" in entry]
     for entry in logged[:: max(1, len(logged) // 8)]:
         stage = "warm-up" if entry["step"] <= warmup else "joint"
@@ -52,12 +67,18 @@ def load(name: str | None) -> Any:
     return AutoModelForCausalLM.from_config(DeepseekV32Config(**sizes))
 
 
-class KillAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
+class Watch(TrainerCallback):
+    """Tells which parameters learn in each stage, and stops a run at a step."""
+
+    def __init__(self, warmup: int, killed: int) -> None:
+        self.warmup, self.killed = warmup, killed
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if state.global_step in (0, self.warmup):
+            print(audit(kwargs["model"]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        if state.global_step == self.step:
+        if state.global_step == self.killed:
             raise KeyboardInterrupt
 
 
@@ -72,7 +93,7 @@ def train(
     options = {"max_steps": steps, "save_steps": max(1, warmup // 2), "logging_steps": 1, "learning_rate": 1e-2}
     args = TrainingArguments(folder, **options, per_device_train_batch_size=4, report_to=[], disable_tqdm=True)
     teach = TeachSelection(warmup_steps=warmup, num_queries=64)
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[teach, KillAt(killed)])
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[teach, Watch(warmup, killed)])
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

@@ -188,7 +188,7 @@ class SelectionLoss:
         self.num_queries, self.query_weights = num_queries, query_weights
         self._tokens: Tensor | None = None
         self._sequences: Tensor | None = None  # (B, S, 0), as compiled code need not be made again for other sizes
-        self._made_in = _backward_pass()
+        self._made_in = backward_pass()
         self.sums: list[Tensor] = []
         """The weighted sum of divergences of each layer, scalars with a gradient, fp32 or wider."""
         self.weights: list[Tensor] = []
@@ -248,7 +248,7 @@ class SelectionLoss:
         Raises:
             ValueError: backward runs a layer again of which forward added nothing.
         """
-        if _backward_pass() not in (-1, self._made_in):
+        if backward_pass() not in (-1, self._made_in):
             if not self.sums:
                 raise ValueError(
                     "selection: expected checkpoint(..., use_reentrant=False), got a loss in backward only"
@@ -258,7 +258,7 @@ class SelectionLoss:
         self.weights.append(weight)
 
 
-def _backward_pass() -> int:
+def backward_pass() -> int:
     """Return the number of the backward pass that runs this code again, -1 in forward and in compiled code."""
     if torch.compiler.is_compiling():
         return -1

@@ -9,7 +9,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from flexnsa.indices import record_indices, replay_indices
 from flexnsa.transformers.cache import FlexNSACache
-from flexnsa.transformers.choice import LAYERS, NAME, save_choice, share_options, take_options
+from flexnsa.transformers.choice import LAYERS, NAME, keep_choice
 from flexnsa.transformers.classes import register_classes
 from flexnsa.transformers.conversion import convert, to_dense
 from flexnsa.transformers.converted import attend_in_dense_layers
@@ -17,10 +17,9 @@ from flexnsa.transformers.dropin import attention_forward, make_mask
 from flexnsa.transformers.index_teaching import TAUGHT, IndexTeaching, teach_indexers
 from flexnsa.transformers.local_layers import make_layer_mask
 from flexnsa.transformers.options import DropInOptions, LayerOptions
-from flexnsa.transformers.recall import recall
 from flexnsa.transformers.schedule import UpTraining
 from flexnsa.transformers.taught_layers import attend_taught
-from flexnsa.transformers.teaching import TeachSelection
+from flexnsa.transformers.teaching import TeachSelection, recall
 from flexnsa.transformers.unsupported import refuse_models
 
 AttentionInterface.register(NAME, attention_forward)
@@ -31,10 +30,8 @@ for plain, taught in TAUGHT.items():
     AttentionInterface.register(taught, attend_taught)
     AttentionMaskInterface.register(taught, ALL_MASK_ATTENTION_FUNCTIONS[plain])
 register_classes()
-save_choice()
+keep_choice()
 refuse_models()
-share_options()
-take_options()
 
 __all__ = [
     "DropInOptions",

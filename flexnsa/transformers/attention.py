@@ -88,6 +88,8 @@ class ConvertedAttention(SparseLayer):
             if new is not None:
                 start(new)
                 new.to(like).train(dense.training)
+        if parts.indexer is not None and self.indexer is not None:
+            self.indexer._modules.update(parts.indexer.named_children())  # which have the same names
 
     def forward(
         self,
@@ -125,8 +127,9 @@ class ConvertedAttention(SparseLayer):
             documents = rows.documents if packed else None
             out, _index = run_layer(self, x, mods=mods, document_ids=documents, selection=selection)
         else:
-            cache = layer.prepare(partial(self._new_cache, x), batch_size, num_tokens)
-            cache.require(**self._kept(x))
+            kept = self._kept(x)
+            cache = layer.prepare(partial(NSACache, **kept), batch_size, num_tokens)
+            cache.require(**kept)
             rows.check_cache(cache.lengths)
             out, _index = run_layer(self, x, mods=mods, cache=cache, lengths=rows.num_valid)
             layer.seen += num_tokens
@@ -216,9 +219,6 @@ class ConvertedAttention(SparseLayer):
             "dtype": computed_dtype(x),
             "device": x.device,
         }
-
-    def _new_cache(self, x: Tensor, batch_size: int, max_seq_len: int, max_rewind: int) -> NSACache:
-        return NSACache(batch_size, max_seq_len, max_rewind=max_rewind, **self._kept(x))
 
     def takes_step(self, x: Tensor, cache: NSACache) -> bool:
         """Return whether kernels that take a whole step rotate heads and weigh scores and branches as this layer."""

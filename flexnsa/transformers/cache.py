@@ -12,15 +12,15 @@ from transformers.utils import logging
 
 from flexnsa.cache.cache import NSACache
 from flexnsa.primitives import describe
-from flexnsa.transformers.local_layers import FULL, layer_types
+from flexnsa.transformers.local_layers import layer_types, nsa_types
 
 FIRST_TOKENS = 256
 """Initial capacity of a cache whose length the caller did not specify; it grows by doubling."""
 MOST_DRAFTED = 64
 """Tokens that assisted decoding can take back; each needs a slot of the window and of the tail."""
 
-NewCache = Callable[[int, int, int], NSACache]
-"""``(batch_size, max_seq_len, max_rewind)`` to an empty cache for a layer."""
+NewCache = Callable[..., NSACache]
+"""``(batch_size, max_seq_len, max_rewind=...)`` to an empty cache for a layer."""
 
 
 class FlexNSACacheLayer(CacheLayerMixin):
@@ -58,7 +58,7 @@ class FlexNSACacheLayer(CacheLayerMixin):
         """
         need = self.seen + num_tokens
         if self.nsa is None or (self.seen == 0 and self.nsa.batch_size != batch_size):  # an empty one may be replaced
-            self.nsa = new_cache(batch_size, max(self.max_cache_len, need), self.max_rewind)
+            self.nsa = new_cache(batch_size, max(self.max_cache_len, need), max_rewind=self.max_rewind)
             self.is_initialized = True
         if self.nsa.batch_size != batch_size:
             raise ValueError(f"past_key_values: expected a cache of {batch_size} rows, got {self.nsa.batch_size}")
@@ -140,10 +140,10 @@ class FlexNSACache(Cache):
     """
 
     def __init__(self, config: Any, max_cache_len: int = FIRST_TOKENS, *, max_rewind: int = 1) -> None:
-        types = layer_types(config)
-        others: list[Any] = DynamicCache(config=config).layers if {*types} - {*FULL} else []
+        types, replaced = layer_types(config), nsa_types(config)
+        others: list[Any] = DynamicCache(config=config).layers if {*types} - {*replaced} else []
         layers: list[Any] = [
-            others[index] if others and types[index] not in FULL else FlexNSACacheLayer(max_cache_len, max_rewind)
+            others[index] if others and types[index] not in replaced else FlexNSACacheLayer(max_cache_len, max_rewind)
             for index in range(config.num_hidden_layers)
         ]
         super().__init__(layers=layers)

@@ -29,18 +29,23 @@ LAYERS = "flexnsa_layers"
 OPTIONS = "flexnsa"
 """The argument, the attribute of a config, and the key in config.json."""
 
-ToDict = Callable[[Any], dict[str, Any]]
-FromDict = Callable[..., Any]
 Choice = str | dict[str, Any] | None
 """One name for all towers; or a dict by tower, with "" for the rest of the model; or None for no choice."""
 
 
-def save_choice() -> None:
-    """Make every config of transformers include its choice of flexnsa in ``to_dict``, which saving uses."""
+def keep_choice() -> None:
+    """Make every config of transformers save its choice of flexnsa and its options, and take both wherever it is made.
+
+    Options that are set in a config apply to its towers, as ``attn_implementation`` does.
+    """
     configs: Any = PreTrainedConfig
+    models: Any = PreTrainedModel
     configs.to_dict = _saying(configs.to_dict)
-    configs.from_dict = classmethod(_unless_none(configs.from_dict.__func__))
+    configs.from_dict = classmethod(_of_dict(configs.from_dict.__func__))
     configs._attn_implementation = _keeping(configs._attn_implementation)
+    configs.flexnsa = property(_get, _set, _delete)
+    models.from_pretrained = classmethod(_of_model(models.from_pretrained.__func__))
+    models._from_config = classmethod(_of_config(models._from_config.__func__))
 
 
 def towers(config: Any) -> dict[str, Any]:
@@ -59,25 +64,13 @@ def chosen(config: Any) -> Choice:
     return {name: choice for name, choice in named.items() if choice} or None
 
 
-def _saying(to_dict: ToDict) -> ToDict:
+def _saying(to_dict: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(to_dict)
     def say(config: Any) -> dict[str, Any]:
         choice = chosen(config)
         return to_dict(config) | ({"attn_implementation": choice} if choice else {})
 
     return say
-
-
-def _unless_none(from_dict: FromDict) -> FromDict:
-    """Make ``from_pretrained(attn_implementation=None)`` use the saved choice, as without the argument."""
-
-    @wraps(from_dict)
-    def read(config_class: type, config_dict: dict[str, Any], **options: Any) -> Any:
-        if options.get("attn_implementation", NAME) is None:
-            del options["attn_implementation"]
-        return from_dict(config_class, config_dict, **options)
-
-    return read
 
 
 def _keeping(attention: property) -> property:
@@ -93,18 +86,13 @@ def _keeping(attention: property) -> property:
     return property(attention.fget, choose, attention.fdel, attention.__doc__)
 
 
-def take_options() -> None:
-    """Make transformers take the argument wherever it makes a config or a model."""
-    configs: Any = PreTrainedConfig
-    models: Any = PreTrainedModel
-    configs.from_dict = classmethod(_of_dict(configs.from_dict.__func__))
-    models.from_pretrained = classmethod(_of_model(models.from_pretrained.__func__))
-    models._from_config = classmethod(_of_config(models._from_config.__func__))
-
-
 def _of_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Take options, and keep the saved choice where ``attn_implementation`` is None, as without the argument."""
+
     @wraps(from_dict)
     def read(config_class: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if kwargs.get("attn_implementation", NAME) is None:
+            del kwargs["attn_implementation"]
         if OPTIONS not in kwargs:
             return from_dict(config_class, config_dict, **kwargs)
         config_dict = config_dict | {OPTIONS: _added(config_dict.get(OPTIONS), kwargs.pop(OPTIONS))}
@@ -156,11 +144,6 @@ def _check_used(config: Any) -> None:
         expected = f"attn_implementation={NAME!r} with options, or a converted model"
         attention = repr(config._attn_implementation) if config._attn_implementation else "the default attention"
         raise ValueError(f"{OPTIONS}: expected {expected}, got a {type(config).__name__} with {attention}")
-
-
-def share_options() -> None:
-    """Make options that are set in a config of transformers apply to its towers, as ``attn_implementation`` does."""
-    PreTrainedConfig.flexnsa = property(_get, _set, _delete)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _get(config: Any) -> Any:

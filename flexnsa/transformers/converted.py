@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,11 +18,13 @@ from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.cache import MOST_DRAFTED, FlexNSACache, choose_cache
 from flexnsa.transformers.choice import LAYERS
 from flexnsa.transformers.cuda_graphs import CapturedModel, can_capture
-from flexnsa.transformers.local_layers import FULL, LOCAL, attend_locally, layer_type, layer_types
-from flexnsa.transformers.options import LayerOptions
-from flexnsa.transformers.padding import count_valid
+from flexnsa.transformers.dropin import attend_in_rows
+from flexnsa.transformers.local_layers import LOCAL, SELECTING, attend_locally, layer_type, layer_types, nsa_types
+from flexnsa.transformers.options import DropInOptions, LayerOptions
+from flexnsa.transformers.padding import Rows, count_valid
 from flexnsa.transformers.parallel import SpreadHeads
 from flexnsa.transformers.reading import Reading
+from flexnsa.transformers.softmax import Softmax
 from flexnsa.transformers.teaching import SelectionLossHook
 from flexnsa.transformers.unsupported import asks_for_attention, refuse_attentions
 
@@ -231,14 +234,15 @@ def convert_layers(model: Any, options: LayerOptions) -> dict[str, ConvertedAtte
     return {name: ConvertedAttention(dense, rotary_of(model, name), options) for name, dense in full_layers(model)}
 
 
-def take_layers(model: Any, layers: dict[str, ConvertedAttention]) -> None:
-    """Put NSA layers into a new model of a converted class, whose part without the head becomes of one too."""
+def take_layers(model: Any, layers: Mapping[str, nn.Module]) -> None:
+    """Replace layers of a model, by their names, and make its part without the head of the class that belongs to it."""
     for name, layer in layers.items():
-        put_module(model, name, layer)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, layer)
     base = model.base_model
     if base is not model:
-        become(base, type(model).base_class)
-    base.nsa_layers = [*layers.values()]
+        become(base, getattr(type(model), "base_class", None) or type(base).dense_class)
+    base.nsa_layers = [layer for layer in layers.values() if isinstance(layer, ConvertedAttention)]
 
 
 def become(model: Any, model_class: Any) -> None:
@@ -247,27 +251,22 @@ def become(model: Any, model_class: Any) -> None:
     _CAN_RECORD_REGISTRY[model] = model._can_record_outputs
 
 
-def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the module of this name."""
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)
-
-
 def full_layers(model: Any) -> list[tuple[str, Any]]:
-    """Return the attention modules with full causal attention, by name.
+    """Return the attention modules that become NSA, those with full causal attention or an MSA, by name.
 
     Raises:
         ValueError: there is none.
     """
     if "hybrid" in layer_types(model.config):
         raise ValueError("layer_types: expected layers with attention or a recurrence to convert, got 'hybrid' ones")
+    types = nsa_types(model.config)
     layers = [
         (name, module)
         for name, module in model.named_modules()
-        if asks_for_attention(type(module)) and layer_type(module) in FULL and getattr(module, "is_causal", True)
+        if asks_for_attention(type(module)) and layer_type(module) in types and getattr(module, "is_causal", True)
     ]
     if not layers:
-        expected = "layers of full causal attention that use transformers' interface"
+        expected = f"layers of full causal attention, or {', '.join(SELECTING)}, that use transformers' interface"
         raise ValueError(f"model: expected {expected}, got a {type(model).__name__} without")
     return layers
 
@@ -292,7 +291,12 @@ def attend_in_dense_layers(
     """
     if isinstance(attention_mask, Reading):
         return attention_mask.take(query, key, value, kwargs)
-    if layer_type(module) not in LOCAL:
+    if layer_type(module) in nsa_types(module.config):
         raise ValueError(f"attn_implementation: expected {LAYERS!r} of NSA layers, got a {type(module).__name__}")
+    if layer_type(module) not in LOCAL:
+        shape = key.shape[0], query.shape[2], key.shape[2]
+        rows = Rows.of(attention_mask, kwargs.get("given_positions"), kwargs.get("cu_seq_lens_q"), shape)
+        options, softmax = LayerOptions.of(module.config), Softmax(kwargs.get("scaling"), dense=True)
+        return attend_in_rows(query, key, value, rows, softmax, DropInOptions(impl=options.impl)), None
     kwargs = {name: value for name, value in kwargs.items() if name not in OF_NSA}
     return attend_locally(module, query, key, value, attention_mask, **kwargs)

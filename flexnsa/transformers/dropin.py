@@ -83,32 +83,32 @@ def attention_forward(
     _check(module, dropout, kwargs)
     shape = key.shape[0], query.shape[2], key.shape[2]  # len() would make a constant of it in an export
     rows = Rows.of(attention_mask, position_ids, cu_seq_lens_q, shape)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, their norms return float32
     softmax = Softmax(scaling, kwargs.get("softcap"), kwargs.get("s_aux"), getattr(module, "choose_blocks", None))
-    options = DropInOptions.of(module.config)
+    return attend_in_rows(query, key, value, rows, softmax, DropInOptions.of(module.config)), None
+
+
+def attend_in_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: Rows, softmax: Softmax, options: DropInOptions
+) -> Tensor:
+    """Attend from new tokens, laid out as ``rows``, to a model's own keys; see :func:`attention_forward`."""
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, their norms return float32
     query, key, value = rows.align(query, dim=2), rows.align_keys(key), rows.align_keys(value)
-    if not rows.cached:
-        out = _attend_rows(query, key, value, rows.documents, softmax, options)
-    else:
+    sizes, positions, firsts = options.sizes, None, None
+    if rows.cached:
         positions = _kept_positions(query, key, rows.positions)
         rows.check_positions(positions.token[:, :1])
-        out = _attend_kept(query, key, value, positions, softmax, options)
-    return rows.restore(out.transpose(1, 2), dim=1).contiguous(), None  # some models take a view of it
-
-
-def _attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, softmax: Softmax, options: DropInOptions
-) -> Tensor:
-    """Attend within whole sequences, or within the documents ``(B, S)`` of packed ones."""
-    positions = firsts = None
-    if documents is not None:
-        positions = document_positions(documents, options.sizes)
-        firsts = first_tokens(positions, num_compressed(k.shape[2], options.sizes), options.sizes)
+    elif rows.documents is not None:
+        positions = document_positions(rows.documents, sizes)
+        firsts = first_tokens(positions, num_compressed(key.shape[2], sizes), sizes)
 
     def compress(x: Tensor) -> Tensor:
-        return average_blocks(x, firsts, options.sizes)
+        if rows.cached:
+            return F.pad(average_cached_blocks(x, sizes), (0, 0, 0, 1))  # one at least, which no query may see
+        return average_blocks(x, firsts, sizes)
 
-    return attend_to_own_keys(q, k, v, compress, positions, softmax, options, cached=False)
+    cached = rows.cached and not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
+    out = attend_to_own_keys(query, key, value, compress, positions, softmax, options, cached=cached)
+    return rows.restore(out.transpose(1, 2), dim=1).contiguous()  # some models take a view of it
 
 
 def _kept_positions(q: Tensor, k: Tensor, token: Tensor | None) -> Positions:
@@ -118,18 +118,6 @@ def _kept_positions(q: Tensor, k: Tensor, token: Tensor | None) -> Positions:
         return positions.map(lambda x: x.expand(q.shape[0], -1).contiguous())
     zero = torch.zeros_like(token)
     return Positions(token, zero, zero)
-
-
-def _attend_kept(
-    q: Tensor, k: Tensor, v: Tensor, positions: Positions, softmax: Softmax, options: DropInOptions
-) -> Tensor:
-    """Attend from tokens at these positions to the keys of a cache."""
-
-    def compress(x: Tensor) -> Tensor:
-        return F.pad(average_cached_blocks(x, options.sizes), (0, 0, 0, 1))  # one at least, which no query may see
-
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return attend_to_own_keys(q, k, v, compress, positions, softmax, options, cached=not trains)
 
 
 def _check(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:

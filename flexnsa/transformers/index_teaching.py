@@ -40,7 +40,8 @@ def teach_indexers(
     a few queries of each sequence. Backward from what the model returns teaches the indexers too, with ``weight``. A
     backward through :meth:`IndexTeaching.loss` does so in its place. Only indexers get a gradient of it. A layer that
     reads the choice of another layer teaches that one's indexer. An indexer whose parameters are all frozen, as by
-    adapters, learns until ``remove()``; in others, frozen parameters stay so.
+    adapters, learns until ``remove()``; in others, frozen parameters stay so. Checkpoints of adapters have the indexers
+    only with ``modules_to_save=["indexer"]``.
 
     Example:
         >>> with teach_indexers(model, stage="warmup") as teaching:
@@ -119,6 +120,11 @@ class IndexTeaching:
         learning = {parameter for layer in self._layers for parameter in layer.parameters}
         for parameter in self._required.keys() - learning:
             parameter.requires_grad_(self._required[parameter] and stage == "joint")
+
+    @property
+    def were_frozen(self) -> bool:
+        """Whether parameters of indexers learn until :meth:`remove` only."""
+        return any(p.requires_grad > self._required[p] for layer in self._layers for p in layer.parameters)
 
     @property
     def was_compared(self) -> bool:

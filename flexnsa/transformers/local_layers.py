@@ -28,6 +28,8 @@ FULL = ("full_attention", "hybrid")
 """Layers that attend to all tokens before; hybrid ones have a recurrent layer beside that."""
 LOCAL = ("sliding_attention", "chunked_attention")
 """Layers that attend to some of the last tokens. They are left to the attention that the model has without NSA."""
+SELECTING = ("minimax_m3_sparse",)
+"""Layers that select blocks as NSA can (MSA). In a model that has some these become NSA, and full ones stay dense."""
 WITHOUT = ("linear_attention", "conv", "moe", "mlp")
 """Layers without attention."""
 PLAIN = ("eager", "sdpa")
@@ -43,6 +45,11 @@ def layer_type(module: Any) -> str:
 def layer_types(config: Any) -> list[str]:
     """Return the type of each layer; none where the config does not tell layers apart."""
     return list(getattr(config, "layer_types", None) or ())
+
+
+def nsa_types(config: Any) -> tuple[str, ...]:
+    """Return the types of the layers that are NSA in a converted model."""
+    return SELECTING if {*layer_types(config)} & {*SELECTING} else FULL
 
 
 def check_layer_types(config: Any, purpose: str) -> None:
@@ -84,14 +91,6 @@ def _supports_sdpa(config_class: type) -> bool:
     return getattr(getattr(model_class, "dense_class", model_class), "_supports_sdpa", True)
 
 
-def make_local_mask(config: Any, **kwargs: Any) -> Any:
-    """Make the mask of local layers; arguments as transformers calls the mask functions of any attention."""
-    make = ALL_MASK_ATTENTION_FUNCTIONS[local_attention(config)]
-    if kwargs.get("dtype") == torch.float64:  # eager layers put scores in float32, where its least number is infinite
-        kwargs["dtype"] = torch.float32
-    return make(config=config, **kwargs | {"allow_is_causal_skip": False})  # so that no mask is that of full attention
-
-
 def make_layer_mask(
     *,
     config: Any = None,
@@ -102,7 +101,10 @@ def make_layer_mask(
     """Return :func:`make_padding_mask`, or the mask of local layers where the config says which layers these are."""
     kwargs |= {"config": config, "local_size": local_size, "mask_function": mask_function}
     if layer_types(config) and (local_size is not None or is_local(mask_function)):
-        return make_local_mask(**kwargs)
+        if kwargs.get("dtype") == torch.float64:  # eager layers put scores in float32, where its least is infinite
+            kwargs["dtype"] = torch.float32
+        make = ALL_MASK_ATTENTION_FUNCTIONS[local_attention(config)]
+        return make(**kwargs | {"allow_is_causal_skip": False})  # so that no mask is that of full attention
     return make_padding_mask(**kwargs)
 
 
@@ -111,7 +113,7 @@ def attend_locally(
 ) -> tuple[Tensor, Any]:
     """Compute the attention of a local layer, with the signature of transformers' attention functions.
 
-    The mask is from :func:`make_local_mask`. ``position_ids`` and ``cu_seq_lens_q`` tell of packed documents, of which
+    The mask is from :func:`make_layer_mask`. ``position_ids`` and ``cu_seq_lens_q`` tell of packed documents, of which
     transformers does not find all.
 
     Raises:
@@ -121,7 +123,10 @@ def attend_locally(
     name, shape = local_attention(config), (query.shape[0], query.shape[2], key.shape[2])
     documents = Rows.of(None, kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), shape).documents
     if name in PLAIN:
-        _check_mask(attention_mask, query, key)
+        shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else ()
+        if len(shape) != 4 or shape[2:] != (query.shape[2], key.shape[2]) or attention_mask.dtype == torch.int8:
+            expected = "that of a sliding or chunked layer, with a value for each query and key"
+            raise ValueError(f"attention_mask: expected {expected}, got {describe(attention_mask)}")
         if documents is not None:
             chunked = layer_type(module) == "chunked_attention"
             attention_mask = _within(documents, attention_mask, config.attention_chunk_size if chunked else None)
@@ -143,13 +148,6 @@ def attend_as(
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # pyright: ignore[reportArgumentType]
     return attend(module, query, key, value, attention_mask, **kwargs)
-
-
-def _check_mask(mask: Any, query: Tensor, key: Tensor) -> None:
-    """Check that a mask has a value for each query and key."""
-    shape = tuple(mask.shape) if isinstance(mask, Tensor) else ()
-    if len(shape) != 4 or shape[2:] != (query.shape[2], key.shape[2]) or mask.dtype == torch.int8:
-        raise ValueError(f"attention_mask: expected that of a sliding or chunked layer, got {describe(mask)}")
 
 
 def _within(documents: Tensor, mask: Tensor, chunk_size: int | None) -> Tensor:

@@ -69,20 +69,9 @@ def make_padding_mask(
     """Return the padding mask or document ids; transformers calls this once per forward pass.
 
     Like transformers' own functions it reads ``attention_mask``, which synchronises on a GPU, except in
-    ``torch.compile``.
-
-    Args:
-        batch_size: ``B``.
-        q_length: ``T``.
-        kv_length: ``S``.
-        q_offset: slot of the first query.
-        kv_offset: slot of the first key; above 0 only with a cache that drops old tokens.
-        attention_mask: bool ``(B, S)``, False for padding; slots after the new tokens may be missing.
-        mask_function: as composed by transformers, without padding.
-        use_vmap: whether the model adds a mask of its own.
-        local_size: of sliding windows or chunks.
-        config: of the model.
-        device: of the keys.
+    ``torch.compile``. Queries are the slots from ``q_offset`` on, and keys those from ``kv_offset`` on, above 0 only
+    with a cache that drops old tokens. ``attention_mask (B, S)`` is False for padding; slots after the new tokens may
+    be missing. The mask function is as transformers composed it, without padding; with ``use_vmap`` the model adds one.
 
     Raises:
         ValueError: the mask is not as long as the tokens so far, or has padding between tokens.
@@ -149,12 +138,7 @@ def read_documents(
 ) -> Tensor | None:
     """Return the document ids of packed sequences, int32 ``(B, S)``; None for a plain causal mask.
 
-    Args:
-        mask_function: as composed by transformers.
-        batch_size: ``B``.
-        num_tokens: ``S``.
-        device: of the keys.
-        has_additions: whether it contains functions of the model or of its caller.
+    The function is as transformers composed it; with ``has_additions`` there are some of the model or of its caller.
 
     Raises:
         ValueError: the mask is neither causal nor that of packed documents.

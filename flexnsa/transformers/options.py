@@ -1,4 +1,4 @@
-"""What a model's ``config.flexnsa`` says: the sizes of NSA, and how a model is to use it."""
+"""What a model's config says: in ``config.flexnsa`` the sizes of NSA and how to use it, elsewhere the sizes of MSA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexnsa.checks.calls import check_branches, check_recompute
 from flexnsa.config import BRANCHES, INDEX_FIELDS, NSAConfig
 from flexnsa.layers.config import BranchOptions
 from flexnsa.primitives import check_choice, check_number, check_positive_number, check_type, describe
-from flexnsa.transformers.local_layers import check_local
+from flexnsa.transformers.local_layers import SELECTING, check_local, nsa_types
 from flexnsa.transformers.rotary import STYLES
 
 SIZES = tuple(field.name for field in fields(NSAConfig))
@@ -123,3 +123,39 @@ def _read(config: Any, names: Sequence[str], of_sizes: Sequence[str]) -> dict[st
             raise ValueError(f"config.flexnsa: expected some of {', '.join((*names, *of_sizes))}, got {describe(name)}")
     sizes = NSAConfig(**{name: options[name] for name in of_sizes if name in options})
     return {"sizes": sizes} | {name: options[name] for name in names if name in options}
+
+
+OF_MSA = {
+    "select_block_size": "index_block_size",
+    "num_selected_blocks": "index_topk_blocks",
+    "num_local_blocks": "index_local_blocks",
+}
+"""Sizes of :meth:`flexnsa.NSAConfig.msa`, and their names in a config of transformers."""
+
+
+def selecting_sizes(config: Any) -> NSAConfig | None:
+    """Return the sizes with which a model's layers select; None for a dense model.
+
+    Raises:
+        ValueError: NSA cannot select so; the message names what does not fit.
+    """
+    if nsa_types(config) is not SELECTING:
+        return None
+    for name, like in {"index_head_dim": "head_dim", "index_n_heads": "num_key_value_heads"}.items():
+        if getattr(config, name) != getattr(config, like):
+            expected = f"{like}, {getattr(config, like)}, of a model to convert"
+            raise ValueError(f"{name}: expected {expected}, got {describe(getattr(config, name))}")
+    return NSAConfig.msa(**{own: getattr(config, name) for own, name in OF_MSA.items()})
+
+
+def write_sizes(config: Any, sizes: NSAConfig) -> None:
+    """Write the sizes of converted layers into the config of a model that selects.
+
+    Raises:
+        ValueError: there are blocks that no such model selects.
+    """
+    if nsa_types(config) is SELECTING:
+        if sizes.num_init_blocks:
+            raise ValueError(f"num_init_blocks: expected 0 of layers that become MSA, got {sizes.num_init_blocks}")
+        for own, name in OF_MSA.items():
+            setattr(config, name, getattr(sizes, own))

@@ -28,15 +28,6 @@ def converted_plan(dense: dict[str, str] | None, *, mixed: bool) -> dict[str, st
     return plan | {f"{layer}.gate": "colwise"}
 
 
-def decoder_plan() -> dict[str, str]:
-    """Return the plan that shards the layers of the library's own decoder; embedding, norms and head stay whole."""
-    layer = "model.layers.*"
-    heads = ["w_q", "gate.linear", *(f"w_{name}" for name in KEYS)]
-    plan = {f"{layer}.attention.{name}": "colwise" for name in heads}
-    plan |= {f"{layer}.attention.phi_{kind}.{name}": SUMMED for kind in "kv" for name in ("project", "out")}
-    return plan | {f"{layer}.attention.w_o": "rowwise", f"{layer}.mlp.up": "colwise", f"{layer}.mlp.down": "rowwise"}
-
-
 class SpreadHeads:
     """Mixin of models that transformers may load sharded over processes."""
 

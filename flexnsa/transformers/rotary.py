@@ -78,19 +78,17 @@ class Rotary(nn.Module):
         wide = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         rows = [torch.atleast_2d(each) for each in positions]
         counts = [each.shape[1] for each in rows]
-        cos, sin = (table[:, None].split(counts, dim=2) for table in self._tables(wide, torch.cat(rows, dim=1)))
-        return [RopeTables(*part) for part in zip(cos, sin, strict=True)]
-
-    def _tables(self, wide: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tabulate cosines and sines, ``(B, T, D / 2)``; channels that are not rotated have the angle 0."""
         if self.style == "none":
-            still = wide.new_zeros(*positions.shape, self.head_dim // 2)
-            return still + 1, still
-        cos, sin = self.dense(wide, positions, **self.options)
-        width = self.num_rotated // 2
-        each = slice(None, None, 2) if self.style == "repeated" else slice(width)
-        missing = (0, self.head_dim // 2 - width)
-        return F.pad(cos[..., each], missing, value=1.0), F.pad(sin[..., each], missing)
+            cos = wide.new_ones(*torch.cat(rows, dim=1).shape, self.head_dim // 2)
+            sin = torch.zeros_like(cos)
+        else:
+            width = self.num_rotated // 2
+            each = slice(None, None, 2) if self.style == "repeated" else slice(width)
+            missing = (0, self.head_dim // 2 - width)  # channels that are not rotated have the angle 0
+            cos, sin = (table[..., each] for table in self.dense(wide, torch.cat(rows, dim=1), **self.options))
+            cos, sin = F.pad(cos, missing, value=1.0), F.pad(sin, missing)
+        parts = (table[:, None].split(counts, dim=2) for table in (cos, sin))
+        return [RopeTables(*part) for part in zip(*parts, strict=True)]
 
     def step_frequencies(self, x: Tensor) -> tuple[Tensor, float] | None:
         """Return the radians per position ``(D / 2,)``, and a factor on the tables; None if they are not constant."""

@@ -40,9 +40,12 @@ class UpTraining(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
-        """Open the branches as far as the schedule says for this step."""
+        """Multiply the gates of all branches but the selected one by what the schedule says for this step."""
+        if not any(isinstance(module, ConvertedAttention) for module in model.modules()):
+            raise ValueError(f"model: expected a converted one, got {describe(type(model).__name__)}")
         opening = min(1.0, (state.global_step + 1) / max(1, self.opening_steps))
-        open_branches(model, opening)
+        if LayerOptions.of(model.config).opening != opening:
+            model.config.flexnsa = {**model.config.flexnsa, "opening": opening}
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
@@ -51,18 +54,6 @@ class UpTraining(TrainerCallback):
         if state.global_step < self.frozen_steps:
             for parameter in pretrained_parameters(model):
                 parameter.grad = None
-
-
-def open_branches(model: Any, opening: float) -> None:
-    """Multiply the gates of the compressed branch and of the window by ``opening``, in every layer.
-
-    Raises:
-        ValueError: the model has no converted layers.
-    """
-    if not any(isinstance(module, ConvertedAttention) for module in model.modules()):
-        raise ValueError(f"model: expected a converted one, got {describe(type(model).__name__)}")
-    if LayerOptions.of(model.config).opening != opening:
-        model.config.flexnsa = {**model.config.flexnsa, "opening": opening}
 
 
 def pretrained_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flexnsa.attention.all_tokens import with_all_tokens
 from flexnsa.attention.dispatch import attend, choose_implementation
 from flexnsa.attention.interface import Call, Keys
 from flexnsa.attention.sinks import returns_lse, with_sinks
@@ -31,12 +32,14 @@ class Softmax:
         sinks: ``(Hq,)``, for each head a score that takes its share of the probability and has no value. Blocks are
             scored without it.
         choose: chooses blocks in place of the selection that is its first argument; see :mod:`flexnsa.indices`.
+        dense: attend to all past keys instead of selecting.
     """
 
     scale: float | None = None
     limit: float | None = None
     sinks: Tensor | None = None
     choose: Callable[..., Tensor] | None = None
+    dense: bool = False
 
     @property
     def score_mod(self) -> ScoreMod | None:
@@ -78,6 +81,8 @@ def attend_to_own_keys(
     v_cmp = compress(v) if "cmp" in options.branches else None
     modded, cached = softmax.limit is not None, cached and returns_lse(softmax.sinks, q)
     chosen = choose_implementation(options.impl, q, modded=modded, cached=cached, v_dim=v.shape[-1])
+    if softmax.dense:
+        chosen = with_all_tokens(chosen, needs_lse=softmax.sinks is not None)
     implementation = with_sinks(chosen, softmax.sinks)
     if softmax.choose is not None:
         implementation = replace(implementation, select=partial(softmax.choose, implementation.select))

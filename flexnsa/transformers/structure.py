@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -20,7 +19,7 @@ SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a dense layer: projections, norms and sinks ``(Hq,)`` if it has them, and sizes.
+    """The parts of a dense layer: projections, norms, sinks ``(Hq,)`` and an MSA's indexer if it has them, and sizes.
 
     ``scale`` is the factor on the scores.
     """
@@ -32,6 +31,7 @@ class Parts:
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     sinks: Tensor | None
+    indexer: nn.Module | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -60,8 +60,9 @@ class Parts:
             raise ValueError(
                 f"v_proj: expected {expected}, a divisor of q_proj's {q.out_features}, got {v.out_features}"
             )
-        q_norm, k_norm, sinks = (getattr(dense, name, None) for name in ("q_norm", "k_norm", "sinks"))
-        return cls(q, k, v, dense.o_proj, q_norm, k_norm, sinks, num_heads, num_kv_heads, head_dim, scale)
+        names = ("q_norm", "k_norm", "sinks", "indexer")
+        q_norm, k_norm, sinks, indexer = (getattr(dense, name, None) for name in names)
+        return cls(q, k, v, dense.o_proj, q_norm, k_norm, sinks, indexer, num_heads, num_kv_heads, head_dim, scale)
 
 
 def fill_dense(dense: Any, layer: Any) -> Any:
@@ -79,6 +80,8 @@ def fill_dense(dense: Any, layer: Any) -> Any:
     for name in ("o_proj", "q_norm", "k_norm", "sinks"):
         if getattr(layer, name) is not None:
             setattr(dense, name, getattr(layer, name))
+    if getattr(dense, "indexer", None) is not None:
+        dense.indexer._modules.update(layer.indexer.named_children())
     if hasattr(dense, "rotary_emb"):
         dense.rotary_emb = layer.rotary_emb.dense
     empty = [name for name, x in chain(dense.named_parameters(), dense.named_buffers()) if x.is_meta]
@@ -102,11 +105,6 @@ def normed_heads(norm: nn.Module | None, x: Tensor, num_heads: int) -> Tensor:
     heads = torch.unflatten(x, -1, (num_heads, -1))
     heads = heads if norm is None or together else norm(heads)
     return heads.transpose(1, 2).to(x.dtype)  # under autocast a norm returns float32
-
-
-def counts_tokens(module_class: type) -> bool:
-    """Return whether attention of a class reads the length of its cache, of which queries or keys then depend."""
-    return "get_seq_length(" in inspect.getsource(inspect.unwrap(module_class.forward))
 
 
 def _split(dense: Any, head_dim: int) -> list[nn.Linear]:

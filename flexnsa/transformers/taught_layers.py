@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from flexnsa.attached_losses import WithGradient, graph_of_its_own
 from flexnsa.attention.sampling import Sample
+from flexnsa.layers.indexer import backward_pass
 from flexnsa.transformers.index_loss import Attention, Sums, differentiate_index
+from flexnsa.transformers.local_layers import attend_as
 from flexnsa.transformers.released_indexers import MSA, QSA, RELEASED, Features, ReleasedIndexer, at_tokens
 
 
@@ -47,7 +47,8 @@ class TaughtLayer:
 
     def __init__(self, lesson: Lesson, layer: Any, kind: str, leader: TaughtLayer | None) -> None:
         self.lesson, self.layer, self.given = lesson, layer, dict[str, Any]()
-        self.indexer: Any = layer.indexer
+        kept = getattr(layer.indexer, "modules_to_save", None)  # an adapter's copy of the indexer, for its checkpoints
+        self.indexer: Any = layer.indexer if kept is None else kept[layer.indexer.active_adapters[0]]
         self.released = None if self.indexer is None else RELEASED[kind](self.indexer)
         self.leader = leader if getattr(layer, "skip_topk", False) else None
         layer.taught = self
@@ -74,7 +75,7 @@ class TaughtLayer:
         given, self.given = self.given, {}
         dense = given.get("attention_mask") if isinstance(self.released, QSA) else mask
         blocks, indices = options.pop("block_indices", None), options.pop("indices", None)
-        if self.lesson.one_pass is not None and self.leader is not None and not _runs_again():
+        if self.lesson.one_pass is not None and self.leader is not None and backward_pass() == -1:
             self._compare(
                 self.lesson.one_pass, self.leader, given, Sample(self.lesson.one_pass.tokens), q, k, dense, options
             )
@@ -87,9 +88,7 @@ class TaughtLayer:
             mask = self.indexer.build_block_mask(blocks, mask, k.shape[2], q.dtype, q.device, where)
         elif indices is not None:
             mask = _mask_tokens(cast("Tensor", mask), indices)
-        if self.lesson.implementation == "sdpa":
-            return sdpa_attention_forward(self.layer, q, k, v, mask, **options)
-        return sys.modules[type(self.layer).__module__].eager_attention_forward(self.layer, q, k, v, mask, **options)
+        return attend_as(self.lesson.implementation, self.layer, q, k, v, mask, **options)
 
     def _index(self, *args: Any, **kwargs: Any) -> Any:
         """Keep what the indexer is given, and choose as it does; nothing where all is attended to."""
@@ -168,8 +167,3 @@ def _mask_tokens(mask: Tensor, indices: Tensor) -> Tensor:
     hidden = indices.new_ones(*indices.shape[:2], mask.shape[-1], dtype=torch.bool)
     hidden = hidden.scatter_(-1, indices.long(), False)[:, None]
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
-
-
-def _runs_again() -> bool:
-    """Return whether backward runs this code again, for activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]

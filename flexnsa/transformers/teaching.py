@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
+from transformers.utils import logging
 
 from flexnsa.attached_losses import Attached
+from flexnsa.attention.interface import given
+from flexnsa.functional.selection_loss import selection_recall
 from flexnsa.layers.indexer import SelectionLoss
-from flexnsa.optim import index_parameters
-from flexnsa.primitives import check_int, check_positive_number, describe
+from flexnsa.layers.layouts import RowKeys
+from flexnsa.layers.projection import weight_of
+from flexnsa.optim import audit, index_parameters
+from flexnsa.primitives import check_int, check_integers, check_positive_number, describe
+from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.index_teaching import IndexTeaching, teach_indexers
 from flexnsa.transformers.taught_layers import indexed_layers
 
@@ -53,7 +59,8 @@ class TeachSelection(TrainerCallback):
 
     Models that :func:`teach_indexers` takes are taught by it, and may begin with a warm-up. Their stage depends on the
     step alone. What a uniform guess would lose is logged as ``selection_loss_uniform``, and the recall of the worst
-    layer as ``selection_recall``. After training the model is as it was, with what its indexers have learned.
+    layer as ``selection_recall``. What learns in a stage is logged too, by transformers' logger, as information
+    (:func:`flexnsa.optim.audit`). After training the model is as it was, with what its indexers have learned.
 
     Args:
         weight: of the selection loss.
@@ -64,7 +71,7 @@ class TeachSelection(TrainerCallback):
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range; or, when training starts, the model has no indexer, or is one of ours
-            with ``warmup_steps``, or gradients are scaled (``fp16=True``).
+            with ``warmup_steps``, or its adapters would not save indexers, or gradients are scaled (``fp16=True``).
     """
 
     def __init__(self, *, weight: float = 1.0, warmup_steps: int = 0, **options: Any) -> None:
@@ -73,6 +80,7 @@ class TeachSelection(TrainerCallback):
         SelectionLoss(**options)
         self.weight, self.warmup_steps, self.options = weight, warmup_steps, options
         self.teaching: IndexTeaching | None = None
+        self._audited = ""
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Let the indexers of a released model learn before there is an optimizer."""
@@ -86,6 +94,11 @@ class TeachSelection(TrainerCallback):
             if self.warmup_steps and _hooked(model):
                 raise ValueError("warmup_steps: expected 0 for a model without layers to teach densely, got others")
             raise ValueError(f"model: expected one with indexers, got {describe(type(model).__name__)}")
+        if self.teaching is not None and self.teaching.were_frozen and hasattr(model, "peft_config"):
+            expected = (
+                "adapters with modules_to_save=['indexer'], because checkpoints have nothing else of the indexers"
+            )
+            raise ValueError(f"model: expected {expected}, got others")
         if args.fp16:
             raise ValueError("fp16: expected False with TeachSelection, because gradients are scaled, got True")
 
@@ -97,6 +110,9 @@ class TeachSelection(TrainerCallback):
         if self.teaching is not None:
             stage = "warmup" if state.global_step < self.warmup_steps else "joint"
             self.teaching.stage, self.teaching.step, self.teaching.weight = stage, state.global_step, weight
+            if stage != self._audited:
+                self._audited = stage
+                logging.get_logger().info(f"stage {stage!r} from step {state.global_step}: {audit(kw['model'])}")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Log the selection loss of the last step, or that of a released model since the last log."""
@@ -119,7 +135,7 @@ class TeachSelection(TrainerCallback):
             each.selection_hook = None
         if self.teaching is not None:
             self.teaching.remove()
-            self.teaching = None
+            self.teaching, self._audited = None, ""
 
     def _teach(self, model: Any) -> None:
         """Attach to a model that is not ours, but has indexers."""
@@ -130,3 +146,40 @@ class TeachSelection(TrainerCallback):
 def _hooked(model: Any) -> list[Any]:
     """Return the parts of a model that attach the loss to what they return."""
     return [module for module in model.modules() if hasattr(module, "selection_hook")]
+
+
+@torch.no_grad()
+def recall(model: Any, input_ids: Tensor) -> Tensor:
+    """Compare the blocks that a converted model selects with the best ones; see :func:`flexnsa.selection_recall`.
+
+    Args:
+        model: with the selected branch.
+        input_ids: int ``(B, S)``, not padded.
+
+    Returns:
+        fp32 ``(L, Hkv)``, without the blocks that every choice has; NaN where there is none to choose.
+
+    Raises:
+        TypeError: ``input_ids`` is no tensor.
+        ValueError: the model is not a converted one, or selects no blocks; or ``input_ids`` is no batch of sequences.
+    """
+    layers = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
+    if not layers or "slc" not in layers[0].options.branches:
+        raise ValueError(f"model: expected a converted one with the branch slc, got {describe(type(model).__name__)}")
+    check_integers("input_ids", input_ids, ("B", "S"), like=weight_of(layers[0].q_proj), as_of="the model")
+    recalls: list[Tensor] = []
+
+    def compare(layer: ConvertedAttention, _: Any, options: dict[str, Any]) -> None:
+        x = options["hidden_states"]
+        layout = layer.row_layout(x, None)
+        _, read = layer.attend(x, layer.project(x, rows=True), layout, RowKeys(), (None, None), cached=False)
+        keys, blocks = given(read.keys.k_slc), given(read.block_indices)
+        recalls.append(selection_recall(read.q, keys, blocks, config=layer.options.sizes, scale=layer.scaling))
+
+    hooks = [layer.register_forward_pre_hook(compare, with_kwargs=True) for layer in layers]
+    try:
+        model(input_ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(recalls)

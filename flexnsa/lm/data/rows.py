@@ -55,11 +55,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Move to a device, without waiting for the copy."""
-        return self.map(lambda x: _moved(x, device))
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    return x.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+        if device.type != "cuda":
+            return self.map(lambda x: x.to(device))
+        return self.map(lambda x: x.contiguous().pin_memory().to(device, non_blocking=True))
 
 
 class Windows:

@@ -31,16 +31,14 @@ class Row:
         self.waiting += (token,)
         tails = [self.waiting[start:] for start in range(len(self.waiting))]
         stop = next((tail for tail in tails if tail in self.stops), None)
-        self._release(len(self.waiting) - len(stop or next(filter(self._starts_stop, tails), ())))
+        begun = next((tail for tail in tails if any(each[: len(tail)] == tail for each in self.stops)), ())
+        self._release(len(self.waiting) - len(stop or begun))
         self.ended = stop is not None
 
     def end(self) -> None:
         """Release tokens that are held back, unless they are a stop."""
         if not self.ended:
             self._release(len(self.waiting))
-
-    def _starts_stop(self, tokens: tuple[int, ...]) -> bool:
-        return any(stop[: len(tokens)] == tokens for stop in self.stops)
 
     def _release(self, count: int) -> None:
         for token in self.waiting[:count]:

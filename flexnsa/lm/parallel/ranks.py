@@ -95,12 +95,7 @@ class Ranks:
             OSError: ``act`` raised it on rank 0; raised on all ranks.
             ValueError: as for OSError.
         """
-
-        def act_on_first() -> None:
-            if self.rank == 0:
-                act()
-
-        self.on_all(act_on_first)
+        self.on_all(lambda: act() if self.rank == 0 else None)
 
     def on_all(self, act: Callable[[], T]) -> list[T]:
         """Call ``act`` on every rank, and return the results of all ranks in order.

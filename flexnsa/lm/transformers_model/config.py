@@ -9,6 +9,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from flexnsa.config import NSAConfig
 from flexnsa.lm.model.config import PRESETS, DecoderConfig
+from flexnsa.transformers.parallel import KEYS, SUMMED
 
 _FIELDS = [field for field in fields(DecoderConfig) if field.name not in ("attention", "checkpointing")]
 
@@ -74,3 +75,12 @@ class FlexNSAConfig(_DecoderFields, PreTrainedConfig):
             raise ValueError(f"attention: expected 'nsa' of a model for transformers, got {config.attention!r}")
         values = asdict(config)
         return cls(**{field.name: values[field.name] for field in _FIELDS}, **options)
+
+
+def decoder_plan() -> dict[str, str]:
+    """Return the plan that shards the layers of the library's own decoder; embedding, norms and head stay whole."""
+    layer = "model.layers.*"
+    heads = ["w_q", "gate.linear", *(f"w_{name}" for name in KEYS)]
+    plan = {f"{layer}.attention.{name}": "colwise" for name in heads}
+    plan |= {f"{layer}.attention.phi_{kind}.{name}": SUMMED for kind in "kv" for name in ("project", "out")}
+    return plan | {f"{layer}.attention.w_o": "rowwise", f"{layer}.mlp.up": "colwise", f"{layer}.mlp.down": "rowwise"}

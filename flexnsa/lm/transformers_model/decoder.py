@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -19,7 +18,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from flexnsa.cache.cache import NSACache
 from flexnsa.layers.compression import MLPCompressor
 from flexnsa.layers.indexer import SelectionLoss, check_selection
 from flexnsa.layers.projection import weight_of
@@ -27,14 +25,14 @@ from flexnsa.lm.data.tokenizer import TextTokenizer
 from flexnsa.lm.model.decoder import DecoderLayer, DecoderLM, run_layer
 from flexnsa.lm.training.model_file import read_model, save_model
 from flexnsa.lm.transformers_model.arguments import check_inputs, check_of_tokens, check_wishes
-from flexnsa.lm.transformers_model.config import FlexNSAConfig
+from flexnsa.lm.transformers_model.config import FlexNSAConfig, decoder_plan
 from flexnsa.packing import IGNORED
 from flexnsa.primitives import describe, may_look
 from flexnsa.transformers.cache import FlexNSACache, FlexNSACacheLayer, choose_cache, layer_of
 from flexnsa.transformers.converted import CachedGeneration
 from flexnsa.transformers.mask_functions import make_padding_mask
 from flexnsa.transformers.padding import Rows
-from flexnsa.transformers.parallel import SpreadHeads, decoder_plan
+from flexnsa.transformers.parallel import SpreadHeads
 from flexnsa.transformers.teaching import SelectionLossHook
 from flexnsa.transformers.unsupported import refuse_attentions
 
@@ -164,9 +162,9 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             if selection is not None:  # queries are chosen here, where it is known which are padding
                 selection.tokens(tokens, rows.num_tokens, rows.num_valid)
             return {"document_ids": rows.documents, "selection": selection}
-        blocks = cast("list[DecoderLayer]", [*self.model.layers])
+        blocks = cast("list[Any]", [*self.model.layers])
         caches = [
-            layer.prepare(partial(_new_cache, block), *tokens.shape[:2])
+            layer.prepare(block.attention.new_cache, *tokens.shape[:2])
             for layer, block in zip(layers, blocks, strict=True)
         ]
         rows.check_cache(caches[0].lengths)
@@ -320,7 +318,3 @@ def _is_last(logits_to_keep: int | Tensor, num_valid: Tensor | None) -> bool:
     """Tell whether the logits of each row's last token are wanted, and none is known to have only padding."""
     has_none = num_valid is not None and may_look(num_valid) and bool((num_valid == 0).any())
     return isinstance(logits_to_keep, int) and logits_to_keep == 1 and not has_none
-
-
-def _new_cache(layer: DecoderLayer, batch_size: int, max_seq_len: int, max_rewind: int) -> NSACache:
-    return cast("Any", layer.attention).new_cache(batch_size, max_seq_len, max_rewind=max_rewind)
