@@ -105,32 +105,23 @@ CASES = {
 }
 
 
+MSA, QSA = NSAConfig.msa, NSAConfig.qsa
+NONE_FORCED = MSA(select_block_size=16, num_selected_blocks=3, num_local_blocks=0).scoring
+UNITS = QSA(num_selected_blocks=4).scoring
 PRODUCTS = {
-    "best keys": Case(
-        config=NSAConfig.msa(select_block_size=16, num_selected_blocks=3).scoring, documents=(67,), group=2
-    ),
+    "best keys": Case(config=NONE_FORCED, documents=(67,), group=2),
+    "best keys below 0": Case(config=NONE_FORCED, documents=(150,), group=2, scale=-1.0),
     "best keys of documents": Case(
-        config=NSAConfig.msa(num_selected_blocks=2, num_local_blocks=0).scoring,
-        documents=(140, 3, 7, 301),
-        group=2,
-        batch=2,
+        config=MSA(num_selected_blocks=2).scoring, documents=(140, 3, 7, 301), group=2, batch=2
     ),
-    "units": Case(config=NSAConfig.qsa(num_selected_blocks=4).scoring, documents=(67,), group=4, head_dim=24),
+    "units": Case(config=UNITS, documents=(150,), group=4, head_dim=24),
     "units of documents": Case(
-        config=NSAConfig.qsa(select_block_size=8, num_selected_blocks=3).scoring,
-        documents=(40, 3, 7, 50, 1, 40),
-        group=4,
+        config=QSA(select_block_size=8, num_selected_blocks=3).scoring, documents=(40, 3, 7, 50, 1, 40), group=4
     ),
     "steps": Case(
-        config=NSAConfig.msa(num_selected_blocks=2).scoring,
-        documents=(600,),
-        group=2,
-        num_queries=3,
-        dtype=torch.bfloat16,
+        config=MSA(num_selected_blocks=2).scoring, documents=(600,), group=2, num_queries=3, dtype=torch.bfloat16
     ),
-    "steps over units": Case(
-        config=NSAConfig.qsa(num_selected_blocks=5).scoring, documents=(75, 20), group=4, num_queries=5
-    ),
+    "steps over units": Case(config=UNITS, documents=(75, 20), group=4, num_queries=5),
 }
 """Those of scores by products: ``group`` index queries and one index key."""
 
@@ -140,6 +131,8 @@ def choose_by_products(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     from flexnsa.attention.triton import selection as scoring_triton
 
     q, k = (x.mul(1.5).round().to(device) for x in case.inputs())
+    if case.factor < 0:
+        q, k = -q.abs(), k.abs() + 1
     positions = None if case.is_whole_sequence else case.positions().map(lambda x: x.to(device))
     with mock.patch.multiple(scoring_triton, SCRATCH_BYTES=2**14, MANY_PROGRAMS=1):
         got = scoring_triton.launch_selection(q, k, None, positions, config=case.config, scale=1.0)
