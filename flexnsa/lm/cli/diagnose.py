@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from flexnsa.files import write_whole
-from flexnsa.lm.cli.generate import check_device, load_model
+from flexnsa.lm.cli.generate import load_model
 from flexnsa.lm.cli.options import add_device_option, output_file, output_folder, require
 from flexnsa.lm.cli.train import add_recipe_options, recipe_of_options
 from flexnsa.lm.data.corpus import read_corpus
@@ -23,7 +23,7 @@ from flexnsa.lm.diagnosis.cases import Outcome
 from flexnsa.lm.diagnosis.environment import describe_environment, report_environment
 from flexnsa.lm.diagnosis.gradients import report_gradients, trace_variants
 from flexnsa.lm.diagnosis.matrix import Point, combine, run_matrix
-from flexnsa.lm.diagnosis.memory import compare_allocators, report_growth, soak_recipe
+from flexnsa.lm.diagnosis.memory import report_growth, report_peaks, soak_recipe
 from flexnsa.lm.diagnosis.recipe import Recipe, axis_of, default_axes, take_steps
 from flexnsa.lm.diagnosis.selection import report_selection
 from flexnsa.lm.measure.table import Report
@@ -109,9 +109,19 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     return recipe
 
 
+def _report_case(
+    arguments: argparse.Namespace, report: Callable[[dict[str, Any]], Report], function: Callable[..., Any], *rest: Any
+) -> Report:
+    """Run ``function(recipe, *rest)`` as a single case, and report what it returned, or why it did not."""
+    outcome = recipe_of(arguments).run(arguments.out, function, *rest, seconds=arguments.limit)
+    if outcome.passed:
+        return report(outcome.values)
+    sentence = f"{outcome.status}: {outcome.reason} (see {arguments.out})."
+    return Report(sentence=sentence, table="", record=asdict(outcome), passed=False)
+
+
 def _gradients(arguments: argparse.Namespace) -> Report:
-    outcome = recipe_of(arguments).run(arguments.out, trace_variants, seconds=arguments.limit)
-    return report_gradients(outcome.values) if outcome.passed else _failure(outcome, arguments.out)
+    return _report_case(arguments, report_gradients, trace_variants)
 
 
 def _add_soak(parser: argparse.ArgumentParser) -> None:
@@ -128,15 +138,7 @@ def _add_soak(parser: argparse.ArgumentParser) -> None:
 def _soak(arguments: argparse.Namespace) -> Report:
     check_int("steps", arguments.steps, 2)
     check_positive_number("threshold", arguments.threshold)
-    steps = arguments.steps, arguments.threshold
-    outcome = recipe_of(arguments).run(arguments.out, soak_recipe, *steps, seconds=arguments.limit)
-    return report_growth(outcome.values) if outcome.passed else _failure(outcome, arguments.out)
-
-
-def _failure(outcome: Outcome, folder: Path) -> Report:
-    """Report a single case that returned nothing."""
-    sentence = f"{outcome.status}: {outcome.reason} (see {folder})."
-    return Report(sentence=sentence, table="", record=asdict(outcome), passed=False)
+    return _report_case(arguments, report_growth, soak_recipe, arguments.steps, arguments.threshold)
 
 
 def _bisect(arguments: argparse.Namespace) -> Report:
@@ -179,9 +181,7 @@ def _matrix(arguments: argparse.Namespace) -> Report:
     def run(point: Point, folder: Path) -> Outcome:
         return recipe.at(**point).run(folder, take_steps, arguments.steps, seconds=arguments.limit)
 
-    def report(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
+    report = partial(print, file=sys.stderr, flush=True)
     about = recipe.record() | {"steps": arguments.steps}
     return run_matrix(arguments.out, axes, run, about=about, retry=arguments.retry, report=report)
 
@@ -199,10 +199,15 @@ def _add_allocator(parser: argparse.ArgumentParser) -> None:
 
 
 def _allocator(arguments: argparse.Namespace) -> Report:
+    """Take the same steps in new processes, with variables set that libraries read when they are loaded."""
     recipe = recipe_of(arguments)
     texts = arguments.setting or (ON_CUDA if arguments.device.type == "cuda" else ON_CPU)
     settings = {text: _variables(text) for text in texts}
-    return compare_allocators(recipe, arguments.out, settings, steps=arguments.steps, seconds=arguments.limit)
+    outcomes: dict[str, Outcome] = {}
+    for number, (text, variables) in enumerate(settings.items()):
+        case: dict[str, Any] = {"seconds": arguments.limit, "variables": variables}
+        outcomes[text] = recipe.run(arguments.out / str(number), take_steps, arguments.steps, **case)
+    return report_peaks(outcomes)
 
 
 def _variables(text: str) -> dict[str, str]:
@@ -230,14 +235,13 @@ def _selection(arguments: argparse.Namespace) -> Report:
     require("safetensors", "numpy", extra="train")
     check_positive_int("seq_len", arguments.seq_len)
     check_positive_int("sequences", arguments.sequences)
-    model, tokenizer = load_model(arguments.checkpoint)
-    check_device(model, arguments.checkpoint, arguments.device)
+    model, tokenizer = load_model(arguments.checkpoint, arguments.device)
     corpus = read_corpus(arguments.text, tokenizer)
     corpus.require_rows(arguments.seq_len)
     ids = corpus.tokens("validation").ids
     starts = torch.linspace(0, len(ids) - arguments.seq_len, arguments.sequences).long()
     tokens = torch.stack([ids[start : start + arguments.seq_len] for start in starts.tolist()]).long()
-    return report_selection(model.to(arguments.device), tokens.to(arguments.device))
+    return report_selection(model, tokens.to(arguments.device))
 
 
 LOOKS = {

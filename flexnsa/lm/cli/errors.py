@@ -48,7 +48,7 @@ def one_line_errors(parser: Parser) -> Iterator[None]:
         parser.exit(128 + signal.SIGINT, f"{parser.prog}: interrupted\n")
     except (ValueError, TypeError, OSError, RuntimeError, MemoryError, FloatingPointError) as error:
         name, _, rest = str(error).partition(":")
-        option = option_of(parser, name)
+        option = next(("/".join(action.option_strings) for action in parser._actions if action.dest == name), None)
         if option is not None and isinstance(error, ValueError | TypeError | FileNotFoundError):
             parser.error(f"argument {option}:{rest}")
         if isinstance(error, FileError | RanksDifferError):
@@ -77,11 +77,6 @@ def one_line_warnings(parser: Parser) -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = format_place
-
-
-def option_of(parser: argparse.ArgumentParser, name: str) -> str | None:
-    """Return the option that stores ``name``, such as ``--seq`` for ``seq_len``."""
-    return next(("/".join(action.option_strings) for action in parser._actions if action.dest == name), None)
 
 
 def is_too_large(error: Exception) -> bool:

@@ -54,14 +54,13 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
         raise ValueError("prompt: expected at least one character, got none")
     check_positive_int("max_new_tokens", arguments.max_new_tokens)
     sampling = Sampling(**config_options(arguments, Sampling))
-    model, tokenizer = load_model(arguments.checkpoint)
-    check_device(model, arguments.checkpoint, arguments.device)
+    model, tokenizer = load_model(arguments.checkpoint, arguments.device)
     spelling = ByteSpelling(arguments.stop) if tokenizer is None else TokenizerSpelling(tokenizer, arguments.stop)
     prompt = spelling.encode(arguments.prompt)
     text = _Stream(arguments.prompt, spelling)
     start = time.perf_counter()
     with suppress(_StopReachedError):
-        model.to(arguments.device).generate(
+        model.generate(
             torch.tensor([prompt], device=arguments.device),
             arguments.max_new_tokens,
             sampling=sampling,
@@ -75,28 +74,23 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     print(f"{text.count} {spelling.unit} in {seconds:.1f} s, {text.count / seconds:.0f} a second", file=sys.stderr)
 
 
-def load_model(checkpoint: Path) -> tuple[DecoderLM, TextTokenizer | None]:
-    """Build the model of a training checkpoint, on the CPU, and its tokenizer, or None for bytes.
+def load_model(checkpoint: Path, device: torch.device) -> tuple[DecoderLM, TextTokenizer | None]:
+    """Build the model of a training checkpoint, on a device, and its tokenizer, or None for bytes.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        FileError: the file is not a whole checkpoint of a model of text.
+        FileError: the file is not a whole checkpoint of a model of text, or its kernels do not run on the device.
     """
     model, file = read_model_and_tokenizer(checkpoint)
+    config, tokenizer = model.config, None
     if file is not None:
         require("tokenizers", extra="hf")
-        return model, TextTokenizer(file)
-    if model.config.vocab_size != 256:
-        raise FileError(
-            f"{checkpoint}: of {model.config.vocab_size} tokens, expected a model of bytes; take another one"
-        )
-    return model, None
-
-
-def check_device(model: DecoderLM, checkpoint: Path, device: torch.device) -> None:
-    """Check that the model's kernels run on a device."""
-    if model.config.attention == "nsa" and model.config.impl == "triton" and device.type != "cuda":
+        tokenizer = TextTokenizer(file)
+    elif config.vocab_size != 256:
+        raise FileError(f"{checkpoint}: of {config.vocab_size} tokens, expected a model of bytes; take another one")
+    if config.attention == "nsa" and config.impl == "triton" and device.type != "cuda":
         raise FileError(f"{checkpoint}: of a model with impl='triton', expected a CUDA device, got --device {device}")
+    return model.to(device), tokenizer
 
 
 class _StopReachedError(Exception):

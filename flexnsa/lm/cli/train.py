@@ -235,8 +235,9 @@ def recipe_of_options(arguments: argparse.Namespace, resumed: Path | None = None
 def model_config(arguments: argparse.Namespace, base: DecoderConfig | None = None) -> DecoderConfig:
     """Return the model that the options name; what they leave open is as in ``base``, or in the preset."""
     overrides = config_options(arguments, DecoderConfig, skip=("nsa",))
-    tokenizer = text_tokenizer(arguments)
-    overrides |= {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size}
+    if arguments.tokenizer is not None:
+        require("tokenizers", extra="hf")
+        overrides["vocab_size"] = TextTokenizer(arguments.tokenizer).vocab_size
     config = changed(base or PRESETS[preset_of_options(arguments)], **overrides)
     return replace(config, nsa=replace(config.nsa, **config_options(arguments, NSAConfig)))
 
@@ -244,14 +245,6 @@ def model_config(arguments: argparse.Namespace, base: DecoderConfig | None = Non
 def preset_of_options(arguments: argparse.Namespace) -> str:
     """Return the preset that the options name, or that of the device."""
     return arguments.preset or ("text-125m" if torch.device(arguments.device).type == "cuda" else "text-small")
-
-
-def text_tokenizer(arguments: argparse.Namespace) -> TextTokenizer | None:
-    """Read the tokenizer that the options name, or return None."""
-    if arguments.tokenizer is None:
-        return None
-    require("tokenizers", extra="hf")
-    return TextTokenizer(arguments.tokenizer)
 
 
 def train_config(arguments: argparse.Namespace, base: TrainConfig | None = None) -> TrainConfig:

@@ -6,14 +6,13 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from flexnsa.lm.diagnosis.cases import Outcome
-from flexnsa.lm.diagnosis.recipe import Recipe, take_steps
+from flexnsa.lm.diagnosis.recipe import Recipe
 from flexnsa.lm.measure.memory import MIB, resident_bytes
 from flexnsa.lm.measure.table import Report, format_table
 
@@ -114,20 +113,6 @@ def report_growth(record: dict[str, Any]) -> Report:
         record=record,
         passed=not any(rank["grows"] for rank in ranks),
     )
-
-
-def compare_allocators(
-    recipe: Recipe, folder: Path, settings: Mapping[str, Mapping[str, str]], *, steps: int, seconds: float
-) -> Report:
-    """Take the same steps in new processes, with variables set that libraries read when they are loaded.
-
-    ``settings`` are variables of the environment, by a name; each gets a folder in ``folder``, and ``seconds`` of time.
-    """
-    outcomes = {
-        name: recipe.run(folder / str(number), take_steps, steps, seconds=seconds, variables=variables)
-        for number, (name, variables) in enumerate(settings.items())
-    }
-    return report_peaks(outcomes)
 
 
 def report_peaks(outcomes: Mapping[str, Outcome]) -> Report:
