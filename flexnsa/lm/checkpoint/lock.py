@@ -49,11 +49,6 @@ def is_of_a_run(folder: Path) -> bool:
     return (folder / LOCK_NAME).exists() or (log.is_file() and is_log(log))
 
 
-def mark(folder: Path) -> None:
-    """Have :func:`is_of_a_run` recognize a folder in which nothing is locked."""
-    (folder / LOCK_NAME).touch()
-
-
 def hold(file: IO[str]) -> None:
     """Lock an open file for as long as it is open, where the file system has locks."""
     with contextlib.suppress(OSError):

@@ -32,7 +32,7 @@ class JSONLog:
         if path.exists() and missing < resume_step:
             words = f"lacks the steps from {missing} to {resume_step - 1}, after which the run goes on"
             warnings.warn(f"{path}: {words}", FileWarning, stacklevel=2)
-        write_whole(path, b"".join(map(_line, earlier)))
+        write_whole(path, b"".join(sealed(record) + b"\n" for record in earlier))
         self._path = path
         self._file = path.open("ab", buffering=0)
 
@@ -42,7 +42,7 @@ class JSONLog:
         Raises:
             OSError: it could not be written; names the file.
         """
-        line = memoryview(_line(record))
+        line = memoryview(sealed(record) + b"\n")
         with named(self._path):
             while line:  # a disk that becomes full takes a part of it first
                 line = line[self._file.write(line) :]
@@ -85,7 +85,3 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def _not_a_log(path: Path, number: int, why: object) -> FileError:
     remedy = "restore the file from a copy, or move it away to begin a new log"
     return FileError(f"{path}: line {number} is no record of a training step; {why}; {remedy}")
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    return sealed(record) + b"\n"

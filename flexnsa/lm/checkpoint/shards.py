@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,11 @@ def save(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str], r
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
 
+    def own_checksums() -> dict[str, str]:  # of files that this rank may still have in memory
+        # Shards have the rank in their names, and rank 0 writes the table
+        own = [*temporary.glob(f"__{ranks.rank}_*"), *([temporary / _TABLE] if ranks.rank == 0 else [])]
+        return {file.name: checksum_of(file) for file in own}
+
     def finish() -> None:
         values = {name: json.loads(value) for name, value in header.items()}
         with replaced(path):
@@ -72,11 +77,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str], r
             save_together(dict(tensors), checkpoint_id=temporary)
     except CheckpointException as error:
         raise OSError(errno.EIO, _first_reason(error), str(path)) from error
-    # Each rank reads its own files, which it may still have in memory
-    parts = ranks.on_all(
-        lambda: _checksums(temporary, [file.name for file in temporary.iterdir() if _is_of(ranks, file.name)])
-    )
-    files = {name: checksum for part in parts for name, checksum in part.items()}
+    files = {name: checksum for part in ranks.on_all(own_checksums) for name, checksum in part.items()}
     ranks.on_first(finish)
 
 
@@ -95,12 +96,6 @@ def read(path: Path, ranks: Ranks) -> Stored:
         header = unsealed((path / _HEADER).read_bytes())
         _check_files(path, header.pop(_FILES), ranks)
         metadata = FileSystemReader(path).read_metadata()
-        ends: dict[str, int] = {}
-        for place in metadata.storage_data.values():
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        for name, end in ends.items():
-            if (path / name).stat().st_size < end:
-                raise EOFError(f"{name} is cut")
     except Exception as error:
         # Unpickling foreign bytes may raise anything
         raise FileError(f"{path}: not a whole checkpoint of shards ({error!r}); {REMEDY}") from error
@@ -125,22 +120,12 @@ def _check_files(folder: Path, expected: Mapping[str, str], ranks: Ranks) -> Non
     """Compare files with their checksums, a part of them on each rank."""
 
     def find_damaged() -> list[str]:
-        local_names = sorted(expected)[ranks.rank :: ranks.world_size]
-        there = _checksums(folder, [name for name in local_names if (folder / name).is_file()])
-        return [name for name in local_names if there.get(name) != expected[name]]
+        files = [folder / name for name in sorted(expected)[ranks.rank :: ranks.world_size]]
+        return [file.name for file in files if not file.is_file() or checksum_of(file) != expected[file.name]]
 
     damaged = [name for part in ranks.on_all(find_damaged) for name in part]
     if damaged:
         raise EOFError(f"{', '.join(damaged)} is cut or damaged")
-
-
-def _checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    return {name: checksum_of(folder / name) for name in names}
-
-
-def _is_of(ranks: Ranks, name: str) -> bool:
-    """Return whether this rank has written a file: shards have the rank in their names, and rank 0 writes the table."""
-    return name.startswith(f"__{ranks.rank}_") or (ranks.rank == 0 and name == _TABLE)
 
 
 @contextmanager

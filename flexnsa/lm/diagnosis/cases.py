@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from flexnsa.lm.checkpoint.lock import mark
+from flexnsa.lm.checkpoint.lock import LOCK_NAME
 from flexnsa.lm.diagnosis.environment import FILE_NAME, append_environment
 from flexnsa.lm.diagnosis.stacks import ask_for_stacks, place_of_error, stacks_path
 from flexnsa.lm.measure.process import BEGUN, Died, redirect_output, started
@@ -87,7 +87,7 @@ def run_case(
             they are set before.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    mark(folder)
+    (folder / LOCK_NAME).touch()  # it is not text to train on
     for old in (*folder.glob("log.rank-*.txt"), *folder.glob(stacks_path(folder, "*").name)):
         old.unlink()
     start = time.monotonic()

@@ -6,9 +6,8 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from flexnsa.files import FileError
@@ -64,7 +63,7 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
         if tokenized is not None:
             ranks.on_first(lambda: tokenized.tokenizer.keep(folder / FILE_NAME, is_known=checkpoint is not None))
         first = saved = trainer.step
-        with Report(folder, trainer, log_ranks=log_ranks) as report, ExitStack() as watching:
+        with closing(Report(folder, trainer, log_ranks=log_ranks)) as report, ExitStack() as watching:
             left = watchers if trainer.step < config.steps else ()
             watched = [watching.enter_context(watcher(trainer, folder)) for watcher in left]
             if planned != config.steps and first < config.steps:
@@ -193,10 +192,8 @@ class Report:
     def _open(self, path: Path, step: int) -> None:
         self._log = JSONLog(path, resume_step=step)
 
-    def __enter__(self) -> Report:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def close(self) -> None:
+        """Close the bar and the log."""
         self._bar.close()
         if self._log is not None:
             self._log.close()
