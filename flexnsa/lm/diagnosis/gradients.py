@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -83,9 +83,8 @@ def trace_gradients(
     missing = {rank: names for rank, names in enumerate(by_rank) if names}
     if not dist.is_initialized():
         return replace(trace, missing=missing)
-    wrapped = DistributedDataParallel(
-        model, static_graph=static_graph, find_unused_parameters=bool(missing) and not static_graph
-    )
+    unused = bool(missing) and not static_graph
+    wrapped = DistributedDataParallel(model, static_graph=static_graph, find_unused_parameters=unused)
     buckets: list[Bucket] = []
     names = {parameter: name for name, parameter in model.named_parameters()}
 
@@ -117,22 +116,16 @@ def _recorded(model: nn.Module) -> Iterator[GradientTrace]:
     def note(names: list[str], name: str) -> Callable[..., None]:
         return lambda *_: names.append(name)
 
-    handles = [
-        parameter.register_post_accumulate_grad_hook(note(trace.arrived, name))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-    for name, module in modules_to_watch(model):
-        if name:
-            handles.append(module.register_forward_hook(lambda *_, name=name: ran.setdefault(name)))
-            handles.append(module.register_full_backward_hook(note(trace.modules, name)))
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Full backward hook is firing")  # expected of embeddings
-            yield trace
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, warnings.catch_warnings():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(note(trace.arrived, name)))
+        for name, module in modules_to_watch(model):
+            if name:
+                hooks.enter_context(module.register_forward_hook(lambda *_, name=name: ran.setdefault(name)))
+                hooks.enter_context(module.register_full_backward_hook(note(trace.modules, name)))
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")  # expected of embeddings
+        yield trace
     trace.left_out.extend(name for name in ran if name not in trace.modules)
 
 
@@ -143,9 +136,8 @@ def trace_variants(recipe: Recipe) -> dict[str, Any]:
         traces = []
         for variant, static_graph in _variants(recipe):
             model = ranks.build(variant.make, device).train()
-            trace = trace_gradients(
-                model, _loss_of_step(variant, ranks, device), ranks=ranks, static_graph=static_graph
-            )
+            loss = _loss_of_step(variant, ranks, device)
+            trace = trace_gradients(model, loss, ranks=ranks, static_graph=static_graph)
             branches = "+".join(variant.model.branches) if variant.model.attention == "nsa" else "dense"
             settings = {"branches": branches, "checkpointing": variant.model.checkpointing}
             traces.append({**settings, "static_graph": static_graph, **trace.record()})

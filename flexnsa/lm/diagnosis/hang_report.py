@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,11 @@ class Collective:
     ended: bool
 
 
-def flight_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's record, which ``torchfrtrace --prefix flight.rank-`` can read."""
-    return folder / f"flight.rank-{rank}"
-
-
 def write_flight_record(path: Path) -> list[Collective]:
     """Write the record of torch's flight recorder, and return its last collectives; empty without a recorder.
 
     The recorder is on by default, for gloo and NCCL; ``TORCH_FR_BUFFER_SIZE=0`` turns it off.
+    ``torchfrtrace --prefix flight.rank-`` reads the files of all ranks.
     """
     if not dist.is_available() or not dist.is_initialized():
         return []
@@ -153,11 +149,11 @@ def describe_parting(recent: Mapping[int, Sequence[Collective]]) -> str:
 
 def _first_difference(ranks: _Numbered) -> int | None:
     numbers = sorted(set[int]().union(*ranks.values()))
-    first = next((n for n in numbers if _differ(x.what for x in _at(ranks, n).values())), None)
+    first = next((n for n in numbers if len({x.what for x in _at(ranks, n).values()}) > 1), None)
     if first is None:
         return None
     # Equal collectives may have been called from different positions: a rank that skips one of two meets the next one
-    while first - 1 in numbers and _differ(x.place for x in _at(ranks, first - 1).values()):
+    while first - 1 in numbers and len({x.place for x in _at(ranks, first - 1).values()}) > 1:
         first -= 1
     return first
 
@@ -195,7 +191,3 @@ def _alike(late: dict[int, Collective], early: dict[int, Collective], number: in
 
 def _at(ranks: _Numbered, number: int) -> dict[int, Collective]:
     return {rank: collectives[number] for rank, collectives in ranks.items() if number in collectives}
-
-
-def _differ(values: Iterable[str]) -> bool:
-    return len(set(values)) > 1

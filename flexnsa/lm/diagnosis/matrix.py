@@ -82,8 +82,8 @@ def run_matrix(
 
 def _matrix(cases: list[tuple[Point, Outcome]]) -> Matrix:
     """Count the cases that passed and name the others; the table has a line for each."""
-    passed = sum(outcome.passed for _, outcome in cases)
-    words = [f"{passed} of {len(cases)} cases passed"]
+    count = sum(outcome.passed for _, outcome in cases)
+    passed, words = count == len(cases), [f"{count} of {len(cases)} cases passed"]
     for status in ("failed", "over time"):
         names = [name_of(point) for point, outcome in cases if outcome.status == status]
         words += [f"{status}: {'; '.join(names)}"] if names else []
@@ -102,11 +102,8 @@ def _matrix(cases: list[tuple[Point, Outcome]]) -> Matrix:
     return Matrix(
         sentence="; ".join(words) + ".",
         table=format_table([*cases[0][0], "", "seconds", "loss", "peak MiB", "because"], rows),
-        record={
-            "passed": passed == len(cases),
-            "cases": [{"point": point} | asdict(outcome) for point, outcome in cases],
-        },
-        passed=passed == len(cases),
+        record={"passed": passed, "cases": [{"point": point} | asdict(outcome) for point, outcome in cases]},
+        passed=passed,
         cases=cases,
         spread=spread,
     )

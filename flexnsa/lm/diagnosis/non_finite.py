@@ -81,7 +81,7 @@ class FirstNonFinite:
         self._handles: list[RemovableHandle] = []
         self._begin()
         for name, module in modules_to_watch(trainer.model):
-            self._handles.append(module.register_forward_hook(self._looker(place_of(name))))
+            self._handles.append(module.register_forward_hook(partial(self._look_at_output, place_of(name))))
             if isinstance(module, NativeSparseAttention):
                 self._watch_branches(name, module)
         self._handles.append(trainer.model.register_forward_pre_hook(self._count_pass))
@@ -114,14 +114,11 @@ class FirstNonFinite:
     def _count_pass(self, *_: object) -> None:
         self._passes += 1
 
-    def _looker(self, place: str) -> Callable[..., None]:
-        def look_forward(_module: nn.Module, _inputs: object, output: object) -> None:
-            first = output[0] if isinstance(output, tuple) else output
-            for x in first.values() if isinstance(first, dict) else (first,):  # a gate returns a dict
-                if isinstance(x, Tensor):
-                    self._look_both_ways(x, place)
-
-        return look_forward
+    def _look_at_output(self, place: str, _module: nn.Module, _inputs: object, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        for x in first.values() if isinstance(first, dict) else (first,):  # a gate returns a dict
+            if isinstance(x, Tensor):
+                self._look_both_ways(x, place)
 
     def _watch_branches(self, name: str, attention: NativeSparseAttention) -> None:
         """Check the sum of the branches, which no module returns: it is the input of ``w_o``."""

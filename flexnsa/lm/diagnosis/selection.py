@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import isnan
 from typing import Any
@@ -61,14 +62,11 @@ def trace_selection(model: DecoderLM, tokens: Tensor) -> list[HeadSelection]:
     def trace(layer: NativeSparseAttention, inputs: tuple[Tensor], options: Mapping[str, Any]) -> None:
         traced.extend(_trace_layer(len(traced) // layer.num_kv_heads, layer, inputs[0], options["layout"]))
 
-    layers = [module for module in model.modules() if isinstance(module, NativeSparseAttention)]
-    hooks = [layer.register_forward_pre_hook(trace, with_kwargs=True) for layer in layers]
-    try:
-        with torch.no_grad():
-            model(tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, NativeSparseAttention):
+                hooks.enter_context(module.register_forward_pre_hook(trace, with_kwargs=True))
+        model(tokens)
     return sorted(traced, key=lambda head: head.missed, reverse=True)
 
 

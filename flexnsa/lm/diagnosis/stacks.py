@@ -49,20 +49,11 @@ def watch_thread(thread: int, seconds: float) -> tuple[bool, str]:
     return any(sample != samples[0] for sample in samples), place
 
 
-def ask_for_stacks(process: int, path: Path, seconds: float = 3.0) -> str:
-    """Request the stacks of a process that writes them at SIGUSR1.
-
-    Args:
-        process: process id.
-        path: the file that it writes to.
-        seconds: time that it may take.
-
-    Returns:
-        The innermost position of its main thread.
-    """
+def ask_for_stacks(process: int, path: Path) -> str:
+    """Have a process write its stacks to ``path``, as it does at SIGUSR1; return where its main thread is."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGUSR1)
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 3.0  # longer than it takes
     while (place := innermost_place(path)) is None and time.monotonic() < end:
         time.sleep(0.05)
     return place or "a place that it does not tell"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from flexnsa.files import write_whole
 from flexnsa.lm.checkpoint.lock import hold, is_gone
-from flexnsa.lm.diagnosis.hang_report import Collective, Sighting, describe_stall, flight_path, write_flight_record
+from flexnsa.lm.diagnosis.hang_report import Collective, Sighting, describe_stall, write_flight_record
 from flexnsa.lm.diagnosis.stacks import place_of_error, stacks_path, watch_thread
 from flexnsa.lm.training.run import Watcher
 from flexnsa.lm.training.trainer import Trainer
@@ -59,7 +59,7 @@ def watchdog(seconds: float) -> Watcher:
             try:
                 yield dog
             except RuntimeError as error:
-                if is_lost_connection(error):
+                if isinstance(error, dist.DistError) or "gloo/transport" in str(error):  # a connection is lost
                     dog.break_off(error)
                 raise
             finally:
@@ -110,7 +110,7 @@ class _Watchdog:
         try:
             step, begun = self.trainer.step, ranks.collectives()
             self._write_stacks("before")
-            recent = write_flight_record(flight_path(self.folder, ranks.rank))
+            recent = write_flight_record(self.folder / f"flight.rank-{ranks.rank}")
             if broke_off_in is None:
                 moves, place = watch_thread(self._watched, self.pause)
                 self._write_stacks("after")
@@ -148,11 +148,6 @@ class _Watchdog:
 
     def _is_gone(self, rank: int) -> bool:
         return rank != self.trainer.ranks.rank and is_gone(stacks_path(self.folder, rank))
-
-
-def is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether an error means that another rank, or the connection to it, is lost."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def _read(file: Path) -> Sighting:
