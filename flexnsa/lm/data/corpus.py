@@ -152,12 +152,7 @@ def _is_text(data: bytes) -> bool:
 
 
 def _corpus(train: list[bytes], validation: list[bytes], tokenizer: TextTokenizer | None) -> Corpus:
-    parts = _as_tensor(train), _as_tensor(validation)
-    if tokenizer is None:
-        return Corpus(*parts)
-    return Corpus(*parts, Tokenized(tokenizer, tokenizer.tokens(parts[0]), tokenizer.tokens(parts[1])))
-
-
-def _as_tensor(parts: list[bytes]) -> Tensor:
-    joined = bytearray().join(part + b"\0" for part in parts)
-    return torch.frombuffer(joined, dtype=torch.uint8)
+    texts = [bytearray().join(file + b"\0" for file in files) for files in (train, validation)]
+    parts = [torch.frombuffer(text, dtype=torch.uint8) for text in texts]
+    tokenized = None if tokenizer is None else Tokenized(tokenizer, *map(tokenizer.tokens, parts))
+    return Corpus(*parts, tokenized=tokenized)
