@@ -12,8 +12,8 @@ from torch import Tensor
 from flexnsa.lm.generation.language_model import LanguageModel, check_prompts
 from flexnsa.lm.generation.sampling import check_finite
 from flexnsa.lm.generation.steps import GROUP, Drawn
-from flexnsa.lm.generation.stopping import OnToken, Row, Stops, StopTokens, check_on_token, check_stops
-from flexnsa.primitives import check_int, check_positive_int, check_seed
+from flexnsa.lm.generation.stopping import OnToken, Row, Stops, StopTokens, check_stops
+from flexnsa.primitives import check_int, check_positive_int, check_seed, describe
 
 
 class TokenSource(Protocol):
@@ -54,7 +54,6 @@ def check_request(
     model: LanguageModel,
     prompts: Tensor,
     max_new_tokens: int,
-    *,
     lengths: Tensor | None,
     stop_tokens: StopTokens,
     seed: int,
@@ -65,7 +64,8 @@ def check_request(
     lengths = check_prompts(model, prompts, lengths)
     check_positive_int("max_new_tokens", max_new_tokens)
     check_seed("seed", seed)
-    check_on_token(on_token)
+    if on_token is not None and not callable(on_token):
+        raise TypeError(f"on_token: expected a function, got {describe(on_token)}")
     if group is None:
         group = GROUP if prompts.is_cuda else 1
     check_int("group", group, 1, GROUP)

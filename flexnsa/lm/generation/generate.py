@@ -67,8 +67,7 @@ def generate_tokens(
         FloatingPointError: a logit is not finite.
     """
     check_model(model)
-    options: dict[str, Any] = {"lengths": lengths, "stop_tokens": stop_tokens, "seed": seed, "on_token": on_token}
-    request = check_request(model, prompts, max_new_tokens, group=group, **options)
+    request = check_request(model, prompts, max_new_tokens, lengths, stop_tokens, seed, on_token, group)
     sampling = Sampling() if sampling is None else sampling
     check_type("sampling", sampling, Sampling)
     check_type("cached", cached, bool)

@@ -84,8 +84,7 @@ class DecodingSession:
         group: int | None = None,
     ) -> list[list[int]]:
         """Continue each of ``prompts (B, S)``; see :func:`flexnsa.lm.generate_tokens`."""
-        options: dict[str, Any] = {"lengths": lengths, "stop_tokens": stop_tokens, "seed": seed, "on_token": on_token}
-        request = check_request(self.model, prompts, max_new_tokens, group=group, **options)
+        request = check_request(self.model, prompts, max_new_tokens, lengths, stop_tokens, seed, on_token, group)
         self._check_rows(prompts)
         self.reserve(request.max_seq_len)
         return continue_prompts(self, request)

@@ -62,9 +62,3 @@ def check_stops(stop_tokens: StopTokens) -> Stops:
         if not stops[-1]:
             raise ValueError(f"stop_tokens: expected at least one token in a sequence, got {describe(stop)}")
     return stops
-
-
-def check_on_token(on_token: OnToken | None) -> None:
-    """Check that ``on_token`` is a function or None."""
-    if on_token is not None and not callable(on_token):
-        raise TypeError(f"on_token: expected a function, got {describe(on_token)}")
