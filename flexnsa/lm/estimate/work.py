@@ -136,16 +136,15 @@ class Work:
 
     def saved_by(self) -> dict[str, int]:
         """Return what one layer saves, by function."""
-        config, nsa = self.config, self.config.attention == "nsa"
-        sizes = self.sizes
+        config, sizes = self.config, self.sizes
         inputs = self.copies_of_input() + 1
         saved = {
             "norms": self.norm() + self.second_norm(),
             "inputs of projections": inputs * self.residual * self.activation // 4 + sizes.outputs,
             "MLP": self.saved_by_mlp(),
+            "weights, cast": self.cast(*LINEAR) + self.joined(),
         }
-        saved["weights, cast"] = self.cast(*LINEAR) + self.joined()
-        if not nsa:
+        if config.attention == "dense":
             saved["attention"] = sizes.queries + sizes.keys(self.length) + sizes.outputs + sizes.lse
             return saved
         saved["compression"] = self.compression()
@@ -306,7 +305,9 @@ class Work:
         The gradients of saved outputs are computed at once, that of a recomputed output with its branch.
         """
         config, sizes = self.config, self.sizes
-        if self.adds_up_at_once:
+        several = {"cmp", "slc"} <= {*config.branches} and not config.recompute
+        if several and self.impl == "triton" and self.footprint("cmp") is FOOTPRINTS["triton"]:
+            # The branches have one backward pass, as in flexnsa.attention.triton.gated
             return [self.excess_at_once()]
         above = (len(config.branches) - len(config.recompute) - (not config.recompute)) * sizes.outputs
         moments = []
@@ -318,12 +319,6 @@ class Work:
             # Its output and its gradient are freed. The gradient of q stays; those of other branches add to it
             above += (sizes.queries if tag == backward[0] else 0) - (0 if again else 2 * sizes.outputs)
         return moments
-
-    @property
-    def adds_up_at_once(self) -> bool:
-        """Whether the branches have one backward pass, as in :mod:`flexnsa.attention.triton.gated`."""
-        several = {"cmp", "slc"} <= {*self.config.branches} and not self.config.recompute
-        return several and self.impl == "triton" and self.footprint("cmp") is FOOTPRINTS["triton"]
 
     def excess_at_once(self) -> int:
         """Return the peak of that backward pass, which is in the selected branch, above what the attention saved.
