@@ -17,7 +17,6 @@ from flexnsa.attention import dispatch as implementations
 from flexnsa.attention.dispatch import choose_implementation
 from flexnsa.attention.interface import Call, Keys
 from flexnsa.attention.step import StepInputs
-from flexnsa.attention.triton.step import step_in_pages
 from flexnsa.layers.indexer import SharedIndex
 from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.lm import DenseAttention
@@ -141,7 +140,10 @@ class Paged:
 
     def calls(self) -> dict[str, dict[str, Timed]]:
         """What to time: kernels take a step at once."""
-        return {"attention": {"eager": lambda: step_in_pages(self.inputs, self.tokens)}}
+        from flexnsa.attention.triton.kernels.step import StepScratch, attend
+
+        scratch, results = StepScratch.of(self.inputs, self.tokens), self.inputs.empty_results()
+        return {"attention": {"eager": lambda: attend(self.inputs, scratch, *results)}}
 
 
 class Dense:

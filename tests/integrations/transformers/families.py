@@ -93,7 +93,8 @@ def dense(family: str, **changes: Any) -> Any:
 
 def tokens(*shape: int) -> Tensor:
     """Draw tokens that are neither padding nor special."""
-    return torch.randint(3, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(1))
+    made = torch.randint(3, SIZES["vocab_size"], shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+    return made.to(torch.get_default_device())
 
 
 def sparse(family: str, options: dict[str, Any], **changes: Any) -> Any:

@@ -54,11 +54,11 @@ def released(kind: str, **changes: Any) -> Any:
         else:
             model = getattr(module, f"{name}ForCausalLM")(getattr(module, f"{name}Config")(**sizes | changes))
     model.set_experts_implementation("eager")
-    made = torch.Generator().manual_seed(0)
+    made = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             size = 0.3 if parameter.dim() > 1 else 0.2
-            parameter.copy_(torch.randn(parameter.shape, generator=made) * size)
+            parameter.copy_(torch.randn(parameter.shape, generator=made, device="cpu") * size)
     return model.train()
 
 

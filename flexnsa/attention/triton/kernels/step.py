@@ -113,8 +113,9 @@ BLOCK_J = 16
 """Blocks whose importance a program sums: few, so that there are many programs."""
 SCORES = 2048
 """Scores that a warp sums in registers."""
-SELECTING_WARPS = 4
-"""Warps of a program that selects: more than in training, because few programs hide no latency."""
+SELECTING_WARPS = 8
+"""Warps of a program that selects: more than in training, because few programs hide no latency. At 64k 7 us; with 4
+warps 10 (H200, one sequence)."""
 MERGED = 2048
 """Elements of partial outputs that a warp sums."""
 
@@ -254,7 +255,7 @@ def _attend_selected(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -
         *pages, scratch.heads, scratch.num_tokens, scratch.first_split("slc"), inputs.scale * LOG2_E,
         **_dims(scratch), SLC=sizes, BLOCK=config.select_block_size, SELECTED=config.num_selected_blocks,
         PER_PROGRAM=cdiv(config.num_selected_blocks, tiles.slc), BR=tiles.group_rows, BN=tiles.block_keys,
-        num_warps=WARPS,
+        num_warps=WARPS, num_stages=2,
     )  # fmt: skip
 
 

@@ -171,18 +171,20 @@ def attend_selected(
     total = tl.zeros([BR], tl.float32)
     acc = tl.zeros([BR, BDV], tl.float32)
     n = tl.arange(0, BN)
-    first = tl.program_id(0) * PER_PROGRAM
-    for i in tl.range(first, tl.minimum(first + PER_PROGRAM, SELECTED)):
-        block = tl.load(blocks_ptr + (bh * num_tokens + t) * SELECTED + i)
-        if block >= 0:
-            for offset in tl.range(0, BLOCK, BN):
-                key = block * BLOCK + offset + n
-                inside = (offset + n < BLOCK) & (key <= token)
-                page, place = find_states(table_ptr, width, key, inside, bh, slc_size + 1, HKV, SLC[0])
-                k = load_states(k_ptr, page, place, inside, k_stride, SLC[1], DK, BDK)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-                v = load_states(v_ptr, page, place, inside, v_stride, SLC[2], DV, BDV)
-                top, total, acc = join(tl.where(inside[None, :], s, float("-inf")), v, top, total, acc, True, PRECISION)
+    blocks = blocks_ptr + (bh * num_tokens + t) * SELECTED
+    TILES: tl.constexpr = (BLOCK + BN - 1) // BN
+    # One loop without a branch: the page of the next block is looked up while this one is attended to.
+    for tile in tl.range(0, PER_PROGRAM * TILES):
+        i = tl.program_id(0) * PER_PROGRAM + tile // TILES
+        place_in_block = tile % TILES * BN + n
+        block = tl.load(blocks + i, mask=i < SELECTED, other=-1)
+        key = block * BLOCK + place_in_block
+        inside = (block >= 0) & (place_in_block < BLOCK) & (key <= token)
+        page, place = find_states(table_ptr, width, key, inside, bh, slc_size + 1, HKV, SLC[0])
+        k = load_states(k_ptr, page, place, inside, k_stride, SLC[1], DK, BDK)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        v = load_states(v_ptr, page, place, inside, v_stride, SLC[2], DV, BDV)
+        top, total, acc = join(tl.where(inside[None, :], s, float("-inf")), v, top, total, acc, True, PRECISION)
     store_partial(
         top, total, acc, first_split + tl.program_id(0), r, num_tokens * G, bh, num_heads, num_tokens,
         part_ptr, top_ptr, total_ptr, G, DV, BDV,
