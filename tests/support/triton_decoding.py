@@ -116,7 +116,14 @@ CASES = {
     "residual gates, two branches": Case(
         steps=ALONE * 4, prompts=(23,), heads=(3, 1, 24, 16), gate="residual", branches=("slc", "win"), page_size=8
     ),
-    "shared keys": Case(steps=((3, 1),) * 3, prompts=(14, 20), heads=(4, 2, 16, 24), shared_keys=True, page_size=4),
+    "shared keys, one block more than programs divide": Case(
+        steps=((3, 1),) * 3,
+        prompts=(14, 20),
+        heads=(4, 2, 16, 24),
+        config=replace(SMALLEST, num_selected_blocks=5),
+        shared_keys=True,
+        page_size=4,
+    ),
     "window and compressed": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "win")),
     "compressed and selected": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "slc")),
     "bf16, 16 heads of 64": Case(
