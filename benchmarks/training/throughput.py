@@ -137,7 +137,7 @@ def _on_gpu(step: Callable[[], object], before: int, arguments: argparse.Namespa
     measured: dict[str, Any] = {"peak_mib": peak, "kernels_a_step": sum(kernel.launches for kernel in kernels)}
     if arguments.kernels:
         longest = kernels[: arguments.kernels]
-        measured["longest_kernels"] = [[kernel.name, round(kernel.ms, 3), kernel.launches] for kernel in longest]
+        measured["longest_kernels"] = [[kernel.name[:100], round(kernel.ms, 3), kernel.launches] for kernel in longest]
     torch.cuda.empty_cache()
     try:
         replay, _ = capture(step)
