@@ -62,6 +62,7 @@ class NSAttention(SparseLayer, GQAttention):
         if options.has_indexer:
             kinds: dict[str, Any] = {"config": options.sizes, "compression": options.compression}
             self.indexer = Indexer(config.dim, *shape, rank=options.index_rank, **kinds)
+        self.attend_densely(options.branches if options.warmup else None)  # all, so that optimizers know all
         self._follow_protocol()
         self.register_load_state_dict_pre_hook(_complete)
 

@@ -26,6 +26,7 @@ class Options(BranchOptions):
         shared_keys: the compressed branch compresses the selected branch's keys instead of keys of its own.
         layers: ``all``, or patterns of the layers to replace, such as ``layers.[0-3].*``; the others stay dense.
         packed: rows may hold several documents, which positions that restart at 0 separate; False: each row is one.
+        warmup: the selected branch attends to all past tokens, and indexers alone learn, from the shares of all blocks.
         selection_loss_weight: factor on the loss that teaches indexers.
         num_queries: queries of each sequence that teach indexers in a step.
         seed: chooses these queries, with the step.
@@ -42,6 +43,7 @@ class Options(BranchOptions):
     shared_keys: bool = False
     layers: str | tuple[str, ...] = "all"
     packed: bool = True
+    warmup: bool = False
     selection_loss_weight: float = 1.0
     num_queries: int = SAMPLED_QUERIES
     seed: int = 0
@@ -64,6 +66,9 @@ class Options(BranchOptions):
                 check_type("layers", pattern, str)
             object.__setattr__(self, "layers", tuple(self.layers))
         check_type("packed", self.packed, bool)
+        check_type("warmup", self.warmup, bool)
+        if self.warmup and not (self.has_indexer and self.indexer_lr):
+            raise ValueError("warmup: expected False without indexers that learn, got True")
         check_positive_int("num_queries", self.num_queries)
         check_int("seed", self.seed, -(2**63), 2**63 - 1)
         for name in ("selection_loss_weight", "compressor_lr", "indexer_lr"):

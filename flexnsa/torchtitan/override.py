@@ -25,7 +25,7 @@ from flexnsa.torchtitan.attention import NSAttention
 from flexnsa.torchtitan.checkpointing import KeepingSelection
 from flexnsa.torchtitan.metrics import NSAMetrics
 from flexnsa.torchtitan.options import Options
-from flexnsa.torchtitan.rates import NSAOptimizers, own_groups
+from flexnsa.torchtitan.rates import NSAOptimizers, groups_of
 
 MODEL = "model_spec.model."
 """What torchtitan puts before the names of a model's modules."""
@@ -122,11 +122,11 @@ def _(part: MetricsProcessor.Config, name: str, plan: Plan) -> MetricsProcessor.
 
 @adapted.register
 def _(part: OptimizersContainer.Config, name: str, plan: Plan) -> OptimizersContainer.Config:
-    groups = own_groups(part, plan.options, plan.replaced[0])
-    if not groups:
+    groups = groups_of(part, plan.options, plan.replaced[0])
+    if len(groups) == len(part.param_groups):
         return part
     _check_kind(name, part, OptimizersContainer.Config)
-    return derive(part, NSAOptimizers.Config, param_groups=[*groups, *part.param_groups])
+    return derive(part, NSAOptimizers.Config, param_groups=groups)
 
 
 @adapted.register
@@ -145,7 +145,7 @@ def _(part: BaseCheckpointManager.Config, name: str, plan: Plan) -> BaseCheckpoi
 
 
 @adapted.register
-def _(part: ParallelismConfig, name: str, plan: Plan) -> ParallelismConfig:  # noqa: ARG001
+def _(part: ParallelismConfig, name: str, plan: Plan) -> ParallelismConfig:
     shares_tokens = part.context_parallel_degree > 1
     backends = ("partial_dtensor",) if shares_tokens else ("partial_dtensor", "spmd_types")
     if part.spmd_backend not in backends:
@@ -153,6 +153,8 @@ def _(part: ParallelismConfig, name: str, plan: Plan) -> ParallelismConfig:  # n
     if part.pipeline_parallel_degree > 1 and part.pipeline_parallel_schedule.lower() in SPLIT_BACKWARD:
         got = repr(part.pipeline_parallel_schedule)
         raise ValueError(f"{name}.pipeline_parallel_schedule: expected one that runs backward at once, got {got}")
+    if shares_tokens and plan.options.warmup:
+        raise ValueError("warmup: expected False where ranks share tokens, which attend to chosen blocks, got True")
     if shares_tokens:
         balancer = part.context_parallel_load_balancer
         if balancer != "headtail":

@@ -37,21 +37,23 @@ class NSAOptimizers(OptimizersContainer):
         return OptimizersContainer._build_param_groups(model, kept, impl_kwargs)
 
 
-def own_groups(config: OptimizersContainer.Config, options: Options, layer: str) -> list[ParamGroupConfig]:
-    """Return a group for compressors, and one for indexers, where they have rates of their own; both go first.
+def groups_of(config: OptimizersContainer.Config, options: Options, layer: str) -> list[ParamGroupConfig]:
+    """Return the groups of ``config``, behind one for compressors, and one for indexers, with rates of their own.
 
     Each is like the group that the parameters of that ``layer`` are in by ``config``, at a fraction of its rate; see
-    :func:`flexnsa.optim.parameter_groups`.
+    :func:`flexnsa.optim.parameter_groups`. In a warm-up of indexers all others have rate 0, which keeps their bits.
 
     Raises:
         ValueError: they are in no group, or in one without a learning rate.
     """
-    groups: list[ParamGroupConfig] = []
-    if options.learns_compression and options.compressor_lr != 1:
+    groups, others = list[ParamGroupConfig](), config.param_groups
+    if options.learns_compression and options.compressor_lr != 1 and not options.warmup:
         groups.append(_scaled(config, COMPRESSORS, f"{layer}.compress_k.project.weight", options.compressor_lr))
-    if options.has_indexer and options.indexer_lr != 1:
+    if options.has_indexer and (options.indexer_lr != 1 or options.warmup):
         groups.append(_scaled(config, INDEXERS, f"{layer}.indexer.change_q.up.weight", options.indexer_lr))
-    return groups
+    if options.warmup:
+        others = [replace(group, optimizer_kwargs=group.optimizer_kwargs | {"lr": 0.0}) for group in others]
+    return [*groups, *others]
 
 
 def _scaled(config: OptimizersContainer.Config, pattern: str, name: str, rate: float) -> ParamGroupConfig:

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from tests.integrations.torchtitan.runs import INDEXER, override, save_results, target, train, trainer_of
 from tests.integrations.torchtitan.without_gpu import IS_OLD
 
@@ -140,6 +143,27 @@ def grow(file: Path) -> None:
         return train("llama", folder, *ARGUMENTS, *kept, *own)
 
     save_results(file, lambda folder: {"first": stage(folder, 2, 64, 4), "second": stage(folder, 4, 128, 2)})
+
+
+def teach(file: Path) -> None:
+    """Save the names of all weights, and of those that a warm-up of indexers and what follows it in its folder move."""
+
+    def stage(folder: Path, steps: int, **options: bool) -> list[dict[str, Tensor]]:
+        kept = ("--checkpoint.enable", "--checkpoint.no_last_save_model_only", "--lr_scheduler.total_steps=4")
+        arguments = (*kept, *rows(2), f"--training.steps={steps}", override(**INDEXER, **options))
+        with trainer_of("llama", folder, *arguments) as (trainer, _):
+            seen: list[dict[str, Tensor]] = []
+            for go_on in (lambda: None, trainer.train):
+                go_on()
+                seen.append({name: x.full_tensor() for name, x in trainer.model_parts[0].named_parameters()})
+            return seen
+
+    def stages(folder: Path) -> dict[str, Any]:
+        start, warm, _, end = *stage(folder, 2, warmup=True), *stage(folder, 4)
+        moved = [{name for name in end if not torch.equal(x[name], y[name])} for x, y in ((start, warm), (warm, end))]
+        return {"warm-up": moved[0], "joint": moved[1], "all": set(end)}
+
+    save_results(file, stages)
 
 
 def go_on(file: Path, ranks: int, checkpoints: Path) -> None:

@@ -115,6 +115,8 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"layers": [0]}, "layers: expected str, got 0"),
     ({"layers": 3}, "layers: expected Sequence, got 3"),
     ({"packed": 1}, "packed: expected bool, got 1"),
+    ({"warmup": 1}, "warmup: expected bool, got 1"),
+    ({"warmup": True}, "warmup: expected False without indexers that learn, got True"),
     ({"selection_loss_weight": -1}, "selection_loss_weight: expected at least 0, got -1"),
     ({"compressor_lr": "0.1"}, "compressor_lr: expected a number, got '0.1'"),
     ({"indexer_lr": float("inf")}, "indexer_lr: expected a finite number, got inf"),
@@ -191,6 +193,10 @@ WRONG_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
         ("--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_load_balancer=ptrr"),
         "parallelism.context_parallel_load_balancer: expected 'headtail', got 'ptrr'",
     ),
+    "a warm-up of shared tokens": (
+        ("--parallelism.context_parallel_degree=2",),
+        "warmup: expected False where ranks share tokens, which attend to chosen blocks, got True",
+    ),
     "zero bubbles": (
         ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"),
         "parallelism.pipeline_parallel_schedule: expected one that runs backward at once, got 'ZBVZeroBubble'",
@@ -206,7 +212,7 @@ WRONG_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
 def test_a_setting_that_does_not_fit_is_refused_by_name(name: str) -> None:
     arguments, message = WRONG_SETTINGS[name]
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        adapted("llama", *arguments, **INDEXER)
+        adapted("llama", *arguments, **INDEXER, warmup="warm-up" in name)
 
 
 def test_the_dense_format_holds_what_has_no_new_parameters() -> None:

@@ -20,6 +20,7 @@ from tests.integrations.torchtitan.scenarios import (
     run_shared,
     run_through,
     start,
+    teach,
 )
 from tests.parallel.conftest import RunOnce
 from tests.parallel.processes import run_together, started
@@ -69,3 +70,9 @@ def test_a_killed_run_goes_on_with_the_same_losses(run_once: RunOnce, tmp_path: 
 def test_a_start_with_longer_rows_goes_on(run_once: RunOnce) -> None:
     told = {name: stage[TOLD] for name, stage in run_once(1, grow).items()}
     assert told == {"first": [[1, 4], [2, 4]], "second": [[3, 2], [4, 2]]}
+
+
+def test_indexers_warm_up_alone_and_go_on_with_all_others(run_once: RunOnce) -> None:
+    moved = run_once(2, teach)
+    assert moved["warm-up"] == {name for name in moved["all"] if ".indexer." in name}
+    assert moved["joint"] == moved["all"]

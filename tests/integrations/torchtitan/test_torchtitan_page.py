@@ -41,6 +41,7 @@ def test_defaults_in_the_table_are_those_of_the_options() -> None:
     assert said == {
         "layers": f'"{defaults.layers}"',
         "packed": str(defaults.packed).lower(),
+        "warmup": str(defaults.warmup).lower(),
         "selection_loss_weight": str(defaults.selection_loss_weight),
         "compressor_lr": str(defaults.compressor_lr),
         "indexer_lr": str(defaults.indexer_lr),
