@@ -10,7 +10,7 @@ from typing import Any
 
 from flexnsa.primitives import check_choice, check_head_counts, check_int
 
-INDEX_FIELDS = ("index_block_size", "index_stride", "index_heads", "index_score")
+INDEX_FIELDS = ("index_block_size", "index_stride", "index_heads", "index_head_dim", "index_score")
 """Fields of the indexer, None without one."""
 INDEX_SCORES = (None, "max", "relu")
 
@@ -40,6 +40,7 @@ class NSAConfig:
             ``None``: ``compress_stride``.
         index_heads: index queries for each key head, which score the blocks by index keys; ``None``: the compressed
             branch scores them, as in the paper.
+        index_head_dim: of index queries and keys with an ``index_score``, even; ``None``: that of the layer's heads.
         index_score: ``"max"``: the score of a block is its largest product of the index query and a key, as in MSA
             (:meth:`msa`); ``"relu"``: the sum of the positive products of all index queries and the block's one key, as
             in QSA (:meth:`qsa`); ``None``: the mass of the softmax over index keys.
@@ -59,6 +60,7 @@ class NSAConfig:
     index_block_size: int | None = None
     index_stride: int | None = None
     index_heads: int | None = None
+    index_head_dim: int | None = None
     index_score: str | None = None
 
     def __post_init__(self) -> None:
@@ -74,12 +76,15 @@ class NSAConfig:
             select_block_size=self.select_block_size,
         )
         if self.index_heads is None:
-            for name in ("index_block_size", "index_stride", "index_score"):
+            for name in INDEX_FIELDS:
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: expected None without index_heads, got {getattr(self, name)!r}")
         else:
             length, stride = self._index_sizes()
             _check_multiples("index_stride", stride, index_block_size=length, select_block_size=self.select_block_size)
+        dim = self.index_head_dim
+        if dim is not None and (dim % 2 or self.index_score is None):
+            raise ValueError(f"index_head_dim: expected an even number with an index_score, None without, got {dim}")
         if self.index_score is not None:
             check_choice("index_score", self.index_score, INDEX_SCORES[1:])
             of_key, others = 1, {"index_heads": 1}

@@ -89,6 +89,7 @@ class NSACache(StepCache):
         if indexed and config.index_score == "max":
             names.remove("k_index_tail")  # nothing is compressed
         dims = {name: head_dim if name[0] == "k" else v_head_dim for name in names}
+        dims |= {name: config.index_head_dim or head_dim for name in names if name.startswith("k_index")}
         super().__init__(sizes, batch_size, num_kv_heads, dims, rope_base=rope_base, dtype=dtype, device=device)
         self.reached = torch.zeros_like(self.lengths)
         """The largest length of each sequence since it was empty; :meth:`crop` brings no overwritten token back."""

@@ -21,7 +21,7 @@ def check_scorer(
         check_group(name, q, keys)
         return
     count = f"Hkv * {config.index_heads}" if isinstance(heads, str) else heads * config.index_heads
-    check_tensor("q_index", q_index, (q.shape[0], count, q.shape[2], "Di"), like=q)
+    check_tensor("q_index", q_index, (q.shape[0], count, q.shape[2], config.index_head_dim or "Di"), like=q)
     num_keys = num_compressed(length, config.scoring)
     if config.index_score is not None:  # heads share their keys
         check_tensor(name, keys, (q.shape[0], 1, num_keys, q_index.shape[3]), like=q)

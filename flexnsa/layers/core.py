@@ -115,9 +115,9 @@ def collect_keys(
     scorer = None
     if heads.index is not None:
         index_keys = _index_keys(heads.index, layout, compressors, source)
-        scorer = _scorer(apply_rope(heads.index.q, layout.tokens), index_keys, heads.q.shape[1], layout, call)
+        scorer = _scorer(apply_rope(heads.index.q, layout.tokens), index_keys, heads.q, layout, call)
     elif index is not None and index.q is not None:
-        scorer = _scorer(index.q, given(index.k), heads.q.shape[1], layout, call)
+        scorer = _scorer(index.q, given(index.k), heads.q, layout, call)
     chooses = "slc" in branches and scorer is None and index is None  # by means of the selected branch's own keys
     if "cmp" in branches or chooses:
         raw = heads.k["cmp" if "cmp" in branches else "slc"]
@@ -143,7 +143,9 @@ def _index_keys(index: IndexHeads, layout: RowLayout, compressors: Compressors, 
     return source.of_blocks("k_index", index.k, compress)
 
 
-def _scorer(q: Tensor, k: Tensor, num_heads: int, layout: RowLayout, call: Call) -> Scorer:
-    """Locate the queries among index keys."""
-    positions, mod = given(layout.index).positions, mod_of_index_heads(call.score_mod, num_heads, q.shape[1])
-    return Scorer(q, k, Call(call.config.scoring, call.scale, mod, positions, positions))
+def _scorer(q: Tensor, k: Tensor, of_layer: Tensor, layout: RowLayout, call: Call) -> Scorer:
+    """Locate index queries among index keys, with a scale for their dims."""
+    positions, mod = given(layout.index).positions, mod_of_index_heads(call.score_mod, of_layer.shape[1], q.shape[1])
+    dim = call.config.index_head_dim
+    scale = call.scale if dim is None else call.scale * (of_layer.shape[3] / dim) ** 0.5
+    return Scorer(q, k, Call(call.config.scoring, scale, mod, positions, positions))

@@ -45,6 +45,7 @@ class KeyIndexer(Indexer):
 
     def __init__(self, dim: int, num_kv_heads: int, head_dim: int, *, config: NSAConfig, **_: object) -> None:
         nn.Module.__init__(self)
+        head_dim = config.index_head_dim or head_dim
         self.num_kv_heads, self.num_index_heads = 1, num_kv_heads * given(config.index_heads)
         self.q_proj = nn.Linear(dim, self.num_index_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(dim, head_dim, bias=False)

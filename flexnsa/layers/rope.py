@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.operators import opaque_operator
@@ -61,8 +62,13 @@ def _(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Ten
 
 
 def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:
-    """Rotate the pairs ``(x[i], x[i + D/2])`` of each head of ``x (B, H, T, D)``; computed in fp32 or wider."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    """Rotate the pairs ``(x[i], x[i + D/2])`` of each head of ``x (B, H, T, D)``; computed in fp32 or wider.
+
+    Heads of other dims than the tables have (``index_head_dim``) are rotated by the first angles, the rest by 0.
+    """
+    dtype, missing = torch.promote_types(x.dtype, torch.float32), x.shape[-1] // 2 - tables.cos.shape[-1]
+    if missing:
+        tables = RopeTables(F.pad(tables.cos, (0, missing), value=1.0), F.pad(tables.sin, (0, missing)))
     cos, sin = (table.to(dtype)[..., None, :] for table in tables)
     # Halves rotated one by one would be joined, and so would their gradients. Compiled code would store these, and then
     # copy them to their place in the gradient of the product that x came from.

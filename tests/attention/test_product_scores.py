@@ -95,6 +95,8 @@ def test_what_does_not_fit_is_named() -> None:
         "index_score: expected one of 'max', 'relu', got 'mass'": {"index_score": "mass"},
         r"num_init_blocks, num_local_blocks: expected 16, 16, 0, 1 .* got \(1, 1, 0, 1\)": {"index_score": "relu"},
         "index_score: expected None without index_heads, got 'max'": without,
+        "index_head_dim: expected an even number with an index_score, None without, got 7": {"index_head_dim": 7},
+        "index_head_dim: expected .*, got 8": {"index_head_dim": 8, "index_score": None},
         r"index_stride, index_heads: expected 1, 1, 1 .* got \(2, 2, 1\)": {"index_block_size": 2, "index_stride": 2},
     }
     for message, changes in refused.items():

@@ -25,6 +25,7 @@ from tests.support.inputs import SMALL
 
 INDEXED = replace(SMALL, index_heads=2, index_block_size=4, index_stride=4)
 ALL_FREE = replace(INDEXED, num_init_blocks=0, num_local_blocks=0)
+FOUR = {"select_block_size": 16, "num_selected_blocks": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "a head for each query head": {"config": INDEXED},
     "one head, keys that overlap": {"config": replace(SMALL, index_heads=1, index_block_size=8, index_stride=4)},
@@ -35,8 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared keys": {"config": INDEXED, "shared_keys": True},
     "reference": {"config": INDEXED, "impl": "reference"},
     "best keys": {"config": replace(INDEXED, index_block_size=1, index_stride=1, index_heads=1, index_score="max")},
-    "units": {"config": NSAConfig.qsa(select_block_size=16, num_selected_blocks=4), "branches": ("slc",)},
-    "best keys alone": {"config": NSAConfig.msa(select_block_size=16, num_selected_blocks=4), "branches": ("slc",)},
+    "units": {"config": NSAConfig.qsa(**FOUR, index_head_dim=4), "branches": ("slc",)},
+    "best keys alone": {"config": NSAConfig.msa(**FOUR, index_head_dim=12), "branches": ("slc",)},
 }
 of_every_kind = pytest.mark.parametrize("kind", KINDS)
 

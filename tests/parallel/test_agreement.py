@@ -154,7 +154,11 @@ def test_every_option_is_compared_or_is_known_to_be_of_one_process() -> None:
     compared = flat(agreed_options(arguments, model_config(arguments), train_config(arguments), text))
     joining, may_differ = {"parallel", "reduce_dtype", "context_parallel"}, {"device", "out", "log_ranks"}
     options = {action.dest for action in parser._actions} - {"help"}
-    assert options - joining - may_differ == compared.keys() - {"vocab_size", "index_score"}  # no options
+    assert options - joining - may_differ == compared.keys() - {
+        "vocab_size",
+        "index_head_dim",
+        "index_score",
+    }  # no options
 
 
 def _trainers(file: Path, parallel: str) -> None:

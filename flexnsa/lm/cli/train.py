@@ -201,7 +201,8 @@ def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...]
         help="fill sequences with whole documents, which blank lines separate (default: cut the text anywhere)",
     )
     add_config_options(parser, "model", DecoderConfig, skip=("nsa", "vocab_size", "checkpointing"))
-    add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig, skip=("index_score",))
+    of_scores = ("index_head_dim", "index_score")
+    add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig, skip=of_scores)
     add_config_options(parser, "training", TrainConfig, skip=("pack", "stages", "dense_stages", *skip))
 
 
