@@ -64,7 +64,7 @@ class ConvertedAttention(SparseLayer):
         sizes, rank = options.sizes, options.index_rank
         check_indexer(sizes, rank, options.branches, self.num_heads // self.num_kv_heads)
         self.q_proj, self.o_proj = parts.q_proj, parts.o_proj
-        self.q_norm, self.k_norm, self.sinks = parts.q_norm, parts.k_norm, parts.sinks
+        self.q_norm, self.k_norm, self.sinks, self.out_gate = parts.q_norm, parts.k_norm, parts.sinks, parts.out_gate
         for tag in options.branches:
             is_dense = tag == ("slc" if "slc" in options.branches else options.branches[0])
             self.add_module(f"k_proj_{tag}", parts.k_proj if is_dense else copy_module(parts.k_proj))
@@ -89,7 +89,10 @@ class ConvertedAttention(SparseLayer):
                 start(new)
                 new.to(like).train(dense.training)
         if parts.indexer is not None and self.indexer is not None:
-            self.indexer._modules.update(parts.indexer.named_children())  # which have the same names
+            self.indexer._modules.update(parts.indexer)
+            if (sizes.index_head_dim or self.head_dim) < (rotated := self.rotary_emb.num_rotated):
+                got = sizes.index_head_dim
+                raise ValueError(f"index_head_dim: expected the {rotated} dims that are rotated, or more, got {got}")
 
     def forward(
         self,
@@ -133,6 +136,7 @@ class ConvertedAttention(SparseLayer):
             rows.check_cache(cache.lengths)
             out, _index = run_layer(self, x, mods=mods, cache=cache, lengths=rows.num_valid)
             layer.seen += num_tokens
+        out = out if self.out_gate is None else out * self.out_gate(x).sigmoid()
         return rows.restore(self.o_proj(out), dim=1), None
 
     def follow(self, options: LayerOptions) -> None:

@@ -35,6 +35,8 @@ class FlexNSACacheLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
     supports_early_init = False
+    indexer_position_ids = property(lambda _: None, lambda *_: None)
+    """Where ``qwen4_exp`` keeps positions, which NSA layers count themselves."""
 
     def __init__(self, max_cache_len: int = FIRST_TOKENS, max_rewind: int = 1) -> None:
         super().__init__()

@@ -43,8 +43,9 @@ def convert(model: Any, config: NSAConfig | None = None, *, copy: bool = True, *
     blocks are selected, for up to ``n * l'`` tokens. With all three branches it differs from that by 0.02 times the
     outputs of the other two.
 
-    A model of type ``minimax_m3_vl_text`` whose layers select blocks (MSA) keeps its sizes and indexers. It is equal at
-    all lengths, and so is what :func:`to_dense` makes of it, which plain transformers loads. Full layers stay dense.
+    A model of type ``minimax_m3_vl_text`` or ``qwen4_exp_text``, whose layers select blocks (MSA, QSA), keeps its sizes
+    and indexers, and its other layers. It is equal at all lengths, and so is what :func:`to_dense` makes of it, which
+    plain transformers loads.
 
     No list of models says what can be converted: layers are looked at, and run on 64 random tokens. Each with the
     selected branch alone then has to return what the dense one does. Layers with other attention stay as they are.
@@ -118,6 +119,8 @@ def _read(model: Any, own: NSAConfig | None) -> dict[str, Any]:
     with probing(model):
         for _, layer in full_layers(model) if own is not None else ():
             layer.indexer.topk_blocks = TOKENS  # all of them, because rounding decides between scores that are close
+            if hasattr(layer.indexer, "compress_ratio"):
+                layer.indexer.forward = lambda x, *_: x.new_ones(1, 1, 1, 1, dtype=torch.bool)
             last = TOKENS  # its blocks are of slots, which have to be positions
         for read in read_layers(model, dict(full_layers(model)), LAYERS, last):
             read.check_arguments()

@@ -28,8 +28,9 @@ FULL = ("full_attention", "hybrid")
 """Layers that attend to all tokens before; hybrid ones have a recurrent layer beside that."""
 LOCAL = ("sliding_attention", "chunked_attention")
 """Layers that attend to some of the last tokens. They are left to the attention that the model has without NSA."""
-SELECTING = ("minimax_m3_sparse",)
-"""Layers that select blocks as NSA can (MSA). In a model that has some these become NSA, and full ones stay dense."""
+MSA, QSA = "minimax_m3_sparse", "indexed_attention"
+SELECTING = {MSA: "index_block_size", QSA: "indexer_compress_ratio"}
+"""Layers that select blocks as NSA can, and a size that models without have not. These become NSA; full ones stay."""
 WITHOUT = ("linear_attention", "conv", "moe", "mlp")
 """Layers without attention."""
 PLAIN = ("eager", "sdpa")
@@ -49,7 +50,8 @@ def layer_types(config: Any) -> list[str]:
 
 def nsa_types(config: Any) -> tuple[str, ...]:
     """Return the types of the layers that are NSA in a converted model."""
-    return SELECTING if {*layer_types(config)} & {*SELECTING} else FULL
+    types = layer_types(config)
+    return tuple(kind for kind, size in SELECTING.items() if kind in types and getattr(config, size, None)) or FULL
 
 
 def check_layer_types(config: Any, purpose: str) -> None:

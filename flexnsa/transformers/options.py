@@ -1,4 +1,4 @@
-"""What a model's config says: in ``config.flexnsa`` the sizes of NSA and how to use it, elsewhere the sizes of MSA."""
+"""What a model's config says: how to use NSA and its sizes in ``config.flexnsa``, elsewhere those of MSA and QSA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexnsa.checks.calls import check_branches, check_recompute
 from flexnsa.config import BRANCHES, INDEX_FIELDS, NSAConfig
 from flexnsa.layers.config import BranchOptions
 from flexnsa.primitives import check_choice, check_number, check_positive_number, check_type, describe
-from flexnsa.transformers.local_layers import SELECTING, check_local, nsa_types
+from flexnsa.transformers.local_layers import MSA, QSA, SELECTING, check_local, nsa_types
 from flexnsa.transformers.rotary import STYLES
 
 SIZES = tuple(field.name for field in fields(NSAConfig))
@@ -129,6 +129,7 @@ OF_MSA = {
     "select_block_size": "index_block_size",
     "num_selected_blocks": "index_topk_blocks",
     "num_local_blocks": "index_local_blocks",
+    "index_head_dim": "index_head_dim",
 }
 """Sizes of :meth:`flexnsa.NSAConfig.msa`, and their names in a config of transformers."""
 
@@ -139,13 +140,19 @@ def selecting_sizes(config: Any) -> NSAConfig | None:
     Raises:
         ValueError: NSA cannot select so; the message names what does not fit.
     """
-    if nsa_types(config) is not SELECTING:
+    kind = nsa_types(config)[0]
+    if kind not in SELECTING:
         return None
-    for name, like in {"index_head_dim": "head_dim", "index_n_heads": "num_key_value_heads"}.items():
-        if getattr(config, name) != getattr(config, like):
-            expected = f"{like}, {getattr(config, like)}, of a model to convert"
-            raise ValueError(f"{name}: expected {expected}, got {describe(getattr(config, name))}")
-    return NSAConfig.msa(**{own: getattr(config, name) for own, name in OF_MSA.items()})
+    name = "index_n_heads" if kind == MSA else "indexer_n_heads"
+    heads, rest = divmod(getattr(config, name), config.num_key_value_heads)
+    if rest:
+        expected = f"a multiple of num_key_value_heads, {config.num_key_value_heads}, of a model to convert"
+        raise ValueError(f"{name}: expected {expected}, got {getattr(config, name)}")
+    if kind == MSA:
+        return NSAConfig.msa(index_heads=heads, **{own: getattr(config, name) for own, name in OF_MSA.items()})
+    size, dim = config.indexer_compress_ratio, config.indexer_head_dim
+    selected = config.indexer_budget // size + 1
+    return NSAConfig.qsa(select_block_size=size, num_selected_blocks=selected, index_heads=heads, index_head_dim=dim)
 
 
 def write_sizes(config: Any, sizes: NSAConfig) -> None:
@@ -154,7 +161,10 @@ def write_sizes(config: Any, sizes: NSAConfig) -> None:
     Raises:
         ValueError: there are blocks that no such model selects.
     """
-    if nsa_types(config) is SELECTING:
+    kind, size = nsa_types(config)[0], sizes.select_block_size
+    if kind == QSA:
+        config.indexer_compress_ratio, config.indexer_budget = size, size * (sizes.num_selected_blocks - 1)
+    if kind == MSA:
         if sizes.num_init_blocks:
             raise ValueError(f"num_init_blocks: expected 0 of layers that become MSA, got {sizes.num_init_blocks}")
         for own, name in OF_MSA.items():

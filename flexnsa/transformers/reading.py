@@ -38,6 +38,11 @@ class Reading:
 
     heads: dict[str, Tensor] = field(default_factory=dict)
     kwargs: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bool
+
+    def __and__(self, chosen: Tensor) -> Reading:
+        """Stay what it is where a layer would hide what it has not chosen."""
+        return self
 
     def take(self, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> tuple[Tensor, None]:
         """Keep the arguments, and return zeros as the heads' outputs."""
@@ -182,9 +187,10 @@ def _run(model: Any, layers: Mapping[str, Any], positions: Tensor) -> dict[str, 
 
     def keep(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            known = not args and isinstance(out, tuple) and len(out) == 2 and "new_lengths" in kwargs
+            kwargs = dict(zip(("hidden_states", "position_embeddings"), args, strict=False)) | kwargs
+            known = len(args) in (0, 2) and isinstance(out, tuple) and len(out) == 2 and "new_lengths" in kwargs
             if not known or name in calls:
-                expected = "attention that is called once, with all arguments of the model by name, and returns two"
+                expected = "attention that is called once, with the arguments of the model by name, and returns two"
                 raise ValueError(f"{name}: expected {expected}, got a call of another kind")
             calls[name] = Call(kwargs, out[0], positions[0])
 

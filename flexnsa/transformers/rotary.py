@@ -63,7 +63,7 @@ class Rotary(nn.Module):
 
     def order(self, heads: Tensor) -> Tensor:
         """Put the channels of heads ``(..., D)`` in NSA's order."""
-        if self.style == "none" or (self.style == "halves" and self.num_rotated == self.head_dim):
+        if self.style == "none" or (self.style == "halves" and self.num_rotated >= heads.shape[-1]):
             return heads
         rotated, others = heads.tensor_split([self.num_rotated], -1)
         if self.style == "halves":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,20 @@ from transformers import AutoModelForCausalLM
 from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.indices import record_indices, replay_indices
 from flexnsa.optim import index_parameters
-from flexnsa.transformers import convert, to_dense
+from flexnsa.transformers import convert, teach_indexers, to_dense
+from flexnsa.transformers.taught_layers import indexed_layers
 from tests.integrations.transformers.families import tokens
 from tests.integrations.transformers.released_models import released
 
 kinds = pytest.mark.parametrize("kind", ["msa", "qsa"])
 MIXED: dict[str, Any] = {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 2], "num_experts_per_tok": 2}
 MIXED |= {"mlp_layer_types": ["dense", "sparse", "dense"]}
-MSA = [("msa", *each) for each in ((5, 1), (8, 1), (9, 1), (24, 2), (25, 1), (67, 2), (83, 1), (1100, 1))]
-QSA = [("qsa", length, 1) for length in (3, 4, 5, 24, 27, 28, 29, 67)]
+TWO, WIDE, NARROW = {"index_local_blocks": 2}, {"index_head_dim": 24}, {"index_head_dim": 8}
+MSA = [
+    ("msa", *each) for each in ((5, {}), (8, {}), (9, {}), (24, TWO), (25, NARROW), (67, TWO), (83, WIDE), (1100, {}))
+]
+OTHERS: dict[str, Any] = {"indexer_head_dim": 8, "indexer_n_heads": 2, "attention_bias": True}
+QSA = [("qsa", length, {}) for length in (3, 4, 5, 24, 27, 28, 29)] + [("qsa", 67, OTHERS)]
 
 
 @contextlib.contextmanager
@@ -47,54 +51,24 @@ def wide(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-class OpenGate(nn.Module):
-    """Adds what ``qwen4_exp`` multiplies each head's output by the sigmoid of: here by 1."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = F.linear(x, self.weight).unflatten(-1, (4, -1))
-        return torch.cat([heads, torch.full_like(heads, 40)], -1).flatten(-2)
-
-
-def of_rows(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Pass a mask, and the rotation of each row."""
-    x = kwargs["hidden_states"]
-    causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().expand(len(x), 1, -1, -1)
-    rope = [each.expand(len(x), -1, -1) for each in kwargs["position_embeddings"]]
-    return args, {"hidden_states": x, "position_embeddings": rope, "attention_mask": causal}
+def pair(kind: str, dtype: torch.dtype, **changes: Any) -> tuple[Any, Any]:
+    """Make a model of transformers and ours of its weights: of QSA with linear layers, and wider index heads."""
+    name, given = (
+        ("minimax_m3_vl", MIXED) if kind == "msa" else ("qwen4_exp", {"indexer_head_dim": 24, "num_experts_per_tok": 2})
+    )
+    if kind == "qsa" and dtype == torch.float64:  # in which linear layers do not compute
+        given = given | {"layer_types": ["indexed_attention"] * 3}
+    theirs = released(name, **given | changes).to(dtype).eval()
+    return theirs, convert(theirs)
 
 
-def select_as_qwen(model: Any) -> Any:
-    """Give the dense layers of a model the place and the weights of those of a random ``qwen4_exp``."""
-    qwen = released("qwen4_exp", layer_types=["indexed_attention"] * 3)
-    for layer, other in zip(model.model.layers, qwen.model.layers, strict=True):
-        dense, attention = layer.self_attn, other.self_attn
-        for name in ("k_proj", "v_proj", "o_proj"):
-            setattr(attention, name, getattr(dense, name))
-        attention.q_proj = OpenGate(dense.q_proj.weight)
-        attention.q_norm.weight, attention.k_norm.weight = dense.q_norm.weight, dense.k_norm.weight
-        attention.register_forward_pre_hook(of_rows, with_kwargs=True)
-        layer.self_attn = attention
-    return model
-
-
-def pair(kind: str, dtype: torch.dtype, local: int = 1) -> tuple[Any, Any]:
-    """A model with layers of transformers, and one of ours with its weights."""
-    if kind == "msa":
-        theirs = released("minimax_m3_vl", index_local_blocks=local, **MIXED).to(dtype).eval()
-        return theirs, convert(theirs)
-    dense = released("minimax_m3_vl", layer_types=["full_attention"] * 3)
-    theirs = select_as_qwen(copy.deepcopy(dense))
-    ours = convert(dense, NSAConfig.qsa(num_selected_blocks=7), branches=("slc",))
-    for own, other in zip(ours.model.nsa_layers, theirs.model.layers, strict=True):
-        assert not own.indexer.q_norm.weight.any()  # it begins as no factor
-        state = other.self_attn.indexer.state_dict()
-        parts = *state.pop("index_qk_proj.weight").split([64, 16]), *state.values()
-        own.indexer.load_state_dict(dict(zip(own.indexer.state_dict(), parts, strict=True)))
-    return theirs.to(dtype).eval(), ours.to(dtype).eval()
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Return those of a model of transformers by the names of a converted one."""
+    made = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name in [name for name, x in made.items() if "self_attn.q_proj" in name and len(x) == 128]:
+        q, gate = made[name].unflatten(0, (4, 2, -1)).unbind(1)
+        made |= {name: q.flatten(0, 1), name.replace("q_proj", "out_gate"): gate.flatten(0, 1)}
+    return made
 
 
 def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
@@ -102,18 +76,20 @@ def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
-@pytest.mark.parametrize(("kind", "length", "local"), [*MSA, *QSA])
+@pytest.mark.parametrize(("kind", "length", "changes"), [*MSA, *QSA])
 @pytest.mark.usefixtures("lower_index")
-def test_logits_and_gradients(kind: str, length: int, local: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_logits_and_gradients(
+    kind: str, length: int, changes: dict[str, Any], dtype: torch.dtype, tolerance: float
+) -> None:
     x = tokens(1 if length > 1024 else 2, length)  # more than a drop-in would select
     with wide(dtype):
-        theirs, ours = pair(kind, dtype, local)
+        theirs, ours = pair(kind, dtype, **changes)
         out, want = ours(x, use_cache=False).logits, theirs(x, use_cache=False).logits
         for logits in (out, want):
             logits.square().mean().backward()
-        assert kind == "qsa" or torch.equal(to_dense(ours)(x, use_cache=False).logits, want)
+        assert torch.equal(to_dense(ours)(x, use_cache=False).logits, want)
     assert_close(out, want, tolerance)
-    grads = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    grads = gradients(theirs)
     for name, parameter in ours.named_parameters():
         if ".indexer." not in name:
             assert_close(parameter.grad, grads[name.replace("_proj_slc", "_proj")], 10 * tolerance)
@@ -131,7 +107,7 @@ def test_prefill_and_steps(kind: str, tied: bool) -> None:
             for maps in [
                 each for model in (ours, theirs) for name, each in model.named_modules() if name[-7:] == "indexer"
             ]:
-                (maps.k_proj.weight if hasattr(maps, "k_proj") else maps.index_qk_proj.weight[64:])[:] = 0
+                (maps.k_proj.weight if hasattr(maps, "k_proj") else maps.index_qk_proj.weight[-24:])[:] = 0
         want = theirs(x, use_cache=False).logits
         for chunks in ([9, 1, 1, 30, 1, 28], [40, *[1] * 30]):
             cache, outs = None, []
@@ -140,7 +116,11 @@ def test_prefill_and_steps(kind: str, tied: bool) -> None:
                 cache = out.past_key_values
                 outs.append(out.logits)
             assert_close(torch.cat(outs, 1), want, 1e-12)
-            assert {tuple(layer.nsa.buffers["k_index"].shape[:2]) for layer in cache.nsa_layers} == {(2, 1)}
+            shapes = {
+                (*layer.nsa.buffers["k_index"].shape[:2], layer.nsa.buffers["k_index"].shape[3])
+                for layer in cache.nsa_layers
+            }
+            assert shapes == {(2, 1, 16 if kind == "msa" else 24)}
 
 
 @pytest.fixture
@@ -172,13 +152,13 @@ def test_packed_rows_are_theirs_of_each_document(kind: str) -> None:
 def test_a_converted_model_is_taught_recorded_and_loaded_again(kind: str, tmp_path: Path) -> None:
     """A released one by transformers alone, too."""
     theirs, ours = pair(kind, torch.float32)
-    x, selection = tokens(2, 70), SelectionLoss()
+    x, selection, before = tokens(2, 70), SelectionLoss(), to_dense(ours).state_dict()
+    assert all(torch.equal(before[name], value) for name, value in theirs.state_dict().items())
     out = ours.train()(x, use_cache=False, selection=selection).logits
     (out.square().mean() + selection.total).backward()
     assert all(parameter.grad.any() for layer in ours.model.nsa_layers for parameter in layer.parameters())
     torch.optim.SGD(ours.parameters(), lr=0.1).step()
-    if kind == "msa":
-        ours.config.flexnsa |= {"num_selected_blocks": 4}
+    ours.config.flexnsa |= {"num_selected_blocks": 4}
     ours.eval().save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad(), record_indices(ours) as recorded:
@@ -189,22 +169,44 @@ def test_a_converted_model_is_taught_recorded_and_loaded_again(kind: str, tmp_pa
         nn.init.normal_(parameter)
     with torch.no_grad(), replay_indices(again, recorded.indices()):
         torch.testing.assert_close(again(x, use_cache=False).logits, want)
-    if kind == "msa":
-        to_dense(ours).save_pretrained(tmp_path / "theirs")
-        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
-        assert type(plain) is type(theirs)
-        assert plain.config.index_topk_blocks == 4
-        assert "flexnsa" not in (tmp_path / "theirs" / "config.json").read_text()
-        assert load_file(tmp_path / "theirs" / "model.safetensors").keys() == theirs.state_dict().keys()
-        torch.testing.assert_close(plain(x, use_cache=False).logits, want)
+    theirs.save_pretrained(tmp_path / "before")
+    to_dense(ours).save_pretrained(tmp_path / "theirs")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    assert type(plain) is type(theirs)
+    assert (plain.config.index_topk_blocks == 4) if kind == "msa" else (plain.config.indexer_budget == 12)
+    assert "flexnsa" not in (tmp_path / "theirs" / "config.json").read_text()
+    saved, first = (load_file(tmp_path / each / "model.safetensors") for each in ("theirs", "before"))
+    assert saved.keys() == first.keys()
+    torch.testing.assert_close(plain(x, use_cache=False).logits, want)
+
+
+@kinds
+def test_the_loss_is_that_of_the_released_indexers(kind: str) -> None:
+    """Where all blocks are selected, as then theirs attends as in a warm-up."""
+    all_blocks = {"index_topk_blocks": 9} if kind == "msa" else {"indexer_budget": 72}
+    theirs, ours = pair(kind, torch.float32, **all_blocks)
+    x, selection = tokens(2, 70), SelectionLoss()
+    ours.train()(x, use_cache=False, selection=selection)
+    total: Any = selection.total
+    total.backward()
+    with teach_indexers(theirs.train()) as teaching:
+        theirs(x, use_cache=False)
+        loss = teaching.loss()
+        loss.backward()
+    torch.testing.assert_close(total, loss)
+    indexed = [layer for layer in indexed_layers(theirs) if layer.indexer is not None]
+    for own, other in zip(ours.model.nsa_layers, indexed, strict=True):
+        got, want = (torch.cat([x.grad.flatten() for x in each.indexer.parameters()]) for each in (own, other))
+        torch.testing.assert_close(got, want, atol=1e-5 * float(want.abs().max()), rtol=0)
 
 
 @torch.no_grad()
+@kinds
 @pytest.mark.usefixtures("lower_index")
-def test_a_released_model_is_padded_and_generates() -> None:
+def test_a_released_model_is_padded_and_generates(kind: str) -> None:
     x = tokens(1, 83)
     with wide(torch.float64):
-        theirs, ours = pair("msa", torch.float64)
+        theirs, ours = pair(kind, torch.float64)
         want = theirs(x, use_cache=False).logits
         for pad in ((9, 0), (0, 9)):  # theirs is wrong with padding on the left
             rows, mask = F.pad(x, pad), F.pad(torch.ones_like(x), pad)
@@ -216,8 +218,24 @@ def test_a_released_model_is_padded_and_generates() -> None:
                 outs.append(new.logits)
             for out in (outs[0], torch.cat(outs[1:], 1)):
                 assert_close(out[:, pad[0] : 92 - pad[1]], want, 1e-12)
-        options = {"attention_mask": torch.ones_like(x), "max_new_tokens": 12, "do_sample": False}
-        assert torch.equal(ours.generate(x, **options), theirs.generate(x, **options))
+    theirs, ours = pair(kind, torch.float32)
+    options = {"attention_mask": torch.ones_like(x), "max_new_tokens": 12, "num_beams": 2}
+    assert torch.equal(ours.generate(x, **options), theirs.generate(x, **options))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", [NSAConfig.msa, NSAConfig.qsa])
+def test_a_dense_model_begins_to_select(mode: Any) -> None:
+    dense = released("minimax_m3_vl", layer_types=["full_attention"] * 3).eval()
+    sizes = mode(select_block_size=4, num_selected_blocks=7, index_head_dim=8)
+    ours = convert(dense, sizes, branches=("slc",))
+    for length, same in ((27, True), (67, False)):
+        x = tokens(2, length)
+        want = dense(x, use_cache=False).logits
+        assert torch.allclose(ours(x, use_cache=False).logits, want, atol=1e-3) == same
+        assert torch.equal(to_dense(ours)(x, use_cache=False).logits, want)
+    for layer in ours.model.nsa_layers:
+        assert not layer.indexer.q_norm.weight.any()  # it begins as no factor
 
 
 def test_what_has_no_counterpart_is_refused() -> None:
@@ -226,14 +244,17 @@ def test_what_has_no_counterpart_is_refused() -> None:
         f"config: expected None {own}": ({}, NSAConfig.msa(), {}),
         f"branches: expected None {own}": ({}, None, {"branches": ["slc"]}),
         "index_rank: expected None with index_score='max'": ({}, None, {"index_rank": 4}),
-        f"index_head_dim: expected head_dim, 16, {full} 8": ({"index_head_dim": 8}, None, {}),
-        f"index_n_heads: expected num_key_value_heads, 2, {full} 1": ({"index_n_heads": 1}, None, {}),
+        "index_stride, index_heads: expected 1, 1, 1 with": ({"index_n_heads": 4}, None, {}),
+        "index_head_dim: expected the 8 dims that are rotated, or more, got 6": ({"index_head_dim": 6}, None, {}),
+        f"index_n_heads: expected a multiple of num_key_value_heads, 2, {full} 1": ({"index_n_heads": 1}, None, {}),
     }
     for message, (changes, config, options) in refused.items():
         with pytest.raises(ValueError, match=message):
             convert(released("minimax_m3_vl", **changes), config, **options)
+    with pytest.raises(ValueError, match=f"indexer_n_heads: expected a multiple of num_key_value_heads, 2, {full} 3"):
+        convert(released("qwen4_exp", indexer_n_heads=3))
     with pytest.raises(ValueError, match="model: expected layers of full causal attention, or minimax_m3_sparse"):
-        convert(released("qwen4_exp"), NSAConfig.qsa())
+        convert(released("deepseek_v32"), NSAConfig.qsa())
     with pytest.raises(TypeError, match="config: expected NSAConfig, got None"):
         convert(released("minimax_m3_vl", layer_types=["full_attention"] * 3))
     _, model = pair("msa", torch.float32)

@@ -163,6 +163,7 @@ FAMILIES = {
     "qwen2": "biases",
     "qwen3": "norms of each head",
     "qwen3_moe": "experts",
+    "qwen3_next": "gates on what heads give, and linear layers",
     "smollm3": "layers that do not rotate",
 }
 
