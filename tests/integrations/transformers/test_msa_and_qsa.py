@@ -20,7 +20,7 @@ from flexnsa.optim import index_parameters
 from flexnsa.transformers import convert, teach_indexers, to_dense
 from flexnsa.transformers.taught_layers import indexed_layers
 from tests.integrations.transformers.families import tokens
-from tests.integrations.transformers.released_models import released
+from tests.integrations.transformers.released_models import HALF, released
 
 kinds = pytest.mark.parametrize("kind", ["msa", "qsa"])
 MIXED: dict[str, Any] = {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 2], "num_experts_per_tok": 2}
@@ -30,7 +30,8 @@ MSA = [
     ("msa", *each) for each in ((5, {}), (8, {}), (9, {}), (24, TWO), (25, NARROW), (67, TWO), (83, WIDE), (1100, {}))
 ]
 OTHERS: dict[str, Any] = {"indexer_head_dim": 8, "indexer_n_heads": 2, "attention_bias": True}
-QSA = [("qsa", length, {}) for length in (3, 4, 5, 24, 27, 28, 29)] + [("qsa", 67, OTHERS)]
+ROTATED: dict[str, Any] = {"rope_parameters": HALF | {"partial_rotary_factor": 1.0, "mrope_section": [4, 2, 2]}}
+QSA = [("qsa", length, {}) for length in (3, 4, 5, 24, 27, 28)] + [("qsa", 29, ROTATED), ("qsa", 67, OTHERS)]
 
 
 @contextlib.contextmanager
