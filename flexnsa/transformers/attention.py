@@ -35,8 +35,6 @@ from flexnsa.transformers.structure import Parts, copy_module, normed_heads
 
 MADE_FOR = ("branches", "index_rank", "rotary", "softcap", "compress_block_size", "compress_stride", *INDEX_FIELDS)
 """Options that parameters are made for; all others may change at any time."""
-OPEN = 40.0
-"""A logit whose sigmoid is 1."""
 
 
 class ConvertedAttention(SparseLayer):
@@ -215,14 +213,8 @@ class ConvertedAttention(SparseLayer):
 
     def _kept(self, x: Tensor) -> dict[str, Any]:
         """Return the sizes of a cache for tokens like these."""
-        return {
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "config": self.options.sizes,
-            "branches": self.options.branches,
-            "dtype": computed_dtype(x),
-            "device": x.device,
-        }
+        of_layer = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "config": self.options.sizes}
+        return of_layer | {"branches": self.options.branches, "dtype": computed_dtype(x), "device": x.device}
 
     def takes_step(self, x: Tensor, cache: NSACache) -> bool:
         """Return whether kernels that take a whole step rotate heads and weigh scores and branches as this layer."""
@@ -234,7 +226,8 @@ class ConvertedAttention(SparseLayer):
         """Project new tokens; what a kernel that takes a whole step wants to know."""
         heads, branches = self.project(x), self.options.branches
         frequencies, rope_scale = given(self.rotary_emb.step_frequencies(x))
-        gates = x.new_full((), OPEN).expand(*x.shape[:2], self.num_heads) if self.gate is None else self.gate(x)
+        open_gates = x.new_full((), 40.0).expand(*x.shape[:2], self.num_heads)  # whose sigmoid is 1
+        gates = open_gates if self.gate is None else self.gate(x)
 
         def flat(each: Tensor) -> Tensor:
             return each.transpose(1, 2).flatten(2)

@@ -19,9 +19,6 @@ FIRST_TOKENS = 256
 MOST_DRAFTED = 64
 """Tokens that assisted decoding can take back; each needs a slot of the window and of the tail."""
 
-NewCache = Callable[..., NSACache]
-"""``(batch_size, max_seq_len, max_rewind=...)`` to an empty cache for a layer."""
-
 
 class FlexNSACacheLayer(CacheLayerMixin):
     """The cache of one layer; it is filled from hidden states, while transformers' own take keys and values.
@@ -52,8 +49,8 @@ class FlexNSACacheLayer(CacheLayerMixin):
             raise AttributeError("batch_size")
         return self.nsa.batch_size
 
-    def prepare(self, new_cache: NewCache, batch_size: int, num_tokens: int) -> NSACache:
-        """Return the cache, with capacity for ``num_tokens`` more tokens in each sequence.
+    def prepare(self, new_cache: Callable[..., NSACache], batch_size: int, num_tokens: int) -> NSACache:
+        """Return the cache, with capacity for ``num_tokens`` more tokens in each sequence; ``new_cache`` makes one.
 
         Raises:
             ValueError: it has another batch size.

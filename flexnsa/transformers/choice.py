@@ -44,7 +44,7 @@ def keep_choice() -> None:
     configs.from_dict = classmethod(_of_dict(configs.from_dict.__func__))
     configs._attn_implementation = _keeping(configs._attn_implementation)
     configs.flexnsa = property(_get, _set, _delete)
-    models.from_pretrained = classmethod(_of_model(models.from_pretrained.__func__))
+    models.from_pretrained = classmethod(_of_config(models.from_pretrained.__func__))
     models._from_config = classmethod(_of_config(models._from_config.__func__))
 
 
@@ -103,24 +103,18 @@ def _of_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-def _of_model(from_pretrained: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(from_pretrained)
-    def load(model_class: type, *args: Any, **kwargs: Any) -> Any:
+def _of_config(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Take options beside a config, which is named, or the one argument that is not."""
+
+    @wraps(make)
+    def take(model_class: type, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], PreTrainedConfig):
+            args, kwargs["config"] = (), args[0]
         if OPTIONS in kwargs and isinstance(kwargs.get("config"), PreTrainedConfig):
             kwargs["config"] = _with_options(kwargs["config"], kwargs.pop(OPTIONS), kwargs.get("attn_implementation"))
-        return from_pretrained(model_class, *args, **kwargs)
+        return make(model_class, *args, **kwargs)
 
-    return load
-
-
-def _of_config(from_config: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(from_config)
-    def make(model_class: type, config: Any, **kwargs: Any) -> Any:
-        if OPTIONS in kwargs:
-            config = _with_options(config, kwargs.pop(OPTIONS), kwargs.get("attn_implementation"))
-        return from_config(model_class, config, **kwargs)
-
-    return make
+    return take
 
 
 def _with_options(config: Any, options: Any, attention: Any) -> Any:

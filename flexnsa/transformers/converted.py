@@ -140,7 +140,11 @@ class ConvertedModel(ConvertedPreTrainedModel):
             **kwargs,
         )
         if selection is not None and taught is not None:
-            self._check_taught(taught, len(layers) if cache is None else 0)
+            count = len(layers) if cache is None and self.training and torch.is_grad_enabled() else 0
+            if len(taught.sums) < count:  # run without a gradient where the model is, and then again in backward
+                expected = "{'use_reentrant': False} of a model that is taught to select"
+                got = f"a checkpoint in which {count - len(taught.sums)} of {count} layers add no loss"
+                raise ValueError(f"gradient_checkpointing_kwargs: expected {expected}, got {got}")
             selection.include(taught)
         if hook is not None and selection is not None:
             attached = hook.attach(out[0], selection)
@@ -148,14 +152,6 @@ class ConvertedModel(ConvertedPreTrainedModel):
                 return attached, *out[1:]
             out.last_hidden_state = attached
         return out
-
-    def _check_taught(self, taught: SelectionLoss, count: int) -> None:
-        """Check that layers were not run without a gradient where the model is, and then again in backward."""
-        if self.training and torch.is_grad_enabled() and len(taught.sums) < count:
-            raise ValueError(
-                "gradient_checkpointing_kwargs: expected {'use_reentrant': False} of a model that is taught to select, "
-                f"got a checkpoint in which {count - len(taught.sums)} of {count} layers add no loss"
-            )
 
 
 class CachedGeneration:

@@ -95,7 +95,11 @@ def attend_in_rows(
     query, key, value = rows.align(query, dim=2), rows.align_keys(key), rows.align_keys(value)
     sizes, positions, firsts = options.sizes, None, None
     if rows.cached:
-        positions = _kept_positions(query, key, rows.positions)
+        if rows.positions is None:  # new tokens are the last keys
+            positions = Positions.of_sequence(key.shape[2], key.device).at(slice(-query.shape[2], None))
+            positions = positions.map(lambda x: x.expand(query.shape[0], -1).contiguous())
+        else:
+            positions = Positions(rows.positions, *[torch.zeros_like(rows.positions)] * 2)
         rows.check_positions(positions.token[:, :1])
     elif rows.documents is not None:
         positions = document_positions(rows.documents, sizes)
@@ -109,15 +113,6 @@ def attend_in_rows(
     cached = rows.cached and not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
     out = attend_to_own_keys(query, key, value, compress, positions, softmax, options, cached=cached)
     return rows.restore(out.transpose(1, 2), dim=1).contiguous()  # some models take a view of it
-
-
-def _kept_positions(q: Tensor, k: Tensor, token: Tensor | None) -> Positions:
-    """Return the positions of new tokens: the last keys, or with padding or spare slots ``token (B, T)``."""
-    if token is None:
-        positions = Positions.of_sequence(k.shape[2], k.device).at(slice(-q.shape[2], None))
-        return positions.map(lambda x: x.expand(q.shape[0], -1).contiguous())
-    zero = torch.zeros_like(token)
-    return Positions(token, zero, zero)
 
 
 def _check(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:

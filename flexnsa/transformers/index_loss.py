@@ -17,13 +17,8 @@ from flexnsa.transformers.released_indexers import Features, ReleasedIndexer, at
 class Attention:
     """The dense attention of a layer at the queries ``q (B, Hq, m, Dk)`` of ``tokens (B, m)``, where -1 is no token.
 
-    Args:
-        q: of these tokens.
-        k: ``(B, Hkv, S, Dk)``.
-        tokens: int64.
-        mask: ``(B or 1, 1, S, S)``, true or 0 where a query may look; None: all past tokens.
-        scale: factor on products.
-        sinks: logits of each head that take part in the softmax ``(Hq,)``.
+    The ``mask (B or 1, 1, S, S)`` is true or 0 where a query may look; None: at all past tokens. The logits ``sinks
+    (Hq,)`` take part in the softmax.
     """
 
     q: Tensor

@@ -8,6 +8,7 @@ gradient where it enters the model, so that trainers, DDP and FSDP need not know
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -75,7 +76,7 @@ def teach_indexers(
     )
 
 
-class IndexTeaching:
+class IndexTeaching(AbstractContextManager["IndexTeaching"]):
     """A selection loss that is attached to a model, by :func:`teach_indexers`.
 
     Attributes:
@@ -138,18 +139,14 @@ class IndexTeaching:
         not teach again, and the reverse.
 
         Raises:
-            ValueError: no pass was compared since.
+            ValueError: no pass was compared since; so do the other two.
         """
         passes, self._passes = self._passes, []
         losses: list[Any] = [Once.apply(each.total, each) for each in _some(passes)]
         return torch.stack(losses).mean()
 
     def uniform_loss(self) -> Tensor:
-        """Return what :meth:`loss` would be if all units had one score, a mean over the passes since the last call.
-
-        Raises:
-            ValueError: no pass was compared since.
-        """
+        """Return what :meth:`loss` would be if all units had one score, a mean over the passes since the last call."""
         losses, self._uniform = self._uniform, []
         return torch.stack(_some(losses)).mean()
 
@@ -157,9 +154,6 @@ class IndexTeaching:
         """Return the true mass of the chosen units over that of the best as many, fp32 ``(L,)``, since the last call.
 
         Units that every choice has do not count, nor do queries that may choose all. NaN where none is left.
-
-        Raises:
-            ValueError: no pass was compared since.
         """
         found, self._found = self._found, []
         chosen, best = torch.stack(_some(found)).sum(0).T
@@ -172,9 +166,6 @@ class IndexTeaching:
         for parameter, required in self._required.items():
             parameter.requires_grad_(required)
         self._config._attn_implementation = self._lesson.implementation
-
-    def __enter__(self) -> IndexTeaching:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()

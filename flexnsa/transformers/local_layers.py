@@ -10,7 +10,6 @@ made by another one, which then computes its attention: the one that ``config.fl
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import Any
 
 import torch
@@ -84,13 +83,8 @@ def check_local(name: Any) -> None:
 
 @torch.compiler.assume_constant_result
 def _default_attention(config_class: type) -> str:
-    return "sdpa" if _supports_sdpa(config_class) else "eager"
-
-
-@cache
-def _supports_sdpa(config_class: type) -> bool:
     model_class: Any = MODEL_MAPPING.get(config_class, None)  # pyright: ignore[reportArgumentType]
-    return getattr(getattr(model_class, "dense_class", model_class), "_supports_sdpa", True)
+    return "sdpa" if getattr(getattr(model_class, "dense_class", model_class), "_supports_sdpa", True) else "eager"
 
 
 def make_layer_mask(

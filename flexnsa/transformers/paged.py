@@ -88,8 +88,14 @@ def attend_to_pages(
     documents = _requests(keys, key.shape[2])
     softmax = Softmax(scaling, kwargs.get("softcap"), kwargs.get("s_aux"), getattr(module, "choose_blocks", None))
     if layer_type(module) in LOCAL:
-        mask = _window(token, request, documents, kwargs["sliding_window"])
-        return _attend_locally(module, query, key, value, mask, scaling=scaling, **kwargs)
+        distance = token[:, None] - torch.arange(len(documents), device=token.device)
+        mask = (request[:, None] == documents) & (distance >= 0) & (distance < kwargs["sliding_window"])
+        name = local_attention(module.config)
+        if name not in PLAIN:
+            raise ValueError(f"local: expected one of {PLAIN} in continuous batching, got {name!r}")
+        if name == "eager":
+            mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
+        return attend_as(name, module, query, key, value, mask[None, None], scaling=scaling, **kwargs)
     options = DropInOptions.of(module.config)
     positions = document_positions(documents[None], options.sizes)
     firsts = first_tokens(positions, num_compressed(key.shape[2], options.sizes), options.sizes)
@@ -117,21 +123,3 @@ def average_pages(x: Tensor, first_tokens: Tensor, sizes: NSAConfig) -> Tensor:
     rows = x.transpose(1, 2).reshape(num_tokens, heads * dim)  # the heads of a token lie together in a page
     blocks = first_tokens[:, None] + torch.arange(sizes.compress_block_size, device=x.device)
     return F.embedding_bag(blocks, rows, mode="mean").view(1, -1, heads, dim).transpose(1, 2)
-
-
-def _window(token: Tensor, request: Tensor, documents: Tensor, size: int) -> Tensor:
-    """Return which keys each query sees in a layer with a sliding window, bool ``(1, 1, T, S)``."""
-    distance = token[:, None] - torch.arange(len(documents), device=token.device)
-    return ((request[:, None] == documents) & (distance >= 0) & (distance < size))[None, None]
-
-
-def _attend_locally(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any
-) -> tuple[Tensor, Any]:
-    config: Any = module.config
-    name = local_attention(config)
-    if name not in PLAIN:
-        raise ValueError(f"local: expected one of {PLAIN} in continuous batching, got {name!r}")
-    if name == "eager":
-        mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
-    return attend_as(name, module, query, key, value, mask, **kwargs)

@@ -83,7 +83,9 @@ def read_layers(model: Any, layers: Mapping[str, Any], attention: str, last: int
     for name, dense in layers.items():
         if name not in near or name not in far:
             raise ValueError(f"{name}: expected attention that runs once in each pass of the model, got none")
-        with _asking(dense, attention):
+        with probing(dense):  # which then has its own config again
+            dense.config = copy(dense.config)
+            dense.config._attn_implementation_internal = attention
             attentions = [_take(dense, call) for call in (near[name], far[name])]
         yield Read(name, dense, near[name], attentions)
 
@@ -209,18 +211,6 @@ def _run(model: Any, layers: Mapping[str, Any], positions: Tensor) -> dict[str, 
         for hook in hooks:
             hook.remove()
     return calls
-
-
-@contextmanager
-def _asking(dense: Any, attention: str) -> Iterator[None]:
-    """Let a layer ask for another attention."""
-    config = dense.config
-    dense.config = copy(config)
-    dense.config._attn_implementation_internal = attention
-    try:
-        yield
-    finally:
-        dense.config = config
 
 
 def _take(dense: Any, call: Call) -> tuple[Call, Reading]:

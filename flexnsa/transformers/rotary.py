@@ -56,11 +56,6 @@ class Rotary(nn.Module):
     def _frequencies(self) -> Tensor | None:
         return getattr(self.dense, f"{self.prefix}inv_freq", None)
 
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the angles depend on the largest position, for which the embedding synchronizes."""
-        return self.style != "none" and looks_at_positions(self.dense, self.options.get("layer_type"))
-
     def order(self, heads: Tensor) -> Tensor:
         """Put the channels of heads ``(..., D)`` in NSA's order."""
         if self.style == "none" or (self.style == "halves" and self.num_rotated >= heads.shape[-1]):
@@ -95,7 +90,8 @@ class Rotary(nn.Module):
         if self.style == "none":
             return x.new_zeros(self.head_dim // 2, dtype=torch.float32), 1.0
         scale = getattr(self.dense, f"{self.prefix}attention_scaling", 1.0)
-        if self.depends_on_length or (scale != 1 and self.num_rotated < self.head_dim):
+        looks = looks_at_positions(self.dense, self.options.get("layer_type"))
+        if looks or (scale != 1 and self.num_rotated < self.head_dim):
             return None
         return F.pad(given(self._frequencies), (0, (self.head_dim - self.num_rotated) // 2)), scale
 

@@ -65,17 +65,10 @@ def attend_to_own_keys(
     *,
     cached: bool,
 ) -> Tensor:
-    """Attend from ``q (B, Hq, T, Dk)`` to one set of keys and values, ``(B, Hq, T, Dv)``.
+    """Attend from ``q (B, Hq, T, Dk)`` to keys ``(B, Hkv, S, Dk)``, both rotated, and values; ``(B, Hq, T, Dv)``.
 
-    Args:
-        q: rotated queries.
-        k: ``(B, Hkv, S, Dk)``, rotated.
-        v: ``(B, Hkv, S, Dv)``.
-        compress: keys or values to the means of blocks.
-        positions: of the queries among the keys; None for whole sequences.
-        softmax: of the model's layer.
-        options: of the model.
-        cached: whether the keys are a cache, and each sequence starts at its first slot.
+    ``compress`` maps keys or values to the means of blocks. Positions are those of the queries among the keys, None of
+    whole sequences. With ``cached`` the keys are a cache, and each sequence starts at its first slot.
     """
     k_cmp = compress(k) if {"cmp", "slc"} & {*options.branches} else None
     v_cmp = compress(v) if "cmp" in options.branches else None

@@ -76,9 +76,7 @@ class TaughtLayer:
         dense = given.get("attention_mask") if isinstance(self.released, QSA) else mask
         blocks, indices = options.pop("block_indices", None), options.pop("indices", None)
         if self.lesson.one_pass is not None and self.leader is not None and backward_pass() == -1:
-            self._compare(
-                self.lesson.one_pass, self.leader, given, Sample(self.lesson.one_pass.tokens), q, k, dense, options
-            )
+            self._compare(self.lesson.one_pass, given, q, k, dense, options)
         if self.lesson.stage == "warmup":
             mask = dense
         elif blocks is not None:
@@ -101,18 +99,9 @@ class TaughtLayer:
             return x.new_ones(1, 1, 1, 1, dtype=torch.bool)
         return None if isinstance(self.released, MSA) else x.new_zeros(*x.shape[:2], 0, dtype=torch.int32)
 
-    def _compare(
-        self,
-        one_pass: Pass,
-        leader: TaughtLayer,
-        given: dict[str, Any],
-        sample: Sample,
-        q: Tensor,
-        k: Tensor,
-        mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> None:
+    def _compare(self, one_pass: Pass, given: dict[str, Any], q: Tensor, k: Tensor, mask: Any, options: Any) -> None:
         """Add what this layer teaches to a pass, or only measure it."""
+        leader, sample = cast("TaughtLayer", self.leader), Sample(one_pass.tokens)
         released = cast("ReleasedIndexer", leader.released)
         with graph_of_its_own(), torch.set_grad_enabled(one_pass.teaches):
             if self is leader:
@@ -125,16 +114,11 @@ class TaughtLayer:
                 one_pass.features[self] = released.features(given, sample.tokens), learning, choice
             features, learning, choice = one_pass.features[leader]
             with torch.autocast(q.device.type, enabled=False):
-                sampled, sinks = sample.take(q.detach()), options.get("s_aux")
-                attention = Attention(sampled, k.detach(), sample.tokens, mask, options["scaling"], sinks)
+                softmax = mask, options["scaling"], options.get("s_aux")
+                attention = Attention(sample.take(q.detach()), k.detach(), sample.tokens, *softmax)
+                how = {"among_chosen": self.lesson.stage == "joint", "by_mass": self.lesson.by_mass}
                 sums, grads = differentiate_index(
-                    released,
-                    features,
-                    attention,
-                    choice,
-                    among_chosen=self.lesson.stage == "joint",
-                    by_mass=self.lesson.by_mass,
-                    gradient=one_pass.teaches,
+                    released, features, attention, choice, gradient=one_pass.teaches, **how
                 )
             one_pass.sums.append(sums)
             if one_pass.teaches:
