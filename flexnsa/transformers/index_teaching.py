@@ -76,6 +76,25 @@ def teach_indexers(
     )
 
 
+class Total:
+    """A sum over passes, until it is taken."""
+
+    value: Tensor | None = None
+    passes = 0
+
+    def add(self, value: Tensor) -> None:
+        """Add what a pass has."""
+        self.value, self.passes = value if self.value is None else self.value + value, self.passes + 1
+
+    def take(self) -> tuple[Tensor, int]:
+        """Return the sum and the number of passes, and begin anew."""
+        value, passes = self.value, self.passes
+        if value is None:
+            raise ValueError("loss, recall: expected a pass of the model since the last call, got none")
+        self.value, self.passes = None, 0
+        return value, passes
+
+
 class IndexTeaching(AbstractContextManager["IndexTeaching"]):
     """A selection loss that is attached to a model, by :func:`teach_indexers`.
 
@@ -93,8 +112,7 @@ class IndexTeaching(AbstractContextManager["IndexTeaching"]):
             used = describe(self._lesson.implementation)
             raise ValueError(f"model: expected attn_implementation 'sdpa' or 'eager' to teach indexers, got {used}")
         self._passes: list[Pass] = []
-        self._uniform: list[Tensor] = []
-        self._found: list[Tensor] = []
+        self._loss, self._uniform, self._found = Total(), Total(), Total()
         self._required = {parameter: parameter.requires_grad for parameter in model.parameters()}
         self._layers: list[TaughtLayer] = []
         kind, leader = self._config.model_type.removesuffix("_text"), None
@@ -130,7 +148,7 @@ class IndexTeaching(AbstractContextManager["IndexTeaching"]):
     @property
     def was_compared(self) -> bool:
         """Whether there was a pass since the last call of :meth:`loss`."""
-        return bool(self._passes)
+        return bool(self._passes) or self._loss.passes > 0
 
     def loss(self) -> Tensor:
         """Return the sum over layers of mean divergences in nats, a mean over the passes since the last call.
@@ -142,21 +160,22 @@ class IndexTeaching(AbstractContextManager["IndexTeaching"]):
             ValueError: no pass was compared since; so do the other two.
         """
         passes, self._passes = self._passes, []
-        losses: list[Any] = [Once.apply(each.total, each) for each in _some(passes)]
-        return torch.stack(losses).mean()
+        for each in passes:
+            self._loss.add(cast("Tensor", Once.apply(each.total, each)))
+        total, count = self._loss.take()
+        return total / count
 
     def uniform_loss(self) -> Tensor:
         """Return what :meth:`loss` would be if all units had one score, a mean over the passes since the last call."""
-        losses, self._uniform = self._uniform, []
-        return torch.stack(_some(losses)).mean()
+        total, count = self._uniform.take()
+        return total / count
 
     def recall(self) -> Tensor:
         """Return the true mass of the chosen units over that of the best as many, fp32 ``(L,)``, since the last call.
 
         Units that every choice has do not count, nor do queries that may choose all. NaN where none is left.
         """
-        found, self._found = self._found, []
-        chosen, best = torch.stack(_some(found)).sum(0).T
+        chosen, best = self._found.take()[0].T
         return (chosen / best).float()
 
     def remove(self) -> None:
@@ -204,9 +223,12 @@ class IndexTeaching(AbstractContextManager["IndexTeaching"]):
         losses = done.losses or list(mean_of(sums[:, 0], sums[:, 2]))
         done.total = torch.stack([loss.to(x.device) for loss in losses]).sum()
         done.features.clear()
-        self._passes.append(done)
-        self._uniform.append(mean_of(sums[:, 1], sums[:, 2]).sum())
-        self._found.append(sums[:, 3:])
+        for each in self._passes:  # a graph that nothing needs any more would keep its memory until loss() is called
+            if each.taught or not each.teaches:
+                self._loss.add(each.total.detach())
+        self._passes = [*(each for each in self._passes if each.teaches and not each.taught), done]
+        self._uniform.add(mean_of(sums[:, 1], sums[:, 2]).sum())
+        self._found.add(sums[:, 3:])
         if not done.teaches:
             return out
         once: Any = Once.apply(done.total, done)
@@ -249,9 +271,3 @@ def _problem(mask: Any, position_ids: Tensor | None, *, any_start: bool) -> str 
         if not bool((same if mask is None else same | (mask == 0)).all()):
             return "position_ids: expected one document a row, because this model's blocks begin at slots, got others"
     return None
-
-
-def _some(values: list[Any]) -> list[Any]:
-    if not values:
-        raise ValueError("loss, recall: expected a pass of the model since the last call, got none")
-    return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import sys
@@ -26,7 +27,7 @@ from flexnsa.attention import shares
 from flexnsa.transformers import TeachSelection, teach_indexers
 from flexnsa.transformers.index_loss import Attention, differentiate_index
 from flexnsa.transformers.released_indexers import RELEASED, Features, ReleasedIndexer
-from flexnsa.transformers.taught_layers import indexed_layers
+from flexnsa.transformers.taught_layers import Pass, indexed_layers
 from tests.integrations.transformers.families import FEW, converted, dense, tokens
 from tests.integrations.transformers.released_models import KINDS, plain_choice, plain_loss, plain_scores, released
 
@@ -220,6 +221,18 @@ def test_a_pass_is_taught_once(kind: str) -> None:
         ):
             teaching.loss()
     assert all(p.grad is None for name, p in model.named_parameters() if ".indexer." not in name)
+
+
+def test_a_pass_that_was_taught_keeps_no_memory() -> None:
+    model, x, losses = released("deepseek_v32"), tokens(2, 45), list[Tensor]()
+    for asks in (True, False):
+        with teach_indexers(model, num_queries=20) as teaching:
+            for _ in range(3):
+                model(x, use_cache=False)[0].sum().backward()
+                losses += [teaching.loss().detach()] if asks else []
+            assert sum(isinstance(each, Pass) for each in gc.get_objects()) <= 1
+            if not asks:
+                assert_close(teaching.loss().detach(), torch.stack(losses).mean())
 
 
 def test_batches_accumulate() -> None:
