@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 from tests.integrations.torchtitan import without_gpu  # noqa: F401
+from tests.parallel import processes
 from tests.parallel.conftest import run_once
 
 # Processes start with torchtitan imported, which would take each of them seconds.
-multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.integrations.torchtitan.dense"])
+processes.PRELOAD += ("tests.integrations.torchtitan.dense",)
 
 __all__ = ["run_once"]
