@@ -9,6 +9,10 @@ import pytest
 from flexnsa import NSAConfig
 from flexnsa.transformers import convert
 from tests.integrations.transformers.families import ALL, WIDE, dense, tokenizer
+from tests.parallel import processes
+
+# Processes start with transformers imported.
+processes.PRELOAD += tuple(f"tests.integrations.transformers.{name}" for name in ("spread_models", "train_text"))
 
 
 @pytest.fixture(scope="session")
