@@ -178,23 +178,17 @@ def test_no_file_uses_what_another_keeps_private() -> None:
     _assert_none(f"{name}: {found}" for name in sources() for found in _private_names_of_others(name))
 
 
-def test_importing_flexnsa_brings_in_torch_and_nothing_heavier() -> None:
-    code = "import sys, torch; before = set(sys.modules); import flexnsa; print(*set(sys.modules) - before)"
-    imported = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).split()
-    brought = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
+def test_imports_bring_in_torch_and_nothing_heavier_and_models_and_training_no_extra_before_they_are_used() -> None:
+    code = "import sys, torch; before = set(sys.modules)"
+    for modules in ("flexnsa", "flexnsa.lm, flexnsa.lm.estimate"):
+        code += f"; import {modules}; print(*set(sys.modules) - before)"
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+    of_library, of_models = map(str.split, printed.splitlines())
+    brought = {name.split(".")[0] for name in of_library} - sys.stdlib_module_names
     assert brought <= {"flexnsa", "torch"}
     assert "flexnsa" in brought
-    compilers = {name for name in imported if name.startswith(("torch._inductor", "torch._dynamo"))}
-    assert not compilers
-
-
-def test_models_and_training_need_no_extra_before_they_are_used() -> None:
-    code = (
-        "import sys, torch; before = set(sys.modules); import flexnsa.lm, flexnsa.lm.estimate; "
-        "print(*set(sys.modules) - before)"
-    )
-    imported = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).split()
-    assert not {name.split(".")[0] for name in imported} & {"numpy", "matplotlib", "safetensors", "tqdm", "triton"}
+    assert not {name for name in of_library if name.startswith(("torch._inductor", "torch._dynamo"))}
+    assert not {name.split(".")[0] for name in of_models} & {"numpy", "matplotlib", "safetensors", "tqdm", "triton"}
 
 
 def _assert_none(wrong: Iterable[str]) -> None:

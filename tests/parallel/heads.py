@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,23 +88,28 @@ def compare_cases(file: Path) -> None:
     """Learn in each way, whole and spread, and decode; save what rank 0 has seen."""
     with saved_results(file) as (ranks, results):
         mesh = init_device_mesh("cpu", (ranks.world_size,))
+
+        def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+            return function(*arguments) if ranks.rank == 0 else None  # the same on every rank
+
         for name in CASES if ranks.world_size == 2 else ON_FOUR:
             config = replace(HEADS, **CASES[name])
-            whole_model = learn(build(config)) if ranks.rank == 0 else None  # the same on every rank
-            results[name] = whole_model, learn(parallelize_model(build(config), mesh))
-        shared = learn(share_keys(build(HEADS))) if ranks.rank == 0 else None
+            results[name] = alone(learn, build(config)), learn(parallelize_model(build(config), mesh))
+        shared = alone(learn, share_keys(build(HEADS)))
         results["shared keys"] = shared, _spread_in_silence(share_keys(build(HEADS)), mesh)
         results["steps"] = (
-            take_steps(build(HEADS), lambda model: clip_grad_norm_(model.parameters(), 0.5)),
+            alone(take_steps, build(HEADS), lambda model: clip_grad_norm_(model.parameters(), 0.5)),
             take_steps(parallelize_model(build(HEADS), mesh), lambda model: clip_gradients(model, 0.5)),
         )
         indexed = replace(HEADS, nsa=INDEXED)
+        untaught = partial(learn, teach=False)
         models = build(indexed), parallelize_model(build(indexed), mesh)
-        results["an indexer that is not taught"] = tuple(learn(model, teach=False) for model in models)
+        results["an indexer that is not taught"] = alone(untaught, models[0]), untaught(models[1])
         prompts = torch.randint(256, (2, 30), generator=torch.Generator().manual_seed(1))
         for config in (HEADS, indexed):
             models = build(config).eval(), parallelize_model(build(config), mesh).eval()
-            results[f"decoded, {config.nsa.index_heads}"] = [model.generate(prompts, 8) for model in models]
+            decoded = alone(models[0].generate, prompts, 8), models[1].generate(prompts, 8)
+            results[f"decoded, {config.nsa.index_heads}"] = decoded
         results["refused"] = _refusals(mesh)
 
 

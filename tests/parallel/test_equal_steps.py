@@ -16,17 +16,7 @@ from flexnsa.lm.parallel import Ranks
 from flexnsa.packing import IGNORED
 from flexnsa.parallel.chunks import check_chunks
 from tests.parallel.conftest import RunOnce
-from tests.parallel.sequences import (
-    LAYERS,
-    MODS,
-    PACKED,
-    ROW,
-    TRAINED,
-    TRAINED_ROW,
-    compare_compiled,
-    compare_sequences,
-    train_all,
-)
+from tests.parallel.sequences import LAYERS, MODS, PACKED, ROW, TRAINED, TRAINED_ROW, compare_sequences, train_all
 from tests.parallel.steps import CASES, COMPILED, ON_FOUR, ON_TWO, make_trainer, train, train_cases
 from tests.support.inputs import SMALL
 
@@ -155,8 +145,8 @@ def test_output_and_every_gradient_are_those_of_whole_rows(shared: OfSize, size:
     assert_same(*shared(size)["layers"][case])
 
 
-def test_a_compiled_layer_is_that_of_whole_rows_and_its_collectives_are_in_one_graph(run_once: RunOnce) -> None:
-    compiled = run_once(2, compare_compiled)
+def test_a_compiled_layer_is_that_of_whole_rows_and_its_collectives_are_in_one_graph(trained: OfSize) -> None:
+    compiled = trained(2)["compiled"]
     assert_same(*compiled["layer"])
     assert compiled["graphs"] == (1, 0)
 
