@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flexnsa import MeanCompressor, NativeSparseAttention, NSAConfig, SelectionLoss, native_sparse_attention
+from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss
 from tests.support.compiled import PARTITIONED, assert_compiled_gradients_are_right
 from tests.support.inputs import SMALL
 
@@ -48,22 +48,6 @@ def test_packed_rows_with_the_loss_of_an_indexer(options: dict[str, Any]) -> Non
         selection = SelectionLoss(seed=0, step=0)
         return weighted(called(x, document_ids=ids, selection=selection)) + selection.total
 
-    assert_compiled_gradients_are_right(layer, torch.randn(2, 100, 32), loss)
-
-
-def test_the_function_between_operations_of_its_caller() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v, self.gate = (nn.Linear(32, width) for width in (64, 32, 32, 12))
-            self.compress = MeanCompressor(2, 16, config=NSAConfig())
-
-        def forward(self, x: Tensor) -> Tensor:
-            heads = ((self.q, 4), (self.k, 2), (self.v, 2), (self.gate, 4))
-            q, k, v, gates = (each(x).unflatten(-1, (count, -1)).transpose(1, 2) for each, count in heads)
-            compressed = {"k_cmp": self.compress(k), "v_cmp": self.compress(v)}
-            out = native_sparse_attention(q, k, v, gates.sigmoid(), **compressed, config=NSAConfig())
-            assert isinstance(out, Tensor)
-            return out
-
-    assert_compiled_gradients_are_right(Attention(), torch.randn(2, 70, 32), lambda called, x: weighted(called(x)))
+    # Inductor compiles layers of a text, one by one, in test_shared_index.py.
+    compile_it = torch.compile if options else partial(torch.compile, backend=PARTITIONED)
+    assert_compiled_gradients_are_right(layer, torch.randn(2, 100, 32), loss, compile_it)

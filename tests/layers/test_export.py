@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.export import Dim, export
 
-from flexnsa import NativeSparseAttention
+from flexnsa import MLPCompressor, NativeSparseAttention, native_sparse_attention
 from flexnsa.layers.presets import LAYER_PRESETS, text
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.lm.model.decoder import DecoderLM
-from tests.support.exported import assert_few_graphs_serve_all, assert_one_program_serves_all
+from tests.support.exported import MOST_GRAPHS, assert_few_graphs_serve_all, assert_one_program_serves_all
 from tests.support.inputs import SMALL
 
 SIZES: dict[str, Any] = {"dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -69,11 +70,32 @@ def test_one_program_serves_two_compressed_tokens_and_more() -> None:
         torch.testing.assert_close(exported(x), layer(x))
 
 
-@pytest.mark.filterwarnings("ignore:selection")
-@pytest.mark.parametrize(("how", "backend"), [("automatic", "eager"), ("dynamic", "eager"), ("marked", "inductor")])
-def test_few_graphs_of_a_layer_serve_every_length(how: str, backend: str) -> None:
-    """The tracer alone decides how many; a backend that asks more of a length fails where lengths are marked."""
-    assert_few_graphs_serve_all(NativeSparseAttention(**SIZES, preset="paper"), _rows, how, backend=backend)
+@pytest.mark.parametrize("how", MOST_GRAPHS)
+def test_few_graphs_of_a_layer_serve_every_length(how: str) -> None:
+    """The tracer alone decides how many."""
+    assert_few_graphs_serve_all(NativeSparseAttention(**SIZES, preset="paper"), _rows, how, backend="eager")
+
+
+class Attention(nn.Module):
+    """The function between operations of its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.gate = (nn.Linear(32, width) for width in (64, 32, 32, 12))
+        self.compress = MLPCompressor(2, 16, config=SMALL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = ((self.q, 4), (self.k, 2), (self.v, 2), (self.gate, 4))
+        q, k, v, gates = (each(x).unflatten(-1, (count, -1)).transpose(1, 2) for each, count in heads)
+        compressed = {"k_cmp": self.compress(k), "v_cmp": self.compress(v)}
+        out = native_sparse_attention(q, k, v, gates.sigmoid(), **compressed, config=SMALL)
+        assert isinstance(out, Tensor)
+        return out
+
+
+def test_one_graph_of_inductor_serves_every_length() -> None:
+    """A backend that asks more of a length than the tracer fails, as lengths are marked."""
+    assert_few_graphs_serve_all(Attention(), _rows, "marked", backend="inductor")
 
 
 @pytest.mark.filterwarnings("ignore:selection")

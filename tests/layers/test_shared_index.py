@@ -203,12 +203,13 @@ def test_checkpoints_and_a_dense_stage_change_what_they_should() -> None:
             torch.testing.assert_close((loss, selected, gradients), results[0], rtol=1e-6, atol=1e-7)
 
 
-def test_inductor_compiles_layers_that_share_an_index() -> None:
+def test_inductor_compiles_layers_of_packed_texts_that_share_an_index() -> None:
     def loss(called: Callable[..., Tensor], x: Tensor) -> Tensor:
         selection = SelectionLoss(seed=1, num_queries=20)
-        return called(x, targets=x, selection=selection) + selection.total
+        return called(x, targets=x, document_ids=ids, selection=selection) + selection.total
 
-    model = build(num_layers=2, branches=("slc",))
+    ids = (torch.arange(79) >= 30).int().expand(2, -1)
+    model = build(num_layers=2, compression="mean", gate="residual", shared_keys=True)
     assert_compiled_gradients_are_right(model, drawn(79), loss, DecoderLM.compile_layers)
 
 

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
 
 from tests.support.comparison import largest
+from tests.support.compiled import assert_kept_apart
 
 LENGTHS = (64, 79, 80, 1000)
 MOST_GRAPHS = {"automatic": 2, "dynamic": 2, "marked": 1}
@@ -50,6 +51,8 @@ def assert_few_graphs_serve_all(
         for x, plain in zip(_gradients(compiled, given), want, strict=True):
             # A sum of many terms is rounded by the size of these, which the largest element tells.
             torch.testing.assert_close(x, plain, rtol=1.3e-6, atol=1e-5 * max(1.0, largest(plain)))
+        if backend == "inductor":
+            assert_kept_apart(lambda: compiled(**given), [*given.values(), *module.parameters()])  # noqa: B023
     assert graphs.frame_count <= MOST_GRAPHS[how] + more
 
 
