@@ -172,7 +172,8 @@ def test_gradients_are_those_of_the_recorded_choice(checkpointing: bool, monkeyp
 def test_compiled_models_record_replay_and_become_what_they_were(
     by_layer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eager, model, x = build(num_layers=2), build(num_layers=2), drawn(70)
+    options: dict[str, Any] = {"num_layers": 2, "branches": ("slc",)}
+    eager, model, x = build(**options), build(**options), drawn(70)
     torch.compiler.reset()
     compiled: Any = model if by_layer else torch.compile(model, fullgraph=True, backend="aot_eager")
     if by_layer:
