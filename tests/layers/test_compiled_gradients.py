@@ -13,41 +13,38 @@ from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss
 from tests.support.compiled import PARTITIONED, assert_compiled_gradients_are_right
 from tests.support.inputs import SMALL
 
-MSA = NSAConfig.msa(select_block_size=8, num_selected_blocks=3)
-QSA = NSAConfig.qsa(num_selected_blocks=5)
-
 
 def weighted(out: Tensor) -> Tensor:
     """Sum an output with weights, so that each of its numbers has a gradient of its own."""
     return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out).cos()).sum()
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_packed_rows_of_a_layer_that_selects_or_is_in_its_dense_stage(dense: bool) -> None:
-    options: dict[str, Any] = {"config": SMALL, "compression": "linear", "gate": "softmax", "recompute": ("slc",)}
-    layer = NativeSparseAttention(32, 4, 2, 16, preset="paper", **options)
-    layer.attend_densely(("slc",) if dense else None)
-    ids, x = (torch.arange(150) >= 60).long().expand(2, -1), torch.randn(2, 150, 32, requires_grad=True)
-    # Inductor compiles layers that select in the tests below.
-    compile_it = torch.compile if dense else partial(torch.compile, backend=PARTITIONED)
-    assert_compiled_gradients_are_right(layer, x, lambda called, x: weighted(called(x, document_ids=ids)), compile_it)
+PAPER: dict[str, Any] = {"preset": "paper", "config": SMALL, "compression": "linear", "gate": "softmax"}
+LAYERS: dict[str, dict[str, Any]] = {
+    "paper": PAPER | {"recompute": ("slc",)},
+    "dense stage": PAPER | {"recompute": ("slc",)},
+    "text": {},
+    "msa": {"config": NSAConfig.msa(select_block_size=8, num_selected_blocks=3), "branches": ["slc"]},
+    "qsa": {"config": NSAConfig.qsa(num_selected_blocks=5), "branches": ["slc"]},
+}
+BY_OTHERS = ("paper", "text")
+"""Inductor compiles layers that select in test_export.py and, for packed texts, in test_shared_index.py."""
 
 
-ALONE: list[dict[str, Any]] = [{"config": config, "branches": ["slc"]} for config in (MSA, QSA)]
-
-
-@pytest.mark.parametrize("options", [{}, *ALONE], ids=["text", "msa", "qsa"])
-def test_packed_rows_with_the_loss_of_an_indexer(options: dict[str, Any]) -> None:
-    layer = NativeSparseAttention(32, 4, 2, 16, **options)
+@pytest.mark.parametrize("name", LAYERS)
+def test_packed_rows(name: str) -> None:
+    layer = NativeSparseAttention(32, 4, 2, 16, **LAYERS[name])
+    layer.attend_densely(("slc",) if name == "dense stage" else None)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     ids = torch.tensor([[0] * 30 + [1] * 41 + [2] * 29]).expand(2, -1).contiguous()
 
     def loss(called: nn.Module, x: Tensor) -> Tensor:
-        selection = SelectionLoss(seed=0, step=0)
-        return weighted(called(x, document_ids=ids, selection=selection)) + selection.total
+        selection = None if layer.indexer is None else SelectionLoss(seed=0, step=0)
+        value = weighted(called(x, document_ids=ids, selection=selection))
+        return value if selection is None else value + selection.total
 
-    # Inductor compiles layers of a text, one by one, in test_shared_index.py.
-    compile_it = torch.compile if options else partial(torch.compile, backend=PARTITIONED)
-    assert_compiled_gradients_are_right(layer, torch.randn(2, 100, 32), loss, compile_it)
+    x = torch.randn(2, 100, 32, requires_grad=layer.indexer is None)
+    compile_it = partial(torch.compile, backend=PARTITIONED) if name in BY_OTHERS else torch.compile
+    assert_compiled_gradients_are_right(layer, x, loss, compile_it)

@@ -89,17 +89,21 @@ def attend(
 
 
 def compile_operator() -> dict[str, Any]:
-    """Trace forward and backward once for several lengths, of one chunk and of two, with and without documents."""
+    """Trace selection, and forward and backward of branches, once for several lengths, of one chunk and of two.
+
+    Once more with documents, of given blocks.
+    """
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from flexnsa.attention.triton import intervals, selected
+    from flexnsa.attention.triton import intervals, selected, selection
 
-    counter = CompileCounterWithBackend("aot_eager")
+    counter, config = CompileCounterWithBackend("aot_eager"), CASES["gated"].config
 
-    def call(q: Tensor, k: Tensor, chosen: Tensor, token: Tensor | None) -> Tensor:
+    def call(q: Tensor, k: Tensor, k_cmp: Tensor, given: Tensor, token: Tensor | None) -> Tensor:
         where = None if token is None else Positions(token, torch.zeros_like(token), token)
-        shared = Call(CASES["window-documents"].config, 0.5, positions=where, window_positions=where)
+        shared = Call(config, 0.5, positions=where, window_positions=where)
         q = q * 1.0
+        chosen = selection.select_blocks_triton(q, k_cmp, None, shared) if where is None else given
         both = selected.selected(q, k, k, chosen, shared), intervals.window(q, k, k, shared)
         return torch.cat([torch.cat([out.square(), lse[..., None]], -1) for out, lse in both if lse is not None]).sum()
 
@@ -110,10 +114,11 @@ def compile_operator() -> dict[str, Any]:
         for length in (18, 43):
             q = torch.randn(2, 2, length, 16, requires_grad=True)
             k = torch.randn(2, 1, length, 16, requires_grad=True)
-            chosen = torch.zeros(2, 1, length, 4, dtype=torch.int32) - torch.tensor([0, 1, 1, 1], dtype=torch.int32)
+            k_cmp = torch.randn(2, 1, num_compressed(length, config), 16, requires_grad=True)
+            given = torch.zeros(2, 1, length, 4, dtype=torch.int32) - torch.tensor([0, 1, 1, 1], dtype=torch.int32)
             token = torch.arange(length, dtype=torch.int32)[None] if positioned else None
             with mock.patch.object(selected, "CHUNK", 32):
-                gradients = [torch.autograd.grad(f(q, k, chosen, token), (q, k)) for f in (compiled, call)]
+                gradients = [torch.autograd.grad(f(q, k, k_cmp, given, token), (q, k)) for f in (compiled, call)]
             same += [torch.equal(a, b) for a, b in zip(*gradients, strict=True)]
         graphs.append(counter.frame_count)
     return {"same": all(same), "graphs": graphs}

@@ -214,29 +214,6 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     return {key: value.cpu() for key, value in results.items()}
 
 
-def compile_operator() -> dict[str, Any]:
-    """Trace the operator for several lengths; its CUDA kernels are interpreted here."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    from flexnsa.attention.triton import selection as scoring_triton
-
-    counter = CompileCounterWithBackend("aot_eager")
-    config = sizes(8, 4, 8, 4, 1, 1)
-
-    def call(q: Tensor, k: Tensor) -> Tensor:
-        return scoring_triton.select_blocks_triton(q * 1.0, k, None, Call(config, 0.5))
-
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
-    same = []
-    for length in (20, 27):
-        q = torch.randn(1, 2, length, 16, requires_grad=True)
-        k = torch.randn(1, 1, num_compressed(length, config), 16, requires_grad=True)
-        same.append(torch.equal(compiled(q, k), call(q, k)))
-    return {"same": all(same), "graphs": counter.frame_count}
-
-
 def interpret(name: str) -> dict[str, Any]:
-    """Run a case, or the compiled operator."""
-    if name in PRODUCTS:
-        return choose_by_products(PRODUCTS[name])
-    return compile_operator() if name == "compiled" else run_kernels(CASES[name])
+    """Run a case."""
+    return choose_by_products(PRODUCTS[name]) if name in PRODUCTS else run_kernels(CASES[name])
