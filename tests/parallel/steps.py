@@ -209,7 +209,8 @@ def train_cases(file: Path, parallel: str) -> None:
         names = (*CASES, "summed in bf16") if ranks.world_size == 2 else ON_FOUR
         names += (COMPILED,) if parallel == "ddp" else ()
         results |= {name: train(ranks, (CASES | ON_TWO)[name]) for name in names}
-        results["going on"] = [go_on(ranks, file.parent), go_on(ranks, file.parent, **STAGES)]
+        ways: list[dict[str, Any]] = [{}, STAGES] if ranks.world_size == 2 else [STAGES]
+        results["going on"] = [go_on(ranks, file.parent, **options) for options in ways]
         results["NaN"] = meet_a_nan(ranks)
         if parallel == "fsdp2":
             results["buffers"], results["tied"] = build_with_buffers(ranks), build_tied(ranks)

@@ -102,7 +102,7 @@ def test_other_numbers_of_processes_and_other_ways_go_on_to_the_same_curve(
     options = ("--text", str(text), "--out")
     train(*options, str(tmp_path / "whole"))
     whole, folder = curve(tmp_path / "whole"), tmp_path / "run"
-    for size, parallel, steps in ((2, "fsdp2", 4), (4, "fsdp2", 8), (4, "ddp", 12), (2, "fsdp2", 16)):
+    for size, parallel, steps in ((2, "fsdp2", 4), (4, "fsdp2", 8), (2, "ddp", 12)):
         with started(size, tmp_path / "output", train, *options, str(folder), "--parallel", parallel) as group:
             group.wait_until(lambda: len(curve(folder)) >= steps)  # noqa: B023
             for process in group.processes:
