@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
+from tests.parallel.processes import import_for_all
 from tests.support.flex_tiles import without_compiler
 from tests.support.interpreter import Interpret, interpreter
 
@@ -30,6 +32,9 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # What was compiled once need not be again, by this worker, another one or a later run: Inductor goes by contents.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".compiled"))
+
+# Processes are forked from a server that the first of them starts, and those of others would import the rest again.
+forkserver.set_forkserver_preload = import_for_all
 
 EMITTED = Path(__file__).parent / "emitted"
 INTEGRATIONS = {"transformers": "Hugging Face transformers", "torchtitan": "torchtitan", "vllm": "vLLM"}

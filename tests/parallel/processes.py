@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,6 +29,13 @@ PRELOAD = (
     "torch._dynamo.backends.debugging",  # what compiles takes seconds of every rank
     "torch._inductor.compile_fx",
 )
+
+_preload = forkserver.set_forkserver_preload
+
+
+def import_for_all(modules: Sequence[str]) -> None:
+    """Have the server of processes import what those of all tests need."""
+    _preload([*modules, *PRELOAD])
 
 
 @dataclass
