@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.indices import record_indices, replay_indices
 from flexnsa.optim import index_parameters
-from flexnsa.transformers import convert, teach_indexers, to_dense
+from flexnsa.transformers import FlexNSACache, convert, teach_indexers, to_dense
 from flexnsa.transformers.taught_layers import indexed_layers
-from tests.integrations.transformers.families import tokens
+from tests.integrations.transformers.families import in_steps, tokens
 from tests.integrations.transformers.released_models import HALF, released
 
 kinds = pytest.mark.parametrize("kind", ["msa", "qsa"])
@@ -63,15 +63,6 @@ def pair(kind: str, dtype: torch.dtype, **changes: Any) -> tuple[Any, Any]:
     return theirs, convert(theirs)
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
-    """Return those of a model of transformers by the names of a converted one."""
-    made = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for name in [name for name, x in made.items() if "self_attn.q_proj" in name and len(x) == 128]:
-        q, gate = made[name].unflatten(0, (4, 2, -1)).unbind(1)
-        made |= {name: q.flatten(0, 1), name.replace("q_proj", "out_gate"): gate.flatten(0, 1)}
-    return made
-
-
 def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
     assert (got - want).abs().max() <= tolerance * want.abs().max()
 
@@ -90,10 +81,12 @@ def test_logits_and_gradients(
             logits.square().mean().backward()
         assert torch.equal(to_dense(ours)(x, use_cache=False).logits, want)
     assert_close(out, want, tolerance)
-    grads = gradients(theirs)
-    for name, parameter in ours.named_parameters():
+    for parameter in ours.parameters():  # to_dense puts together what is one projection there
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    grads = to_dense(ours).state_dict()
+    for name, parameter in theirs.named_parameters():
         if ".indexer." not in name:
-            assert_close(parameter.grad, grads[name.replace("_proj_slc", "_proj")], 10 * tolerance)
+            assert_close(grads[name], parameter.grad, 10 * tolerance)
 
 
 @torch.no_grad()
@@ -103,25 +96,17 @@ def test_logits_and_gradients(
 def test_prefill_and_steps(kind: str, tied: bool) -> None:
     x = tokens(2, 70)
     with wide(torch.float64):
-        theirs, ours = pair(kind, torch.float64)
-        if tied:
-            for maps in [
-                each for model in (ours, theirs) for name, each in model.named_modules() if name[-7:] == "indexer"
-            ]:
-                (maps.k_proj.weight if hasattr(maps, "k_proj") else maps.index_qk_proj.weight[-24:])[:] = 0
+        theirs, _ = pair(kind, torch.float64)
+        for name, weight in theirs.named_parameters() if tied else ():
+            if "indexer" in name and "k_proj" in name:
+                weight[-24:] = 0  # of keys
+        ours = convert(theirs)
         want = theirs(x, use_cache=False).logits
-        for chunks in ([9, 1, 1, 30, 1, 28], [40, *[1] * 30]):
-            cache, outs = None, []
-            for part in x.split(chunks, 1):
-                out = ours(part, past_key_values=cache, use_cache=True)
-                cache = out.past_key_values
-                outs.append(out.logits)
-            assert_close(torch.cat(outs, 1), want, 1e-12)
-            shapes = {
-                (*layer.nsa.buffers["k_index"].shape[:2], layer.nsa.buffers["k_index"].shape[3])
-                for layer in cache.nsa_layers
-            }
-            assert shapes == {(2, 1, 16 if kind == "msa" else 24)}
+        for ends in ((9, 10, 11, 41, 42, 70), (40,)):
+            cache = FlexNSACache(ours.config)
+            assert_close(in_steps(ours, x, *ends, cache=cache), want, 1e-12)
+            for kept in (layer.nsa.buffers["k_index"] for layer in cache.nsa_layers):
+                assert (*kept.shape[:2], kept.shape[3]) == (2, 1, 16 if kind == "msa" else 24)
 
 
 @pytest.fixture
@@ -241,23 +226,23 @@ def test_a_dense_model_begins_to_select(mode: Any) -> None:
 
 def test_what_has_no_counterpart_is_refused() -> None:
     own, full = "for a model that selects blocks itself", "of a model to convert, got"
-    refused: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
+    heads, dense = "expected a multiple of num_key_value_heads, 2,", {"layer_types": ["full_attention"] * 3}
+    of_msa: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
         f"config: expected None {own}": ({}, NSAConfig.msa(), {}),
         f"branches: expected None {own}": ({}, None, {"branches": ["slc"]}),
         "index_rank: expected None with index_score='max'": ({}, None, {"index_rank": 4}),
         "index_stride, index_heads: expected 1, 1, 1 with": ({"index_n_heads": 4}, None, {}),
         "index_head_dim: expected the 8 dims that are rotated, or more, got 6": ({"index_head_dim": 6}, None, {}),
-        f"index_n_heads: expected a multiple of num_key_value_heads, 2, {full} 1": ({"index_n_heads": 1}, None, {}),
+        f"index_n_heads: {heads} {full} 1": ({"index_n_heads": 1}, None, {}),
+        "config: expected NSAConfig, got None": (dense, None, {}),
     }
-    for message, (changes, config, options) in refused.items():
-        with pytest.raises(ValueError, match=message):
-            convert(released("minimax_m3_vl", **changes), config, **options)
-    with pytest.raises(ValueError, match=f"indexer_n_heads: expected a multiple of num_key_value_heads, 2, {full} 3"):
-        convert(released("qwen4_exp", indexer_n_heads=3))
-    with pytest.raises(ValueError, match="model: expected layers of full causal attention, or minimax_m3_sparse"):
-        convert(released("deepseek_v32"), NSAConfig.qsa())
-    with pytest.raises(TypeError, match="config: expected NSAConfig, got None"):
-        convert(released("minimax_m3_vl", layer_types=["full_attention"] * 3))
+    refused = {message: ("minimax_m3_vl", *given) for message, given in of_msa.items()}
+    refused[f"indexer_n_heads: {heads} {full} 3"] = ("qwen4_exp", {"indexer_n_heads": 3}, None, {})
+    named = "model: expected layers of full causal attention, or minimax_m3_sparse, indexed_attention, that use"
+    refused[named] = ("deepseek_v32", {}, NSAConfig.qsa(), {})
+    for message, (name, changes, config, options) in refused.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            convert(released(name, **changes), config, **options)
     _, model = pair("msa", torch.float32)
     model.config.flexnsa |= {"num_init_blocks": 1}
     with pytest.raises(ValueError, match="num_init_blocks: expected 0 of layers that become MSA, got 1"):
