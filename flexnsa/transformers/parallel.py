@@ -25,7 +25,7 @@ def converted_plan(dense: dict[str, str] | None, *, mixed: bool) -> dict[str, st
     plan |= {name: style for name, style in (dense or {}).items() if name not in left_out}
     plan |= {f"{layer}.{name[0]}_proj_{name[2:]}": "colwise" for name in KEYS}
     plan |= {f"{layer}.compress_{kind}.project": SUMMED for kind in "kv"}
-    return plan | {f"{layer}.gate": "colwise"}
+    return plan | dict.fromkeys((f"{layer}.gate", f"{layer}.out_gate"), "colwise")
 
 
 class SpreadHeads:

@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from tests.integrations.transformers.families import FEW, converted, own, sparse, tokens
+from tests.integrations.transformers.tiny_models import few_blocks
 
 MODELS: dict[str, Any] = {
     "drop-in": lambda: sparse("llama", FEW),
     "converted": lambda: converted("qwen3", FEW),
+    "gated": lambda: few_blocks("qwen3_5_text"),
     "own": own,
     "own, shared keys": lambda: own(shared_keys=True, skip_logits=True),
 }

@@ -27,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return torch.load(folder / "results.pt")
 
 
-@pytest.mark.parametrize("name", ["drop-in", "converted", "own", "own, shared keys"])
+@pytest.mark.parametrize("name", ["drop-in", "converted", "gated", "own", "own, shared keys"])
 @pytest.mark.parametrize("way", ["tensor parallel", "sharded"])
 def test_two_processes_compute_what_one_does(name: str, way: str, results: dict[str, Any]) -> None:
     got, want = results[name][way], results[name]["whole"]
