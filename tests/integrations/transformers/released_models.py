@@ -19,30 +19,28 @@ def released(kind: str, **changes: Any) -> Any:
     """Return a model whose scores differ from one another; that of mistral_large4 has no head."""
     module: Any = getattr(transformers.models, kind)
     sizes = {"vocab_size": 64, "hidden_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_experts_per_tok": 1}
     if kind == "qwen4_exp":
-        sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
         sizes |= {"layer_types": ["indexed_attention", "linear_attention", "indexed_attention"], "hc_count": 2}
-        sizes |= {"hc_lowrank": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-        sizes |= {"shared_expert_intermediate_size": 16, "indexer_n_heads": 4, "indexer_kv_heads": 1}
+        sizes |= {"num_key_value_heads": 2, "head_dim": 16, "hc_lowrank": 8, "num_experts": 2, "indexer_kv_heads": 1}
+        sizes |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "indexer_n_heads": 4}
         sizes |= {"indexer_head_dim": 16, "indexer_budget": 24, "indexer_compress_ratio": 4}
         sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
         sizes |= {"linear_value_head_dim": 8, "rope_parameters": HALF | {"mrope_section": [2, 1, 1]}}
         model = module.Qwen4ExpForCausalLM(module.Qwen4ExpTextConfig(**sizes | changes))
     elif kind == "minimax_m3_vl":
-        sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
         sizes |= {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "rotary_dim": 8}
-        sizes |= {"mlp_layer_types": ["dense"] * 3, "dense_intermediate_size": 64, "index_n_heads": 2}
+        sizes |= {"mlp_layer_types": ["dense"] * 3, "dense_intermediate_size": 64, "index_n_heads": 2, "head_dim": 16}
         sizes |= {"index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3, "index_local_blocks": 1}
-        sizes |= {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 16}
+        sizes |= {"num_key_value_heads": 2, "num_local_experts": 2, "intermediate_size": 16}
         sizes |= {"shared_intermediate_size": 16, "rope_parameters": HALF}
         config = module.configuration_minimax_m3_vl.MiniMaxM3VLTextConfig(**sizes | changes)
         model = module.modeling_minimax_m3_vl.MiniMaxM3VLForCausalLM(config)
     else:
-        sizes |= {"intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 3, "n_group": 1}
-        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "topk_group": 1}
-        sizes |= {"num_experts_per_tok": 1, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
-        sizes |= {"v_head_dim": 16, "n_shared_experts": 1, "index_topk": 12, "index_head_dim": 16}
-        sizes |= {"index_n_heads": 4, "mlp_layer_types": ["dense"] * 3}
+        sizes |= {"intermediate_size": 32, "moe_intermediate_size": 16, "n_group": 1, "num_key_value_heads": 4}
+        sizes |= {"n_routed_experts": 4, "topk_group": 1, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+        sizes |= {"qk_nope_head_dim": 8, "v_head_dim": 16, "n_shared_experts": 1, "index_topk": 12, "index_n_heads": 4}
+        sizes |= {"index_head_dim": 16, "mlp_layer_types": ["dense"] * 3}
         sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
         sizes |= {"indexer_types": SHARED[kind]} if kind in SHARED else {}
         sizes |= {"hc_mult": 2} if kind == "hy_v4" else {}

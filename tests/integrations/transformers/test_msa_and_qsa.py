@@ -120,20 +120,6 @@ def _stable(x: Tensor, n: int, dim: int, **_: object) -> Any:
     return torch.return_types.topk((values[..., :n], indices[..., :n]))
 
 
-@torch.no_grad()
-@kinds
-@pytest.mark.usefixtures("lower_index")
-def test_packed_rows_are_theirs_of_each_document(kind: str) -> None:
-    lengths, x = [37, 3, 43], tokens(1, 83)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    with wide(torch.float64):
-        theirs, ours = pair(kind, torch.float64)
-        want = torch.cat([theirs(part, use_cache=False).logits for part in x.split(lengths, 1)], 1)
-        for mask in (None, torch.ones_like(x)):  # with one, transformers does not look for documents
-            out = ours(x, position_ids=positions, attention_mask=mask, use_cache=False).logits
-            assert_close(out, want, 1e-12)
-
-
 @kinds
 def test_a_converted_model_is_taught_recorded_and_loaded_again(kind: str, tmp_path: Path) -> None:
     """A released one by transformers alone, too."""
@@ -189,10 +175,15 @@ def test_the_loss_is_that_of_the_released_indexers(kind: str) -> None:
 @torch.no_grad()
 @kinds
 @pytest.mark.usefixtures("lower_index")
-def test_a_released_model_is_padded_and_generates(kind: str) -> None:
-    x = tokens(1, 83)
+def test_a_released_model_is_packed_padded_and_generates(kind: str) -> None:
+    lengths, x = [37, 3, 43], tokens(1, 83)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with wide(torch.float64):
         theirs, ours = pair(kind, torch.float64)
+        want = torch.cat([theirs(part, use_cache=False).logits for part in x.split(lengths, 1)], 1)
+        for mask in (None, torch.ones_like(x)):  # with one, transformers does not look for documents
+            out = ours(x, position_ids=positions, attention_mask=mask, use_cache=False).logits
+            assert_close(out, want, 1e-12)
         want = theirs(x, use_cache=False).logits
         for pad in ((9, 0), (0, 9)):  # theirs is wrong with padding on the left
             rows, mask = F.pad(x, pad), F.pad(torch.ones_like(x), pad)
@@ -220,8 +211,7 @@ def test_a_dense_model_begins_to_select(mode: Any) -> None:
         want = dense(x, use_cache=False).logits
         assert torch.allclose(ours(x, use_cache=False).logits, want, atol=1e-3) == same
         assert torch.equal(to_dense(ours)(x, use_cache=False).logits, want)
-    for layer in ours.model.nsa_layers:
-        assert not layer.indexer.q_norm.weight.any()  # it begins as no factor
+    assert not any(layer.indexer.q_norm.weight.any() for layer in ours.model.nsa_layers)  # it begins as no factor
 
 
 def test_what_has_no_counterpart_is_refused() -> None:
