@@ -27,8 +27,9 @@ torch.set_num_threads(1)
 # A full collection looks at a million objects of what was imported, and finds next to nothing: one in ten is enough.
 gc.set_threshold(700, 10, 100)
 
-# Workers are as many as cores already, and a pool of compilers imports PyTorch for each of them.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Workers are as many as cores already, and a pool of compilers imports PyTorch for each. Those of a GPU are one worker.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # What was compiled once need not be again, by this worker, another one or a later run: Inductor goes by contents.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".compiled"))
