@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from flexnsa import MLPCompressor, NativeSparseAttention, native_sparse_attentio
 from flexnsa.layers.presets import LAYER_PRESETS, text
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.lm.model.decoder import DecoderLM
-from tests.support.exported import MOST_GRAPHS, assert_few_graphs_serve_all, assert_one_program_serves_all
+from tests.support.exported import MOST_GRAPHS, Inputs, assert_few_graphs_serve_all, assert_one_program_serves_all
 from tests.support.inputs import SMALL
 
 SIZES: dict[str, Any] = {"dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -70,12 +71,6 @@ def test_one_program_serves_two_compressed_tokens_and_more() -> None:
         torch.testing.assert_close(exported(x), layer(x))
 
 
-@pytest.mark.parametrize("how", MOST_GRAPHS)
-def test_few_graphs_of_a_layer_serve_every_length(how: str) -> None:
-    """The tracer alone decides how many."""
-    assert_few_graphs_serve_all(NativeSparseAttention(**SIZES, preset="paper"), _rows, how, backend="eager")
-
-
 class Attention(nn.Module):
     """The function between operations of its caller."""
 
@@ -93,11 +88,15 @@ class Attention(nn.Module):
         return out
 
 
-def test_one_graph_of_inductor_serves_every_length() -> None:
-    """A backend that asks more of a length than the tracer fails, as lengths are marked."""
-    assert_few_graphs_serve_all(Attention(), _rows, "marked", backend="inductor")
-
-
 @pytest.mark.filterwarnings("ignore:selection")
-def test_one_graph_of_a_model_serves_every_length() -> None:
-    assert_few_graphs_serve_all(_decoder(), _tokens, "marked", backend="eager")
+@pytest.mark.parametrize(
+    ("make", "inputs", "how", "backend"),
+    [
+        *((partial(NativeSparseAttention, **SIZES, preset="paper"), _rows, how, "eager") for how in MOST_GRAPHS),
+        (_decoder, _tokens, "marked", "eager"),
+        (Attention, _rows, "marked", "inductor"),
+    ],
+)
+def test_few_graphs_serve_every_length(make: Callable[[], nn.Module], inputs: Inputs, how: str, backend: str) -> None:
+    """The tracer alone decides how many; a backend that asks more of a length fails where lengths are marked."""
+    assert_few_graphs_serve_all(make(), inputs, how, backend=backend)
