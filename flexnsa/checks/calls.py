@@ -56,8 +56,9 @@ class Sizes(NamedTuple):
     v_dim: int | str = "Dv"
 
 
-def check_queries(q: Tensor) -> None:
-    """Check that q is ``(B, Hq, S, Dk)`` without an empty dimension."""
+def check_queries(q: Tensor, config: NSAConfig) -> None:
+    """Check that q is ``(B, Hq, S, Dk)`` without an empty dimension, and that ``config`` is one."""
+    check_type("config", config, NSAConfig)
     check_tensor("q", q, ("B", "Hq", "S", "Dk"))
     if 0 in q.shape:
         raise ValueError(f"q: expected no empty dimension, got {tuple(q.shape)}")

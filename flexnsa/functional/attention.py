@@ -21,7 +21,7 @@ from flexnsa.checks.calls import (
 )
 from flexnsa.checks.scorers import checked_scorer_keys
 from flexnsa.config import BRANCHES, NSAConfig, num_compressed
-from flexnsa.functional.calls import locate_queries, prepare, scorer_of
+from flexnsa.functional.calls import prepare, scorer_of
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.primitives import check_floating, check_tensor, check_type, describe
 
@@ -158,12 +158,11 @@ def native_sparse_attention(
         TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
-    check_type("config", config, NSAConfig)
     branches = check_branches(branches)
     recompute = check_recompute(recompute, branches)
     check_type("return_aux", return_aux, bool)
     check_type("nonnegative_gates", nonnegative_gates, bool)
-    check_queries(q)
+    check_queries(q, config)
     check_tensor("gates", gates, (*q.shape[:3], len(BRANCHES)), like=q, dtype=getattr(gates, "dtype", None))
     check_floating("gates", gates)
     windows = ("k" if k_win is None else "k_win", "v" if v_win is None else "v_win")
@@ -189,8 +188,7 @@ def native_sparse_attention(
             raise ValueError(f"block_indices: expected None without the slc branch, got {describe(block_indices)}")
         block_indices = checked_selection(q, block_indices, sizes.heads, length, config)
     v_any = next((x for x in (v, v_win, v_cmp) if x is not None), None)
-    located = locate_queries(q, config, document_ids, positions, length)
-    implementation, call = prepare(q, config, scale, located, score_mod, mask_mod, impl, v_any)
+    implementation, call = prepare(q, config, scale, document_ids, score_mod, mask_mod, impl, v_any, positions, length)
     indexer = None
     if selecting and q_index is not None and k_index is not None:
         indexer = scorer_of(q, q_index, k_index, call, index_scale, document_ids, positions, length)

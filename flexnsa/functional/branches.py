@@ -6,9 +6,8 @@ from torch import Tensor
 
 from flexnsa.checks.calls import check_keys, check_queries, checked_selection
 from flexnsa.config import NSAConfig, num_compressed
-from flexnsa.functional.calls import locate_queries, prepare
+from flexnsa.functional.calls import prepare
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
-from flexnsa.primitives import check_type
 
 
 def compressed_attention(
@@ -44,11 +43,9 @@ def compressed_attention(
         TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
-    check_type("config", config, NSAConfig)
-    check_queries(q)
+    check_queries(q, config)
     check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_compressed(q.shape[2], config))
-    positions = locate_queries(q, config, document_ids)
-    implementation, call = prepare(q, config, scale, positions, score_mod, mask_mod, impl, v_cmp)
+    implementation, call = prepare(q, config, scale, document_ids, score_mod, mask_mod, impl, v_cmp)
     implementation.check(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
     out, lse, _ = implementation.compressed(q, k_cmp, v_cmp, call)
     return out, lse
@@ -89,12 +86,10 @@ def selected_attention(
         TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
-    check_type("config", config, NSAConfig)
-    check_queries(q)
+    check_queries(q, config)
     sizes = check_keys(q, k, v, ("k", "v"), q.shape[2])
     block_indices = checked_selection(q, block_indices, sizes.heads, q.shape[2], config)
-    positions = locate_queries(q, config, document_ids)
-    implementation, call = prepare(q, config, scale, positions, score_mod, mask_mod, impl, v)
+    implementation, call = prepare(q, config, scale, document_ids, score_mod, mask_mod, impl, v)
     implementation.check(q=q, k=k, v=v)
     return implementation.selected(q, k, v, block_indices, call)
 
@@ -132,10 +127,8 @@ def sliding_window_attention(
         TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
-    check_type("config", config, NSAConfig)
-    check_queries(q)
+    check_queries(q, config)
     check_keys(q, k, v, ("k", "v"), q.shape[2])
-    positions = locate_queries(q, config, document_ids)
-    implementation, call = prepare(q, config, scale, positions, score_mod, mask_mod, impl, v)
+    implementation, call = prepare(q, config, scale, document_ids, score_mod, mask_mod, impl, v)
     implementation.check(q=q, k=k, v=v)
     return implementation.window(q, k, v, call)

@@ -17,7 +17,7 @@ from flexnsa.positions import Positions
 
 
 def locate_queries(
-    q: Tensor, config: NSAConfig, document_ids: Tensor | None, tokens: Tensor | None = None, length: int | None = None
+    q: Tensor, config: NSAConfig, document_ids: Tensor | None, tokens: Tensor | None, length: int | None
 ) -> Positions | None:
     """Return the queries' positions among ``length`` keys; None for one query per key of one sequence."""
     if document_ids is None:
@@ -31,13 +31,16 @@ def prepare(
     q: Tensor,
     config: NSAConfig,
     scale: float | None,
-    positions: Positions | None,
+    document_ids: Tensor | None,
     score_mod: ScoreMod | None,
     mask_mod: MaskMod | None,
     impl: str,
     v: Tensor | None = None,
+    tokens: Tensor | None = None,
+    length: int | None = None,
 ) -> tuple[Implementation, Call]:
-    """Return the chosen implementation and the call that its branches share."""
+    """Return the chosen implementation and the call that its branches share, with the positions of the queries."""
+    positions = locate_queries(q, config, document_ids, tokens, length)
     has_mod = score_mod is not None or mask_mod is not None
     if has_mod:
         check_masses(config, "with a score_mod or mask_mod")

@@ -10,10 +10,10 @@ from flexnsa.attention.scoring import block_scores, group_probabilities
 from flexnsa.checks.calls import check_queries
 from flexnsa.checks.scorers import checked_scorer_keys
 from flexnsa.config import NSAConfig, num_blocks
-from flexnsa.functional.calls import locate_queries, prepare, scorer_of
+from flexnsa.functional.calls import prepare, scorer_of
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.positions import Positions
-from flexnsa.primitives import check_positive_int, check_tensor, check_type, describe
+from flexnsa.primitives import check_positive_int, check_tensor, describe
 
 
 def block_importance(
@@ -51,8 +51,7 @@ def block_importance(
         TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
-    check_type("config", config, NSAConfig)
-    check_queries(q)
+    check_queries(q, config)
     seq_len = q.shape[2] if seq_len is None else seq_len
     check_positive_int("seq_len", seq_len)
     if seq_len < q.shape[2]:
@@ -109,14 +108,13 @@ def select_blocks(
         TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
-    check_type("config", config, NSAConfig)
-    check_queries(q)
+    check_queries(q, config)
     keys = checked_scorer_keys(q, k_cmp, q_index, k_index, index_scale, "Hkv", q.shape[2], config)
     if lse is not None and config.index_heads is not None:
         raise ValueError(f"lse: expected None with an indexer, got {describe(lse)}")
     if lse is not None:
         check_tensor("lse", lse, tuple(q.shape[:3]), like=q, dtype=torch.promote_types(q.dtype, torch.float32))
-    implementation, call = prepare(q, config, scale, locate_queries(q, config, document_ids), score_mod, mask_mod, impl)
+    implementation, call = prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
     scorer = scorer_of(q, q_index, keys, call, index_scale, document_ids)
     implementation.check(q=scorer.q.detach(), k_cmp=scorer.k.detach())
     return implementation.select(scorer.q, scorer.k, scorer.call, lse, None)

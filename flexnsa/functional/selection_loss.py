@@ -14,7 +14,7 @@ from flexnsa.attention.shares import log_shares
 from flexnsa.checks.calls import check_group, check_queries, checked_selection
 from flexnsa.checks.scorers import check_scorer
 from flexnsa.config import NSAConfig
-from flexnsa.functional.calls import locate_queries, prepare, scorer_of
+from flexnsa.functional.calls import prepare, scorer_of
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.positions import positions_of
 from flexnsa.primitives import check_choice, check_int64, check_integers, check_positive_int, check_tensor, check_type
@@ -122,8 +122,7 @@ def selection_loss(
         TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
-    check_type("config", config, NSAConfig)
-    check_queries(q)
+    check_queries(q, config)
     batch, length = q.shape[0], q.shape[2]
     _check_keys(q, k)
     check_scorer(q, q_index, k_cmp, "k_cmp", k.shape[1], length, config)
@@ -137,8 +136,7 @@ def selection_loss(
     else:
         check_integers("sequence_ids", sequence_ids, (batch,), like=q)
     q, k = q.detach(), k.detach()
-    positions = locate_queries(q, config, document_ids)
-    implementation, call = prepare(q, config, scale, positions, score_mod, mask_mod, impl)
+    implementation, call = prepare(q, config, scale, document_ids, score_mod, mask_mod, impl)
     scorer = scorer_of(q, q_index, k_cmp, call, index_scale, document_ids)
     sample = Sample(sampled_tokens(length, num_queries, seed, step, sequence_ids))
     scorer = Scorer(sample.take(scorer.q), scorer.k, at_sample(scorer.call, scorer.q, sample))
@@ -178,13 +176,11 @@ def block_shares(
         TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
-    check_type("config", config, NSAConfig)
-    check_queries(q)
+    check_queries(q, config)
     _check_keys(q, k)
-    positions = locate_queries(q, config, document_ids)
-    _, call = prepare(q, config, scale, positions, score_mod, mask_mod, "sdpa")
+    _, call = prepare(q, config, scale, document_ids, score_mod, mask_mod, "sdpa")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return log_shares(q, k, positions_of(q, positions), call).exp_()
+        return log_shares(q, k, positions_of(q, call.positions), call).exp_()
 
 
 def selection_recall(
@@ -220,13 +216,11 @@ def selection_recall(
         TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
-    check_type("config", config, NSAConfig)
+    check_queries(q, config)
     check_type("forced", forced, bool)
-    check_queries(q)
     _check_keys(q, k)
     block_indices = checked_selection(q, block_indices, k.shape[1], q.shape[2], config)
-    positions = locate_queries(q, config, document_ids)
-    _, call = prepare(q, config, scale, positions, score_mod, mask_mod, "sdpa")
+    _, call = prepare(q, config, scale, document_ids, score_mod, mask_mod, "sdpa")
     found, best = found_and_best(q, k, block_indices, call, forced=forced)
     return (found / best).float()
 
