@@ -6,8 +6,8 @@ besides those of the new tokens (:class:`KeySource`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import NamedTuple, Protocol
 
 import torch
@@ -74,6 +74,10 @@ class LayoutSizes:
         """Return those of a layer with such a weight."""
         return cls(config, head_dim, rope_base, torch.promote_types(weight.dtype, torch.float32), weight.device)
 
+    def rotate(self, *positions: Tensor) -> list[RopeTables]:
+        """Tabulate the angles as :class:`Rotate` says, to be read by all layers of these sizes."""
+        return [stored_rope_tables(x, self.head_dim, self.rope_base, dtype=self.dtype) for x in positions]
+
 
 class Rotate(Protocol):
     """How a layer tabulates its angles."""
@@ -95,28 +99,43 @@ class BlockLayout(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RowLayout:
-    """Positions of tokens and compressed tokens, made once a forward pass for all layers of the same sizes.
+class Layout:
+    """Positions of tokens, made once a forward pass for all layers of the same sizes.
 
     Args:
         tokens: rotary tables of the tokens.
-        blocks: rotary tables of the compressed tokens, each at its block's first token.
-        first_tokens: int ``(B, N)``, where blocks begin among the raw keys; None for every ``d``.
-        positions: of the queries among the keys of the selected and compressed branch; None for one whole sequence.
-        window_positions: among those of the window.
+        positions: of packed tokens in their documents, or of tokens that follow a cache; None for one whole sequence.
         source: of the keys that whole sequences read; None where they read their own.
         sizes: of the layer that made it; None if other layers must not share it.
+    """
+
+    tokens: RopeTables
+    _: KW_ONLY
+    positions: Positions | None = None
+    source: KeySource | None = None
+    sizes: LayoutSizes | None = None
+
+    @property
+    def block_starts(self) -> dict[str, Tensor]:
+        """Where the blocks of packed tokens begin, int ``(B, N)``, by kind of buffer; here there are none."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout(Layout):
+    """Positions of tokens and compressed tokens.
+
+    Args:
+        blocks: rotary tables of the compressed tokens, each at its block's first token.
+        first_tokens: int ``(B, N)``, where blocks begin among the raw keys; None for every ``d``.
+        window_positions: of the queries among the keys of the window; ``positions`` are those among all others.
         index: of index keys, in a layer with an indexer.
         num_ranks: how many ranks share the tokens of a sequence.
     """
 
-    tokens: RopeTables
     blocks: RopeTables
     first_tokens: Tensor | None = None
-    positions: Positions | None = None
     window_positions: Positions | None = None
-    source: KeySource | None = None
-    sizes: LayoutSizes | None = None
     index: BlockLayout | None = None
     num_ranks: int = 1
 
@@ -125,35 +144,6 @@ class RowLayout:
         """Where the blocks of packed tokens begin, by kind of buffer."""
         starts = {"cmp": self.first_tokens, "index": None if self.index is None else self.index.first_tokens}
         return {kind: first for kind, first in starts.items() if first is not None}
-
-
-class Layout(Protocol):
-    """What layouts of any attention have in common."""
-
-    @property
-    def tokens(self) -> RopeTables:
-        """Rotary tables of the tokens."""
-        ...
-
-    @property
-    def positions(self) -> Positions | None:
-        """Of packed tokens in their documents, or of tokens that follow a cache."""
-        ...
-
-    @property
-    def block_starts(self) -> Mapping[str, Tensor]:
-        """Where the blocks of packed tokens begin, int ``(B, N)``, by kind of buffer."""
-        ...
-
-    @property
-    def source(self) -> KeySource | None:
-        """Of the keys that whole sequences read; see :class:`RowLayout`."""
-        ...
-
-    @property
-    def sizes(self) -> LayoutSizes | None:
-        """Those of the layer that made it."""
-        ...
 
 
 def check_layout(layout: Layout, x: Tensor, document_ids: Tensor | None, sizes: LayoutSizes) -> None:
@@ -179,11 +169,7 @@ def check_layout(layout: Layout, x: Tensor, document_ids: Tensor | None, sizes: 
 
 def row_layout(seq_len: int, document_ids: Tensor | None, sizes: LayoutSizes) -> RowLayout:
     """Lay out sequences of ``seq_len`` tokens, or rows packed with the documents ``document_ids (B, seq_len)``."""
-
-    def rotate(*positions: Tensor) -> list[RopeTables]:
-        return [tables_of(x, sizes) for x in positions]
-
-    return lay_out_rows(seq_len, document_ids, given(sizes.config), rotate, sizes.device, sizes)
+    return lay_out_rows(seq_len, document_ids, given(sizes.config), sizes.rotate, sizes.device, sizes)
 
 
 def lay_out_rows(
@@ -200,8 +186,8 @@ def lay_out_rows(
     token = torch.arange(seq_len, device=device) if positions is None else positions.token - positions.start
     tokens, *tables = rotate(token, *(kind.token for kind in kinds))
     blocks, *index = (BlockLayout(table, kind.first, kind.positions) for table, kind in zip(tables, kinds, strict=True))
-    where = blocks.first_tokens, positions, positions
-    return RowLayout(tokens, blocks.blocks, *where, sizes=sizes, index=index[0] if index else None)
+    of_index = index[0] if index else None
+    return RowLayout(tokens, blocks.blocks, blocks.first_tokens, positions, of_index, positions=positions, sizes=sizes)
 
 
 class _Blocks(NamedTuple):
@@ -222,11 +208,6 @@ def _locate_blocks(seq_len: int, document_ids: Tensor | None, config: NSAConfig,
     return _Blocks((positions.token - positions.start).gather(1, first.to(torch.int64)), first, positions)
 
 
-def tables_of(positions: Tensor, sizes: LayoutSizes) -> RopeTables:
-    """Tabulate the angles at int ``(T,)`` or ``(B, T)`` positions, to be read by all layers of these sizes."""
-    return stored_rope_tables(positions, sizes.head_dim, sizes.rope_base, dtype=sizes.dtype)
-
-
 def step_layout(step: Step, *, head_dim: int, rope_base: float, dtype: torch.dtype) -> RowLayout:
     """Lay out the tokens that follow a cache, and the compressed ones that they complete; ``dtype`` is of the heads."""
 
@@ -245,4 +226,4 @@ def lay_out_cached(step: Step, rotate: Rotate) -> RowLayout:
         kind: BlockLayout(table, new.first_tokens, positions) for table, (kind, new) in zip(tables, kinds, strict=True)
     }
     blocks, first_tokens, _ = made["cmp"]
-    return RowLayout(tokens, blocks, first_tokens, positions, step.window_positions, index=made.get("index"))
+    return RowLayout(tokens, blocks, first_tokens, step.window_positions, made.get("index"), positions=positions)

@@ -31,7 +31,7 @@ from flexnsa.attention.interface import given
 from flexnsa.cache.steps import kind_of
 from flexnsa.checks.calls import check_document_ids
 from flexnsa.config import NSAConfig, num_compressed
-from flexnsa.layers.layouts import BlockLayout, LayoutSizes, Rotate, RowLayout, lay_out_rows, tables_of
+from flexnsa.layers.layouts import BlockLayout, LayoutSizes, Rotate, RowLayout, lay_out_rows
 from flexnsa.layers.rope import RopeTables
 from flexnsa.parallel.chunks import block_halo, check_chunks, window_halo
 from flexnsa.parallel.collectives import gather
@@ -124,14 +124,10 @@ def lay_out_chunks(
     seq_len: int, document_ids: Tensor | None, sizes: LayoutSizes, *, ranks: SharingRanks, branches: Sequence[str]
 ) -> RowLayout:
     """Return the layout of the ``seq_len`` tokens of a rank, as :func:`flexnsa.layers.layouts.row_layout`."""
-
-    def rotate(*positions: Tensor) -> list[RopeTables]:
-        return [tables_of(x, sizes) for x in positions]
-
     ids = None if document_ids is None else ranks.whole(document_ids)
     if ids is not None:  # those that ranks count for themselves decrease from chunk to chunk
         check_document_ids(ids, "B", seq_len * ranks.size)
-    return lay_out_shared_rows(seq_len, ids, given(sizes.config), rotate, sizes.device, ranks, branches, sizes)
+    return lay_out_shared_rows(seq_len, ids, given(sizes.config), sizes.rotate, sizes.device, ranks, branches, sizes)
 
 
 def lay_out_shared_rows(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -18,26 +16,18 @@ from flexnsa.config import NSAConfig
 from flexnsa.layers.core import Heads
 from flexnsa.layers.forward import WholeStep, check_call, run_layer
 from flexnsa.layers.indexer import SharedIndex
-from flexnsa.layers.layouts import KeySource, LayoutSizes, check_layout, tables_of
+from flexnsa.layers.layouts import KeySource, Layout, LayoutSizes, check_layout
 from flexnsa.layers.projection import computed_dtype, split_heads, weight_of
-from flexnsa.layers.rope import RopeTables, apply_rope, rope_tables
+from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.lm.dense.cache import DenseCache
 from flexnsa.lm.dense.step import attend_cached, compiled_place
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
-from flexnsa.positions import Positions
 from flexnsa.primitives import check_heads, check_layer_input, check_positive_int, check_positive_number, check_type
 
 
-@dataclass(frozen=True, slots=True)
-class DenseLayout:
+class DenseLayout(Layout):
     """Positions of tokens, as :class:`flexnsa.layers.layouts.RowLayout` has them, without blocks."""
-
-    tokens: RopeTables
-    positions: Positions | None = None
-    source: KeySource | None = None
-    sizes: LayoutSizes | None = None
-    block_starts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class DenseAttention(nn.Module):
@@ -123,10 +113,10 @@ class DenseAttention(nn.Module):
         """Lay out sequences of ``seq_len`` tokens, for all layers of the same :attr:`layout_sizes`."""
         sizes = self.layout_sizes
         if document_ids is None:
-            return DenseLayout(tables_of(torch.arange(seq_len, device=sizes.device), sizes), sizes=sizes)
+            return DenseLayout(sizes.rotate(torch.arange(seq_len, device=sizes.device))[0], sizes=sizes)
         check_document_ids(document_ids, "B", seq_len, like=weight_of(self))
         positions = document_positions(document_ids, NSAConfig())
-        return DenseLayout(tables_of(positions.token - positions.start, sizes), positions, sizes=sizes)
+        return DenseLayout(sizes.rotate(positions.token - positions.start)[0], positions=positions, sizes=sizes)
 
     def row_layout(self, x: Tensor, document_ids: Tensor | None) -> DenseLayout:
         """Lay out whole sequences; see :class:`flexnsa.layers.forward.Layer`."""
@@ -136,7 +126,7 @@ class DenseAttention(nn.Module):
         """Lay out tokens that follow a cache."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         tables = rope_tables(step.positions.token, self.head_dim, self.rope_base, dtype=dtype)
-        return DenseLayout(tables, step.positions)
+        return DenseLayout(tables, positions=step.positions)
 
     def project(self, x: Tensor, *, rows: bool = False) -> Heads:  # noqa: ARG002
         """Project to heads: of one branch, without a gate."""
