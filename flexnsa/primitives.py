@@ -218,11 +218,6 @@ def _show(shape: Sequence[int | str]) -> str:
     return "(" + ", ".join(map(str, shape)) + (",)" if len(shape) == 1 else ")")
 
 
-def _short() -> reprlib.Repr:
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 100
-    return short
-
-
-_SHORT = _short()
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
 _LARGEST_FLOAT = torch.finfo(torch.float64).max

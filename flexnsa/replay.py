@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -51,23 +51,20 @@ class Replayed(Generic[P, T]):
     def __call__(self, *args: P.args, **_: P.kwargs) -> T:
         """Call the function, or replay its plan for such arguments."""
         key = _key(args)
-        if key is None:
-            return self.function(*self.arguments(args))
-        if key in self._plans:
-            plan = self._plans[key]
-            if plan is not None:
-                return cast(T, plan.replay(args))
-            return self.function(*self.arguments(args))
-        if key not in self._called:
+        plan = None if key is None else self._plans.get(key)
+        if plan is not None:
+            return cast(T, plan.replay(args))
+        if key in self._called and key not in self._plans:
+            with Recorder(args) as recorder:
+                results = self.function(*self.arguments(args))
+            self._plans[key] = recorder.plan(results)
+            return results
+        if key is not None and key not in self._called:
             if len(self._called) >= MOST_PLANS:
                 self._called.clear()
                 self._plans.clear()
             self._called.add(key)
-            return self.function(*self.arguments(args))
-        with Recorder(args) as recorder:
-            results = self.function(*self.arguments(args))
-        self._plans[key] = recorder.plan(results)
-        return results
+        return self.function(*self.arguments(args))
 
 
 class Recorder(TorchDispatchMode):
@@ -174,14 +171,6 @@ class Memory:
         self.addresses = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in args] + [0] * spare
 
 
-class Step(Protocol):
-    """A part of a plan."""
-
-    def run(self, memory: Memory) -> None:
-        """Do it again."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Allocate:
     """Allocate a tensor."""
@@ -239,6 +228,10 @@ class Launch:
         for at, slot, offset in self.tensors:
             arguments[at] = addresses[slot] + offset
         self.kernel(*arguments)
+
+
+Step = Allocate | Free | Clear | Launch
+"""A part of a plan."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,7 @@ from flexnsa.primitives import check_type
 class StepCache(RowCache):
     """Sequences of tokens, each of which has a slot in every buffer: what a layer needs of a cache.
 
-    Args:
-        sizes: of the buffers.
-        batch_size: sequences ``B``.
-        num_kv_heads: ``Hkv``.
-        dims: ``Dk`` or ``Dv`` of each buffer, by its name.
-        rope_base: of the layer.
-        dtype: of the keys and values.
-        device: of everything.
+    Arguments are those of :class:`RowCache`, with the ``sizes`` of the buffers in place of ``max_seq_len``.
     """
 
     def __init__(
