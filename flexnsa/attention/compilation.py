@@ -42,17 +42,13 @@ def _call_compiled(branch: Callable[P, T], each_length: bool, *args: P.args, **k
             _dynamo.mark_static(x, 3)
     options = {"specialize_int": True, "specialize_float": True, "recompile_limit": MAX_VARIANTS}
     with _dynamo.config.patch(options):  # pyright: ignore[reportUnknownMemberType]
-        compiled = compile_for_each_length(branch) if each_length else compile_branch(branch)
-        return compiled(*args, **kwargs)
+        return compile_branch(branch, dynamic=False if each_length else None)(*args, **kwargs)
 
 
 @functools.cache
-def compile_branch(branch: Callable[P, T]) -> Callable[P, T]:
-    """Compile a function in one graph; every caller gets the same compiled function."""
-    return torch.compile(branch, fullgraph=True)  # pyright: ignore[reportUnknownMemberType]
+def compile_branch(branch: Callable[P, T], *, dynamic: bool | None) -> Callable[P, T]:
+    """Compile a function in one graph, the same for all callers, or if not ``dynamic`` in one for every length.
 
-
-@functools.cache
-def compile_for_each_length(branch: Callable[P, T]) -> Callable[P, T]:
-    """Compile a function again for every length; more than :data:`MAX_VARIANTS` lengths raise an error."""
-    return torch.compile(branch, fullgraph=True, dynamic=False)  # pyright: ignore[reportUnknownMemberType]
+    More than :data:`MAX_VARIANTS` lengths raise an error.
+    """
+    return torch.compile(branch, fullgraph=True, dynamic=dynamic)  # pyright: ignore[reportUnknownMemberType]

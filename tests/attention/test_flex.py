@@ -115,12 +115,12 @@ def test_a_few_lengths_compile_what_all_others_run(monkeypatch: pytest.MonkeyPat
     compiled: list[str] = []
 
     @functools.cache
-    def count(branch: Callable[..., Any]) -> Callable[..., Any]:
+    def count(branch: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
         def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
             compiled.append(branch.__name__)
             return module.forward
 
-        return torch.compile(branch, fullgraph=True, backend=backend)
+        return torch.compile(branch, fullgraph=True, backend=backend, dynamic=dynamic)
 
     monkeypatch.setattr(compilation, "compile_branch", count)
     layer = NativeSparseAttention(32, 4, 2, 16, config=SMALL, impl="flex").requires_grad_(False)

@@ -21,9 +21,8 @@ _of_all_keys: Callable[..., tuple[Tensor, Tensor]] = PYTORCH._math_attention_inn
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace branches as often as for Inductor, and run what was traced."""
     torch._dynamo.reset()
-    for name, dynamic in (("compile_branch", None), ("compile_for_each_length", False)):
-        trace = partial(torch.compile, fullgraph=True, dynamic=dynamic, backend="eager")
-        monkeypatch.setattr(f"flexnsa.attention.compilation.{name}", cache(trace))
+    trace = partial(torch.compile, fullgraph=True, backend="eager")
+    monkeypatch.setattr("flexnsa.attention.compilation.compile_branch", cache(trace))
     monkeypatch.setattr(PYTORCH, "_math_attention_inner", scores_of_tiles)
 
 
