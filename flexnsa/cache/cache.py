@@ -23,7 +23,7 @@ from flexnsa.cache.step_cache import StepCache
 from flexnsa.cache.steps import TAILS, BufferSizes, ReadCounter, Step, kind_of
 from flexnsa.checks.calls import check_branches
 from flexnsa.config import BRANCHES, INDEX_FIELDS, NSAConfig
-from flexnsa.primitives import LARGEST_SIZE, check_int, check_integers, check_positive_int, check_type
+from flexnsa.primitives import LARGEST_SIZE, check_int, check_integers, check_type
 
 
 class NSACache(StepCache):
@@ -73,24 +73,16 @@ class NSACache(StepCache):
         device: torch.device | str | None = None,
     ) -> None:
         check_type("config", config, NSAConfig)
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        given = {"batch_size": batch_size, "max_seq_len": max_seq_len, "num_kv_heads": num_kv_heads}
-        given |= {"head_dim": head_dim, "v_head_dim": v_head_dim, "max_rewind": max_rewind}
-        for name, size in given.items():
-            check_positive_int(name, size)
-        self.head_dim, self.v_head_dim, self.max_rewind = head_dim, v_head_dim, max_rewind
-        self.config = config
-        self.branches = check_branches(branches)
-        self.follows = follows
+        self.config, self.branches = config, check_branches(branches)
+        self.follows, self.max_rewind = follows, max_rewind
         indexed = config.index_heads is not None and not follows
         kept = config if indexed else replace(config, **dict.fromkeys(INDEX_FIELDS))
         sizes = BufferSizes(max_seq_len=max_seq_len, max_rewind=max_rewind, config=kept)
         names = buffer_names(self.branches, indexed, follows)
         if indexed and config.index_score == "max":
             names.remove("k_index_tail")  # nothing is compressed
-        dims = {name: head_dim if name[0] == "k" else v_head_dim for name in names}
-        dims |= {name: config.index_head_dim or head_dim for name in names if name.startswith("k_index")}
-        super().__init__(sizes, batch_size, num_kv_heads, dims, rope_base=rope_base, dtype=dtype, device=device)
+        heads = num_kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim
+        super().__init__(sizes, batch_size, *heads, names, rope_base=rope_base, dtype=dtype, device=device)
         self.reached = torch.zeros_like(self.lengths)
         """The largest length of each sequence since it was empty; :meth:`crop` brings no overwritten token back."""
         self.reads: ReadCounter | None = None
@@ -150,6 +142,10 @@ class NSACache(StepCache):
     def num_heads(self, name: str) -> int:
         """Count the heads of a buffer: with an ``index_score`` all share their index keys."""
         return 1 if name.startswith("k_index") and self.config.index_score is not None else self.num_kv_heads
+
+    def dim(self, name: str) -> int:
+        """Return the size of the heads of a buffer: index keys may have one of their own."""
+        return (name.startswith("k_index") and self.config.index_head_dim) or super().dim(name)
 
     def counts(self) -> dict[str, Tensor]:
         """Return the counters of the sequences, int32 ``(B,)``, by name."""

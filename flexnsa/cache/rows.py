@@ -6,7 +6,8 @@ than it holds tokens, at its end, which takes padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from flexnsa.attention.plan import STEP_TOKENS
 from flexnsa.cache.bounds import HostLengthBound, Rows, doubled, row_index
+from flexnsa.cache.steps import BufferSizes, kind_of
 from flexnsa.primitives import (
     check_device,
     check_dtype,
@@ -26,13 +28,15 @@ from flexnsa.primitives import (
 
 
 class RowCache:
-    """Buffers of keys and values for ``B`` sequences; a subclass says how many slots each has.
+    """Buffers of keys and values for ``B`` sequences.
 
     Args:
+        sizes: of the buffers.
         batch_size: sequences ``B``.
-        max_seq_len: tokens that a sequence can hold.
         num_kv_heads: ``Hkv``.
-        dims: by name of a buffer, ``Dk`` or ``Dv``.
+        head_dim: ``Dk``.
+        v_head_dim: ``Dv``.
+        names: of the buffers; those of keys begin with ``k``.
         rope_base: of the rotary frequencies of the keys.
         dtype: of the keys and values.
         device: of everything.
@@ -49,39 +53,47 @@ class RowCache:
 
     def __init__(
         self,
+        sizes: BufferSizes,
         batch_size: int,
-        max_seq_len: int,
         num_kv_heads: int,
-        dims: Mapping[str, int],
+        head_dim: int,
+        v_head_dim: int,
+        names: Sequence[str],
         *,
         rope_base: float,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ) -> None:
+        given = {"batch_size": batch_size, "max_seq_len": sizes.max_seq_len, "num_kv_heads": num_kv_heads}
+        given |= {"head_dim": head_dim, "v_head_dim": v_head_dim, "max_rewind": sizes.max_rewind}
+        for name, size in given.items():
+            check_positive_int(name, size)
         check_dtype("dtype", dtype)
         check_device("device", device)
         check_positive_number("rope_base", rope_base)
-        self.batch_size, self.num_kv_heads, self.rope_base = batch_size, num_kv_heads, rope_base
-        self.room = HostLengthBound(max_seq_len)
-        self.buffers = {
-            name: torch.zeros(batch_size, heads, slots + 1, dim, dtype=dtype, device=device)
-            for name, dim in dims.items()
-            for heads, slots in [(self.num_heads(name), self.num_slots(name, max_seq_len))]
-        }
+        self.sizes, self.batch_size, self.num_kv_heads, self.rope_base = sizes, batch_size, num_kv_heads, rope_base
+        self.head_dim, self.v_head_dim = head_dim, v_head_dim
+        self.room = HostLengthBound(sizes.max_seq_len)
+        shapes = {name: (self.num_heads(name), sizes.size(kind_of(name)) + 1, self.dim(name)) for name in names}
+        self.buffers = {name: torch.zeros(batch_size, *x, dtype=dtype, device=device) for name, x in shapes.items()}
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.rows = torch.arange(batch_size, device=device)
         """Indices of the sequences."""
-        fix_addresses(*self.buffers.values(), self.lengths, self.rows)
+        self._zero, self._column = torch.zeros_like(self.lengths)[:, None], self.rows[:, None]
+        fix_addresses(*self.buffers.values(), self.lengths, self.rows, self._zero, self._column)
 
     def num_heads(self, name: str) -> int:
         """Count the heads of a buffer."""
         del name
         return self.num_kv_heads
 
+    def dim(self, name: str) -> int:
+        """Return the size of the heads of a buffer."""
+        return self.head_dim if name.startswith("k") else self.v_head_dim
+
     def num_slots(self, name: str, max_seq_len: int) -> int:
-        """Count the slots of a buffer without the spare one; here one for each token."""
-        del name
-        return max_seq_len
+        """Count the slots of a buffer without the spare one."""
+        return replace(self.sizes, max_seq_len=max_seq_len).size(kind_of(name))
 
     @property
     def max_seq_len(self) -> int:
@@ -235,7 +247,7 @@ class RowCache:
         """Double the capacity until each sequence can hold so many tokens; all keep those that they have.
 
         Buffers that grow move in memory: a captured step must be captured again, and a compiled one is recompiled.
-        While a buffer is copied, it is in memory twice.
+        Ring buffers do not. While a buffer is copied, it is in memory twice.
 
         Raises:
             TypeError: no int.
@@ -252,7 +264,7 @@ class RowCache:
                     grown[:, :, :before] = buffer[:, :, :before]
                 fix_addresses(grown)
                 self.buffers[name] = grown
-        self.room.max_seq_len = capacity
+        self.room.max_seq_len, self.sizes = capacity, replace(self.sizes, max_seq_len=capacity)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copy all tensors that distinguish this cache from a new one of the same sizes."""

@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flexnsa.cache.documents import locate_documents, unpack
-from flexnsa.cache.rows import RowCache, fix_addresses
-from flexnsa.cache.steps import BufferSizes, Step, kind_of, locate, ring_slots_before
+from flexnsa.cache.rows import RowCache
+from flexnsa.cache.steps import Step, kind_of, locate, ring_slots_before
 from flexnsa.positions import Positions
 from flexnsa.primitives import check_type
 
 
 class StepCache(RowCache):
-    """Sequences of tokens, each of which has a slot in every buffer: what a layer needs of a cache.
-
-    Arguments are those of :class:`RowCache`, with the ``sizes`` of the buffers in place of ``max_seq_len``.
-    """
-
-    def __init__(
-        self,
-        sizes: BufferSizes,
-        batch_size: int,
-        num_kv_heads: int,
-        dims: Mapping[str, int],
-        *,
-        rope_base: float,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-    ) -> None:
-        self.sizes = sizes
-        max_seq_len = sizes.max_seq_len
-        super().__init__(batch_size, max_seq_len, num_kv_heads, dims, rope_base=rope_base, dtype=dtype, device=device)
-        self._zero = torch.zeros_like(self.lengths)[:, None]
-        self._column = self.rows[:, None]
-        fix_addresses(self._zero, self._column)
+    """Sequences of tokens, each of which has a slot in every buffer: what a layer needs of a cache."""
 
     def begin(self, num_tokens: int, lengths: Tensor | None = None, *, ordered: bool = False) -> Step:
         """Locate ``num_tokens`` new tokens of each sequence, of which the first ``lengths (B,)`` are not padding.
@@ -117,15 +95,6 @@ class StepCache(RowCache):
         self.lengths.copy_(step.after[:, 0])
         self._update_reached(step)
         self.room.longest = step.longest
-
-    def grow(self, max_seq_len: int) -> None:
-        """As :meth:`RowCache.grow`; ring buffers do not move."""
-        super().grow(max_seq_len)
-        self.sizes = replace(self.sizes, max_seq_len=self.max_seq_len)
-
-    def num_slots(self, name: str, max_seq_len: int) -> int:
-        """Count the slots of a buffer without the spare one."""
-        return replace(self.sizes, max_seq_len=max_seq_len).size(kind_of(name))
 
     def _update_reached(self, step: Step) -> None:
         """Note what ring buffers have overwritten; full ones keep all tokens."""

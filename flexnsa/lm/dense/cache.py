@@ -8,7 +8,6 @@ from torch import Tensor
 from flexnsa.cache.step_cache import StepCache
 from flexnsa.cache.steps import BufferSizes
 from flexnsa.config import NSAConfig
-from flexnsa.primitives import check_positive_int
 
 
 class DenseCache(StepCache):
@@ -26,13 +25,9 @@ class DenseCache(StepCache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        sizes = {"batch_size": batch_size, "max_seq_len": max_seq_len, "num_kv_heads": num_kv_heads}
-        for name, value in (sizes | {"head_dim": head_dim, "v_head_dim": v_head_dim}).items():
-            check_positive_int(name, value)
-        self.head_dim, self.v_head_dim = head_dim, v_head_dim
         full = BufferSizes(max_seq_len=max_seq_len, max_rewind=1, config=NSAConfig())
-        dims = {"k": head_dim, "v": v_head_dim}
-        super().__init__(full, batch_size, num_kv_heads, dims, rope_base=rope_base, dtype=dtype, device=device)
+        heads = num_kv_heads, head_dim, v_head_dim
+        super().__init__(full, batch_size, *heads, ("k", "v"), rope_base=rope_base, dtype=dtype, device=device)
 
     @property
     def k(self) -> Tensor:
