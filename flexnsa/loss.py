@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from flexnsa.operators import opaque_operator
 from flexnsa.packing import IGNORED
-from flexnsa.primitives import LARGEST_SIZE, check_choice, check_int, check_tensor, describe, may_look
+from flexnsa.primitives import LARGEST_SIZE, check_choice, check_int, check_integers, check_tensor, describe, may_look
 
 WORKSPACE_BYTES = 2**30
 """Upper bound of the bytes of a chunk's logits and their copies."""
@@ -77,9 +77,7 @@ def reduced(total: Tensor, has_loss: Tensor, reduction: str) -> Tensor:
 def check_targets(targets: Tensor, shape: Sequence[int], reduction: str) -> None:
     """Check that ``targets`` are integers of a shape and ``reduction`` is known; see :func:`linear_cross_entropy`."""
     check_choice("reduction", reduction, ("mean", "sum"))
-    check_tensor("targets", targets, shape, dtype=getattr(targets, "dtype", None))
-    if targets.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"targets: expected dtype torch.int32 or torch.int64, got {targets.dtype}")
+    check_integers("targets", targets, shape)
 
 
 def product_dtype(factor: Tensor) -> torch.dtype:

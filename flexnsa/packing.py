@@ -140,7 +140,10 @@ def pack_padded(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """
     mask = _check_attention_mask(attention_mask)
     check_has_values("attention_mask", mask)
-    _check_rows("x", x, mask)
+    check_type("x", x, Tensor)
+    if not is_dense(x) or x.shape[:2] != mask.shape or x.device != mask.device:
+        expected = f"a tensor {tuple(mask.shape)} + (...) on {mask.device}, as attention_mask"
+        raise ValueError(f"x: expected {expected}, got {describe(x)}")
     row = torch.arange(len(mask), dtype=torch.int32, device=mask.device)
     return x[mask][None], row[:, None].expand_as(mask)[mask][None]
 
@@ -184,7 +187,6 @@ def next_token_targets(tokens: Tensor, document_ids: Tensor) -> Tensor:
 
 def _starts(document_ids: Tensor) -> Tensor:
     """Return which tokens are the first of their document, bool ``(B, S)``."""
-    check_integers("document_ids", document_ids, ("B", "S"))
     check_document_ids(document_ids, "B", "S")
     return _changes(document_ids, first=True)
 
@@ -215,13 +217,6 @@ def _check_attention_mask(attention_mask: Tensor) -> Tensor:
         runs_before = (_changes(mask, first=False) & ~mask).cumsum(1)
         _require_all("attention_mask", ~mask | (runs_before == 0), attention_mask, "one run of real tokens a row")
     return mask
-
-
-def _check_rows(name: str, x: Tensor, mask: Tensor) -> None:
-    check_type(name, x, Tensor)
-    if not is_dense(x) or x.shape[:2] != mask.shape or x.device != mask.device:
-        expected = f"a tensor {tuple(mask.shape)} + (...) on {mask.device}, as attention_mask"
-        raise ValueError(f"{name}: expected {expected}, got {describe(x)}")
 
 
 def _require_all(name: str, holds: Tensor, values: Tensor, expected: str) -> None:

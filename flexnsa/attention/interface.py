@@ -145,13 +145,9 @@ def no_gated_sum(q: Tensor, keys: Keys, call: Call) -> None:
 class Implementation:
     """One way to compute Native Sparse Attention; another kernel for a branch replaces one field.
 
+    What a function takes and returns, its type above says.
+
     Args:
-        compressed: see ``CompressedBranch``.
-        select: see ``Selector``.
-        selected: see ``SelectedBranch``.
-        window: see ``WindowBranch``.
-        selection_loss: see ``SelectionLossSum``.
-        check_input: see ``InputCheck``.
         cpu_backward: whether there is a backward pass on a CPU.
         takes_mods: whether a score_mod may be given.
         gated_sum: ``(q, keys, call)``: choose a ``GatedSum``, or None to add up the branches one by one.

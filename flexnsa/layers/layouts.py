@@ -79,15 +79,11 @@ class LayoutSizes:
         return [stored_rope_tables(x, self.head_dim, self.rope_base, dtype=self.dtype) for x in positions]
 
 
-class Rotate(Protocol):
-    """How a layer tabulates its angles."""
+Rotate = Callable[..., Sequence[RopeTables]]
+"""``(*positions)``: tabulate angles at several int ``(T,)`` or ``(B, T)`` positions, those of the tokens first.
 
-    def __call__(self, *positions: Tensor) -> Sequence[RopeTables]:
-        """Tabulate several int ``(T,)`` or ``(B, T)`` positions, those of the tokens first.
-
-        All at once, because some embeddings look at the largest position.
-        """
-        ...
+All at once, because some embeddings look at the largest position.
+"""
 
 
 class BlockLayout(NamedTuple):

@@ -120,10 +120,6 @@ def _report_case(
     return Report(sentence=sentence, table="", record=asdict(outcome), passed=False)
 
 
-def _gradients(arguments: argparse.Namespace) -> Report:
-    return _report_case(arguments, report_gradients, trace_variants)
-
-
 def _add_soak(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threshold",
@@ -253,7 +249,7 @@ LOOKS = {
     "gradients": Look(
         "one backward pass in DDP: which gradients are missing, and in which order they arrive",
         partial(_add_case_options, name="gradients", seconds=600, steps=None, parallel=False),
-        _gradients,
+        lambda arguments: _report_case(arguments, report_gradients, trace_variants),
     ),
     "soak": Look("many steps: tokens a second, and whether memory grows from one to the next", _add_soak, _soak),
     "bisect": Look(

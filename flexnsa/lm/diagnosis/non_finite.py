@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.projection import weight_of
@@ -61,35 +60,27 @@ def strict(trainer: Trainer, _folder: Path) -> Iterator[Callable[[], None]]:
     Steps then raise FloatingPointError, the same on all ranks, before parameters change or anything is written. Hooks
     do not see the inside of compiled layers.
     """
-    first = FirstNonFinite(trainer)
-    trainer.checks.append(first.check)
-    try:
+    with ExitStack() as hooks:
+        check = FirstNonFinite(trainer, hooks).check
+        trainer.checks.append(check)
+        hooks.callback(trainer.checks.remove, check)
         yield lambda: None
-    finally:
-        trainer.checks.remove(first.check)
-        first.remove()
 
 
 class FirstNonFinite:
-    """Hooks on the modules of a model, which record the first value that is not finite.
+    """Hooks on the modules of a model, which record the first value that is not finite, until ``hooks`` is closed.
 
     They do not raise: the other ranks would wait for a rank that left a step. Each check synchronizes.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, hooks: ExitStack) -> None:
         self.trainer = trainer
-        self._handles: list[RemovableHandle] = []
         self._begin()
         for name, module in modules_to_watch(trainer.model):
-            self._handles.append(module.register_forward_hook(partial(self._look_at_output, place_of(name))))
+            hooks.enter_context(module.register_forward_hook(partial(self._look_at_output, place_of(name))))
             if isinstance(module, NativeSparseAttention):
-                self._watch_branches(name, module)
-        self._handles.append(trainer.model.register_forward_pre_hook(self._count_pass))
-
-    def remove(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
+                self._watch_branches(name, module, hooks)
+        hooks.enter_context(trainer.model.register_forward_pre_hook(self._count_pass))
 
     def check(self) -> None:
         """Gather the findings of all ranks, before the step changes the parameters.
@@ -120,7 +111,7 @@ class FirstNonFinite:
             if isinstance(x, Tensor):
                 self._look_both_ways(x, place)
 
-    def _watch_branches(self, name: str, attention: NativeSparseAttention) -> None:
+    def _watch_branches(self, name: str, attention: NativeSparseAttention, hooks: ExitStack) -> None:
         """Check the sum of the branches, which no module returns: it is the input of ``w_o``."""
         called: list[tuple[Tensor, dict[str, Any]]] = []
         place = place_of(name.removesuffix(".attention"))
@@ -135,8 +126,8 @@ class FirstNonFinite:
                 self._finding = replace(finding, place=f"{place}, branch {tag} (what it gives)")
             called.clear()
 
-        self._handles.append(attention.register_forward_pre_hook(remember, with_kwargs=True))
-        self._handles.append(attention.w_o.register_forward_pre_hook(look))
+        hooks.enter_context(attention.register_forward_pre_hook(remember, with_kwargs=True))
+        hooks.enter_context(attention.w_o.register_forward_pre_hook(look))
 
     def _look_both_ways(self, x: Tensor, place: str) -> Finding | None:
         """Check a tensor now and its gradient later; return the finding if it is the first."""
