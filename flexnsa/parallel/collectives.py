@@ -35,12 +35,9 @@ def total(x: Tensor, group: str) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, size: int, group: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.size, ctx.group = size, group
         return _concatenated(x, size, group)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> None:  # noqa: ARG004
-        _, ctx.size, ctx.group = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -49,12 +46,9 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, size: int, group: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.size, ctx.group = size, group
         return _summed_shares(x, size, group)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> None:  # noqa: ARG004
-        _, ctx.size, ctx.group = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -63,12 +57,8 @@ class _Scatter(torch.autograd.Function):
 
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, group: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: ARG004
         return wait_tensor(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: ARG004

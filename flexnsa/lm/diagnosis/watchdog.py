@@ -60,7 +60,8 @@ def watchdog(seconds: float) -> Watcher:
                 yield dog
             except RuntimeError as error:
                 if isinstance(error, dist.DistError) or "gloo/transport" in str(error):  # a connection is lost
-                    dog.break_off(error)
+                    traceback.print_exception(error)
+                    dog.fire(place_of_error(error))
                 raise
             finally:
                 dog.end()
@@ -96,14 +97,10 @@ class _Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self.seconds / 10)):
             if time.monotonic() - self._since > self.seconds or any(self.folder.glob(_file_name("*"))):
-                self._fire()
+                self.fire()
 
-    def break_off(self, error: RuntimeError) -> NoReturn:
-        """Report which rank is gone, and end."""
-        traceback.print_exception(error)
-        self._fire(place_of_error(error))
-
-    def _fire(self, broke_off_in: str | None = None) -> NoReturn:
+    def fire(self, broke_off_in: str | None = None) -> NoReturn:
+        """Report why there is no progress, or which rank is gone if this one ``broke_off_in`` a place, and end."""
         if not self._firing.acquire(blocking=False):
             threading.Event().wait()  # the other thread will end the process
         ranks = self.trainer.ranks
