@@ -116,7 +116,8 @@ class NSACache(StepCache):
         self.lengths.copy_(wanted)
         self.reached.masked_fill_(wanted == 0, 0)
         self.room.longest = lengths if isinstance(lengths, int) else None
-        self._clear_spare_slots()
+        for buffer in self.buffers.values():  # spare slots too must be finite: NaN times a probability of 0 is NaN
+            buffer[:, :, -1] = 0
 
     def insert(self, rows: Rows, other: Self, other_rows: Rows | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As :meth:`RowCache.insert`, with the blocks that either cache keeps."""
@@ -151,11 +152,6 @@ class NSACache(StepCache):
         """Return the counters of the sequences, int32 ``(B,)``, by name."""
         return {"lengths": self.lengths, "reached": self.reached}
 
-    def _clear_spare_slots(self) -> None:
-        """Zero the spare slots: even masked, NaN times a probability of 0 is NaN."""
-        for buffer in self.buffers.values():
-            buffer[:, :, -1] = 0
-
     def _update_reached(self, step: Step) -> None:
         self.reached.copy_(torch.maximum(self.reached, step.after[:, 0]))
 
@@ -169,7 +165,7 @@ class StepKeys:
     def of_tokens(self, name: str, new: Tensor) -> Tensor:
         """Store them, and return all slots; queries mask those of future tokens."""
         self.cache.store(name, new, self.step)
-        return self.cache.all(name)
+        return self.cache.buffers[name]
 
     def of_window(self, name: str, new: Tensor) -> Tensor:
         """Return the last tokens and the new ones; see :meth:`StepCache.extend`."""
@@ -183,14 +179,11 @@ class StepKeys:
             self.cache.store(name, compress(self.cache.extend(tail, new, self.step)), self.step)
         else:
             self.cache.keep(tail, new, self.step)
-        return self.cache.all(name)
+        return self.cache.buffers[name]
 
 
-class PrefillKeys:
-    """The keys of whole sequences, also stored in an empty cache; see :class:`flexnsa.layers.layouts.KeySource`."""
-
-    def __init__(self, cache: StepCache, step: Step) -> None:
-        self.cache, self.step = cache, step
+class PrefillKeys(StepKeys):
+    """The keys of whole sequences, which are also stored in an empty cache."""
 
     def of_tokens(self, name: str, new: Tensor) -> Tensor:
         """Store and return them; the cache counts them when the step ends."""

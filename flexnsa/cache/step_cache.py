@@ -66,10 +66,6 @@ class StepCache(RowCache):
         kind, count = kind_of(name), rows.shape[2]
         self.buffers[name][step.rows.get(kind, self._column), :, step.slots[kind][:, :count]] = rows.transpose(1, 2)
 
-    def all(self, name: str) -> Tensor:
-        """Return a full buffer; slots of future tokens and the spare one, masked by all queries, are finite."""
-        return self.buffers[name]
-
     def keep(self, name: str, rows: Tensor, step: Step) -> None:
         """Write the step's keys or values to a ring buffer when the step ends."""
         step.recent[name] = rows

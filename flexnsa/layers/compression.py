@@ -240,19 +240,16 @@ def as_phi(compressor: object) -> CompressorWeights | None:
         return None
     if type(compressor) is MeanCompressor:
         return CompressorWeights("mean")
-    if type(compressor) not in (LinearCompressor, MLPCompressor):
+    if not isinstance(compressor, LinearCompressor | MLPCompressor) or type(compressor) not in COMPRESSORS.values():
         return None
-    assert isinstance(compressor, LinearCompressor | MLPCompressor)
     project = compressor.project
     if type(project) is not BlockLinear or not all(map(is_dense, (project.position, project.weight))):
         return None
     if isinstance(compressor, LinearCompressor):
         return CompressorWeights("linear", project.position, project.weight)
-    return (
-        CompressorWeights("mlp", project.position, project.weight, compressor.out.weight)
-        if is_plain(compressor.out)
-        else None
-    )
+    if not is_plain(compressor.out):
+        return None
+    return CompressorWeights("mlp", project.position, project.weight, compressor.out.weight)
 
 
 COMPRESSORS = {"mean": MeanCompressor, "linear": LinearCompressor, "mlp": MLPCompressor}

@@ -114,8 +114,8 @@ class TestOneStepTouches:
         decode(layer, x[:, :150], [150], cache)
         expected = decode(layer, x[:, 150:], [1], deepcopy(cache))
         for name, length in (("k_slc", 150), ("v_slc", 150), ("k_cmp", 36), ("v_cmp", 36)):
-            cache.all(name)[:, :, length:] = torch.inf
-        cache.all("k_slc")[:, :, 16:32] = torch.inf
-        cache.all("v_slc")[:, :, 16:32] = torch.inf
+            cache.buffers[name][:, :, length:] = torch.inf
+        cache.buffers["k_slc"][:, :, 16:32] = torch.inf
+        cache.buffers["v_slc"][:, :, 16:32] = torch.inf
         out = layer(x[:, 150:], cache=cache)
         assert torch.equal(out, expected)

@@ -97,6 +97,6 @@ def test_compressed_tokens_appear_when_their_last_token_does() -> None:
     cache = layer.new_cache(1, 60)
     for length in range(1, 61):
         layer(x[:, length - 1 : length], cache=cache)
-        written = cache.all("k_cmp")[:, :, :-1].abs().sum((0, 1, 3)) > 0
+        written = cache.buffers["k_cmp"][:, :, :-1].abs().sum((0, 1, 3)) > 0
         assert int(written.sum()) == num_compressed(length, SMALL)
         assert written[: num_compressed(length, SMALL)].all()

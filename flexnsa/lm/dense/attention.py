@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flexnsa.attention.compilation import compile_once
 from flexnsa.attention.dispatch import choose_implementation, prepare_mods
 from flexnsa.attention.interface import Call, given
 from flexnsa.cache.steps import Step
@@ -20,7 +21,7 @@ from flexnsa.layers.layouts import KeySource, Layout, LayoutSizes, check_layout
 from flexnsa.layers.projection import computed_dtype, split_heads, weight_of
 from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.lm.dense.cache import DenseCache
-from flexnsa.lm.dense.step import attend_cached, compiled_place
+from flexnsa.lm.dense.step import attend_cached, place
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
 from flexnsa.primitives import check_heads, check_layer_input, check_positive_int, check_positive_number, check_type
@@ -171,5 +172,6 @@ class DenseAttention(nn.Module):
         q, k, v = heads.q, heads.k["all"], heads.v["all"]
         cache.check_dtypes(q, k, v)
         kept = cache.buffers["k"], cache.buffers["v"]
-        q, position = compiled_place(q, k, v, *kept, cache.lengths, lengths, self.rope_base)
+        put = compile_once(place) if q.is_cuda else place  # in few kernels
+        q, position = put(q, k, v, *kept, cache.lengths, lengths, self.rope_base)
         return attend_cached(q, *kept, position).transpose(1, 2).flatten(2), None

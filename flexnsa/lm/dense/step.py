@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexnsa.attention.compilation import compile_once
 from flexnsa.layers.rope import apply_rope, rope_tables
 
 HALF = (torch.bfloat16, torch.float16)
@@ -52,11 +49,6 @@ def place(
     before.copy_(after)
     lost = (position >= after[:, None]) & (position < end[:, None])
     return apply_rope(q, tables).masked_fill(lost[:, None, :, None], torch.nan), position
-
-
-def compiled_place(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """As :func:`place`, on CUDA in few kernels."""
-    return (compile_once(place) if q.is_cuda else place)(q, *others)
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:

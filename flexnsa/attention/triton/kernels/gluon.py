@@ -6,20 +6,14 @@ Gluon is Triton with layouts, shared memory and asynchronous products by hand.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar
 
-from flexnsa.attention.triton.kernels.kernel import Kernel
+from flexnsa.attention.triton.kernels.kernel import Kernel, jit
 
 F = TypeVar("F", bound=Callable[..., object])
 
 if TYPE_CHECKING:
-
-    @overload
-    def gluon_jit(function: F, /) -> F: ...
-    @overload
-    def gluon_jit(*, do_not_specialize: list[str]) -> Callable[[Callable[..., object]], Kernel]: ...
-    def gluon_jit(*arguments: object, **options: object) -> object:
-        """Compile a function that kernels call or, with ``do_not_specialize``, a kernel."""
+    gluon_jit = jit
 
     def gluon_constant(function: F, /) -> F:
         """Let kernels call a function of constants, such as one that returns a layout, when they are compiled."""
