@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import Call
+from flexnsa.masks.intervals import stored
 from flexnsa.positions import Positions, positions_of
 
 BITS = 0xFFFFFFFF
@@ -51,7 +52,8 @@ def _mixed(x: Tensor) -> Tensor:
     x = (x ^ (x >> 32)) & BITS
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & BITS
     x = ((x ^ (x >> 15)) * 0x846CA68B) & BITS
-    return x ^ (x >> 16)
+    # Inductor would write x out wherever it is read, and so nest four calls into tens of thousands of operations.
+    return stored(x ^ (x >> 16))
 
 
 class QuerySample(Protocol):
