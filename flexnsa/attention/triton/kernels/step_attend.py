@@ -179,7 +179,7 @@ def attend_selected(
         place_in_block = tile % TILES * BN + n
         block = tl.load(blocks + i, mask=i < SELECTED, other=-1)
         key = block * BLOCK + place_in_block
-        inside = (block >= 0) & (place_in_block < BLOCK) & (key <= token)
+        inside = (place_in_block < BLOCK) & (key >= 0) & (key <= token)
         page, place = find_states(table_ptr, width, key, inside, bh, slc_size + 1, HKV, SLC[0])
         k = load_states(k_ptr, page, place, inside, k_stride, SLC[1], DK, BDK)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
