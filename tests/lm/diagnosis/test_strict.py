@@ -202,14 +202,10 @@ def test_all_ranks_say_what_the_first_of_them_found(parallel: str, step: int, pa
     assert not list((tmp_path / "run").glob("checkpoint*"))
 
 
-def _meet_a_nan(parallel: str, *options: Any) -> None:
+def _meet_a_nan(parallel: str, step: int, passes: int, folder: Path) -> None:
     with joined_ranks(parallel, CPU) as ranks:
-        _meet_a_nan_on_rank_1(ranks, *options)
-
-
-def _meet_a_nan_on_rank_1(ranks: Ranks, step: int, passes: int, folder: Path) -> None:
-    trainer, calls = make_trainer(ranks), itertools.count()
-    if ranks.rank == 1:  # whose share are the last two rows; DDP's first step has a pass more
-        spoil(layer(trainer).attention.w_v_slc, lambda: next(calls) >= passes, row=1)
-    place = "layer 1, branch slc (attention.w_v_slc), row 3, token 17, rank 1"
-    run_to_a_stop(trainer, folder, f"step {step}: the first non-finite value is in forward, {place}")
+        trainer, calls = make_trainer(ranks), itertools.count()
+        if ranks.rank == 1:  # whose share are the last two rows; DDP's first step has a pass more
+            spoil(layer(trainer).attention.w_v_slc, lambda: next(calls) >= passes, row=1)
+        place = "layer 1, branch slc (attention.w_v_slc), row 3, token 17, rank 1"
+        run_to_a_stop(trainer, folder, f"step {step}: the first non-finite value is in forward, {place}")

@@ -141,19 +141,6 @@ def test_wrong_documents_are_named(attention: str):
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_prompts_of_a_pack_go_on_as_each_alone(attention: str):
-    model = DecoderLM(replace(CONFIG, attention=attention)).requires_grad_(False)
-    lengths = torch.tensor([9, 1, 14])
-    prompts, document_ids = _tokens(1, 24), torch.arange(3).repeat_interleave(lengths)[None]
-    caches, later = model.new_caches(3, 20), _tokens(3, 5)
-    packed = model(prompts, document_ids=document_ids, caches=caches)[0].split(lengths.tolist())
-    steps = torch.cat([model(step, caches=caches) for step in later.split(1, dim=1)], dim=1)
-    for row, prompt in enumerate(prompts[0].split(lengths.tolist())):
-        alone = model(torch.cat([prompt, later[row]])[None])[0]
-        torch.testing.assert_close(torch.cat([packed[row], steps[row]]), alone, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize(
     ("checkpointing", "again"),
     [

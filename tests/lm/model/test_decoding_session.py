@@ -6,7 +6,6 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -114,17 +113,10 @@ def test_a_session_that_nobody_keeps_gives_its_memory_back_at_once() -> None:
     session = DecodingSession(make_model(), 3, 40)
     session.generate(prompts(), 3)
     buffer = weakref.ref(next(iter(session.caches[0].buffers.values())))
-    with gc_off():
+    gc.disable()  # only what is in no circle is freed then
+    try:
         del session
         assert buffer() is None
-
-
-@contextmanager
-def gc_off() -> Iterator[None]:
-    """Without a collector only what is in no circle is freed."""
-    gc.disable()
-    try:
-        yield
     finally:
         gc.enable()
 

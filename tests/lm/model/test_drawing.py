@@ -63,14 +63,16 @@ def test_the_host_looks_once_a_group_and_the_last_is_no_longer_than_what_is_left
 
 @pytest.mark.parametrize("group", [1, 2, 8])
 def test_what_was_drawn_behind_a_stop_is_thrown_away_and_rows_end_when_they_do(group: int) -> None:
-    model = Script([[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], [5, 6, 5, 5, 6, 7, 7, 7, 7, 7, 7, 7], [9] * 12])
+    texts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], [5, 6, 5, 5, 6, 7, 7, 7, 7, 7, 7, 7], [9] * 12]
+    texts += [[5, 2, 6, 8, 7, 1, 1, 1, 1, 1, 1, 1], [3, 4, 3, 3, 9, 1, 1, 1, 1, 1, 1, 1]]
     seen: list[tuple[int, int]] = []
-    stops = [(5, 6, 7), 8]
+    stops = [(5, 6, 7), 8, (6, 8, 7), (3, 9)]
     told = {"group": group, "on_token": lambda *token: seen.append(token)}
-    rows = generate_tokens(model, prompts() % 100, 12, sampling=GREEDY, stop_tokens=stops, **told)
-    assert rows == [[1, 2, 3, 4], [5, 6, 5], [9] * 12]  # the first by a stop of three tokens, before that of one
-    assert [[token for row, token in seen if row == index] for index in range(3)] == rows
-    assert [row for row, _ in seen][:3] == [0, 2, 0]  # the second waits: 5 and 6 may begin a stop
+    rows = generate_tokens(Script(texts), prompts(5) % 100, 12, sampling=GREEDY, stop_tokens=stops, **told)
+    # The first by a stop of three tokens, before that of one; the fourth by one within another of three.
+    assert rows == [[1, 2, 3, 4], [5, 6, 5], [9] * 12, [5, 2, 6], [3, 4, 3]]
+    assert [[token for row, token in seen if row == index] for index in range(5)] == rows
+    assert [row for row, _ in seen][:3] == [0, 2, 0]  # the others wait: 5, 6 and 3 may begin a stop
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])

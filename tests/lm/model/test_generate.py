@@ -1,8 +1,7 @@
-"""Generation: the cache changes the speed and no token, under autocast too; stops, ragged prompts and wrong options."""
+"""Generation: the cache changes the speed and no token, under autocast too; ragged prompts and wrong options."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -49,43 +48,11 @@ def test_a_row_of_a_batch_is_what_it_is_alone(attention: str) -> None:
         assert together[row] == alone[0]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_a_row_ends_at_a_whole_stop_sequence_and_not_at_its_parts(length: int) -> None:
-    model = make_model()
-    free = model.generate(prompts(2, 9), 30, sampling=GREEDY)
-    stop = tuple(free[0][10 : 10 + length])
-    absent = next((first, second) for first in free[0] for second in range(256) if (first, second) not in pairs(free))
-    seen: list[list[int]] = [[], []]
-    stopped = model.generate(
-        prompts(2, 9),
-        30,
-        sampling=GREEDY,
-        stop_tokens=[stop, absent],
-        on_token=lambda row, token: seen[row].append(token),
-    )
-    assert stopped == seen
-    for with_stop, without in zip(stopped, free, strict=True):
-        starts = [start for start in range(31 - length) if tuple(without[start : start + length]) == stop]
-        assert with_stop == (without[: starts[0]] if starts else without)
-
-
 @pytest.mark.parametrize("cached", [True, False])
 def test_prompts_stay_as_they_were(cached: bool) -> None:
     given = prompts(2, 17)
     make_model().generate(given, 5, lengths=torch.tensor([9, 4]), cached=cached)
     assert torch.equal(given, prompts(2, 17))
-
-
-def pairs(rows: list[list[int]]) -> set[tuple[int, int]]:
-    return {pair for row in rows for pair in itertools.pairwise(row)}
-
-
-def test_of_two_stops_the_one_that_is_whole_first_ends_the_row() -> None:
-    model = make_model()
-    (free,) = model.generate(prompts(1, 9), 30, sampling=GREEDY)
-    long, short = tuple(free[5:9]), free[7]
-    (stopped,) = model.generate(prompts(1, 9), 30, sampling=GREEDY, stop_tokens=[long, short])
-    assert stopped == free[: free.index(short)]
 
 
 def test_a_seed_repeats_itself_and_another_does_not() -> None:

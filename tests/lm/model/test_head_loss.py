@@ -66,28 +66,8 @@ class Packed(Tensor):
         return (2 * result).as_subclass(Tensor) if func is F.linear else result
 
 
-def hooked(model: DecoderLM) -> None:
-    model.head.register_forward_hook(lambda _head, _inputs, logits: 3 * logits.tanh())
-
-
-def hooked_before(model: DecoderLM) -> None:
-    model.head.register_forward_pre_hook(lambda _head, inputs: (2 * inputs[0],))
-
-
-def hooked_backward(model: DecoderLM) -> None:
-    model.head.register_full_backward_hook(lambda _head, inputs, _outputs: (2 * inputs[0],))
-
-
 def patched(model: DecoderLM) -> None:
     model.head.forward = MethodType(lambda self, x: F.linear(x, self.weight).tanh(), model.head)  # pyright: ignore
-
-
-def parametrized(model: DecoderLM) -> None:
-    parametrize.register_parametrization(model.head, "weight", Doubled())
-
-
-def normalised_by_a_hook(model: DecoderLM) -> None:
-    nn.utils.weight_norm(model.head)  # pyright: ignore[reportDeprecated]
 
 
 def packed(model: DecoderLM) -> None:
@@ -101,14 +81,14 @@ def replaced(make: Callable[[int, int], nn.Module]) -> Callable[[DecoderLM], Non
     return replace
 
 
-HEADS: dict[str, Callable[[DecoderLM], None]] = {
+HEADS: dict[str, Callable[[DecoderLM], object]] = {
     "plain": lambda _: None,
-    "a hook": hooked,
-    "a hook before": hooked_before,
-    "a hook of backward": hooked_backward,
+    "a hook": lambda model: model.head.register_forward_hook(lambda _head, _inputs, logits: 3 * logits.tanh()),
+    "a hook before": lambda model: model.head.register_forward_pre_hook(lambda _head, inputs: (2 * inputs[0],)),
+    "a hook of backward": lambda model: model.head.register_full_backward_hook(lambda _head, x, _out: (2 * x[0],)),
     "a forward of the object's own": patched,
-    "a parametrization": parametrized,
-    "a weight computed by a hook": normalised_by_a_hook,
+    "a parametrization": lambda model: parametrize.register_parametrization(model.head, "weight", Doubled()),
+    "a weight computed by a hook": lambda model: nn.utils.weight_norm(model.head),  # pyright: ignore[reportDeprecated]
     "a weight of a class of its own": packed,
     "a forward of the class's own": replaced(lambda dim, out: Capped(dim, out, bias=False)),
     "a call of the class's own": replaced(lambda dim, out: CalledOtherwise(dim, out, bias=False)),
@@ -118,7 +98,7 @@ HEADS: dict[str, Callable[[DecoderLM], None]] = {
 }
 
 
-def make(change: Callable[[DecoderLM], None] = lambda _: None) -> DecoderLM:
+def make(change: Callable[[DecoderLM], object] = lambda _: None) -> DecoderLM:
     torch.manual_seed(0)
     model = DecoderLM(CONFIG)
     nn.init.normal_(model.head.weight, std=0.3)

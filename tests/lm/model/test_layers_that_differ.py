@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
 
 from flexnsa import NSAConfig
 from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.model.decoder import DecoderLayer, build_attention
+from tests.lm.model.sessions import prompts
+from tests.support.decoding import assert_equal_to_whole
 
 SIZES = NSAConfig(compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=4, window_size=8)
 CONFIG = DecoderConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, nsa=SIZES)
@@ -48,42 +49,34 @@ def make_model(attention: str, name: str, num_layers: int = 3, **changes: Any) -
     return model.requires_grad_(False)
 
 
-def tokens(batch: int, length: int) -> Tensor:
-    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1))
-
-
-def assert_equal(out: Tensor, whole: Tensor) -> None:
-    torch.testing.assert_close(out, whole, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(("attention", "name"), CASES)
 def test_one_by_one_is_what_it_is_together(attention: str, name: str) -> None:
-    model, x = make_model(attention, name), tokens(2, 40)
+    model, x = make_model(attention, name), prompts(2, 40)
     whole = model(x)
     for chunks in ([1] * 40, [9, 3, 28]):  # one by one; whole rows first, then some at a time
         caches = model.new_caches(2, 40)
-        assert_equal(torch.cat([model(part, caches=caches) for part in x.split(chunks, dim=1)], dim=1), whole)
+        assert_equal_to_whole(torch.cat([model(part, caches=caches) for part in x.split(chunks, dim=1)], dim=1), whole)
 
 
 @pytest.mark.parametrize(("attention", "name"), CASES)
 def test_packed_documents_are_what_each_is_alone(attention: str, name: str) -> None:
-    model, x = make_model(attention, name), tokens(1, 40)
+    model, x = make_model(attention, name), prompts(1, 40)
     alone = torch.cat([model(part) for part in x.split(LENGTHS.tolist(), dim=1)], dim=1)
-    assert_equal(model(x, document_ids=IDS), alone)
-    assert_equal(model(x, document_ids=IDS, caches=model.new_caches(2, 27)), alone)
+    assert_equal_to_whole(model(x, document_ids=IDS), alone)
+    assert_equal_to_whole(model(x, document_ids=IDS, caches=model.new_caches(2, 27)), alone)
 
 
 @pytest.mark.parametrize(("attention", "name"), [("nsa", "rope_base and stride"), ("dense", "rope_base")])
 def test_compiled_layers_keep_to_their_own_sizes(attention: str, name: str) -> None:
-    model, x = make_model(attention, name, num_layers=2, compression="mean"), tokens(2, 40)
+    model, x = make_model(attention, name, num_layers=2, compression="mean"), prompts(2, 40)
     caches, whole = model.new_caches(2, 40), model(x)
     first = model(x[:, :39], caches=caches)
     torch.compiler.reset()
     step = torch.compile(model, backend="eager", fullgraph=True)  # one graph holds all of them
-    assert_equal(torch.cat([first, step(x[:, 39:], caches=caches)], dim=1), whole)
+    assert_equal_to_whole(torch.cat([first, step(x[:, 39:], caches=caches)], dim=1), whole)
     torch.compiler.reset()
     model.compile_layers(backend="eager", fullgraph=True)
-    assert_equal(model(x), whole)
+    assert_equal_to_whole(model(x), whole)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -96,5 +89,5 @@ def test_layers_of_the_same_sizes_share_a_layout(attention: str, monkeypatch: py
             return make(*given)
 
         monkeypatch.setattr(layer.attention, "layout", layout)
-    model(tokens(2, 40))
+    model(prompts(2, 40))
     assert made == [1e4, 1e6]

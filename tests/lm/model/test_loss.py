@@ -195,7 +195,6 @@ def test_operator_is_registered_as_the_compiler_expects() -> None:
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_on_a_gpu_it_is_as_close_to_fp64(dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     """The weight's gradient is summed in fp32 by the product itself there."""
-    torch.manual_seed(0)
     hidden, weight = (torch.randn(*size, 256, device="cuda").to(dtype).requires_grad_() for size in ((2, 300), (512,)))
     targets = torch.randint(512, (2, 300), device="cuda")
     inputs = (hidden, weight, targets)

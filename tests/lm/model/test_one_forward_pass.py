@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,17 +32,11 @@ def train(checkpointing: bool | tuple[int, int], **options: Any) -> None:
     model(torch.randint(256, (2, 150)), **options).square().sum().backward()
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[str]:
-    """Grow by one with each call of a function of a module."""
-    calls: list[str] = []
-    function: Callable[..., Any] = getattr(module, name)
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(module, name, count)
-    return calls
+def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> Mock:
+    """Have a function of a module count its calls."""
+    function = Mock(wraps=getattr(module, name))
+    monkeypatch.setattr(module, name, function)
+    return function
 
 
 def select_at_random(q: Tensor, k_cmp: Tensor, call: Call, lse: Tensor | None, importance: Tensor | None) -> Tensor:  # noqa: ARG001
@@ -84,13 +78,13 @@ def test_where_tokens_stand_is_found_out_once(
     tables = counted(monkeypatch, layouts, "stored_rope_tables")
     ids = torch.arange(3).repeat_interleave(torch.tensor([20, 90, 40])).expand(2, -1)
     train(checkpointing, document_ids=ids if packed else None)
-    assert len(documents) == packed
-    assert len(tables) == 2  # of tokens and of compressed tokens
+    assert documents.call_count == packed
+    assert tables.call_count == 2  # of tokens and of compressed tokens
 
 
 def test_where_tokens_of_the_dense_twin_stand_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     here, elsewhere = (counted(monkeypatch, module, "document_positions") for module in (dense, functional_calls))
     model = DecoderLM(replace(CONFIG, attention="dense"))
     model(torch.randint(256, (2, 150)), document_ids=torch.arange(150).expand(2, -1) // 40)
-    assert len(here) == 1
-    assert not elsewhere
+    assert here.call_count == 1
+    assert not elsewhere.called

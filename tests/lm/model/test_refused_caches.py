@@ -15,6 +15,7 @@ from flexnsa.cache.rows import RowCache
 from flexnsa.cache.steps import ReadCounter
 from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.model.decoder import DecoderLayer
+from tests.lm.model.sessions import prompts
 from tests.support.inputs import SMALL
 
 CONFIG = DecoderConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=12, nsa=SMALL)
@@ -30,10 +31,6 @@ def make_model(attention: str, **changes: Any) -> DecoderLM:
 
 def attention_of(model: DecoderLM, index: int) -> Any:
     return cast("DecoderLayer", model.layers[index]).attention
-
-
-def tokens(length: int, batch: int = 2) -> Tensor:
-    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 def all_state(cache: RowCache) -> dict[str, Any]:
@@ -59,7 +56,7 @@ def caches_of(model: DecoderLM, filled: int, **options: Any) -> list[Any]:
         if isinstance(cache, NSACache):
             cache.reads = ReadCounter()
     if filled:
-        model(tokens(filled), caches=caches)
+        model(prompts(2, filled), caches=caches)
     return caches
 
 
@@ -122,7 +119,7 @@ def test_caches_that_do_not_fit_are_named_and_are_as_they_were(attention: str, f
     before = [all_state(cache) for cache in every]
     for call in (model, model.last_logits):
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-            call(tokens(12), caches=given)
+            call(prompts(2, 12), caches=given)
     for cache, was in zip(every, before, strict=True):
         assert_same(all_state(cache), was)
 
@@ -218,7 +215,7 @@ def test_a_call_that_a_hook_ends_half_way_leaves_an_empty_cache_empty(kind: str,
 @pytest.mark.parametrize("trained", [0, 1, "embeddings"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_with_caches_is_refused_before_the_first_layer(kind: str, trained: int | str) -> None:
-    model, x = make_model(kind), tokens(12)
+    model, x = make_model(kind), prompts(2, 12)
     if isinstance(trained, int):
         attention_of(model, trained).requires_grad_(True)
     else:

@@ -49,10 +49,6 @@ class Given:
         return torch.randn(ROWS, 2, TOKENS, 8), torch.randn(ROWS, 2, TOKENS, 6)
 
 
-def generate(given: Given, lengths: Any) -> object:
-    return models.generate_tokens(given.model, prompts(), 2, lengths=lengths)
-
-
 CASES: dict[str, Case] = {
     "NativeSparseAttention.forward": Case(of_layer, 0),
     "NativeSparseAttention.step_inputs": Case(
@@ -73,7 +69,9 @@ CASES: dict[str, Case] = {
     "DecoderLM.last_logits": Case(lambda given, lengths: given.model.last_logits(prompts(), lengths=lengths), 1),
     "DecodingSession.generate": Case(lambda given, lengths: given.session.generate(prompts(), 2, lengths=lengths), 1),
     "DecodingSession.prefill": Case(lambda given, lengths: given.session.prefill(prompts(), lengths), 1),
-    "generate_tokens": Case(generate, 1),
+    "generate_tokens": Case(
+        lambda given, lengths: models.generate_tokens(given.model, prompts(), 2, lengths=lengths), 1
+    ),
 }
 OTHERS: dict[str, Case] = {
     "with caches": Case(

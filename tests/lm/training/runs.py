@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from flexnsa.lm import Trainer
+from flexnsa.lm import DecoderConfig, DecoderLM, TrainConfig, Trainer, read_corpus
 from flexnsa.lm.checkpoint.log import read_log
 from flexnsa.lm.cli import main
 from flexnsa.lm.parallel import Ranks
@@ -33,6 +34,12 @@ def untouched(trainer: Trainer) -> Iterator[None]:
     assert trainer.step == 0
     assert not trainer.optimizer.state
     assert all(map(torch.equal, before, trainer.parameters.values()))
+
+
+def trainer_of(text: Path, model: DecoderConfig, training: TrainConfig, seed: int = 0, **options: Any) -> Trainer:
+    """Return a trainer of a model that ``seed`` draws."""
+    torch.manual_seed(seed)
+    return Trainer(DecoderLM(model), read_corpus(text), training, **options)
 
 
 def train(*options: str | Path) -> None:

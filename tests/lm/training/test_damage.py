@@ -20,6 +20,7 @@ from flexnsa.lm.checkpoint.log import JSONLog, read_log
 from flexnsa.lm.parallel import Ranks
 from flexnsa.lm.training.checkpoint import checkpoint_path, load_checkpoint, newest_checkpoint, save_checkpoint
 from flexnsa.lm.training.model_file import read_model
+from tests.lm.cli.tiny_run import with_tensor
 from tests.lm.training.runs import Sharded, untouched
 from tests.parallel.steps import make_trainer
 from tests.support.damage import DAMAGES, flip, places
@@ -174,18 +175,22 @@ def other_step(folder: Path) -> None:
     write_header(folder, unsealed((folder / "header.json").read_bytes()) | {"step": -3})
 
 
-SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "lost shard": (lambda folder: (folder / "__0_0.distcp").unlink(), "not a whole checkpoint of shards"),
-    "lost header": (lambda folder: (folder / "header.json").unlink(), "not a whole checkpoint of shards"),
-    "half a header": (lambda folder: write_header(folder, {"step": 1, "files": {}}), "header lacks model"),
-    "no step": (other_step, "expected a number of steps in its header, got -3"),
+SPOILT: dict[str, tuple[type[Ranks], Callable[[Path], object], str]] = {
+    "lost shard": (Sharded, lambda folder: (folder / "__0_0.distcp").unlink(), "not a whole checkpoint of shards"),
+    "lost header": (Sharded, lambda folder: (folder / "header.json").unlink(), "not a whole checkpoint of shards"),
+    "half a header": (Sharded, lambda folder: write_header(folder, {"step": 1, "files": {}}), "header lacks model"),
+    "no step": (Sharded, other_step, "expected a number of steps in its header, got -3"),
+    **{
+        f"no {lost}": (Ranks, with_tensor(lost, None), rf"expected \S*{lost}\S* to be .* got none; ")
+        for lost in ("head.weight", "optimizer.head.weight.exp_avg", "optimizer.", "rng.cpu")
+    },
 }
 
 
 @pytest.mark.parametrize("case", SPOILT)
-def test_spoilt_folder_is_refused_and_the_trainer_stays(tmp_path: Path, case: str) -> None:
-    fresh, (path, _) = make_trainer(Sharded(), seed=0), saved(tmp_path, Sharded())
-    spoil, message = SPOILT[case]
+def test_spoilt_checkpoint_is_refused_and_the_trainer_stays(tmp_path: Path, case: str) -> None:
+    ranks, spoil, message = SPOILT[case]
+    fresh, (path, _) = make_trainer(ranks(), seed=0), saved(tmp_path, ranks())
     spoil(path)
     with untouched(fresh), pytest.raises(FileError, match=f"^{path}: .*{message}"):
         load_checkpoint(path, fresh)

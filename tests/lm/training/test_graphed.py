@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from flexnsa.lm import DecoderConfig, DecoderLM, Trainer, preset, read_corpus
+from flexnsa.lm import DecoderLM, Trainer, preset, read_corpus
 from flexnsa.lm.cli import main
 from flexnsa.lm.training.checkpoint import load_checkpoint, save_checkpoint
 from flexnsa.lm.training.checks import check_cuda_graph
+from tests.lm.training.runs import trainer_of
 from tests.lm.training.test_stages import GROWING
 from tests.lm.training.test_trainer import TAUGHT
 
@@ -32,8 +33,8 @@ def test_graphs_need_a_gpu_and_one_process(text_folder: Path, tmp_path: Path, re
 
 def test_what_changes_between_steps_comes_by_tensors(text_folder: Path) -> None:
     """A replay knows nothing of the trainer's step but that of its capture."""
-    corpus, config = read_corpus(text_folder), replace(GROWING, stages=(), pack=True)
-    plain, captured = (Trainer(_seeded(TAUGHT), corpus, config) for _ in range(2))
+    config = replace(GROWING, stages=(), pack=True)
+    plain, captured = (trainer_of(text_folder, TAUGHT, config) for _ in range(2))
     learn = captured._take_step
 
     def replay(*tensors: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,8 @@ def test_replayed_steps_are_the_same_steps(
     corpus = read_corpus(text_folder)
 
     def build(cuda_graph: bool) -> Trainer:
-        return Trainer(_seeded(model).cuda(), corpus, config, compiled=compiled, cuda_graph=cuda_graph)
+        torch.manual_seed(0)
+        return Trainer(DecoderLM(model).cuda(), corpus, config, compiled=compiled, cuda_graph=cuda_graph)
 
     plain, graphed = build(False), build(True)
     for step in range(config.steps):
@@ -75,8 +77,3 @@ def test_replayed_steps_are_the_same_steps(
         expected, found = plain.train_step().to_dict(), graphed.train_step().to_dict()
         assert found == pytest.approx(expected, rel=2e-3), step
         assert graphed.validation_bits_per_byte() == pytest.approx(plain.validation_bits_per_byte(), rel=2e-3)
-
-
-def _seeded(model: DecoderConfig) -> DecoderLM:
-    torch.manual_seed(0)
-    return DecoderLM(model)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from flexnsa.files import FileError
-from flexnsa.lm import DecoderConfig, DecoderLM, TrainConfig, Trainer, Watcher, read_corpus, run
+from flexnsa.lm import DecoderConfig, TrainConfig, Trainer, Watcher, run
 from flexnsa.lm.cli import main
 from flexnsa.lm.training.checkpoint import newest_checkpoint, read_checkpoint
-from tests.lm.training.runs import curve, train
+from tests.lm.training.runs import curve, train, trainer_of
 from tests.parallel.processes import run_together
 from tests.support.inputs import TINY
 
@@ -54,7 +54,7 @@ def begun(text_folder: Path, tmp_path: Path) -> Callable[[str, int], Path]:
     """Return a folder of a name in which so many steps of eight are done."""
 
     def begin(name: str, done: int) -> Path:
-        run(_trainer(text_folder, BEGUN), tmp_path / name, watchers=[after(done, stop)])
+        run(trainer_of(text_folder, MODEL, BEGUN), tmp_path / name, watchers=[after(done, stop)])
         return tmp_path / name
 
     return begin
@@ -67,7 +67,7 @@ def test_more_steps_follow_the_schedule_of_their_number_and_keep_what_is_done(
     folder = begun("run", done)
     before = curve(folder)
     capsys.readouterr()
-    run(_trainer(text_folder, LONGER), folder)
+    run(trainer_of(text_folder, MODEL, LONGER), folder)
     said = [line for line in "".join(capsys.readouterr()).splitlines() if "goes on" in line]
     assert len(said) == 1
     rate = f"{LONGER.learning_rate(done):.3g}"
@@ -79,7 +79,7 @@ def test_more_steps_follow_the_schedule_of_their_number_and_keep_what_is_done(
     assert rates == [*map(BEGUN.learning_rate, range(done)), *map(LONGER.learning_rate, range(done, 12))]
     header, _ = read_checkpoint(newest_checkpoint(folder) or folder)
     assert (header["step"], header["training"]["steps"]) == (12, 12)
-    run(_trainer(text_folder, LONGER), folder)
+    run(trainer_of(text_folder, MODEL, LONGER), folder)
     assert "goes on" not in "".join(capsys.readouterr())
 
 
@@ -88,11 +88,11 @@ def test_they_are_the_same_bit_for_bit_wherever_they_are_interrupted(
     text_folder: Path, begun: Callable[[str, int], Path], done: int, at: int, end: Callable[[], None]
 ) -> None:
     whole, interrupted = begun("whole", done), begun("interrupted", done)
-    run(_trainer(text_folder, LONGER), whole)
+    run(trainer_of(text_folder, MODEL, LONGER), whole)
     with suppress(Killed):
-        run(_trainer(text_folder, LONGER), interrupted, watchers=[after(done + at, end)])
+        run(trainer_of(text_folder, MODEL, LONGER), interrupted, watchers=[after(done + at, end)])
     assert len(curve(interrupted)) == done + at
-    last = _trainer(text_folder, LONGER)
+    last = trainer_of(text_folder, MODEL, LONGER)
     run(last, interrupted)
     assert curve(interrupted) == curve(whole)
     _, expected = read_checkpoint(newest_checkpoint(whole) or whole)
@@ -105,9 +105,9 @@ def test_fewer_steps_than_were_planned_are_taken_if_they_are_not_fewer_than_are_
     text_folder: Path, begun: Callable[[str, int], Path], steps: int
 ) -> None:
     folder = begun("run", 5)
-    run(_trainer(text_folder, replace(BEGUN, steps=steps)), folder)
+    run(trainer_of(text_folder, MODEL, replace(BEGUN, steps=steps)), folder)
     assert len(curve(folder)) == steps
-    run(_trainer(text_folder, BEGUN), folder)  # and the others after that
+    run(trainer_of(text_folder, MODEL, BEGUN), folder)  # and the others after that
     assert [record["step"] for record in curve(folder)] == list(range(8))
 
 
@@ -117,7 +117,7 @@ def test_fewer_steps_than_are_done_are_refused_and_change_nothing(
 ) -> None:
     folder = begun("run", done)
     contents = {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".")}
-    trainer = _trainer(text_folder, replace(BEGUN, steps=done - 1))
+    trainer = trainer_of(text_folder, MODEL, replace(BEGUN, steps=done - 1))
     with pytest.raises(
         FileError, match=rf"^steps: expected at least {done}, as many as '.*' has done, got {done - 1}$"
     ):
@@ -153,8 +153,3 @@ def test_processes_go_on_as_one_does(text_folder: Path, tmp_path: Path, parallel
 
 def _train(text: Path, out: Path, *options: str) -> None:
     train("--pack", "--warmup-steps", "2", "--checkpoint-every", "3", "--text", text, "--out", out, *options)
-
-
-def _trainer(text_folder: Path, config: TrainConfig) -> Trainer:
-    torch.manual_seed(0)
-    return Trainer(DecoderLM(MODEL), read_corpus(text_folder), config)

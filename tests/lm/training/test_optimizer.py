@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa import NativeSparseAttention
-from flexnsa.lm import TRAIN_PRESETS, DecoderConfig, DecoderLM, TrainConfig, Trainer, parameter_groups, read_corpus
+from flexnsa.lm import TRAIN_PRESETS, DecoderConfig, DecoderLM, TrainConfig, parameter_groups
 from flexnsa.lm.training.checkpoint import load_checkpoint, save_checkpoint
+from tests.lm.training.runs import trainer_of
 from tests.support.inputs import TINY
 
 MODEL = DecoderConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, nsa=TINY)
@@ -67,11 +68,11 @@ def test_groups_name_the_rate_that_is_none(name: str, value: Any, error: type[Ex
 def test_a_run_that_leaves_it_open_keeps_the_rate_that_it_began_with(text_folder: Path, tmp_path: Path):
     """However often it is stopped, its results stay the same."""
     path = tmp_path / "checkpoint.safetensors"
-    whole = _trainer(text_folder, replace(TRAINING, compressor_lr=0.5))
+    whole = trainer_of(text_folder, MODEL, replace(TRAINING, compressor_lr=0.5))
     whole.train_step()
     save_checkpoint(path, whole)
     for _ in range(2):
-        resumed = _trainer(text_folder, TRAINING, seed=99)
+        resumed = trainer_of(text_folder, MODEL, TRAINING, seed=99)
         load_checkpoint(path, resumed)
         assert resumed.train_step() == whole.train_step()
         assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
@@ -80,7 +81,8 @@ def test_a_run_that_leaves_it_open_keeps_the_rate_that_it_began_with(text_folder
 
 def _moves(text_folder: Path, compression: str, rate: float | None) -> dict[str, Tensor]:
     """Return how far each parameter goes in a step, in fp64."""
-    trainer = _trainer(text_folder, replace(TRAINING, compressor_lr=rate), compression=compression)
+    model, training = replace(MODEL, compression=compression), replace(TRAINING, compressor_lr=rate)
+    trainer = trainer_of(text_folder, model, training)
     trainer.model.double()
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train_step()
@@ -89,11 +91,6 @@ def _moves(text_folder: Path, compression: str, rate: float | None) -> dict[str,
 
 def _attentions(model: DecoderLM) -> list[NativeSparseAttention]:
     return [module for module in model.modules() if isinstance(module, NativeSparseAttention)]
-
-
-def _trainer(text_folder: Path, training: TrainConfig, *, seed: int = 0, compression: str = "mlp") -> Trainer:
-    torch.manual_seed(seed)
-    return Trainer(DecoderLM(replace(MODEL, compression=compression)), read_corpus(text_folder), training)
 
 
 def test_rate_rises_to_lr_and_falls_to_min_lr():

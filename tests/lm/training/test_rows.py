@@ -12,14 +12,6 @@ from flexnsa.lm import TrainConfig
 from flexnsa.lm.data.rows import Batch, PackedDocuments, Windows, document_bounds
 from flexnsa.lm.training.trainer import draw_step
 
-TEXT = (
-    b"import os\n\n\ndef f():\n    return 1\n\n    # more\n"
-    + b"x" * 100
-    + b"\n\nlast\n\0"
-    + b"\n \n"
-    + b"one line\0"
-    + b"\0"
-)
 PARTS = [
     b"import os\n\n\n",
     b"def f():\n    return 1\n\n",
@@ -29,6 +21,7 @@ PARTS = [
     b"one line\0",
     b"\0",
 ]
+TEXT = b"".join(PARTS)
 
 
 def test_documents_end_with_their_blank_lines_or_their_file() -> None:

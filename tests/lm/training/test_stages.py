@@ -13,14 +13,14 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from flexnsa import SelectionLoss
-from flexnsa.lm import DecoderConfig, DecoderLM, Trainer, read_corpus, run
+from flexnsa.lm import DecoderConfig, Trainer, read_corpus, run
 from flexnsa.lm.cli import main
 from flexnsa.lm.parallel import Ranks
 from flexnsa.lm.training.checkpoint import configs_of_run
 from flexnsa.lm.training.checks import check_training
 from flexnsa.lm.training.trainer import build_optimizer, draw_step, language_loss, set_learning_rate
 from flexnsa.optim import index_parameters
-from tests.lm.training.runs import curve
+from tests.lm.training.runs import curve, trainer_of
 from tests.lm.training.test_more_steps import BEGUN, MODEL, Killed, after, kill
 from tests.lm.training.test_trainer import TAUGHT as INDEXED
 
@@ -96,8 +96,7 @@ def test_a_run_killed_at_the_edge_of_a_stage_or_inside_resumes_bit_for_bit(
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     run(ended, tmp_path / "whole")
     assert ended.validation_bits_per_byte() == whole.validation_bits_per_byte()
-    for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
     assert resumed.train_step() == whole.train_step()
 
 
@@ -192,5 +191,4 @@ def test_an_estimate_is_of_the_largest_stage_that_selects(
 
 
 def _trainer(text: Path, model: DecoderConfig = MODEL, compiled: bool = False, seed: int = 0, **fields: Any) -> Trainer:
-    torch.manual_seed(seed)
-    return Trainer(DecoderLM(model), read_corpus(text), replace(GROWING, **fields), compiled=compiled)
+    return trainer_of(text, model, replace(GROWING, **fields), seed, compiled=compiled)

@@ -16,6 +16,7 @@ from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer, r
 from flexnsa.lm.checkpoint.log import read_log
 from flexnsa.lm.data.rows import Batch, PackedDocuments
 from flexnsa.optim import index_parameters
+from tests.lm.training.runs import trainer_of
 from tests.support.inputs import TINY
 
 MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
@@ -26,7 +27,7 @@ INDEXED = replace(TINY, index_heads=1, index_block_size=4, index_stride=4)
 def test_learns_a_repeating_text_by_heart(attention: str):
     text = torch.tensor(list(b"native sparse attention is exact; ") * 20, dtype=torch.uint8)
     config = TrainConfig(steps=60, batch_size=4, seq_len=64, lr=1e-2, warmup_steps=5, eval_sequences=4)
-    trainer = _trainer(Corpus(text, text), replace(MODEL, attention=attention, num_layers=1), config)
+    trainer = Trainer(DecoderLM(replace(MODEL, attention=attention, num_layers=1)), Corpus(text, text), config)
     first = trainer.validation_bits_per_byte()
     for _ in range(config.steps):
         trainer.train_step()
@@ -36,10 +37,9 @@ def test_learns_a_repeating_text_by_heart(attention: str):
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_accumulated_gradient_is_the_gradient_of_the_whole_batch(text_folder: Path, pack: bool):
-    corpus = read_corpus(text_folder)
     config = TrainConfig(batch_size=4, seq_len=24, pack=pack)
-    whole = _trainer(corpus, MODEL, config)
-    parts = _trainer(corpus, MODEL, replace(config, batch_size=1, grad_accumulation=4))
+    whole = trainer_of(text_folder, MODEL, config)
+    parts = trainer_of(text_folder, MODEL, replace(config, batch_size=1, grad_accumulation=4))
     one, other = whole.train_step(), parts.train_step()
     assert one.loss == pytest.approx(other.loss, rel=1e-5)
     assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
@@ -48,7 +48,7 @@ def test_accumulated_gradient_is_the_gradient_of_the_whole_batch(text_folder: Pa
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_packed_loss_is_the_sum_over_documents_alone(text_folder: Path, attention: str):
     config = TrainConfig(seq_len=200, pack=True)
-    trainer = _trainer(read_corpus(text_folder), replace(MODEL, attention=attention), config)
+    trainer = trainer_of(text_folder, replace(MODEL, attention=attention), config)
     trainer.model.double()
     batch = trainer.training_rows.spread(2)
     assert batch.document_ids is not None
@@ -63,7 +63,7 @@ def test_packed_loss_is_the_sum_over_documents_alone(text_folder: Path, attentio
 
 
 def test_only_matrices_of_linear_maps_decay(text_folder: Path):
-    trainer = _trainer(read_corpus(text_folder), MODEL, TrainConfig(weight_decay=0.3))
+    trainer = trainer_of(text_folder, MODEL, TrainConfig(weight_decay=0.3))
     decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
     named = dict(trainer.model.named_parameters())
     assert len(decay) == len(named)
@@ -80,7 +80,7 @@ def test_only_matrices_of_linear_maps_decay(text_folder: Path):
 def test_a_step_that_is_not_finite_changes_nothing(text_folder: Path, nsa: NSAConfig, of_index: bool, message: str):
     config = TrainConfig(batch_size=2, seq_len=40)
     model = replace(MODEL, nsa=nsa)
-    trainer, other = (_trainer(read_corpus(text_folder), model, config) for _ in range(2))
+    trainer, other = (trainer_of(text_folder, model, config) for _ in range(2))
     assert trainer.train_step() == other.train_step()
     weight = index_parameters(trainer.model)[0] if of_index else trainer.model.head.weight
     finite = weight.detach().clone()
@@ -97,8 +97,8 @@ def test_a_step_that_is_not_finite_changes_nothing(text_folder: Path, nsa: NSACo
 
 def test_with_another_config_a_trainer_learns_from_the_sequences_of_that_config(text_folder: Path):
     """Those of the next step were drawn ahead."""
-    corpus, config = read_corpus(text_folder), TrainConfig(batch_size=2, seq_len=40)
-    trainer, other = (_trainer(corpus, MODEL, replace(config, seed=seed)) for seed in (0, 1))
+    config = TrainConfig(batch_size=2, seq_len=40)
+    trainer, other = (trainer_of(text_folder, MODEL, replace(config, seed=seed)) for seed in (0, 1))
     trainer.train_step()
     other.model.load_state_dict(trainer.model.state_dict())
     trainer.go_by(other.config)
@@ -110,10 +110,9 @@ def test_with_another_config_a_trainer_learns_from_the_sequences_of_that_config(
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_bf16_autocast_runs_in_bf16_and_stays_close_to_fp32(text_folder: Path, attention: str, pack: bool):
-    corpus, dtypes = read_corpus(text_folder), []
-    config = TrainConfig(batch_size=2, seq_len=40, pack=pack)
-    full = _trainer(corpus, replace(MODEL, attention=attention), config)
-    half = _trainer(corpus, replace(MODEL, attention=attention), replace(config, precision="bf16"))
+    dtypes, config = [], TrainConfig(batch_size=2, seq_len=40, pack=pack)
+    full = trainer_of(text_folder, replace(MODEL, attention=attention), config)
+    half = trainer_of(text_folder, replace(MODEL, attention=attention), replace(config, precision="bf16"))
     half.model.get_submodule("layers.1.mlp.down").register_forward_hook(
         lambda _module, _input, output: dtypes.append(output.dtype)
     )
@@ -122,14 +121,6 @@ def test_bf16_autocast_runs_in_bf16_and_stays_close_to_fp32(text_folder: Path, a
     assert steps[1].grad_norm == pytest.approx(steps[0].grad_norm, rel=2**-6)  # a loss of about log(256) says little
     assert dtypes == [torch.bfloat16]
     assert {parameter.dtype for parameter in half.model.parameters()} == {torch.float32}
-
-
-def _trainer(corpus: Corpus, model: DecoderConfig, config: TrainConfig) -> Trainer:
-    torch.manual_seed(0)
-    return Trainer(DecoderLM(model), corpus, config)
-
-
-MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
 
 
 def test_a_soft_capped_alibi_model_learns_from_packed_text():
@@ -160,8 +151,7 @@ TEACHING = TrainConfig(steps=2, batch_size=4, seq_len=64, warmup_steps=1, eval_s
 
 
 def teacher(text_folder: Path, model: DecoderConfig = TAUGHT, **fields: object) -> Trainer:
-    torch.manual_seed(0)
-    return Trainer(DecoderLM(model), read_corpus(text_folder), replace(TEACHING, **fields))
+    return trainer_of(text_folder, model, replace(TEACHING, **fields))
 
 
 def test_the_language_learns_as_if_there_were_no_selection_loss(text_folder: Path) -> None:

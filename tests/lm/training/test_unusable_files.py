@@ -200,24 +200,21 @@ def text_of_run(tmp_path: Path, whole_run: dict[str, bytes]) -> Path:
     return tmp_path / "text"
 
 
-@pytest.mark.parametrize("how", SPOILT_FOR_TRAINING)
-def test_training_names_the_checkpoint_and_leaves_it(how: str, text_of_run: Path, refused: Callable[..., str]) -> None:
+READERS = [("train", how) for how in SPOILT_FOR_TRAINING] + [("generate", how) for how in SPOILT]
+
+
+@pytest.mark.parametrize(("command", "how"), READERS)
+def test_who_reads_a_checkpoint_names_it_and_leaves_it(
+    command: str, how: str, text_of_run: Path, refused: Callable[..., str]
+) -> None:
     file = text_of_run.parent / "run" / "checkpoint.safetensors"
     SPOILT_FOR_TRAINING[how](file)
     before = contents(text_of_run.parent)
-    line = refused(train, file.parent, text_of_run, "--steps", "2")
-    assert line.startswith("flexnsa train: error: ")
+    of_generate = ["generate", "--checkpoint", str(file.parent), "--prompt", "def", "--device", "cpu"]
+    line = refused(train, file.parent, text_of_run) if command == "train" else refused(main, of_generate)
+    assert line.startswith(f"flexnsa {command}: error: ")
     assert str(file) in line
     assert contents(text_of_run.parent) == before
-
-
-@pytest.mark.parametrize("how", SPOILT)
-def test_generation_names_the_checkpoint(how: str, text_of_run: Path, refused: Callable[..., str]) -> None:
-    file = text_of_run.parent / "run" / "checkpoint.safetensors"
-    SPOILT[how](file)
-    line = refused(main, ["generate", "--checkpoint", str(file.parent), "--prompt", "def", "--device", "cpu"])
-    assert line.startswith("flexnsa generate: error: ")
-    assert str(file) in line
 
 
 def test_a_damaged_log_is_named_and_left(text_of_run: Path, refused: Callable[..., str]) -> None:
