@@ -8,11 +8,12 @@ import torch
 from tests.support.decoding import assert_equal_to_whole, assert_same_state, decode, make_layer, tokens
 
 
-def test_crop_takes_back_and_goes_on_differently() -> None:
+@pytest.mark.parametrize("chunks", [[80, *[1] * 20, 7], [107]], ids=["steps", "a prefill"])
+def test_crop_takes_back_and_goes_on_differently(chunks: list[int]) -> None:
     layer = make_layer()
     x, other = tokens(2, 107), -tokens(2, 107)
     cache = layer.new_cache(2, 120, max_rewind=9)
-    decode(layer, x, [80, *[1] * 20, 7], cache)
+    decode(layer, x, chunks, cache)
     cache.crop(100)
     cache.crop(98)
     out = decode(layer, other[:, 98:], [3, *[1] * 6], cache)

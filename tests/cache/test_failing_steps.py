@@ -12,23 +12,18 @@ from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS
 from tests.support.decoding import assert_equal_to_whole, decode, make_layer, tokens
 
 
-def refuse_window(patch: pytest.MonkeyPatch) -> None:
-    """Make the last branch of a cached step raise."""
+@pytest.mark.parametrize("count", [30, 1])
+def test_a_failed_step_changes_nothing_but_the_window(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys of one token are in the ring buffer already, in the slot of the oldest: no step can go back that far."""
 
     def fail(*_: object) -> Any:
         raise RuntimeError("the window failed")
 
-    patch.setitem(CACHED_IMPLEMENTATIONS, "sdpa", replace(CACHED_IMPLEMENTATIONS["sdpa"], window=fail))
-
-
-@pytest.mark.parametrize("count", [30, 1])
-def test_a_failed_step_changes_nothing_but_the_window(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys of one token are in the ring buffer already, in the slot of the oldest: no step can go back that far."""
     layer, x = make_layer(), tokens(2, 90)
     cache = layer.new_cache(2, 90)
     decode(layer, x[:, :50], [50], cache)
     with monkeypatch.context() as patch:
-        refuse_window(patch)
+        patch.setitem(CACHED_IMPLEMENTATIONS, "sdpa", replace(CACHED_IMPLEMENTATIONS["sdpa"], window=fail))
         with pytest.raises(RuntimeError, match="the window failed"):
             layer(-x[:, 50 : 50 + count], cache=cache)
     if count == 1:

@@ -15,7 +15,7 @@ from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS
 from flexnsa.cache.steps import ReadCounter
 from flexnsa.config import BRANCHES
 from flexnsa.layers.layouts import RowKeys
-from tests.support.decoding import BRANCH_SETS, CONFIGS, assert_equal_to_whole, decode, make_layer, tokens
+from tests.support.decoding import BRANCH_SETS, CONFIGS, assert_equal_to_whole, make_layer, tokens
 from tests.support.inputs import SMALL
 
 LENGTHS = [*range(1, SMALL.window_size + 2), *range(57, 73)]
@@ -106,18 +106,6 @@ def test_a_prefill_uses_no_cached_implementation(monkeypatch: pytest.MonkeyPatch
         assert not cache.is_empty
         emptied()
         assert cache.is_empty
-
-
-def test_a_prefill_can_be_cropped_as_far_as_steps() -> None:
-    layer = make_layer()
-    x, other = tokens(2, 60), -tokens(2, 60)
-    cache = layer.new_cache(2, 60, max_rewind=6)
-    layer(x[:, :50], cache=cache)
-    with pytest.raises(ValueError, match="lengths: expected 0, or up to max_rewind=6 less than the 50"):
-        cache.crop(43)
-    cache.crop(44)
-    out = decode(layer, other[:, 44:], [1] * 16, cache)
-    assert_equal_to_whole(out, layer(torch.cat([x[:, :44], other[:, 44:]], dim=1))[:, 44:])
 
 
 def test_reads_of_a_prefill_are_counted() -> None:
