@@ -102,6 +102,15 @@ def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     without_compiler(monkeypatch)
 
 
+@pytest.fixture
+def threads() -> Iterator[int]:
+    """Have PyTorch use four threads, or as many as the test sets."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield 4
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
     """Return the interpreter of Triton that this worker's tests share; see ``tests/support/interpreter.py``."""

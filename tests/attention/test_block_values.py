@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexnsa import native_sparse_attention, selected_attention
 from flexnsa.checks import calls as arguments
+from flexnsa.config import BRANCHES
 from tests.attention.test_flex import SCALE
 from tests.support.flex_tiles import without_compiler
 from tests.support.inputs import SMALL, make_inputs
@@ -77,19 +78,13 @@ def test_unseen_values_in_no_order_do_no_harm(
     assert attend(torch.randint(-3, 9, (2, 2, 77, 4)).int(), document_ids, impl).isfinite().all()
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "reference"])
-@pytest.mark.parametrize("scale", [0, -0.3, 1e-30, 40.0])
-def test_any_finite_scale_is_a_scale(impl: str, scale: float) -> None:
-    assert_scaled(impl, scale)
+SCALES = [(impl, scale, BRANCHES) for impl in ("sdpa", "reference") for scale in (0, -0.3, 1e-30, 40.0)]
 
 
-def test_scale_0_is_a_scale_to_flex() -> None:
-    """It is none to Python's ``or``."""
-    assert_scaled("flex", 0, branches=("win",))
-
-
-def assert_scaled(impl: str, scale: float, **options: Any) -> None:
-    options |= {"config": SMALL, "scale": scale}
+@pytest.mark.parametrize(("impl", "scale", "branches"), [*SCALES, ("flex", 0, ("win",))])
+def test_any_finite_scale_is_a_scale(impl: str, scale: float, branches: tuple[str, ...]) -> None:
+    """Even 0, which is none to Python's ``or``."""
+    options: dict[str, Any] = {"config": SMALL, "scale": scale, "branches": branches}
     out, aux = native_sparse_attention(**X, **options, impl=impl, return_aux=True)
     double = {name: x.double() for name, x in X.items()}
     # With large scores, importance below the least fp32 number is a tie, in fp64 it is not.

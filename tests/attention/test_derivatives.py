@@ -131,7 +131,6 @@ def test_flex_refuses_by_name_and_remembers_nothing() -> None:
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_layer(cached: bool) -> None:
-    torch.manual_seed(0)
     layer = NativeSparseAttention(16, 2, 1, 8, config=SMALL, impl="sdpa").double()
     x, tangent = torch.randn(2, 1, 40, 16, dtype=torch.float64)
 

@@ -7,7 +7,7 @@ to the precision alone; twice that is allowed, three times for gradients.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from flexnsa import (
     sliding_window_attention,
 )
 from tests.support.comparison import assert_as_exact_as_plain
-from tests.support.inputs import SMALL, Inputs, attend, make_inputs
+from tests.support.inputs import SMALL, Inputs, attend, make_inputs, sizes
 
 IMPLS = ["sdpa"]
 PAPER = NSAConfig(num_selected_blocks=6, window_size=200)
@@ -113,50 +113,44 @@ def exact_blocks(inputs: Inputs, config: NSAConfig) -> Tensor:
     return select_blocks(exact.q, exact.k_cmp, config=config, impl="reference")
 
 
+def outputs_and_gradients(
+    branch: str, x: Inputs, blocks: Tensor, config: NSAConfig, impl: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what one branch gives, with its lse, or all of them together, and the gradients that flow through it."""
+    options: dict[str, Any] = {"config": config, "impl": impl}
+    if branch == "all":
+        used, given = x.named(), (attend(x, block_indices=blocks, **options),)
+    elif branch == "cmp":
+        used = {"q": x.q, "k_cmp": x.k_cmp, "v_cmp": x.v_cmp}
+        given = compressed_attention(x.q, x.k_cmp, x.v_cmp, **options)
+    elif branch == "slc":
+        used = {"q": x.q, "k": x.k, "v": x.v}
+        given = selected_attention(x.q, x.k, x.v, blocks, **options)
+    else:
+        used = {"q": x.q, "k_win": x.k_win, "v_win": x.v_win}
+        given = sliding_window_attention(x.q, x.k_win, x.v_win, **options)
+    outputs = {name: each for name, each in zip(("out", "lse"), given, strict=False) if each is not None}
+    assert len(outputs) == len(given)
+    dtypes = {"out": x.q.dtype, "lse": torch.promote_types(x.q.dtype, FP32)}
+    assert all(each.dtype == dtypes[name] for name, each in outputs.items())
+    return {name: each.detach() for name, each in outputs.items()}, gradients([*outputs.values()], used)
+
+
+def check(inputs: Inputs, config: NSAConfig, dtype: torch.dtype, impl: str, branch: str = "all") -> None:
+    blocks = exact_blocks(inputs, config)
+    runs = ((impl, dtype), ("reference", dtype), ("reference", torch.float64))
+    results = [outputs_and_gradients(branch, inputs.to(each), blocks, config, name) for name, each in runs]
+    outputs, grads = zip(*results, strict=True)
+    for name in outputs[0]:
+        assert_as_exact_as_plain(*({name: each[name]} for each in outputs), factor=2)
+    assert_as_exact_as_plain(*grads, factor=3)
+
+
 @impls
 @grid
-def test_whole_attention(impl: str, case: Case) -> None:
-    blocks = exact_blocks(case.inputs(), case.config)
-
-    def run(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        x = case.inputs().to(dtype)
-        out = attend(x, config=case.config, block_indices=blocks, impl=name)
-        assert out.dtype == dtype
-        return {"out": out.detach()}, gradients([out], x.named())
-
-    (out, grads), (plain, plain_grads) = run(impl, case.dtype), run("reference", case.dtype)
-    exact, exact_grads = run("reference", torch.float64)
-    assert_as_exact_as_plain(out, plain, exact, factor=2)
-    assert_as_exact_as_plain(grads, plain_grads, exact_grads, factor=3)
-
-
-@impls
-@grid
-@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
-def test_branch_with_lse(impl: str, case: Case, branch: str) -> None:
-    """Each branch alone, its lse and the gradients that flow through it."""
-    blocks = exact_blocks(case.inputs(), case.config)
-
-    def run(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        x = case.inputs().to(dtype)
-        if branch == "cmp":
-            used = {"q": x.q, "k_cmp": x.k_cmp, "v_cmp": x.v_cmp}
-            out, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, config=case.config, impl=name)
-        elif branch == "slc":
-            used = {"q": x.q, "k": x.k, "v": x.v}
-            out, lse = selected_attention(x.q, x.k, x.v, blocks, config=case.config, impl=name)
-        else:
-            used = {"q": x.q, "k_win": x.k_win, "v_win": x.v_win}
-            out, lse = sliding_window_attention(x.q, x.k_win, x.v_win, config=case.config, impl=name)
-        assert lse is not None
-        assert lse.dtype == torch.promote_types(dtype, FP32)
-        return {"out": out.detach(), "lse": lse.detach()}, gradients([out, lse], used)
-
-    (out, grads), (plain, plain_grads) = run(impl, case.dtype), run("reference", case.dtype)
-    exact, exact_grads = run("reference", torch.float64)
-    for name in ("out", "lse"):
-        assert_as_exact_as_plain(*({name: x[name]} for x in (out, plain, exact)), factor=2)
-    assert_as_exact_as_plain(grads, plain_grads, exact_grads, factor=3)
+@pytest.mark.parametrize("branch", ["all", "cmp", "slc", "win"])
+def test_outputs_and_every_gradient(impl: str, case: Case, branch: str) -> None:
+    check(case.inputs(), case.config, case.dtype, impl, branch)
 
 
 @impls
@@ -189,10 +183,7 @@ def test_selection_is_a_best_one(impl: str, case: Case) -> None:
 
 @impls
 def test_gradcheck(impl: str) -> None:
-    config = NSAConfig(
-        compress_block_size=4, compress_stride=2, select_block_size=4, num_selected_blocks=2,
-        num_init_blocks=1, num_local_blocks=1, window_size=5,
-    )  # fmt: skip
+    config = sizes(4, 2, 4, 2, 1, 1, 5)
     x = make_inputs(13, config, kv_heads=1, key_dim=3, value_dim=2).to(torch.float64)
     blocks = exact_blocks(x, config)
 

@@ -14,21 +14,13 @@ from flexnsa import (
     sliding_window_attention,
 )
 from tests.support import literal
-from tests.support.inputs import SMALL, Inputs, attend, attend_with_aux, make_inputs
+from tests.support.inputs import SMALL, Inputs, attend, attend_with_aux, make_inputs, sizes
 
 CONFIGS = {
-    "paper's proportions": NSAConfig(
-        compress_block_size=4, compress_stride=2, select_block_size=8, num_selected_blocks=4, window_size=7
-    ),
-    "nothing overlaps, nothing forced": NSAConfig(
-        compress_block_size=4, compress_stride=4, select_block_size=4, num_selected_blocks=2,
-        num_init_blocks=0, num_local_blocks=0, window_size=1,
-    ),
-    "compressed tokens longer than blocks": NSAConfig(
-        compress_block_size=12, compress_stride=2, select_block_size=4, num_selected_blocks=5,
-        num_init_blocks=2, num_local_blocks=1, window_size=40,
-    ),
-}  # fmt: skip
+    "paper's proportions": sizes(4, 2, 8, 4, 1, 2, 7),
+    "nothing overlaps, nothing forced": sizes(4, 4, 4, 2, 0, 0, 1),
+    "compressed tokens longer than blocks": sizes(12, 2, 4, 5, 2, 1, 40),
+}
 SCALE = 0.3
 
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -75,21 +67,14 @@ def test_block_importance(config: NSAConfig) -> None:
 
 @pytest.mark.parametrize("impl", ["reference", "sdpa"])
 @configs
-def test_select_blocks(config: NSAConfig, impl: str) -> None:
+def test_select_blocks_alone_and_with_the_lse_of_the_compressed_branch(config: NSAConfig, impl: str) -> None:
     x = inputs(config)
     blocks = select_blocks(x.q, x.k_cmp, config=config, scale=SCALE, impl=impl)
     importance = literal.block_importance(x.q, x.k_cmp, config, SCALE)
     assert blocks.dtype == torch.int32
     assert torch.equal(blocks, literal.select_blocks(importance, config))
-
-
-@pytest.mark.parametrize("impl", ["reference", "sdpa"])
-@configs
-def test_select_blocks_with_the_lse_of_the_compressed_branch(config: NSAConfig, impl: str) -> None:
-    x = inputs(config)
     _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, config=config, scale=SCALE, impl=impl)
-    alone = select_blocks(x.q, x.k_cmp, config=config, scale=SCALE, impl=impl)
-    assert torch.equal(select_blocks(x.q, x.k_cmp, config=config, lse=lse, scale=SCALE, impl=impl), alone)
+    assert torch.equal(select_blocks(x.q, x.k_cmp, config=config, lse=lse, scale=SCALE, impl=impl), blocks)
 
 
 @configs

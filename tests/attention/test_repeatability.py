@@ -12,6 +12,7 @@ impls = pytest.mark.parametrize("impl", ["reference", "sdpa"])
 
 
 @impls
+@pytest.mark.usefixtures("threads")
 def test_twice_the_same_bits(impl: str) -> None:
     x = make_inputs(300, batch=2, group=4, dtype=torch.float32).to(torch.float32)
 
@@ -19,12 +20,7 @@ def test_twice_the_same_bits(impl: str) -> None:
         out = attend(x, impl=impl)
         return [out, *torch.autograd.grad(out.square().sum(), list(x.named().values()))]
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
-    finally:
-        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
 @impls

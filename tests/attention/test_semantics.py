@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from flexnsa import (
     sliding_window_attention,
 )
 from flexnsa.config import num_compressed
-from tests.support import literal
+from tests.support.dense import visible_keys
 from tests.support.inputs import SMALL, Inputs, attend, make_inputs
 
 IMPLS = ["reference", "sdpa"]
@@ -52,42 +52,24 @@ class TestCausality:
 class TestWhoSeesWhom:
     """Changing one key and its value changes exactly the rows that may see it."""
 
-    def check(self, attention: Callable[[Tensor, Tensor], Tensor], k: Tensor, v: Tensor, visible: Tensor) -> None:
-        """``visible``: bool ``(B, Hkv, S, keys)``."""
-        before = attention(k, v)
-        group = before.shape[1] // k.shape[1]
+    @impls
+    @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+    def test_a_changed_key_is_felt_where_its_branch_shows_it(self, branch: str, impl: str) -> None:
+        x, options = make_inputs(SEQ_LEN, batch=2), {"config": SMALL, "impl": impl}
+        blocks = select_blocks(x.q, x.k_cmp, **options)
+        visible = visible_keys(branch, (SEQ_LEN,), SMALL, blocks if branch == "slc" else None).expand(2, 2, -1, -1)
+        attention, k, v = {
+            "cmp": (compressed_attention, x.k_cmp, x.v_cmp),
+            "slc": (partial(selected_attention, block_indices=blocks), x.k, x.v),
+            "win": (sliding_window_attention, x.k_win, x.v_win),
+        }[branch]
+        before, _ = attention(x.q, k, v, **options)
         for s in range(k.shape[2]):
             other_k, other_v = k.clone(), v.clone()
             other_k[:, :, s] += torch.randn_like(k[:, :, s])
             other_v[:, :, s] += torch.randn_like(v[:, :, s])
-            changed = changed_rows(before, attention(other_k, other_v))
-            assert torch.equal(changed, visible[..., s].repeat_interleave(group, dim=1)), f"key {s}"
-
-    @impls
-    def test_compressed(self, impl: str) -> None:
-        x = make_inputs(SEQ_LEN, batch=2)
-        keys = x.k_cmp.shape[2]
-        rows = [[i in literal.compressed_keys(t, keys, SMALL) for i in range(keys)] for t in range(SEQ_LEN)]
-        visible = torch.tensor(rows).expand(2, 2, -1, -1)
-        self.check(lambda k, v: compressed_attention(x.q, k, v, config=SMALL, impl=impl)[0], x.k_cmp, x.v_cmp, visible)
-
-    @impls
-    def test_window(self, impl: str) -> None:
-        x = make_inputs(SEQ_LEN, batch=2)
-        rows = [[s in literal.window_keys(t, SMALL) for s in range(SEQ_LEN)] for t in range(SEQ_LEN)]
-        visible = torch.tensor(rows).expand(2, 2, -1, -1)
-        self.check(
-            lambda k, v: sliding_window_attention(x.q, k, v, config=SMALL, impl=impl)[0], x.k_win, x.v_win, visible
-        )
-
-    @impls
-    def test_selected(self, impl: str) -> None:
-        x = make_inputs(SEQ_LEN, batch=2)
-        blocks = select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl)
-        visible = torch.zeros(2, 2, SEQ_LEN, SEQ_LEN, dtype=torch.bool)
-        for b, h, t in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(SEQ_LEN)).tolist():
-            visible[b, h, t, literal.selected_keys(t, blocks[b, h, t].tolist(), SMALL)] = True
-        self.check(lambda k, v: selected_attention(x.q, k, v, blocks, config=SMALL, impl=impl)[0], x.k, x.v, visible)
+            changed = changed_rows(before, attention(x.q, other_k, other_v, **options)[0])
+            assert torch.equal(changed, visible[..., s].repeat_interleave(2, dim=1)), f"key {s}"
 
     @impls
     def test_heads_of_a_group_share_only_their_own_keys(self, impl: str) -> None:

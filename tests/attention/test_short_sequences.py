@@ -11,7 +11,7 @@ from flexnsa.attention.sdpa import interval
 from flexnsa.attention.sdpa.chunks import IntervalInputs
 from flexnsa.attention.sdpa.interval import attend_to_intervals, differentiate_intervals
 from flexnsa.attention.sdpa.products import attend_by_products, differentiate_by_products
-from tests.support.comparison import assert_as_exact_as_plain
+from tests.attention.test_parity import check
 from tests.support.inputs import SMALL, Inputs, attend, attend_with_aux, make_inputs
 
 WINDOW = SMALL.window_size
@@ -30,20 +30,7 @@ def test_results_and_gradients(
     length: int, group: int, dtype: torch.dtype, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interval, "SHORT", short)
-    drawn = make_inputs(length, group=group, batch=2, value_dim=24, dtype=torch.float32)
-    exact_inputs = drawn.to(torch.float64)
-    blocks = select_blocks(exact_inputs.q, exact_inputs.k_cmp, config=SMALL, impl="reference")
-
-    def run(impl: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        x = drawn.to(dtype)
-        out = attend(x, impl=impl, block_indices=blocks)
-        grads = torch.autograd.grad(out.square().sum(), list(x.named().values()))
-        return {"out": out.detach()}, dict(zip(x.named(), grads, strict=True))
-
-    (out, grads), (plain, plain_grads) = run("auto", dtype), run("reference", dtype)
-    exact, exact_grads = run("reference", torch.float64)
-    assert_as_exact_as_plain(out, plain, exact, factor=2)
-    assert_as_exact_as_plain(grads, plain_grads, exact_grads, factor=3)
+    check(make_inputs(length, group=group, batch=2, value_dim=24, dtype=torch.float32), SMALL, dtype, "auto")
 
 
 @calls
@@ -128,28 +115,25 @@ def test_it_compiles_to_one_graph(length: int) -> None:
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("age", [31, 70])
-def test_products_and_the_fused_kernel_agree(threads: int, negative: bool, age: int) -> None:
+@pytest.mark.usefixtures("threads")
+def test_products_and_the_fused_kernel_agree(number: int, negative: bool, age: int) -> None:
     """Devices without the kernel take separate products; gaps, rows without keys and one key head for many threads."""
     x = make_inputs(70, kv_heads=1, group=6, value_dim=24, batch=2)
     token = torch.arange(70)[None].int()
     lo, hi = (token - age).clamp_min(0), (token - 5).clamp_min(0)
     inputs = IntervalInputs(x.q, x.k, x.v, lo, hi, -0.3 if negative else 0.25, 16)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        fused, plain = attend_to_intervals(inputs), attend_by_products(inputs)
-        torch.testing.assert_close(fused, plain)
-        for grad_lse in (None, torch.randn_like(plain[1])):
-            upstream = (torch.randn_like(plain[0]), grad_lse)
-            got, expected = (
-                function(*upstream, inputs, *plain) for function in (differentiate_intervals, differentiate_by_products)
-            )
-            torch.testing.assert_close(got, expected)
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(number)
+    fused, plain = attend_to_intervals(inputs), attend_by_products(inputs)
+    torch.testing.assert_close(fused, plain)
+    for grad_lse in (None, torch.randn_like(plain[1])):
+        upstream = (torch.randn_like(plain[0]), grad_lse)
+        got, expected = (
+            function(*upstream, inputs, *plain) for function in (differentiate_intervals, differentiate_by_products)
+        )
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("length", [40, 400])

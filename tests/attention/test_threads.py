@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,14 +13,6 @@ from torch import Tensor
 from flexnsa.attention.plan import THREADED_QUERIES
 from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
 from tests.support.inputs import SMALL, attend, make_inputs
-
-
-@pytest.fixture
-def threads() -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield 4
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 99])

@@ -47,8 +47,7 @@ def test_recomputed_branches_equal_others_in_transforms(impl: str, name: str, re
     plain, again = layer(impl), layer(impl, recompute=recompute)
     parameters = {name: x.detach() for name, x in plain.named_parameters()}
     found, want = (tree_leaves(TRANSFORMS[name](loss_of(each), parameters)) for each in (again, plain))
-    for one, other in zip(found, want, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, found, want))
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -65,9 +64,7 @@ def test_checkpointed_layers_give_what_others_do(attention: Any) -> None:
 
         found.append(grad(loss)(parameters))
     for others in found[1:]:
-        assert all(
-            torch.equal(one, other) for one, other in zip(tree_leaves(found[0]), tree_leaves(others), strict=True)
-        )
+        assert all(map(torch.equal, tree_leaves(found[0]), tree_leaves(others)))
 
 
 def test_a_checkpoint_that_keeps_the_selection_raises_in_transforms() -> None:
