@@ -15,7 +15,7 @@ from flexnsa import LinearCompressor, MeanCompressor, MLPCompressor, NSAConfig
 from flexnsa.config import num_compressed
 from flexnsa.layers.compression import as_phi, average_blocks, average_cached_blocks
 from flexnsa.layers.joint_compression import compress_both
-from tests.support.inputs import SMALL
+from tests.support.inputs import SMALL, OnGPU, Packed
 
 CONFIGS = [
     SMALL,
@@ -144,12 +144,6 @@ class Adapted(nn.Module):
         return self.inner(x, first_tokens) + 1
 
 
-class OnGPU(Tensor):
-    """Says that it is on a GPU."""
-
-    is_cuda = True
-
-
 @configs
 @pytest.mark.parametrize("kind", [LinearCompressor, MLPCompressor])
 def test_keys_and_values_together_are_what_each_compressor_makes(kind: Any, config: NSAConfig) -> None:
@@ -180,10 +174,6 @@ def test_compressors_that_differ_are_called_each(other: str) -> None:
         phi_v.out.register_forward_hook(lambda *_: None)
     seen = x if other == "of a CPU" else x.as_subclass(OnGPU)
     assert compress_both(phi_k, phi_v, seen, seen) is None
-
-
-class Packed(Tensor):
-    """Numbers that only their own operators know how to read."""
 
 
 @pytest.mark.parametrize("kind", [LinearCompressor, MLPCompressor])

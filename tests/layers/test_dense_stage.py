@@ -14,17 +14,9 @@ from torch.testing import assert_close
 from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss
 from flexnsa.layers.layouts import RowKeys
 from flexnsa.lm import DecoderLM, preset
+from tests.support.inputs import TINY
 
-ALL = NSAConfig(
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=8,
-    num_selected_blocks=8,
-    window_size=12,
-    index_block_size=8,
-    index_stride=8,
-    index_heads=2,
-)
+ALL = replace(TINY, num_selected_blocks=8, window_size=12, index_block_size=8, index_stride=8, index_heads=2)
 """Sizes that select all blocks of 64 tokens."""
 BEST_KEYS: dict[str, Any] = {"index_block_size": 1, "index_stride": 1, "index_heads": 1, "index_score": "max"}
 UNITS = replace(ALL, num_selected_blocks=9, num_init_blocks=0, num_local_blocks=1, index_score="relu")

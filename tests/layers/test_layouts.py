@@ -55,16 +55,14 @@ def test_a_layout_of_other_sizes_is_refused_by_name(make: Any, name: str, docume
 @pytest.mark.parametrize("name", ["rope_base", "compress_stride", "compress_block_size", "window_size"])
 def test_a_layout_of_other_tokens_that_ranks_share_is_refused_by_name(name: str) -> None:
     other, differs = nsa(**OTHERS[name]), "config" if "config" in OTHERS[name] else name
-    ranks = SharingRanks(0, 2, "nobody")
-    spread = lay_out_chunks(40, None, other.layout_sizes, ranks=ranks, branches=other.branches)
+    spread = lay_out_chunks(40, None, other.layout_sizes, ranks=SharingRanks(0, 2, "nobody"), branches=other.branches)
     with pytest.raises(ValueError, match=f"^layout: expected {differs}=.*, as the layer has it, got"):
         nsa()(x(), layout=spread)
 
 
 def test_a_layout_of_tokens_that_ranks_share_is_refused_with_a_cache() -> None:
     layer = nsa().requires_grad_(False)
-    ranks = SharingRanks(0, 2, "nobody")
-    spread = lay_out_chunks(40, None, layer.layout_sizes, ranks=ranks, branches=layer.branches)
+    spread = lay_out_chunks(40, None, layer.layout_sizes, ranks=SharingRanks(0, 2, "nobody"), branches=layer.branches)
     with pytest.raises(ValueError, match=r"^layout: expected one of whole rows with a cache"):
         layer(x()[:, : spread.tokens.cos.shape[-2]], layout=spread, cache=layer.new_cache(1, 64))
 

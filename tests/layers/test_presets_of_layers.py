@@ -58,7 +58,6 @@ def test_the_sizes_of_the_recipe_take_others_and_fit_the_heads() -> None:
 
 
 def test_a_layer_without_options_learns_what_to_select() -> None:
-    torch.manual_seed(0)
     layer, selection = NativeSparseAttention(*SIZES), SelectionLoss()
     out = layer(torch.randn(1, 1200, 32), selection=selection)  # more than 16 blocks of 64
     (out.square().mean() + selection.total).backward()

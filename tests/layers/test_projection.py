@@ -11,7 +11,7 @@ from torch.nn.modules import module
 from flexnsa import NativeSparseAttention
 from flexnsa.layers import projection
 from flexnsa.layers.projection import is_plain, project, project_few, project_together
-from tests.support.inputs import SMALL
+from tests.support.inputs import SMALL, OnGPU, Packed
 
 
 def test_one_product_gives_what_many_give_and_leaves_hooks_alone() -> None:
@@ -39,15 +39,8 @@ def test_a_map_that_is_there_twice_is_called_once_and_learns_from_both() -> None
     torch.testing.assert_close(gradient, 3 * x.sum((0, 1)).expand(4, -1))
 
 
-class OnGPU(torch.Tensor):
-    """Says that it is on a GPU, where plain maps are one product."""
-
-    is_cuda = True
-
-
 def test_in_one_product_too_a_map_that_is_there_twice_counts_once() -> None:
-    one, other = plain(), torch.nn.Linear(4, 6, bias=False)
-    x = torch.randn(2, 3, 4)
+    one, other, x = plain(), torch.nn.Linear(4, 6, bias=False), torch.randn(2, 3, 4)
     got = [y.as_subclass(torch.Tensor) for y in project(x.as_subclass(OnGPU), [one, one, other])]
     torch.testing.assert_close(got, [one(x), one(x), other(x)])
     assert all(y.stride(1) == 64 for y in got)
@@ -80,10 +73,6 @@ def patched() -> torch.nn.Linear:
     linear = plain()
     linear.forward = torch.relu
     return linear
-
-
-class Packed(torch.Tensor):
-    """Numbers that only the product itself knows how to read, as of a quantized weight."""
 
 
 def packed() -> torch.nn.Linear:

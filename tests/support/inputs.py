@@ -81,6 +81,16 @@ def make_inputs(
     )
 
 
+class OnGPU(Tensor):
+    """Says that it is on a GPU, where plain maps are one product."""
+
+    is_cuda = True
+
+
+class Packed(Tensor):
+    """Numbers that only their own operators know how to read, as of a quantized weight."""
+
+
 def spread(x: Tensor) -> Tensor:
     """Lay tokens ``(B, H, T, D)`` so far apart that 32 bits do not reach the last; what is between is not touched."""
     batch, heads, length, dim = x.shape
