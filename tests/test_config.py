@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
-from typing import Any
 
 import pytest
 
 from flexnsa.config import BRANCHES, NSAConfig, blocks_within, num_blocks, num_compressed, overlap_band
 from tests.support import literal
+from tests.support.inputs import sizes
 
 
 def test_defaults_are_those_of_the_paper() -> None:
@@ -39,42 +39,36 @@ def test_changes_are_refused(call: Callable[[], object], error: type[Exception])
 
 # (l, d, l'): the paper's sizes, no overlap between compressed tokens, l' < l, l' == d, three strides to a token.
 GRIDS = [(32, 16, 64), (8, 4, 16), (4, 4, 8), (16, 4, 8), (16, 8, 8), (12, 4, 16), (1, 1, 1)]
-
-
-def grid(length: int, stride: int, block: int) -> NSAConfig:
-    sizes: Any = {"compress_block_size": length, "compress_stride": stride, "select_block_size": block}
-    return NSAConfig(**sizes, num_selected_blocks=3, window_size=5)
+grids = pytest.mark.parametrize("config", [sizes(*grid, 3) for grid in GRIDS], ids=map(str, GRIDS))
 
 
 def test_branches_come_in_the_order_of_the_gates() -> None:
     assert BRANCHES == ("cmp", "slc", "win")
 
 
-@pytest.mark.parametrize("sizes", GRIDS)
-def test_num_compressed_counts_the_blocks_that_are_whole(sizes: tuple[int, int, int]) -> None:
-    length, stride, _ = sizes
+@grids
+def test_num_compressed_counts_the_blocks_that_are_whole(config: NSAConfig) -> None:
+    length, stride = config.compress_block_size, config.compress_stride
     for seq_len in range(1, 100):
         whole = [i for i in range(seq_len) if i * stride + length <= seq_len]
-        assert num_compressed(seq_len, grid(*sizes)) == len(whole), seq_len
+        assert num_compressed(seq_len, config) == len(whole), seq_len
 
 
-@pytest.mark.parametrize("sizes", GRIDS)
-def test_num_blocks_counts_the_unfinished_block(sizes: tuple[int, int, int]) -> None:
+@grids
+def test_num_blocks_counts_the_unfinished_block(config: NSAConfig) -> None:
     for seq_len in range(1, 100):
-        assert num_blocks(seq_len, grid(*sizes)) == len({t // sizes[2] for t in range(seq_len)}), seq_len
+        assert num_blocks(seq_len, config) == len({t // config.select_block_size for t in range(seq_len)}), seq_len
 
 
-@pytest.mark.parametrize("sizes", GRIDS)
-def test_blocks_within_bounds_every_sequence_of_as_many_compressed_tokens(sizes: tuple[int, int, int]) -> None:
-    config = grid(*sizes)
+@grids
+def test_blocks_within_bounds_every_sequence_of_as_many_compressed_tokens(config: NSAConfig) -> None:
     for seq_len in range(1, 100):
         bound = blocks_within(num_compressed(seq_len, config), config)
         assert num_blocks(seq_len, config) <= bound <= num_blocks(seq_len, config) + 1, seq_len
 
 
-@pytest.mark.parametrize("sizes", GRIDS)
-def test_overlap_band_is_the_shared_tokens_of_every_pair(sizes: tuple[int, int, int]) -> None:
-    config = grid(*sizes)
+@grids
+def test_overlap_band_is_the_shared_tokens_of_every_pair(config: NSAConfig) -> None:
     first, weights = overlap_band(config)
     step = config.select_block_size // config.compress_stride
     for j in range(6):

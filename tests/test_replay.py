@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,17 +36,6 @@ def add(out: Tensor | int, x: Tensor | int, y: Tensor | int, count: int, factor:
         to[i] = left[i] + factor * right[i]
 
 
-class Counted:
-    """A function whose calls are counted."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.calls = function, 0
-
-    def __call__(self, *args: Any) -> Any:
-        self.calls += 1
-        return self.function(*args)
-
-
 def sums(x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Return ``x + factor * y`` and its transpose, by way of halves and of memory that is filled with 0 and freed."""
     (rows, columns), half = x.shape, x.shape[0] // 2
@@ -66,14 +56,14 @@ def drawn(*shape: int) -> tuple[Tensor, Tensor]:
 
 
 def test_later_calls_are_replayed_for_other_tensors() -> None:
-    counted = Counted(sums)
+    counted = Mock(wraps=sums)
     replayed = Replayed(counted)
     kept = []
     for _ in range(5):
         x, y = drawn(4, 3)
         out, other = replayed(x, y, 0.5)
         kept.append((x, y, out, other))
-    assert counted.calls == 2
+    assert counted.call_count == 2
     for x, y, out, other in kept:
         torch.testing.assert_close(out, x + 0.5 * y)
         torch.testing.assert_close(other, x + 0.5 * y)
@@ -91,13 +81,13 @@ CHANGES: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_plan_is_of_one_kind_of_arguments(name: str) -> None:
-    counted = Counted(lambda x, y, factor: sums(x.contiguous(), y.contiguous(), factor))
+    counted = Mock(wraps=lambda x, y, factor: sums(x.contiguous(), y.contiguous(), factor))
     replayed = Replayed(counted)
     for make in (lambda: (*drawn(4, 3), 0.5), CHANGES[name]) * 4:
         x, y, factor = make()
         for result in replayed(x, y, factor):
             torch.testing.assert_close(result, x + factor * y)
-    assert counted.calls == (6 if name == "memory order" else 4)  # a copy is nothing that can be replayed
+    assert counted.call_count == (6 if name == "memory order" else 4)  # a copy is nothing that can be replayed
 
 
 def test_memory_is_freed_where_the_function_frees_it() -> None:
@@ -149,14 +139,14 @@ def _fail_at_last(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", NOT_REPLAYED)
 def test_everything_else_is_called(name: str) -> None:
-    counted = Counted(NOT_REPLAYED[name])
+    counted = Mock(wraps=NOT_REPLAYED[name])
     replayed = Replayed(counted)
     for _ in range(4):
         x = torch.randn(2, 2)
         result, expected = replayed(x), NOT_REPLAYED[name](x)
         for one, other in zip(result, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert counted.calls == 4
+    assert counted.call_count == 4
 
 
 @opaque_operator("rows_of_test_replay", launches_kernels=True)
@@ -183,11 +173,11 @@ def test_copies_are_not_taken_for_views_below_the_dispatcher(name: str, inferenc
 
 
 def test_tensors_of_a_subclass_are_not_replayed() -> None:
-    counted = Counted(lambda x: _filled(x, x))
+    counted = Mock(wraps=lambda x: _filled(x, x))
     replayed = Replayed(counted)
     for _ in range(3):
         replayed(torch.nn.Parameter(torch.ones(2, 2)))
-    assert counted.calls == 3
+    assert counted.call_count == 3
 
 
 def test_a_recorder_is_of_its_own_call_alone() -> None:
@@ -212,7 +202,7 @@ def test_lengths_that_always_change_do_not_fill_the_memory(monkeypatch: pytest.M
 
 
 def test_the_precision_of_products_is_part_of_a_plan() -> None:
-    counted = Counted(lambda x: _filled(x, x))
+    counted = Mock(wraps=lambda x: _filled(x, x))
     replayed = Replayed(counted)
     before = torch.get_float32_matmul_precision()
     try:
@@ -221,4 +211,4 @@ def test_the_precision_of_products_is_part_of_a_plan() -> None:
             replayed(torch.ones(2, 2))
     finally:
         torch.set_float32_matmul_precision(before)
-    assert counted.calls == 4
+    assert counted.call_count == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa import NSAConfig, block_importance, mods
-from tests.support.inputs import SMALL, attend_with_aux, make_inputs
+from tests.support.inputs import SMALL, TINY, attend_with_aux, make_inputs
 
 DOCUMENTS = torch.repeat_interleave(torch.arange(6), torch.tensor([37, 1, 5, 70, 40, 7]))[None]
 
@@ -77,9 +78,7 @@ def test_a_score_mod_never_sees_the_future_nor_another_document() -> None:
 
 def test_banned_rows_and_tiny_documents_give_zeros_never_nan() -> None:
     """200 packs of documents mostly shorter than l, l' and d, with mods that ban whole rows of some."""
-    config = NSAConfig(
-        compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=3, window_size=4
-    )
+    config = replace(TINY, window_size=4)
     generator = torch.Generator().manual_seed(0)
     for trial in range(200):
         lengths = torch.randint(1, 14, (4,), generator=generator)
