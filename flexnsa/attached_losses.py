@@ -62,11 +62,12 @@ class WithGradient(torch.autograd.Function):
 def graph_of_its_own() -> Iterator[None]:
     """Record a graph in forward, also where activation checkpointing records none, and keep what it saves.
 
-    Of parameters it keeps a copy, because FSDP frees them after their layer.
+    Of parameters it keeps a copy, because FSDP frees them after their layer. All else is detached: an operation that
+    keeps its own output would hold itself, and never be freed.
     """
 
     def keep(x: Tensor) -> Tensor:
-        return x.detach().clone() if x.is_leaf and x.requires_grad else x
+        return x.detach().clone() if x.is_leaf and x.requires_grad else x.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         yield
