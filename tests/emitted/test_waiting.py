@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS, IMPLEMENTATIONS
 from flexnsa.attention.interface import BranchOutput, Call, Compressed
 from flexnsa.lm import DecoderConfig, DecoderLM
-from flexnsa.lm.dense import step as dense_step
+from flexnsa.lm.dense import attention as dense_attention
 from tests.support.inputs import SMALL
 
 
@@ -54,7 +54,7 @@ def tokens(*shape: int) -> Tensor:
 def test_prompts_and_rows_that_change_wait_for_nothing(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for table in (IMPLEMENTATIONS, CACHED_IMPLEMENTATIONS):
         monkeypatch.setitem(table, "triton", SHAPES)
-    monkeypatch.setattr(dense_step, "compile_once", lambda function: function)
+    monkeypatch.setattr(dense_attention, "compile_once", lambda function: function)
     with FakeTensorMode(), torch.no_grad():
         model = fake_model(attention=attention, nsa=SMALL)
         packed, served = model.new_caches(3, 40), model.new_caches(5, 90)
