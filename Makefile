@@ -3,9 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
-# What is never imported is never compiled: that of all files takes longer than to unpack them.
+# To compile all files takes longer than to unpack them, and few are ever imported.
 PIP_INSTALL := pip install --quiet --no-compile
-# Of pytest, for tests that import more than they wait. With 0, tests share all imports, and one core.
+# Processes of pytest. With 0, all tests of a target share one, which imports and compiles everything once.
 WORKERS ?= auto
 
 # Where it is set, as in some containers, every process of the tests would compile all modules again.

@@ -47,7 +47,7 @@ def _call_compiled(branch: Callable[P, T], each_length: bool, *args: P.args, **k
 
 @functools.cache
 def compile_branch(branch: Callable[P, T], *, dynamic: bool | None) -> Callable[P, T]:
-    """Compile a function in one graph, the same for all callers, or if not ``dynamic`` in one for every length.
+    """Compile a function once for all callers, in one graph, or with ``dynamic=False`` in one for each length.
 
     More than :data:`MAX_VARIANTS` lengths raise an error.
     """

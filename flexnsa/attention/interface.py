@@ -145,7 +145,7 @@ def no_gated_sum(q: Tensor, keys: Keys, call: Call) -> None:
 class Implementation:
     """One way to compute Native Sparse Attention; another kernel for a branch replaces one field.
 
-    What a function takes and returns, its type above says.
+    The type of each function, above, says what it takes and returns.
 
     Args:
         cpu_backward: whether there is a backward pass on a CPU.

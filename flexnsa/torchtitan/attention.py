@@ -62,7 +62,8 @@ class NSAttention(SparseLayer, GQAttention):
         if options.has_indexer:
             kinds: dict[str, Any] = {"config": options.sizes, "compression": options.compression}
             self.indexer = Indexer(config.dim, *shape, rank=options.index_rank, **kinds)
-        self.attend_densely(options.branches if options.warmup else None)  # all, so that optimizers know all
+        # With all branches: an optimizer that has never met a gradient of a parameter saves no state for it.
+        self.attend_densely(options.branches if options.warmup else None)
         self._follow_protocol()
         self.register_load_state_dict_pre_hook(_complete)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.integrations.torchtitan.runs import INDEXER, override, save_results, target, train, trainer_of
+from tests.integrations.torchtitan.runs import INDEXER, LOSS, override, save_results, target, train, trainer_of
 from tests.integrations.torchtitan.without_gpu import IS_OLD
 
 
@@ -146,22 +146,27 @@ def grow(file: Path) -> None:
 
 
 def teach(file: Path) -> None:
-    """Save the names of all weights, and of those that a warm-up of indexers and what follows it in its folder move."""
+    """Save the names of all weights, and of those that a warm-up of indexers and what follows it in its folder move.
 
-    def stage(folder: Path, steps: int, **options: bool) -> list[dict[str, Tensor]]:
+    The losses are the first of the warm-up, and of a run that selects all blocks.
+    """
+
+    def stage(folder: Path, steps: int, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
         kept = ("--checkpoint.enable", "--checkpoint.no_last_save_model_only", "--lr_scheduler.total_steps=4")
-        arguments = (*kept, *rows(2), f"--training.steps={steps}", override(**INDEXER, **options))
-        with trainer_of("llama", folder, *arguments) as (trainer, _):
+        arguments = (*kept, *rows(2), f"--training.steps={steps}", override(**INDEXER | options))
+        with trainer_of("llama", folder, *arguments) as (trainer, logged):
             seen: list[dict[str, Tensor]] = []
             for go_on in (lambda: None, trainer.train):
                 go_on()
                 seen.append({name: x.full_tensor() for name, x in trainer.model_parts[0].named_parameters()})
-            return seen
+        return seen[0], seen[1], logged.results()[LOSS][0]
 
     def stages(folder: Path) -> dict[str, Any]:
-        start, warm, _, end = *stage(folder, 2, warmup=True), *stage(folder, 4)
+        start, warm, loss = stage(folder / "taught", 2, warmup=True)
+        _, end, _ = stage(folder / "taught", 4)
+        *_, loss_of_all = stage(folder / "all", 1, num_selected_blocks=8)
         moved = [{name for name in end if not torch.equal(x[name], y[name])} for x, y in ((start, warm), (warm, end))]
-        return {"warm-up": moved[0], "joint": moved[1], "all": set(end)}
+        return {"warm-up": moved[0], "joint": moved[1], "all": set(end), "losses": (loss, loss_of_all)}
 
     save_results(file, stages)
 

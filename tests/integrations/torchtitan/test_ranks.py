@@ -76,3 +76,4 @@ def test_indexers_warm_up_alone_and_go_on_with_all_others(run_once: RunOnce) -> 
     moved = run_once(2, teach)
     assert moved["warm-up"] == {name for name in moved["all"] if ".indexer." in name}
     assert moved["joint"] == moved["all"]
+    assert moved["losses"][0] == pytest.approx(moved["losses"][1], rel=TOLERANCES[LOSS])
