@@ -77,3 +77,8 @@ def columns_of_blocks(num_keys: int, positions: Positions, blocks: int, config: 
     key = torch.arange(first, stop, device=positions.token.device)
     columns = key + positions.cmp_start[..., None]
     return columns.where((key >= 0) & (columns < num_keys), num_keys)
+
+
+def aligned(width: int) -> int:
+    """Round a number of blocks up to the alignment of the score rows."""
+    return -(-width // 16) * 16

@@ -46,9 +46,9 @@ def runs_kernels(x: Tensor) -> bool:
 def _is_interpreted() -> bool:
     if find_spec("triton") is None:
         return False
-    from flexnsa.attention.triton.kernels.kernel import is_interpreted
+    from triton import knobs  # pyright: ignore[reportMissingTypeStubs]
 
-    return is_interpreted()
+    return knobs.runtime.interpret
 
 
 # Dynamo cannot trace into Triton. torch.compiler.assume_constant_result does the same, but imports the compiler.

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexnsa.attention.compilation import compile_once
 from flexnsa.attention.interface import Call, given
 from flexnsa.attention.plan import Plan
-from flexnsa.attention.scoring import group_probabilities
+from flexnsa.attention.scoring import aligned, group_probabilities
 from flexnsa.attention.selection import SelectionInputs, count_choices, select_in_chunks, select_with_mod
 from flexnsa.config import NSAConfig, blocks_within, num_blocks
 from flexnsa.operators import opaque_operator
@@ -65,11 +65,6 @@ def _select_blocks_triton(inputs: SelectionInputs) -> Tensor:
 
 
 _select_blocks_triton.register_fake(SelectionInputs.empty_blocks)
-
-
-def aligned(width: int) -> int:
-    """Round a number of blocks up to the alignment of the score rows."""
-    return -(-width // 16) * 16
 
 
 def chunks(num_queries: int, choices: int, width: int | None, config: NSAConfig) -> Iterator[tuple[int, int, int]]:

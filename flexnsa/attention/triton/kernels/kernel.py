@@ -166,10 +166,3 @@ else:
 
     def jit(*arguments, **options):  # noqa: D103
         return triton.jit(*arguments) if arguments else lambda function: Kernel(triton.jit(**options)(function))
-
-
-def is_interpreted() -> bool:
-    """Return whether kernels run in Triton's interpreter, which accepts CPU tensors."""
-    from triton import knobs  # pyright: ignore[reportMissingTypeStubs]
-
-    return knobs.runtime.interpret

@@ -11,7 +11,7 @@ from math import log2
 import torch
 from torch import Tensor
 
-from flexnsa.attention.scoring import LOG2_E
+from flexnsa.attention.scoring import LOG2_E, aligned
 from flexnsa.attention.step import StepInputs
 from flexnsa.attention.tiles.device import HOPPER, cdiv, device_of, multiprocessors, padded
 from flexnsa.attention.tiles.step import StepTiles, step_tiles
@@ -19,7 +19,6 @@ from flexnsa.attention.triton.kernels import step_attend, step_compress, step_pl
 from flexnsa.attention.triton.kernels.importance import Band, Scores
 from flexnsa.attention.triton.kernels.top_blocks import check_width, write_top_blocks
 from flexnsa.attention.triton.operators import precision
-from flexnsa.attention.triton.selection import aligned
 from flexnsa.config import gated_branches, num_blocks
 from flexnsa.positions import Positions
 
