@@ -15,7 +15,7 @@ from flexnsa.functional import (
     selection_recall,
     sliding_window_attention,
 )
-from flexnsa.indices import record_indices, replay_indices
+from flexnsa.functional.indices import record_indices, replay_indices
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.compression import LinearCompressor, MeanCompressor, MLPCompressor
 from flexnsa.layers.indexer import SelectionLoss

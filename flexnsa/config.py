@@ -220,6 +220,11 @@ def gated_branches(gate: str, branches: Sequence[str]) -> tuple[str, ...]:
     return tuple(tag for tag in branches if gate != "residual" or tag != "slc")
 
 
+def kind_of(name: str) -> str:
+    """Return the branch whose keys or values have a name: ``slc`` for ``k_slc``, and for ``k``, which all share."""
+    return name.partition("_")[2] or "slc"
+
+
 def num_compressed(seq_len: int, config: NSAConfig) -> int:
     """Return ``N``, the number of compressed tokens: one block of ``l`` tokens starts every ``d``, if it is complete.
 

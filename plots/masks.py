@@ -17,8 +17,8 @@ from flexnsa.config import num_compressed
 from flexnsa.lm.diagnosis.environment import git_commit
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.window import window_intervals
-from flexnsa.positions import Positions
 from plots.records import Results
 from plots.style import figure
 

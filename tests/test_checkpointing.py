@@ -9,8 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flexnsa import NativeSparseAttention
-from flexnsa.checkpointing import SELECTION_OPERATORS, keep_selection
 from flexnsa.mods import soft_cap
+from flexnsa.operators.checkpointing import SELECTION_OPERATORS, keep_selection
 from tests.support.inputs import SMALL
 from tests.support.operators import Operators
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss, native_sparse_attention
 from flexnsa.config import num_compressed
 from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer
-from flexnsa.replay import Plan
+from flexnsa.operators.replay import Plan
 from tests.support.inputs import SMALL
 
 pytestmark = pytest.mark.gpu

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexnsa import replay
-from flexnsa.operators import opaque_operator
-from flexnsa.replay import Allocate, Clear, Free, Launch, Replayed, recorder
+from flexnsa.operators import replay
+from flexnsa.operators.opaque import opaque_operator
+from flexnsa.operators.replay import Allocate, Clear, Free, Launch, Replayed, recorder
 
 
 def launch(kernel: Callable[..., None], *arguments: object) -> None:

@@ -25,7 +25,7 @@ from flexnsa import native_sparse_attention
 from flexnsa.attention.dispatch import REFERENCE, attend, by_branch
 from flexnsa.attention.interface import Call, Keys
 from flexnsa.config import num_compressed
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 KEYS = ("k_cmp", "v_cmp", "k", "v", "k_win", "v_win")
 

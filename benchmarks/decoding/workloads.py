@@ -20,7 +20,7 @@ from flexnsa.attention.step import StepInputs
 from flexnsa.layers.indexer import SharedIndex
 from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.lm import DenseAttention
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 Timed = Callable[[], object]
 

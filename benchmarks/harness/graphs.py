@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from flexnsa import graphs
+from flexnsa.operators import graphs
 
 Result = TypeVar("Result")
 

@@ -16,8 +16,8 @@ from flexnsa import compressed_attention, select_blocks, selected_attention, sli
 from flexnsa.attention.dispatch import gated
 from flexnsa.attention.selection import top_blocks
 from flexnsa.config import num_compressed
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.selected import selected_mask
-from flexnsa.positions import Positions
 
 
 def compression_phase(setting: Setting, length: int) -> Workload:

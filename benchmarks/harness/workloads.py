@@ -17,7 +17,7 @@ from benchmarks.harness.setting import Setting
 from flexnsa import native_sparse_attention
 from flexnsa.config import num_compressed
 from flexnsa.masks.intervals import Intervals, interval_block_mask
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from flexnsa.attention.selection import top_blocks
 from flexnsa.attention.triton import selected
 from flexnsa.lm.measure.memory import MIB
 from flexnsa.masks.document import document_positions
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 GROUPS = {"G16": (64, 4), "G4": (64, 16), "G8": (64, 8), "G1": (64, 64), "G6": (60, 10)}
 """Query heads and key heads that are timed, by group size."""

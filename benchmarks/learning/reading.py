@@ -21,7 +21,7 @@ from flexnsa.layers.layouts import LayoutSizes, RowLayout
 from flexnsa.layers.rope import apply_rope
 from flexnsa.lm import Batch, DecoderLM
 from flexnsa.lm.model.decoder import DecoderLayer
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 Choose = Callable[[NativeSparseAttention, Tensor], Tensor]
 """``(layer, x (B, S, dim))`` to the blocks that each query reads, int32 ``(B, Hkv, S, n)``."""

@@ -41,9 +41,9 @@ from benchmarks.learning.packages import (
 from benchmarks.learning.reading import bits_of_bytes
 from benchmarks.learning.workers import Job, Point, Report, places, run_jobs
 from flexnsa import SelectionLoss
-from flexnsa.graphs import Graphed
 from flexnsa.lm import Batch, DecoderConfig, DecoderLM, preset
 from flexnsa.lm.measure.table import format_table
+from flexnsa.operators.graphs import Graphed
 from flexnsa.optim import index_parameters, parameter_groups
 
 STAGES = ((2048, 0.15), (8192, 0.35), (32768, 0.5))

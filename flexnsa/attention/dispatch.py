@@ -31,7 +31,7 @@ from flexnsa.attention.triton.operators import require_device
 from flexnsa.checks.calls import check_mods
 from flexnsa.config import BRANCHES
 from flexnsa.masks.user_mods import MaskMod, ScoreMod, merge_mods
-from flexnsa.operators import in_transform
+from flexnsa.operators.opaque import in_transform
 from flexnsa.primitives import check_choice
 
 B = TypeVar("B", BranchOutput, Compressed)

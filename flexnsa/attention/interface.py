@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flexnsa.attention.step import StepFunction
 from flexnsa.config import NSAConfig
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.user_mods import ScoreMod
-from flexnsa.positions import Positions
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from flexnsa.attention.scoring import columns_of_blocks
 from flexnsa.attention.shares import at_columns, grouped_products
 from flexnsa.config import NSAConfig, overlap_band
 from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.user_mods import compressed_positions, modify_groups
-from flexnsa.positions import Positions
 
 
 def log_probabilities(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:

@@ -16,7 +16,7 @@ from flexnsa.attention.interface import Call
 from flexnsa.attention.shares import by_blocks, columns_from, grouped_products
 from flexnsa.config import NSAConfig
 from flexnsa.masks.compressed import compressed_intervals
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 
 def key_products(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor:

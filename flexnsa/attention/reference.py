@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call, Compressed, ScoreMod, Scorer
 from flexnsa.config import NSAConfig, blocks_within, num_blocks
-from flexnsa.positions import Positions, positions_of
+from flexnsa.masks.positions import Positions, positions_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

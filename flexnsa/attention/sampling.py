@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexnsa.attention.interface import Call
 from flexnsa.masks.intervals import stored
-from flexnsa.positions import Positions, positions_of
+from flexnsa.masks.positions import Positions, positions_of
 
 BITS = 0xFFFFFFFF
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from flexnsa.attention.interface import Call
 from flexnsa.config import NSAConfig, overlap_band
 from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.user_mods import compressed_positions, modify_groups
-from flexnsa.positions import Positions
 
 LOG2_E = log2(e)
 """Probabilities are powers of two wherever that is possible: a CPU computes them three times as fast as those of e."""

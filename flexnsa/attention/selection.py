@@ -15,8 +15,8 @@ from flexnsa.attention.scoring import block_scores, group_probabilities
 from flexnsa.attention.shares import queries_at_once
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
 from flexnsa.config import NSAConfig, blocks_within, num_compressed, overlap_band
-from flexnsa.operators import opaque_operator
-from flexnsa.positions import Positions, positions_of, tensors_of
+from flexnsa.masks.positions import Positions, positions_of, tensors_of
+from flexnsa.operators.opaque import opaque_operator
 
 Probabilities = Callable[[Tensor, Tensor, Tensor | None, Positions, Call], Tensor]
 """``(q, k_cmp, lse, positions, call)``: ``p_cmp`` summed over each group, ``(B, Hkv, T, N)``."""

@@ -14,8 +14,8 @@ from flexnsa.attention.log_scores import differentiate, log_probabilities, log_s
 from flexnsa.attention.selection import own_and_last, top_blocks
 from flexnsa.attention.shares import log_shares, log_shares_at_once, queries_at_once
 from flexnsa.config import NSAConfig
-from flexnsa.operators import OpaqueOperator, opaque_operator
-from flexnsa.positions import Positions, positions_of
+from flexnsa.masks.positions import Positions, positions_of
+from flexnsa.operators.opaque import OpaqueOperator, opaque_operator
 
 
 def free_blocks(positions: Positions, blocks: int, config: NSAConfig) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flexnsa.attention.interface import Call
 from flexnsa.config import num_blocks
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.user_mods import modify_groups, token_positions
-from flexnsa.positions import Positions
 
 CHUNK_SCORES = {"cpu": 2**21, "cuda": 2**27}
 """Scores of a chunk of queries that exist at a time: in fp32 8 MB, near what a CPU's cache holds, and 512 MB on a GPU.

@@ -20,9 +20,9 @@ from flexnsa.attention.step import buffer_names
 from flexnsa.cache.bounds import Rows
 from flexnsa.cache.rows import RowCache, fix_addresses
 from flexnsa.cache.step_cache import StepCache
-from flexnsa.cache.steps import TAILS, BufferSizes, ReadCounter, Step, kind_of
+from flexnsa.cache.steps import TAILS, BufferSizes, ReadCounter, Step
 from flexnsa.checks.calls import check_branches
-from flexnsa.config import BRANCHES, INDEX_FIELDS, NSAConfig
+from flexnsa.config import BRANCHES, INDEX_FIELDS, NSAConfig, kind_of
 from flexnsa.primitives import LARGEST_SIZE, check_int, check_integers, check_type
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexnsa.cache.rows import RowCache
 from flexnsa.cache.steps import BufferSizes, NewBlocks, Step, count_compressed
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 from flexnsa.primitives import describe
 
 

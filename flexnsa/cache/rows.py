@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flexnsa.attention.plan import STEP_TOKENS
 from flexnsa.cache.bounds import HostLengthBound, Rows, doubled, row_index
-from flexnsa.cache.steps import BufferSizes, kind_of
+from flexnsa.cache.steps import BufferSizes
+from flexnsa.config import kind_of
 from flexnsa.primitives import (
     check_device,
     check_dtype,

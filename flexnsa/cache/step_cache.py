@@ -9,8 +9,9 @@ from torch import Tensor
 
 from flexnsa.cache.documents import locate_documents, unpack
 from flexnsa.cache.rows import RowCache
-from flexnsa.cache.steps import Step, kind_of, locate, ring_slots_before
-from flexnsa.positions import Positions
+from flexnsa.cache.steps import Step, locate, ring_slots_before
+from flexnsa.config import kind_of
+from flexnsa.masks.positions import Positions
 from flexnsa.primitives import check_type
 
 

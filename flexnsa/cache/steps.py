@@ -17,16 +17,11 @@ from flexnsa.attention.interface import Call, Keys, Scorer, given
 from flexnsa.config import BRANCHES, NSAConfig, num_compressed
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.window import window_intervals
-from flexnsa.positions import Positions
 
 TAILS = {"cmp": "tail", "index": "index_tail"}
 """The kind of buffer that holds the raw keys or values of unfinished blocks, by that of their compressed tokens."""
-
-
-def kind_of(name: str) -> str:
-    """Return ``slc`` for ``k_slc``, and also for ``k`` alone: a full buffer."""
-    return name.partition("_")[2] or "slc"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

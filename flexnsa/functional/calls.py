@@ -12,8 +12,8 @@ from flexnsa.checks.calls import check_document_ids, check_scale
 from flexnsa.checks.scorers import check_masses
 from flexnsa.config import NSAConfig
 from flexnsa.masks.document import document_positions
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.user_mods import MaskMod, ScoreMod, mod_of_index_heads
-from flexnsa.positions import Positions
 
 
 def locate_queries(

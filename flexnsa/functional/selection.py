@@ -11,8 +11,8 @@ from flexnsa.checks.calls import check_queries
 from flexnsa.checks.scorers import checked_scorer_keys
 from flexnsa.config import NSAConfig, num_blocks
 from flexnsa.functional.calls import prepare, scorer_of
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
-from flexnsa.positions import Positions
 from flexnsa.primitives import check_positive_int, check_tensor, describe
 
 

@@ -15,8 +15,8 @@ from flexnsa.checks.calls import check_group, check_queries, checked_selection
 from flexnsa.checks.scorers import check_scorer
 from flexnsa.config import NSAConfig
 from flexnsa.functional.calls import prepare, scorer_of
+from flexnsa.masks.positions import positions_of
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
-from flexnsa.positions import positions_of
 from flexnsa.primitives import check_choice, check_int64, check_integers, check_positive_int, check_tensor, check_type
 
 

@@ -25,8 +25,8 @@ from flexnsa.layers.core import Compressors, Heads, Read, collect_keys
 from flexnsa.layers.indexer import Indexer, SelectionLoss, SharedIndex, untaught
 from flexnsa.layers.layouts import KeySource, Layout, RowKeys, RowLayout
 from flexnsa.layers.rope import RopeTables, apply_rope
+from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.user_mods import Mods
-from flexnsa.positions import Positions, positions_of
 from flexnsa.primitives import describe
 
 C = TypeVar("C", bound=StepCache, contravariant=True)

@@ -18,7 +18,7 @@ from flexnsa.cache.steps import Step
 from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.layers.rope import RopeTables, rope_tables, stored_rope_tables
 from flexnsa.masks.document import document_positions, first_tokens
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 from flexnsa.primitives import describe
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.operators import opaque_operator
+from flexnsa.operators.opaque import opaque_operator
 
 
 class RopeTables(NamedTuple):

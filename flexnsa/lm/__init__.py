@@ -10,10 +10,10 @@ from flexnsa.lm.generation.sampling import Sampling
 from flexnsa.lm.generation.session import DecodingSession
 from flexnsa.lm.model.config import PRESETS, DecoderConfig, preset
 from flexnsa.lm.model.decoder import DecoderLM
+from flexnsa.lm.model.loss import linear_cross_entropy
 from flexnsa.lm.training.config import TRAIN_PRESETS, TrainConfig
 from flexnsa.lm.training.run import Watcher, run
 from flexnsa.lm.training.trainer import StepResult, Trainer
-from flexnsa.loss import linear_cross_entropy
 from flexnsa.optim import parameter_groups
 
 __all__ = [

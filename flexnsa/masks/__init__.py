@@ -1,1 +1,1 @@
-"""Which keys each query sees, one kind of mask per file; functions of plain tensors, without scores."""
+"""Which keys each query sees: positions of tokens, and one kind of mask per file; plain tensors, without scores."""

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.config import NSAConfig
 from flexnsa.masks.intervals import Intervals, interval_block_mask
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 
 def compressed_intervals(positions: Positions, config: NSAConfig) -> Intervals:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.config import NSAConfig
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 
 def document_positions(document_ids: Tensor, config: NSAConfig) -> Positions:

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.config import NSAConfig, num_blocks
 from flexnsa.masks.intervals import MaskMod, by_query, stored
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexnsa.config import NSAConfig
 from flexnsa.masks.intervals import MaskMod, by_query, stored
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Mods = tuple[ScoreMod | None, MaskMod | None]

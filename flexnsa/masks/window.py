@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.config import NSAConfig
 from flexnsa.masks.intervals import DENSE_TILE, Intervals, interval_block_mask, tiles_touched
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 
 def window_intervals(positions: Positions, config: NSAConfig) -> Intervals:

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexnsa.attention.sampling import QuerySample, Sample
+from flexnsa.masks.positions import Positions
 from flexnsa.parallel.collectives import scatter, total
 from flexnsa.parallel.shared_rows import SharingRanks
-from flexnsa.positions import Positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,14 +28,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexnsa.attention.interface import given
-from flexnsa.cache.steps import kind_of
 from flexnsa.checks.calls import check_document_ids
-from flexnsa.config import NSAConfig, num_compressed
+from flexnsa.config import NSAConfig, kind_of, num_compressed
 from flexnsa.layers.layouts import BlockLayout, LayoutSizes, Rotate, RowLayout, lay_out_rows
 from flexnsa.layers.rope import RopeTables
+from flexnsa.masks.positions import Positions
 from flexnsa.parallel.chunks import block_halo, check_chunks, window_halo
 from flexnsa.parallel.collectives import gather
-from flexnsa.positions import Positions
 from flexnsa.primitives import check_type
 
 

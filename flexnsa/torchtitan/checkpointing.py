@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-from flexnsa.checkpointing import SELECTION_OPERATORS
+from flexnsa.operators.checkpointing import SELECTION_OPERATORS
 
 
 class KeepingSelection(SelectiveAC):

@@ -7,7 +7,7 @@ loaded already (``model.set_attn_implementation("flexnsa")``), and makes saved c
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from flexnsa.indices import record_indices, replay_indices
+from flexnsa.functional.indices import record_indices, replay_indices
 from flexnsa.transformers.cache import FlexNSACache
 from flexnsa.transformers.choice import LAYERS, NAME, keep_choice
 from flexnsa.transformers.classes import register_classes

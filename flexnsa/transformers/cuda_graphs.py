@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from flexnsa.config import NSAConfig
-from flexnsa.graphs import Step, capture
 from flexnsa.layers.projection import has_no_hooks, is_dense
+from flexnsa.operators.graphs import Step, capture
 from flexnsa.transformers.cache import FlexNSACache
 from flexnsa.transformers.rotary import looks_at_positions
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from flexnsa.config import num_compressed
 from flexnsa.layers.compression import average_blocks, average_cached_blocks
 from flexnsa.masks.document import document_positions, first_tokens
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 from flexnsa.primitives import describe
 from flexnsa.transformers.choice import NAME
 from flexnsa.transformers.local_layers import LOCAL, attend_locally, layer_type, make_layer_mask

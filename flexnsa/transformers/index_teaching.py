@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from flexnsa.attached_losses import Attached, Once
 from flexnsa.attention.sampling import sampled_tokens
 from flexnsa.layers.indexer import SAMPLED_QUERIES, SelectionLoss
+from flexnsa.operators.attached_losses import Attached, Once
 from flexnsa.primitives import check_choice, check_positive_number, check_type, describe
 from flexnsa.transformers.released_indexers import RELEASED
 from flexnsa.transformers.taught_layers import Lesson, Pass, TaughtLayer, indexed_layers, mean_of

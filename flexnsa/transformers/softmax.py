@@ -17,8 +17,8 @@ from flexnsa.attention.dispatch import attend, choose_implementation
 from flexnsa.attention.interface import Call, Keys
 from flexnsa.attention.sinks import returns_lse, with_sinks
 from flexnsa.config import BRANCHES
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.user_mods import ScoreMod
-from flexnsa.positions import Positions
 from flexnsa.transformers.options import DropInOptions
 
 
@@ -31,7 +31,7 @@ class Softmax:
         limit: scores are kept within it of 0, as ``limit * tanh(score / limit)``; None for any score.
         sinks: ``(Hq,)``, for each head a score that takes its share of the probability and has no value. Blocks are
             scored without it.
-        choose: chooses blocks in place of the selection that is its first argument; see :mod:`flexnsa.indices`.
+        choose: chooses blocks in place of the selection, its first argument; see :mod:`flexnsa.functional.indices`.
         dense: attend to all past keys instead of selecting.
     """
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from flexnsa.attached_losses import WithGradient, graph_of_its_own
 from flexnsa.attention.sampling import Sample
 from flexnsa.layers.indexer import backward_pass
+from flexnsa.operators.attached_losses import WithGradient, graph_of_its_own
 from flexnsa.transformers.index_loss import Attention, Sums, differentiate_index
 from flexnsa.transformers.local_layers import attend_as
 from flexnsa.transformers.released_indexers import MSA, QSA, RELEASED, Features, ReleasedIndexer, at_tokens

@@ -15,12 +15,12 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
-from flexnsa.attached_losses import Attached
 from flexnsa.attention.interface import given
 from flexnsa.functional.selection_loss import selection_recall
 from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.layers.layouts import RowKeys
 from flexnsa.layers.projection import weight_of
+from flexnsa.operators.attached_losses import Attached
 from flexnsa.optim import audit, index_parameters
 from flexnsa.primitives import check_int, check_integers, check_positive_number, describe
 from flexnsa.transformers.attention import ConvertedAttention

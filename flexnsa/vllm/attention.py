@@ -19,7 +19,7 @@ from flexnsa.attention.interface import Call, Keys, Scorer, given
 from flexnsa.config import BRANCHES
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.core import Compressors
-from flexnsa.operators import opaque_operator
+from flexnsa.operators.opaque import opaque_operator
 from flexnsa.vllm.batch import Batch, last_tokens
 from flexnsa.vllm.buffers import PagedBuffer
 from flexnsa.vllm.decoding import PagedLayer, attend_decodes

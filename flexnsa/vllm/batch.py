@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionMetadata
 
 from flexnsa.config import NSAConfig
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])

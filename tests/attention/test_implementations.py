@@ -27,8 +27,8 @@ from flexnsa.attention.triton import intervals as triton_intervals
 from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.functional import native_sparse_attention
 from flexnsa.layers import forward
+from flexnsa.masks.positions import Positions
 from flexnsa.mods import soft_cap
-from flexnsa.positions import Positions
 from tests.support.inputs import SMALL, Inputs, make_inputs
 from tests.support.inputs import attend as attend_with
 

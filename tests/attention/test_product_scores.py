@@ -14,7 +14,7 @@ from flexnsa.attention.selection import top_blocks
 from flexnsa.attention.shares import CHUNK_SCORES
 from flexnsa.attention.triton.selected import in_halves
 from flexnsa.config import num_compressed
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 from tests.support import literal
 from tests.support.scorers import BEST_KEYS, FP32, UNITS, make
 

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from flexnsa import NativeSparseAttention
-from flexnsa.checkpointing import keep_selection
 from flexnsa.config import BRANCHES
 from flexnsa.lm import DecoderConfig, DecoderLM
+from flexnsa.operators.checkpointing import keep_selection
 from tests.support.inputs import SMALL
 
 X = torch.randn(2, 30, 16, generator=torch.Generator().manual_seed(1))

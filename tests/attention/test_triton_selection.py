@@ -11,7 +11,7 @@ import torch
 from flexnsa import NSAConfig
 from flexnsa.attention.triton.selection import MANY_PROGRAMS, SCRATCH_BYTES, chunks, launch_selection
 from flexnsa.config import num_blocks, num_compressed
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 from tests.support import triton_selection
 from tests.support.interpreter import Interpret
 from tests.support.triton_selection import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexnsa import NativeSparseAttention
-from flexnsa.indices import record_indices
+from flexnsa.functional.indices import record_indices
 from tests.support.decoding import decode
 from tests.support.triton_decoding import recording_steps
 

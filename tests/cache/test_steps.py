@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexnsa.config import num_compressed
-from flexnsa.indices import record_indices
+from flexnsa.functional.indices import record_indices
 from tests.support.comparison import rms
 from tests.support.decoding import BRANCH_SETS, CONFIGS, assert_equal_to_whole, chunks_of, decode, make_layer, tokens
 from tests.support.inputs import SMALL

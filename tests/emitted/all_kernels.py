@@ -22,8 +22,8 @@ from flexnsa.attention.triton import selection as triton_select
 from flexnsa.attention.triton import selection_loss as triton_selection_loss
 from flexnsa.attention.triton import step as triton_step
 from flexnsa.config import NSAConfig, num_compressed
-from flexnsa.operators import OpaqueOperator
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
+from flexnsa.operators.opaque import OpaqueOperator
 from tests.emitted.calls import BRANCHES, arguments, attention, cached_attention
 from tests.emitted.emit import emit
 from tests.emitted.machine_code import Resources, compiling_launches, resources

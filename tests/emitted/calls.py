@@ -11,8 +11,8 @@ from torch import Tensor
 from flexnsa.attention.dispatch import FLEX
 from flexnsa.attention.interface import Call, Implementation
 from flexnsa.config import NSAConfig, num_compressed
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.user_mods import ScoreMod
-from flexnsa.positions import Positions
 from tests.support.inputs import SMALL
 
 TWO_BLOCKS = replace(SMALL, num_selected_blocks=2, num_local_blocks=1)

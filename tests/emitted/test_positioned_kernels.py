@@ -14,8 +14,8 @@ from flexnsa.attention.dispatch import FLEX, REFERENCE
 from flexnsa.attention.flex import branches
 from flexnsa.attention.interface import Call, Implementation
 from flexnsa.masks.document import document_positions
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.user_mods import ScoreMod, merge_mods
-from flexnsa.positions import Positions
 from tests.emitted.calls import BRANCHES, TWO_BLOCKS, arguments, assert_agree, attend
 from tests.emitted.emit import emit
 from tests.emitted.interpreted import interpreted

@@ -10,9 +10,9 @@ from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.masks.compressed import compressed_intervals, compressed_mask
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.intervals import Intervals, interval_block_mask, tiles_touched
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.selected import SelectedMask, selected_mask
 from flexnsa.masks.window import window_intervals, window_mask
-from flexnsa.positions import Positions
 from tests.support.block_masks import mask_bytes, pairs_by_columns, pairs_by_rows
 
 TILES = [(128, 128), (32, 16), (16, 48)]

@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from flexnsa import NativeSparseAttention, SelectionLoss, loss
+from flexnsa import NativeSparseAttention, SelectionLoss
 from flexnsa.lm import DecoderConfig, DecoderLM
+from flexnsa.lm.model import loss
 from flexnsa.optim import parameter_groups
 from flexnsa.parallel.tensor_parallel import clip_gradients, parallelize_attention, parallelize_model
 from tests.parallel.steps import MODEL, messages, saved_results, share_keys, whole

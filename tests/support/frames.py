@@ -1,7 +1,7 @@
 """Print the frames from a call to the launch of a kernel: ``python tests/support/frames.py``.
 
 Triton kernels run in its interpreter. A *launch* is the call of a Triton kernel or, with ``impl="sdpa"``, of a product
-of PyTorch. Frames of PyTorch and of other libraries do not count. Those of an operator (``operators.py``,
+of PyTorch. Frames of PyTorch and of other libraries do not count. Those of an operator (``opaque.py``,
 ``replay.py``) count apart: they are what lets ``torch.compile`` and ``torch.func`` pass through it.
 """
 
@@ -25,7 +25,7 @@ from flexnsa.attention.triton.kernels.kernel import Kernel
 from tests.support.inputs import SMALL
 
 LIBRARY = Path(__file__).parents[2] / "flexnsa"
-OF_OPERATORS = {"operators.py", "replay.py"}
+OF_OPERATORS = {"operators/opaque.py", "operators/replay.py"}
 PRODUCTS = {"mm", "bmm", "baddbmm", "scaled_dot_product_attention"}
 FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexnsa.attention.interface import Call, Implementation, Keys
 from flexnsa.config import BRANCHES, num_compressed
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 from tests.support.gluon import hopper_on_a_cpu
 from tests.support.triton_cases import CASES, Case
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.config import NSAConfig, num_compressed
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 from tests.support.inputs import spread
 
 

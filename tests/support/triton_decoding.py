@@ -17,7 +17,7 @@ from flexnsa.attention.dispatch import CACHED_IMPLEMENTATIONS
 from flexnsa.attention.interface import given
 from flexnsa.attention.step import StepInputs
 from flexnsa.config import BRANCHES
-from flexnsa.indices import record_indices
+from flexnsa.functional.indices import record_indices
 from tests.support.inputs import sizes
 from tests.support.pages import attending_in_pages
 

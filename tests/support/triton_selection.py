@@ -13,7 +13,7 @@ from flexnsa.attention.interface import Call
 from flexnsa.attention.plan import STEP_TOKENS
 from flexnsa.attention.selection import select_in_chunks
 from flexnsa.config import NSAConfig, num_blocks, num_compressed
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 from tests.support.inputs import sizes, spread
 
 

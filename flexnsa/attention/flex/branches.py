@@ -32,10 +32,10 @@ from flexnsa.attention.tiles.flex import dense_tiles, sparse_tiles
 from flexnsa.config import NSAConfig
 from flexnsa.masks.compressed import compressed_mask
 from flexnsa.masks.intervals import DENSE_TILE, stored
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.selected import selected_mask
 from flexnsa.masks.user_mods import mod_of_compressed, mod_of_tokens
 from flexnsa.masks.window import window_mask
-from flexnsa.positions import Positions
 
 P = ParamSpec("P")
 T = TypeVar("T")

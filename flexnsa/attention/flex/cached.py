@@ -38,9 +38,9 @@ from flexnsa.attention.tiles.flex import KernelOptions, decoding_tiles, dense_ti
 from flexnsa.masks.cached import cached_interval_mask, cached_selected_mask
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import interval_block_mask, tiles_touched
+from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.user_mods import ScoreMod, mod_of_compressed, mod_of_tokens
 from flexnsa.masks.window import window_intervals
-from flexnsa.positions import Positions, positions_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions

@@ -18,7 +18,7 @@ from flexnsa.attention.tiles.flex import KernelOptions, dense_tiles
 from flexnsa.config import NSAConfig
 from flexnsa.masks.intervals import DENSE_TILE, stored
 from flexnsa.masks.user_mods import ScoreMod
-from flexnsa.operators import opaque_operator, refuse_transforms
+from flexnsa.operators.opaque import opaque_operator, refuse_transforms
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions

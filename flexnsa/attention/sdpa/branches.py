@@ -23,9 +23,9 @@ from flexnsa.attention.sdpa.selected import selected_attention
 from flexnsa.attention.sdpa.selected_few import SelectedInputs, gathered_attention
 from flexnsa.attention.selection import select_in_chunks, select_with_mod
 from flexnsa.masks.compressed import compressed_intervals
+from flexnsa.masks.positions import positions_of
 from flexnsa.masks.user_mods import compressed_positions, token_positions
 from flexnsa.masks.window import window_intervals
-from flexnsa.positions import positions_of
 
 COMPRESSED_CHUNK, WINDOW_CHUNK = 256, 64
 """Queries of a chunk: enough for products at full speed, few enough for their scores to stay in the CPU's cache."""

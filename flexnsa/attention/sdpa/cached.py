@@ -24,9 +24,9 @@ from flexnsa.attention.selection import top_blocks
 from flexnsa.config import NSAConfig, blocks_within
 from flexnsa.masks.compressed import compressed_intervals
 from flexnsa.masks.intervals import Intervals
+from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.window import window_intervals
-from flexnsa.operators import opaque_operator
-from flexnsa.positions import Positions, positions_of
+from flexnsa.operators.opaque import opaque_operator
 
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:

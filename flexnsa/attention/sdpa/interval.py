@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa.attention.operators import empty_contiguous_gradients, empty_contiguous_outputs, with_rows
 from flexnsa.attention.plan import THREADED_QUERIES
 from flexnsa.attention.sdpa.chunks import Chunk, IntervalInputs, chunks_of
 from flexnsa.attention.sdpa.products import attend_by_products, differentiate_by_products
 from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
-from flexnsa.operators import opaque_operator
+from flexnsa.operators.opaque import opaque_operator
+from flexnsa.operators.results import empty_contiguous_gradients, empty_contiguous_outputs, with_rows
 
 SHORT = 256
 """Tokens of a causal sequence, at most, that are one call."""

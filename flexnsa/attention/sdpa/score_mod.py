@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 from flexnsa.attention.interface import BranchOutput, Call, given
 from flexnsa.attention.sdpa.selected_few import gather_keys, selected_keys
 from flexnsa.masks.intervals import Intervals
+from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.user_mods import apply_score_mod, query_positions, token_positions
-from flexnsa.operators import in_transform
-from flexnsa.positions import Positions, positions_of
+from flexnsa.operators.opaque import in_transform
 
 P = ParamSpec("P")
 T = TypeVar("T")

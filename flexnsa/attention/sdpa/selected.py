@@ -15,13 +15,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from flexnsa.attention.operators import empty_contiguous_gradients, empty_contiguous_outputs
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.sdpa.chunks import IntervalInputs
 from flexnsa.attention.sdpa.interval import attend_to_intervals, differentiate_intervals, takes
 from flexnsa.attention.sdpa.selected_few import SelectedInputs, first_keys
 from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
-from flexnsa.operators import opaque_operator
+from flexnsa.operators.opaque import opaque_operator
+from flexnsa.operators.results import empty_contiguous_gradients, empty_contiguous_outputs
 
 MAX_ROWS = 512
 """Queries of one product: enough to run at full speed, few enough for the scores to stay in cache."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.operators import precision, require_device
-from flexnsa.operators import opaque_operator
+from flexnsa.operators.opaque import opaque_operator
 
 MOST_WEIGHTS = 8
 MOST_ROWS = 64

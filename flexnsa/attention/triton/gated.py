@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import Call, Compressed, GatedSum, Keys, given
-from flexnsa.attention.operators import empty_gradients, empty_outputs, with_rows
 from flexnsa.attention.plan import Plan, can_copy, needs_int64
 from flexnsa.attention.triton.intervals import (
     IntervalInputs,
@@ -29,8 +28,9 @@ from flexnsa.attention.triton.selected import (
     selected_gradients,
     sizes_of,
 )
-from flexnsa.operators import opaque_operator
-from flexnsa.positions import tensors_of
+from flexnsa.masks.positions import tensors_of
+from flexnsa.operators.opaque import opaque_operator
+from flexnsa.operators.results import empty_gradients, empty_outputs, with_rows
 
 
 def gated_sum(q: Tensor, keys: Keys, call: Call) -> GatedSum | None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call, Compressed
-from flexnsa.attention.operators import empty_outputs, fake_gradients, with_rows
 from flexnsa.attention.plan import Plan, can_copy
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.triton.operators import (
@@ -19,8 +18,9 @@ from flexnsa.attention.triton.operators import (
     require_device,
     with_positive_scale,
 )
-from flexnsa.operators import opaque_operator
-from flexnsa.positions import Positions, tensors_of
+from flexnsa.masks.positions import Positions, tensors_of
+from flexnsa.operators.opaque import opaque_operator
+from flexnsa.operators.results import empty_outputs, fake_gradients, with_rows
 
 if TYPE_CHECKING:
     from flexnsa.attention.tiles.device import Tiles

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call
-from flexnsa.attention.operators import empty_gradients, empty_outputs, fake_gradients, with_rows
 from flexnsa.attention.plan import LARGEST_DIM, LEAST_DIM, Plan
 from flexnsa.attention.tiles.device import cdiv
 from flexnsa.attention.tiles.selected import Part, is_whole, num_key_tiles
 from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of, with_positive_scale
 from flexnsa.config import NSAConfig
-from flexnsa.operators import opaque_operator
-from flexnsa.positions import tensors_of
+from flexnsa.masks.positions import tensors_of
+from flexnsa.operators.opaque import opaque_operator
+from flexnsa.operators.results import empty_gradients, empty_outputs, fake_gradients, with_rows
 
 if TYPE_CHECKING:
     from flexnsa.attention.triton.kernels.selected_bwd import OtherGradients, WindowQueries

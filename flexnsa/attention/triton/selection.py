@@ -20,8 +20,8 @@ from flexnsa.attention.plan import Plan
 from flexnsa.attention.scoring import aligned, group_probabilities
 from flexnsa.attention.selection import SelectionInputs, count_choices, select_in_chunks, select_with_mod
 from flexnsa.config import NSAConfig, blocks_within, num_blocks
-from flexnsa.operators import opaque_operator
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
+from flexnsa.operators.opaque import opaque_operator
 
 SCRATCH_BYTES = 256 * 2**20
 MANY_PROGRAMS = 4096

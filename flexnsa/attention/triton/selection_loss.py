@@ -25,8 +25,8 @@ from flexnsa.attention.selection_loss import (
 from flexnsa.attention.selection_loss import selection_loss as by_products
 from flexnsa.attention.shares import mean_shares, queries_at_once
 from flexnsa.config import NSAConfig, num_blocks
-from flexnsa.operators import opaque_operator
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
+from flexnsa.operators.opaque import opaque_operator
 
 SCRATCH_SUMS = 2**26
 """Log-sum-exps of a chunk of queries that exist at a time: 256 MB."""

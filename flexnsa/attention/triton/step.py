@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexnsa.attention.step import StepArguments, StepInputs
 from flexnsa.attention.triton.operators import require_device
-from flexnsa.operators import opaque_operator
+from flexnsa.operators.opaque import opaque_operator
 
 
 def step(inputs: StepInputs) -> tuple[Tensor, Tensor | None]:

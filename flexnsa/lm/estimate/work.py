@@ -19,7 +19,7 @@ from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.layers.indexer import SAMPLED_QUERIES
 from flexnsa.lm.estimate.parameters import compressor_maps, gate_columns, layer_weights, v_dim
 from flexnsa.lm.model.config import DecoderConfig
-from flexnsa.loss import rows_at_once
+from flexnsa.lm.model.loss import rows_at_once
 
 FOOTPRINTS = {"sdpa": SDPA, "flex": FLEX, "triton": TRITON}
 """The implementations whose memory is known in closed form."""

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from flexnsa.cache.bounds import doubled
-from flexnsa.graphs import Step, capture
 from flexnsa.lm.generation.continuation import check_request, continue_prompts
 from flexnsa.lm.generation.language_model import LanguageModel, check_model, check_prompts, last_logits
 from flexnsa.lm.generation.sampling import Sampling
 from flexnsa.lm.generation.steps import GROUP, Drawn, Draws, choose_steps
 from flexnsa.lm.generation.stopping import OnToken, StopTokens
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.operators.graphs import Step, capture
 from flexnsa.primitives import check_int, check_positive_int, check_seed, check_type, describe
 
 

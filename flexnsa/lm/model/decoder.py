@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from flexnsa.attention.interface import given
 from flexnsa.cache.cache import NSACache
-from flexnsa.checkpointing import keep_selection
 from flexnsa.checks.calls import check_document_ids
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.forward import SparseLayer
@@ -26,9 +25,10 @@ from flexnsa.lm.generation.generate import generate_tokens
 from flexnsa.lm.model.caches import check_caches
 from flexnsa.lm.model.config import DecoderConfig
 from flexnsa.lm.model.head_loss import head_cross_entropy
-from flexnsa.loss import check_targets
+from flexnsa.lm.model.loss import check_targets
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
-from flexnsa.operators import in_transform
+from flexnsa.operators.checkpointing import keep_selection
+from flexnsa.operators.opaque import in_transform
 from flexnsa.primitives import check_lengths, check_tensor, check_tokens, check_type, describe
 
 

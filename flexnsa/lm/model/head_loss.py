@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flexnsa.layers.projection import has_no_hooks, is_dense
-from flexnsa.loss import cross_entropy, linear_cross_entropy, product_dtype, reduced, rows_at_once
-from flexnsa.operators import in_transform
+from flexnsa.lm.model.loss import cross_entropy, linear_cross_entropy, product_dtype, reduced, rows_at_once
+from flexnsa.operators.opaque import in_transform
 from flexnsa.packing import IGNORED
 
 

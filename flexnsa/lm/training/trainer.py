@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from flexnsa.attention.compilation import MAX_VARIANTS
-from flexnsa.graphs import Graphed
 from flexnsa.layers.indexer import SelectionLoss
 from flexnsa.layers.sharding import whole
 from flexnsa.lm.data.corpus import Corpus
@@ -22,6 +21,7 @@ from flexnsa.lm.parallel.ranks import Ranks
 from flexnsa.lm.training.checks import check_cuda_graph, check_training
 from flexnsa.lm.training.config import TrainConfig, completed
 from flexnsa.lm.training.teaching import Teaching
+from flexnsa.operators.graphs import Graphed
 from flexnsa.optim import COMPRESSOR_LR, index_parameters, parameter_groups
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from flexnsa import NSAConfig, SelectionLoss
-from flexnsa.indices import record_indices, replay_indices
+from flexnsa.functional.indices import record_indices, replay_indices
 from flexnsa.optim import index_parameters
 from flexnsa.transformers import FlexNSACache, convert, teach_indexers, to_dense
 from flexnsa.transformers.taught_layers import indexed_layers

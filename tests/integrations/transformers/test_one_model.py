@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from transformers import StaticCache
 
 from flexnsa import NSAConfig, SelectionLoss
-from flexnsa.checkpointing import keep_selection
+from flexnsa.operators.checkpointing import keep_selection
 from flexnsa.optim import index_parameters
 from flexnsa.transformers import FlexNSACache, convert
 from tests.integrations.transformers.families import (

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from torch.testing import assert_close
 
 from flexnsa.attention import dispatch
-from flexnsa.indices import record_indices, replay_indices
+from flexnsa.functional.indices import record_indices, replay_indices
 from tests.integrations.transformers.families import FEW, dense, pad_left, sparse, tokens
 from tests.integrations.transformers.test_one_model import EVERY_KIND
 

@@ -17,7 +17,7 @@ from flexnsa.layers.rope import apply_rope
 from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.cli import main
 from flexnsa.lm.diagnosis import trace_selection
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 from tests.lm.cli.tiny_run import train, write_text
 from tests.support.inputs import TINY
 

@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
-from flexnsa.checkpointing import SELECTION_OPERATORS
 from flexnsa.lm import DecoderConfig, DecoderLM
+from flexnsa.operators.checkpointing import SELECTION_OPERATORS
 from tests.support.inputs import TINY
 
 

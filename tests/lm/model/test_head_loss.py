@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
-from flexnsa import loss
 from flexnsa.lm import DecoderConfig, DecoderLM
+from flexnsa.lm.model import loss
 from flexnsa.lm.model.head_loss import head_cross_entropy, only_multiplies
 
 CONFIG = DecoderConfig(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=50)

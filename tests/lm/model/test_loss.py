@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from flexnsa import loss
 from flexnsa.lm import linear_cross_entropy
+from flexnsa.lm.model import loss
 
 Loss = Callable[..., Tensor]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flexnsa
 from flexnsa import NSAConfig
-from flexnsa.checkpointing import keep_selection
+from flexnsa.operators.checkpointing import keep_selection
 from tests.support.inputs import SMALL, make_inputs
 from tests.support.right_calls.call import HEADS, IDS, Call, config_fields, near, shift
 

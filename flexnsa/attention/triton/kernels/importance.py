@@ -23,7 +23,7 @@ from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
 from flexnsa.attention.triton.operators import position_arguments
 from flexnsa.config import NSAConfig, overlap_band
-from flexnsa.positions import Positions, tensors_of
+from flexnsa.masks.positions import Positions, tensors_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
 from flexnsa.attention.triton.operators import position_arguments
 from flexnsa.config import NSAConfig
-from flexnsa.positions import Positions, tensors_of
+from flexnsa.masks.positions import Positions, tensors_of
 
 BLOCK_J = 16
 """Blocks per program: the fewest columns of a tensor core product, for as many programs as possible."""

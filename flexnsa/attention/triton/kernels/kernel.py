@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from flexnsa.attention.tiles.device import ALIGNMENT
-from flexnsa.replay import recorder
+from flexnsa.operators.replay import recorder
 
 THREADS = 8
 """Threads that compile. A layer has about twenty kernels, each of which compiles in up to two seconds."""

@@ -14,7 +14,7 @@ from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions, runs
 from flexnsa.attention.triton.operators import position_arguments, with_positive_scale
 from flexnsa.config import NSAConfig
-from flexnsa.positions import Positions, tensors_of
+from flexnsa.masks.positions import Positions, tensors_of
 
 
 def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions | None, *, config: NSAConfig, scale: float) -> Tensor:

@@ -14,10 +14,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flexnsa.attention.operators import with_rows
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.operators import strides_of_groups
+from flexnsa.operators.results import with_rows
 
 ROWS = 32
 """Rows of a program."""

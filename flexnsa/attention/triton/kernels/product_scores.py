@@ -16,7 +16,7 @@ from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
 from flexnsa.attention.triton.operators import position_arguments
 from flexnsa.config import NSAConfig
-from flexnsa.positions import Positions, tensors_of
+from flexnsa.masks.positions import Positions, tensors_of
 
 KEY_TILES = 32
 """Tiles of keys that a program reads at most, one after the other, for one tile of queries (H200)."""

@@ -11,7 +11,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flexnsa.attention.operators import with_rows
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, device_of, multiprocessors, padded
 from flexnsa.attention.tiles.scoring import selection_loss_tiles
@@ -20,6 +19,7 @@ from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selection_loss_bwd import key_gradients, query_gradients
 from flexnsa.attention.triton.kernels.visible import count_visible
 from flexnsa.config import NSAConfig
+from flexnsa.operators.results import with_rows
 
 PROGRAMS = 4
 """Programs of :func:`query_gradients` on each multiprocessor, at least, if there are so many tiles of keys."""

@@ -20,7 +20,7 @@ from flexnsa.attention.triton.kernels.importance import Band, Scores
 from flexnsa.attention.triton.kernels.top_blocks import check_width, write_top_blocks
 from flexnsa.attention.triton.operators import precision
 from flexnsa.config import gated_branches, num_blocks
-from flexnsa.positions import Positions
+from flexnsa.masks.positions import Positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
 from flexnsa.attention.triton.operators import position_arguments
 from flexnsa.config import NSAConfig
-from flexnsa.positions import Positions, tensors_of
+from flexnsa.masks.positions import Positions, tensors_of
 
 MAX_BLOCKS = 1 << 17
 """Upper bound of the blocks whose scores fit one program (8.4 million tokens in blocks of 64)."""

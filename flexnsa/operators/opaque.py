@@ -20,7 +20,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 from torch.autograd.function import _SingleLevelFunction
 
-from flexnsa.replay import Replayed
+from flexnsa.operators.replay import Replayed
 
 _LIBRARY = torch.library.Library("flexnsa", "FRAGMENT")
 
@@ -39,7 +39,7 @@ def opaque_operator(
     The function returns no view and writes only to the arguments that ``mutates`` names. Autocast is off inside it, and
     its kernels are launched on the GPU of its first argument, whichever GPU is current. One that ``launches_kernels``
     runs on fake tensors too, where Triton begins to compile them: ``torch.compile`` traces meanwhile. Its launches are
-    replayed (:mod:`flexnsa.replay`).
+    replayed (:mod:`flexnsa.operators.replay`).
     """
 
     def register(function: Callable[P, T]) -> OpaqueOperator[P, T]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from flexnsa.operators import in_transform
+from flexnsa.operators.opaque import in_transform
 
 SELECTION_OPERATORS = tuple(
     f"flexnsa.{name}.default"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexnsa.operators import opaque_operator
+from flexnsa.operators.opaque import opaque_operator
 from flexnsa.packing import IGNORED
 from flexnsa.primitives import LARGEST_SIZE, check_choice, check_int, check_integers, check_tensor, describe, may_look
 

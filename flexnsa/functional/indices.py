@@ -8,7 +8,7 @@ outside, as methods that stand in for their own, so that without it a model is w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self, cast
+from typing import ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,8 @@ from flexnsa.layers.forward import SparseLayer, WholeStep
 from flexnsa.layers.indexer import SharedIndex
 from flexnsa.layers.layouts import KeySource, RowKeys, RowLayout
 from flexnsa.layers.projection import weight_of
+from flexnsa.masks.positions import Positions
 from flexnsa.masks.user_mods import Mods
-from flexnsa.positions import Positions
 from flexnsa.primitives import check_tensor, check_type, may_look
 
 
@@ -124,7 +124,7 @@ class _Attachment:
 
     METHODS: ClassVar[tuple[str, ...]]
 
-    def __init__(self, module: Any, replayed: Tensor | None) -> None:
+    def __init__(self, module: nn.Module, replayed: Tensor | None) -> None:
         self.module, self.replayed = module, replayed
         self.kept: Tensor | None = None
 
@@ -143,10 +143,18 @@ class _LayerAttachment(_Attachment):
     METHODS = ("attend", "whole_step")
 
     def attend(
-        self, x: Tensor, heads: Heads, layout: RowLayout, source: KeySource, *others: Any, **options: Any
+        self,
+        x: Tensor,
+        heads: Heads,
+        layout: RowLayout,
+        source: KeySource,
+        mods: Mods,
+        *,
+        cached: bool,
+        index: SharedIndex | None = None,
     ) -> tuple[Tensor, Read]:
         """Attend to recorded blocks, or record those that the layer chooses; see :class:`SparseLayer`."""
-        layer, stored = self.module, source if isinstance(source, PrefillKeys | StepKeys) else None
+        layer, stored = cast("SparseLayer", self.module), source if isinstance(source, PrefillKeys | StepKeys) else None
         if stored is None and (layer.dense_branches is not None or not isinstance(source, RowKeys)):
             reason = "tokens that ranks share" if layer.dense_branches is None else "a dense stage"
             raise ValueError(f"model: expected layers that choose blocks of whole rows, got {reason}")
@@ -154,18 +162,19 @@ class _LayerAttachment(_Attachment):
             if stored is not None:
                 raise ValueError("cache: expected None where blocks are replayed, got one")
             blocks = _blocks_of(self.replayed, heads.k["slc"].shape[:3], layout.positions, layer.attention().config)
-            options["index"] = SharedIndex(blocks)
-        out, read = type(layer).attend(layer, x, heads, layout, source, *others, **options)
+            index = SharedIndex(blocks)
+        out, read = type(layer).attend(layer, x, heads, layout, source, mods, cached=cached, index=index)
         if stored is not None:
             self.kept = cast("NSACache", stored.cache).keep_blocks()
-            stored.cache.store("blocks", read.block_indices + 1, stored.step)
+            stored.cache.store("blocks", given(read.block_indices) + 1, stored.step)
         elif self.replayed is None:
-            self.kept = F.pad(read.block_indices + 1, (0, 0, 0, 1))
+            self.kept = F.pad(given(read.block_indices) + 1, (0, 0, 0, 1))
         return out, read
 
     def whole_step(self, x: Tensor, cache: NSACache, mods: Mods) -> WholeStep | None:
         """Return what computes a step at once, and records its blocks."""
-        take_step = type(self.module).whole_step(self.module, x, cache, mods)
+        layer = cast("SparseLayer", self.module)
+        take_step = type(layer).whole_step(layer, x, cache, mods)
         if take_step is None or self.replayed is not None:
             return None
 
