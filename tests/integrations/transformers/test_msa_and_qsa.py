@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
+from transformers.models.minimax_m3_vl import configuration_minimax_m3_vl, modeling_minimax_m3_vl
 
 from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.functional.indices import record_indices, replay_indices
@@ -150,6 +151,25 @@ def test_a_converted_model_is_taught_recorded_and_loaded_again(kind: str, tmp_pa
     saved, first = (load_file(tmp_path / each / "model.safetensors") for each in ("theirs", "before"))
     assert saved.keys() == first.keys()
     torch.testing.assert_close(plain(x, use_cache=False).logits, want)
+
+
+@torch.no_grad()
+def test_the_text_model_of_an_image_and_text_model_is_converted_and_put_back(tmp_path: Path) -> None:
+    x, sizes = tokens(2, 50), released("minimax_m3_vl").config.to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    parts = {"text_config": sizes, "vision_config": vision}
+    config = configuration_minimax_m3_vl.MiniMaxM3VLConfig(**parts, projector_hidden_size=16)
+    whole: Any = modeling_minimax_m3_vl.MiniMaxM3SparseForConditionalGeneration(config).eval()
+    text = modeling_minimax_m3_vl.MiniMaxM3VLForCausalLM(whole.config.text_config).eval()
+    text.model, text.lm_head = whole.model.language_model, whole.lm_head
+    ours = convert(text)
+    for parameter in ours.parameters():
+        parameter += 0.01 * torch.randn_like(parameter)
+    dense = to_dense(ours)
+    whole.model.language_model, whole.lm_head = dense.model, dense.lm_head
+    whole.save_pretrained(tmp_path)
+    again = type(whole).from_pretrained(tmp_path)
+    torch.testing.assert_close(again(input_ids=x, use_cache=False).logits, ours(x, use_cache=False).logits)
 
 
 @kinds
