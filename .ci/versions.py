@@ -28,6 +28,7 @@ PARITY = [
     f"tests/attention/test_{name}.py"
     for name in ("parity", "reference", "semantics", "selection", "empty_rows", "implementations")
 ]
+PARITY += ["tests/cache/test_compiled_steps.py", "tests/lm/model/test_compiled_layers.py"]
 INTEGRATION = ["tests/integrations/transformers"]
 HOPPER = [
     "tests/emitted/test_architectures.py",

@@ -182,8 +182,15 @@ def lay_out_rows(
     token = torch.arange(seq_len, device=device) if positions is None else positions.token - positions.start
     tokens, *tables = rotate(token, *(kind.token for kind in kinds))
     blocks, *index = (BlockLayout(table, kind.first, kind.positions) for table, kind in zip(tables, kinds, strict=True))
-    of_index = index[0] if index else None
-    return RowLayout(tokens, blocks.blocks, blocks.first_tokens, positions, of_index, positions=positions, sizes=sizes)
+    return RowLayout(
+        tokens,
+        blocks.blocks,
+        first_tokens=blocks.first_tokens,
+        window_positions=positions,
+        index=index[0] if index else None,
+        positions=positions,
+        sizes=sizes,
+    )
 
 
 class _Blocks(NamedTuple):
@@ -222,4 +229,11 @@ def lay_out_cached(step: Step, rotate: Rotate) -> RowLayout:
         kind: BlockLayout(table, new.first_tokens, positions) for table, (kind, new) in zip(tables, kinds, strict=True)
     }
     blocks, first_tokens, _ = made["cmp"]
-    return RowLayout(tokens, blocks, first_tokens, step.window_positions, made.get("index"), positions=positions)
+    return RowLayout(
+        tokens,
+        blocks,
+        first_tokens=first_tokens,  # by keyword, and what follows: Dynamo of torch 2.11 takes the base's fields before
+        window_positions=step.window_positions,
+        index=made.get("index"),
+        positions=positions,
+    )
