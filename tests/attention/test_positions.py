@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexnsa import check_positions, native_sparse_attention
+from flexnsa.attention.interface import given
 from flexnsa.packing import document_ids_from_cu_seqlens
 from tests.support.inputs import SMALL, Inputs, attend_with_aux, make_inputs
 
@@ -51,13 +52,9 @@ def test_outputs_and_gradients_equal_those_of_all_queries(impl: str, place: str)
     other = some_queries(x, tokens)
     out, own = attend_with_aux(other, impl=impl, positions=tokens)
     torch.testing.assert_close(out, at(whole, tokens))
-    assert aux.block_indices is not None
-    assert own.block_indices is not None
-    assert torch.equal(own.block_indices, at(aux.block_indices, tokens))
+    assert torch.equal(given(own.block_indices), at(given(aux.block_indices), tokens))
     for got, of_all in ((own.out_cmp, aux.out_cmp), (own.out_slc, aux.out_slc), (own.out_win, aux.out_win)):
-        assert got is not None
-        assert of_all is not None
-        torch.testing.assert_close(got, at(of_all, tokens))
+        torch.testing.assert_close(got, at(given(of_all), tokens))
 
     want = torch.autograd.grad(at(whole, tokens), list(x.named().values()), at(upstream, tokens))
     got = torch.autograd.grad(out, list(other.named().values()), at(upstream, tokens))
@@ -81,8 +78,7 @@ def test_flex_on_cpu_equals_the_call_of_all_queries(branch: str) -> None:
         out, own = attend_with_aux(queries, impl="flex", positions=tokens, **options)
         torch.testing.assert_close(out, at(whole, tokens))
         if branch == "slc":
-            assert aux.block_indices is not None
-            torch.testing.assert_close(own.block_indices, at(aux.block_indices, tokens))
+            torch.testing.assert_close(own.block_indices, at(given(aux.block_indices), tokens))
 
 
 def test_gradients_of_chunks_sum_to_those_of_the_sequence() -> None:
@@ -106,11 +102,9 @@ def test_documents_mods_and_given_blocks_go_with_positions(impl: str) -> None:
     queries = x.replace(q=at(x.q, tokens), gates=at(x.gates, tokens))
     out, own = attend_with_aux(queries, impl=impl, positions=tokens, **options)
     torch.testing.assert_close(out, at(whole, tokens))
-    given, _ = attend_with_aux(queries, impl=impl, positions=tokens, block_indices=own.block_indices, **options)
-    torch.testing.assert_close(given, out)
-    assert aux.block_indices is not None
-    assert own.block_indices is not None
-    assert torch.equal(own.block_indices, at(aux.block_indices, tokens))
+    again, _ = attend_with_aux(queries, impl=impl, positions=tokens, block_indices=own.block_indices, **options)
+    torch.testing.assert_close(again, out)
+    assert torch.equal(given(own.block_indices), at(given(aux.block_indices), tokens))
 
 
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])

@@ -100,7 +100,6 @@ def test_what_branches_give_beside_the_sum_is_differentiable() -> None:
         out, aux = native_sparse_attention(**x.named(), config=SMALL, return_aux=True, recompute=recompute)
         assert isinstance(aux, NSAAux)
         seen = aux.lse_cmp
-        assert seen is not None
         terms = [out, aux.out_cmp, aux.out_slc, aux.out_win, seen.masked_fill(seen == -torch.inf, 0)]
         loss = sum(number * term.square().sum() for number, term in enumerate(terms, 1) if term is not None)
         return list(torch.autograd.grad(loss, list(x.named().values())))  # pyright: ignore[reportCallIssue, reportArgumentType]

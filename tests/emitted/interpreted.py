@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from flexnsa.attention.interface import given
 from tests.emitted.modules import Emitted, Module
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 def interpreted(emitted: Emitted) -> Callable[..., Any]:
     """Give the emitted function for tensors on a CPU, differentiable, of the shapes that it was emitted for."""
-    assert emitted.graph is not None
-    assert emitted.structure is not None
-    graph, structure = emitted.graph, emitted.structure
+    graph, structure = given(emitted.graph), given(emitted.structure)
     for module in emitted.modules:
         module.run = _run
 
@@ -44,18 +43,18 @@ def interpreted(emitted: Emitted) -> Callable[..., Any]:
 
 def _run(module: Module, args: list[Any]) -> Sequence[Any]:
     """Run a module in the other process, also for what it does to its arguments."""
-    given = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    inputs = [x.detach() if isinstance(x, Tensor) else x for x in args]
     args.clear()  # a generated module takes its arguments over
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder, "request.pt"), Path(folder, "answer.pt")
-        torch.save((module.source, module.constants, given), request)
+        torch.save((module.source, module.constants, inputs), request)
         requests, statuses = _interpreter()
         print(json.dumps([str(request), str(answer)]), file=requests, flush=True)
         status = statuses.readline().strip()
         assert status == "0", f"the interpreter ended with status {status or 'unknown'}"
         outputs, changed = torch.load(answer)
     for number, value in changed.items():
-        given[number].copy_(value)
+        inputs[number].copy_(value)
     return outputs
 
 
@@ -65,6 +64,4 @@ def _interpreter() -> tuple[IO[str], IO[str]]:
     own = {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.emitted.interpreter"]
     process = subprocess.Popen(command, env=os.environ | own, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    return process.stdin, process.stdout
+    return given(process.stdin), given(process.stdout)

@@ -60,7 +60,6 @@ def test_an_untaught_indexer_scores_by_the_means_of_the_layers_queries_and_keys(
     config = replace(INDEXED, index_heads=index_heads)
     layer, x = make(config=config), tokens(2, 150)
     heads, layout = layer.project(x), layer.layout(150)
-    assert layout.index is not None
     k_index = apply_rope(average_blocks(heads.k["slc"], None, config.scoring), layout.index.blocks)
     q_index = apply_rope(heads.q.unflatten(1, (2 * index_heads, -1)).mean(2), layout.tokens)
     q = apply_rope(heads.q, layout.tokens)
@@ -101,7 +100,6 @@ def test_the_loss_teaches_the_indexer_and_nothing_else(kind: str) -> None:
 @of_every_kind
 def test_loss_and_gradient_are_those_of_the_function(kind: str) -> None:
     layer, x = taught(make(kind)), tokens(2, 150)
-    assert layer.indexer is not None
     learns = list(layer.indexer.parameters())
     for ids in (None, torch.tensor([[0] * 150, [0] * 61 + [1] * 89])):
         given = {"seed": 3, "step": 5, "num_queries": 40, "sequence_ids": torch.tensor([7, 2])}
@@ -112,7 +110,6 @@ def test_loss_and_gradient_are_those_of_the_function(kind: str) -> None:
 
         layout, heads = layer.layout(150, ids), layer.project(x)
         _, read = layer.attend(x, heads, layout, RowKeys(), (None, None), cached=False)
-        assert read.scorer is not None
         assert read.keys.k_slc is not None
         q_index = apply_rope(layer.indexer.queries(x, heads.q), layout.tokens)  # of all tokens
         torch.testing.assert_close(q_index.detach(), read.scorer.q, rtol=0, atol=0)
@@ -126,7 +123,6 @@ def test_loss_and_gradient_are_those_of_the_function(kind: str) -> None:
 
 def test_queries_that_select_have_no_gradient() -> None:
     index = make().project(tokens(1, 60)).index
-    assert index is not None
     assert not index.q.requires_grad
     assert index.k.requires_grad
 
@@ -140,7 +136,6 @@ def test_padded_sequences_teach_what_they_teach_alone(kind: str, query_weights: 
         selection = SelectionLoss(num_queries=100, sequence_ids=ids, query_weights=query_weights)
         selection.tokens(x, x.shape[1], lengths)
         layer(x, selection=selection)
-        assert layer.indexer is not None
         grads = torch.autograd.grad(selection.sums[0], list(layer.indexer.parameters()))
         return [selection.sums[0].detach(), selection.weights[0], *grads]
 
@@ -203,7 +198,6 @@ def test_training_without_the_loss_warns_once_and_gives_gradients_of_0() -> None
         for _ in range(2):
             layer(x).sum().backward()
     assert len([warning for warning in met if "selection: expected a SelectionLoss" in str(warning.message)]) == 1
-    assert layer.indexer is not None
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in layer.indexer.parameters())
 
 

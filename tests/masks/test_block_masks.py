@@ -73,8 +73,6 @@ def test_full_tiles_are_found() -> None:
     causal = interval_block_mask(compressed_intervals(positions, config), 1024, widths=None)
     window = mask_of_window(window_intervals(positions, config), 1024, 512, (128, 128))
     for mask, full in ((causal, [0, 1, 2, 3, 4, 5, 6, 7]), (window, [0, 1, 2, 3, 3, 3, 3, 3])):
-        assert mask.full_kv_num_blocks is not None
-        assert mask.full_q_num_blocks is not None
         assert mask.full_kv_num_blocks[0, 0].tolist() == full
         assert mask.full_q_num_blocks.sum() == sum(full)
 
@@ -206,7 +204,6 @@ def test_no_list_is_longer_than_the_capacity(seq_len: int) -> None:
     blocks = torch.full((1, 1, seq_len, CONFIG.num_selected_blocks), -1, dtype=torch.int32)
     blocks[..., 0] = 0
     mask = selected_mask(blocks, None, seq_len, rows=16, config=CONFIG).block_mask
-    assert mask.q_num_blocks is not None
     assert mask.q_num_blocks.sum() == seq_len
     assert mask.q_num_blocks.max() == min(seq_len, CONFIG.select_block_size * CONFIG.num_selected_blocks)
 
@@ -216,7 +213,5 @@ def test_lists_name_queries_in_order() -> None:
     token, start = torch.arange(500), torch.zeros(500, dtype=torch.long)
     blocks = random_blocks(1, 2, token, start, CONFIG)
     mask = selected_mask(blocks, None, 500, rows=1, config=CONFIG).block_mask
-    assert mask.q_num_blocks is not None
-    assert mask.q_indices is not None
     used = torch.arange(1, mask.q_indices.shape[-1]) < mask.q_num_blocks[..., None]
     assert (mask.q_indices.diff(dim=-1) > 0)[used].all()

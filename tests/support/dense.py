@@ -52,7 +52,6 @@ def visible_keys(branch: str, lengths: Sequence[int], config: NSAConfig, block_i
         elif branch == "win":
             seen = (s <= t) & (s > t - config.window_size)
         else:
-            assert block_indices is not None
             chosen = block_indices[:, :, rows, :, None] == s // config.select_block_size
             seen = chosen.any(-2) & (s <= t)
         visible[..., rows, first_key : first_key + num_keys] = seen

@@ -33,8 +33,6 @@ def interpreter(folder: Path) -> Iterator[Interpret]:
     pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreter", str(folder)]
     with subprocess.Popen(command, env=environment, **pipe) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         requests, answers = process.stdin, process.stdout
 
         @functools.cache

@@ -206,7 +206,6 @@ def qwen3() -> Trainer.Config:
 def qwen3_moe() -> Trainer.Config:
     """Describe the same one with four experts instead of every feed-forward layer."""
     config = qwen3()
-    assert config.model_spec is not None
     model: Any = config.model_spec.model
     for layer in model.layers:
         router = make_router_config(dim=DIM, num_experts=4, gate_param_init={}, top_k=2)

@@ -62,21 +62,18 @@ def test_positions_tell_of_documents(kind: str, gaps: Gaps, mask: Tensor | None)
 def test_documents_of_a_mask_take_precedence_over_positions() -> None:
     ids = torch.tensor([[0] * 5 + [1] * 15] * 2, dtype=torch.int32)
     rows = Rows.of(ids[:, None, :, None], POSITIONS["restarting"], None, (2, LENGTH, LENGTH))
-    assert rows.documents is not None
     assert rows.documents.equal(ids)
 
 
 def test_tokens_are_moved_in_front_of_padding_and_back() -> None:
     x = torch.arange(3 * LENGTH).view(3, LENGTH)
     rows = Rows.of(padded(), None, None, (3, LENGTH, LENGTH))
-    assert rows.num_valid is not None
     assert rows.num_valid.tolist() == [20, 13, 15]
     moved = rows.align(x, dim=1)
     assert [row[:3].tolist() for row in moved] == [[0, 1, 2], [27, 28, 29], [40, 41, 42]]
     assert rows.restore(moved, dim=1).equal(x)
     assert rows.align_keys(x[:, None, :, None])[:, 0, :, 0].equal(moved)
     behind = Rows.of(padded(seen=4), None, None, (3, LENGTH - 4, LENGTH))
-    assert behind.positions is not None
     assert behind.positions[:, :2].tolist() == [[4, 5], [0, 1], [4, 5]]
     assert behind.align(x[:, 4:], dim=1)[1, 0] == x[1, 7]
 

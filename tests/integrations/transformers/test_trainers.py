@@ -179,7 +179,6 @@ def test_selection_is_taught_in_any_trainer(trainer: str, name: str, accumulatio
         losses.append(selection.total)
     (weight * torch.stack(losses).mean()).backward()
     for got, parameter in zip(moved, index_parameters(fresh), strict=True):
-        assert parameter.grad is not None
         assert_close(got, parameter.grad, atol=2e-5, rtol=1e-2)
     logged = [entry["selection_loss"] for entry in run.state.log_history if "selection_loss" in entry]
     assert logged[0] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)

@@ -211,14 +211,12 @@ def options(tmp_path: Path) -> list[str]:
 def test_a_run_that_goes_on_needs_none_of_its_options(preset: list[str], options: list[str], tmp_path: Path) -> None:
     main([*options, *FEW, *preset, "--steps", "2"])
     began = configs_of_run(tmp_path / "run")
-    assert began is not None
     assert (began[0].nsa.index_heads is None) == bool(preset)
     main([*options, "--steps", "3"])
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in log] == [0, 1, 2]
     assert ("selection_loss" in log[-1]) == (not preset)
     went_on = configs_of_run(tmp_path / "run")
-    assert went_on is not None
     assert went_on[0] == began[0]
     assert went_on[1].lr == began[1].lr == (0.002 if preset else TRAIN_PRESETS["text-small"].lr)
 

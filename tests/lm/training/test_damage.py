@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from flexnsa.attention.interface import given
 from flexnsa.files import FileError
 from flexnsa.lm import Trainer
 from flexnsa.lm.checkpoint import shards, whole_file
@@ -158,8 +159,7 @@ def test_who_is_killed_in_a_checkpoint_finds_the_one_before(
     with pytest.raises((KilledError, OSError)):  # PyTorch makes an error of what its writers meet
         save_checkpoint(checkpoint_path(tmp_path, trainer), trainer)
     monkeypatch.undo()
-    path = newest_checkpoint(tmp_path)
-    assert path is not None
+    path = given(newest_checkpoint(tmp_path))
     load_checkpoint(path, resumed)
     assert resumed.step == 1
     assert resumed.train_step() == wanted
@@ -200,8 +200,7 @@ def test_spoilt_checkpoint_is_refused_and_the_trainer_stays(tmp_path: Path, case
 @pytest.mark.parametrize("reader", [Ranks, Sharded])
 def test_either_form_is_read_by_either_kind_of_run(tmp_path: Path, writer: type[Ranks], reader: type[Ranks]) -> None:
     other, (_, trainer) = make_trainer(reader()), saved(tmp_path, writer())
-    path = newest_checkpoint(tmp_path)
-    assert path is not None
+    path = given(newest_checkpoint(tmp_path))
     load_checkpoint(path, other)
     assert all(map(torch.equal, trainer.model.parameters(), read_model(path).parameters()))
     assert other.train_step() == trainer.train_step()

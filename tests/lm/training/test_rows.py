@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexnsa.attention.interface import given
 from flexnsa.lm import TrainConfig
 from flexnsa.lm.data.rows import Batch, PackedDocuments, Windows, document_bounds
 from flexnsa.lm.training.trainer import draw_step
@@ -84,8 +85,7 @@ def test_every_document_is_drawn_as_often_as_any_other_and_spread_rows_keep_the_
 
 def test_targets_of_packed_rows_stay_in_their_document() -> None:
     batch = PackedDocuments(_tensor(TEXT), 64).draw(random.Random(0), 50)
-    assert batch.document_ids is not None
-    for tokens, targets, ids in zip(batch.tokens, batch.targets, batch.document_ids, strict=True):
+    for tokens, targets, ids in zip(batch.tokens, batch.targets, given(batch.document_ids), strict=True):
         for (token, following), (own, next_own), target in zip(
             pairwise(tokens.tolist()), pairwise(ids.tolist()), targets.tolist(), strict=False
         ):
@@ -111,8 +111,7 @@ def test_rows_of_single_bytes_have_nothing_to_predict() -> None:
 
 def _documents(batch: Batch) -> Iterator[list[bytes]]:
     """The documents of each row, as bytes."""
-    assert batch.document_ids is not None
-    for tokens, ids in zip(batch.tokens, batch.document_ids, strict=True):
+    for tokens, ids in zip(batch.tokens, given(batch.document_ids), strict=True):
         lengths = torch.bincount(ids).tolist()
         yield [bytes(part.tolist()) for part in tokens.split(lengths)]
 
