@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexnsa import (
-    NativeSparseAttention,
-    compressed_attention,
-    native_sparse_attention,
-    select_blocks,
-    selected_attention,
-    sliding_window_attention,
-)
+import flexnsa
 from flexnsa.config import num_compressed
 from flexnsa.lm import DecoderConfig, DecoderLM, DecodingSession
 from tests.support.inputs import SMALL
@@ -27,8 +20,8 @@ GATES = torch.ones(1, 4, S, 3)
 IDS = torch.zeros(1, S, dtype=torch.int64)
 
 
-def layer(impl: str) -> NativeSparseAttention:
-    return NativeSparseAttention(32, 4, 2, 16, config=SMALL, impl=impl).requires_grad_(False)
+def layer(impl: str) -> flexnsa.NativeSparseAttention:
+    return flexnsa.NativeSparseAttention(32, 4, 2, 16, config=SMALL, impl=impl).requires_grad_(False)
 
 
 def model(impl: str) -> DecoderLM:
@@ -52,13 +45,13 @@ def step(impl: str, num_tokens: int, *, after: int = 0, max_rewind: int = 1, **o
 
 
 CALLS: dict[str, Callable[[str], object]] = {
-    "native_sparse_attention": lambda impl: native_sparse_attention(
+    "native_sparse_attention": lambda impl: flexnsa.native_sparse_attention(
         Q, K, K, GATES, k_cmp=K_CMP, v_cmp=K_CMP, config=SMALL, impl=impl
     ),
-    "compressed_attention": lambda impl: compressed_attention(Q, K_CMP, K_CMP, config=SMALL, impl=impl),
-    "selected_attention": lambda impl: selected_attention(Q, K, K, BLOCKS, config=SMALL, impl=impl),
-    "sliding_window_attention": lambda impl: sliding_window_attention(Q, K, K, config=SMALL, impl=impl),
-    "select_blocks": lambda impl: select_blocks(Q, K_CMP, config=SMALL, impl=impl),
+    "compressed_attention": lambda impl: flexnsa.compressed_attention(Q, K_CMP, K_CMP, config=SMALL, impl=impl),
+    "selected_attention": lambda impl: flexnsa.selected_attention(Q, K, K, BLOCKS, config=SMALL, impl=impl),
+    "sliding_window_attention": lambda impl: flexnsa.sliding_window_attention(Q, K, K, config=SMALL, impl=impl),
+    "select_blocks": lambda impl: flexnsa.select_blocks(Q, K_CMP, config=SMALL, impl=impl),
     "a layer": lambda impl: layer(impl)(torch.ones(1, S, 32)),
     "a prefill": lambda impl: step(impl, S),
     "a prefill of documents": lambda impl: step(impl, S, document_ids=IDS),

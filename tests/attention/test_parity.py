@@ -13,19 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexnsa import (
-    NSAConfig,
-    block_importance,
-    compressed_attention,
-    select_blocks,
-    selected_attention,
-    sliding_window_attention,
-)
+import flexnsa
 from tests.support.comparison import assert_as_exact_as_plain
 from tests.support.inputs import SMALL, Inputs, attend, make_inputs, sizes
 
 IMPLS = ["sdpa"]
-PAPER = NSAConfig(num_selected_blocks=6, window_size=200)
+PAPER = flexnsa.NSAConfig(num_selected_blocks=6, window_size=200)
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -39,7 +32,7 @@ class Case(NamedTuple):
     batch: int = 1
     dtype: torch.dtype = FP32
     kv_heads: int = 2
-    config: NSAConfig = SMALL
+    config: flexnsa.NSAConfig = SMALL
 
     def inputs(self) -> Inputs:
         return make_inputs(
@@ -107,14 +100,14 @@ def gradients(outputs: list[Tensor], inputs: dict[str, Tensor]) -> dict[str, Ten
     return dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True))
 
 
-def exact_blocks(inputs: Inputs, config: NSAConfig) -> Tensor:
+def exact_blocks(inputs: Inputs, config: flexnsa.NSAConfig) -> Tensor:
     """Blocks selected in fp64, for all precisions: near ties would otherwise compare different attentions."""
     exact = inputs.to(torch.float64)
-    return select_blocks(exact.q, exact.k_cmp, config=config, impl="reference")
+    return flexnsa.select_blocks(exact.q, exact.k_cmp, config=config, impl="reference")
 
 
 def outputs_and_gradients(
-    branch: str, x: Inputs, blocks: Tensor, config: NSAConfig, impl: str
+    branch: str, x: Inputs, blocks: Tensor, config: flexnsa.NSAConfig, impl: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return what one branch gives, with its lse, or all of them together, and the gradients that flow through it."""
     options: dict[str, Any] = {"config": config, "impl": impl}
@@ -122,13 +115,13 @@ def outputs_and_gradients(
         used, given = x.named(), (attend(x, block_indices=blocks, **options),)
     elif branch == "cmp":
         used = {"q": x.q, "k_cmp": x.k_cmp, "v_cmp": x.v_cmp}
-        given = compressed_attention(x.q, x.k_cmp, x.v_cmp, **options)
+        given = flexnsa.compressed_attention(x.q, x.k_cmp, x.v_cmp, **options)
     elif branch == "slc":
         used = {"q": x.q, "k": x.k, "v": x.v}
-        given = selected_attention(x.q, x.k, x.v, blocks, **options)
+        given = flexnsa.selected_attention(x.q, x.k, x.v, blocks, **options)
     else:
         used = {"q": x.q, "k_win": x.k_win, "v_win": x.v_win}
-        given = sliding_window_attention(x.q, x.k_win, x.v_win, **options)
+        given = flexnsa.sliding_window_attention(x.q, x.k_win, x.v_win, **options)
     outputs = {name: each for name, each in zip(("out", "lse"), given, strict=False) if each is not None}
     assert len(outputs) == len(given)
     dtypes = {"out": x.q.dtype, "lse": torch.promote_types(x.q.dtype, FP32)}
@@ -136,7 +129,7 @@ def outputs_and_gradients(
     return {name: each.detach() for name, each in outputs.items()}, gradients([*outputs.values()], used)
 
 
-def check(inputs: Inputs, config: NSAConfig, dtype: torch.dtype, impl: str, branch: str = "all") -> None:
+def check(inputs: Inputs, config: flexnsa.NSAConfig, dtype: torch.dtype, impl: str, branch: str = "all") -> None:
     blocks = exact_blocks(inputs, config)
     runs = ((impl, dtype), ("reference", dtype), ("reference", torch.float64))
     results = [outputs_and_gradients(branch, inputs.to(each), blocks, config, name) for name, each in runs]
@@ -161,10 +154,10 @@ def test_selection_is_a_best_one(impl: str, case: Case) -> None:
     Every row is forced and padded like the oracle's; only blocks whose exact scores agree to 1e-5 may be exchanged.
     """
     x = case.inputs().to(torch.float64)
-    scores = block_importance(x.q, x.k_cmp, config=case.config).double()
-    expected = select_blocks(x.q, x.k_cmp, config=case.config, impl="reference")
+    scores = flexnsa.block_importance(x.q, x.k_cmp, config=case.config).double()
+    expected = flexnsa.select_blocks(x.q, x.k_cmp, config=case.config, impl="reference")
     low = case.inputs().to(case.dtype)
-    got = select_blocks(low.q, low.k_cmp, config=case.config, impl=impl)
+    got = flexnsa.select_blocks(low.q, low.k_cmp, config=case.config, impl=impl)
 
     assert got.dtype == torch.int32
     assert got.shape == expected.shape

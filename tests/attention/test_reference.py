@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexnsa import (
-    NSAConfig,
-    block_importance,
-    compressed_attention,
-    select_blocks,
-    selected_attention,
-    sliding_window_attention,
-)
+import flexnsa
 from flexnsa.attention.interface import given
 from tests.support import literal
 from tests.support.inputs import SMALL, Inputs, attend, attend_with_aux, make_inputs, sizes
@@ -27,27 +20,27 @@ SCALE = 0.3
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
-def inputs(config: NSAConfig, seq_len: int = 37) -> Inputs:
+def inputs(config: flexnsa.NSAConfig, seq_len: int = 37) -> Inputs:
     return make_inputs(seq_len, config, batch=2, kv_heads=2, group=2, key_dim=3, value_dim=2).to(torch.float64)
 
 
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
 @configs
-def test_branches(config: NSAConfig, branch: str) -> None:
+def test_branches(config: flexnsa.NSAConfig, branch: str) -> None:
     x = inputs(config)
     blocks = literal.select_blocks(literal.block_importance(x.q, x.k_cmp, config, SCALE), config)
     blocks[:, 1, 20] = -1  # a row that selected nothing
     (out, lse), (expected, expected_lse) = {
         "cmp": lambda: (
-            compressed_attention(x.q, x.k_cmp, x.v_cmp, config=config, scale=SCALE, impl="reference"),
+            flexnsa.compressed_attention(x.q, x.k_cmp, x.v_cmp, config=config, scale=SCALE, impl="reference"),
             literal.compressed_attention(x.q, x.k_cmp, x.v_cmp, config, SCALE),
         ),
         "slc": lambda: (
-            selected_attention(x.q, x.k, x.v, blocks, config=config, scale=SCALE, impl="reference"),
+            flexnsa.selected_attention(x.q, x.k, x.v, blocks, config=config, scale=SCALE, impl="reference"),
             literal.selected_attention(x.q, x.k, x.v, blocks, config, SCALE),
         ),
         "win": lambda: (
-            sliding_window_attention(x.q, x.k_win, x.v_win, config=config, scale=SCALE, impl="reference"),
+            flexnsa.sliding_window_attention(x.q, x.k_win, x.v_win, config=config, scale=SCALE, impl="reference"),
             literal.window_attention(x.q, x.k_win, x.v_win, config, SCALE),
         ),
     }[branch]()
@@ -56,9 +49,9 @@ def test_branches(config: NSAConfig, branch: str) -> None:
 
 
 @configs
-def test_block_importance(config: NSAConfig) -> None:
+def test_block_importance(config: flexnsa.NSAConfig) -> None:
     x = inputs(config)
-    scores = block_importance(x.q, x.k_cmp, config=config, scale=SCALE)
+    scores = flexnsa.block_importance(x.q, x.k_cmp, config=config, scale=SCALE)
     assert scores.dtype == torch.float32
     assert not scores.requires_grad
     torch.testing.assert_close(
@@ -68,18 +61,18 @@ def test_block_importance(config: NSAConfig) -> None:
 
 @pytest.mark.parametrize("impl", ["reference", "sdpa"])
 @configs
-def test_select_blocks_alone_and_with_the_lse_of_the_compressed_branch(config: NSAConfig, impl: str) -> None:
+def test_select_blocks_alone_and_with_the_lse_of_the_compressed_branch(config: flexnsa.NSAConfig, impl: str) -> None:
     x = inputs(config)
-    blocks = select_blocks(x.q, x.k_cmp, config=config, scale=SCALE, impl=impl)
+    blocks = flexnsa.select_blocks(x.q, x.k_cmp, config=config, scale=SCALE, impl=impl)
     importance = literal.block_importance(x.q, x.k_cmp, config, SCALE)
     assert blocks.dtype == torch.int32
     assert torch.equal(blocks, literal.select_blocks(importance, config))
-    _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, config=config, scale=SCALE, impl=impl)
-    assert torch.equal(select_blocks(x.q, x.k_cmp, config=config, lse=lse, scale=SCALE, impl=impl), blocks)
+    _, lse = flexnsa.compressed_attention(x.q, x.k_cmp, x.v_cmp, config=config, scale=SCALE, impl=impl)
+    assert torch.equal(flexnsa.select_blocks(x.q, x.k_cmp, config=config, lse=lse, scale=SCALE, impl=impl), blocks)
 
 
 @configs
-def test_whole_attention_and_its_gradients(config: NSAConfig) -> None:
+def test_whole_attention_and_its_gradients(config: flexnsa.NSAConfig) -> None:
     x = inputs(config, seq_len=29)
     names, leaves = list(x.named()), list(x.named().values())
     direction = torch.randn(*x.q.shape[:3], x.v.shape[-1], dtype=torch.float64)
@@ -114,7 +107,7 @@ def test_blocks_are_scored_in_fp32() -> None:
     """From bf16 inputs the oracle chooses as from the same numbers in fp64: their products are exact in fp32."""
     low = make_inputs(200, kv_heads=2, group=4, dtype=torch.bfloat16)
     for impl in ("reference", "sdpa"):
-        got, want = (select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl) for x in (low, low.to(torch.float64)))
+        got, want = (flexnsa.select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl) for x in (low, low.to(torch.float64)))
         assert torch.equal(got, want), impl
 
 

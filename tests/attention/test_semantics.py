@@ -9,13 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexnsa import (
-    compressed_attention,
-    native_sparse_attention,
-    select_blocks,
-    selected_attention,
-    sliding_window_attention,
-)
+import flexnsa
 from flexnsa.config import num_compressed
 from tests.support.dense import visible_keys
 from tests.support.inputs import SMALL, Inputs, attend, make_inputs
@@ -56,12 +50,12 @@ class TestWhoSeesWhom:
     @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
     def test_a_changed_key_is_felt_where_its_branch_shows_it(self, branch: str, impl: str) -> None:
         x, options = make_inputs(SEQ_LEN, batch=2), {"config": SMALL, "impl": impl}
-        blocks = select_blocks(x.q, x.k_cmp, **options)
+        blocks = flexnsa.select_blocks(x.q, x.k_cmp, **options)
         visible = visible_keys(branch, (SEQ_LEN,), SMALL, blocks if branch == "slc" else None).expand(2, 2, -1, -1)
         attention, k, v = {
-            "cmp": (compressed_attention, x.k_cmp, x.v_cmp),
-            "slc": (partial(selected_attention, block_indices=blocks), x.k, x.v),
-            "win": (sliding_window_attention, x.k_win, x.v_win),
+            "cmp": (flexnsa.compressed_attention, x.k_cmp, x.v_cmp),
+            "slc": (partial(flexnsa.selected_attention, block_indices=blocks), x.k, x.v),
+            "win": (flexnsa.sliding_window_attention, x.k_win, x.v_win),
         }[branch]
         before, _ = attention(x.q, k, v, **options)
         for s in range(k.shape[2]):
@@ -97,7 +91,7 @@ class TestWhoSeesWhom:
     def test_each_branch_reads_its_own_keys_and_its_own_gate(self, impl: str) -> None:
         """With two gates shut, only the keys of the third matter (block_indices fixed, as k_cmp chooses them)."""
         x = make_inputs(SEQ_LEN)
-        blocks = select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl)
+        blocks = flexnsa.select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl)
         for branch, names in enumerate((("k_cmp", "v_cmp"), ("k", "v"), ("k_win", "v_win"))):
             gates = F.one_hot(torch.tensor(branch), 3).to(x.gates).expand_as(x.gates)
             open_one = x.replace(gates=gates)
@@ -112,7 +106,7 @@ class TestWhoSeesWhom:
         x = make_inputs(40)
         shared = x.replace(k_win=x.k, v_win=x.v)
         omitted = {name: t for name, t in x.named().items() if name not in ("k_win", "v_win")}
-        out = native_sparse_attention(**omitted, config=SMALL, impl=impl)
+        out = flexnsa.native_sparse_attention(**omitted, config=SMALL, impl=impl)
         assert torch.equal(out, attend(shared, impl=impl))
 
 

@@ -18,22 +18,8 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
-from torchtitan.models.common import (
-    ComplexRoPE,
-    CosSinRoPE,
-    Embedding,
-    Linear,
-    RMSNorm,
-    RoPE,
-    ScaledDotProductAttention,
-)
-from torchtitan.models.common.config_utils import (
-    make_ffn_config,
-    make_gqa_config,
-    make_moe_config,
-    make_routed_experts_config,
-    make_router_config,
-)
+from torchtitan.models import common
+from torchtitan.models.common import config_utils
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.llama3 import model_registry as llama3_models
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
@@ -51,7 +37,7 @@ ONES: dict[str, Any] = {"weight": nn.init.ones_}
 
 def settle(model: Any, std: float = 0.2) -> None:
     """Have all weights drawn whole, wherever their parts are: DTensor draws other ones for other shards on a CPU."""
-    kinds = {Linear.Config: ("weight",), Embedding.Config: ("weight",), GroupedExperts.Config: EXPERTS}
+    kinds = {common.Linear.Config: ("weight",), common.Embedding.Config: ("weight",), GroupedExperts.Config: EXPERTS}
     for kind, names in kinds.items():
         for path, config, _, _ in model.traverse(kind):
             config.param_init = {name: partial(_fill, name=path + name, std=std) for name in names}
@@ -128,28 +114,30 @@ class Rows(BaseDataLoader):
         self.read = state_dict["read"]
 
 
-def _parts(block: Any, rope: RoPE.Config, qk_norm: RMSNorm.Config | None, *, fused: bool = True) -> dict[str, Any]:
-    def norm() -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=DIM, param_init=ONES)
+def _parts(
+    block: Any, rope: common.RoPE.Config, qk_norm: common.RMSNorm.Config | None, *, fused: bool = True
+) -> dict[str, Any]:
+    def norm() -> common.RMSNorm.Config:
+        return common.RMSNorm.Config(normalized_shape=DIM, param_init=ONES)
 
     def layer() -> Any:
-        attention = make_gqa_config(
+        attention = config_utils.make_gqa_config(
             dim=DIM,
             n_heads=HEADS,
             n_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM if qk_norm else None,
             wqkv_param_init={},
             wo_param_init={},
-            inner_attention=ScaledDotProductAttention.Config(),
+            inner_attention=common.ScaledDotProductAttention.Config(),
             rope=rope,
             fuse_qkv=fused,
             qk_norm=None if qk_norm is None else replace(qk_norm),
         )
-        feed_forward = make_ffn_config(dim=DIM, hidden_dim=HIDDEN, w1_param_init={}, w2w3_param_init={})
+        feed_forward = config_utils.make_ffn_config(dim=DIM, hidden_dim=HIDDEN, w1_param_init={}, w2w3_param_init={})
         return block.Config(attention_norm=norm(), ffn_norm=norm(), attention=attention, feed_forward=feed_forward)
 
-    embedding = Embedding.Config(num_embeddings=VOCAB, embedding_dim=DIM)
-    head = Linear.Config(in_features=DIM, out_features=VOCAB)
+    embedding = common.Embedding.Config(num_embeddings=VOCAB, embedding_dim=DIM)
+    head = common.Linear.Config(in_features=DIM, out_features=VOCAB)
     sizes = {"dim": DIM, "vocab_size": VOCAB, "norm": norm(), "layers": [layer() for _ in range(LAYERS)]}
     return {**sizes, "tok_embeddings": embedding, "lm_head": head}
 
@@ -178,7 +166,7 @@ def _run(spec: ModelSpec, std: float = 0.2) -> Trainer.Config:
 
 def llama(*, fused: bool = True) -> Trainer.Config:
     """Describe a tiny Llama 3, whose rotary embedding rotates neighbouring components."""
-    rope = ComplexRoPE.Config(dim=HEAD_DIM, max_seq_len=4096, theta=10_000.0, scaling="llama")
+    rope = common.ComplexRoPE.Config(dim=HEAD_DIM, max_seq_len=4096, theta=10_000.0, scaling="llama")
     spec = llama3_models("debugmodel")
     return _run(replace(spec, model=Llama3Model.Config(**_parts(Llama3TransformerBlock, rope, None, fused=fused))))
 
@@ -197,8 +185,8 @@ def llama_apart() -> Trainer.Config:
 
 def qwen3() -> Trainer.Config:
     """Describe a tiny Qwen3, with norms of queries and keys, whose rotary embedding rotates halves."""
-    rope = CosSinRoPE.Config(dim=HEAD_DIM, max_seq_len=4096, theta=10_000.0)
-    norm = RMSNorm.Config(normalized_shape=HEAD_DIM, param_init=ONES)
+    rope = common.CosSinRoPE.Config(dim=HEAD_DIM, max_seq_len=4096, theta=10_000.0)
+    norm = common.RMSNorm.Config(normalized_shape=HEAD_DIM, param_init=ONES)
     spec = qwen3_models("debugmodel")
     return _run(replace(spec, model=Qwen3Model.Config(**_parts(Qwen3TransformerBlock, rope, norm))))
 
@@ -208,10 +196,10 @@ def qwen3_moe() -> Trainer.Config:
     config = qwen3()
     model: Any = config.model_spec.model
     for layer in model.layers:
-        router = make_router_config(dim=DIM, num_experts=4, gate_param_init={}, top_k=2)
+        router = config_utils.make_router_config(dim=DIM, num_experts=4, gate_param_init={}, top_k=2)
         sizes: dict[str, Any] = {"dim": DIM, "hidden_dim": 64, "num_experts": 4, "top_k": 2}
-        experts = make_routed_experts_config(**sizes, param_init={}, comm_backend="standard")
-        layer.moe = make_moe_config(num_experts=4, router=router, routed_experts=experts)
+        experts = config_utils.make_routed_experts_config(**sizes, param_init={}, comm_backend="standard")
+        layer.moe = config_utils.make_moe_config(num_experts=4, router=router, routed_experts=experts)
         layer.feed_forward = None
     settle(model)
     return config

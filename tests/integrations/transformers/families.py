@@ -5,19 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from flexnsa import NSAConfig
 from flexnsa.lm.transformers_model import FlexNSAConfig, FlexNSAForCausalLM
@@ -40,10 +30,10 @@ SIZES: dict[str, Any] = {
 WIDE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
 """Sizes of which quantised weights are multiples."""
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"attention_bias": True}),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
 }
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -132,10 +122,10 @@ def in_steps(model: Any, x: Tensor, *ends: int, cache: Any = None) -> Tensor:
     return torch.cat(out, 1)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Make one of as many words as models have tokens."""
     words: Any = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
 
 
 def converted(family: str, options: dict[str, Any], **changes: Any) -> Any:

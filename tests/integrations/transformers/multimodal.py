@@ -6,15 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedConfig,
-)
 
 from flexnsa.transformers.choice import towers
 from tests.integrations.transformers.families import SIZES, tokens
@@ -34,14 +27,14 @@ VISION: dict[str, Any] = {
 def llava(text: Any = None, **options: Any) -> Any:
     """Make a tiny Llava in evaluation mode and float64, always with the same weights; by default with a Llama."""
     torch.manual_seed(0)
-    config: Any = LlavaConfig(
-        text_config=LlamaConfig(**SIZES) if text is None else text,
-        vision_config=CLIPVisionConfig(**VISION),
+    config: Any = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**SIZES) if text is None else text,
+        vision_config=transformers.CLIPVisionConfig(**VISION),
         image_token_index=IMAGE_TOKEN,
         image_seq_length=IMAGE_TOKENS,
     )
     config.initializer_range = SIZES["initializer_range"]
-    return LlavaForConditionalGeneration._from_config(config, **options).eval().double()
+    return transformers.LlavaForConditionalGeneration._from_config(config, **options).eval().double()
 
 
 def page() -> dict[str, Tensor]:
@@ -53,7 +46,7 @@ def page() -> dict[str, Tensor]:
 
 def small_config(model_type: str) -> Any:
     """Make the default config of a type with two layers in each tower."""
-    config = AutoConfig.for_model(model_type)
+    config = transformers.AutoConfig.for_model(model_type)
     values = config.to_dict()
     _take_two_layers(values)
     return type(config)(**values)
@@ -96,5 +89,5 @@ def attentions(model: Any) -> dict[str, tuple[Any, Any]]:
     return {
         name: (config._attn_implementation, getattr(config, "flexnsa", None))
         for name, config in configs.items()
-        if isinstance(config, PreTrainedConfig)
+        if isinstance(config, transformers.PreTrainedConfig)
     }

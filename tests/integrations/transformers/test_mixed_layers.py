@@ -9,20 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    GptOssConfig,
-    Llama4TextConfig,
-    Qwen3NextConfig,
-    SiglipVisionConfig,
-)
 
 from flexnsa import NSAConfig
 from flexnsa.transformers import convert
@@ -38,11 +27,11 @@ LINEAR: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"],
 LINEAR |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 EXPERTS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "gemma2": lambda: Gemma2Config(**SIZES | SLIDING, attn_logit_softcapping=2.0),
-    "gemma3": lambda: Gemma3TextConfig(**SIZES | SLIDING),
-    "gpt_oss": lambda: GptOssConfig(**SIZES | SLIDING | EXPERTS),
-    "llama4": lambda: Llama4TextConfig(**SIZES | CHUNKED | EXPERTS, intermediate_size_mlp=64),
-    "qwen3_next": lambda: Qwen3NextConfig(**SIZES | LINEAR, num_experts=0, mlp_only_layers=[0, 1]),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES | SLIDING, attn_logit_softcapping=2.0),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES | SLIDING),
+    "gpt_oss": lambda: transformers.GptOssConfig(**SIZES | SLIDING | EXPERTS),
+    "llama4": lambda: transformers.Llama4TextConfig(**SIZES | CHUNKED | EXPERTS, intermediate_size_mlp=64),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(**SIZES | LINEAR, num_experts=0, mlp_only_layers=[0, 1]),
 }
 ROUNDING: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
 """Of experts and of linear layers, which compute in float32."""
@@ -53,7 +42,7 @@ def mixed(kind: str, implementation: str = "flexnsa", **options: Any) -> Any:
     torch.manual_seed(0)
     config = CONFIGS[kind]()
     config._experts_implementation, config.flexnsa = "eager", FEW | options  # the others take no float64
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval().double()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval().double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
@@ -73,11 +62,11 @@ def loops_instead() -> Iterator[list[str]]:
         sizes, softmax = NSAConfig(**FEW), {"cap": options.get("softcap"), "sinks": options.get("s_aux")}
         return attend_in_loops(q, k, v, sizes, scale=options["scaling"], **softmax), None
 
-    AttentionInterface.register("flexnsa", attend)
+    transformers.AttentionInterface.register("flexnsa", attend)
     try:
         yield kinds
     finally:
-        AttentionInterface.register("flexnsa", attention_forward)
+        transformers.AttentionInterface.register("flexnsa", attention_forward)
 
 
 def logits_and_gradients(model: Any, **inputs: Tensor) -> list[Tensor]:
@@ -107,14 +96,14 @@ def test_a_mixed_model_is_saved_and_loaded_and_steps_on_a_cache_see_whole_sequen
     want = model(x, use_cache=False).logits
     assert_close(in_steps(model, x, 50), want, **ROUNDING)
     model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
     assert again.config._attn_implementation == "flexnsa"
     assert_close(again(x).logits, want, **ROUNDING)
 
 
 @torch.no_grad()
 def test_a_text_tower_of_mixed_layers_sees_images() -> None:
-    model = llava(text=Gemma3TextConfig(**SIZES | SLIDING))
+    model = llava(text=transformers.Gemma3TextConfig(**SIZES | SLIDING))
     model.config.flexnsa = FEW
     model.set_attn_implementation({"text_config": "flexnsa"})
     got = model(**page(), use_cache=False).logits
@@ -127,11 +116,13 @@ def test_a_text_tower_of_mixed_layers_sees_images() -> None:
 @torch.no_grad()
 def test_images_that_see_both_ways_are_refused_and_text_is_not() -> None:
     torch.manual_seed(0)
-    text, vision = Gemma3TextConfig(**SIZES | SLIDING), SiglipVisionConfig(**VISION)
-    config: Any = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    text, vision = transformers.Gemma3TextConfig(**SIZES | SLIDING), transformers.SiglipVisionConfig(**VISION)
+    config: Any = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     config.image_token_id = 2
     config.flexnsa = FEW
-    model = Gemma3ForConditionalGeneration._from_config(config, attn_implementation={"text_config": "flexnsa"})
+    model = transformers.Gemma3ForConditionalGeneration._from_config(
+        config, attn_implementation={"text_config": "flexnsa"}
+    )
     model, x = model.eval().double(), tokens(1, 60)
     got = model(x, token_type_ids=torch.zeros_like(x), use_cache=False).logits
     with loops_instead():
@@ -189,7 +180,7 @@ def test_local_layers_attend_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -
         called.append(mask)
         return torch.zeros_like(q).transpose(1, 2), None
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", attend)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_attention_2", attend)
     model.config.flexnsa = FEW | {"local": "flash_attention_2"}
     model(x, use_cache=False)
     assert called == [None]  # its own mask of a sequence without padding
@@ -207,7 +198,9 @@ def test_local_layers_attend_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -
 def test_a_window_in_all_layers_leaves_nothing_to_nsa() -> None:
     sizes: dict[str, Any] = SIZES | SLIDING | {"layer_types": ["sliding_attention"] * 2}
     with pytest.raises(ValueError, match=r"layer_types: expected some 'full_attention' .*'sliding_attention'"):
-        AutoModelForCausalLM.from_config(Gemma3TextConfig(**sizes), attn_implementation="flexnsa")
+        transformers.AutoModelForCausalLM.from_config(
+            transformers.Gemma3TextConfig(**sizes), attn_implementation="flexnsa"
+        )
 
 
 def attend_in_loops(
