@@ -39,9 +39,7 @@ def inputs(
 def attend(tensors: Sequence[Tensor], config: NSAConfig, impl: str = "auto", **options: Any) -> Tensor:
     q, k, v, gates, k_cmp, v_cmp, k_win, v_win = tensors
     others = {"k_cmp": k_cmp, "v_cmp": v_cmp, "k_win": k_win, "v_win": v_win}
-    out = native_sparse_attention(q, k, v, gates, **others, config=config, impl=impl, **options)
-    assert isinstance(out, Tensor)
-    return out
+    return native_sparse_attention(q, k, v, gates, **others, config=config, impl=impl, **options)
 
 
 def error(result: Tensor, exact: Tensor) -> float:

@@ -72,7 +72,6 @@ def test_a_checkpoint_that_keeps_the_selection_raises_in_transforms() -> None:
 
     def loss(x: Tensor) -> Tensor:
         out = checkpoint(attention, x, use_reentrant=False, context_fn=keep_selection)
-        assert isinstance(out, Tensor)
         return out.square().sum()
 
     with pytest.raises(NotImplementedError, match=r"^keep_selection works in no transform of torch\.func"):
