@@ -69,12 +69,8 @@ class NSAConfig:
             if field.name != "index_score" and (value is not None or field.name not in INDEX_FIELDS):
                 least = 0 if field.name in ("num_init_blocks", "num_local_blocks") else 1
                 check_int(field.name, value, least)
-        _check_multiples(
-            "compress_stride",
-            self.compress_stride,
-            compress_block_size=self.compress_block_size,
-            select_block_size=self.select_block_size,
-        )
+        blocks = {"compress_block_size": self.compress_block_size, "select_block_size": self.select_block_size}
+        _check_multiples("compress_stride", self.compress_stride, **blocks)
         if self.index_heads is None:
             for name in INDEX_FIELDS:
                 if getattr(self, name) is not None:

@@ -208,7 +208,8 @@ def attend(
             with torch.no_grad():
                 compressed = implementation.compressed(q, given(keys.k_cmp), given(keys.v_cmp), call)
                 blocks = select(compressed)
-            stacked = _stacked(gates, branches, q.dtype)
+            one = torch.ones_like(next(iter(gates.values())))
+            stacked = torch.stack([gates.get(tag, one) for tag in BRANCHES if tag in branches]).to(q.dtype)
             out, slc, win = attend_gated(q, keys, stacked, blocks, compressed, call, by_token)
             return out, NSAAux(blocks, compressed.out, slc, win if "win" in branches else None, compressed.lse)
 
@@ -270,12 +271,6 @@ def by_branch(gates: Tensor) -> dict[str, Tensor]:
 def gated(gate: Tensor | None, out: Tensor) -> Tensor:
     """Multiply the output of a branch ``(B, Hq, S, Dv)`` by its gate ``(B, Hq, S)``: a term of the sum (Eq. 5)."""
     return out if gate is None else gate.to(out.dtype)[..., None] * out
-
-
-def _stacked(gates: Mapping[str, Tensor], branches: Sequence[str], dtype: torch.dtype) -> Tensor:
-    """Return gates by branch as ``(branches, B, Hq, T)``."""
-    one = torch.ones_like(next(iter(gates.values())))
-    return torch.stack([gates.get(tag, one) for tag in BRANCHES if tag in branches]).to(dtype)
 
 
 def _recomputed(

@@ -191,7 +191,8 @@ def _teach(
     if indexer is not None:
         # Index queries of the sample alone are differentiated: a few of each sequence, where all were needed to select.
         index = indexer.queries(sample.take(x.detach()[:, None])[:, 0], sample.take(read.raw_q.detach()))
-        index = apply_rope(index, RopeTables(*(sample.take(_of_rows(table)) for table in read.tables)))
+        tables = (table if table.dim() == 4 else table[None, None] for table in read.tables)  # (B, 1, T, D / 2)
+        index = apply_rope(index, RopeTables(*map(sample.take, tables)))
         index = sample.compared(index)
     scorer = Scorer(index, scorer.k, at_sample(scorer.call, read.q, sample))
     q, call = sample.compared(sample.take(read.q.detach())), at_sample(read.call, read.q, sample)
@@ -205,11 +206,6 @@ def _teach(
 def _shared(read: Read | None) -> SharedIndex | None:
     """Return what layers that follow need where nothing is taught."""
     return None if read is None or read.block_indices is None else SharedIndex(read.block_indices)
-
-
-def _of_rows(table: Tensor) -> Tensor:
-    """Give a rotary table ``(T, D / 2)`` dimensions of batch and heads."""
-    return table if table.dim() == 4 else table[None, None]
 
 
 class Attention(NamedTuple):

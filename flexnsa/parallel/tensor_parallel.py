@@ -69,7 +69,7 @@ def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> Nat
         if isinstance(compressor, MeanCompressor | LinearCompressor | MLPCompressor):
             compressor.shape = (layer.num_kv_heads, compressor.shape[1])
             for parameter in compressor.parameters():
-                parameter.register_hook(lambda gradient: _sum(gradient, mesh))
+                parameter.register_hook(lambda gradient: wait_tensor(all_reduce(gradient, "sum", mesh)))
     return layer
 
 
@@ -113,7 +113,3 @@ def _check_no_mods(_layer: nn.Module, _inputs: tuple[Any, ...], options: dict[st
     for name in ("score_mod", "mask_mod"):
         if options.get(name) is not None:
             raise ValueError(f"{name}: expected None of a layer whose heads are spread over ranks, got one")
-
-
-def _sum(gradient: Tensor, mesh: DeviceMesh) -> Tensor:
-    return wait_tensor(all_reduce(gradient, "sum", mesh))

@@ -103,7 +103,7 @@ def _read(checkpoint: Path, names: list[str]) -> dict[str, Tensor]:
 
 def _converted(state: Mapping[str, Tensor], options: Options, to_hf: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model of transformers, by name."""
-    dense = {name: tensor for name, tensor in state.items() if not _is_new(name)}
+    dense = {name: tensor for name, tensor in state.items() if not (_is_kept(name) or ".attention.w_" in name)}
     for tag in options.branches:
         # The adapter knows dense layers alone, so it is asked once for each branch, with the branch's keys and values.
         own = {
@@ -122,11 +122,6 @@ def _converted(state: Mapping[str, Tensor], options: Options, to_hf: Any) -> Ite
 
 def _is_kept(name: str) -> bool:
     return any(f".attention.{module}." in name for module in KEPT)
-
-
-def _is_new(name: str) -> bool:
-    """Return whether a dense layer has no parameter of that name."""
-    return _is_kept(name) or ".attention.w_" in name
 
 
 def _config(dense: Mapping[str, Any], options: Options) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import platform
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -68,7 +68,11 @@ def append_environment(path: Path) -> None:
         OSError: the file cannot be read or written; names it.
     """
     lines = read_whole(path).split(b"\n") if path.exists() else []
-    whole = [line for line in lines if _is_record(line)]
+    whole: list[bytes] = []
+    for line in lines:
+        with suppress(ValueError):
+            unsealed(line)
+            whole.append(line)
     if any(line not in whole for line in lines if line):
         warnings.warn(f"{path}: damaged, and written anew without its damaged lines", FileWarning, stacklevel=2)
     write_whole(path, b"".join(line + b"\n" for line in (*whole, sealed(describe_environment()))))
@@ -79,14 +83,6 @@ def recorded_environment(trainer: Trainer, folder: Path) -> Iterator[Callable[[]
     """Write ``environment.json`` on rank 0; a watcher of :func:`flexnsa.lm.training.run`."""
     trainer.ranks.on_first(lambda: append_environment(folder / FILE_NAME))
     yield lambda: None
-
-
-def _is_record(line: bytes) -> bool:
-    try:
-        unsealed(line)
-    except ValueError:
-        return False
-    return True
 
 
 def driver_version() -> str | None:

@@ -197,8 +197,7 @@ def place_of(name: str) -> str:
     if within is None:
         return f"layer {layer}"
     for pattern, words in _PARTS.items():
-        part_match = re.fullmatch(pattern, within)
-        if part_match:
+        if part_match := re.fullmatch(pattern, within):
             part = part_match.expand(words)
             return f"layer {layer}, {part}" + ("" if part == within else f" ({within})")
     return f"layer {layer}, {within}"

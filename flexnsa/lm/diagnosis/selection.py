@@ -77,17 +77,15 @@ def _trace_layer(index: int, layer: NativeSparseAttention, x: Tensor, layout: Ro
     (chosen, best), (chosen_with_forced, best_with_forced) = (
         found_and_best(q, k, given(read.block_indices), read.call, forced=forced) for forced in (False, True)
     )
-    recall, with_forced = (chosen / best).tolist(), (chosen_with_forced / best_with_forced).tolist()
-    missed = ((best - chosen) / (x.shape[0] * x.shape[1])).tolist()
+    missed = (best - chosen) / (x.shape[0] * x.shape[1])
+    of_heads = torch.stack((chosen / best, chosen_with_forced / best_with_forced, missed), dim=1).tolist()
     kv_heads = k.shape[1]
     gates = {tag: [1.0] * kv_heads for tag in layer.branches}
     for tag, gate in heads.gates.items():  # (B, Hq, S): a mean over sequences, tokens and the query heads of a key head
         gates[tag] = torch.unflatten(gate, 1, (kv_heads, -1)).float().mean((0, 2, 3)).tolist()
     return [
-        HeadSelection(
-            index, head, recall[head], with_forced[head], missed[head], {tag: gates[tag][head] for tag in gates}
-        )
-        for head in range(kv_heads)
+        HeadSelection(index, head, *numbers, gates={tag: gates[tag][head] for tag in gates})
+        for head, numbers in enumerate(of_heads)
     ]
 
 

@@ -137,9 +137,7 @@ class _Watchdog:
         """Wait for the snapshots of all ranks that are not gone, up to a limit."""
         end = time.monotonic() + self.pause + ANSWER_SECONDS
         files = [self.folder / _file_name(rank) for rank in range(self.trainer.ranks.world_size)]
-        while time.monotonic() < end:
-            if all(file.exists() or self._is_gone(rank) for rank, file in enumerate(files)):
-                break
+        while time.monotonic() < end and not all(x.exists() or self._is_gone(rank) for rank, x in enumerate(files)):
             time.sleep(0.05)
         return [_read(file) if file.exists() else None for file in files]
 

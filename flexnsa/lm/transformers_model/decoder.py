@@ -133,7 +133,10 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
 
         loss = logits = None
         if skip_logits:
-            loss = teach(self._loss(tokens, shift_labels, kwargs.get("num_items_in_batch"), states=states, **options))
+            count = kwargs.get("num_items_in_batch")
+            reduction = "mean" if count is None else "sum"
+            loss = self.model(tokens, targets=shift_labels, reduction=reduction, states=states, **options)
+            loss = teach(loss if count is None else loss / count)
         elif rows.cached and shift_labels is None and states is None and _is_last(logits_to_keep, rows.num_valid):
             logits = self.model.last_logits(tokens, **options)[:, None]
         else:
@@ -173,11 +176,6 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
     def next_logits(self, tokens: Tensor, cache: FlexNSACache, num_valid: Tensor) -> Tensor:
         """Give the logits of one token a row."""
         return self.model(tokens, caches=cache.kept, lengths=num_valid)
-
-    def _loss(self, tokens: Tensor, targets: Tensor | None, count: Any, **options: Any) -> Tensor:
-        """Give the mean over all targets, or their sum divided by ``count``."""
-        loss = self.model(tokens, targets=targets, reduction="mean" if count is None else "sum", **options)
-        return loss if count is None else loss / count
 
     @classmethod
     def from_run(cls, checkpoint: str | Path, **options: Any) -> Self:
